@@ -25,10 +25,14 @@ from partitioning.mesh import default_mesh, get_cpu_mesh, get_gpu_mesh, get_mesh
 from partitioning.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
-    PartitionedFn,
     PjittedFnWithContext,
 )
-from partitioning.partitioner import BasePartitioner, BasePjitPartitioner, PjitPartitioner, TrainState
+from partitioning.partitioner import (
+    BasePartitioner,
+    BasePjitPartitioner,
+    PjitPartitioner,
+    TrainState,
+)
 from partitioning.rules import (
     AxisNames,
     LogicalAxisRules,
@@ -53,7 +57,6 @@ __all__ = [
     'LogicalAxisRules',
     'OtherMesh',
     'PartitionedCallable',
-    'PartitionedFn',
     'PjitPartitioner',
     'PjittedFnWithContext',
     'ResolvedDimension',

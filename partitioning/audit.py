@@ -58,9 +58,7 @@ def array_layouts(state: Any, logical_axes: Any, mesh_axes: Any, mesh: Mesh) -> 
     ]
 
 
-def _layout(
-    path: str, array: Any, axes: AxisNames, spec: PartitionSpec, mesh: Mesh
-) -> ArrayLayout:
+def _layout(path: str, array: Any, axes: AxisNames, spec: PartitionSpec, mesh: Mesh) -> ArrayLayout:
     shard_shape = NamedSharding(mesh, spec).shard_shape(tuple(array.shape))
     itemsize = np.dtype(array.dtype).itemsize
     return ArrayLayout(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import jax
 
-JaxDevice = jax.Device
+JaxDevice: TypeAlias = jax.Device
 # (x, y, z, cores per chip) of a TPU machine, or of a tile of it.
-TpuMesh = tuple[int, int, int, int]
+TpuMesh: TypeAlias = tuple[int, int, int, int]
 # (processes, devices per process) of any other machine.
-OtherMesh = tuple[int, int]
-HardwareMesh = TpuMesh | OtherMesh
+OtherMesh: TypeAlias = tuple[int, int]
+HardwareMesh: TypeAlias = TpuMesh | OtherMesh
 
 
 def has_coords(device: JaxDevice) -> bool:
@@ -43,6 +46,6 @@ def bounds_from_last_device(last_device: JaxDevice) -> HardwareMesh:
     return jax.process_count(), jax.local_device_count()
 
 
-def num_slices(devices: list[JaxDevice] | tuple[JaxDevice, ...]) -> int:
+def num_slices(devices: Sequence[JaxDevice]) -> int:
     """The number of TPU slices among `devices`; 1 where devices do not belong to slices."""
     return len({getattr(d, 'slice_index', 0) for d in devices})

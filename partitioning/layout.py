@@ -107,8 +107,8 @@ class LocalChunker:
         held = len(self._positions(flat)[self.process_index])
         if held != math.prod(len(self._positions(a)[self.process_index]) for a in axes):
             raise ValueError(
-                f'process {self.process_index} holds {held} scattered blocks of {tuple(mesh_axes)}, '
-                'not one: use NamedSharding.devices_indices_map'
+                f'process {self.process_index} holds {held} scattered blocks of '
+                f'{tuple(mesh_axes)}, not one: use NamedSharding.devices_indices_map'
             )
         return LocalChunkInfo(slices, self.get_replica_id(flat))
 
@@ -131,7 +131,9 @@ class LocalChunker:
         positions = self._positions(axes)
         mine = positions[self.process_index]
         others = self._positions(tuple(a for a in self.mesh_axes if a not in axes))
-        replicas = sorted((p for p in positions if positions[p] == mine), key=lambda p: (others[p], p))
+        replicas = sorted(
+            (p for p in positions if positions[p] == mine), key=lambda p: (others[p], p)
+        )
         return replicas.index(self.process_index)
 
     def _check(self, axes: tuple[str, ...]) -> None:
@@ -174,7 +176,8 @@ class LocalChunker:
         ways = math.prod(self.global_mesh.shape[a] for a in axes)
         if size % ways:
             raise ValueError(
-                f'dimension {dim}: size {size} does not divide by {ways}, the size of mesh axes {axes}'
+                f'dimension {dim}: size {size} does not divide by {ways}, the size of mesh axes '
+                f'{axes}'
             )
         held, block = self._positions(axes)[self.process_index], size // ways
         steps = set(np.diff(held).tolist())
@@ -183,8 +186,8 @@ class LocalChunker:
         if len(steps) == 1 and block == 1:
             return slice(held[0], held[-1] + 1, steps.pop())
         raise ValueError(
-            f'dimension {dim}: process {self.process_index} holds blocks {held} of {ways}, which no '
-            'slice describes: use NamedSharding.devices_indices_map'
+            f'dimension {dim}: process {self.process_index} holds blocks {held} of {ways}, which '
+            'no slice describes: use NamedSharding.devices_indices_map'
         )
 
 

@@ -108,13 +108,13 @@ def get_mesh(
     devices = list(input_devices or jax.devices(backend))
     first = min(d.process_index for d in devices)
     local = list(input_local_devices or [d for d in devices if d.process_index == first])
-    machine = bounds_from_last_device(max(devices, key=get_coords))
-    host = bounds_from_last_device(max(local, key=get_coords))
-    tile = tuple(model_parallel_submesh)
+    machine: tuple[int, ...] = bounds_from_last_device(max(devices, key=get_coords))
+    host: tuple[int, ...] = bounds_from_last_device(max(local, key=get_coords))
+    tile: tuple[int, ...] = tuple(model_parallel_submesh)
     if len(tile) != len(machine) or any(m < 1 or g % m for g, m in zip(machine, tile, strict=True)):
         raise ValueError(
-            f'model_parallel_submesh {tile} does not tile the machine {tuple(machine)}: each of its '
-            f'{len(machine)} entries must divide the same entry of the machine'
+            f'model_parallel_submesh {tile} does not tile the machine {tuple(machine)}: each of '
+            f'its {len(machine)} entries must divide the same entry of the machine'
         )
     if math.prod(machine) != len(devices):
         raise ValueError(
@@ -129,13 +129,15 @@ def get_mesh(
     if order is not None:
         if tile[3] != machine[3]:
             raise ValueError(
-                f'model_parallel_submesh {tile} spans a whole plane of the machine {machine}, so it '
-                f'must take all {machine[3]} cores of each chip: use {(*tile[:3], machine[3])}'
+                f'model_parallel_submesh {tile} spans a whole plane of the machine {machine}, so '
+                f'it must take all {machine[3]} cores of each chip: use {(*tile[:3], machine[3])}'
             )
         grid, tile = grid.transpose(order), tuple(tile[i] for i in order)
         tiled = _split(grid, [(g // m, m) for g, m in zip(grid.shape, tile, strict=True)])
     elif tile_by_host_if_needed:
-        tiled = _split(grid, [_host_tiling(g, m, h) for g, m, h in zip(machine, tile, host, strict=True)])
+        tiled = _split(
+            grid, [_host_tiling(g, m, h) for g, m, h in zip(machine, tile, host, strict=True)]
+        )
     else:
         tiled = _split(grid, [(g // m, m) for g, m in zip(machine, tile, strict=True)])
     return _logged(Mesh(tiled.reshape(-1, math.prod(tile)), MESH_AXES))
@@ -148,7 +150,8 @@ def get_cpu_mesh(num_partitions: int | None = None) -> Mesh:
       num_partitions: size of 'model'; by default all devices of a process, as in T5X.
     """
     return _host_major_mesh(
-        jax.devices(), _check_partitions(num_partitions or jax.local_device_count(), jax.device_count())
+        jax.devices(),
+        _check_partitions(num_partitions or jax.local_device_count(), jax.device_count()),
     )
 
 
@@ -165,8 +168,8 @@ def _check_partitions(num_partitions: int | None, num_devices: int) -> int:
     if num_partitions is None or num_partitions < 1 or num_devices % num_partitions:
         fits = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
         raise ValueError(
-            f'num_partitions={num_partitions} does not divide the {num_devices} devices; use one of '
-            f'{", ".join(map(str, fits))}'
+            f'num_partitions={num_partitions} does not divide the {num_devices} devices; use one '
+            f'of {", ".join(map(str, fits))}'
         )
     return num_partitions
 
@@ -181,8 +184,8 @@ def _nvlink_mesh(devices: Sequence[JaxDevice], num_partitions: int) -> Mesh:
     local = len(devices) // len({d.process_index for d in devices})
     if local % num_partitions and num_partitions % local:
         raise ValueError(
-            f'num_partitions={num_partitions} must be a factor or a multiple of the {local} devices '
-            'of a process'
+            f'num_partitions={num_partitions} must be a factor or a multiple of the {local} '
+            'devices of a process'
         )
     return _host_major_mesh(devices, num_partitions)
 
@@ -234,7 +237,13 @@ def _t5x_submesh(last_device: JaxDevice, num_partitions: int) -> TpuMesh | None:
     kind = last_device.device_kind
     table: dict[int, TpuMesh] = {}
     if kind in ('TPU v2', 'TPU v3'):
-        table = {1: (1, 1, 1, 1), 2: (1, 1, 1, 2), 4: (2, 1, 1, 2), 8: (2, 2, 1, 2), 16: (4, 2, 1, 2)}
+        table = {
+            1: (1, 1, 1, 1),
+            2: (1, 1, 1, 2),
+            4: (2, 1, 1, 2),
+            8: (2, 2, 1, 2),
+            16: (4, 2, 1, 2),
+        }
     elif kind in ('TPU v4', 'TPU v4 lite') and cores == 1:  # megacore: one device a chip
         table = {
             1: (1, 1, 1, 1),
@@ -279,8 +288,8 @@ def _host_tiling(machine: int, tile: int, host: int) -> tuple[int, int, int, int
     if host % tile == 0:
         return data // (host // tile), host // tile, 1, tile
     raise ValueError(
-        f'model_parallel_submesh has an entry of {tile} where a host has {host} devices: it must be '
-        'a factor or a multiple of that'
+        f'model_parallel_submesh has an entry of {tile} where a host has {host} devices: it must '
+        'be a factor or a multiple of that'
     )
 
 

@@ -23,8 +23,7 @@ from partitioning.mesh import default_mesh
 from partitioning.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
-    PartitionedFn,
-    PjittedFnWithContext,
+    partition_function,
     to_shardings,
 )
 from partitioning.rules import (
@@ -266,7 +265,8 @@ class BasePjitPartitioner(BasePartitioner):
 
     def get_mesh_axes(self, train_state: TrainState) -> Any:
         raise ValueError(
-            f'{type(self).__name__} has no logical axis rules to map a state by; use PjitPartitioner'
+            f'{type(self).__name__} has no logical axis rules to map a state by: use '
+            'PjitPartitioner'
         )
 
     def partition(
@@ -276,8 +276,8 @@ class BasePjitPartitioner(BasePartitioner):
         out_axis_resources: Any,
         static_argnums: int | Sequence[int] = (),
         donate_argnums: int | Sequence[int] = (),
-    ) -> PjittedFnWithContext:
-        return PartitionedFn(
+    ) -> PartitionedCallable:
+        return partition_function(
             fn,
             self.mesh,
             self.logical_axis_rules,
@@ -354,8 +354,9 @@ class PjitPartitioner(BasePjitPartitioner):
             that its mesh axes do not divide.
         """
         logical_axes = self.get_logical_axes(train_state)
-        is_names = lambda x: x is None or isinstance(x, AxisNames)  # noqa: E731
-        named, treedef = jax.tree_util.tree_flatten_with_path(logical_axes, is_leaf=is_names)
+        named, treedef = jax.tree_util.tree_flatten_with_path(
+            logical_axes, is_leaf=lambda x: x is None or isinstance(x, AxisNames)
+        )
         arrays = jax.tree.leaves(state_lib.unbox(train_state))
         # T5X states put names on more or fewer leaves than they hold arrays: then only names count.
         shapes = [getattr(a, 'shape', None) for a in arrays]
@@ -382,8 +383,12 @@ class PjitPartitioner(BasePjitPartitioner):
 def _check_choices(given: dict[str, Any], dcn_mesh_shape: Sequence[int] | None) -> None:
     if given.keys() == {'num_partitions', 'ici_mesh_shape'} and dcn_mesh_shape:
         # T5X asks for num_partitions beside the shapes: fine, if it says the same.
-        if given['num_partitions'] == given['ici_mesh_shape'][-1] * dcn_mesh_shape[-1]:
-            return
+        model = given['ici_mesh_shape'][-1] * dcn_mesh_shape[-1]
+        if given.pop('num_partitions') != model:
+            raise ValueError(
+                f'num_partitions contradicts the model axis of {model} in ici_mesh_shape and '
+                'dcn_mesh_shape: leave it out'
+            )
     if not given:
         raise ValueError(
             'At least one of num_partitions, model_parallel_submesh, ici_mesh_shape (with '
@@ -401,5 +406,3 @@ def _as_indices(indices: int | Sequence[int]) -> tuple[int, ...]:
 def _frozen(axes: Any) -> MeshAxes:
     """Mesh axes with a list (as configuration files write them) made a tuple."""
     return tuple(axes) if isinstance(axes, list) else axes
-
-

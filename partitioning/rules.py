@@ -226,8 +226,8 @@ def _check_names(names: Sequence[str | None], shape: Sequence[int] | None) -> No
     twice = sorted({n for n in text if text.count(n) > 1})
     if twice:
         raise ValueError(
-            f'logical axis {twice[0]!r} names two dimensions of {tuple(names)}: one mesh axis cannot '
-            'shard both; give one of them another name or None'
+            f'logical axis {twice[0]!r} names two dimensions of {tuple(names)}: one mesh axis '
+            'cannot shard both; give one of them another name or None'
         )
     if shape is not None and len(shape) != len(names):
         raise ValueError(

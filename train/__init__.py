@@ -1,0 +1,1 @@
+"""The trainer: `python -m train --gin_file=...` or `from train.train import train`."""

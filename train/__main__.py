@@ -1,0 +1,98 @@
+"""`python -m train`: reads gin files and trains.
+
+python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'/tmp/run'"
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from absl import app, flags, logging
+
+from train.config.errors import ConfigError
+
+_GIN_FILE = flags.DEFINE_multi_string(
+    'gin_file', [], 'A gin file. Repeatable: later files override earlier ones.'
+)
+_GIN_BINDINGS = flags.DEFINE_multi_string(
+    'gin_bindings', [], 'A binding over the files; --gin.NAME=value is short for it.'
+)
+_SEARCH_PATHS = flags.DEFINE_list(
+    'gin_search_paths', [], 'Folders in which gin files and their includes are looked for.'
+)
+_ALLOW = flags.DEFINE_list(
+    'gin_allow', [], 'Packages of your own that gin files may import and name.'
+)
+_CPU_DEVICES = flags.DEFINE_integer(
+    'cpu_devices', 8, 'Virtual devices where the machine has nothing but a CPU.', lower_bound=1
+)
+_TRACEBACK = flags.DEFINE_bool('traceback', False, 'Show the whole traceback of an error.')
+
+
+def rewrite_gin_flags(argv: list[str]) -> list[str]:
+    """`--gin.NAME=value` -> `--gin_bindings=NAME=value`."""
+    return [
+        f'--gin_bindings={a.removeprefix("--gin.")}' if a.startswith('--gin.') else a for a in argv
+    ]
+
+
+def use_virtual_devices(count: int) -> None:
+    """Splits the CPU into virtual devices. Other platforms are used as they are."""
+    import jax
+
+    if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
+        jax.config.update('jax_num_cpu_devices', count)
+
+
+def run() -> None:
+    """Configures and trains, by the flags."""
+    use_virtual_devices(_CPU_DEVICES.value)
+    from train.config import load_config
+
+    load_config(_GIN_FILE.value, _GIN_BINDINGS.value, _SEARCH_PATHS.value, _ALLOW.value)
+    from train.train import train
+
+    train()
+
+
+def explain(error: BaseException) -> str | None:
+    """The one line that says what is wrong, for errors that this project raises for its users.
+
+    Their messages are written to be read alone. An error from deeper down keeps its traceback.
+    """
+    if not isinstance(error, ConfigError | ValueError | OSError | FloatingPointError):
+        return None
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [str(Path(__file__).parents[1] / name) for name in ('partitioning', 'train')]
+    raised_by_us = bool(frames) and any(frames[-1].filename.startswith(f) for f in ours)
+    if not raised_by_us:
+        return None
+    # gin adds lines that say which configurable was being called.
+    message = str(error).split('\n  In call to configurable')[0]
+    return ' '.join(message.split())
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) > 1:
+        print(f'error: {argv[1]!r} is no flag; see python -m train --help', file=sys.stderr)
+        return 2
+    try:
+        run()
+    except KeyboardInterrupt:
+        print('interrupted; the same command resumes from the last checkpoint', file=sys.stderr)
+        return 130
+    except Exception as error:
+        line = None if _TRACEBACK.value else explain(error)
+        if line is None:
+            raise
+        print(f'error: {line}', file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == '__main__':
+    logging.set_verbosity(logging.WARNING)
+    app.run(main, argv=rewrite_gin_flags(sys.argv))

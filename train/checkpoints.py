@@ -1,0 +1,105 @@
+"""Checkpoints by Orbax: saved without a mesh, restored onto any."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import gin
+import jax
+import orbax.checkpoint as ocp
+
+from partitioning.state import path_str
+from train.config.errors import ConfigError
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save, and what to keep.
+
+    Attributes:
+      period: steps between two checkpoints; 0: only at the end of the run.
+      keep: the newest so many stay.
+    """
+
+    period: int = 1000
+    keep: int = 3
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `<model_dir>/checkpoints/<step>`."""
+
+    def __init__(self, model_dir: Path, config: CheckpointConfig):
+        self.directory = model_dir.resolve() / 'checkpoints'
+        self._period = config.period
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(
+                create=False,
+                preservation_policy=ocp.checkpoint_managers.LatestN(config.keep),
+            ),
+        )
+
+    @staticmethod
+    def exist_in(model_dir: Path) -> bool:
+        return (model_dir / 'checkpoints').is_dir()
+
+    def latest_step(self) -> int | None:
+        """The newest step whose checkpoint is whole.
+
+        Orbax takes any directory named by a number for a checkpoint; one without the metadata that
+        a finished save writes is passed over.
+        """
+        steps = self._manager.all_steps()
+        whole = [s for s in steps if (self.directory / str(s) / '_CHECKPOINT_METADATA').is_file()]
+        return max(whole, default=None)
+
+    def restore(self, step: int, abstract_state: Any) -> Any:
+        """The state of a step.
+
+        Args:
+          step: one that was saved.
+          abstract_state: ShapeDtypeStructs with the shardings to restore to.
+
+        Raises:
+          ConfigError: the checkpoint holds other arrays, shapes or types than the state.
+        """
+        self._compare(step, abstract_state)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        return self._manager.restore(step, args=args)['state']
+
+    def is_due(self, step: int, total_steps: int) -> bool:
+        """Whether a run of so many steps saves after this one."""
+        return step == total_steps or bool(self._period) and step % self._period == 0
+
+    def save(self, step: int, state: Any) -> None:
+        """Begins to save; the write goes on beside the training."""
+        if step not in self._manager.all_steps():
+            args = ocp.args.Composite(state=ocp.args.StandardSave(state))
+            self._manager.save(step, args=args, force=True)
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        self._manager.close()
+
+    def _compare(self, step: int, abstract_state: Any) -> None:
+        """Compares names, shapes and types before any array is read (Orbax casts silently)."""
+        metadata = self._manager.item_metadata(step)['state']
+        saved = _described(metadata.tree if hasattr(metadata, 'tree') else metadata)
+        wanted = _described(ocp.tree.serialize_tree(abstract_state, keep_empty_nodes=False))
+        differing = sorted(k for k in saved.keys() | wanted.keys() if saved.get(k) != wanted.get(k))
+        if differing:
+            first = differing[0]
+            raise ConfigError(
+                f'checkpoint {self.directory / str(step)} is of another model or optimizer: '
+                f'{len(differing)} arrays differ, first {first}: {saved.get(first, "absent")} in the '
+                f'checkpoint, {wanted.get(first, "absent")} in this run. Use the settings it was '
+                'trained with, or another MODEL_DIR'
+            )
+
+
+def _described(tree: Any) -> dict[str, str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {path_str(p): f'{tuple(x.shape)} {jax.numpy.dtype(x.dtype)}' for p, x in leaves}

@@ -1,0 +1,146 @@
+"""What a run says on the terminal: tables, progress, results; plain lines where it is no terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from partitioning.audit import ArrayLayout, spec_str
+
+MIB = 2**20
+
+
+class RunConsole:
+    """Prints a run's progress; silent on every process but the first."""
+
+    def __init__(self, console: Console | None = None):
+        quiet = jax.process_index() != 0
+        self._console = console or Console(highlight=False, quiet=quiet, soft_wrap=True)
+        self._progress: Progress | None = None
+
+    @property
+    def is_terminal(self) -> bool:
+        return self._console.is_terminal
+
+    def say(self, message: str, style: str | None = None) -> None:
+        """One line, as it is."""
+        self._console.print(Text(message, style=style or ''))
+
+    def heading(self, title: str) -> None:
+        if self.is_terminal:
+            self._console.rule(title, align='left', style='dim')
+        else:
+            self.say(f'-- {title}')
+
+    def mesh(self, mesh: Mesh) -> None:
+        """The axes of the mesh and the devices they run over."""
+        kinds = sorted({d.device_kind for d in mesh.devices.flat})
+        processes = len({d.process_index for d in mesh.devices.flat})
+        table = Table(title=None, box=None, pad_edge=False, header_style='bold')
+        for column in ('mesh axis', 'size'):
+            table.add_column(column, justify='right' if column == 'size' else 'left')
+        for axis, size in mesh.shape.items():
+            table.add_row(str(axis), str(size))
+        self.heading(
+            f'{mesh.size} devices ({", ".join(kinds)}) of {processes} '
+            f'process{"es" if processes > 1 else ""}'
+        )
+        self._console.print(table)
+
+    def layouts(self, layouts: Sequence[ArrayLayout], limit: int = 10) -> None:
+        """The largest parameters and how they are laid out."""
+        largest = sorted(layouts, key=lambda r: -r.bytes_total)[:limit]
+        held, total = (
+            sum(r.bytes_per_device for r in layouts),
+            sum(r.bytes_total for r in layouts),
+        )
+        self.heading(
+            f'{len(largest)} largest of {len(layouts)} parameters: {total / MIB:,.1f} MiB, '
+            f'{held / MIB:,.2f} MiB per device'
+        )
+        table = Table(box=None, pad_edge=False, header_style='bold')
+        for name in ('parameter', 'shape', 'logical axes', 'spec'):
+            table.add_column(name, no_wrap=True)
+        table.add_column('shard', no_wrap=True)
+        table.add_column('MiB/device', justify='right', no_wrap=True)
+        for r in largest:
+            table.add_row(
+                r.path.removeprefix('params/'),
+                ' x '.join(map(str, r.shape)),
+                ' '.join(map(str, r.logical_axes)),
+                spec_str(r.spec),
+                ' x '.join(map(str, r.shard_shape)),
+                f'{r.bytes_per_device / MIB:.2f}',
+            )
+        self._console.print(table)
+
+    @contextlib.contextmanager
+    def training(self, first_step: int, total_steps: int) -> Iterator[None]:
+        """A progress bar around the training loop."""
+        self.heading(f'training, step {first_step} to {total_steps}')
+        if not self.is_terminal:
+            yield
+            return
+        self._progress = Progress(
+            TextColumn('step'),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn('{task.fields[figures]}'),
+            TimeRemainingColumn(),
+            TextColumn('left'),
+            console=self._console,
+        )
+        with self._progress:
+            self._progress.add_task('train', total=total_steps, completed=first_step, figures='')
+            yield
+        self._progress = None
+
+    def step(self, step: int, total_steps: int, loss: float, tokens_per_second: float) -> None:
+        """The state of the training after a step."""
+        figures = f'loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s'
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=step, figures=figures)
+        else:
+            self.say(f'step {step}/{total_steps}  {figures}')
+
+    def evaluation(
+        self, step: int, results: Mapping[str, float], yardsticks: Mapping[str, float]
+    ) -> None:
+        """Bits per byte beside what simple models of the same bytes reach."""
+        beside = ', '.join(f'{name} {value:.3f}' for name, value in yardsticks.items())
+        self.say(
+            f'step {step}: held-out bits per byte {results["eval/bits_per_byte"]:.3f} ({beside})',
+            style='bold',
+        )
+
+    def sample(self, prompt: str, continuation: str) -> None:
+        """Text that the model wrote; the prompt stands out from its continuation."""
+        self.heading('a sample: the prompt, then what the model makes of it')
+        self._console.print(Text.assemble((prompt, 'bold'), continuation))
+
+
+class Throughput:
+    """Tokens per second since the last reading."""
+
+    def __init__(self, tokens_per_step: int, step: int):
+        self._tokens_per_step = tokens_per_step
+        self._step, self._time = step, time.perf_counter()
+
+    def read(self, step: int) -> float:
+        now = time.perf_counter()
+        tokens = (step - self._step) * self._tokens_per_step
+        rate = tokens / max(now - self._time, 1e-9)
+        self._step, self._time = step, now
+        return rate
+
+    def skip(self, seconds: float) -> None:
+        """Leaves out time that was spent on something else."""
+        self._time += seconds

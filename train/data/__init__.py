@@ -1,0 +1,1 @@
+"""Input: text files as rows of byte tokens, by random access."""

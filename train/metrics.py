@@ -1,0 +1,58 @@
+"""Metrics to files: one JSON object a record, and TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+from tensorboardX import SummaryWriter
+
+
+class MetricWriter:
+    """Writes scalars to `<model_dir>/metrics.jsonl` and `<model_dir>/tensorboard/`.
+
+    Only process 0 writes. Records after the step that a run resumes from, left by one that did not
+    get as far as its next checkpoint, are dropped, so no step stands there twice.
+    """
+
+    def __init__(self, model_dir: Path, resumed_step: int):
+        self.path = model_dir / 'metrics.jsonl'
+        self.tensorboard_dir = model_dir / 'tensorboard'
+        self._active = jax.process_index() == 0
+        if not self._active:
+            return
+        _drop_after(self.path, resumed_step)
+        self._file = self.path.open('a')
+        self._events = SummaryWriter(
+            str(self.tensorboard_dir), purge_step=resumed_step + 1 if resumed_step else None
+        )
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes one record: `{"step": step, "train/loss": ..., ...}`."""
+        if not self._active:
+            return
+        values = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
+        self._file.write(json.dumps({'step': step, **values}) + '\n')
+        self._file.flush()
+        for name, value in scalars.items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        if self._active:
+            self._file.close()
+            self._events.close()
+
+
+def _drop_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith('\n') and json.loads(line)['step'] <= step]
+    if kept != lines:
+        temporary = path.with_suffix('.tmp')
+        temporary.write_text(''.join(kept))
+        os.replace(temporary, path)

@@ -1,0 +1,1 @@
+"""Models, with logical axis names on every parameter and activation."""

@@ -1,0 +1,49 @@
+"""The optimizer of a run: any optax transformation, a schedule, and gradient clipping."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import gin
+import jax
+import jax.numpy as jnp
+import optax
+
+from train.schedules import Schedule
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """What updates the parameters.
+
+    Attributes:
+      transform: a function of the learning rate that returns an optax transformation, such as
+        `optax.adamw`.
+      learning_rate: a schedule (step -> rate) or a constant.
+      clip_norm: gradients are scaled down to this global norm; None: never.
+    """
+
+    transform: Callable[..., optax.GradientTransformation]
+    learning_rate: Schedule | float
+    clip_norm: float | None = 1.0
+
+    def build(self) -> optax.GradientTransformation:
+        """The optax transformation, clipping included."""
+        update = self.transform(learning_rate=self.learning_rate)
+        if self.clip_norm is None:
+            return update
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
+
+    def rate(self, step: jax.Array) -> jax.Array:
+        """The learning rate at a step."""
+        rate = self.learning_rate
+        return rate(step) if callable(rate) else jnp.float32(rate)
+
+
+@gin.configurable
+def decay_matrices_only(params: Any) -> Any:
+    """A weight-decay mask: False for the scales of norms, True for everything else."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != 'scale', params)

@@ -1,0 +1,80 @@
+"""Learning-rate schedules, as products of factors with T5X's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import gin
+import jax
+import jax.numpy as jnp
+
+from partitioning.rules import nearest
+
+Schedule = Callable[[jax.Array | int], jax.Array]
+
+
+@gin.configurable
+def create_learning_rate_scheduler(
+    factors: str = 'constant * linear_warmup * rsqrt_decay',
+    base_learning_rate: float = 0.5,
+    warmup_steps: int = 1000,
+    decay_factor: float = 0.5,
+    steps_per_decay: int = 20000,
+    steps_per_cycle: int = 100000,
+    step_offset: int = 0,
+    min_learning_rate: float = 1e-8,
+) -> Schedule:
+    """A learning rate as the product of named factors of the step.
+
+    Factors, with s = max(0, step - step_offset):
+      constant: base_learning_rate.
+      linear_warmup: min(1, s / warmup_steps).
+      linear_decay: base_learning_rate * min(s / warmup_steps, 1 + decay_factor * (warmup_steps - s));
+        it has its own constant and warmup.
+      rsqrt_decay: 1 / sqrt(max(s, warmup_steps)).
+      rsqrt_normalized_decay: sqrt(warmup_steps / max(s, warmup_steps)).
+      decay_every: decay_factor ** (s // steps_per_decay).
+      cosine_decay: half a cosine from 1 to 0 over steps_per_cycle after the warmup, then again.
+
+    Args:
+      factors: names joined by '*'.
+      base_learning_rate, warmup_steps, decay_factor, steps_per_decay, steps_per_cycle: see above.
+      step_offset: the step that counts as 0.
+      min_learning_rate: the lowest value returned.
+
+    Raises:
+      ValueError: an unknown factor.
+    """
+    warmup = max(warmup_steps, 1)
+
+    def cosine(s: jax.Array) -> jax.Array:
+        progress = jnp.maximum(0.0, (s - warmup_steps) / steps_per_cycle)
+        return jnp.maximum(0.0, 0.5 * (1.0 + jnp.cos(jnp.pi * (progress % 1.0))))
+
+    known: dict[str, Callable[[jax.Array], jax.Array]] = {
+        'constant': lambda s: jnp.full_like(s, base_learning_rate),
+        'linear_warmup': lambda s: jnp.minimum(1.0, s / warmup),
+        'linear_decay': lambda s: (
+            base_learning_rate * jnp.minimum(s / warmup, 1.0 + decay_factor * (warmup_steps - s))
+        ),
+        'rsqrt_decay': lambda s: jax.lax.rsqrt(jnp.maximum(s, warmup)),
+        'rsqrt_normalized_decay': lambda s: jnp.sqrt(warmup / jnp.maximum(s, warmup)),
+        'decay_every': lambda s: decay_factor ** (s // steps_per_decay),
+        'cosine_decay': cosine,
+    }
+    names = [name.strip() for name in factors.split('*')]
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f'learning-rate factor {name!r} of {factors!r} is unknown.{nearest(name, known)} '
+                f'Known: {", ".join(known)}'
+            )
+
+    def schedule(step: jax.Array | int) -> jax.Array:
+        s = jnp.maximum(0.0, jnp.asarray(step, jnp.float32) - step_offset)
+        rate = jnp.ones_like(s)
+        for name in names:
+            rate = rate * known[name](s)
+        return jnp.maximum(rate, min_learning_rate)
+
+    return schedule
