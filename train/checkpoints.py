@@ -36,6 +36,7 @@ class Checkpoints:
         self._period = config.period
         self._manager = ocp.CheckpointManager(
             self.directory,
+            item_handlers={'state': ocp.StandardCheckpointHandler()},
             options=ocp.CheckpointManagerOptions(
                 create=False,
                 preservation_policy=ocp.checkpoint_managers.LatestN(config.keep),
@@ -88,7 +89,7 @@ class Checkpoints:
         """Compares names, shapes and types before any array is read (Orbax casts silently)."""
         metadata = self._manager.item_metadata(step)['state']
         saved = _described(metadata.tree if hasattr(metadata, 'tree') else metadata)
-        wanted = _described(ocp.tree.serialize_tree(abstract_state, keep_empty_nodes=False))
+        wanted = _described(abstract_state)
         differing = sorted(k for k in saved.keys() | wanted.keys() if saved.get(k) != wanted.get(k))
         if differing:
             first = differing[0]

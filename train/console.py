@@ -13,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from partitioning.audit import ArrayLayout, spec_str
+from partitioning.audit import ArrayLayout
+from partitioning.rules import as_tuple
 
 MIB = 2**20
 
@@ -23,7 +24,9 @@ class RunConsole:
 
     def __init__(self, console: Console | None = None):
         quiet = jax.process_index() != 0
-        self._console = console or Console(highlight=False, quiet=quiet, soft_wrap=True)
+        self._console = console or Console(highlight=False, quiet=quiet)
+        if not self._console.is_terminal:
+            self._console.width = 160  # no terminal to fit into: rows stay whole
         self._progress: Progress | None = None
 
     @property
@@ -67,17 +70,15 @@ class RunConsole:
             f'{held / MIB:,.2f} MiB per device'
         )
         table = Table(box=None, pad_edge=False, header_style='bold')
-        for name in ('parameter', 'shape', 'logical axes', 'spec'):
-            table.add_column(name, no_wrap=True)
-        table.add_column('shard', no_wrap=True)
-        table.add_column('MiB/device', justify='right', no_wrap=True)
+        for name in ('parameter', 'shape', 'logical axis:mesh axis', 'shard'):
+            table.add_column(name, overflow='fold')
+        table.add_column('MiB/device', justify='right')
         for r in largest:
             table.add_row(
                 r.path.removeprefix('params/'),
-                ' x '.join(map(str, r.shape)),
-                ' '.join(map(str, r.logical_axes)),
-                spec_str(r.spec),
-                ' x '.join(map(str, r.shard_shape)),
+                _sizes(r.shape),
+                _axes(r),
+                _sizes(r.shard_shape),
                 f'{r.bytes_per_device / MIB:.2f}',
             )
         self._console.print(table)
@@ -125,6 +126,18 @@ class RunConsole:
         """Text that the model wrote; the prompt stands out from its continuation."""
         self.heading('a sample: the prompt, then what the model makes of it')
         self._console.print(Text.assemble((prompt, 'bold'), continuation))
+
+
+def _sizes(shape: Sequence[int]) -> str:
+    return 'x'.join(map(str, shape))
+
+
+def _axes(layout: ArrayLayout) -> str:
+    """`embed:data heads:model kv`: each logical axis with the mesh axes it is sharded over."""
+    return ' '.join(
+        ':'.join([str(name), '+'.join(as_tuple(mesh_axes))]) if mesh_axes else str(name)
+        for name, mesh_axes in zip(layout.logical_axes, layout.spec, strict=True)
+    )
 
 
 class Throughput:

@@ -179,7 +179,7 @@ def train(
         (directory / 'model-info.txt').write_text(layout_table(layouts, mesh))
     writer = MetricWriter(directory, first_step)
 
-    def evaluate(step: int) -> None:
+    def evaluate(step: int) -> dict[str, float]:
         sums = [compiled_eval_step(state.params, batch) for batch in evaluation]
         total = jax.tree.map(lambda *x: float(np.sum(np.asarray(x, np.float64))), *sums)
         results = {
@@ -188,8 +188,8 @@ def train(
             # Every nat counts, those of the separators between files too, but only bytes divide.
             'eval/bits_per_byte': total['nats'] / math.log(2) / held_out.num_bytes,
         }
-        writer.write(step, results)
         console.evaluation(step, results, yardsticks)
+        return results
 
     # ---- loop: the loss of a step is read while the next one runs
     if first_step >= total_steps:
@@ -216,7 +216,7 @@ def train(
                     jax.block_until_ready(metrics)
                 paused = time.perf_counter()
                 if evaluating:
-                    evaluate(step)
+                    writer.write(step, evaluate(step))
                 if saving:
                     saved.save(step, state)
                 throughput.skip(time.perf_counter() - paused)

@@ -111,6 +111,7 @@ def python_library() -> TextFiles:
     return TextFiles(
         pattern='**/*.py',
         exclude=('/site-packages/', '/dist-packages/', '/test/', '/tests/', '/idle_test/'),
+        holdout_percent=1.0,
         root=sysconfig.get_path('stdlib'),
     )
 
