@@ -78,6 +78,19 @@ def train(
       ConfigError, ValueError: settings that cannot be honoured, before anything is written.
       FloatingPointError: the loss is not finite; the last checkpoint stays.
     """
+    check_counts(
+        total_steps=total_steps,
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        log_period=log_period,
+        num_microbatches=num_microbatches,
+    )
+    prompt = (sample_prompt or '\n').encode()
+    if 0 < sample_length <= len(prompt):
+        raise ConfigError(
+            f'sample_length {sample_length} leaves no room after the {len(prompt)} bytes of '
+            'sample_prompt'
+        )
     console = RunConsole()
     directory = Path(os.path.expanduser(model_dir))
     check_writable(directory)
@@ -223,7 +236,6 @@ def train(
 
     # ---- what came of it
     if sample_length:
-        prompt = (sample_prompt or '\n').encode()
         text = sample(
             partitioner,
             model,
@@ -280,11 +292,18 @@ def sample(
     return bytes(np.asarray(sampler(state.params, tokens))[0].astype(np.uint8))
 
 
+def check_counts(**counts: int) -> None:
+    """Each setting is a whole number above 0."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f'{name} {count!r} must be a whole number above 0')
+
+
 def check_batch(partitioner: BasePartitioner, batch_size: int, num_microbatches: int) -> None:
     """The data axis divides the batch, and each microbatch."""
     partitioner.get_data_layout(batch_size)
     parts = partitioner.data_mesh_size * num_microbatches
-    if num_microbatches < 1 or batch_size % parts:
+    if batch_size % parts:
         raise ConfigError(
             f'batch_size {batch_size} does not divide into {num_microbatches} microbatches over a '
             f'data axis of {partitioner.data_mesh_size}: use a multiple of {parts}'

@@ -168,7 +168,9 @@ def _attribute(dotted: str) -> Any:
 def _known() -> set[str]:
     """Names of configurables as people write them: the last part, and the last two."""
     return {
-        '.'.join(selector.split('.')[-n:]) for selector in gin_internals._REGISTRY for n in (1, 2)
+        '.'.join(selector.split('.')[-n:])
+        for selector, _ in gin_internals._REGISTRY.items()
+        for n in (1, 2)
     }
 
 
@@ -185,7 +187,7 @@ def _check_parameter(
     known = [a for a in (*signature.args, *signature.kwonlyargs) if a != 'self']
     raise ConfigError(
         f'{statement.place}: {parsed.selector!r} has no parameter {parsed.arg_name!r}.'
-        f'{nearest(parsed.arg_name, known)} Known: {", ".join(known)}'
+        f'{nearest(parsed.arg_name, known) or " It has " + ", ".join(known)}'
     )
 
 

@@ -97,7 +97,7 @@ def _read_file(
 ) -> None:
     path = find_file(file, search_paths)
     if path is None:
-        looked = ', '.join(str(Path(p).resolve()) for p in ('.', *search_paths))
+        looked = ', '.join(dict.fromkeys(str(Path(p).resolve()) for p in ('.', *search_paths)))
         raise ConfigError(
             f'{place}: no such gin file: {file}. Looked in {looked}; add a folder with '
             '--gin_search_paths'
