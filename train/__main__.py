@@ -29,6 +29,16 @@ _ALLOW = flags.DEFINE_list(
 _CPU_DEVICES = flags.DEFINE_integer(
     'cpu_devices', 8, 'Virtual devices where the machine has nothing but a CPU.', lower_bound=1
 )
+_MULTIHOST = flags.DEFINE_bool(
+    'multihost',
+    False,
+    'One of several processes, found out from the environment (TPU pods, Slurm).',
+)
+_COORDINATOR = flags.DEFINE_string(
+    'coordinator_address', None, 'host:port of process 0, for one of several processes.'
+)
+_PROCESS_COUNT = flags.DEFINE_integer('process_count', None, 'With --coordinator_address.')
+_PROCESS_INDEX = flags.DEFINE_integer('process_index', None, 'With --coordinator_address.')
 _TRACEBACK = flags.DEFINE_bool('traceback', False, 'Show the whole traceback of an error.')
 
 
@@ -47,9 +57,26 @@ def use_virtual_devices(count: int) -> None:
         jax.config.update('jax_num_cpu_devices', count)
 
 
+def join_processes() -> None:
+    """Makes this process one of several, where the flags say so.
+
+    Raises:
+      ConfigError: flags that need each other.
+    """
+    address, count, index = _COORDINATOR.value, _PROCESS_COUNT.value, _PROCESS_INDEX.value
+    together = [value is not None for value in (address, count, index)]
+    if any(together) and not all(together):
+        raise ConfigError('--coordinator_address, --process_count and --process_index go together')
+    if all(together) or _MULTIHOST.value:
+        import jax
+
+        jax.distributed.initialize(address, count, index)
+
+
 def run() -> None:
     """Configures and trains, by the flags."""
     use_virtual_devices(_CPU_DEVICES.value)
+    join_processes()
     from train.config import load_config
 
     load_config(_GIN_FILE.value, _GIN_BINDINGS.value, _SEARCH_PATHS.value, _ALLOW.value)

@@ -91,7 +91,7 @@ def make_train_step(
         metrics = {
             'loss': sums['nats'] / sums['weight'],
             'accuracy': sums['correct'] / sums['weight'],
-            'gradient_norm': optax.global_norm(grads),
+            'gradient_norm': optax.tree.norm(grads),
             'learning_rate': optimizer.rate(state.step),
         }
         return state.apply_gradients(grads, tx), metrics

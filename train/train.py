@@ -193,8 +193,11 @@ def train(
     writer = MetricWriter(directory, first_step)
 
     def evaluate(step: int) -> dict[str, float]:
-        sums = [compiled_eval_step(state.params, batch) for batch in evaluation]
-        total = jax.tree.map(lambda *x: float(np.sum(np.asarray(x, np.float64))), *sums)
+        total = {'nats': 0.0, 'weight': 0.0, 'correct': 0.0}
+        for batch in evaluation:
+            # Read one by one: CPU processes that run ahead of each other deadlock in collectives.
+            sums = compiled_eval_step(state.params, batch)
+            total = {name: value + float(sums[name]) for name, value in total.items()}
         results = {
             'eval/loss': total['nats'] / total['weight'],
             'eval/accuracy': total['correct'] / total['weight'],
@@ -272,8 +275,12 @@ def sample(
     seed: int,
 ) -> bytes:
     """Continues a prompt to `length` bytes; every row of the batch axis does, the first is kept."""
-    rows = partitioner.data_mesh_size
-    tokens = np.tile(np.frombuffer(prompt, np.uint8).astype(np.int32), (rows, 1))
+    spec = partitioner.data_partition_spec
+    rows = np.tile(np.frombuffer(prompt, np.uint8), (partitioner.data_mesh_size, 1))
+    sharding = NamedSharding(partitioner.mesh, spec)
+    tokens = jax.make_array_from_callback(
+        rows.shape, sharding, lambda index: rows[index].astype(np.int32)
+    )
 
     def continue_prompt(params: Any, prompt_BL: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), 1)
@@ -287,7 +294,6 @@ def sample(
             num_tokens=corpora.SEPARATOR,
         )
 
-    spec = partitioner.data_partition_spec
     sampler = partitioner.partition(continue_prompt, (state_axes.params, spec), None)
     return bytes(np.asarray(sampler(state.params, tokens))[0].astype(np.uint8))
 

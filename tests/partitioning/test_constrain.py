@@ -1,0 +1,125 @@
+"""Activations laid out by name or spec: no mesh, Auto meshes, Explicit meshes."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from partitioning import (
+    PjitPartitioner,
+    constrain,
+    global_mesh_defined,
+    with_sharding_constraint,
+)
+
+pytestmark = pytest.mark.core
+
+RULES = [('batch', 'data'), ('embed', 'model'), ('length', None)]
+X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+
+
+def mesh_of(axis_type):
+    return jax.make_mesh((4, 2), ('data', 'model'), axis_types=(axis_type,) * 2)
+
+
+MESHES = pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
+
+
+def test_without_a_mesh_nothing_happens():
+    x = jnp.asarray(X)
+    assert not global_mesh_defined()
+    assert constrain(x, ('batch', 'embed'), RULES) is x
+    assert with_sharding_constraint(x, P('data')) is x
+    assert jax.jit(lambda x: constrain(x, ('batch', 'embed'), RULES)).trace(x).jaxpr.eqns == []
+
+
+@MESHES
+def test_by_name(axis_type):
+    mesh = mesh_of(axis_type)
+    with jax.set_mesh(mesh):
+        assert global_mesh_defined()
+        y = jax.jit(lambda x: constrain(x * 2, ('batch', 'embed'), RULES))(X)
+    np.testing.assert_array_equal(y, X * 2)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P('data', 'model')), 2)
+    assert not global_mesh_defined()
+
+
+@MESHES
+def test_by_spec(axis_type):
+    mesh = mesh_of(axis_type)
+    with jax.set_mesh(mesh):
+        a, b, c = jax.jit(
+            lambda x: with_sharding_constraint(
+                (x, {'b': x + 1}, x + 2), (P('data'), P(None, 'model'), None)
+            )
+        )(X)
+    for y, spec in [(a, P('data')), (b['b'], P(None, 'model')), (c, P())]:
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+
+
+@MESHES
+def test_inside_an_abstract_mesh(axis_type):
+    """With the mesh entered inside the jitted function, as partitioned functions do."""
+    mesh = mesh_of(axis_type)
+
+    @jax.jit
+    def fn(x):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return constrain(x, ('batch', 'embed'), RULES)
+
+    y = fn(jax.device_put(X, NamedSharding(mesh, P())))
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P('data', 'model')), 2)
+
+
+@MESHES
+def test_gradients_pass(axis_type):
+    mesh = mesh_of(axis_type)
+
+    def loss(x):
+        return (constrain(x, ('batch', 'embed'), RULES) ** 2).sum()
+
+    with jax.set_mesh(mesh):
+        grads = jax.jit(jax.grad(loss))(X)
+    np.testing.assert_allclose(grads, 2 * X)
+
+
+def test_rules_of_the_context():
+    mesh = mesh_of(AxisType.Auto)
+    fn = jax.jit(lambda x: constrain(x, ('batch', 'embed')))
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        assert fn(X).sharding.is_equivalent_to(NamedSharding(mesh, P('data', 'model')), 2)
+    y = PjitPartitioner(2, logical_axis_rules=RULES).partition(
+        lambda x: constrain(x, ('length', 'batch')), (P('model'),), P(None, 'data')
+    )(X)
+    np.testing.assert_array_equal(y, X)
+
+
+@MESHES
+@pytest.mark.parametrize(
+    'names, rules, message',
+    [
+        (('batch', 'embd'), RULES, "'embd'.*'embed'"),
+        (('batch', 'embed'), [('batch', 'data'), ('embed', 'modle')], "'modle'"),
+        (('batch',), RULES, '1 logical axes .* 2 dimensions'),
+        (('batch', 'batch'), RULES, 'two dimensions'),
+        (('batch', 'embed'), None, 'rules'),
+    ],
+)
+def test_errors(axis_type, names, rules, message):
+    with jax.set_mesh(mesh_of(axis_type)), pytest.raises(ValueError, match=message):
+        jax.jit(functools.partial(constrain, names=names, rules=rules))(X)
+
+
+@MESHES
+def test_indivisible(axis_type):
+    """jax would drop the constraint without a word under Auto axes."""
+    with (
+        jax.set_mesh(mesh_of(axis_type)),
+        pytest.raises(ValueError, match='6 does not divide by 4'),
+    ):
+        jax.jit(lambda x: constrain(x[:6], ('batch', 'embed'), RULES))(X)

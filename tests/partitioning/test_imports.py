@@ -1,0 +1,96 @@
+"""Which module may import which, and what `import partitioning` loads."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import partitioning
+
+pytestmark = pytest.mark.core
+
+PACKAGE = Path(partitioning.__file__).parent
+MODULES = sorted(PACKAGE.rglob('*.py'))
+
+# A module imports from floors below its own, and beside it only what BESIDE allows.
+FLOORS = {
+    'rules': 0,
+    'hardware': 0,
+    'layout': 0,
+    'state': 1,
+    'constrain': 1,
+    'mesh': 1,
+    'partitioned': 1,
+    'partitioner': 2,
+    'audit': 2,
+    'spmd': 2,
+    'plans': 3,
+    'aot': 4,
+    '__init__': 5,
+}
+BESIDE = {'layout': {'rules'}}
+NARROWER = {'partitioned': {'rules'}}
+NEVER = {'train', 'gin', 'grain', 'orbax', 'rich', 'tensorboardX'}
+
+
+def imported(path):
+    """The dotted names of all modules that a file imports, at whatever place in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f'{path.name}: imports are absolute here'
+            if node.module == 'partitioning':  # `from partitioning import rules`
+                names |= {f'partitioning.{alias.name}' for alias in node.names}
+            else:
+                names |= {node.module}
+    return names
+
+
+def room(path):
+    """The part of the package that a file belongs to: its module or its subpackage."""
+    return path.relative_to(PACKAGE).with_suffix('').parts[0]
+
+
+def own(names):
+    return {name.split('.')[1] for name in names if name.startswith('partitioning.')}
+
+
+def test_every_module_stands_on_a_floor():
+    rooms = {room(path) for path in MODULES}
+    assert {'rules', 'layout', 'partitioner'} <= rooms
+    assert rooms <= FLOORS.keys(), 'a new module needs a floor in FLOORS'
+
+
+@pytest.mark.parametrize('path', MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_down(path):
+    names, here = imported(path), room(path)
+    assert not {name.split('.')[0] for name in names} & NEVER
+    allowed = {name for name, floor in FLOORS.items() if floor < FLOORS[here]}
+    allowed = NARROWER.get(here, allowed) | BESIDE.get(here, set()) | {here}
+    assert own(names) <= allowed
+    assert 'partitioning' not in names
+
+
+def test_the_parser_sees_imports_inside_functions():
+    assert 'partitioning.rules' in imported(PACKAGE / 'layout.py')
+    assert any(name.startswith('flax') for name in imported(PACKAGE / 'constrain.py'))
+
+
+def test_import_is_light():
+    code = 'import json, sys, partitioning; print(json.dumps(sorted(sys.modules)))'
+    out = subprocess.run(
+        [sys.executable, '-c', code],
+        cwd=PACKAGE.parent,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    loaded = set(json.loads(out.stdout))
+    assert {'jax', 'partitioning.partitioner'} <= loaded
+    heavy = {'flax', 'optax', 'gin', 'grain', 'orbax', 'train', 'tensorflow', 'torch'}
+    assert not heavy & loaded

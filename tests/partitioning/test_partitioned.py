@@ -1,0 +1,337 @@
+"""Partitioned functions: calls, keywords, contexts, and the methods beside the call."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from partitioning import BasePjitPartitioner, PjitPartitioner, PjittedFnWithContext
+
+pytestmark = pytest.mark.core
+
+RULES = (('batch', 'data'), ('embed', 'model'))
+
+
+@pytest.fixture(name='partitioner', scope='module')
+def _partitioner():
+    return PjitPartitioner(num_partitions=2, logical_axis_rules=RULES)
+
+
+def rows(*shape):
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+# Calls and layouts.
+
+
+def test_result_and_layouts(partitioner):
+    x, w = rows(8, 4), rows(4, 6)
+    matmul = partitioner.partition(jnp.matmul, (P('data'), P(None, 'model')), P('data', 'model'))
+    y = matmul(x, w)
+    np.testing.assert_allclose(y, x @ w)
+    assert y.sharding == NamedSharding(partitioner.mesh, P('data', 'model'))
+    assert {s.data.shape for s in y.addressable_shards} == {(2, 3)}
+
+
+def test_none_replicates(partitioner):
+    """As an input and as a result, for a whole tree."""
+    seen = {}
+
+    def fn(tree):
+        jax.debug.inspect_array_sharding(tree['a'], callback=lambda s: seen.update(a=s))
+        return {'a': tree['a'] * 2, 'b': tree['b']}
+
+    out = partitioner.partition(fn, (None,), None)({'a': rows(8, 4), 'b': rows(8)})
+    assert seen['a'].is_fully_replicated
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(out))
+    assert len(out['b'].sharding.device_set) == 8
+
+
+def test_trees_and_prefixes_of_resources(partitioner):
+    specs = {'w': P('model'), 'rest': P('data')}
+    state = {'w': rows(4), 'rest': {'a': rows(8), 'b': rows(4, 4)}}
+    out = partitioner.partition(lambda s: jax.tree.map(lambda a: a + 1, s), (specs,), specs)(state)
+    assert out['w'].sharding.spec == P('model')
+    assert out['rest']['a'].sharding.spec == out['rest']['b'].sharding.spec == P('data')
+    np.testing.assert_array_equal(out['rest']['b'], state['rest']['b'] + 1)
+
+
+def test_shardings_are_resources_too(partitioner):
+    sharding = NamedSharding(partitioner.mesh, P('model'))
+    assert partitioner.partition(lambda x: x, (sharding,), sharding)(rows(4)).sharding == sharding
+
+
+@pytest.mark.parametrize('wrong', ['data', 3, ('data', 'model')])
+def test_wrong_resource(partitioner, wrong):
+    with pytest.raises(ValueError, match='resource'):
+        partitioner.partition(lambda x: x, (wrong,), None)
+    with pytest.raises(ValueError, match='resource'):
+        partitioner.partition(lambda x: x, (None,), wrong)
+
+
+def test_donated_input_is_deleted(partitioner):
+    sharding = NamedSharding(partitioner.mesh, P('data'))
+    kept, given = (jax.device_put(rows(8, 2), sharding) for _ in range(2))
+    add = partitioner.partition(
+        lambda a, b: (a + b, b.sum()), (P('data'), P('data')), (P('data'), None), donate_argnums=1
+    )
+    add(kept, given)
+    assert given.is_deleted() and not kept.is_deleted()
+
+
+def test_static_arguments(partitioner):
+    power = partitioner.partition(lambda x, n: x**n, (P('data'),), P('data'), static_argnums=1)
+    np.testing.assert_array_equal(power(rows(8), 2), rows(8) ** 2)
+    np.testing.assert_array_equal(power(rows(8), 3), rows(8) ** 3)
+
+
+def test_traced_once(partitioner):
+    traces = []
+
+    def fn(x, y):
+        traces.append(None)
+        return x + y
+
+    call = partitioner.partition(fn, (P('data'), None), P('data'))
+    call(rows(8), rows(8))
+    call(rows(8) + 1, rows(8))
+    assert len(traces) == 1
+    call(rows(8), y=rows(8))
+    call(x=rows(8), y=rows(8))
+    assert len(traces) == 1  # the same call in other words
+    call.clear_cache()
+    call(rows(8), rows(8))
+    assert len(traces) == 2
+
+
+def test_traced_once_with_keywords(partitioner):
+    traces = []
+
+    def fn(x, *, scale):
+        traces.append(None)
+        return x * scale
+
+    call = partitioner.partition(fn, (P('data'),), P('data'))
+    for scale in (2.0, 3.0):
+        np.testing.assert_array_equal(call(rows(8), scale=scale), rows(8) * scale)
+    assert len(traces) == 1
+    call.clear_cache()
+    call(rows(8), scale=2.0)
+    assert len(traces) == 2
+
+
+# Keywords.
+
+
+def affine(x, w=2.0, b=1.0, *, scale=1.0):
+    return (x * w + b) * scale
+
+
+@pytest.mark.parametrize('resources', [(P('data'),), P('data'), None, [P('data')]])
+@pytest.mark.parametrize(
+    'args, kwargs',
+    [
+        ((), {'x': rows(8)}),
+        ((rows(8),), {'w': rows(8)}),
+        ((rows(8), rows(8)), {'b': rows(8)}),
+        ((rows(8),), {'b': rows(8)}),
+        ((rows(8),), {'scale': rows(8)}),
+        ((), {'scale': rows(8), 'w': rows(8), 'x': rows(8)}),
+        ((rows(8), rows(8), rows(8)), {'scale': rows(8)}),
+    ],
+)
+def test_keywords(partitioner, resources, args, kwargs):
+    """Resources for the first argument (or one for all): the others arrive as they are."""
+    if not isinstance(resources, P) and resources is not None and len(args) > len(resources):
+        resources = resources * len(args)
+    call = partitioner.partition(affine, resources, P('data'))
+    out = call(*args, **kwargs)
+    np.testing.assert_allclose(out, affine(*args, **kwargs))
+    assert out.sharding.spec == P('data')
+    np.testing.assert_allclose(call(*args, **kwargs), out)
+
+
+@pytest.mark.parametrize('kwargs', [{'w': 3.0}, {'b': 5.0}, {'scale': 7.0}])
+def test_keywords_beside_defaults(partitioner, kwargs):
+    """Resources for all positional arguments, of which some keep their defaults."""
+    call = partitioner.partition(affine, (P('data'), None, None), P('data'))
+    np.testing.assert_allclose(call(rows(8), **kwargs), affine(rows(8), **kwargs))
+
+
+def test_resources_follow_a_keyword(partitioner):
+    """An argument given by name is laid out by the entry of its position."""
+    seen = {}
+
+    def fn(x, w):
+        jax.debug.inspect_array_sharding(w, callback=lambda s: seen.update(w=s))
+        return x + w
+
+    call = partitioner.partition(fn, (P('data'), P('model')), P('data'))
+    call(w=rows(8), x=rows(8))
+    assert seen['w'].is_equivalent_to(NamedSharding(partitioner.mesh, P('model')), 1)
+
+
+def test_keywords_with_static_and_donated_arguments(partitioner):
+    def fn(state, n, x, *, shift):
+        assert isinstance(n, int)
+        return state * n + x + shift
+
+    call = partitioner.partition(
+        fn, (P('data'), P('data')), P('data'), static_argnums=1, donate_argnums=0
+    )
+    sharding = NamedSharding(partitioner.mesh, P('data'))
+    for args, kwargs in [
+        ((), {'n': 3, 'x': rows(8)}),
+        ((3,), {'x': rows(8)}),
+        ((3, rows(8)), {}),
+    ]:
+        state = jax.device_put(rows(8), sharding)
+        names = {'state': state} | kwargs if not args else kwargs
+        out = call(*((state, *args) if args else ()), **names, shift=1.0)
+        np.testing.assert_allclose(out, rows(8) * 4 + 1)
+        assert state.is_deleted()
+
+
+def test_a_static_argument_by_name_alone(partitioner):
+    call = partitioner.partition(lambda x, n=2: x**n, (P('data'),), P('data'), static_argnums=(1,))
+    np.testing.assert_array_equal(call(rows(8), n=3), rows(8) ** 3)
+    np.testing.assert_array_equal(call(rows(8)), rows(8) ** 2)
+
+
+@pytest.mark.parametrize('args, kwargs', [((), {'y': 1.0}), ((1.0,), {'x': 1.0}), ((), {})])
+def test_calls_that_do_not_fit_the_signature(partitioner, args, kwargs):
+    call = partitioner.partition(lambda x: x, None, None)
+    with pytest.raises(TypeError):
+        call(*args, **kwargs)
+
+
+# Methods.
+
+
+def test_methods(partitioner):
+    call = partitioner.partition(affine, (P('data'),), P('data', 'model'))
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    expected = affine(rows(8, 4))
+    assert call.eval_shape(x).shape == (8, 4)
+    assert 'func.func public @main' in call.lower(x).as_text()
+    assert [v.aval.shape for v in call.trace(x).jaxpr.jaxpr.outvars] == [(8, 4)]
+    for compiled in (
+        call.lower(x).compile(),
+        call.lower_and_compile(x),
+        partitioner.compile(call, x),
+    ):
+        y = compiled(jax.device_put(rows(8, 4), compiled.input_shardings[0][0]))
+        np.testing.assert_allclose(y, expected)
+        assert y.sharding.spec == P('data', 'model')
+
+
+def test_methods_with_keywords(partitioner):
+    call = partitioner.partition(affine, (P('data'),), P('data'))
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    assert call.eval_shape(x, scale=x).shape == (8,)
+    assert call.lower(x, scale=x).out_info.shape == (8,)
+    assert call.trace(x, scale=x).jaxpr.out_avals[0].shape == (8,)
+
+
+def test_what_the_function_is(partitioner):
+    call = partitioner.partition(affine, (P('data'),), None)
+    assert isinstance(call, PjittedFnWithContext)
+    assert not isinstance(affine, PjittedFnWithContext)
+    assert not isinstance(jax.jit(affine), PjittedFnWithContext)
+    assert call.__name__ == 'affine' and call.__wrapped__ is affine
+
+
+# Contexts.
+
+
+def contexts():
+    return jax.sharding.get_abstract_mesh().axis_names, tuple(nn.get_logical_axis_rules())
+
+
+@pytest.mark.parametrize('way', ['__call__', 'lower', 'trace', 'eval_shape', 'keywords'])
+def test_contexts_inside_and_not_outside(partitioner, way):
+    seen = []
+
+    def fn(x):
+        seen.append(contexts())
+        return x
+
+    call = partitioner.partition(fn, (P('data'),), P('data'))
+    before = contexts()
+    if way == 'keywords':
+        call(x=rows(8))
+    else:
+        (call if way == '__call__' else getattr(call, way))(rows(8))
+    assert seen == [(('data', 'model'), RULES)]
+    assert contexts() == before == ((), ())
+
+
+def test_contexts_end_with_an_error(partitioner):
+    def fail(x):
+        raise RuntimeError('inside')
+
+    with pytest.raises(RuntimeError, match='inside'):
+        partitioner.partition(fail, None, None)(1.0)
+    assert contexts() == ((), ())
+
+
+def test_each_partitioner_has_its_own_contexts(partitioner):
+    """Functions of two partitioners, one called while the other's context is open."""
+    other = PjitPartitioner(num_partitions=4, logical_axis_rules=[('batch', 'model')])
+    call = other.partition(lambda x: nn.with_logical_constraint(x, ('batch',)), None, None)
+    with nn.logical_axis_rules(RULES):
+        assert "'model'" in str(call.trace(rows(8)).jaxpr)
+        assert tuple(nn.get_logical_axis_rules()) == RULES
+
+
+def test_constraints_inside(partitioner):
+    seen = {}
+
+    def fn(x):
+        a = nn.with_logical_constraint(x + 1, ('batch', 'embed'))
+        b = jax.lax.with_sharding_constraint(x + 2, P('model', 'data'))
+        jax.debug.inspect_array_sharding(a, callback=lambda s: seen.update(a=s))
+        jax.debug.inspect_array_sharding(b, callback=lambda s: seen.update(b=s))
+        return a, b
+
+    partitioner.partition(fn, None, None)(rows(8, 8))
+    mesh = partitioner.mesh
+    assert seen['a'].is_equivalent_to(NamedSharding(mesh, P('data', 'model')), 2)
+    assert seen['b'].is_equivalent_to(NamedSharding(mesh, P('model', 'data')), 2)
+
+
+def test_around_a_jitted_function(partitioner):
+    seen = []
+
+    def fn(x):
+        seen.append(contexts())
+        return jax.lax.with_sharding_constraint(x * 2, P('data'))
+
+    call = PjittedFnWithContext(jax.jit(fn), partitioner.mesh, RULES)
+    y = call(rows(8))
+    np.testing.assert_array_equal(y, rows(8) * 2)
+    assert y.sharding == NamedSharding(partitioner.mesh, P('data'))
+    assert seen[0] == (('data', 'model'), RULES)
+    assert contexts() == ((), ())
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    assert call.eval_shape(x).shape == call.lower(x).out_info.shape == (8,)
+    np.testing.assert_array_equal(call.lower_and_compile(x)(rows(8)), rows(8) * 2)
+
+
+def test_without_rules():
+    """The base partitioner partitions functions, and says so where rules are needed."""
+    partitioner = BasePjitPartitioner(num_partitions=2)
+    seen = []
+
+    def fn(x):
+        seen.append(contexts())
+        return x.sum()
+
+    total = partitioner.partition(fn, (P('data', 'model'),), None)(rows(8, 4))
+    assert float(total) == rows(8, 4).sum()
+    assert seen == [(('data', 'model'), ())]
+    with pytest.raises(ValueError, match='PjitPartitioner'):
+        partitioner.get_mesh_axes({'w': rows(4)})

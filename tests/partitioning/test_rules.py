@@ -1,0 +1,300 @@
+"""Logical axis names -> PartitionSpec: T5X's and linen's tables, errors, reasons."""
+
+import itertools
+import pickle
+
+import flax.linen as nn
+import jax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from partitioning import (
+    AxisNames,
+    PjitPartitioner,
+    logical_to_mesh_axes,
+    resolve_axes,
+    standard_logical_axis_rules,
+)
+
+pytestmark = pytest.mark.core
+
+UNC = P.UNCONSTRAINED
+EMBED_HEAD = [('head', 'model'), ('embed', 'model'), ('embed', 'data'), ('vocab', 'model')]
+XYZ = [('batch', 'X'), ('features', 'X'), ('heads', 'Y'), ('batch', 'Z')]
+PRIORITIES = [('foo', 'model'), ('bar', 'model'), ('baz', 'data')]
+FOO_DATA = [('foo', 'data'), ('bar', 'model')]
+
+
+@pytest.mark.parametrize(
+    'rules, names, expected',
+    [
+        (EMBED_HEAD, ('embed', 'head'), P('data', 'model')),
+        (EMBED_HEAD, ('vocab', 'embed'), P(None, 'model')),
+        (XYZ, ('batch', 'length', 'heads', 'features'), P('X', None, 'Y', None)),
+        ([('a', ('model', 'data')), ('b', 'data')], ('a', 'b'), P(('model', 'data'), None)),
+        (
+            [('a', ('model', 'replica')), ('b', 'data')],
+            ('a', 'b'),
+            P(('model', 'replica'), 'data'),
+        ),
+        (
+            [('a', ('model', 'replica')), ('b', ('data', 'model'))],
+            ('a', 'b'),
+            P(('model', 'replica'), None),
+        ),
+        (
+            [('a', ('model', 'replica')), ('b', 'model')],
+            ('a', 'b', 'c'),
+            P(('model', 'replica'), None, None),
+        ),
+        ([], ('a', 'b', 'c'), P(None, None, None)),
+        ([('a', None), ('a', 'model')], ('a', 'b'), P(None, None)),
+        (
+            [('baz', 'data'), ('bar', None), ('foo', 'model'), ('foo', 'data')],
+            ('baz', 'bar', 'foo'),
+            P('data', None, 'model'),
+        ),
+        (PRIORITIES, ('foo', 'bar', 'baz'), P('model', None, 'data')),
+        (PRIORITIES, ('bar', 'foo', 'baz'), P(None, 'model', 'data')),
+        (PRIORITIES, ('baz', 'bar', 'foo', 'unassigned'), P('data', None, 'model', None)),
+        (FOO_DATA, ('foo', UNC, UNC, None, None), P('data', UNC, UNC, None, None)),
+    ],
+)
+def test_tables(rules, names, expected):
+    assert logical_to_mesh_axes(names, rules, on_unmatched='replicate') == expected
+
+
+def test_no_names_no_spec():
+    assert logical_to_mesh_axes(None, PRIORITIES) is None
+
+
+NAMES = st.lists(st.sampled_from('abcde'), unique=True, max_size=4)
+MESH_AXES = st.one_of(
+    st.none(),
+    st.sampled_from('xyz'),
+    st.lists(st.sampled_from('xyz'), unique=True, min_size=1, max_size=3).map(tuple),
+)
+RULES = st.lists(st.tuples(st.sampled_from('abcd'), MESH_AXES), max_size=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(NAMES, st.integers(0, 4), RULES)
+def test_same_as_linen(names, place_of_none, rules):
+    names = (*names[:place_of_none], None, *names[place_of_none:])
+    ours = logical_to_mesh_axes(names, rules, on_unmatched='replicate')
+    assert tuple(ours) == tuple(nn.logical_to_mesh_axes(names, rules))
+
+
+# Errors, each with the way out.
+
+
+def test_unmatched_name():
+    with pytest.raises(ValueError) as error:
+        logical_to_mesh_axes(('batch', 'embd'), [('batch', 'data'), ('embed', 'model')])
+    message = str(error.value)
+    assert "no rule for logical axis 'embd' of ('batch', 'embd')" in message
+    assert "'embed'" in message  # the nearest name
+    assert "('embd', None)" in message  # the line to add
+
+
+def test_unmatched_name_with_nothing_near():
+    with pytest.raises(ValueError, match="'zzz'") as error:
+        logical_to_mesh_axes(('zzz',), [('batch', 'data')])
+    assert 'Did you mean' not in str(error.value)
+
+
+def test_name_on_two_dimensions():
+    with pytest.raises(ValueError, match=r"'foo'.*two dimensions.*\('foo', 'foo', 'baz'\)"):
+        logical_to_mesh_axes(('foo', 'foo', 'baz'), PRIORITIES)
+
+
+def test_none_on_two_dimensions_is_fine():
+    assert logical_to_mesh_axes((None, 'foo', None), PRIORITIES) == P(None, 'model', None)
+
+
+def test_rules_that_can_be_read_once_only():
+    with pytest.raises(ValueError, match='rule'):
+        logical_to_mesh_axes(('foo', 'bar'), (rule for rule in PRIORITIES))
+
+
+def test_rule_to_an_axis_that_the_mesh_lacks():
+    with pytest.raises(ValueError, match=r"'modle'.*data 4 x model 2.*'model'"):
+        logical_to_mesh_axes(('foo',), [('foo', 'modle')], axis_sizes={'data': 4, 'model': 2})
+    with pytest.raises(ValueError, match="'expert'"):
+        logical_to_mesh_axes(('foo',), [('foo', ('data', 'expert'))], axis_sizes={'data': 4})
+
+
+@pytest.mark.parametrize('shape', [(8,), (8, 8, 8), ()])
+def test_names_and_shape_of_different_rank(shape):
+    with pytest.raises(ValueError, match=rf'2 logical axes .* {len(shape)} dimensions'):
+        logical_to_mesh_axes(('foo', 'baz'), PRIORITIES, shape=shape)
+
+
+@pytest.mark.parametrize('size, nearest', [(30, '28 or 32'), (5, '4 or 8'), (3, '4')])
+def test_indivisible_size(size, nearest):
+    with pytest.raises(
+        ValueError, match=rf"'baz'.*{size} does not divide by 4.*{nearest}"
+    ) as error:
+        logical_to_mesh_axes(
+            ('foo', 'baz'), PRIORITIES, axis_sizes={'data': 4, 'model': 2}, shape=(2, size)
+        )
+    assert "('baz', None)" in str(error.value)
+
+
+def test_indivisible_by_a_tuple_of_axes():
+    rules, sizes = [('a', ('data', 'model'))], {'data': 4, 'model': 2}
+    with pytest.raises(ValueError, match=r'12 does not divide by 8.*8 or 16'):
+        logical_to_mesh_axes(('a',), rules, axis_sizes=sizes, shape=(12,))
+    assert logical_to_mesh_axes(('a',), rules, axis_sizes=sizes, shape=(16,)) == P(
+        ('data', 'model')
+    )
+
+
+# Policies.
+
+
+def test_policies_that_replicate():
+    sizes = {'data': 4, 'model': 2}
+    spec = logical_to_mesh_axes(
+        ('foo', 'baz', 'new'),
+        PRIORITIES,
+        axis_sizes=sizes,
+        shape=(2, 30, 7),
+        on_unmatched='replicate',
+        on_indivisible='replicate',
+    )
+    assert spec == P('model', None, None)
+
+
+@pytest.mark.parametrize(
+    'names, policy', [(('new',), {'on_unmatched': 'eror'}), (('foo',), {'on_indivisible': 'eror'})]
+)
+def test_policies_that_do_not_exist(names, policy):
+    """A slip in a policy's name must not act as another policy."""
+    with pytest.raises(ValueError, match='eror'):
+        logical_to_mesh_axes(
+            names, [('foo', 'model')], axis_sizes={'model': 2}, shape=(2,), **policy
+        )
+
+
+# Reasons.
+
+
+def test_reasons():
+    rules = [('mlp', 'model'), ('embed', 'model'), ('embed', 'data'), ('embed', None)]
+    embed, mlp, bare, kv = resolve_axes(
+        ('embed', 'mlp', None, 'kv'), rules, on_unmatched='replicate'
+    )
+    assert (mlp.name, mlp.mesh_axes, mlp.rule, mlp.lost) == ('mlp', 'model', ('mlp', 'model'), ())
+    assert (embed.mesh_axes, embed.rule) == ('data', ('embed', 'data'))
+    (taken_rule, taken), (late_rule, late) = embed.lost
+    assert taken_rule == ('embed', 'model') and "'model'" in taken and "'mlp'" in taken
+    assert late_rule == ('embed', None) and 'shadowed' in late
+    assert bare.mesh_axes is None and 'no logical name' in bare.reason
+    assert kv.mesh_axes is None and kv.rule is None and kv.reason == 'no rule'
+
+
+def test_reason_where_every_rule_lost():
+    _, b = resolve_axes(('a', 'b'), [('a', ('x', 'y')), ('b', 'y'), ('b', 'x')])
+    assert b.mesh_axes is None and b.rule is None
+    assert [rule for rule, _ in b.lost] == [('b', 'y'), ('b', 'x')]
+    assert all("'a'" in why for _, why in b.lost)
+    assert "'y'" in b.reason
+
+
+def test_reason_of_a_replicated_size():
+    (dim,) = resolve_axes(
+        ('a',), [('a', 'x')], axis_sizes={'x': 4}, shape=(6,), on_indivisible='replicate'
+    )
+    assert dim.mesh_axes is None
+    assert dim.lost == ((('a', 'x'), dim.reason),)
+    assert '6' in dim.reason and '4' in dim.reason
+
+
+def test_reason_of_a_rule_that_replicates():
+    (dim,) = resolve_axes(('a',), [('a', None)])
+    assert dim.rule == ('a', None) and 'replicates' in dim.reason
+
+
+def test_reason_of_an_axis_of_size_one():
+    """The rule wins, and yet the dimension is whole on every device."""
+    (dim,) = resolve_axes(('a',), [('a', 'x')], axis_sizes={'x': 1}, shape=(6,))
+    assert dim.mesh_axes == 'x' and 'size 1' in dim.reason
+
+
+# AxisNames.
+
+
+def test_axis_names_are_one_leaf():
+    names = AxisNames('a', 'b')
+    assert jax.tree.leaves({'w': names}) == [names]
+    assert repr(names) == "AxisNames('a', 'b')"
+    assert tuple(names) == ('a', 'b') and names == ('a', 'b')
+    copy = pickle.loads(pickle.dumps(names))
+    assert copy == names and isinstance(copy, AxisNames)
+
+
+# T5X's rules for transformers, in T5X's order.
+
+COMMON = [
+    ('batch', 'data'),
+    ('vocab', 'model'),
+    ('mlp', 'model'),
+    ('heads', 'model'),
+    ('kv', None),
+    ('joined_kv', 'model'),
+]
+REPLICATED = ['relpos_buckets', 'abspos_buckets', 'length', 'layers', 'stack', 'mlp_activations']
+T5X_RULES = {
+    (1, 1): [*COMMON[:2], ('embed', None), *COMMON[2:]],
+    (2, 1): [*COMMON, ('embed', 'model')],
+    (1, 2): [*COMMON, ('embed', 'data')],
+    (2, 2): [*COMMON, ('embed', 'model'), ('embed', 'data')],
+}
+
+
+@pytest.mark.parametrize('dims', T5X_RULES)
+def test_standard_rules_map_as_in_t5x(dims):
+    ours = standard_logical_axis_rules(*dims)
+    theirs = [*T5X_RULES[dims], *((name, None) for name in REPLICATED)]
+    assert sorted(ours, key=repr) == sorted(theirs, key=repr)
+    known = sorted({name for name, _ in theirs})
+    for names in itertools.permutations(known, 3):
+        assert logical_to_mesh_axes(names, ours) == nn.logical_to_mesh_axes(names, theirs)
+
+
+@pytest.mark.parametrize(
+    'dims, names, expected',
+    [
+        ((2, 2), ('vocab', 'embed'), P('model', 'data')),
+        ((2, 2), ('embed', 'mlp'), P('data', 'model')),
+        ((2, 2), ('batch', 'length', 'embed'), P('data', None, 'model')),
+        ((1, 1), ('embed', 'mlp'), P(None, 'model')),
+        ((1, 1), ('batch', 'length', 'embed'), P('data', None, None)),
+    ],
+)
+def test_standard_rules(dims, names, expected):
+    assert logical_to_mesh_axes(names, standard_logical_axis_rules(*dims)) == expected
+
+
+def test_additional_rules_come_last():
+    extra = [('embed', 'data'), ('experts', 'data')]
+    rules = standard_logical_axis_rules(additional_rules=extra)
+    assert list(rules[-2:]) == extra
+    assert logical_to_mesh_axes(('embed', 'experts'), rules) == P(None, 'data')
+
+
+@pytest.mark.parametrize('dims', [(3, 1), (1, 3), (0, 1)])
+def test_standard_rules_of_other_dims(dims):
+    with pytest.raises(ValueError, match='not supported'):
+        standard_logical_axis_rules(*dims)
+
+
+def test_partitioner_takes_lists_as_gin_writes_them():
+    partitioner = PjitPartitioner(
+        num_partitions=2, logical_axis_rules=[['batch', ['data', 'model']]]
+    )
+    assert partitioner.logical_axis_rules == (('batch', ('data', 'model')),)
+    assert partitioner.data_partition_spec == P(('data', 'model'))

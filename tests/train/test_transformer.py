@@ -1,0 +1,95 @@
+"""The model: what attention may see, what positions mean, and decoding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import model
+
+from partitioning import unbox
+from train.models.decoding import decode
+from train.models.transformer import TransformerConfig, rotary
+
+pytestmark = pytest.mark.core
+
+
+@pytest.fixture(scope='module')
+def net_and_params():
+    net = model(num_kv_heads=2)
+    return net, unbox(net.init(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))['params']
+
+
+def test_a_token_changes_only_what_comes_after_it(net_and_params):
+    net, params = net_and_params
+    tokens = np.arange(12)[None] % 7
+    changed = tokens.copy()
+    changed[0, 6] = 99
+    a, b = (np.asarray(net.apply({'params': params}, t)) for t in (tokens, changed))
+    np.testing.assert_allclose(a[0, :6], b[0, :6], atol=1e-6)
+    assert (np.abs(a[0, 6:] - b[0, 6:]).max(-1) > 1e-4).all()
+
+
+def test_rotary_products_depend_on_distance_alone():
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+
+    def product(i, j):
+        a = rotary(q, jnp.array([[i]]), 10_000.0)
+        b = rotary(k, jnp.array([[j]]), 10_000.0)
+        return float(jnp.sum(a * b))
+
+    assert product(3, 1) == pytest.approx(product(103, 101), abs=1e-4)
+    assert abs(product(3, 1) - product(4, 1)) > 1e-3
+    assert product(5, 5) == pytest.approx(float((q * k).sum()), abs=1e-5)
+
+
+def test_grouped_heads_equal_full_heads_with_repeated_keys(net_and_params):
+    net, params = net_and_params
+    repeated = jax.tree.map(lambda x: x, params)
+    for name in ('key', 'value'):
+        w = params['layers']['attention'][name]
+        repeated['layers']['attention'][name] = jnp.repeat(w, 4, axis=2)
+    tokens = np.arange(10)[None]
+    grouped = net.apply({'params': params}, tokens)
+    full = model().apply({'params': repeated}, tokens)
+    np.testing.assert_allclose(grouped, full, rtol=1e-4, atol=1e-5)
+
+
+def test_greedy_decoding_follows_the_full_forward_pass(net_and_params):
+    net, params = net_and_params
+    prompt = np.array([[5, 6, 7], [1, 2, 3]], np.int32)
+    decoded = np.asarray(
+        decode(net, params, prompt, jax.random.key(0), length=9, temperature=0.0, num_tokens=256)
+    )
+    expected = prompt
+    while expected.shape[1] < 9:
+        logits = net.apply({'params': params}, expected)[:, -1, :256]
+        expected = np.concatenate([expected, np.argmax(logits, -1)[:, None]], 1)
+    np.testing.assert_array_equal(decoded, expected)
+
+
+def test_sampling_keeps_the_prompt_and_the_vocabulary(net_and_params):
+    net, params = net_and_params
+    prompt = np.array([[5, 6, 7]], np.int32)
+    decoded = decode(
+        net, params, prompt, jax.random.key(1), length=20, temperature=5.0, num_tokens=10
+    )
+    np.testing.assert_array_equal(decoded[:, :3], prompt)
+    assert len(set(np.asarray(decoded)[0, 3:])) > 3
+    assert np.asarray(decoded)[0, 3:].max() < 10
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'num_kv_heads': 3}, r'num_heads \(8\) must be a multiple of num_kv_heads \(3\)'),
+        ({'head_dim': 7}, r'head_dim \(7\) must be even'),
+        ({'remat': 'some'}, "remat \\('some'\\)"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes, message):
+    sizes = dict(
+        vocab_size=8, num_layers=1, embed_dim=8, num_heads=8, num_kv_heads=8, head_dim=8, mlp_dim=8
+    )
+    with pytest.raises(ValueError, match=message):
+        TransformerConfig(**(sizes | changes))
