@@ -60,6 +60,13 @@ def default_mesh(
             'neither (dcn_mesh_shape=(1, 1, 1) for one slice)'
         )
     if ici_mesh_shape is not None and dcn_mesh_shape is not None:
+        model = ici_mesh_shape[-1] * dcn_mesh_shape[-1]
+        if model_parallel_submesh or num_partitions not in (None, model):
+            raise ValueError(
+                f'num_partitions={num_partitions}, model_parallel_submesh={model_parallel_submesh} '
+                f'contradict the model axis of {model} in ici_mesh_shape and dcn_mesh_shape: leave '
+                'them out'
+            )
         return _hybrid_mesh(ici_mesh_shape, dcn_mesh_shape, devices)
     slices = num_slices(devices)
     if slices > 1:
@@ -71,13 +78,18 @@ def default_mesh(
             f'dcn_mesh_shape=({slices}, 1, 1)'
         )
     if model_parallel_submesh:
+        if num_partitions not in (None, math.prod(model_parallel_submesh)):
+            raise ValueError(
+                f'num_partitions={num_partitions} contradicts model_parallel_submesh='
+                f'{tuple(model_parallel_submesh)}: leave one of them out'
+            )
         return get_mesh(model_parallel_submesh, devices, backend=backend)
     partitions = _check_partitions(num_partitions, len(devices))
     if devices[-1].platform == 'cpu':
         return _host_major_mesh(devices, partitions)
     if not has_coords(devices[-1]):
         return _nvlink_mesh(devices, partitions)
-    submesh = _t5x_submesh(devices[-1], partitions)
+    submesh = _t5x_submesh(max(devices, key=get_coords), partitions)
     if submesh is not None:
         return get_mesh(submesh, devices, backend=backend)
     return _torus_mesh(devices, partitions)
@@ -149,10 +161,9 @@ def get_cpu_mesh(num_partitions: int | None = None) -> Mesh:
     Args:
       num_partitions: size of 'model'; by default all devices of a process, as in T5X.
     """
-    return _host_major_mesh(
-        jax.devices(),
-        _check_partitions(num_partitions or jax.local_device_count(), jax.device_count()),
-    )
+    if num_partitions is None:
+        num_partitions = jax.local_device_count()
+    return _host_major_mesh(jax.devices(), _check_partitions(num_partitions, jax.device_count()))
 
 
 def get_gpu_mesh(num_partitions: int) -> Mesh:
@@ -211,7 +222,8 @@ def _hybrid_mesh(
         )
     by_slice = hasattr(devices[0], 'slice_index')
     granules = num_slices(devices) if by_slice else len({d.process_index for d in devices})
-    if math.prod(ici) * math.prod(dcn) != len(devices) or math.prod(dcn) not in (1, granules):
+    spans = (granules,) if by_slice else (1, granules)  # one process may hold several granules
+    if math.prod(ici) * math.prod(dcn) != len(devices) or math.prod(dcn) not in spans:
         raise ValueError(
             f'ici_mesh_shape {ici} x dcn_mesh_shape {dcn} holds {math.prod(ici) * math.prod(dcn)} '
             f'devices over {math.prod(dcn)} slices; the machine has {len(devices)} devices over '

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -83,7 +84,8 @@ class _Partitioned(PjittedFnWithContext):
 
     def __init__(self, fn: Callable[..., Any], mesh: Mesh, rules: LogicalAxisRules, **jit: Any):
         self._fn = fn
-        self._in_shardings = jit.pop('in_shardings')
+        in_shardings = jit.pop('in_shardings')
+        self._in_shardings = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
         self._jit = functools.partial(jax.jit, **jit)
         self._with_keywords: dict[int, Any] = {}
         in_context = _traced_in_context(fn, mesh, tuple(rules))
@@ -105,15 +107,22 @@ class _Partitioned(PjittedFnWithContext):
         return inspect.signature(self._fn)
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        bound = self._signature.bind(*args, **kwargs)
-        positional, keywords = bound.args, bound.kwargs
+        """Splits a call into arguments that in_shardings lay out, and keywords that it does not."""
+        names = [
+            p.name
+            for p in self._signature.parameters.values()
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
         if isinstance(self._in_shardings, tuple):
-            static = self._jit.keywords['static_argnums']
-            laid_out = max(len(self._in_shardings) + len(static), len(args))
-            names = list(bound.arguments)[laid_out : len(positional)]
-            keywords |= zip(names, positional[laid_out:], strict=True)
-            positional = positional[:laid_out]
-        return positional, keywords
+            laid_out = len(self._in_shardings) + len(self._jit.keywords['static_argnums'])
+        else:  # one for all: as far as arguments follow each other without a gap
+            named = itertools.takewhile(kwargs.__contains__, names[len(args) :])
+            laid_out = len(args) + len(list(named))
+        laid_out = max(laid_out, len(args))
+        bound = self._signature.bind(*args, **kwargs)
+        bound.apply_defaults()  # of arguments before one that is given
+        keywords = {k: v for k, v in kwargs.items() if k not in names[:laid_out]}
+        return bound.args[:laid_out], keywords
 
     def _keyword_variant(self, num_positional: int) -> Any:
         if num_positional not in self._with_keywords:

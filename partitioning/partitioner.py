@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from partitioning import state as state_lib
@@ -33,6 +34,7 @@ from partitioning.rules import (
     as_tuple,
     describe_axes,
     logical_to_mesh_axes,
+    nearest,
     standard_logical_axis_rules,
 )
 
@@ -121,19 +123,30 @@ class BasePartitioner(abc.ABC):
         return PartitionSpec(self._data_axis)
 
     @property
+    def _data_axes(self) -> tuple[str, ...]:
+        axes = as_tuple(self._data_axis)
+        for axis in axes:
+            if axis not in self.mesh.shape:
+                raise ValueError(
+                    f'the batch is sharded over {axis!r}, but the mesh is '
+                    f'{describe_axes(self.mesh.shape)}.{nearest(axis, self.mesh.shape)}'
+                )
+        return axes
+
+    @property
     def data_mesh_size(self) -> int:
         """Over how many devices the batch is sharded: 8 for replica 2 x data 4 x model 2."""
-        return math.prod(self.mesh.shape[axis] for axis in as_tuple(self._data_axis))
+        return math.prod(self.mesh.shape[axis] for axis in self._data_axes)
 
     @property
     def data_shards(self) -> int:
         """Into how many shards the processes divide the batch."""
-        return self._local_chunker.get_num_shards(as_tuple(self._data_axis))
+        return self._local_chunker.get_num_shards(self._data_axes)
 
     @property
     def data_shard_id(self) -> int:
         """Which of those shards this process reads."""
-        return self._local_chunker.get_shard_id(as_tuple(self._data_axis))
+        return self._local_chunker.get_shard_id(self._data_axes)
 
     def get_data_layout(
         self, batch_size: int | None = None, host_index: int | None = None
@@ -148,7 +161,7 @@ class BasePartitioner(abc.ABC):
           ValueError: the batch is no positive whole number, or the data axes do not divide it.
         """
         size = self.data_mesh_size if batch_size is None else batch_size
-        if isinstance(size, bool) or int(size) != size or size < 1:
+        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
             raise ValueError(f'batch size {batch_size!r} must be a positive whole number')
         if size % self.data_mesh_size:
             above = -(-size // self.data_mesh_size) * self.data_mesh_size
@@ -161,7 +174,7 @@ class BasePartitioner(abc.ABC):
         chunker = self._local_chunker
         if host_index is not None:
             chunker = LocalChunker(self.mesh, host_index)
-        axes = as_tuple(self._data_axis)
+        axes = self._data_axes
         return DataLayout(
             batch_size=int(size),
             shard_id=chunker.get_shard_id(axes),
@@ -353,30 +366,29 @@ class PjitPartitioner(BasePjitPartitioner):
           ValueError: with the path of the first array whose layout the rules do not decide, or
             that its mesh axes do not divide.
         """
-        logical_axes = self.get_logical_axes(train_state)
-        named, treedef = jax.tree_util.tree_flatten_with_path(
-            logical_axes, is_leaf=lambda x: x is None or isinstance(x, AxisNames)
-        )
-        arrays = jax.tree.leaves(state_lib.unbox(train_state))
-        # T5X states put names on more or fewer leaves than they hold arrays: then only names count.
-        shapes = [getattr(a, 'shape', None) for a in arrays]
-        if len(shapes) != len(named):
-            shapes = [None] * len(named)
+        if hasattr(train_state, 'as_logical_axes'):
+            return jax.tree_util.tree_map_with_path(
+                lambda path, names: self._spec(state_lib.path_str(path), names, None),
+                train_state.as_logical_axes(),
+                is_leaf=lambda x: x is None or isinstance(x, AxisNames),
+            )
+        leaves, treedef = state_lib.leaf_axes(train_state)
+        # A leaf takes its axes from its parameter's spec: names resolved apart from the others
+        # could win mesh axes that the parameter has elsewhere.
         specs = [
-            self._spec(path, names, shape)
-            for (path, names), shape in zip(named, shapes, strict=True)
+            PartitionSpec(*leaf.pick(tuple(self._spec(leaf.path, leaf.names, leaf.shape) or ())))
+            for leaf in leaves
         ]
         return jax.tree_util.tree_unflatten(treedef, specs)
 
     def _spec(
-        self, path: Sequence[Any], names: AxisNames | None, shape: Sequence[int] | None
+        self, name: str, names: Sequence[str | None] | None, shape: Sequence[int] | None
     ) -> PartitionSpec | None:
         try:
             return logical_to_mesh_axes(
                 names, self._logical_axis_rules, axis_sizes=self.mesh.shape, shape=shape
             )
         except ValueError as error:
-            name = state_lib.path_str(path)
             raise ValueError(f'Failed to map logical axes for {name}: {error}') from error
 
 

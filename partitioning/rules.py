@@ -101,6 +101,7 @@ def resolve_axes(
       ValueError: an unmatched name, a name used twice, a mesh axis that does not exist, names and
         shape of different length, or an indivisible dimension; each with the way out.
     """
+    _check_arguments(rules, on_unmatched, on_indivisible)
     _check_names(names, shape)
     candidates = sorted(
         (priority, dim)
@@ -137,7 +138,7 @@ def resolve_axes(
                 f'no rule for logical axis {name!r} of {tuple(names)}.{hint} Add ({name!r}, None) '
                 f"to the rules to replicate it, or ({name!r}, '<mesh axis>') to shard it."
             )
-        resolved.append(_explain(name, won.get(dim), tuple(lost.get(dim, ()))))
+        resolved.append(_explain(name, won.get(dim), tuple(lost.get(dim, ())), axis_sizes or {}))
     if axis_sizes is None or shape is None:
         return tuple(resolved)
     return tuple(
@@ -221,6 +222,14 @@ def standard_logical_axis_rules(
     return [*sharded, *embed[dims], *replicated, *(additional_rules or ())]
 
 
+def _check_arguments(rules: LogicalAxisRules, on_unmatched: str, on_indivisible: str) -> None:
+    if not isinstance(rules, Sequence):
+        raise ValueError(f'rules must be a list or a tuple of pairs, not {type(rules).__name__}')
+    for name, policy in (('on_unmatched', on_unmatched), ('on_indivisible', on_indivisible)):
+        if policy not in ('error', 'replicate'):
+            raise ValueError(f"{name} must be 'error' or 'replicate', not {policy!r}")
+
+
 def _check_names(names: Sequence[str | None], shape: Sequence[int] | None) -> None:
     text = [n for n in names if isinstance(n, str)]
     twice = sorted({n for n in text if text.count(n) > 1})
@@ -249,9 +258,13 @@ def _explain(
     name: str,
     rule: tuple[str, MeshAxes] | None,
     lost: tuple[tuple[tuple[str, MeshAxes], str], ...],
+    axis_sizes: Mapping[str, int],
 ) -> ResolvedDimension:
     if rule is not None:
-        reason = 'a rule says so' if as_tuple(rule[1]) else 'a rule replicates it'
+        axes = as_tuple(rule[1])
+        reason = 'a rule says so' if axes else 'a rule replicates it'
+        if axes and all(axis_sizes.get(a) == 1 for a in axes):
+            reason = f'a rule says so, but an axis of size 1 splits nothing: {", ".join(axes)}'
         return ResolvedDimension(name, rule[1], rule, lost, reason)
     reason = lost[0][1] if lost else 'no rule'
     return ResolvedDimension(name, None, None, lost, reason)

@@ -71,9 +71,9 @@ class Checkpoints:
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
         return self._manager.restore(step, args=args)['state']
 
-    def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether a run of so many steps saves after this one."""
-        return step == total_steps or bool(self._period) and step % self._period == 0
+    def is_due(self, step: int) -> bool:
+        """Whether the period ends with this step."""
+        return bool(self._period) and step % self._period == 0
 
     def save(self, step: int, state: Any) -> None:
         """Begins to save; the write goes on beside the training."""
@@ -95,9 +95,9 @@ class Checkpoints:
             first = differing[0]
             raise ConfigError(
                 f'checkpoint {self.directory / str(step)} is of another model or optimizer: '
-                f'{len(differing)} arrays differ, first {first}: {saved.get(first, "absent")} in the '
-                f'checkpoint, {wanted.get(first, "absent")} in this run. Use the settings it was '
-                'trained with, or another MODEL_DIR'
+                f'{len(differing)} arrays differ, first {first}: {saved.get(first, "absent")} in '
+                f'the checkpoint, {wanted.get(first, "absent")} in this run. Use the settings it '
+                'was trained with, or another MODEL_DIR'
             )
 
 

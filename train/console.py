@@ -1,10 +1,12 @@
-"""What a run says on the terminal: tables, progress, results; plain lines where it is no terminal."""
+"""What a run says: tables, progress bars and results on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
@@ -15,6 +17,7 @@ from rich.text import Text
 
 from partitioning.audit import ArrayLayout
 from partitioning.rules import as_tuple
+from train.data.corpus import Corpus
 
 MIB = 2**20
 
@@ -58,16 +61,23 @@ class RunConsole:
         )
         self._console.print(table)
 
+    def corpus(self, training: Corpus, held_out: Corpus, epochs: float) -> None:
+        """How much text there is, and how much of it the run sees."""
+        self.say(
+            f'{training.num_files} files, {training.num_bytes / 1e6:.1f} MB to train on '
+            f'({epochs:.2f} epochs); {held_out.num_files} files held out, '
+            f'{held_out.num_bytes / 1e3:,.0f} kB of them evaluated'
+        )
+
     def layouts(self, layouts: Sequence[ArrayLayout], limit: int = 10) -> None:
         """The largest parameters and how they are laid out."""
         largest = sorted(layouts, key=lambda r: -r.bytes_total)[:limit]
-        held, total = (
-            sum(r.bytes_per_device for r in layouts),
-            sum(r.bytes_total for r in layouts),
-        )
+        held = sum(r.bytes_per_device for r in layouts)
+        total = sum(r.bytes_total for r in layouts)
+        count = sum(math.prod(r.shape) for r in layouts)
         self.heading(
-            f'{len(largest)} largest of {len(layouts)} parameters: {total / MIB:,.1f} MiB, '
-            f'{held / MIB:,.2f} MiB per device'
+            f'{count / 1e6:,.2f} M parameters in {len(layouts)} arrays: {total / MIB:,.1f} MiB, '
+            f'{held / MIB:,.2f} MiB per device; the {len(largest)} largest'
         )
         table = Table(box=None, pad_edge=False, header_style='bold')
         for name in ('parameter', 'shape', 'logical axis:mesh axis', 'shard'):
@@ -86,6 +96,9 @@ class RunConsole:
     @contextlib.contextmanager
     def training(self, first_step: int, total_steps: int) -> Iterator[None]:
         """A progress bar around the training loop."""
+        if first_step >= total_steps:
+            yield
+            return
         self.heading(f'training, step {first_step} to {total_steps}')
         if not self.is_terminal:
             yield
@@ -104,9 +117,10 @@ class RunConsole:
             yield
         self._progress = None
 
-    def step(self, step: int, total_steps: int, loss: float, tokens_per_second: float) -> None:
+    def step(self, step: int, total_steps: int, scalars: Mapping[str, float]) -> None:
         """The state of the training after a step."""
-        figures = f'loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s'
+        loss, rate = scalars['train/loss'], scalars['train/tokens_per_second']
+        figures = f'loss {loss:.3f}  {rate:,.0f} tokens/s'
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step, figures=figures)
         else:
@@ -121,6 +135,13 @@ class RunConsole:
             f'step {step}: held-out bits per byte {results["eval/bits_per_byte"]:.3f} ({beside})',
             style='bold',
         )
+
+    def files(self, files: Mapping[str, Path]) -> None:
+        """Where the run's files are."""
+        self.heading('files')
+        width = max(map(len, files))
+        for what, path in files.items():
+            self.say(f'{what:<{width}}  {path}')
 
     def sample(self, prompt: str, continuation: str) -> None:
         """Text that the model wrote; the prompt stands out from its continuation."""
@@ -147,12 +168,15 @@ class Throughput:
         self._tokens_per_step = tokens_per_step
         self._step, self._time = step, time.perf_counter()
 
-    def read(self, step: int) -> float:
+    def read(self, step: int) -> dict[str, float]:
+        """The rates since the last reading, as metrics."""
         now = time.perf_counter()
-        tokens = (step - self._step) * self._tokens_per_step
-        rate = tokens / max(now - self._time, 1e-9)
+        seconds = max(now - self._time, 1e-9) / max(step - self._step, 1)
         self._step, self._time = step, now
-        return rate
+        return {
+            'train/tokens_per_second': self._tokens_per_step / seconds,
+            'train/seconds_per_step': seconds,
+        }
 
     def skip(self, seconds: float) -> None:
         """Leaves out time that was spent on something else."""

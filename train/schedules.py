@@ -29,8 +29,9 @@ def create_learning_rate_scheduler(
     Factors, with s = max(0, step - step_offset):
       constant: base_learning_rate.
       linear_warmup: min(1, s / warmup_steps).
-      linear_decay: base_learning_rate * min(s / warmup_steps, 1 + decay_factor * (warmup_steps - s));
-        it has its own constant and warmup.
+      linear_decay: base_learning_rate * min(s / warmup_steps, 1 + decay_factor * (warmup_steps -
+        s)),
+        so it needs no constant and no linear_warmup beside it.
       rsqrt_decay: 1 / sqrt(max(s, warmup_steps)).
       rsqrt_normalized_decay: sqrt(warmup_steps / max(s, warmup_steps)).
       decay_every: decay_factor ** (s // steps_per_decay).

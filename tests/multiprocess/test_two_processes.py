@@ -17,7 +17,7 @@ SMALL = [
     '--gin.TransformerConfig.mlp_dim=64',
     '--gin.train.eval_tokens=500',
     '--gin.train.log_period=1',
-    '--gin.train.sample_length=12',
+    '--gin.SampleConfig.length=12',
 ]
 
 

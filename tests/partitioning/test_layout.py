@@ -61,6 +61,7 @@ def torus(kind, bounds, num_partitions):
 
 
 STRIDED = mesh_of_processes([[0], [1], [2], [3]] * 4, ('data', 'model'))
+DIAGONAL = mesh_of_processes([[0, 1], [1, 0], [2, 3], [3, 2]], ('data', 'model'))
 MODEL_OVER_PROCESSES = mesh_of_processes([[0, 1], [0, 1], [2, 3], [2, 3]], ('data', 'model'))
 
 MESHES = {
@@ -74,6 +75,7 @@ MESHES = {
     'v5e 2 slices': lambda: hybrid('TPU v5 lite', (4, 4, 1), (1, 16, 1)),
     'v5p 2 slices': lambda: hybrid('TPU v5', (4, 4, 4), (1, 16, 4)),
     'strided': lambda: STRIDED,
+    'diagonal': lambda: DIAGONAL,
     'model over processes': lambda: MODEL_OVER_PROCESSES,
 }
 ARRAYS = [

@@ -29,15 +29,15 @@ RULES = [
 
 
 def model(**changes: Any) -> Transformer:
-    sizes: dict[str, Any] = dict(
-        vocab_size=264,
-        num_layers=2,
-        embed_dim=64,
-        num_heads=8,
-        num_kv_heads=8,
-        head_dim=8,
-        mlp_dim=96,
-    )
+    sizes: dict[str, Any] = {
+        'vocab_size': 264,
+        'num_layers': 2,
+        'embed_dim': 64,
+        'num_heads': 8,
+        'num_kv_heads': 8,
+        'head_dim': 8,
+        'mlp_dim': 96,
+    }
     return Transformer(TransformerConfig(**(sizes | changes)))
 
 

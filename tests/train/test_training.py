@@ -1,4 +1,4 @@
-"""The train step: the same numbers on every mesh, a state that is a fixed point, one compilation."""
+"""The train step: the same numbers on every mesh, a fixed point of layouts, one compilation."""
 
 import jax
 import numpy as np

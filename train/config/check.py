@@ -7,6 +7,7 @@ allowed packages may be imported, and only what is defined there may be named.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -109,7 +110,8 @@ def _is_macro_binding(statement: Statement) -> bool:
 
 def _dynamic_modules(statements: Iterable[Statement]) -> dict[str, dict[str, str]]:
     """For each file with dynamic registration: name in the file -> module."""
-    dynamic, modules = set(), {}
+    dynamic: set[str] = set()
+    modules: dict[str, dict[str, str]] = {}
     for statement in statements:
         parsed = statement.parsed
         if isinstance(parsed, config_parser.ImportStatement):
@@ -141,8 +143,8 @@ def _resolve(
             )
         if len(matches) > 1:
             raise ConfigError(
-                f'{statement.place}: {selector!r} may be any of {", ".join(sorted(matches))}; write '
-                'more of the name'
+                f'{statement.place}: {selector!r} may be any of {", ".join(sorted(matches))}; '
+                'write more of the name'
             )
         found = gin_internals._REGISTRY[matches[0]].wrapped
     origin = getattr(found, '__module__', None) or type(found).__module__
@@ -181,10 +183,7 @@ def _check_parameter(
         return
     if gin_internals._might_have_parameter(target, parsed.arg_name):
         return
-    signature = gin_internals._get_cached_arg_spec(
-        target.__init__ if isinstance(target, type) else target
-    )
-    known = [a for a in (*signature.args, *signature.kwonlyargs) if a != 'self']
+    known = list(inspect.signature(target).parameters)
     raise ConfigError(
         f'{statement.place}: {parsed.selector!r} has no parameter {parsed.arg_name!r}.'
         f'{nearest(parsed.arg_name, known) or " It has " + ", ".join(known)}'

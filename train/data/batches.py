@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import grain
 import jax
@@ -69,7 +70,7 @@ class TrainingBatches:
 
 
 class EvaluationBatches:
-    """The rows of a held-out corpus in order, each once; the last batch is filled with no weight."""
+    """The rows of a held-out corpus in order, each once; weightless rows fill the last batch."""
 
     def __init__(self, corpus: Corpus, *, batch_size: int, length: int, sharding: NamedSharding):
         self._rows = Rows(corpus, length)
@@ -81,29 +82,27 @@ class EvaluationBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         filler = {k: np.zeros_like(v) for k, v in self._rows[0].items()}
-        for i in range(len(self)):
-            first = i * self._batch_size
-            yield _global_batch(
-                self._sharding,
-                self._batch_size,
-                lambda r, first=first: (
-                    self._rows[first + r] if first + r < len(self._rows) else filler
-                ),
-            )
+        for first in range(0, len(self) * self._batch_size, self._batch_size):
+            left = len(self._rows) - first
+            rows = [self._rows[first + r] for r in range(min(self._batch_size, left))]
+            rows += [filler] * (self._batch_size - len(rows))
+            yield _global_batch(self._sharding, self._batch_size, rows.__getitem__)
 
 
 def _global_batch(sharding: NamedSharding, batch_size: int, row: Callable[[int], Row]) -> Batch:
     """Global arrays of rows 0 .. batch_size - 1, of which this process reads those it holds."""
+
+    def rows_of(index: Any) -> tuple[int, int, int]:
+        return index[0].indices(batch_size)
+
     index_map = sharding.addressable_devices_indices_map((batch_size,))
-    held = {index[0].indices(batch_size) for index in index_map.values() if index is not None}
+    held = {rows_of(index) for index in index_map.values()}
     blocks = {block: [row(r) for r in range(*block)] for block in held}
 
     def array(key: str) -> jax.Array:
         shape = (batch_size, *next(iter(blocks.values()))[0][key].shape)
         stacked = {block: np.stack([r[key] for r in rows]) for block, rows in blocks.items()}
-        return jax.make_array_from_callback(
-            shape, sharding, lambda index: stacked[index[0].indices(batch_size)]
-        )
+        return jax.make_array_from_callback(shape, sharding, lambda index: stacked[rows_of(index)])
 
     keys = next(iter(blocks.values()))[0]
     return {key: array(key) for key in keys}

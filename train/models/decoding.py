@@ -32,7 +32,7 @@ def decode(
     Returns:
       int tokens, [batch, length], that begin with the prompts.
     """
-    batch, prompt_length = prompt_BL.shape
+    _batch, prompt_length = prompt_BL.shape
     padded_BL = jnp.pad(prompt_BL, ((0, 0), (0, length - prompt_length)))
 
     def logits_at(cache: Any, token_B: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:

@@ -69,9 +69,8 @@ class TransformerConfig:
 
 
 def _param(module: nn.Module, name: str, init: Any, names: tuple[str, ...], *shape: int) -> Any:
-    config: TransformerConfig = module.config  # type: ignore[attr-defined]  # each module has one
     boxed = nn.with_logical_partitioning(init, names)
-    return module.param(name, boxed, shape, config.param_dtype)
+    return module.param(name, boxed, shape, module.config.param_dtype)
 
 
 def _fan_in(num_in: int, num_out: int, scale: float = 1.0) -> Any:

@@ -1,0 +1,70 @@
+"""What a run is checked for before it costs anything."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from partitioning import BasePartitioner
+from train.config.errors import ConfigError
+
+
+def check_counts(**counts: int) -> None:
+    """Each setting is a whole number above 0."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f'{name} {count!r} must be a whole number above 0')
+
+
+def check_batch(partitioner: BasePartitioner, batch_size: int, num_microbatches: int) -> None:
+    """The data axis divides the batch, and each microbatch."""
+    partitioner.get_data_layout(batch_size)
+    parts = partitioner.data_mesh_size * num_microbatches
+    if batch_size % parts:
+        raise ConfigError(
+            f'batch_size {batch_size} does not divide into {num_microbatches} microbatches over a '
+            f'data axis of {partitioner.data_mesh_size}: use a multiple of {parts}'
+        )
+
+
+def check_vocabulary(model: Any, num_tokens: int) -> None:
+    """The model knows every token of the text."""
+    vocab_size = model.config.vocab_size
+    if vocab_size < num_tokens:
+        raise ConfigError(
+            f'vocab_size {vocab_size} is smaller than the {num_tokens} tokens of the text (256 '
+            f'bytes and a separator): use {num_tokens} or more'
+        )
+
+
+def check_finite(loss: float, step: int, last_checkpoint: int | None) -> None:
+    """Stops a run whose loss is lost, before it is saved."""
+    if not math.isfinite(loss):
+        kept = (
+            f'the checkpoint of step {last_checkpoint} stays' if last_checkpoint else 'none saved'
+        )
+        raise FloatingPointError(
+            f'the loss is {loss} at step {step} ({kept}): lower the learning rate or clip_norm'
+        )
+
+
+def check_writable(directory: Path) -> None:
+    """Finds an unusable model_dir without creating it."""
+    existing = next(p for p in [directory, *directory.resolve().parents] if p.exists())
+    if not existing.is_dir():
+        raise ConfigError(f'MODEL_DIR {directory}: {existing} is a file, not a folder')
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f'MODEL_DIR {directory}: no permission to write in {existing}')
+
+
+def make_writable(directory: Path) -> None:
+    """Creates model_dir and proves that files can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(f'MODEL_DIR {directory} cannot be written: {error.strerror}') from error
