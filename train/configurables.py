@@ -8,12 +8,16 @@ from __future__ import annotations
 import gin
 import optax
 
+import partitioning
 import train.data.corpus
 import train.models.transformer
 import train.optimizers
 import train.sampling
 import train.schedules
 import train.train  # noqa: F401  # importing each of these registers its configurables
+
+for _name in ('PjitPartitioner', 'standard_logical_axis_rules'):
+    gin.external_configurable(getattr(partitioning, _name), module='partitioning')
 
 for _name in (
     *('adabelief', 'adadelta', 'adafactor', 'adagrad', 'adam', 'adamax', 'adamaxw', 'adamw'),
