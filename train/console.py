@@ -19,8 +19,6 @@ from partitioning.audit import ArrayLayout
 from partitioning.rules import as_tuple
 from train.data.corpus import Corpus
 
-MIB = 2**20
-
 
 class RunConsole:
     """Prints a run's progress; silent on every process but the first."""
@@ -76,20 +74,20 @@ class RunConsole:
         total = sum(r.bytes_total for r in layouts)
         count = sum(math.prod(r.shape) for r in layouts)
         self.heading(
-            f'{count / 1e6:,.2f} M parameters in {len(layouts)} arrays: {total / MIB:,.1f} MiB, '
-            f'{held / MIB:,.2f} MiB per device; the {len(largest)} largest'
+            f'{count / 1e6:,.2f} M parameters in {len(layouts)} arrays: {total:,} bytes, '
+            f'{held:,} per device; the {len(largest)} largest'
         )
         table = Table(box=None, pad_edge=False, header_style='bold')
         for name in ('parameter', 'shape', 'logical axis:mesh axis', 'shard'):
             table.add_column(name, overflow='fold')
-        table.add_column('MiB/device', justify='right')
+        table.add_column('bytes/device', justify='right')
         for r in largest:
             table.add_row(
                 r.path.removeprefix('params/'),
                 _sizes(r.shape),
                 _axes(r),
                 _sizes(r.shard_shape),
-                f'{r.bytes_per_device / MIB:.2f}',
+                f'{r.bytes_per_device:,}',
             )
         self._console.print(table)
 
@@ -125,6 +123,11 @@ class RunConsole:
             self._progress.update(self._progress.task_ids[0], completed=step, figures=figures)
         else:
             self.say(f'step {step}/{total_steps}  {figures}')
+
+    def advance(self, step: int) -> None:
+        """Moves the progress bar after a step that has no figures."""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=step)
 
     def evaluation(
         self, step: int, results: Mapping[str, float], yardsticks: Mapping[str, float]

@@ -175,7 +175,7 @@ def train(
         return results
 
     if first_step >= total_steps:
-        console.say(f'nothing left to train: the run ends at step {total_steps}')
+        console.say(f'nothing left to train: total_steps is {total_steps}; a larger one goes on')
         evaluated(first_step)
     with console.training(first_step, total_steps):
         throughput = Throughput(batch_size * sequence_length, first_step)
@@ -192,6 +192,7 @@ def train(
                 console.step(step, total_steps, scalars)
             else:
                 jax.block_until_ready(metrics)  # no step runs ahead: see `evaluate`
+                console.advance(step)
             paused = time.perf_counter()
             if evaluating:
                 writer.write(step, evaluated(step))

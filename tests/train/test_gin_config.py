@@ -17,6 +17,7 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+import train.configurables  # noqa: F401  # registered once, before any test
 from partitioning import unbox
 from train import schedules
 from train.config import load_config, save_operative_config
@@ -30,6 +31,13 @@ from train.train_state import TrainState
 pytestmark = pytest.mark.core
 
 DYNAMIC = 'from __gin__ import dynamic_registration\n'
+
+
+@pytest.fixture(autouse=True)
+def _own_registry(monkeypatch):
+    """What one test registers with gin is not there for the next."""
+    for name in ('_REGISTRY', '_INVERSE_REGISTRY'):
+        monkeypatch.setattr(gin.config, name, getattr(gin.config, name).copy())
 
 
 @pytest.fixture
