@@ -77,9 +77,10 @@ def run() -> None:
     """Configures and trains, by the flags."""
     use_virtual_devices(_CPU_DEVICES.value)
     join_processes()
-    from train.config import load_config
+    from train.config import check_complete, load_config
 
     load_config(_GIN_FILE.value, _GIN_BINDINGS.value, _SEARCH_PATHS.value, _ALLOW.value)
+    check_complete('train')
     from train.train import train
 
     train()

@@ -11,6 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from partitioning.state import path_str
+from train import checks
 from train.config.errors import ConfigError
 
 
@@ -26,6 +27,10 @@ class CheckpointConfig:
 
     period: int = 1000
     keep: int = 3
+
+    def __post_init__(self) -> None:
+        checks.check_counts(least=0, period=self.period)
+        checks.check_counts(keep=self.keep)
 
 
 class Checkpoints:

@@ -12,11 +12,13 @@ from partitioning import BasePartitioner
 from train.config.errors import ConfigError
 
 
-def check_counts(**counts: int) -> None:
-    """Each setting is a whole number above 0."""
+def check_counts(least: int = 1, **counts: int) -> None:
+    """Each setting is a whole number of at least `least`."""
     for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise ConfigError(f'{name} {count!r} must be a whole number above 0')
+        if not isinstance(count, int) or count < least:
+            raise ConfigError(
+                f'{name} is {count!r}, but must be a whole number of at least {least}'
+            )
 
 
 def check_batch(partitioner: BasePartitioner, batch_size: int, num_microbatches: int) -> None:

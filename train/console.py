@@ -149,7 +149,12 @@ class RunConsole:
     def sample(self, prompt: str, continuation: str) -> None:
         """Text that the model wrote; the prompt stands out from its continuation."""
         self.heading('a sample: the prompt, then what the model makes of it')
-        self._console.print(Text.assemble((prompt, 'bold'), continuation))
+        self._console.print(Text.assemble((_harmless(prompt), 'bold'), _harmless(continuation)))
+
+
+def _harmless(text: str) -> str:
+    """Text with control characters, which could steer the terminal, made visible."""
+    return ''.join(c if c.isprintable() or c == '\n' else '\N{REPLACEMENT CHARACTER}' for c in text)
 
 
 def _sizes(shape: Sequence[int]) -> str:

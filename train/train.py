@@ -80,6 +80,9 @@ def train(
         num_microbatches=num_microbatches,
         log_period=log_period,
     )
+    checks.check_counts(least=0, eval_period=eval_period)
+    if eval_tokens is not None:
+        checks.check_counts(eval_tokens=eval_tokens)
     directory = Path(os.path.expanduser(model_dir))
     checks.check_writable(directory)
     console = RunConsole()

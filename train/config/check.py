@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import gin
 from gin import config as gin_internals
 from gin import config_parser
 
@@ -19,6 +20,16 @@ from train.config.errors import ConfigError
 from train.config.parse import Reference, Statement
 
 ALLOWED_PACKAGES = ('partitioning', 'train', 'jax', 'flax', 'optax')
+# Within those packages, what loads pickles, evaluates text or deletes files.
+REFUSED_MODULES = (
+    'jax.experimental.serialize_executable',
+    'jax._src.debugger',
+    'jax._src.test_util',
+    'jax.collect_profile',
+    'jax.tools',
+    'flax.io',
+)
+REFUSED_NAMES = ('load', 'save', 'savez')  # of jax.numpy
 _DYNAMIC_REGISTRATION = '__gin__.dynamic_registration'
 _GIN_OWN = ('macro', 'gin.macro', 'singleton', 'gin.singleton', 'gin.constant', 'constant')
 
@@ -57,10 +68,9 @@ def import_modules(statements: Iterable[Statement]) -> None:
             try:
                 importlib.import_module(parsed.module)
             except ImportError as error:
-                if _attribute(parsed.module) is None:
-                    raise ConfigError(
-                        f'{statement.place}: cannot import {parsed.module!r}: {error}'
-                    ) from error
+                raise ConfigError(
+                    f'{statement.place}: cannot import {parsed.module!r}: {error}'
+                ) from error
 
 
 def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> None:
@@ -70,16 +80,15 @@ def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> N
       ConfigError: an unknown configurable, parameter or macro, with the nearest known one; a
         reference to something that an allowed module merely imports.
     """
-    macros = {s.parsed.selector for s in statements if _is_macro_binding(s)}
-    used = {r.selector for s in statements for r in s.references if r.is_macro}
+    macros = {name for s in statements if (name := _macro_bound(s))}
+    used = {r.name for s in statements for r in s.references if r.is_macro}
     modules = _dynamic_modules(statements)
     for statement in statements:
-        parsed, names = statement.parsed, modules.get(statement.file, {})
-        if _is_macro_binding(statement):
-            if statement.from_flag and parsed.selector not in used:
+        parsed, names = statement.parsed, modules.get(statement.file)
+        if macro := _macro_bound(statement):
+            if statement.from_flag and macro not in used:
                 raise ConfigError(
-                    f'{statement.place}: no gin file uses a macro {parsed.selector!r}.'
-                    f'{nearest(parsed.selector, used)}'
+                    f'{statement.place}: no gin file uses a macro {macro!r}.{nearest(macro, used)}'
                 )
         elif isinstance(parsed, config_parser.BindingStatement):
             target = _resolve(parsed.selector, names, statement, allow)
@@ -88,6 +97,23 @@ def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> N
             _resolve(parsed.selector, names, statement, allow)
         for reference in statement.references:
             _check_reference(reference, names, statement, macros, allow)
+
+
+def check_complete(configurable: str) -> None:
+    """Checks that every parameter of a configurable that needs a value has one.
+
+    Raises:
+      ConfigError: with the names of those that have none.
+    """
+    parameters = inspect.signature(gin.get_configurable(configurable)).parameters.values()
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
+    bound = gin.get_bindings(configurable, resolve_references=False)
+    missing = [name for name in needed if name not in bound]
+    if missing:
+        raise ConfigError(
+            f'no value for {", ".join(f"{configurable}.{name}" for name in missing)}: include a '
+            'gin file that sets it, as those of configs/ do'
+        )
 
 
 def _allowed(module: str, allow: Sequence[str]) -> bool:
@@ -103,13 +129,24 @@ def _refusal(statement: Statement, what: str, module: str) -> ConfigError:
     )
 
 
-def _is_macro_binding(statement: Statement) -> bool:
+def _macro_bound(statement: Statement) -> str | None:
+    """The macro that a statement gives a value: `NAME = 1`, or `NAME/macro.value = 1`."""
     parsed = statement.parsed
-    return isinstance(parsed, config_parser.BindingStatement) and not parsed.arg_name
+    if not isinstance(parsed, config_parser.BindingStatement):
+        return None
+    if parsed.selector in ('macro', 'gin.macro'):
+        return parsed.scope
+    if parsed.arg_name:
+        return None
+    return f'{parsed.scope}/{parsed.selector}' if parsed.scope else parsed.selector
 
 
 def _dynamic_modules(statements: Iterable[Statement]) -> dict[str, dict[str, str]]:
-    """For each file with dynamic registration: name in the file -> module."""
+    """For each file with dynamic registration: name in the file -> module.
+
+    Raises:
+      ConfigError: a name that stands for two modules.
+    """
     dynamic: set[str] = set()
     modules: dict[str, dict[str, str]] = {}
     for statement in statements:
@@ -118,20 +155,31 @@ def _dynamic_modules(statements: Iterable[Statement]) -> dict[str, dict[str, str
             if parsed.module == _DYNAMIC_REGISTRATION:
                 dynamic.add(statement.file)
             else:
-                names = modules.setdefault(statement.file, {})
+                names, bound = modules.setdefault(statement.file, {}), parsed.bound_name()
                 whole = parsed.is_from or parsed.alias
-                names[parsed.bound_name()] = parsed.module if whole else parsed.module.split('.')[0]
-    return {file: names for file, names in modules.items() if file in dynamic}
+                module = parsed.module if whole else parsed.module.split('.')[0]
+                if names.setdefault(bound, module) != module:
+                    raise ConfigError(
+                        f'{statement.place}: {bound!r} already stands for {names[bound]}; import '
+                        f'{module} under another name'
+                    )
+    return {file: modules.get(file, {}) for file in dynamic}
 
 
 def _resolve(
-    selector: str, modules: dict[str, str], statement: Statement, allow: Sequence[str]
+    selector: str, modules: dict[str, str] | None, statement: Statement, allow: Sequence[str]
 ) -> Any:
-    """What a selector names: a registered configurable, or a member of an imported module."""
+    """What a selector names: a registered configurable, or (in a file with dynamic registration,
+    which has `modules`) a member of an imported module."""
     if selector in _GIN_OWN:
         return None
     head, _, rest = selector.partition('.')
-    if head in modules:
+    if modules is not None:
+        if head not in modules:
+            raise ConfigError(
+                f'{statement.place}: {head!r} is not imported: with dynamic registration a file '
+                f'names what it imports itself.{nearest(head, modules)}'
+            )
         found = _attribute(f'{modules[head]}.{rest}' if rest else modules[head])
         if found is None:
             raise ConfigError(f'{statement.place}: {selector!r} does not exist in {modules[head]}')
@@ -150,7 +198,18 @@ def _resolve(
     origin = getattr(found, '__module__', None) or type(found).__module__
     if not _allowed(origin, allow):
         raise _refusal(statement, f'{selector!r}, which belongs to {origin!r},', origin)
+    if _runs_code(found, origin):
+        raise ConfigError(
+            f'{statement.place}: {selector!r} of {origin} is refused: it can run code or change '
+            'files that a configuration names'
+        )
     return found
+
+
+def _runs_code(found: Any, origin: str) -> bool:
+    if any(origin == m or origin.startswith(f'{m}.') for m in REFUSED_MODULES):
+        return True
+    return origin.startswith(('jax.numpy', 'jax._src.numpy')) and found.__name__ in REFUSED_NAMES
 
 
 def _attribute(dotted: str) -> Any:
@@ -192,7 +251,7 @@ def _check_parameter(
 
 def _check_reference(
     reference: Reference,
-    modules: dict[str, str],
+    modules: dict[str, str] | None,
     statement: Statement,
     macros: set[str],
     allow: Sequence[str],
@@ -200,7 +259,7 @@ def _check_reference(
     if not reference.is_macro:
         _resolve(reference.selector, modules, statement, allow)
         return
-    name = reference.selector
+    name = reference.name
     if name in macros or gin_internals._CONSTANTS.matching_selectors(name):
         return
     raise ConfigError(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import gin
+from gin import config as gin_internals
 
 from train.config import check, parse
 from train.config.errors import ConfigError
@@ -35,20 +38,35 @@ def load_config(
     paths = [*search_paths, str(REPOSITORY)]
     if not files:
         raise ConfigError('no gin file: add --gin_file=configs/runs/quickstart.gin')
-    statements = [*parse.read_files(files, paths), *parse.read_bindings(bindings)]
+    sources = parse.read_files(files, paths)
+    statements = [*sources.statements, *parse.read_bindings(bindings)]
     check.check_imports(statements, allow)
     import train.configurables  # noqa: F401  # registers what gin files may name
 
     check.import_modules(statements)
     check.check_names(statements, allow)
-    for path in paths:
-        gin.add_config_file_search_path(path)
     try:
-        gin.parse_config_files_and_bindings(
-            list(files), list(bindings), skip_unknown=False, print_includes_and_imports=False
-        )
-    except (ValueError, SyntaxError, TypeError) as error:
+        with _gin_reads(sources.texts):
+            gin.parse_config_files_and_bindings(
+                list(files), list(bindings), skip_unknown=False, print_includes_and_imports=False
+            )
+    except Exception as error:  # whatever the checks above let pass, gin says in its own words
         raise ConfigError(f'gin: {str(error).splitlines()[0]}') from error
+
+
+@contextlib.contextmanager
+def _gin_reads(texts: Mapping[str, str]) -> Iterator[None]:
+    """Lets gin read nothing but the texts that were checked.
+
+    By itself it looks for files in the current folder and in every package on the Python path.
+    """
+    readers, prefixes = gin_internals._FILE_READERS, gin_internals._LOCATION_PREFIXES
+    gin_internals._FILE_READERS = [(lambda file: io.StringIO(texts[file]), texts.__contains__)]
+    gin_internals._LOCATION_PREFIXES = ['']
+    try:
+        yield
+    finally:
+        gin_internals._FILE_READERS, gin_internals._LOCATION_PREFIXES = readers, prefixes
 
 
 def save_operative_config(path: str | os.PathLike[str]) -> None:

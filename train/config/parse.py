@@ -48,17 +48,30 @@ class Statement:
         return self.file.startswith('--')
 
 
-def read_files(files: Sequence[str], search_paths: Sequence[str]) -> list[Statement]:
-    """Every statement of the files and of those that they include, in gin's order.
+@dataclasses.dataclass
+class Sources:
+    """Files as they were read, once.
+
+    Attributes:
+      statements: every statement of the files and of those that they include, in gin's order.
+      texts: the text of each file, by the name that asks for it.
+    """
+
+    statements: list[Statement] = dataclasses.field(default_factory=list)
+    texts: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def read_files(files: Sequence[str], search_paths: Sequence[str]) -> Sources:
+    """Reads files and what they include.
 
     Raises:
-      ConfigError: a file that is not found, with the places searched; a syntax error, with file
-        and line; a file that includes itself.
+      ConfigError: a file that is not found, with the places searched, or is no text; a syntax
+        error, with file and line; a file that includes itself.
     """
-    statements: list[Statement] = []
+    sources = Sources()
     for file in files:
-        _read_file(file, search_paths, statements, (), '--gin_file')
-    return statements
+        _read_file(file, search_paths, sources, (), '--gin_file')
+    return sources
 
 
 def read_bindings(bindings: Sequence[str]) -> list[Statement]:
@@ -91,7 +104,7 @@ def find_file(file: str, search_paths: Sequence[str]) -> Path | None:
 def _read_file(
     file: str,
     search_paths: Sequence[str],
-    statements: list[Statement],
+    sources: Sources,
     includers: tuple[Path, ...],
     place: str,
 ) -> None:
@@ -104,12 +117,16 @@ def _read_file(
         )
     if path in includers:
         raise ConfigError(f'{place}: {file} includes itself')
-    for statement in _parse(io.StringIO(path.read_text()), str(path)):
+    try:
+        sources.texts[file] = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f'{place}: cannot read {path} as text: {error}') from error
+    for statement in _parse(io.StringIO(sources.texts[file]), str(path)):
         if isinstance(statement.parsed, config_parser.IncludeStatement):
             included = statement.parsed.filename
-            _read_file(included, search_paths, statements, (*includers, path), statement.place)
+            _read_file(included, search_paths, sources, (*includers, path), statement.place)
         else:
-            statements.append(statement)
+            sources.statements.append(statement)
 
 
 class _Collector(config_parser.ParserDelegate):
@@ -138,10 +155,13 @@ def _parse(text: io.StringIO, file: str) -> list[Statement]:
         for parsed in parser:
             flag = file.startswith('--')
             place = file if flag else f'{file}:{parsed.location.line_num}'
-            references = tuple(_references_in(getattr(parsed, 'value', None)))
-            statements.append(Statement(place, file, parsed, references))
+            statements.append(Statement(place, file, parsed, tuple(collector.found)))
+            # A block is parsed whole: its head comes first and carries the references of all.
+            collector.found.clear()
     except SyntaxError as error:
         message = str(error.msg).split('\n')[0].strip()
+        if message.startswith('malformed node'):  # ast's word for a bare name
+            message = 'text needs quotes, a configurable needs @ before it, a macro %'
         line = (error.text or '').strip()
         where = f'{file}:{error.lineno}' if error.lineno else file
         raise ConfigError(
@@ -155,13 +175,3 @@ def _parse(text: io.StringIO, file: str) -> list[Statement]:
     except ValueError as error:
         raise ConfigError(f'{file}: {str(error).splitlines()[0]}') from error
     return statements
-
-
-def _references_in(value: Any) -> list[Reference]:
-    if isinstance(value, Reference):
-        return [value]
-    if isinstance(value, dict):
-        return [r for item in value.items() for r in _references_in(item)]
-    if isinstance(value, list | tuple):
-        return [r for item in value for r in _references_in(item)]
-    return []

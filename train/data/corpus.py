@@ -72,7 +72,8 @@ class TextFiles:
         """
         patterns = [self.pattern] if isinstance(self.pattern, str) else list(self.pattern)
         root = Path(os.path.expanduser(self.root or '.'))
-        found = {f for p in patterns for f in glob.glob(p, root_dir=root, recursive=True)}
+        matches = (f for p in patterns for f in glob.glob(p, root_dir=root, recursive=True))
+        found = {Path(os.path.relpath(root / match, root)).as_posix() for match in matches}
         names = sorted(
             name
             for name in found
