@@ -54,19 +54,8 @@ def default_mesh(
       ValueError: sizes that do not fit the machine, or settings that contradict each other.
     """
     devices = list(devices if devices is not None else jax.devices(backend))
-    if (ici_mesh_shape is None) != (dcn_mesh_shape is None):
-        raise ValueError(
-            f'ici_mesh_shape={ici_mesh_shape} and dcn_mesh_shape={dcn_mesh_shape}: set both or '
-            'neither (dcn_mesh_shape=(1, 1, 1) for one slice)'
-        )
+    check_mesh_settings(num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape)
     if ici_mesh_shape is not None and dcn_mesh_shape is not None:
-        model = ici_mesh_shape[-1] * dcn_mesh_shape[-1]
-        if model_parallel_submesh or num_partitions not in (None, model):
-            raise ValueError(
-                f'num_partitions={num_partitions}, model_parallel_submesh={model_parallel_submesh} '
-                f'contradict the model axis of {model} in ici_mesh_shape and dcn_mesh_shape: leave '
-                'them out'
-            )
         return _hybrid_mesh(ici_mesh_shape, dcn_mesh_shape, devices)
     slices = num_slices(devices)
     if slices > 1:
@@ -78,11 +67,6 @@ def default_mesh(
             f'dcn_mesh_shape=({slices}, 1, 1)'
         )
     if model_parallel_submesh:
-        if num_partitions not in (None, math.prod(model_parallel_submesh)):
-            raise ValueError(
-                f'num_partitions={num_partitions} contradicts model_parallel_submesh='
-                f'{tuple(model_parallel_submesh)}: leave one of them out'
-            )
         return get_mesh(model_parallel_submesh, devices, backend=backend)
     partitions = _check_partitions(num_partitions, len(devices))
     if devices[-1].platform == 'cpu':
@@ -93,6 +77,47 @@ def default_mesh(
     if submesh is not None:
         return get_mesh(submesh, devices, backend=backend)
     return _torus_mesh(devices, partitions)
+
+
+def check_mesh_settings(
+    num_partitions: int | None,
+    model_parallel_submesh: HardwareMesh | None,
+    ici_mesh_shape: Sequence[int] | None,
+    dcn_mesh_shape: Sequence[int] | None,
+) -> None:
+    """Finds settings of a mesh that are missing or contradict each other, on any machine.
+
+    Raises:
+      ValueError: with the setting to add or to leave out.
+    """
+    if (ici_mesh_shape is None) != (dcn_mesh_shape is None):
+        raise ValueError(
+            f'ici_mesh_shape={ici_mesh_shape} and dcn_mesh_shape={dcn_mesh_shape}: set both or '
+            'neither (dcn_mesh_shape=(1, 1, 1) for one slice)'
+        )
+    choices = {
+        'num_partitions': num_partitions,
+        'model_parallel_submesh': model_parallel_submesh,
+        'ici_mesh_shape': ici_mesh_shape,
+    }
+    given = {name: value for name, value in choices.items() if value is not None}
+    if not given:
+        raise ValueError(
+            'At least one of num_partitions, model_parallel_submesh, ici_mesh_shape (with '
+            'dcn_mesh_shape) or mesh must be set'
+        )
+    if model_parallel_submesh is not None and len(model_parallel_submesh) != 4:
+        raise ValueError(
+            'model_parallel_submesh must be a 4-tuple (x, y, z, cores), not '
+            f'{model_parallel_submesh!r}'
+        )
+    model = ici_mesh_shape[-1] * dcn_mesh_shape[-1] if ici_mesh_shape and dcn_mesh_shape else None
+    if model is not None and num_partitions == model:
+        # T5X asks for num_partitions beside the shapes: fine, since it says the same.
+        del given['num_partitions']
+    if len(given) > 1:
+        settings = ' and '.join(f'{name}={value!r}' for name, value in given.items())
+        raise ValueError(f'{settings} each decide the model axis: keep one of them')
 
 
 def get_mesh(

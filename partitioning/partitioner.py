@@ -20,7 +20,7 @@ from partitioning.layout import (
     LocalChunkInfo,
     host_local_array_to_global_array,
 )
-from partitioning.mesh import default_mesh
+from partitioning.mesh import check_mesh_settings, default_mesh
 from partitioning.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
@@ -75,25 +75,21 @@ class BasePartitioner(abc.ABC):
         Raises:
           ValueError: no setting that decides the mesh, or several that contradict each other.
         """
-        choices = {
+        if mesh is None:
+            check_mesh_settings(
+                num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape
+            )
+        given = {
             'num_partitions': num_partitions,
             'model_parallel_submesh': model_parallel_submesh,
+            'backend': backend,
             'ici_mesh_shape': ici_mesh_shape,
-            'mesh': mesh,
+            'dcn_mesh_shape': dcn_mesh_shape,
+            'devices': devices,
         }
-        _check_choices({k: v for k, v in choices.items() if v is not None}, dcn_mesh_shape)
-        if model_parallel_submesh is not None and len(model_parallel_submesh) != 4:
-            raise ValueError(
-                'model_parallel_submesh must be a 4-tuple (x, y, z, cores), not '
-                f'{model_parallel_submesh!r}'
-            )
-        if (ici_mesh_shape is None) != (dcn_mesh_shape is None):
-            raise ValueError(
-                f'ici_mesh_shape={ici_mesh_shape} and dcn_mesh_shape={dcn_mesh_shape}: set both or '
-                'neither'
-            )
-        if mesh is not None and (devices is not None or backend is not None):
-            raise ValueError('mesh= already says which devices; leave devices= and backend= out')
+        beside = [name for name, value in given.items() if value is not None]
+        if mesh is not None and beside:
+            raise ValueError(f'mesh= decides everything that {", ".join(beside)} would: leave out')
         self._num_partitions = num_partitions
         self._model_parallel_submesh = model_parallel_submesh
         self._params_on_devices = params_on_devices
@@ -390,25 +386,6 @@ class PjitPartitioner(BasePjitPartitioner):
             )
         except ValueError as error:
             raise ValueError(f'Failed to map logical axes for {name}: {error}') from error
-
-
-def _check_choices(given: dict[str, Any], dcn_mesh_shape: Sequence[int] | None) -> None:
-    if given.keys() == {'num_partitions', 'ici_mesh_shape'} and dcn_mesh_shape:
-        # T5X asks for num_partitions beside the shapes: fine, if it says the same.
-        model = given['ici_mesh_shape'][-1] * dcn_mesh_shape[-1]
-        if given.pop('num_partitions') != model:
-            raise ValueError(
-                f'num_partitions contradicts the model axis of {model} in ici_mesh_shape and '
-                'dcn_mesh_shape: leave it out'
-            )
-    if not given:
-        raise ValueError(
-            'At least one of num_partitions, model_parallel_submesh, ici_mesh_shape (with '
-            'dcn_mesh_shape) or mesh must be set'
-        )
-    if len(given) > 1:
-        values = ' and '.join(f'{k}={v!r}' for k, v in given.items())
-        raise ValueError(f'{values} both decide the mesh: keep one of them')
 
 
 def _as_indices(indices: int | Sequence[int]) -> tuple[int, ...]:

@@ -5,14 +5,11 @@ python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'/tmp/ru
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 from pathlib import Path
 
 from absl import app, flags, logging
-
-from train.config.errors import ConfigError
 
 _GIN_FILE = flags.DEFINE_multi_string(
     'gin_file', [], 'A gin file. Repeatable: later files override earlier ones.'
@@ -49,36 +46,15 @@ def rewrite_gin_flags(argv: list[str]) -> list[str]:
     ]
 
 
-def use_virtual_devices(count: int) -> None:
-    """Splits the CPU into virtual devices. Other platforms are used as they are."""
-    import jax
-
-    if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
-        jax.config.update('jax_num_cpu_devices', count)
-
-
-def join_processes() -> None:
-    """Makes this process one of several, where the flags say so.
-
-    Raises:
-      ConfigError: flags that need each other.
-    """
-    address, count, index = _COORDINATOR.value, _PROCESS_COUNT.value, _PROCESS_INDEX.value
-    together = [value is not None for value in (address, count, index)]
-    if any(together) and not all(together):
-        raise ConfigError('--coordinator_address, --process_count and --process_index go together')
-    if all(together) or _MULTIHOST.value:
-        import jax
-
-        jax.distributed.initialize(address, count, index)
-
-
 def run() -> None:
     """Configures and trains, by the flags."""
-    use_virtual_devices(_CPU_DEVICES.value)
-    join_processes()
+    from train import machine  # jax and all else load after the flags are known to be right
     from train.config import check_complete, load_config
 
+    machine.use_virtual_devices(_CPU_DEVICES.value)
+    machine.join_processes(
+        _COORDINATOR.value, _PROCESS_COUNT.value, _PROCESS_INDEX.value, _MULTIHOST.value
+    )
     load_config(_GIN_FILE.value, _GIN_BINDINGS.value, _SEARCH_PATHS.value, _ALLOW.value)
     check_complete('train')
     from train.train import train
@@ -86,17 +62,16 @@ def run() -> None:
     train()
 
 
-def explain(error: BaseException) -> str | None:
+def explain(error: Exception) -> str | None:
     """The one line that says what is wrong, for errors that this project raises for its users.
 
     Their messages are written to be read alone. An error from deeper down keeps its traceback.
     """
-    if not isinstance(error, ConfigError | ValueError | OSError | FloatingPointError):
+    if not isinstance(error, ValueError | OSError | FloatingPointError):
         return None
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = [str(Path(__file__).parents[1] / name) for name in ('partitioning', 'train')]
-    raised_by_us = bool(frames) and any(frames[-1].filename.startswith(f) for f in ours)
-    if not raised_by_us:
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    root = Path(__file__).parents[1]
+    if not any(raised_in.is_relative_to(root / package) for package in ('partitioning', 'train')):
         return None
     # gin adds lines that say which configurable was being called.
     message = str(error).split('\n  In call to configurable')[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,18 @@ def check_vocabulary(model: Any, num_tokens: int) -> None:
         )
 
 
-def check_finite(loss: float, step: int, last_checkpoint: int | None) -> None:
-    """Stops a run whose loss is lost, before it is saved."""
-    if not math.isfinite(loss):
-        kept = (
-            f'the checkpoint of step {last_checkpoint} stays' if last_checkpoint else 'none saved'
-        )
-        raise FloatingPointError(
-            f'the loss is {loss} at step {step} ({kept}): lower the learning rate or clip_norm'
-        )
+def check_finite(scalars: Mapping[str, float], step: int, last_checkpoint: int | None) -> None:
+    """Stops a run that is lost, before it is saved."""
+    for name, value in scalars.items():
+        if not math.isfinite(value):
+            kept = (
+                f'the checkpoint of step {last_checkpoint} stays'
+                if last_checkpoint
+                else 'nothing saved'
+            )
+            raise FloatingPointError(
+                f'{name} is {value} at step {step} ({kept}): lower the learning rate or clip_norm'
+            )
 
 
 def check_writable(directory: Path) -> None:

@@ -10,6 +10,7 @@ import optax
 
 import partitioning
 import train.data.corpus
+import train.machine
 import train.models.transformer
 import train.optimizers
 import train.sampling

@@ -189,7 +189,7 @@ def train(
             saving = last or saved.is_due(step)
             if evaluating or saving or step % log_period == 0:
                 scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
-                checks.check_finite(scalars['train/loss'], step, saved.latest_step())
+                checks.check_finite(scalars, step, saved.latest_step())
                 scalars |= throughput.read(step)
                 writer.write(step, scalars)
                 console.step(step, total_steps, scalars)

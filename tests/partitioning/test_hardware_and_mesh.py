@@ -181,7 +181,7 @@ def test_meshes_beyond_the_tables(kind, bounds, cores, num_partitions):
     assert sorted(np.ravel(ids(mesh)).tolist()) == list(range(len(devices)))
 
 
-@pytest.mark.parametrize('num_partitions', [3, 5, 0, -1, 64, None])
+@pytest.mark.parametrize('num_partitions', [3, 5, 0, -1, 64])
 def test_partitions_that_do_not_divide_tpus(num_partitions):
     with pytest.raises(ValueError, match=rf'{num_partitions}.* 32'):
         default_mesh(num_partitions, devices=v3_4x4())

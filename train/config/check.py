@@ -209,7 +209,9 @@ def _resolve(
 def _runs_code(found: Any, origin: str) -> bool:
     if any(origin == m or origin.startswith(f'{m}.') for m in REFUSED_MODULES):
         return True
-    return origin.startswith(('jax.numpy', 'jax._src.numpy')) and found.__name__ in REFUSED_NAMES
+    return origin.startswith(('jax.numpy', 'jax._src.numpy')) and (
+        getattr(found, '__name__', None) in REFUSED_NAMES
+    )
 
 
 def _attribute(dotted: str) -> Any:
