@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 
 from partitioning.state import path_str
 from train import checks
-from train.config.errors import ConfigError
+from train.errors import ConfigError
 
 
 @gin.configurable

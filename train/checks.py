@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from partitioning import BasePartitioner
-from train.config.errors import ConfigError
+from train.errors import ConfigError
 
 
 def check_counts(least: int = 1, **counts: int) -> None:

@@ -8,7 +8,7 @@ import os
 import gin
 import jax
 
-from train.config.errors import ConfigError
+from train.errors import ConfigError
 
 
 def use_virtual_devices(count: int) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from partitioning import BasePartitioner
-from train.config.errors import ConfigError
+from train.errors import ConfigError
 from train.models.decoding import decode
 
 NUM_BYTES = 256

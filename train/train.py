@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding
 from partitioning import BasePartitioner, array_layouts, layout_table, unbox
 from train import checks
 from train.checkpoints import CheckpointConfig, Checkpoints
-from train.config import save_operative_config
 from train.console import RunConsole, Throughput
 from train.data import corpus as corpora
 from train.data.batches import Batch, EvaluationBatches, TrainingBatches
@@ -167,7 +166,7 @@ def train(
     else:
         state = partitioner.partition(lambda k: unbox(init(k)), (None,), axes)(key)
     if jax.process_index() == 0:
-        save_operative_config(directory / 'config.gin')
+        (directory / 'config.gin').write_text(gin.operative_config_str())
         (directory / 'model-info.txt').write_text(layout_table(layouts, mesh))
     writer = MetricWriter(directory, first_step)
 

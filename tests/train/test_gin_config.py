@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 import train.configurables  # noqa: F401  # registered once, before any test
 from partitioning import unbox
 from train import schedules
-from train.config import load_config, save_operative_config
-from train.config.errors import ConfigError
+from train.config import load_config
 from train.config.load import REPOSITORY
 from train.data.corpus import TextFiles
+from train.errors import ConfigError
 from train.models.transformer import Transformer, TransformerConfig
 from train.optimizers import Optimizer
 from train.train_state import TrainState
@@ -676,13 +676,13 @@ def test_the_operative_configuration_gives_the_same_again(load, tmp_path, text):
     first = use()
     assert first[0].embed_dim == 32
     saved = tmp_path / 'config.gin'
-    save_operative_config(saved)
+    saved.write_text(gin.operative_config_str())
 
     gin.clear_config()
     load_config([str(saved)])
     assert use() == first
     again = tmp_path / 'again.gin'
-    save_operative_config(again)
+    again.write_text(gin.operative_config_str())
     assert again.read_text() == saved.read_text()
 
 

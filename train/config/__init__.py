@@ -1,6 +1,6 @@
 """gin files: read, checked, and only then handed to gin."""
 
 from train.config.check import check_complete
-from train.config.load import load_config, save_operative_config
+from train.config.load import load_config
 
-__all__ = ['check_complete', 'load_config', 'save_operative_config']
+__all__ = ['check_complete', 'load_config']

@@ -16,8 +16,8 @@ from gin import config as gin_internals
 from gin import config_parser
 
 from partitioning.rules import nearest
-from train.config.errors import ConfigError
 from train.config.parse import Reference, Statement
+from train.errors import ConfigError
 
 ALLOWED_PACKAGES = ('partitioning', 'train', 'jax', 'flax', 'optax')
 # Within those packages, what loads pickles, evaluates text or deletes files.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import gin
 from gin import config as gin_internals
 
 from train.config import check, parse
-from train.config.errors import ConfigError
+from train.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -67,8 +66,3 @@ def _gin_reads(texts: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         gin_internals._FILE_READERS, gin_internals._LOCATION_PREFIXES = readers, prefixes
-
-
-def save_operative_config(path: str | os.PathLike[str]) -> None:
-    """Writes the configuration that was used, a gin file that gives the same run again."""
-    Path(path).write_text(gin.operative_config_str())

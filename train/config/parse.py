@@ -11,7 +11,7 @@ from typing import Any
 
 from gin import config_parser
 
-from train.config.errors import ConfigError
+from train.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
