@@ -32,6 +32,7 @@ from partitioning.rules import (
     LogicalAxisRules,
     MeshAxes,
     as_tuple,
+    check_rules,
     describe_axes,
     logical_to_mesh_axes,
     nearest,
@@ -341,10 +342,12 @@ class PjitPartitioner(BasePjitPartitioner):
             devices=devices,
             mesh=mesh,
         )
-        rules = standard_logical_axis_rules() if logical_axis_rules is None else logical_axis_rules
+        if logical_axis_rules is None:
+            logical_axis_rules = standard_logical_axis_rules()
+        rules = check_rules(logical_axis_rules)
         if ici_mesh_shape is not None:
-            rules = [(k, ('replica', 'data') if k == 'batch' else v) for k, v in rules]
-        self._logical_axis_rules = tuple((name, _frozen(axes)) for name, axes in rules)
+            rules = tuple((k, ('replica', 'data') if k == 'batch' else v) for k, v in rules)
+        self._logical_axis_rules = rules
         batch = logical_to_mesh_axes(['batch'], self._logical_axis_rules, on_unmatched='replicate')
         self._data_axis = batch[0] if batch else None
 
@@ -390,8 +393,3 @@ class PjitPartitioner(BasePjitPartitioner):
 
 def _as_indices(indices: int | Sequence[int]) -> tuple[int, ...]:
     return (indices,) if isinstance(indices, int) else tuple(indices)
-
-
-def _frozen(axes: Any) -> MeshAxes:
-    """Mesh axes with a list (as configuration files write them) made a tuple."""
-    return tuple(axes) if isinstance(axes, list) else axes

@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from jax.sharding import PartitionSpec
 
@@ -74,6 +74,27 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def describe_axes(axis_sizes: Mapping[str, int]) -> str:
     """Mesh axes in words: `data 4 x model 2`."""
     return ' x '.join(f'{name} {size}' for name, size in axis_sizes.items())
+
+
+def check_rules(rules: Iterable[Any]) -> tuple[tuple[str, MeshAxes], ...]:
+    """Rules as pairs, with lists of mesh axes (as configuration files write them) made tuples.
+
+    Raises:
+      ValueError: a rule that is no pair of a name and a mesh axis, several, or None.
+    """
+    checked: list[tuple[str, MeshAxes]] = []
+    for rule in rules:
+        match rule:
+            case (str(name), None | str() as axes):
+                checked.append((name, axes))
+            case (str(name), [*several]) if all(isinstance(a, str) for a in several):
+                checked.append((name, tuple(several)))
+            case _:
+                raise ValueError(
+                    f"{rule!r} is no rule: write ('logical axis', 'mesh axis'), ('logical axis', "
+                    "('one', 'another')), or ('logical axis', None)"
+                )
+    return tuple(checked)
 
 
 def resolve_axes(

@@ -113,7 +113,10 @@ def leaf_axes(state: Any) -> tuple[list[LeafAxes], Any]:
 def _box(path: Sequence[Any], box: Any) -> LeafAxes:
     names, shape = tuple(box.names), tuple(box.value.shape)
     if len(names) != len(shape):
-        raise ValueError(f'{path_str(path)}: {len(names)} logical axes {names} for shape {shape}')
+        raise ValueError(
+            f'{path_str(path)}: {len(names)} logical axes {names} for shape {shape}. If it is '
+            'optimizer state, make it of unboxed parameters: tx.init(partitioning.unbox(params))'
+        )
     return LeafAxes(path_str(path), names, shape, tuple(range(len(shape))))
 
 

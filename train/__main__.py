@@ -17,14 +17,14 @@ _GIN_FILE = flags.DEFINE_multi_string(
 _GIN_BINDINGS = flags.DEFINE_multi_string(
     'gin_bindings', [], 'A binding over the files; --gin.NAME=value is short for it.'
 )
-_SEARCH_PATHS = flags.DEFINE_list(
-    'gin_search_paths', [], 'Folders in which gin files and their includes are looked for.'
+_SEARCH_PATHS = flags.DEFINE_multi_string(
+    'gin_search_paths', [], 'Folders, with commas between, to look for gin files and includes in.'
 )
-_ALLOW = flags.DEFINE_list(
-    'gin_allow', [], 'Packages of your own that gin files may import and name.'
+_ALLOW = flags.DEFINE_multi_string(
+    'gin_allow', [], 'Packages of your own, with commas between, that gin files may name.'
 )
 _CPU_DEVICES = flags.DEFINE_integer(
-    'cpu_devices', 8, 'Virtual devices where the machine has nothing but a CPU.', lower_bound=1
+    'cpu_devices', None, 'Virtual devices where there is nothing but a CPU; 8.', lower_bound=1
 )
 _MULTIHOST = flags.DEFINE_bool(
     'multihost',
@@ -46,6 +46,11 @@ def rewrite_gin_flags(argv: list[str]) -> list[str]:
     ]
 
 
+def _listed(values: list[str]) -> list[str]:
+    """The entries of a repeatable flag, each with commas between several."""
+    return [entry for value in values for entry in value.split(',') if entry]
+
+
 def run() -> None:
     """Configures and trains, by the flags."""
     from train import machine  # jax and all else load after the flags are known to be right
@@ -55,7 +60,9 @@ def run() -> None:
     machine.join_processes(
         _COORDINATOR.value, _PROCESS_COUNT.value, _PROCESS_INDEX.value, _MULTIHOST.value
     )
-    load_config(_GIN_FILE.value, _GIN_BINDINGS.value, _SEARCH_PATHS.value, _ALLOW.value)
+    load_config(
+        _GIN_FILE.value, _GIN_BINDINGS.value, _listed(_SEARCH_PATHS.value), _listed(_ALLOW.value)
+    )
     check_complete('train')
     from train.train import train
 
@@ -67,6 +74,8 @@ def explain(error: Exception) -> str | None:
 
     Their messages are written to be read alone. An error from deeper down keeps its traceback.
     """
+    if isinstance(error, TypeError) and 'No values supplied by Gin' in str(error):
+        return f'a gin file gives no value: {str(error).splitlines()[0]}'
     if not isinstance(error, ValueError | OSError | FloatingPointError):
         return None
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
@@ -85,7 +94,10 @@ def main(argv: list[str]) -> int:
     try:
         run()
     except KeyboardInterrupt:
-        print('interrupted; the same command resumes from the last checkpoint', file=sys.stderr)
+        print(
+            'interrupted: the same command resumes from the last checkpoint, if one was saved',
+            file=sys.stderr,
+        )
         return 130
     except Exception as error:
         line = None if _TRACEBACK.value else explain(error)

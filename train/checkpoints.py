@@ -48,19 +48,17 @@ class Checkpoints:
             ),
         )
 
-    @staticmethod
-    def exist_in(model_dir: Path) -> bool:
-        return (model_dir / 'checkpoints').is_dir()
-
     def latest_step(self) -> int | None:
         """The newest step whose checkpoint is whole.
 
         Orbax takes any directory named by a number for a checkpoint; one without the metadata that
         a finished save writes is passed over.
         """
-        steps = self._manager.all_steps()
-        whole = [s for s in steps if (self.directory / str(s) / '_CHECKPOINT_METADATA').is_file()]
-        return max(whole, default=None)
+        self._manager.wait_until_finished()
+        return max(filter(self._is_whole, self._manager.all_steps()), default=None)
+
+    def _is_whole(self, step: int) -> bool:
+        return (self.directory / str(step) / '_CHECKPOINT_METADATA').is_file()
 
     def restore(self, step: int, abstract_state: Any) -> Any:
         """The state of a step.
@@ -70,11 +68,20 @@ class Checkpoints:
           abstract_state: ShapeDtypeStructs with the shardings to restore to.
 
         Raises:
-          ConfigError: the checkpoint holds other arrays, shapes or types than the state.
+          ConfigError: the checkpoint holds other arrays, shapes or types than the state, or cannot
+            be read.
         """
-        self._compare(step, abstract_state)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        return self._manager.restore(step, args=args)['state']
+        try:
+            self._compare(step, abstract_state)
+            return self._manager.restore(step, args=args)['state']
+        except ConfigError:
+            raise
+        except Exception as error:  # Orbax and tensorstore raise of every kind for a missing file
+            raise ConfigError(
+                f'checkpoint {self.directory / str(step)} is damaged; delete it to go on from the '
+                f'one before ({str(error).splitlines()[0]})'
+            ) from error
 
     def is_due(self, step: int) -> bool:
         """Whether the period ends with this step."""
@@ -82,6 +89,8 @@ class Checkpoints:
 
     def save(self, step: int, state: Any) -> None:
         """Begins to save; the write goes on beside the training."""
+        if step in self._manager.all_steps() and not self._is_whole(step):
+            self._manager.delete(step)  # what a save that died or a user left there
         if step not in self._manager.all_steps():
             args = ocp.args.Composite(state=ocp.args.StandardSave(state))
             self._manager.save(step, args=args, force=True)

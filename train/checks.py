@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from train.errors import ConfigError
 def check_counts(least: int = 1, **counts: int) -> None:
     """Each setting is a whole number of at least `least`."""
     for name, count in counts.items():
-        if not isinstance(count, int) or count < least:
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
             raise ConfigError(
                 f'{name} is {count!r}, but must be a whole number of at least {least}'
             )
@@ -43,27 +43,41 @@ def check_vocabulary(model: Any, num_tokens: int) -> None:
         )
 
 
-def check_finite(scalars: Mapping[str, float], step: int, last_checkpoint: int | None) -> None:
+def check_finite(
+    scalars: Mapping[str, float], step: int, latest_step: Callable[[], int | None]
+) -> None:
     """Stops a run that is lost, before it is saved."""
     for name, value in scalars.items():
         if not math.isfinite(value):
-            kept = (
-                f'the checkpoint of step {last_checkpoint} stays'
-                if last_checkpoint
-                else 'nothing saved'
-            )
+            last = latest_step()
+            kept = 'nothing saved' if last is None else f'the checkpoint of step {last} stays'
             raise FloatingPointError(
                 f'{name} is {value} at step {step} ({kept}): lower the learning rate or clip_norm'
             )
 
 
-def check_writable(directory: Path) -> None:
-    """Finds an unusable model_dir without creating it."""
+def check_objects(**objects: tuple[Any, type]) -> None:
+    """Each setting of train() is an object of its type (`@Name` in a gin file is the class)."""
+    for name, (value, expected) in objects.items():
+        if not isinstance(value, expected):
+            what = f'the class {value.__name__}' if isinstance(value, type) else repr(value)
+            raise ConfigError(
+                f'train.{name} is {what}, no object of {expected.__name__}: in a gin file write '
+                f'@{getattr(value, "__name__", expected.__name__)}(), with the brackets'
+            )
+
+
+def check_writable(model_dir: str) -> Path:
+    """The folder of model_dir, which may be unusable: that is found without creating it."""
+    if not isinstance(model_dir, str) or not model_dir.strip() or '://' in model_dir:
+        raise ConfigError(f'MODEL_DIR {model_dir!r} must be the path of a folder, local or mounted')
+    directory = Path(os.path.expanduser(model_dir))
     existing = next(p for p in [directory, *directory.resolve().parents] if p.exists())
     if not existing.is_dir():
         raise ConfigError(f'MODEL_DIR {directory}: {existing} is a file, not a folder')
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f'MODEL_DIR {directory}: no permission to write in {existing}')
+    return directory
 
 
 def make_writable(directory: Path) -> None:

@@ -10,15 +10,26 @@ import jax
 
 from train.errors import ConfigError
 
+DEFAULT_CPU_DEVICES = 8
 
-def use_virtual_devices(count: int) -> None:
+
+def use_virtual_devices(count: int | None) -> None:
     """Splits the CPU into virtual devices, before jax looks at its devices.
 
-    It matters only where there is nothing but a CPU: jax prefers any other platform. A count in
-    XLA_FLAGS stands.
+    It matters only where there is nothing but a CPU: jax prefers any other platform.
+
+    Args:
+      count: how many; None: what XLA_FLAGS or JAX_NUM_CPU_DEVICES say, else 8.
+
+    Raises:
+      ConfigError: a count beside one in the environment.
     """
-    if 'xla_force_host_platform_device_count' not in os.environ.get('XLA_FLAGS', ''):
-        jax.config.update('jax_num_cpu_devices', count)
+    in_flags = 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
+    if not in_flags and 'JAX_NUM_CPU_DEVICES' not in os.environ:
+        jax.config.update('jax_num_cpu_devices', count or DEFAULT_CPU_DEVICES)
+    elif count is not None:
+        where = 'XLA_FLAGS' if in_flags else 'JAX_NUM_CPU_DEVICES'
+        raise ConfigError(f'--cpu_devices={count} and a count in {where}: leave one of them out')
 
 
 def join_processes(
@@ -41,8 +52,16 @@ def join_processes(
     given = [x is not None for x in (coordinator_address, process_count, process_index)]
     if any(given) and not all(given):
         raise ConfigError('--coordinator_address, --process_count and --process_index go together')
+    if process_count is not None and process_index not in range(process_count):
+        raise ConfigError(f'--process_index={process_index} is not below {process_count}')
     if all(given) or found_out:
-        jax.distributed.initialize(coordinator_address, process_count, process_index)
+        try:
+            jax.distributed.initialize(coordinator_address, process_count, process_index)
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f'the processes did not find each other ({str(error).splitlines()[0]}): give '
+                '--coordinator_address, --process_count and --process_index'
+            ) from error
 
 
 @gin.configurable

@@ -16,20 +16,24 @@ class MetricWriter:
     """Writes scalars to `<model_dir>/metrics.jsonl` and `<model_dir>/tensorboard/`.
 
     Only process 0 writes. Records after the step that a run resumes from, left by one that did not
-    get as far as its next checkpoint, are dropped, so no step stands there twice.
+    get as far as its next checkpoint, are dropped, so no step was trained twice there.
+
+    Attributes:
+      path: of the JSONL file.
+      tensorboard_dir: of the event files.
+      num_dropped: records that were dropped.
     """
 
     def __init__(self, model_dir: Path, resumed_step: int):
         self.path = model_dir / 'metrics.jsonl'
         self.tensorboard_dir = model_dir / 'tensorboard'
+        self.num_dropped = 0
         self._active = jax.process_index() == 0
         if not self._active:
             return
-        _drop_after(self.path, resumed_step)
+        self.num_dropped = _drop_after(self.path, resumed_step)
         self._file = self.path.open('a')
-        self._events = SummaryWriter(
-            str(self.tensorboard_dir), purge_step=resumed_step + 1 if resumed_step else None
-        )
+        self._events = SummaryWriter(str(self.tensorboard_dir), purge_step=resumed_step + 1)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes one record: `{"step": step, "train/loss": ..., ...}`."""
@@ -47,12 +51,21 @@ class MetricWriter:
             self._events.close()
 
 
-def _drop_after(path: Path, step: int) -> None:
+def _drop_after(path: Path, step: int) -> int:
+    """Drops the records after a step, and lines that are none; returns how many."""
     if not path.exists():
-        return
+        return 0
     lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith('\n') and json.loads(line)['step'] <= step]
+    kept = [line for line in lines if _is_record(line, step)]
     if kept != lines:
         temporary = path.with_suffix('.tmp')
         temporary.write_text(''.join(kept))
         os.replace(temporary, path)
+    return len(lines) - len(kept)
+
+
+def _is_record(line: str, last_step: int) -> bool:
+    try:
+        return line.endswith('\n') and json.loads(line)['step'] <= last_step
+    except (ValueError, TypeError, KeyError):
+        return False

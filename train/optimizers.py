@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from train.errors import ConfigError
 from train.schedules import Schedule
 
 
@@ -29,6 +30,22 @@ class Optimizer:
     transform: Callable[..., optax.GradientTransformation]
     learning_rate: Schedule | float
     clip_norm: float | None = 1.0
+
+    def __post_init__(self) -> None:
+        if not callable(self.transform):
+            raise ConfigError(
+                f'Optimizer.transform is {self.transform!r}: it must be a function of the learning '
+                'rate, in a gin file @optax.adamw without brackets'
+            )
+        if not callable(self.learning_rate) and not isinstance(self.learning_rate, float | int):
+            raise ConfigError(
+                f'Optimizer.learning_rate is {self.learning_rate!r}: it must be a number or a '
+                'schedule, in a gin file @create_learning_rate_scheduler()'
+            )
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(
+                f'Optimizer.clip_norm is {self.clip_norm!r}: use a norm above 0, or None'
+            )
 
     def build(self) -> optax.GradientTransformation:
         """The optax transformation, clipping included."""

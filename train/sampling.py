@@ -33,6 +33,8 @@ class SampleConfig:
     temperature: float = 0.8
 
     def __post_init__(self) -> None:
+        if not self.temperature >= 0:
+            raise ConfigError(f'SampleConfig.temperature is {self.temperature!r}: use 0 or more')
         if not 0 < len(self.prompt.encode()) < self.length:
             raise ConfigError(
                 f'a sample of length {self.length} leaves no room after a prompt of '

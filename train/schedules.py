@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from partitioning.rules import nearest
+from train.errors import ConfigError
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 
@@ -46,6 +47,11 @@ def create_learning_rate_scheduler(
     Raises:
       ValueError: an unknown factor.
     """
+    if warmup_steps < 0 or steps_per_decay <= 0 or steps_per_cycle <= 0:
+        raise ConfigError(
+            f'warmup_steps {warmup_steps} must be at least 0, steps_per_decay {steps_per_decay} '
+            f'and steps_per_cycle {steps_per_cycle} above 0'
+        )
     warmup = max(warmup_steps, 1)
 
     def cosine(s: jax.Array) -> jax.Array:

@@ -88,13 +88,15 @@ def make_train_step(
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             (grads, sums), _ = jax.lax.scan(add, zeros, (parts, jnp.arange(num_microbatches)))
         grads = jax.tree.map(lambda g, p: (g / sums['weight']).astype(p.dtype), grads, state.params)
+        new_state = state.apply_gradients(grads, tx)
         metrics = {
             'loss': sums['nats'] / sums['weight'],
             'accuracy': sums['correct'] / sums['weight'],
             'gradient_norm': optax.tree.norm(grads),
+            'parameter_norm': optax.tree.norm(new_state.params),
             'learning_rate': optimizer.rate(state.step),
         }
-        return state.apply_gradients(grads, tx), metrics
+        return new_state, metrics
 
     return train_step
 

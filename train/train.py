@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
+import flax.linen as nn
 import gin
 import jax
 import jax.numpy as jnp
@@ -82,8 +82,17 @@ def train(
     checks.check_counts(least=0, eval_period=eval_period)
     if eval_tokens is not None:
         checks.check_counts(eval_tokens=eval_tokens)
-    directory = Path(os.path.expanduser(model_dir))
-    checks.check_writable(directory)
+    checks.check_counts(least=0, seed=seed)
+    checks.check_objects(
+        model=(model, nn.Module),
+        partitioner=(partitioner, BasePartitioner),
+        optimizer=(optimizer, Optimizer),
+        corpus=(corpus, corpora.TextFiles),
+        checkpoints=(checkpoints, CheckpointConfig),
+    )
+    if sample is not None:
+        checks.check_objects(sample=(sample, SampleConfig))
+    directory = checks.check_writable(model_dir)
     console = RunConsole()
 
     # ---- mesh
@@ -169,6 +178,8 @@ def train(
         (directory / 'config.gin').write_text(gin.operative_config_str())
         (directory / 'model-info.txt').write_text(layout_table(layouts, mesh))
     writer = MetricWriter(directory, first_step)
+    if writer.num_dropped:
+        console.say(f'dropped {writer.num_dropped} records of metrics after step {first_step}')
 
     # ---- loop
     def evaluated(step: int) -> dict[str, float]:
@@ -179,7 +190,8 @@ def train(
     if first_step >= total_steps:
         console.say(f'nothing left to train: total_steps is {total_steps}; a larger one goes on')
         evaluated(first_step)
-    with console.training(first_step, total_steps):
+    # Whatever ends the loop, a save that has begun is finished.
+    with closing(saved), closing(writer), console.training(first_step, total_steps):
         throughput = Throughput(batch_size * sequence_length, first_step)
         for step in range(first_step + 1, total_steps + 1):
             state, metrics = train_step(state, batches.at(step - 1))
@@ -188,7 +200,7 @@ def train(
             saving = last or saved.is_due(step)
             if evaluating or saving or step % log_period == 0:
                 scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
-                checks.check_finite(scalars, step, saved.latest_step())
+                checks.check_finite(scalars, step, saved.latest_step)
                 scalars |= throughput.read(step)
                 writer.write(step, scalars)
                 console.step(step, total_steps, scalars)
@@ -201,8 +213,6 @@ def train(
             if saving:
                 saved.save(step, state)
             throughput.skip(time.perf_counter() - paused)
-    saved.close()
-    writer.close()
 
     # ---- what came of it
     if sample is not None:

@@ -291,6 +291,13 @@ DANGEROUS = {
         escape4.CliDebugger.evaluate.expr = "open('{trace}', 'w')"
         train.train.train.seed = @escape4.CliDebugger.evaluate()
         """,
+    'import what is refused, by the checks themselves': """
+        import train.config.check as escape6
+        import train.config.parse as escape7
+        escape7.read_bindings.bindings = ['import wave']
+        escape6.import_modules.statements = @escape7.read_bindings()
+        train.train.train.seed = @escape6.import_modules()
+        """,
     'delete a folder': """
         import flax.io as escape5
         escape5.rmtree.path = '{folder}'

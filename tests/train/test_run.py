@@ -1,6 +1,7 @@
 """A whole run, in this process: compiled once, resumed exactly, stopped when the loss is lost."""
 
 import json
+import shutil
 
 import gin
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 from train import train as train_module
 from train.config import load_config
+from train.errors import ConfigError
 
 SMALL = [
     'TRAIN_STEPS=6',
@@ -114,3 +116,75 @@ def test_a_directory_that_is_no_checkpoint_is_passed_over(run, tmp_path):
     state = run(tmp_path / 'model', 'TRAIN_STEPS=3')
     assert int(state.step) == 3
     assert records(tmp_path / 'model')[-1]['step'] == 3
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_saved_again(run, tmp_path, capsys):
+    run(tmp_path / 'model', 'TRAIN_STEPS=4')
+    checkpoints = tmp_path / 'model/checkpoints'
+    (checkpoints / '4/_CHECKPOINT_METADATA').unlink()
+    run(tmp_path / 'model', 'TRAIN_STEPS=4')
+    assert 'resumed from step 2' in capsys.readouterr().out
+    run(tmp_path / 'model', 'TRAIN_STEPS=5')
+    assert 'resumed from step 4' in capsys.readouterr().out
+
+
+def test_a_checkpoint_without_its_arrays_says_what_to_do(run, tmp_path):
+    run(tmp_path / 'model', 'TRAIN_STEPS=2')
+    shutil.rmtree(tmp_path / 'model/checkpoints/2/state')
+    with pytest.raises(ConfigError, match=r'checkpoints/2 is damaged; delete it'):
+        run(tmp_path / 'model')
+
+
+def test_what_stops_a_run_does_not_stop_a_save_that_has_begun(run, tmp_path, monkeypatch):
+    def interrupted(self, step, *args):
+        if step == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_module.RunConsole, 'step', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / 'model')
+    names = [path.name for path in (tmp_path / 'model/checkpoints').iterdir()]
+    assert names == ['2']
+    monkeypatch.undo()
+    assert int(run(tmp_path / 'model').step) == 6
+
+
+def test_metrics_of_a_run_whose_checkpoints_are_gone_are_dropped_and_that_is_said(
+    run, tmp_path, capsys
+):
+    run(tmp_path / 'model', 'TRAIN_STEPS=2')
+    shutil.rmtree(tmp_path / 'model/checkpoints')
+    run(tmp_path / 'model', 'TRAIN_STEPS=2')
+    assert 'dropped 3 records of metrics after step 0' in capsys.readouterr().out
+    assert [r['step'] for r in records(tmp_path / 'model')] == [1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        ('train.model=@Transformer', r'train\.model is .*write @Transformer\(\)'),
+        ('train.sample=@SampleConfig', r'train\.sample is .*write @SampleConfig\(\)'),
+        ('train.optimizer=@optax.sgd', r'train\.optimizer is .*, no object of Optimizer'),
+        ('Optimizer.transform=3', 'Optimizer.transform is 3'),
+        ('Optimizer.clip_norm=-1.0', 'Optimizer.clip_norm'),
+        ('TransformerConfig.dropout_rate=-0.5', 'dropout_rate is -0.5'),
+        ('SampleConfig.temperature=-1.0', 'temperature'),
+        ('train.seed=-1', 'seed is -1'),
+        ('train.seed=None', 'seed is None'),
+        ('train.log_period=True', 'log_period is True'),
+        ('create_learning_rate_scheduler.steps_per_cycle=0', 'steps_per_cycle 0'),
+        ("MODEL_DIR='gs://bucket/run'", 'MODEL_DIR .gs://bucket/run. must be'),
+        ("MODEL_DIR=''", 'MODEL_DIR'),
+        ("PjitPartitioner.logical_axis_rules=[('a', 'b', 'c')]", 'is no rule'),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_before_anything_is_written(
+    run, tmp_path, monkeypatch, change, message
+):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob('*'))
+    sample = ['train.sample=@SampleConfig()'] if change.startswith('SampleConfig') else []
+    # gin passes an error on in a class of its own, made of the first
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / 'model', *sample, change)
+    assert sorted(tmp_path.rglob('*')) == before

@@ -20,7 +20,7 @@ from train.config.parse import Reference, Statement
 from train.errors import ConfigError
 
 ALLOWED_PACKAGES = ('partitioning', 'train', 'jax', 'flax', 'optax')
-# Within those packages, what loads pickles, evaluates text or deletes files.
+# Within those packages, what loads pickles, evaluates text, or touches files and these checks.
 REFUSED_MODULES = (
     'jax.experimental.serialize_executable',
     'jax._src.debugger',
@@ -28,6 +28,9 @@ REFUSED_MODULES = (
     'jax.collect_profile',
     'jax.tools',
     'flax.io',
+    'train.config',
+    'train.checks',
+    'train.__main__',
 )
 REFUSED_NAMES = ('load', 'save', 'savez')  # of jax.numpy
 _DYNAMIC_REGISTRATION = '__gin__.dynamic_registration'

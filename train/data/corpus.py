@@ -34,12 +34,12 @@ class Corpus:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.tokens) - self.num_files - 1
+        return int(np.sum(self.tokens < SEPARATOR))
 
     def head(self, num_tokens: int) -> Corpus:
-        """The first so many tokens."""
+        """The first so many tokens; the last of their files may be cut short."""
         tokens = self.tokens[:num_tokens]
-        return Corpus(self.name, tokens, max(int(np.sum(tokens == SEPARATOR)) - 1, 0))
+        return Corpus(self.name, tokens, int(np.sum(tokens[:-1] == SEPARATOR)))
 
     def text(self) -> bytes:
         """The bytes, without separators."""
@@ -60,7 +60,7 @@ class TextFiles:
     """
 
     pattern: str | Sequence[str]
-    exclude: Sequence[str] = ()
+    exclude: str | Sequence[str] = ()
     holdout_percent: float = 2.0
     root: str = ''
 
@@ -70,6 +70,7 @@ class TextFiles:
         Raises:
           ValueError: no file matches, or one of the two parts has no bytes.
         """
+        exclude = [self.exclude] if isinstance(self.exclude, str) else list(self.exclude)
         patterns = [self.pattern] if isinstance(self.pattern, str) else list(self.pattern)
         root = Path(os.path.expanduser(self.root or '.'))
         matches = (f for p in patterns for f in glob.glob(p, root_dir=root, recursive=True))
@@ -77,9 +78,9 @@ class TextFiles:
         names = sorted(
             name
             for name in found
-            if (root / name).is_file() and not any(e in f'/{name}' for e in self.exclude)
+            if (root / name).is_file() and not any(e in f'/{name}' for e in exclude)
         )
-        where = f'{patterns} in {root.resolve()}'
+        where = f'{patterns} in {root.resolve()}' + (f' without {exclude}' if exclude else '')
         if not names:
             raise ValueError(f'empty corpus: no file matches {where}')
         held_out = [n for n in names if self._held_out(n)]

@@ -57,22 +57,16 @@ class TransformerConfig:
     rope_max_wavelength: float = 10_000.0
 
     def __post_init__(self) -> None:
-        for name in (
-            'vocab_size',
-            'num_layers',
-            'embed_dim',
-            'num_kv_heads',
-            'head_dim',
-            'mlp_dim',
-        ):
+        sizes = ('vocab_size', 'num_layers', 'embed_dim', 'mlp_dim')
+        for name in (*sizes, 'num_heads', 'num_kv_heads', 'head_dim'):
             size = getattr(self, name)
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f'{name} is {size!r}: it must be a whole number of at least 1')
         for name, dtype in (('dtype', self.dtype), ('param_dtype', self.param_dtype)):
-            if dtype not in ('float32', 'bfloat16', 'float16'):
-                raise ValueError(
-                    f"{name} is {dtype!r}: it must be 'float32', 'bfloat16' or 'float16'"
-                )
+            if dtype not in ('float32', 'bfloat16'):
+                raise ValueError(f"{name} is {dtype!r}: it must be 'float32' or 'bfloat16'")
+        if not 0 <= self.dropout_rate < 1:
+            raise ValueError(f'dropout_rate is {self.dropout_rate!r}: it must be from 0 to below 1')
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f'num_heads ({self.num_heads}) must be a multiple of num_kv_heads '
