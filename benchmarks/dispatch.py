@@ -4,9 +4,9 @@ Run: python benchmarks/dispatch.py [--rounds 4000]
 
 Eight virtual CPU devices, mesh data 4 x model 2, states of 10 and 500 leaves, a step that only
 reads its state and one that donates it. The callables take turns in a random order, and the ratio
-is that of the medians. `jax.jit` runs twice, as two functions: the partitioned call is compared with
-both together, and the ratio of one to the other is the noise of the measurement. The arrays are
-tiny, so the time is that of the call.
+is that of the medians. `jax.jit` runs twice, as two functions: the partitioned call is compared
+with both together, and the ratio of one to the other is the noise of the measurement. The arrays
+are tiny, so the time is that of the call.
 """
 
 from __future__ import annotations
