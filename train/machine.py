@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import gin
 import jax
@@ -62,6 +67,33 @@ def join_processes(
                 f'the processes did not find each other ({str(error).splitlines()[0]}): give '
                 '--coordinator_address, --process_count and --process_index'
             ) from error
+
+
+@contextlib.contextmanager
+def asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Turns Ctrl-C and SIGTERM into a question that the training loop asks after each step.
+
+    So the step at hand is finished and saved; a second signal stops the run at once. Several
+    processes would have to agree on the step: there, signals do what they always do.
+
+    Yields:
+      A function that says whether a signal has come.
+    """
+    asked = threading.Event()
+
+    def ask(signum: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    alone = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGINT, signal.SIGTERM) if alone else ()
+    before = {s: signal.signal(s, ask) for s in signals}
+    try:
+        yield asked.is_set
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
 
 
 @gin.configurable

@@ -20,6 +20,7 @@ from train.checkpoints import CheckpointConfig, Checkpoints
 from train.console import RunConsole, Throughput
 from train.data import corpus as corpora
 from train.data.batches import Batch, EvaluationBatches, TrainingBatches
+from train.machine import asked_to_stop
 from train.metrics import MetricWriter
 from train.optimizers import Optimizer
 from train.sampling import SampleConfig, sample_text
@@ -71,6 +72,7 @@ def train(
     Raises:
       ConfigError, ValueError: settings that cannot be honoured, before anything is written.
       FloatingPointError: the loss is not finite; the last checkpoint stays.
+      KeyboardInterrupt: a signal asked the run to stop; the step at hand is done and saved.
     """
     checks.check_counts(
         total_steps=total_steps,
@@ -191,13 +193,19 @@ def train(
         console.say(f'nothing left to train: total_steps is {total_steps}; a larger one goes on')
         evaluated(first_step)
     # Whatever ends the loop, a save that has begun is finished.
-    with closing(saved), closing(writer), console.training(first_step, total_steps):
+    with (
+        closing(saved),
+        closing(writer),
+        asked_to_stop() as stopping,
+        console.training(first_step, total_steps),
+    ):
         throughput = Throughput(batch_size * sequence_length, first_step)
         for step in range(first_step + 1, total_steps + 1):
             state, metrics = train_step(state, batches.at(step - 1))
             last = step == total_steps
             evaluating = last or (eval_period and step % eval_period == 0)
-            saving = last or saved.is_due(step)
+            stopped = stopping()
+            saving = last or stopped or saved.is_due(step)
             if evaluating or saving or step % log_period == 0:
                 scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
                 checks.check_finite(scalars, step, saved.latest_step)
@@ -212,6 +220,8 @@ def train(
                 writer.write(step, evaluated(step))
             if saving:
                 saved.save(step, state)
+            if stopped:
+                raise KeyboardInterrupt
             throughput.skip(time.perf_counter() - paused)
 
     # ---- what came of it

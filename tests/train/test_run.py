@@ -1,7 +1,9 @@
 """A whole run, in this process: compiled once, resumed exactly, stopped when the loss is lost."""
 
 import json
+import os
 import shutil
+import signal
 
 import gin
 import jax
@@ -133,6 +135,24 @@ def test_a_checkpoint_without_its_arrays_says_what_to_do(run, tmp_path):
     shutil.rmtree(tmp_path / 'model/checkpoints/2/state')
     with pytest.raises(ConfigError, match=r'checkpoints/2 is damaged; delete it'):
         run(tmp_path / 'model')
+
+
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_the_step_at_hand_which_is_saved(
+    run, tmp_path, monkeypatch, number
+):
+    def interrupted(self, step, *args):
+        if step == 3:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(train_module.RunConsole, 'step', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / 'model', 'CHECKPOINT_PERIOD=0')
+    [saved] = [int(path.name) for path in (tmp_path / 'model/checkpoints').iterdir()]
+    assert saved in (3, 4), 'the signal may come when step 3 has been asked already'
+    monkeypatch.undo()
+    assert signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL)
+    assert int(run(tmp_path / 'model').step) == 6
 
 
 def test_what_stops_a_run_does_not_stop_a_save_that_has_begun(run, tmp_path, monkeypatch):
