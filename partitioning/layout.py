@@ -114,19 +114,19 @@ class LocalChunker:
 
     def get_shard_id(self, sharded_mesh_axes: str | Sequence[str]) -> int:
         """Which part of a dimension sharded over these axes, in their order, this process holds."""
-        axes = as_tuple(sharded_mesh_axes)  # type: ignore[arg-type]  # any sequence of names
+        axes = as_tuple(sharded_mesh_axes)
         self._check(axes)
         return self._parts(axes).index(self._positions(axes)[self.process_index])
 
     def get_num_shards(self, sharded_mesh_axes: str | Sequence[str]) -> int:
         """Into how many parts the processes divide a dimension sharded over these axes."""
-        axes = as_tuple(sharded_mesh_axes)  # type: ignore[arg-type]  # any sequence of names
+        axes = as_tuple(sharded_mesh_axes)
         self._check(axes)
         return len(self._parts(axes))
 
     def get_replica_id(self, sharded_mesh_axes: str | Sequence[str]) -> int:
         """Number of this process among those that hold the same part of such a dimension."""
-        axes = as_tuple(sharded_mesh_axes)  # type: ignore[arg-type]  # any sequence of names
+        axes = as_tuple(sharded_mesh_axes)
         self._check(axes)
         positions = self._positions(axes)
         mine = positions[self.process_index]

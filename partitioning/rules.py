@@ -58,7 +58,7 @@ class ResolvedDimension:
     reason: str
 
 
-def as_tuple(mesh_axes: MeshAxes) -> tuple[str, ...]:
+def as_tuple(mesh_axes: str | Sequence[str] | None) -> tuple[str, ...]:
     """Mesh axes of one dimension as a tuple, empty for None."""
     if mesh_axes is None:
         return ()
