@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
-from partitioning.rules import LogicalAxisRules, logical_to_mesh_axes
+from partitioning.rules import LogicalAxisRules, logical_to_mesh_axes, replicate_none
 
 
 def global_mesh_defined() -> bool:
@@ -32,12 +32,7 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
         return x
     explicit = all(t == AxisType.Explicit for t in mesh.axis_types)
     place = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
-    specs = jax.tree.map(
-        lambda s: PartitionSpec() if s is None else s,
-        axis_resources,
-        is_leaf=lambda s: s is None or isinstance(s, PartitionSpec),
-    )
-    return place(x, specs)
+    return place(x, replicate_none(axis_resources))
 
 
 def constrain(

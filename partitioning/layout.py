@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from partitioning.rules import MeshAxes, as_tuple, describe_axes, nearest
+from partitioning.rules import MeshAxes, as_tuple, describe_axes, nearest, replicate_none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,9 +204,4 @@ def host_local_array_to_global_array(arr_tree: Any, mesh: Mesh, pspecs: Any) -> 
     """
     from jax.experimental import multihost_utils
 
-    specs = jax.tree.map(
-        lambda s: PartitionSpec() if s is None else s,
-        pspecs,
-        is_leaf=lambda s: s is None or isinstance(s, PartitionSpec),
-    )
-    return multihost_utils.host_local_array_to_global_array(arr_tree, mesh, specs)
+    return multihost_utils.host_local_array_to_global_array(arr_tree, mesh, replicate_none(pspecs))

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 from jax.sharding import PartitionSpec
 
 MeshAxes = str | tuple[str, ...] | None
@@ -63,6 +64,15 @@ def as_tuple(mesh_axes: str | Sequence[str] | None) -> tuple[str, ...]:
     if mesh_axes is None:
         return ()
     return (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
+
+
+def replicate_none(specs: Any) -> Any:
+    """A pytree of PartitionSpecs with every None in it made the spec that replicates."""
+    return jax.tree.map(
+        lambda spec: PartitionSpec() if spec is None else spec,
+        specs,
+        is_leaf=lambda spec: spec is None or isinstance(spec, PartitionSpec),
+    )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

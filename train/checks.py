@@ -17,9 +17,7 @@ def check_counts(least: int = 1, **counts: int) -> None:
     """Each setting is a whole number of at least `least`."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise ConfigError(
-                f'{name} is {count!r}, but must be a whole number of at least {least}'
-            )
+            raise ConfigError(f'{name} is {count!r}: it must be a whole number of at least {least}')
 
 
 def check_batch(partitioner: BasePartitioner, batch_size: int, num_microbatches: int) -> None:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from partitioning import constrain
+from train.checks import check_counts
 
 Remat = Literal['none', 'dots', 'full']
 
@@ -57,11 +58,15 @@ class TransformerConfig:
     rope_max_wavelength: float = 10_000.0
 
     def __post_init__(self) -> None:
-        sizes = ('vocab_size', 'num_layers', 'embed_dim', 'mlp_dim')
-        for name in (*sizes, 'num_heads', 'num_kv_heads', 'head_dim'):
-            size = getattr(self, name)
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f'{name} is {size!r}: it must be a whole number of at least 1')
+        check_counts(
+            vocab_size=self.vocab_size,
+            num_layers=self.num_layers,
+            embed_dim=self.embed_dim,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            mlp_dim=self.mlp_dim,
+        )
         for name, dtype in (('dtype', self.dtype), ('param_dtype', self.param_dtype)):
             if dtype not in ('float32', 'bfloat16'):
                 raise ValueError(f"{name} is {dtype!r}: it must be 'float32' or 'bfloat16'")
