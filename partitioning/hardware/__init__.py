@@ -1,0 +1,31 @@
+"""What machines are: devices and their coordinates, chips and their rates, machines not here."""
+
+from partitioning.hardware.chips import CHIPS, Chip, chip_of, torus_wrap
+from partitioning.hardware.devices import (
+    HardwareMesh,
+    JaxDevice,
+    OtherMesh,
+    TpuMesh,
+    bounds_from_last_device,
+    get_coords,
+    has_coords,
+    num_slices,
+)
+from partitioning.hardware.topology import Topology, describe_topology
+
+__all__ = [
+    'CHIPS',
+    'Chip',
+    'HardwareMesh',
+    'JaxDevice',
+    'OtherMesh',
+    'Topology',
+    'TpuMesh',
+    'bounds_from_last_device',
+    'chip_of',
+    'describe_topology',
+    'get_coords',
+    'has_coords',
+    'num_slices',
+    'torus_wrap',
+]

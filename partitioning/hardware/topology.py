@@ -1,0 +1,190 @@
+"""Machines that are not here: real device descriptions from libtpu and the CUDA plugin."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from partitioning.hardware.chips import CHIPS, Chip, torus_wrap
+from partitioning.hardware.devices import JaxDevice
+from partitioning.hardware.gpu_targets import target_config
+
+# Without these libtpu asks the network who it is, complains on stderr, and refuses a second
+# process on the machine.
+_LIBTPU_ENVIRONMENT = {
+    'TPU_SKIP_MDS_QUERY': '1',
+    'TPU_ACCELERATOR_TYPE': 'v5litepod-16',
+    'TPU_WORKER_HOSTNAMES': 'localhost',
+    'TPU_LOG_DIR': 'disabled',
+    'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+}
+# Describing needs neither a GPU nor the CUDA libraries whose versions the plugin would check.
+_CUDA_ENVIRONMENT = {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A machine: its devices, though they may be elsewhere, and what they are.
+
+    Attributes:
+      name: for example 'v5p:4x4x4' or 'h100:2x8'.
+      devices: JAX devices to make meshes of and compile for; they cannot hold arrays.
+      chip: their chip.
+      bounds: of one slice: (x, y, z) chips of a TPU, (hosts, GPUs of a host).
+      num_slices: slices of a TPU, NVLink domains of several GPU hosts; 1 for one.
+      wrap: for each of `bounds`, whether links close it to a ring. False for GPUs.
+    """
+
+    name: str
+    devices: tuple[JaxDevice, ...]
+    chip: Chip
+    bounds: tuple[int, ...]
+    num_slices: int
+    wrap: tuple[bool, ...]
+
+    @property
+    def num_processes(self) -> int:
+        """Processes (hosts) of the machine."""
+        return len({d.process_index for d in self.devices})
+
+    def __repr__(self) -> str:
+        slices = f', num_slices={self.num_slices}' if self.num_slices > 1 else ''
+        return (
+            f'Topology({self.name!r}{slices}: {len(self.devices)} devices, '
+            f'{self.num_processes} processes)'
+        )
+
+
+def describe_topology(
+    name: str,
+    *,
+    num_slices: int = 1,
+    wrap: Sequence[bool] | None = None,
+    chips_per_host_bounds: Sequence[int] | None = None,
+) -> Topology:
+    """A machine by its name, with no need of the machine.
+
+    Args:
+      name: a chip and its arrangement: 'v5e:4x4' (x, y), 'v5p:4x4x8' (x, y, z), 'h100:2x8'
+        (hosts, GPUs of a host).
+      num_slices: TPU slices, joined by the data centre network; for GPUs the number of NVLink
+        domains, each of as many hosts as `name` says.
+      wrap: for each dimension of a TPU slice, whether its links close to a ring; by default as
+        pods of this chip have it (`torus_wrap`).
+      chips_per_host_bounds: (x, y, z) chips of one TPU host; by default 2 x 2 x 1.
+
+    Returns:
+      The description. v4 is described with one device a chip (megacore), as its hosts run it.
+
+    Raises:
+      ValueError: a name, shape or option no such machine has.
+      RuntimeError: the compiler of the platform is not installed.
+    """
+    chip, shape = _parse(name)
+    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
+        raise ValueError(f'num_slices={num_slices!r} must be a whole number of 1 or more')
+    if chip.platform == 'gpu':
+        if wrap is not None or chips_per_host_bounds is not None:
+            raise ValueError(f'{name} is a GPU machine: wrap and chips_per_host_bounds are of TPUs')
+        devices = _cuda_devices(chip, shape, num_slices)
+        return Topology(name, devices, chip, shape, num_slices, (False,) * len(shape))
+    bounds = (*shape, 1) if len(shape) == 2 else shape
+    host = tuple(chips_per_host_bounds or ((1, 1, 1) if math.prod(bounds) == 1 else (2, 2, 1)))
+    wraps = tuple(torus_wrap(chip.device_kind, bounds) if wrap is None else wrap)
+    for option, given in (('chips_per_host_bounds', host), ('wrap', wraps)):
+        if len(given) != 3:
+            raise ValueError(f'{option}={given} needs 3 entries, for x, y and z')
+    if any(h < 1 or b % h for b, h in zip(bounds, host, strict=True)):
+        raise ValueError(
+            f'{name} is {_by(bounds)} chips, which hosts of {_by(host)} chips do not tile; say '
+            'chips_per_host_bounds'
+        )
+    devices = _tpu_devices(chip, shape, num_slices, wraps, host)
+    return Topology(name, devices, chip, bounds, num_slices, wraps)
+
+
+def _parse(name: str) -> tuple[Chip, tuple[int, ...]]:
+    kind, _, arrangement = name.partition(':')
+    if kind not in CHIPS:
+        near = difflib.get_close_matches(kind, CHIPS, n=1)
+        hint = f' Did you mean {near[0]!r}?' if near else ''
+        raise ValueError(
+            f'unknown topology {name!r}: the known chips are {", ".join(CHIPS)}, written for '
+            f"example 'v5e:4x4', 'v5p:4x4x4' or 'h100:2x8'.{hint}"
+        )
+    chip = CHIPS[kind]
+    dimensions = chip.dimensions or 2
+    if not re.fullmatch(rf'[1-9]\d*(x[1-9]\d*){{{dimensions - 1}}}', arrangement):
+        meaning = 'hosts x GPUs of a host' if chip.platform == 'gpu' else 'chips'
+        raise ValueError(
+            f'topology {name!r}: {kind} machines have {dimensions} dimensions ({meaning}), for '
+            f'example {kind}:{_by((4,) * dimensions)}'
+        )
+    return chip, tuple(int(n) for n in arrangement.split('x'))
+
+
+def _tpu_devices(
+    chip: Chip,
+    shape: Sequence[int],
+    num_slices: int,
+    wrap: Sequence[bool],
+    host: Sequence[int],
+) -> tuple[JaxDevice, ...]:
+    options: dict[str, Any] = {'wrap': tuple(map(bool, wrap)), 'chips_per_host_bounds': tuple(host)}
+    if num_slices > 1:
+        options['num_slices'] = num_slices
+    if chip.name == 'v4':
+        options['chip_config_name'] = 'megacore'
+    from jax.experimental import topologies
+
+    with _environment(_LIBTPU_ENVIRONMENT):
+        try:
+            described = topologies.get_topology_desc(f'{chip.name}:{_by(shape)}', 'tpu', **options)
+        except RuntimeError as error:
+            if 'not installed' in str(error):
+                raise RuntimeError(
+                    "describing TPUs needs libtpu: pip install 'meshwright[aot]'"
+                ) from None
+            raise ValueError(f'{chip.name}:{_by(shape)} with {options}: {error}') from error
+    return tuple(described.devices)
+
+
+def _cuda_devices(chip: Chip, shape: Sequence[int], num_slices: int) -> tuple[JaxDevice, ...]:
+    from jax.experimental import topologies
+
+    with _environment(_CUDA_ENVIRONMENT):
+        try:
+            described = topologies.get_topology_desc(
+                '',
+                platform='cuda',
+                target_config=target_config(chip),
+                topology=_by((num_slices, *shape)),
+            )
+        except NotImplementedError:
+            raise RuntimeError(
+                "describing GPUs needs jax's CUDA plugin, in the version of jax: "
+                "pip install 'meshwright[aot-gpu]'"
+            ) from None
+    return tuple(described.devices)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables read while a compiler is loaded, gone again before real devices are looked for."""
+    added = {k: v for k, v in variables.items() if k not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)
+
+
+def _by(sizes: Sequence[int]) -> str:
+    return 'x'.join(map(str, sizes))

@@ -1,0 +1,26 @@
+"""Devices -> Mesh, for every machine."""
+
+from partitioning.mesh.create import create_hybrid_mesh, create_mesh
+from partitioning.mesh.default import (
+    MESH_AXES,
+    MULTISLICE_MESH_AXES,
+    check_mesh_settings,
+    default_mesh,
+    default_moe_mesh,
+    get_cpu_mesh,
+    get_gpu_mesh,
+)
+from partitioning.mesh.t5x import get_mesh
+
+__all__ = [
+    'MESH_AXES',
+    'MULTISLICE_MESH_AXES',
+    'check_mesh_settings',
+    'create_hybrid_mesh',
+    'create_mesh',
+    'default_mesh',
+    'default_moe_mesh',
+    'get_cpu_mesh',
+    'get_gpu_mesh',
+    'get_mesh',
+]

@@ -1,0 +1,113 @@
+"""What a mesh is asked for: sizes, names and devices, each wrong one an error with a way out."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+import numpy as np
+
+from partitioning.hardware import JaxDevice
+
+
+def check_devices(
+    devices: Sequence[JaxDevice] | None, backend: str | None = None
+) -> list[JaxDevice]:
+    """The devices to make a mesh of, by default all of `backend`; each once.
+
+    Raises:
+      ValueError: none at all, or the same one twice.
+    """
+    found = list(jax.devices(backend) if devices is None else devices)
+    if not found:
+        raise ValueError('devices is empty: a mesh needs at least one')
+    seen = collections.Counter(device.id for device in found)
+    twice = [number for number, count in seen.items() if count > 1]
+    if twice:
+        raise ValueError(
+            f'{len(twice)} of the {len(seen)} devices are given more than once, for example '
+            f'device {twice[0]} {seen[twice[0]]} times'
+        )
+    return found
+
+
+def check_names(axis_names: Sequence[str], number: int, setting: str) -> tuple[str, ...]:
+    """Axis names as a tuple: one for each of `number` sizes of `setting`, none twice.
+
+    Raises:
+      ValueError: other names.
+    """
+    names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    if not all(isinstance(name, str) and name for name in names):
+        raise ValueError(f'axis names {names} must be strings that are not empty')
+    twice = [name for name, count in collections.Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f'axis names {names} have {twice[0]!r} more than once')
+    if len(names) != number:
+        raise ValueError(f'{setting} has {number} entries for {len(names)} axis names {names}')
+    return names
+
+
+def fill(
+    sizes: Sequence[int], total: int, setting: str, what: str, beside: str = ''
+) -> tuple[int, ...]:
+    """Axis sizes whose product is `total`, with -1 made whatever remains.
+
+    Raises:
+      ValueError: sizes that are no positive whole numbers, several -1, or another product; the
+        message names `setting`, what it is `beside`, `what` there are `total` of, and the nearest
+        sizes that fit.
+    """
+    given = tuple(sizes)
+    for size in given:
+        if (
+            isinstance(size, bool)
+            or not isinstance(size, int | np.integer)
+            or size < -1
+            or not size
+        ):
+            raise ValueError(
+                f'{setting} {given}: {size!r} is no size; sizes are positive whole numbers, and '
+                'one of them may be -1, for whatever remains'
+            )
+    if given.count(-1) > 1:
+        raise ValueError(f'{setting} {given} has {given.count(-1)} sizes of -1: only one can be')
+    known = math.prod(size for size in given if size != -1)
+    if -1 in given and total % known == 0:
+        return tuple(int(total // known if size == -1 else size) for size in given)
+    if known != total or -1 in given:
+        holds = f'needs a multiple of {known}' if -1 in given else f'has product {known}'
+        raise ValueError(
+            f'{setting} {given}{beside} {holds}, but the number of {what} is {total}'
+            f'{_suggestion([max(size, 1) for size in given], total)}'
+        )
+    return tuple(int(size) for size in given)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in rising order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _suggestion(sizes: Sequence[int], total: int) -> str:
+    """The sizes with product `total` nearest to `sizes`, the last ones changed least."""
+    if len(sizes) > 5:  # too many to try
+        return ''
+
+    def distance(candidate: Sequence[int]) -> tuple[float, ...]:
+        apart = [abs(math.log(c / s)) for c, s in zip(candidate, sizes, strict=True)]
+        return (round(sum(apart), 6), *reversed(apart))
+
+    nearest = min(_shapes(total, len(sizes)), key=distance)
+    return f'; the nearest that fits: {tuple(nearest)}'
+
+
+def _shapes(total: int, axes: int) -> Iterator[tuple[int, ...]]:
+    if axes == 1:
+        yield (total,)
+        return
+    for first in divisors(total):
+        for rest in _shapes(total // first, axes - 1):
+            yield (first, *rest)

@@ -1,0 +1,119 @@
+"""How far the neighbours along each axis of a mesh are from each other, and over what network."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from jax.sharding import Mesh
+
+from partitioning.hardware import has_coords, torus_wrap
+from partitioning.mesh.granules import granules_of
+
+
+@dataclasses.dataclass(frozen=True)
+class AxisRing:
+    """The rings along one axis of a mesh, from each device to the next and back to the first.
+
+    Attributes:
+      axis: name of the axis.
+      size: devices of one ring.
+      network: what its steps run on: 'ICI', 'DCN' or 'ICI + DCN' between TPUs; 'NVLink',
+        'network' or both between GPUs; 'memory' or 'network' between CPUs; '-' for one device.
+      mean_hops: links between neighbours, on average over all steps within a TPU slice, 0 between
+        the two cores of a chip; None without such steps.
+      worst_hops: the most links between two neighbours.
+    """
+
+    axis: str
+    size: int
+    network: str
+    mean_hops: float | None
+    worst_hops: int | None
+
+
+def axis_rings(
+    mesh: Mesh, *, wrap: Sequence[bool] | None = None, granule_size: int | None = None
+) -> list[AxisRing]:
+    """The rings of each axis of a mesh.
+
+    Args:
+      mesh: of TPUs, GPUs or CPUs, here or described.
+      wrap: for each of x, y and z, whether links close a slice to a ring; by default as slices
+        of these TPUs have it. The extent of a slice is that of the mesh's devices in it.
+      granule_size: GPUs that share NVLink, where they are more than those of a host.
+
+    Returns:
+      One entry an axis, in the order of the mesh.
+    """
+    devices = mesh.devices.ravel().tolist()
+    granules = granules_of(devices, granule_size=granule_size)
+    number = {d.id: i for i, granule in enumerate(granules) for d in granule}
+    granule = np.array([number[d.id] for d in devices]).reshape(mesh.devices.shape)
+    places, bounds, wraps = _places(mesh, wrap)
+    fast, slow = _networks(mesh)
+    rings = []
+    for axis, (name, size) in enumerate(mesh.shape.items()):
+        crosses = granule != np.roll(granule, -1, axis=axis)
+        networks = [n for n, there in ((fast, ~crosses), (slow, crosses)) if there.any()]
+        mean = worst = None
+        if places is not None and not crosses.all():
+            away = np.abs(places - np.roll(places, -1, axis=axis))
+            around = np.where(wraps, np.minimum(away, bounds - away), away)
+            hops = around.sum(axis=-1)[~crosses]
+            mean, worst = float(hops.mean()), int(hops.max())
+        rings.append(AxisRing(name, size, ' + '.join(networks) if size > 1 else '-', mean, worst))
+    return rings
+
+
+def mesh_table(
+    mesh: Mesh, *, wrap: Sequence[bool] | None = None, granule_size: int | None = None
+) -> str:
+    """A mesh as a table: its devices and processes, and size, network and hops of each axis."""
+    processes = collections.Counter(d.process_index for d in mesh.devices.flat)
+    each = sorted(set(processes.values()))
+    kind = mesh.devices.flat[0].device_kind
+    rows = [('axis', 'size', 'network', 'mean hops', 'worst hops')]
+    for ring in axis_rings(mesh, wrap=wrap, granule_size=granule_size):
+        moves = ring.size > 1 and ring.mean_hops is not None
+        mean, worst = (f'{ring.mean_hops:.2f}', f'{ring.worst_hops}') if moves else ('-', '-')
+        rows.append((ring.axis, str(ring.size), ring.network, mean, worst))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        f'{mesh.size} devices ({kind}) of {len(processes)} '
+        f'{"process" if len(processes) == 1 else "processes"}, '
+        f'{" or ".join(map(str, each))} devices each'
+    ]
+    for axis, size, network, mean, worst in rows:
+        cells = (
+            axis.ljust(widths[0]),
+            size.rjust(widths[1]),
+            network.ljust(widths[2]),
+            mean.rjust(widths[3]),
+            worst.rjust(widths[4]),
+        )
+        lines.append('  '.join(cells).rstrip())
+    return '\n'.join(lines)
+
+
+def _places(
+    mesh: Mesh, wrap: Sequence[bool] | None
+) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
+    """(coordinates of every device, extent of a slice, its wrap); no coordinates without a torus."""
+    if not all(has_coords(d) for d in mesh.devices.flat):
+        return None, np.zeros(3), np.zeros(3, dtype=bool)
+    places = np.array([tuple(d.coords) for d in mesh.devices.flat], dtype=np.int64)
+    bounds = places.max(axis=0) - places.min(axis=0) + 1
+    kind = mesh.devices.flat[0].device_kind
+    wraps = np.array(torus_wrap(kind, bounds.tolist()) if wrap is None else wrap, dtype=bool)
+    return places.reshape(*mesh.devices.shape, 3), bounds, wraps
+
+
+def _networks(mesh: Mesh) -> tuple[str, str]:
+    """The network within a granule and that between granules."""
+    device = mesh.devices.flat[0]
+    if has_coords(device):
+        return 'ICI', 'DCN'
+    return ('NVLink' if device.platform == 'gpu' else 'memory'), 'network'

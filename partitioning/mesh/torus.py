@@ -1,0 +1,181 @@
+"""The order of the chips of a torus along the axes of a mesh: every axis a short ring.
+
+Positions only, no devices. Each mesh axis takes a box of the torus: of every dimension a factor,
+at the stride that the later axes leave it. An axis that takes a part of a dimension goes through
+its box as a closed ring of neighbours where there is one; an axis of whole dimensions may keep
+them row-major, for collectives can run a ring of their own along each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+Sizes = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Torus:
+    """A grid of devices with links between neighbours.
+
+    Attributes:
+      bounds: devices along each dimension.
+      wrap: whether links close the dimension to a ring.
+      hops: links between neighbours along it: 1, or 0 where they share a chip.
+    """
+
+    bounds: Sizes
+    wrap: tuple[bool, ...]
+    hops: Sizes
+
+    def step(self, dimension: int, distance: int) -> int:
+        """Hops between two devices `distance` apart along a dimension, the shorter way."""
+        if self.wrap[dimension]:
+            distance = min(distance, self.bounds[dimension] - distance)
+        return distance * self.hops[dimension]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Box:
+    """What one mesh axis takes of each dimension: so many devices, so far apart."""
+
+    sizes: Sizes
+    strides: Sizes
+
+
+def ring_order(
+    torus: Torus, axis_sizes: Sequence[int], *, whole_row_major: bool = True
+) -> np.ndarray:
+    """Where each position of a mesh lies on the torus.
+
+    The sum over the axes of the mean hops of their rings is as small as boxes make it, an axis
+    counting twice as much as the one before: axes are ordered by rising traffic, the model last.
+
+    Args:
+      torus: the machine.
+      axis_sizes: sizes of the mesh axes, their product that of `torus.bounds`.
+      whole_row_major: an axis of whole dimensions goes through them row-major, not as a ring.
+
+    Returns:
+      Row-major indices into `torus.bounds`, of shape `axis_sizes`.
+    """
+    boxes = _best_boxes(torus, tuple(axis_sizes))
+    order = np.zeros((1,) * len(axis_sizes), dtype=np.int64)
+    for axis, box in enumerate(boxes):
+        whole = all(s in (1, b) for s, b in zip(box.sizes, torus.bounds, strict=True))
+        if whole and whole_row_major:
+            places = np.indices(box.sizes).reshape(len(box.sizes), -1).T
+        else:
+            places = _ring(torus, box)[1] * np.asarray(box.strides)
+        flat = np.ravel_multi_index(tuple(places.T), torus.bounds)
+        order = order + flat.reshape([-1 if i == axis else 1 for i in range(len(axis_sizes))])
+    return order
+
+
+def _best_boxes(torus: Torus, axis_sizes: Sizes) -> list[_Box]:
+    """One box an axis, by depth-first search from the last axis, the better boxes first."""
+    best: tuple[float, list[_Box]] = math.inf, []
+
+    def search(axis: int, taken: Sizes, weight: float, cost: float, boxes: list[_Box]) -> None:
+        nonlocal best
+        if axis < 0:
+            best = min(best, (cost, boxes), key=lambda found: found[0])
+            return
+        for mean, box in _ranked_boxes(torus, taken, axis_sizes[axis]):
+            then = cost + weight * mean
+            if then >= best[0] - 1e-9:
+                return
+            left = tuple(t * s for t, s in zip(taken, box.sizes, strict=True))
+            lighter = weight / 2 if axis_sizes[axis] > 1 else weight
+            search(axis - 1, left, lighter, then, [box, *boxes])
+
+    search(len(axis_sizes) - 1, (1,) * len(torus.bounds), 1.0, 0.0, [])
+    return best[1]
+
+
+@functools.lru_cache(maxsize=4096)
+def _ranked_boxes(torus: Torus, taken: Sizes, size: int) -> tuple[tuple[float, _Box], ...]:
+    """The boxes of `size` devices, with the mean hops of their rings.
+
+    The shortest ring first; of equal ones that of most whole dimensions, whose links it shares
+    with no other axis, then the one along the first dimensions.
+    """
+    free = tuple(b // t for b, t in zip(torus.bounds, taken, strict=True))
+    ranked = []
+    for sizes in _factors(free, size):
+        box = _Box(sizes, taken)
+        mean = _ring(torus, box)[0] / size
+        whole = math.prod(s for s, b in zip(sizes, torus.bounds, strict=True) if s == b)
+        ranked.append((mean, -whole, tuple(-s for s in sizes), box))
+    ranked.sort(key=lambda entry: entry[:3])
+    return tuple((mean, box) for mean, _, _, box in ranked)
+
+
+def _factors(free: Sizes, size: int) -> Iterator[Sizes]:
+    """All ways to write `size` as a product of divisors of `free`, one each."""
+    if not free:
+        if size == 1:
+            yield ()
+        return
+    for first in range(1, math.gcd(free[0], size) + 1):
+        if free[0] % first == 0 and size % first == 0:
+            for rest in _factors(free[1:], size // first):
+                yield (first, *rest)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ring(torus: Torus, box: _Box) -> tuple[int, np.ndarray]:
+    """The shortest ring through a box that snakes make: (its hops, its positions)."""
+    used = [d for d, size in enumerate(box.sizes) if size > 1]
+    best: tuple[int, np.ndarray] | None = None
+    for order in itertools.permutations(used):
+        sizes = [box.sizes[d] for d in order]
+        paths = [snake(sizes)]
+        if len(sizes) > 1 and sizes[0] % 2 == 0:
+            paths.append(_closed_snake(sizes))
+        for path in paths:
+            places = np.zeros((len(path), len(box.sizes)), dtype=np.int64)
+            places[:, list(order)] = path
+            hops = _ring_hops(torus, box, places)
+            if best is None or hops < best[0]:
+                best = hops, places
+    assert best is not None  # there is at least the empty permutation
+    return best
+
+
+def _ring_hops(torus: Torus, box: _Box, places: np.ndarray) -> int:
+    """Hops once around a ring, the way back to its start included."""
+    moves = np.abs(places - np.roll(places, -1, axis=0))
+    hops = 0
+    for d, size in enumerate(box.sizes):
+        counts = np.bincount(moves[:, d], minlength=size)
+        hops += sum(
+            int(n) * torus.step(d, m * box.strides[d]) for m, n in enumerate(counts.tolist()) if n
+        )
+    return hops
+
+
+def snake(sizes: Sequence[int]) -> np.ndarray:
+    """A path through a grid from neighbour to neighbour, the last dimension fastest."""
+    path = np.zeros((1, 0), dtype=np.int64)
+    for size in reversed(sizes):
+        there_and_back = (path, path[::-1])
+        path = np.concatenate([np.insert(there_and_back[i % 2], 0, i, axis=1) for i in range(size)])
+    return path
+
+
+def _closed_snake(sizes: Sequence[int]) -> np.ndarray:
+    """A closed path of neighbours through a grid whose first size is even.
+
+    It snakes through the rows but for the first place of each, and comes home along those.
+    """
+    rows = snake([sizes[0], math.prod(sizes[1:]) - 1])
+    row = snake(sizes[1:])
+    outward = np.concatenate([rows[:, :1], row[1 + rows[:, 1]]], axis=1)
+    home = np.insert(np.repeat(row[:1], sizes[0], axis=0), 0, np.arange(sizes[0]), axis=1)
+    return np.concatenate([home[:1], outward, home[:0:-1]])
