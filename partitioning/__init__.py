@@ -8,11 +8,15 @@ Usage:
 from partitioning.audit import ArrayLayout, array_layouts, layout_table
 from partitioning.constrain import constrain, global_mesh_defined, with_sharding_constraint
 from partitioning.hardware import (
+    CHIPS,
+    Chip,
     HardwareMesh,
     JaxDevice,
     OtherMesh,
+    Topology,
     TpuMesh,
     bounds_from_last_device,
+    describe_topology,
     get_coords,
 )
 from partitioning.layout import (
@@ -21,7 +25,18 @@ from partitioning.layout import (
     LocalChunkInfo,
     host_local_array_to_global_array,
 )
-from partitioning.mesh import default_mesh, get_cpu_mesh, get_gpu_mesh, get_mesh
+from partitioning.mesh import (
+    AxisRing,
+    axis_rings,
+    create_hybrid_mesh,
+    create_mesh,
+    default_mesh,
+    default_moe_mesh,
+    get_cpu_mesh,
+    get_gpu_mesh,
+    get_mesh,
+    mesh_table,
+)
 from partitioning.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
@@ -30,6 +45,7 @@ from partitioning.partitioned import (
 from partitioning.partitioner import (
     BasePartitioner,
     BasePjitPartitioner,
+    MoePjitPartitioner,
     PjitPartitioner,
     TrainState,
 )
@@ -44,10 +60,13 @@ from partitioning.rules import (
 from partitioning.state import unbox
 
 __all__ = [
+    'CHIPS',
     'ArrayLayout',
     'AxisNames',
+    'AxisRing',
     'BasePartitioner',
     'BasePjitPartitioner',
+    'Chip',
     'CompiledPartitionedCallable',
     'DataLayout',
     'HardwareMesh',
@@ -55,17 +74,24 @@ __all__ = [
     'LocalChunkInfo',
     'LocalChunker',
     'LogicalAxisRules',
+    'MoePjitPartitioner',
     'OtherMesh',
     'PartitionedCallable',
     'PjitPartitioner',
     'PjittedFnWithContext',
     'ResolvedDimension',
+    'Topology',
     'TpuMesh',
     'TrainState',
     'array_layouts',
+    'axis_rings',
     'bounds_from_last_device',
     'constrain',
+    'create_hybrid_mesh',
+    'create_mesh',
     'default_mesh',
+    'default_moe_mesh',
+    'describe_topology',
     'get_coords',
     'get_cpu_mesh',
     'get_gpu_mesh',
@@ -74,6 +100,7 @@ __all__ = [
     'host_local_array_to_global_array',
     'layout_table',
     'logical_to_mesh_axes',
+    'mesh_table',
     'resolve_axes',
     'standard_logical_axis_rules',
     'unbox',

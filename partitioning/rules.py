@@ -21,6 +21,10 @@ LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
 OnUnmatched = Literal['error', 'replicate']
 OnIndivisible = Literal['error', 'replicate']
 
+_BATCH_AXES = ('replica', 'data', 'fsdp', 'expert')
+# The axes that standard_logical_axis_rules knows.
+STANDARD_MESH_AXES = (*_BATCH_AXES, 'sequence', 'stage', 'model')
+
 
 class AxisNames(tuple):
     """The logical axis names of one array, one name (or None) a dimension.
@@ -207,50 +211,73 @@ def standard_logical_axis_rules(
     activation_partitioning_dims: int = 1,
     parameter_partitioning_dims: int = 1,
     additional_rules: LogicalAxisRules | None = None,
+    *,
+    mesh_axes: Sequence[str] = ('data', 'model'),
 ) -> LogicalAxisRules:
-    """T5X's rules for transformers on a ('data', 'model') mesh.
+    """T5X's rules for transformers, for the axes that the mesh has.
 
     Args:
       activation_partitioning_dims: 2 also shards the 'embed' dimension of activations over 'model'.
       parameter_partitioning_dims: 2 also shards the 'embed' dimension of parameters over 'data'
         (fully sharded data parallelism).
       additional_rules: appended last, so they decide only names that have no rule yet.
+      mesh_axes: axes of the mesh. The batch goes over all of 'replica', 'data', 'fsdp' and
+        'expert' that are there; 'fsdp' shards the 'embed' of parameters, 'sequence' the 'length',
+        'stage' the 'stage', and 'expert' brings T5X's rules for mixtures of experts.
 
     Raises:
-      ValueError: dims other than 1 or 2.
+      ValueError: dims other than 1 or 2; a mesh axis that none of these rules would use.
     """
     dims = (activation_partitioning_dims, parameter_partitioning_dims)
-    embed: dict[tuple[int, int], list[tuple[str, MeshAxes]]] = {
-        (1, 1): [('embed', None)],
-        (2, 1): [('embed', 'model')],
-        (1, 2): [('embed', 'data')],
-        (2, 2): [('embed', 'model'), ('embed', 'data')],
-    }
-    if dims not in embed:
+    if not set(dims) <= {1, 2}:
         raise ValueError(
             f'activation_partitioning_dims={dims[0]}, parameter_partitioning_dims={dims[1]} is not '
             'supported: each is 1 or 2'
         )
-    sharded: list[tuple[str, MeshAxes]] = [
-        ('batch', 'data'),
-        ('vocab', 'model'),
-        ('mlp', 'model'),
-        ('heads', 'model'),
+    added = tuple(additional_rules or ())
+    _check_all_used(mesh_axes, added)
+    batch = tuple(axis for axis in _BATCH_AXES if axis in mesh_axes)
+    model, data = (axis if axis in mesh_axes else None for axis in ('model', 'data'))
+    embed: list[MeshAxes] = ['fsdp'] if 'fsdp' in mesh_axes else []
+    embed += [model] if dims[0] == 2 else []
+    embed += [data] if dims[1] == 2 else []
+    rules: list[tuple[str, MeshAxes]] = [
+        ('batch', batch[0] if len(batch) == 1 else batch or None),
+        ('vocab', model),
+        ('mlp', model),
+        ('heads', model),
         ('kv', None),
-        ('joined_kv', 'model'),
+        ('joined_kv', model),
+        *(('embed', axis) for axis in embed or [None]),
+        ('relpos_buckets', None),
+        ('abspos_buckets', None),
+        ('length', 'sequence' if 'sequence' in mesh_axes else None),
+        ('layers', None),
+        ('stack', None),
+        ('mlp_activations', None),
     ]
-    replicated: list[tuple[str, MeshAxes]] = [
-        (name, None)
-        for name in (
-            'relpos_buckets',
-            'abspos_buckets',
-            'length',
-            'layers',
-            'stack',
-            'mlp_activations',
-        )
-    ]
-    return [*sharded, *embed[dims], *replicated, *(additional_rules or ())]
+    if 'expert' in mesh_axes:
+        rules += [
+            ('expert', 'expert'),
+            ('expert_mlp', model),
+            ('expert_group', None),
+            ('expert_replicas', data),
+            ('unmodeled', None),
+        ]
+    if 'stage' in mesh_axes:
+        rules += [('stage', 'stage')]
+    return [*rules, *added]
+
+
+def _check_all_used(mesh_axes: Sequence[str], added: LogicalAxisRules) -> None:
+    used = {*STANDARD_MESH_AXES, *(axis for _, axes in added for axis in as_tuple(axes))}
+    for axis in mesh_axes:
+        if axis not in used:
+            raise ValueError(
+                f'no standard rule uses the mesh axis {axis!r}, so everything would be replicated '
+                f"over it; add one, for example ('mlp', {axis!r}), or call it one of "
+                f'{", ".join(STANDARD_MESH_AXES)}.{nearest(axis, STANDARD_MESH_AXES)}'
+            )
 
 
 def _check_arguments(rules: LogicalAxisRules, on_unmatched: str, on_indivisible: str) -> None:

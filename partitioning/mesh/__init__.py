@@ -1,6 +1,6 @@
 """Devices -> Mesh, for every machine."""
 
-from partitioning.mesh.create import create_hybrid_mesh, create_mesh
+from partitioning.mesh.create import AxisTypes, create_hybrid_mesh, create_mesh
 from partitioning.mesh.default import (
     MESH_AXES,
     MULTISLICE_MESH_AXES,
@@ -10,11 +10,15 @@ from partitioning.mesh.default import (
     get_cpu_mesh,
     get_gpu_mesh,
 )
+from partitioning.mesh.rings import AxisRing, axis_rings, mesh_table
 from partitioning.mesh.t5x import get_mesh
 
 __all__ = [
     'MESH_AXES',
     'MULTISLICE_MESH_AXES',
+    'AxisRing',
+    'AxisTypes',
+    'axis_rings',
     'check_mesh_settings',
     'create_hybrid_mesh',
     'create_mesh',
@@ -23,4 +27,5 @@ __all__ = [
     'get_cpu_mesh',
     'get_gpu_mesh',
     'get_mesh',
+    'mesh_table',
 ]

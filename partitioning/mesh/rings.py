@@ -101,7 +101,7 @@ def mesh_table(
 def _places(
     mesh: Mesh, wrap: Sequence[bool] | None
 ) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-    """(coordinates of every device, extent of a slice, its wrap); no coordinates without a torus."""
+    """(coordinates of every device or None without a torus, extent of a slice, its wrap)."""
     if not all(has_coords(d) for d in mesh.devices.flat):
         return None, np.zeros(3), np.zeros(3, dtype=bool)
     places = np.array([tuple(d.coords) for d in mesh.devices.flat], dtype=np.int64)

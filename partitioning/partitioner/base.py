@@ -1,4 +1,4 @@
-"""The one door most users need: a mesh, rules, and functions partitioned by them."""
+"""What every partitioner does: the data layout of a mesh, and the way to state and functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from partitioning import state as state_lib
 from partitioning.hardware import HardwareMesh, JaxDevice
@@ -20,23 +20,17 @@ from partitioning.layout import (
     LocalChunkInfo,
     host_local_array_to_global_array,
 )
-from partitioning.mesh import check_mesh_settings, default_mesh
+from partitioning.mesh import AxisTypes, check_mesh_settings
 from partitioning.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
-    partition_function,
     to_shardings,
 )
 from partitioning.rules import (
-    AxisNames,
-    LogicalAxisRules,
     MeshAxes,
     as_tuple,
-    check_rules,
     describe_axes,
-    logical_to_mesh_axes,
     nearest,
-    standard_logical_axis_rules,
 )
 
 TrainState = Any  # any pytree; T5X's class of that name among them
@@ -48,8 +42,6 @@ class BasePartitioner(abc.ABC):
     Subclasses say what the mesh is, how a state maps to it, and how a function is partitioned.
     """
 
-    _data_axis: MeshAxes = 'data'
-
     def __init__(
         self,
         num_partitions: int | None = None,
@@ -60,10 +52,14 @@ class BasePartitioner(abc.ABC):
         dcn_mesh_shape: Sequence[int] | None = None,
         *,
         devices: Sequence[JaxDevice] | None = None,
+        mesh_axis_names: Sequence[str] | None = None,
+        axis_types: AxisTypes = AxisType.Auto,
+        granule_size: int | None = None,
         mesh: Mesh | None = None,
     ):
         """Args:
-        num_partitions: size of the 'model' axis; the remaining devices make the 'data' axis.
+        num_partitions: size of the 'model' axis; the remaining devices make the 'data' axis, or on
+          several TPU slices 'replica' (over the data centre network) and 'data'.
         model_parallel_submesh: (x, y, z, cores) tile of one model replica on a TPU torus.
         params_on_devices: False where the caller keeps parameters in host memory and moves them
           with `move_params_to_devices`.
@@ -71,6 +67,9 @@ class BasePartitioner(abc.ABC):
         ici_mesh_shape: (replica, data, model) within a slice; with `dcn_mesh_shape`.
         dcn_mesh_shape: (replica, data, model) over slices.
         devices: the devices to use, instead of all of `backend`.
+        mesh_axis_names: names of the axes, with the two shapes as many as these have sizes.
+        axis_types: Auto, Explicit or Manual, for all axes or one for each.
+        granule_size: GPUs that share NVLink, where they are more than those of a host.
         mesh: a mesh of your own, instead of every setting above but `params_on_devices`.
 
         Raises:
@@ -80,27 +79,24 @@ class BasePartitioner(abc.ABC):
             check_mesh_settings(
                 num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape
             )
-        given = {
+        settings = {
             'num_partitions': num_partitions,
             'model_parallel_submesh': model_parallel_submesh,
             'backend': backend,
             'ici_mesh_shape': ici_mesh_shape,
             'dcn_mesh_shape': dcn_mesh_shape,
             'devices': devices,
+            'mesh_axis_names': mesh_axis_names,
+            'granule_size': granule_size,
         }
-        beside = [name for name, value in given.items() if value is not None]
+        beside = [name for name, value in settings.items() if value is not None]
+        if axis_types is not AxisType.Auto:
+            beside.append('axis_types')
         if mesh is not None and beside:
             raise ValueError(f'mesh= decides everything that {", ".join(beside)} would: leave out')
-        self._num_partitions = num_partitions
-        self._model_parallel_submesh = model_parallel_submesh
         self._params_on_devices = params_on_devices
-        self._backend = backend
-        self._ici_mesh_shape = ici_mesh_shape
-        self._dcn_mesh_shape = dcn_mesh_shape
-        self._devices = devices
         self._given_mesh = mesh
-        if ici_mesh_shape is not None:
-            self._data_axis = ('replica', 'data')
+        self._mesh_settings: dict[str, Any] = {**settings, 'axis_types': axis_types}
 
     # The mesh and the data.
 
@@ -113,6 +109,12 @@ class BasePartitioner(abc.ABC):
     @abc.abstractmethod
     def _local_chunker(self) -> LocalChunker:
         """The chunker of `mesh`."""
+
+    @functools.cached_property
+    def _data_axis(self) -> MeshAxes:
+        """The mesh axes of the batch."""
+        replicas = self._given_mesh is None and 'replica' in self.mesh.shape
+        return ('replica', 'data') if replicas else 'data'
 
     @property
     def data_partition_spec(self) -> PartitionSpec:
@@ -246,150 +248,3 @@ class BasePartitioner(abc.ABC):
         self, partitioned_fn: PartitionedCallable, *args: Any
     ) -> CompiledPartitionedCallable:
         """Compiles a partitioned function for arguments of these shapes, ahead of time."""
-
-
-class BasePjitPartitioner(BasePartitioner):
-    """A partitioner on `jax.jit`, without logical axis rules."""
-
-    @functools.cached_property
-    def _local_chunker(self) -> LocalChunker:
-        return LocalChunker(self.mesh)
-
-    @functools.cached_property
-    def mesh(self) -> Mesh:
-        if self._given_mesh is not None:
-            return self._given_mesh
-        return default_mesh(
-            self._num_partitions,
-            self._model_parallel_submesh,
-            self._backend,
-            self._ici_mesh_shape,
-            self._dcn_mesh_shape,
-            devices=self._devices,
-        )
-
-    @property
-    def logical_axis_rules(self) -> LogicalAxisRules:
-        """The rules that functions are traced under."""
-        return ()
-
-    def get_mesh_axes(self, train_state: TrainState) -> Any:
-        raise ValueError(
-            f'{type(self).__name__} has no logical axis rules to map a state by: use '
-            'PjitPartitioner'
-        )
-
-    def partition(
-        self,
-        fn: Callable[..., Any],
-        in_axis_resources: Any,
-        out_axis_resources: Any,
-        static_argnums: int | Sequence[int] = (),
-        donate_argnums: int | Sequence[int] = (),
-    ) -> PartitionedCallable:
-        return partition_function(
-            fn,
-            self.mesh,
-            self.logical_axis_rules,
-            in_shardings=to_shardings(in_axis_resources, self.mesh),
-            out_shardings=to_shardings(out_axis_resources, self.mesh),
-            static_argnums=_as_indices(static_argnums),
-            donate_argnums=_as_indices(donate_argnums),
-        )
-
-    def compile(
-        self, partitioned_fn: PartitionedCallable, *args: Any
-    ) -> CompiledPartitionedCallable:
-        return partitioned_fn.lower(*args).compile()  # type: ignore[attr-defined]
-
-
-class PjitPartitioner(BasePjitPartitioner):
-    """A partitioner by logical axis rules, on `jax.jit`.
-
-    Usage:
-      partitioner = PjitPartitioner(num_partitions=2)
-      axes = partitioner.get_mesh_axes(jax.eval_shape(init, key))
-      state = partitioner.partition(init, None, axes)(key)
-      step = partitioner.partition(
-          step, (axes, partitioner.data_partition_spec), (axes, None), donate_argnums=0)
-    """
-
-    def __init__(
-        self,
-        num_partitions: int | None = None,
-        model_parallel_submesh: HardwareMesh | None = None,
-        params_on_devices: bool = True,
-        backend: str | None = None,
-        ici_mesh_shape: Sequence[int] | None = None,
-        dcn_mesh_shape: Sequence[int] | None = None,
-        logical_axis_rules: LogicalAxisRules | None = None,
-        *,
-        devices: Sequence[JaxDevice] | None = None,
-        mesh: Mesh | None = None,
-    ):
-        """Args as those of BasePartitioner, and:
-        logical_axis_rules: (logical axis, mesh axis or axes or None) pairs in order of priority;
-          by default `standard_logical_axis_rules()`. With `ici_mesh_shape`, 'batch' is sharded
-          over ('replica', 'data').
-        """
-        super().__init__(
-            num_partitions=num_partitions,
-            model_parallel_submesh=model_parallel_submesh,
-            params_on_devices=params_on_devices,
-            backend=backend,
-            ici_mesh_shape=ici_mesh_shape,
-            dcn_mesh_shape=dcn_mesh_shape,
-            devices=devices,
-            mesh=mesh,
-        )
-        if logical_axis_rules is None:
-            logical_axis_rules = standard_logical_axis_rules()
-        rules = check_rules(logical_axis_rules)
-        if ici_mesh_shape is not None:
-            rules = tuple((k, ('replica', 'data') if k == 'batch' else v) for k, v in rules)
-        self._logical_axis_rules = rules
-        batch = logical_to_mesh_axes(['batch'], self._logical_axis_rules, on_unmatched='replicate')
-        self._data_axis = batch[0] if batch else None
-
-    @property
-    def logical_axis_rules(self) -> LogicalAxisRules:
-        return self._logical_axis_rules
-
-    def get_mesh_axes(self, train_state: TrainState) -> Any:
-        """The state with a PartitionSpec for every array.
-
-        Args:
-          train_state: a pytree, abstract or not; see `get_logical_axes`.
-
-        Raises:
-          ValueError: with the path of the first array whose layout the rules do not decide, or
-            that its mesh axes do not divide.
-        """
-        if hasattr(train_state, 'as_logical_axes'):
-            return jax.tree_util.tree_map_with_path(
-                lambda path, names: self._spec(state_lib.path_str(path), names, None),
-                train_state.as_logical_axes(),
-                is_leaf=lambda x: x is None or isinstance(x, AxisNames),
-            )
-        leaves, treedef = state_lib.leaf_axes(train_state)
-        # A leaf takes its axes from its parameter's spec: names resolved apart from the others
-        # could win mesh axes that the parameter has elsewhere.
-        specs = [
-            PartitionSpec(*leaf.pick(tuple(self._spec(leaf.path, leaf.names, leaf.shape) or ())))
-            for leaf in leaves
-        ]
-        return jax.tree_util.tree_unflatten(treedef, specs)
-
-    def _spec(
-        self, name: str, names: Sequence[str | None] | None, shape: Sequence[int] | None
-    ) -> PartitionSpec | None:
-        try:
-            return logical_to_mesh_axes(
-                names, self._logical_axis_rules, axis_sizes=self.mesh.shape, shape=shape
-            )
-        except ValueError as error:
-            raise ValueError(f'Failed to map logical axes for {name}: {error}') from error
-
-
-def _as_indices(indices: int | Sequence[int]) -> tuple[int, ...]:
-    return (indices,) if isinstance(indices, int) else tuple(indices)
