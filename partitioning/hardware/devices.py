@@ -17,7 +17,9 @@ HardwareMesh: TypeAlias = TpuMesh | OtherMesh
 
 def has_coords(device: JaxDevice) -> bool:
     """True where `device` knows its place on a 3-D torus (TPUs do; CPUs and GPUs do not)."""
-    return len(getattr(device, 'coords', None) or ()) == 3
+    # Described GPUs have coordinates too, of slice, host and number, but no cores.
+    on_torus = hasattr(device, 'core_on_chip')
+    return on_torus and len(getattr(device, 'coords', None) or ()) == 3
 
 
 def get_coords(device: JaxDevice) -> HardwareMesh:

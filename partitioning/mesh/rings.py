@@ -82,9 +82,8 @@ def mesh_table(
         rows.append((ring.axis, str(ring.size), ring.network, mean, worst))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        f'{mesh.size} devices ({kind}) of {len(processes)} '
-        f'{"process" if len(processes) == 1 else "processes"}, '
-        f'{" or ".join(map(str, each))} devices each'
+        f'{_count(mesh.size, "device")} ({kind}) of {_count(len(processes), "process")}, '
+        f'{" or ".join(map(str, each))} each'
     ]
     for axis, size, network, mean, worst in rows:
         cells = (
@@ -96,6 +95,11 @@ def mesh_table(
         )
         lines.append('  '.join(cells).rstrip())
     return '\n'.join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    plural = 'es' if noun.endswith('s') else 's'
+    return f'{number} {noun}{plural if number != 1 else ""}'
 
 
 def _places(

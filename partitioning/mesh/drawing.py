@@ -1,0 +1,145 @@
+"""A mesh as a picture: devices at their places in the machine, in the colour of their position."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from partitioning.hardware import has_coords
+from partitioning.mesh.rings import AxisRing, axis_rings
+
+_GAP = 0.6  # between planes, slices and hosts, in devices
+_NUMBERED = 512  # a machine of more devices has no room for their numbers
+_PANEL_INCHES = 4.2
+
+
+def draw_mesh(
+    mesh: Mesh,
+    path: str | os.PathLike[str],
+    *,
+    title: str = '',
+    wrap: Sequence[bool] | None = None,
+    granule_size: int | None = None,
+) -> None:
+    """Draws a mesh into a file, one panel for each axis of more than one device.
+
+    TPUs lie at their x and y, planes of equal z beside each other and slices below each other; of
+    other machines a row is a process. Colours and numbers are positions along the axis; the line
+    is the ring of the axis through the first device, dotted where it closes.
+
+    Args:
+      mesh: of devices here or described.
+      path: the file; its ending says the format ('.png').
+      title: a line above the panels.
+      wrap, granule_size: as those of `axis_rings`.
+
+    Raises:
+      RuntimeError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RuntimeError("drawing needs matplotlib: pip install 'meshwright[plot]'") from None
+    places, side, captions = _places(mesh)
+    rings = axis_rings(mesh, wrap=wrap, granule_size=granule_size)
+    axes = [i for i, ring in enumerate(rings) if ring.size > 1] or [len(rings) - 1]
+    width, height = np.ptp(places.reshape(-1, 2), axis=0) + 1
+    # Wide machines have their panels below each other.
+    columns = len(axes) if width <= 2 * height else 1
+    rows = math.ceil(len(axes) / columns)
+    inches = _PANEL_INCHES * (1 if columns > 1 or width <= 2 * height else 1.8)
+    figure = Figure(
+        figsize=(columns * inches, rows * (inches * height / width + 0.35) + 0.35),
+        layout='constrained',
+    )
+    dot = min(8.0, 40 * inches / width)
+    for number, axis in enumerate(axes, start=1):
+        panel = figure.add_subplot(rows, columns, number)
+        _draw_squares(panel, mesh, places, side, axis)
+        if rings[axis].size > 1:
+            _draw_ring(panel, places, axis, dot)
+        for x, y, caption in captions:
+            panel.text(x, y, caption, size=5, color='gray', va='bottom')
+        panel.set_title(_heading(rings[axis]), fontsize=9)
+        panel.set_aspect('equal')
+        panel.margins(0.01)
+        panel.autoscale_view()
+        panel.invert_yaxis()
+        panel.axis('off')
+    if title:
+        figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_squares(panel: Any, mesh: Mesh, places: np.ndarray, side: float, axis: int) -> None:
+    from matplotlib.collections import PolyCollection
+
+    size = mesh.devices.shape[axis]
+    position = np.indices(mesh.devices.shape)[axis].ravel()
+    corners = places.reshape(-1, 1, 2) + 0.46 * np.array(
+        [(-side, -1), (side, -1), (side, 1), (-side, 1)]
+    )
+    squares = PolyCollection(list(corners), cmap='viridis', linewidths=0)
+    squares.set_array(position)
+    panel.add_collection(squares)
+    if mesh.size <= _NUMBERED:
+        for (x, y), number in zip(places.reshape(-1, 2), position, strict=True):
+            color = 'white' if number < 0.6 * (size - 1) else 'black'
+            panel.text(x, y, number, ha='center', va='center', size=6.5, color=color, zorder=3)
+
+
+def _draw_ring(panel: Any, places: np.ndarray, axis: int, dot: float) -> None:
+    first = [slice(None) if i == axis else 0 for i in range(places.ndim - 1)]
+    line = places[tuple(first)]
+    style = {'color': 'crimson', 'linewidth': 1.6, 'alpha': 0.8}
+    panel.plot(*line.T, marker='o', markersize=dot, **style)
+    panel.plot(*line[[-1, 0]].T, linestyle=':', **style)
+
+
+def _heading(ring: AxisRing) -> str:
+    hops = '' if ring.mean_hops is None else f', mean hops {ring.mean_hops:.2f}'
+    return f'{ring.axis} {ring.size}: {ring.network}{hops}'
+
+
+def _places(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, float, str]]]:
+    """Where to draw what.
+
+    Returns:
+      (x and y of every device, of the mesh's shape; width of a device over its height; captions
+      with their x and y).
+    """
+    devices = mesh.devices.ravel()
+    slices = np.array([getattr(d, 'slice_index', 0) for d in devices])
+    if not all(has_coords(d) for d in devices):
+        return _rows_of_processes(mesh, slices), 1.0, []
+    x, y, z = np.array([tuple(d.coords) for d in devices]).T
+    core = np.array([d.core_on_chip for d in devices])
+    cores = int(core.max()) + 1
+    planes = int(z.max()) + 1
+    across = math.ceil(math.sqrt(planes)) if planes > 8 else planes
+    down = math.ceil(planes / across)
+    wide, high = int(x.max()) + 1 + _GAP, int(y.max()) + 1 + _GAP
+    plane_x, plane_y = z % across * wide, (z // across + (slices - slices.min()) * down) * high
+    places = np.stack([x + (core + 0.5) / cores - 0.5 + plane_x, y + plane_y], axis=-1)
+    captions = {
+        (float(left) - 0.46, float(top) - 0.5, f'slice {number}, z {depth}')
+        for left, top, number, depth in zip(plane_x, plane_y, slices, z, strict=True)
+    }
+    several = len(captions) > 1
+    return places.reshape(*mesh.devices.shape, 2), 1 / cores, sorted(captions) if several else []
+
+
+def _rows_of_processes(mesh: Mesh, slices: np.ndarray) -> np.ndarray:
+    devices = mesh.devices.ravel().tolist()
+    rank: dict[int, int] = {}
+    column = np.empty(len(devices))
+    for i in sorted(range(len(devices)), key=lambda i: devices[i].id):
+        column[i] = rank[devices[i].process_index] = rank.get(devices[i].process_index, -1) + 1
+    row_of = {process: row for row, process in enumerate(sorted(rank))}
+    row = np.array([row_of[d.process_index] for d in devices]) + _GAP * slices
+    return np.stack([column, row], axis=-1).reshape(*mesh.devices.shape, 2)
