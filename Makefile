@@ -1,50 +1,53 @@
 # make quickstart   train a small language model on this machine, from nothing
 # make test         lint, type-check and test
 #
-# Both make their own virtual environment. Choose the interpreter with PYTHON=python3.12.
+# Each makes its own virtual environment: the one for tests also holds the compilers for TPUs and
+# GPUs, which jax would look for devices with. Choose the interpreter with PYTHON=python3.12.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV ?= .venv
 MODEL_DIR ?= runs/quickstart
-BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+DEV ?= $(VENV)-dev
+PIP := -m pip install --quiet --disable-pip-version-check
 
 .PHONY: quickstart test lint format benchmarks clean
 
 quickstart: $(VENV)/.train
-	$(BIN)/python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'$(MODEL_DIR)'"
+	$(VENV)/bin/python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'$(MODEL_DIR)'"
 
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest $(PYTEST_ARGS)
 
-lint: $(VENV)/.dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+lint: $(DEV)/.dev
+	$(DEV)/bin/ruff check .
+	$(DEV)/bin/ruff format --check .
+	$(DEV)/bin/mypy
 
-format: $(VENV)/.dev
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+format: $(DEV)/.dev
+	$(DEV)/bin/ruff check --fix .
+	$(DEV)/bin/ruff format .
 
-benchmarks: $(VENV)/.dev
-	$(BIN)/python benchmarks/import_time.py
-	$(BIN)/python benchmarks/dispatch.py
+benchmarks: export JAX_PLATFORMS ?= cpu
+benchmarks: $(DEV)/.dev
+	$(DEV)/bin/python benchmarks/import_time.py
+	$(DEV)/bin/python benchmarks/dispatch.py
+	$(DEV)/bin/python benchmarks/mesh_scale.py
 
-$(VENV)/.python:
+$(VENV)/.python $(DEV)/.python:
 	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; name one: make PYTHON=/path/to/python3"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(@D)
 	@touch $@
 
 $(VENV)/.train: $(VENV)/.python pyproject.toml
 	@echo "installing into $(VENV) (once, about a minute)"
-	@$(PIP) --editable '.[train]'
+	@$(VENV)/bin/python $(PIP) --editable '.[train]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.python pyproject.toml
-	@echo "installing into $(VENV) (once, about a minute)"
-	@$(PIP) --editable '.[dev]'
+$(DEV)/.dev: $(DEV)/.python pyproject.toml
+	@echo "installing into $(DEV) (once, about a minute)"
+	@$(DEV)/bin/python $(PIP) --editable '.[dev]'
 	@touch $@
 
 clean:
-	rm -rf $(VENV) runs/quickstart .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DEV) runs/quickstart .pytest_cache .mypy_cache .ruff_cache

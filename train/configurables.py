@@ -17,7 +17,13 @@ import train.sampling
 import train.schedules
 import train.train  # noqa: F401  # importing each of these registers its configurables
 
-for _name in ('PjitPartitioner', 'standard_logical_axis_rules'):
+for _name in (
+    'MoePjitPartitioner',
+    'PjitPartitioner',
+    'create_hybrid_mesh',
+    'create_mesh',
+    'standard_logical_axis_rules',
+):
     gin.external_configurable(getattr(partitioning, _name), module='partitioning')
 
 for _name in (

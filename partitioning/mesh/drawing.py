@@ -126,12 +126,16 @@ def _places(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, float, str
     wide, high = int(x.max()) + 1 + _GAP, int(y.max()) + 1 + _GAP
     plane_x, plane_y = z % across * wide, (z // across + (slices - slices.min()) * down) * high
     places = np.stack([x + (core + 0.5) / cores - 0.5 + plane_x, y + plane_y], axis=-1)
+    several = {'slice': len(set(slices.tolist())) > 1, 'z': planes > 1}
     captions = {
-        (float(left) - 0.46, float(top) - 0.5, f'slice {number}, z {depth}')
-        for left, top, number, depth in zip(plane_x, plane_y, slices, z, strict=True)
+        (
+            float(left) - 0.46,
+            float(top) - 0.5,
+            ', '.join(f'{what} {n}' for what, n in (('slice', s), ('z', depth)) if several[what]),
+        )
+        for left, top, s, depth in zip(plane_x, plane_y, slices, z, strict=True)
     }
-    several = len(captions) > 1
-    return places.reshape(*mesh.devices.shape, 2), 1 / cores, sorted(captions) if several else []
+    return places.reshape(*mesh.devices.shape, 2), 1 / cores, sorted(captions)
 
 
 def _rows_of_processes(mesh: Mesh, slices: np.ndarray) -> np.ndarray:

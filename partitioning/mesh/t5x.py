@@ -19,6 +19,9 @@ from partitioning.hardware import (
 )
 from partitioning.mesh.create import make_mesh
 
+_TWO_CORES = ('TPU v2', 'TPU v3')  # each core a device
+_ONE_DEVICE = ('TPU v4', 'TPU v4 lite')  # both cores of a chip one device (megacore)
+
 
 def get_mesh(
     model_parallel_submesh: HardwareMesh,
@@ -93,14 +96,15 @@ def tiled_grid(
 
 def default_tile(devices: Sequence[JaxDevice], num_partitions: int) -> TpuMesh | None:
     """T5X's tile of one model replica, where it has one and it divides the slice; else None."""
-    last_device = max(devices, key=get_coords)
-    machine = cast(TpuMesh, bounds_from_last_device(last_device))
-    if math.prod(machine) != len(devices):
-        return None  # a part of a slice
+    kind = devices[0].device_kind
+    if kind not in _TWO_CORES + _ONE_DEVICE:
+        return None
+    machine = cast(TpuMesh, bounds_from_last_device(max(devices, key=get_coords)))
     x, _, z, cores = machine
-    kind = last_device.device_kind
-    table: dict[int, TpuMesh] = {}
-    if kind in ('TPU v2', 'TPU v3'):
+    if math.prod(machine) != len(devices) or cores != (2 if kind in _TWO_CORES else 1):
+        return None  # a part of a slice, or v4 without megacore
+    table: dict[int, TpuMesh]
+    if kind in _TWO_CORES:
         table = {
             1: (1, 1, 1, 1),
             2: (1, 1, 1, 2),
@@ -108,7 +112,7 @@ def default_tile(devices: Sequence[JaxDevice], num_partitions: int) -> TpuMesh |
             8: (2, 2, 1, 2),
             16: (4, 2, 1, 2),
         }
-    elif kind in ('TPU v4', 'TPU v4 lite') and cores == 1:  # megacore: one device a chip
+    else:
         table = {
             1: (1, 1, 1, 1),
             2: (1, 2, 1, 1),

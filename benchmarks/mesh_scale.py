@@ -1,0 +1,121 @@
+"""How long a mesh of very many devices takes, beside jax's own create_device_mesh.
+
+  python benchmarks/mesh_scale.py
+
+Meshes (data, 8) of v5p slices of 16 x 16 x 16, 32 x 32 x 32 and 64 x 64 x 64 chips, and of 8
+slices of the second: the first call, then both makers in turns, medians. The 32 x 32 x 32 slice is
+also described by libtpu, where it is installed; all others are made up. The peer may split
+dimensions, as it must here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+jax.config.update('jax_platforms', 'cpu')
+
+from jax.experimental import mesh_utils
+from jax.sharding import Mesh
+
+from partitioning import default_mesh, describe_topology
+
+ROUNDS = 5
+PARTITIONS = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SyntheticDevice:
+    """A v5p chip at a place of a slice, of a host of 2 x 2 x 1 chips."""
+
+    id: int
+    process_index: int
+    coords: tuple[int, int, int]
+    slice_index: int
+    core_on_chip: int = 0
+    device_kind: str = 'TPU v5'
+    platform: str = 'tpu'
+
+
+def synthetic_slices(side: int, slices: int = 1) -> list[SyntheticDevice]:
+    """Slices of side x side x side chips."""
+    half = side // 2
+    return [
+        SyntheticDevice(
+            id=x + side * (y + side * (z + side * s)),
+            process_index=x // 2 + half * (y // 2 + half * (z + side * s)),
+            coords=(x, y, z),
+            slice_index=s,
+        )
+        for s in range(slices)
+        for z in range(side)
+        for y in range(side)
+        for x in range(side)
+    ]
+
+
+def ours(devices: Sequence[Any]) -> Mesh:
+    """The default mesh."""
+    return default_mesh(PARTITIONS, devices=devices)
+
+
+def peer(devices: Sequence[Any]) -> Mesh:
+    """jax's mesh of the same shape."""
+    slices = len({d.slice_index for d in devices}) if hasattr(devices[0], 'slice_index') else 1
+    shape = (len(devices) // slices // PARTITIONS, PARTITIONS)
+    if slices == 1:
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    else:
+        grid = mesh_utils.create_hybrid_device_mesh(
+            shape, (slices, 1), devices, allow_split_physical_axes=True
+        )
+    return Mesh(grid, ('data', 'model'))
+
+
+def seconds(make: Callable[[Sequence[Any]], Mesh], devices: Sequence[Any]) -> float:
+    """The time of one call."""
+    start = time.perf_counter()
+    make(devices)
+    return time.perf_counter() - start
+
+
+def compare(name: str, devices: Sequence[Any]) -> float:
+    """Prints the medians of both makers and their ratio; returns ours, in seconds."""
+    first = seconds(ours, devices)  # no ring known yet
+    pairs = [(seconds(ours, devices), seconds(peer, devices)) for _ in range(ROUNDS)]
+    mine = statistics.median(a for a, _ in pairs)
+    other = statistics.median(b for _, b in pairs)
+    ratio = statistics.median(a / b for a, b in pairs)
+    print(
+        f'{name:35}  {len(devices):7,}  {first:8.3f} s  {mine:6.3f} s  {other:6.3f} s  {ratio:5.2f}'
+    )
+    return mine
+
+
+def main() -> None:
+    """Prints the table and the growth."""
+    print(f'{"machine":35}  devices  first call      ours       jax  ratio')
+    try:
+        start = time.perf_counter()
+        described = describe_topology('v5p:32x32x32').devices
+        description = time.perf_counter() - start
+        compare('v5p:32x32x32, described', described)
+        print(f'  (its description alone: {description:.3f} s)')
+    except RuntimeError as error:
+        print(f'v5p:32x32x32 not described: {error}')
+    times = {
+        side**3: compare(f'{side} x {side} x {side}, synthetic', synthetic_slices(side))
+        for side in (16, 32, 64)
+    }
+    compare('8 slices of 32 x 32 x 32, synthetic', synthetic_slices(32, slices=8))
+    (few, first), *_, (many, last) = times.items()
+    print(f'time per device, {many:,} over {few:,} devices: {last / many / (first / few):.2f}')
+
+
+if __name__ == '__main__':
+    main()
