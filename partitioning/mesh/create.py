@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import numpy as np
 from absl import logging
@@ -13,7 +14,8 @@ from partitioning.mesh.checks import check_devices, check_names, fill
 from partitioning.mesh.granules import granules_of, hybrid_grid, same_size, spread
 from partitioning.mesh.order import order_devices
 
-AxisTypes = AxisType | Sequence[AxisType]
+# 'auto', 'explicit' and 'manual' for configuration files.
+AxisTypes = AxisType | str | Sequence[AxisType | str]
 
 
 def create_mesh(
@@ -121,12 +123,16 @@ def make_mesh(grid: np.ndarray, axis_names: Sequence[str], axis_types: AxisTypes
     Raises:
       ValueError: not one axis type for all axes, nor one for each.
     """
-    types = (axis_types,) * grid.ndim if isinstance(axis_types, AxisType) else tuple(axis_types)
+    given = [axis_types] if isinstance(axis_types, AxisType | str) else list(axis_types)
+    if len(given) == 1:
+        given *= grid.ndim
+    by_name = {axis_type.name.lower(): axis_type for axis_type in AxisType}
+    types = [by_name.get(str(t).lower()) if isinstance(t, str) else t for t in given]
     if len(types) != grid.ndim or not all(isinstance(t, AxisType) for t in types):
         raise ValueError(
-            f'axis_types {types} must be one jax.sharding.AxisType, or one for each of the axes '
-            f'{tuple(axis_names)}'
+            f'axis_types={axis_types!r} must be one of {", ".join(by_name)}, or one for each of '
+            f'the axes {tuple(axis_names)}'
         )
-    mesh = Mesh(grid, tuple(axis_names), axis_types=types)
+    mesh = Mesh(grid, tuple(axis_names), axis_types=cast(tuple[AxisType, ...], tuple(types)))
     logging.info('mesh %s of %d devices', dict(mesh.shape), mesh.size)
     return mesh

@@ -90,7 +90,7 @@ class BasePartitioner(abc.ABC):
             'granule_size': granule_size,
         }
         beside = [name for name, value in settings.items() if value is not None]
-        if axis_types is not AxisType.Auto:
+        if axis_types not in (AxisType.Auto, 'auto'):
             beside.append('axis_types')
         if mesh is not None and beside:
             raise ValueError(f'mesh= decides everything that {", ".join(beside)} would: leave out')
