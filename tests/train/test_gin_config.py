@@ -752,6 +752,8 @@ def test_a_model_file_decides_the_whole_model(model):
 
 def partitions(model, preset, settings):
     """How many partitions to choose: tensor.gin says that it divides num_kv_heads."""
+    if preset == 'three_d':
+        return ['FSDP_PARTITIONS=4', 'NUM_PARTITIONS=2']
     if preset != 'tensor':
         return []
     return [f'NUM_PARTITIONS={math.gcd(8, settings["model"].config.num_kv_heads)}']
@@ -818,5 +820,5 @@ def test_pretraining_asks_for_what_only_the_user_knows(missing):
 
 def test_every_size_is_checked():
     assert set(SIZES) == set(MODELS)
-    assert set(PRESETS) == {'data_parallel', 'fsdp', 'tensor', 'two_d'}
+    assert set(PRESETS) == {'data_parallel', 'fsdp', 'tensor', 'two_d', 'three_d'}
     assert Path(REPOSITORY / 'configs/runs/pretrain.gin').is_file()

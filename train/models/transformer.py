@@ -236,8 +236,10 @@ class Transformer(nn.Module):
         embedding_VD = _param(
             self, 'embedding', init, ('vocab', 'embed'), c.vocab_size, c.embed_dim
         ).astype(c.dtype)
-        # Of unit variance whatever the width; the tied output layer undoes the scale.
-        x_BLD = jnp.take(embedding_VD, tokens_BL, axis=0) * c.embed_dim**0.5
+        # Rows are looked up whole: over axes that the batch has too, their parts would first have
+        # to be replicated. Of unit variance whatever the width; the tied output undoes the scale.
+        rows_VD = constrain(embedding_VD, ('vocab', None))
+        x_BLD = jnp.take(rows_VD, tokens_BL, axis=0) * c.embed_dim**0.5
         x_BLD = constrain(x_BLD, ('batch', 'length', 'embed'))
         start = 0 if decode_position is None else decode_position
         positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
