@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-# Eight devices in all. Each process prints what the meshes are to it and what a sum over them gives.
+# Eight devices in all. Each process prints its meshes, and what a sum over one of them gives.
 PROGRAM = """
 import json, sys
 import jax

@@ -62,10 +62,27 @@ def tpu_slices(num_slices: int, bounds: Sequence[int], kind: str, cores: int = 1
     ]
 
 
-def gpus(local: int, processes: int) -> list[MockDevice]:
-    """Processes of `local` GPUs each."""
-    return [
+def v3_4x4() -> list[MockDevice]:
+    """T5X's test machine: 16 chips of two cores, four hosts."""
+    return tpus((4, 4, 1), 'TPU v3', cores=2)
+
+
+def gpus(local: int, processes: int, domains: int = 1) -> list:
+    """Processes of `local` GPUs each; in several NVLink domains each GPU knows its own."""
+    total = local * processes
+    made = [
         MockDevice(id=i, process_index=i // local, device_kind='NVIDIA H100', platform='gpu')
+        for i in range(total * domains)
+    ]
+    if domains == 1:
+        return made
+    return [SliceDevice(**dataclasses.asdict(d), slice_index=d.id // total) for d in made]
+
+
+def cpus(local: int, processes: int) -> list[MockDevice]:
+    """Processes of `local` CPU devices each."""
+    return [
+        MockDevice(id=i, process_index=i // local, device_kind='cpu', platform='cpu')
         for i in range(local * processes)
     ]
 
@@ -77,6 +94,11 @@ def mesh_of_processes(processes: Sequence, axes: Sequence[str]) -> Mesh:
     for i, process in enumerate(grid.ravel().tolist()):
         devices[i] = MockDevice(id=i, process_index=process, platform='cpu', device_kind='cpu')
     return Mesh(devices.reshape(grid.shape), axes)
+
+
+def sorted_ids(mesh: Mesh) -> list[int]:
+    """The device ids of a mesh in rising order, to compare with those it was made of."""
+    return sorted(np.ravel(ids(mesh)).tolist())
 
 
 def ids(mesh: Mesh) -> list:
