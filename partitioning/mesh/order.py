@@ -56,7 +56,8 @@ def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
     kind, two_cores = grid.flat[0].device_kind, grid.shape[3] == 2
     if kind in ('TPU v5', 'TPU v5p') and grid.shape == (2, 2, 2, 1):
         return _by_rows(grid)[list(_V5P_CUBE_RING)].reshape(shape)
-    if kind in _TWO_CORES and not (two_cores and 8 in (grid.size, shape[-1])):
+    trays = two_cores and grid.shape[0] % 2 == grid.shape[1] % 2 == 0  # of 2 x 2 chips
+    if kind in _TWO_CORES and not (trays and 8 in (grid.size, shape[-1])):
         return None  # a plain reshape
     if two_cores and kind not in _TWO_CORES and kind != 'TPU7x':
         return None  # refused: it wants one device a chip

@@ -1,0 +1,152 @@
+"""`python -m partitioning.mesh`, as its users see it."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from mock_devices import gpus, tpu_slices, tpus
+
+from partitioning import create_mesh, default_mesh
+from partitioning.mesh.__main__ import main
+from partitioning.mesh.drawing import draw_mesh
+
+V5E_16X16 = """\
+v5e:16x16, links close to rings along x, y
+256 devices (TPU v5 lite) of 64 processes, 4 each
+axis   size  network  mean hops  worst hops
+data     32  ICI           2.25           4
+model     8  ICI           1.00           1
+"""
+HERE = """\
+this machine
+8 devices (cpu) of 1 process, 8 each
+axis   size  network  mean hops  worst hops
+data      4  memory           -           -
+model     2  memory           -           -
+"""
+
+
+def run(capsys, *flags):
+    status = main(list(flags))
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_this_machine(capsys):
+    assert run(capsys, '--num_partitions=2') == (0, HERE, '')
+
+
+def test_a_machine_that_is_not_here_as_the_readme_shows_it(capsys):
+    pytest.importorskip('libtpu')
+    flags = ('--topology=v5e:16x16', '--num_partitions=8')
+    assert run(capsys, *flags) == (0, V5E_16X16, '')
+
+
+def test_as_a_program_of_its_own_it_is_quiet():
+    pytest.importorskip('libtpu')
+    command = [sys.executable, '-m', 'partitioning.mesh', '--topology=v5p:4x4x4']
+    done = subprocess.run(
+        [*command, '--num_slices=2', '--axes=replica=2,data=-1,model=8', '--wrap=true,true,false'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ''
+    lines = done.stdout.splitlines()
+    assert lines[0] == '2 slices of v5p:4x4x4, links close to rings along x, y'
+    assert [line.split()[:3] for line in lines[3:]] == [
+        ['replica', '2', 'DCN'],
+        ['data', '8', 'ICI'],
+        ['model', '8', 'ICI'],
+    ]
+
+
+def test_without_settings_everything_is_data(capsys):
+    status, out, _ = run(capsys)
+    assert status == 0
+    assert out.splitlines()[-2:] == [
+        'data      8  memory           -           -',
+        'model     1  -                -           -',
+    ]
+
+
+def test_a_picture(capsys, tmp_path):
+    status, out, _ = run(capsys, '--axes=data=4,model=2', f'--png={tmp_path}/mesh.png')
+    assert status == 0
+    assert out.endswith(f'drawn into {tmp_path}/mesh.png\n')
+    assert (tmp_path / 'mesh.png').read_bytes().startswith(b'\x89PNG\r\n')
+
+
+@pytest.mark.parametrize(
+    'flags, message',
+    [
+        (['--num_partitions=3'], 'num_partitions=3 does not divide the 8 devices'),
+        (['--topology=v7x:4x4x4'], "unknown topology 'v7x:4x4x4'"),
+        (['--num_slices=2'], '--num_slices and --wrap describe a --topology'),
+        (['--axes=data=4,model=3'], 'the nearest that fits: (4, 2)'),
+        (['--axes=data=8', '--num_partitions=2'], 'that --num_partitions would: leave out'),
+        (['--ici_mesh_shape=1,4,2'], 'set both or neither'),
+        (['--num_partitions=2', '--png=/nowhere/mesh.png'], 'No such file or directory'),
+    ],
+)
+def test_what_cannot_be_is_one_line(capsys, flags, message):
+    status, _, err = run(capsys, *flags)
+    assert status == 2
+    assert err.startswith('error: ') and err.count('\n') == 1
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    'flag, example',
+    [
+        ('--axes=data', 'data=-1,model=8'),
+        ('--wrap=yes', 'true,true,false'),
+        ('--ici_mesh_shape=a', '2,2,1'),
+    ],
+)
+def test_flags_say_how_they_are_written(capsys, flag, example):
+    with pytest.raises(SystemExit):
+        main([flag])
+    assert f'is not like {example}' in capsys.readouterr().err
+
+
+def pixels(path):
+    from matplotlib.image import imread
+
+    return imread(path)
+
+
+@pytest.mark.parametrize(
+    'mesh',
+    [
+        pytest.param(default_mesh(4, devices=tpus((4, 4, 1), 'TPU v3', cores=2)), id='two cores'),
+        pytest.param(default_mesh(8, devices=tpus((2, 2, 16), 'TPU v5')), id='many planes'),
+        pytest.param(default_mesh(4, devices=tpu_slices(2, (2, 2, 2), 'TPU v4')), id='slices'),
+        pytest.param(default_mesh(2, devices=gpus(8, 4)), id='GPU hosts'),
+        pytest.param(create_mesh((1, 1), ('data', 'model'), devices=gpus(1, 1)), id='one'),
+    ],
+)
+def test_every_machine_can_be_drawn(mesh, tmp_path):
+    pytest.importorskip('matplotlib')
+    draw_mesh(mesh, tmp_path / 'mesh.png', title='a machine')
+    picture = pixels(tmp_path / 'mesh.png')[..., :3]
+    assert min(picture.shape[:2]) > 100
+    # Squares of the colours at both ends of the scale: not an empty page.
+    assert (np.abs(picture - [0.267, 0.005, 0.329]).max(axis=-1) < 0.02).mean() > 0.01
+    if mesh.size > 1:
+        assert (np.abs(picture - [0.993, 0.906, 0.144]).max(axis=-1) < 0.02).mean() > 0.01
+
+
+def test_colours_are_positions(tmp_path):
+    pytest.importorskip('matplotlib')
+    # Four columns of positions 0 to 3 on the only axis of more than one device.
+    mesh = create_mesh((1, 4), ('data', 'model'), devices=gpus(4, 1))
+    draw_mesh(mesh, tmp_path / 'mesh.png')
+    picture = pixels(tmp_path / 'mesh.png')[..., :3]
+    height, width = picture.shape[:2]
+    row = picture[int(height * 0.35)]
+    violet = np.abs(row - [0.267, 0.005, 0.329]).max(axis=-1) < 0.02
+    yellow = np.abs(row - [0.993, 0.906, 0.144]).max(axis=-1) < 0.02
+    assert violet[: width // 4].mean() > 0.5 and not violet[width // 2 :].any()
+    assert yellow[-width // 4 :].mean() > 0.5 and not yellow[: width // 2].any()
