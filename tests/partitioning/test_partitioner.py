@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from partitioning import BasePartitioner, PjitPartitioner, standard_logical_axis_rules
@@ -22,11 +22,35 @@ def test_a_mesh_of_your_own():
     assert partitioner.data_mesh_size == 4
 
 
-@pytest.mark.parametrize('beside', [{'num_partitions': 2}, {'backend': 'cpu'}, {'devices': []}])
+@pytest.mark.parametrize(
+    'beside',
+    [
+        {'num_partitions': 2},
+        {'model_parallel_submesh': (1, 1, 1, 2)},
+        {'backend': 'cpu'},
+        {'ici_mesh_shape': (1, 4, 2), 'dcn_mesh_shape': (1, 1, 1)},
+        {'dcn_mesh_shape': (1, 1, 1)},
+        {'devices': []},
+        {'mesh_axis_names': ('data', 'model')},
+        {'axis_types': AxisType.Explicit},
+        {'axis_types': 'explicit'},
+        {'granule_size': 4},
+    ],
+)
 def test_a_mesh_of_your_own_decides_alone(beside):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ('data', 'model'))
-    with pytest.raises(ValueError, match='mesh'):
+    with pytest.raises(ValueError, match='mesh') as error:
         PjitPartitioner(mesh=mesh, **beside)
+    assert all(name in str(error.value) for name in beside)
+
+
+def test_what_may_stand_beside_a_mesh():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ('data', 'model'))
+    partitioner = PjitPartitioner(
+        mesh=mesh, params_on_devices=False, logical_axis_rules=[('batch', 'model')]
+    )
+    assert partitioner.mesh is mesh and not partitioner.params_on_devices
+    assert partitioner.data_partition_spec == P('model')
 
 
 def test_some_of_the_devices():

@@ -1,6 +1,5 @@
 """Logical axis names -> PartitionSpec: T5X's and linen's tables, errors, reasons."""
 
-import itertools
 import pickle
 
 import flax.linen as nn
@@ -15,7 +14,6 @@ from partitioning import (
     PjitPartitioner,
     logical_to_mesh_axes,
     resolve_axes,
-    standard_logical_axis_rules,
 )
 
 pytestmark = pytest.mark.core
@@ -234,62 +232,6 @@ def test_axis_names_are_one_leaf():
     assert tuple(names) == ('a', 'b') and names == ('a', 'b')
     copy = pickle.loads(pickle.dumps(names))
     assert copy == names and isinstance(copy, AxisNames)
-
-
-# T5X's rules for transformers, in T5X's order.
-
-COMMON = [
-    ('batch', 'data'),
-    ('vocab', 'model'),
-    ('mlp', 'model'),
-    ('heads', 'model'),
-    ('kv', None),
-    ('joined_kv', 'model'),
-]
-REPLICATED = ['relpos_buckets', 'abspos_buckets', 'length', 'layers', 'stack', 'mlp_activations']
-T5X_RULES = {
-    (1, 1): [*COMMON[:2], ('embed', None), *COMMON[2:]],
-    (2, 1): [*COMMON, ('embed', 'model')],
-    (1, 2): [*COMMON, ('embed', 'data')],
-    (2, 2): [*COMMON, ('embed', 'model'), ('embed', 'data')],
-}
-
-
-@pytest.mark.parametrize('dims', T5X_RULES)
-def test_standard_rules_map_as_in_t5x(dims):
-    ours = standard_logical_axis_rules(*dims)
-    theirs = [*T5X_RULES[dims], *((name, None) for name in REPLICATED)]
-    assert sorted(ours, key=repr) == sorted(theirs, key=repr)
-    known = sorted({name for name, _ in theirs})
-    for names in itertools.permutations(known, 3):
-        assert logical_to_mesh_axes(names, ours) == nn.logical_to_mesh_axes(names, theirs)
-
-
-@pytest.mark.parametrize(
-    'dims, names, expected',
-    [
-        ((2, 2), ('vocab', 'embed'), P('model', 'data')),
-        ((2, 2), ('embed', 'mlp'), P('data', 'model')),
-        ((2, 2), ('batch', 'length', 'embed'), P('data', None, 'model')),
-        ((1, 1), ('embed', 'mlp'), P(None, 'model')),
-        ((1, 1), ('batch', 'length', 'embed'), P('data', None, None)),
-    ],
-)
-def test_standard_rules(dims, names, expected):
-    assert logical_to_mesh_axes(names, standard_logical_axis_rules(*dims)) == expected
-
-
-def test_additional_rules_come_last():
-    extra = [('embed', 'data'), ('experts', 'data')]
-    rules = standard_logical_axis_rules(additional_rules=extra)
-    assert list(rules[-2:]) == extra
-    assert logical_to_mesh_axes(('embed', 'experts'), rules) == P(None, 'data')
-
-
-@pytest.mark.parametrize('dims', [(3, 1), (1, 3), (0, 1)])
-def test_standard_rules_of_other_dims(dims):
-    with pytest.raises(ValueError, match='not supported'):
-        standard_logical_axis_rules(*dims)
 
 
 def test_partitioner_takes_lists_as_gin_writes_them():

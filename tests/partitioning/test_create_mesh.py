@@ -1,0 +1,289 @@
+"""create_mesh: any sizes and names, in an order that the machine decides; and what it refuses."""
+
+import ast
+import itertools
+import math
+import random
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from mock_devices import cpus, gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
+
+from partitioning import create_mesh
+
+pytestmark = pytest.mark.core
+
+# Sizes, names and types.
+
+
+def test_a_mesh_of_this_machine():
+    mesh = create_mesh((4, 2), ('x', 'y'))
+    assert ids(mesh) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert dict(mesh.shape) == {'x': 4, 'y': 2} and mesh.size == 8
+    assert mesh.axis_names == ('x', 'y')
+    assert ids(create_mesh((8,), ('data',))) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    'sizes, shape',
+    [
+        ((-1,), (8,)),
+        ((2, -1), (2, 4)),
+        ((-1, 8), (1, 8)),
+        ((2, -1, 2), (2, 2, 2)),
+        ((4, 2, -1), (4, 2, 1)),
+        ((1, 2, 1, 2, 1, 2), (1, 2, 1, 2, 1, 2)),
+        ((np.int64(2), -1), (2, 4)),
+        ([4, 2], (4, 2)),
+    ],
+)
+def test_sizes(sizes, shape):
+    mesh = create_mesh(sizes, [f'axis{i}' for i in range(len(sizes))])
+    assert mesh.devices.shape == shape
+    assert ids(mesh) == np.arange(8).reshape(shape).tolist()
+
+
+@pytest.mark.parametrize(
+    'names', [('x', 'y'), ('expert', 'a b'), ['data', 'été'], ('model', 'data')]
+)
+def test_any_names(names):
+    assert create_mesh((4, 2), names).axis_names == tuple(names)
+
+
+def test_one_name():
+    """Not the letters of it."""
+    assert create_mesh((8,), 'data').axis_names == ('data',)
+
+
+def test_axis_types():
+    auto, explicit, manual = AxisType.Auto, AxisType.Explicit, AxisType.Manual
+    assert create_mesh((4, 2), ('x', 'y')).axis_types == (auto, auto)
+    for given_types, expected in (
+        (explicit, (explicit, explicit)),
+        ((auto, explicit), (auto, explicit)),
+        ([manual, auto], (manual, auto)),
+        # By name, as configuration files write them.
+        ('explicit', (explicit, explicit)),
+        (['Auto', 'EXPLICIT'], (auto, explicit)),
+        (['explicit'], (explicit, explicit)),
+    ):
+        assert create_mesh((4, 2), ('x', 'y'), axis_types=given_types).axis_types == expected
+
+
+# Order.
+
+MACHINES = [
+    (jax.devices, (4, 2)),
+    (lambda: cpus(4, 2), (2, 2, 2)),
+    (lambda: gpus(6, 3), (3, 6)),
+    (lambda: gpus(2, 3, domains=2), (4, 3)),
+    (v3_4x4, (8, 4)),
+    (v3_4x4, (4, 8)),
+    (lambda: tpus((2, 2, 4), 'TPU v4'), (2, 2, 4)),
+    (lambda: tpus((4, 4, 1), 'TPU v5 lite'), (2, 8)),
+    (lambda: tpus((4, 4, 4), 'TPU v5'), (4, 16)),
+    (lambda: tpus((2, 2, 2), 'TPU7x', 2), (2, 8)),
+    (lambda: tpu_slices(2, (4, 4, 1), 'TPU v6 lite'), (2, 4, 4)),
+    (lambda: tpus((4, 4, 1), 'TPU v5 lite')[3:], (13,)),
+]
+
+
+@pytest.mark.parametrize('machine, sizes', MACHINES)
+def test_the_order_given_does_not_matter(machine, sizes):
+    devices = machine()
+    names = [f'axis{i}' for i in range(len(sizes))]
+    mesh = create_mesh(sizes, names, devices=devices)
+    assert mesh.devices.shape == sizes
+    assert sorted_ids(mesh) == sorted(d.id for d in devices)
+    for seed in range(3):
+        shuffled = random.Random(seed).sample(devices, len(devices))
+        assert ids(create_mesh(sizes, names, devices=shuffled)) == ids(mesh)
+
+
+@pytest.mark.parametrize(
+    'kind, bounds, cores, expected',
+    [
+        ('TPU v4', (2, 2, 1), 1, [[0, 2, 1, 3]]),
+        ('TPU v4', (2, 2, 1), 1, [[0], [2], [1], [3]]),
+        ('TPU v4', (2, 2, 1), 1, [[0, 1], [2, 3]]),
+        ('TPU v4', (2, 2, 2), 1, [[0, 4, 2, 6, 1, 5, 3, 7]]),
+        ('TPU v4', (2, 2, 2), 1, [[0, 2, 1, 3], [4, 6, 5, 7]]),
+        ('TPU v4', (2, 2, 2), 1, [[0, 1], [4, 5], [2, 3], [6, 7]]),
+        ('TPU v4', (2, 2, 2), 1, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+        (
+            *('TPU v4', (2, 2, 4), 1),
+            [[0, 2, 1, 3], [4, 6, 5, 7], [8, 10, 9, 11], [12, 14, 13, 15]],
+        ),
+        (
+            *('TPU v4', (2, 2, 4), 1),
+            [[0, 4, 8, 12, 1, 5, 9, 13], [2, 6, 10, 14, 3, 7, 11, 15]],
+        ),
+        (
+            *('TPU v4', (2, 2, 4), 1),
+            [[[0, 2, 1, 3], [4, 6, 5, 7]], [[8, 10, 9, 11], [12, 14, 13, 15]]],
+        ),
+        ('TPU v5 lite', (2, 2, 1), 1, [[0, 1, 3, 2]]),
+        ('TPU v5 lite', (4, 2, 1), 1, [[0, 1, 2, 3], [7, 6, 5, 4]]),
+        ('TPU v5', (2, 2, 2), 1, [[0, 1, 3, 2], [6, 7, 5, 4]]),
+        ('TPU v5', (2, 2, 2), 1, [[0, 1], [3, 2], [6, 7], [5, 4]]),
+        ('TPU v3', (2, 2, 1), 2, [0, 1, 2, 3, 6, 7, 4, 5]),
+    ],
+)
+def test_orders_of_jax(kind, bounds, cores, expected):
+    """As jax's create_device_mesh has them, or has them when axes may split a dimension."""
+    sizes = np.shape(expected)
+    names = [f'axis{i}' for i in range(len(sizes))]
+    assert ids(create_mesh(sizes, names, devices=tpus(bounds, kind, cores))) == expected
+
+
+def test_a_row_of_v3():
+    first = ids(create_mesh((4, 8), ('data', 'model'), devices=v3_4x4()))[0]
+    assert first == [0, 1, 2, 3, 10, 11, 8, 9]
+
+
+@pytest.mark.parametrize('sizes', [(2, 4, 4), (8, 4), (4, 8), (2, 16), (32, 1)])
+def test_later_axes_stay_within_a_slice(sizes):
+    names = [f'axis{i}' for i in range(len(sizes))]
+    mesh = create_mesh(sizes, names, devices=tpu_slices(2, (4, 4, 1), 'TPU v6 lite'))
+    of_slice = np.vectorize(lambda d: d.slice_index)(mesh.devices)
+    assert of_slice.ravel().tolist() == [0] * 16 + [1] * 16
+
+
+def test_an_axis_larger_than_a_slice():
+    mesh = create_mesh((2, 16), ('a', 'b'), devices=tpu_slices(4, (2, 4, 1), 'TPU v6 lite'))
+    slices = [sorted({d.slice_index for d in row}) for row in mesh.devices]
+    assert slices == [[0, 1], [2, 3]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(local=st.integers(1, 8), processes=st.integers(1, 8), data=st.data())
+def test_the_last_axis_spans_few_hosts(local, processes, data):
+    total = local * processes
+    last = data.draw(st.sampled_from([n for n in range(1, total + 1) if total % n == 0]))
+    mesh = create_mesh((-1, last), ('data', 'model'), devices=gpus(local, processes))
+    assert sorted_ids(mesh) == list(range(total))
+    for row in mesh.devices:
+        hosts = [d.process_index for d in row]
+        # As many GPUs of each of its hosts as divide both the axis and the host.
+        assert {hosts.count(h) for h in hosts} == {math.gcd(last, local)}
+
+
+def test_hosts_of_unequal_size():
+    """Nothing to share out: by process and id."""
+    devices = [*gpus(4, 2)[:7]][::-1]
+    assert ids(create_mesh((7,), ('data',), devices=devices)) == list(range(7))
+
+
+# Granules of other sizes.
+
+
+def test_granule_size_joins_hosts():
+    assert ids(create_mesh((4, 3), ('a', 'b'), devices=gpus(4, 3))) == [
+        *([0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11])
+    ]
+    joined = create_mesh((4, 3), ('a', 'b'), devices=gpus(4, 3), granule_size=12)
+    assert ids(joined) == np.arange(12).reshape(4, 3).tolist()
+    backwards = create_mesh((4, 3), ('a', 'b'), devices=gpus(4, 3)[::-1], granule_size=12)
+    assert ids(backwards) == ids(joined)
+
+
+def test_granule_size_parts_a_host():
+    """Six of a host make a ring of their own; twelve of them would follow each other."""
+    parted = create_mesh((3, 4), ('a', 'b'), devices=gpus(12, 1)[::-1], granule_size=6)
+    assert ids(parted) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
+
+
+def test_domains_that_gpus_know():
+    devices = gpus(2, 3, domains=2)
+    mesh = create_mesh((4, 3), ('a', 'b'), devices=devices)
+    assert ids(mesh) == np.arange(12).reshape(4, 3).tolist()
+    assert [{d.slice_index for d in row} for row in mesh.devices] == [{0}, {0}, {1}, {1}]
+
+
+# What makes no mesh: one ValueError each, with the numbers.
+
+AXIS_XY = {'axis_sizes': (4, 2), 'axis_names': ('x', 'y')}
+ERRORS = {
+    'product': ({'axis_sizes': (2, 3)}, ['(2, 3)', '6', '8', 'nearest that fits: (2, 4)']),
+    'larger': ({'axis_sizes': (16, 2)}, ['(16, 2)', '32', '8', 'fits: (4, 2)']),
+    'two of -1': ({'axis_sizes': (-1, -1)}, ['(-1, -1)', '2 sizes of -1']),
+    '-1 beside 3': ({'axis_sizes': (3, -1)}, ['(3, -1)', 'multiple of 3', '8', 'fits:']),
+    '-1 beside 16': ({'axis_sizes': (16, -1)}, ['(16, -1)', 'multiple of 16', '8', 'fits: (8, 1)']),
+    'zero': ({'axis_sizes': (0, 8)}, ['(0, 8)', '0 is no size']),
+    'negative': ({'axis_sizes': (-2, -4)}, ['(-2, -4)', '-2 is no size']),
+    'float': ({'axis_sizes': (2.0, 4)}, ['(2.0, 4)', '2.0 is no size']),
+    'bool': ({'axis_sizes': (True, 8)}, ['(True, 8)', 'True is no size']),
+    'text': ({'axis_sizes': ('4', 2)}, ["'4' is no size"]),
+    'same name': ({'axis_names': ('x', 'x')}, ["('x', 'x')", "'x' more than once"]),
+    'few names': ({'axis_names': ('x',)}, ['2 entries', "1 axis names ('x',)"]),
+    'many names': ({'axis_names': ('x', 'y', 'z')}, ['2 entries', '3 axis names']),
+    'name of number': ({'axis_names': ('x', 3)}, ["('x', 3)", 'must be strings']),
+    'name of None': ({'axis_names': ('x', None)}, ["('x', None)", 'must be strings']),
+    'empty name': ({'axis_names': ('x', '')}, ["('x', '')", 'not empty']),
+    'no devices': ({'devices': []}, ['devices is empty']),
+    'twice': ({'devices': cpus(4, 1) * 2}, ['4 of the 4', 'device 0 2 times']),
+    'one twice': ({'devices': [*cpus(7, 1), cpus(7, 1)[6]]}, ['1 of the 7', 'device 6 2 times']),
+    'many types': ({'axis_types': (AxisType.Auto,) * 3}, ['(Auto, Auto, Auto)', "('x', 'y')"]),
+    'no types': ({'axis_types': ()}, ['axis_types=()', "('x', 'y')"]),
+    'wrong type': ({'axis_types': 'autos'}, ["axis_types='autos'", 'auto, explicit, manual']),
+    'one wrong type': ({'axis_types': (AxisType.Auto, None)}, ['axis_types=(Auto, None)']),
+    'granules of 3': ({'granule_size': 3}, ['granule_size=3', '8 devices']),
+    'granules of 16': ({'granule_size': 16}, ['granule_size=16', '8 devices']),
+    'granules of 0': ({'granule_size': 0}, ['granule_size=0', '8 devices']),
+    'negative granules': ({'granule_size': -4}, ['granule_size=-4', '8 devices']),
+    'granules of 2.0': ({'granule_size': 2.0}, ['granule_size=2.0', '8 devices']),
+    'hosts of 4 in 6': (
+        {'axis_sizes': (4, 3), 'devices': gpus(4, 3), 'granule_size': 6},
+        ['granule_size=6', '12 devices', 'processes of 4'],
+    ),
+    'granules of TPUs': (
+        {'devices': tpus((2, 2, 2), 'TPU v4'), 'granule_size': 4},
+        ['granule_size=4', 'TPUs know their slices'],
+    ),
+}
+
+
+@pytest.mark.parametrize('case', ERRORS)
+def test_what_makes_no_mesh(case):
+    wrong, parts = ERRORS[case]
+    with pytest.raises(ValueError) as error:
+        create_mesh(**(AXIS_XY | wrong))
+    for part in parts:
+        assert part in str(error.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    number=st.integers(1, 48), sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4).map(tuple)
+)
+def test_the_nearest_shape_fits(number, sizes):
+    """Its product is the number of devices, and no shape is nearer by the ratios of its sizes."""
+    devices = cpus(number, 1)
+    names = [f'axis{i}' for i in range(len(sizes))]
+    if math.prod(sizes) == number:
+        assert create_mesh(sizes, names, devices=devices).devices.shape == sizes
+        return
+    with pytest.raises(ValueError) as error:
+        create_mesh(sizes, names, devices=devices)
+    message = str(error.value)
+    assert f'product {math.prod(sizes)}' in message and f'is {number};' in message
+    nearest = ast.literal_eval(message.split('fits: ')[1])
+    assert create_mesh(nearest, names, devices=devices).devices.shape == nearest
+
+    def ratios(shape):
+        return sum(abs(math.log(a / b)) for a, b in zip(shape, sizes, strict=True))
+
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    for other in itertools.product(divisors, repeat=len(sizes)):
+        if math.prod(other) == number:
+            assert ratios(nearest) <= ratios(other) + 1e-5
+
+
+def test_many_axes_without_a_suggestion():
+    """Still the numbers, where there are too many shapes to try."""
+    with pytest.raises(ValueError, match='product 64, but the number of devices is 8'):
+        create_mesh((2,) * 6, list('abcdef'))

@@ -1,0 +1,243 @@
+"""The mesh for so many partitions, on machines that T5X has tables for and on all others."""
+
+import math
+import random
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from mock_devices import cpus, gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
+
+from partitioning import PjitPartitioner, default_mesh, get_cpu_mesh, get_gpu_mesh
+
+pytestmark = pytest.mark.core
+
+# Machines without a T5X table entry: any order, each device once.
+
+
+@pytest.mark.parametrize(
+    'kind, bounds, cores, num_partitions',
+    [
+        ('TPU v3', (4, 4, 1), 2, 32),
+        ('TPU v4', (2, 2, 2), 1, 8),
+        ('TPU v4', (2, 2, 4), 1, 8),
+        ('TPU v4', (2, 2, 2), 2, 2),  # without megacore
+        ('TPU v4', (2, 2, 2), 2, 4),
+        ('TPU v5 lite', (4, 4, 1), 1, 1),
+        ('TPU v5 lite', (4, 4, 1), 1, 4),
+        ('TPU v5 lite', (2, 4, 1), 1, 8),
+        ('TPU v5', (2, 2, 2), 1, 2),
+        ('TPU v5', (4, 4, 4), 1, 16),
+        ('TPU v6 lite', (8, 8, 1), 1, 32),
+        ('TPU v6 lite', (4, 4, 1), 1, 2),
+        ('TPU7x', (2, 2, 2), 2, 4),
+        ('TPU7x', (4, 4, 4), 2, 16),
+    ],
+)
+def test_meshes_beyond_the_tables(kind, bounds, cores, num_partitions):
+    devices = tpus(bounds, kind, cores)
+    mesh = default_mesh(num_partitions, devices=devices)
+    assert dict(mesh.shape) == {'data': len(devices) // num_partitions, 'model': num_partitions}
+    assert sorted(np.ravel(ids(mesh)).tolist()) == list(range(len(devices)))
+
+
+MACHINES = [
+    ('TPU v2', (4, 4, 1), 2),
+    ('TPU v3', (4, 4, 1), 2),
+    ('TPU v4', (4, 4, 4), 1),
+    ('TPU v5 lite', (4, 8, 1), 1),
+    ('TPU v5', (2, 2, 4), 1),
+    ('TPU v6 lite', (4, 4, 1), 1),
+    ('TPU7x', (2, 2, 4), 2),
+]
+
+
+@pytest.mark.parametrize('kind, bounds, cores', MACHINES)
+def test_two_partitions_are_neighbours(kind, bounds, cores):
+    """One link apart, or on one chip where a chip has two devices."""
+    for a, b in default_mesh(2, devices=tpus(bounds, kind, cores)).devices:
+        links = sum(abs(i - j) for i, j in zip(a.coords, b.coords, strict=True))
+        assert links == (0 if cores == 2 else 1)
+
+
+# Several slices.
+
+
+@pytest.mark.parametrize('slices', [2, 4])
+@pytest.mark.parametrize('kind, bounds, cores', MACHINES)
+def test_replicas_are_slices(kind, bounds, cores, slices):
+    devices = tpu_slices(slices, bounds, kind, cores)
+    shuffled = random.Random(slices).sample(devices, len(devices))
+    mesh = default_mesh(4, devices=shuffled)
+    each = math.prod(bounds) * cores
+    assert mesh.axis_names == ('replica', 'data', 'model')
+    assert mesh.devices.shape == (slices, each // 4, 4)
+    assert sorted_ids(mesh) == list(range(slices * each))
+    for replica in range(slices):
+        assert {d.slice_index for d in mesh.devices[replica].flat} == {replica}
+        assert ids(mesh)[replica] == (np.array(ids(mesh)[0]) + replica * each).tolist()
+
+
+def test_two_slices_need_no_shapes():
+    """'replica' over the data centre network, with tiles as with partitions."""
+    devices = tpu_slices(2, (2, 2, 2), 'TPU v4')
+    for choice in ({'num_partitions': 4}, {'model_parallel_submesh': (2, 2, 1, 1)}):
+        mesh = PjitPartitioner(**choice, devices=devices).mesh
+        assert dict(mesh.shape) == {'replica': 2, 'data': 2, 'model': 4}
+        assert ids(mesh) == [[[0, 2, 1, 3], [4, 6, 5, 7]], [[8, 10, 9, 11], [12, 14, 13, 15]]]
+
+
+def test_some_of_the_slices():
+    devices = tpu_slices(4, (2, 2, 2), 'TPU v4')
+    mesh = default_mesh(4, devices=devices[8:24])
+    assert [{d.slice_index for d in replica.flat} for replica in mesh.devices] == [{1}, {2}]
+    assert dict(default_mesh(4, devices=devices[8:16]).shape) == {'data': 2, 'model': 4}
+
+
+def test_slices_of_unequal_size():
+    devices = tpu_slices(2, (2, 2, 2), 'TPU v4')[:-2]
+    with pytest.raises(ValueError, match=r'unequal.*\[8, 6\]'):
+        default_mesh(2, devices=devices)
+
+
+# CPU and GPU.
+
+
+@pytest.mark.parametrize('num_partitions, data', [(1, 8), (2, 4), (4, 2), (8, 1)])
+def test_cpu_honours_num_partitions(num_partitions, data):
+    assert len(jax.devices()) == 8
+    for mesh in (
+        PjitPartitioner(num_partitions=num_partitions).mesh,
+        default_mesh(num_partitions),
+        default_mesh(num_partitions, backend='cpu'),
+        get_cpu_mesh(num_partitions),
+    ):
+        assert dict(mesh.shape) == {'data': data, 'model': num_partitions}
+        assert sorted(np.ravel(ids(mesh)).tolist()) == sorted(d.id for d in jax.devices())
+
+
+def test_cpu_default_is_one_process_a_row():
+    assert dict(get_cpu_mesh().shape) == {'data': 1, 'model': 8}
+
+
+def test_cpu_processes():
+    assert ids(default_mesh(2, devices=cpus(4, 2)[::-1])) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    'local, processes, num_partitions, shape',
+    [
+        (8, 1, 1, (8, 1)),
+        (8, 1, 2, (4, 2)),
+        (8, 1, 8, (1, 8)),
+        (8, 2, 1, (16, 1)),
+        (8, 2, 4, (4, 4)),
+        (8, 2, 8, (2, 8)),
+        (8, 2, 16, (1, 16)),
+        (4, 4, 8, (2, 8)),
+    ],
+)
+def test_gpu_meshes(monkeypatch, local, processes, num_partitions, shape):
+    devices = gpus(local, processes)
+    monkeypatch.setattr(jax, 'devices', lambda *_: devices)
+    monkeypatch.setattr(jax, 'device_count', lambda *_: len(devices))
+    monkeypatch.setattr(jax, 'local_device_count', lambda *_: local)
+    monkeypatch.setattr(jax, 'process_count', lambda *_: processes)
+    for mesh in (get_gpu_mesh(num_partitions), default_mesh(num_partitions)):
+        assert mesh.axis_names == ('data', 'model')
+        assert ids(mesh) == np.arange(len(devices)).reshape(shape).tolist()
+
+
+@pytest.mark.parametrize(
+    'local, processes, num_partitions, expected',
+    [
+        # Four of six do not divide: two GPUs of each of two hosts.
+        (6, 2, 4, [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]),
+        (6, 4, 3, np.arange(24).reshape(8, 3).tolist()),
+        (6, 4, 12, np.arange(24).reshape(2, 12).tolist()),
+        (4, 3, 2, np.arange(12).reshape(6, 2).tolist()),
+        (4, 3, 3, [[0, 4, 8], [1, 5, 9], [2, 6, 10], [3, 7, 11]]),
+        (4, 3, 6, [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]),
+        (1, 6, 2, [[0, 1], [2, 3], [4, 5]]),
+    ],
+)
+def test_gpu_hosts_of_any_shape(local, processes, num_partitions, expected):
+    assert ids(default_mesh(num_partitions, devices=gpus(local, processes))) == expected
+
+
+@pytest.mark.parametrize('num_partitions, racks', [(8, 1), (72, 1), (9, 1), (144, 2)])
+def test_partitions_stay_in_a_rack(num_partitions, racks):
+    """72 GPUs on one NVLink network, though a host has four of them."""
+    devices = gpus(4, 36)
+    mesh = default_mesh(num_partitions, devices=devices, granule_size=72)
+    assert sorted_ids(mesh) == list(range(144))
+    assert all(len({d.id // 72 for d in row}) == racks for row in mesh.devices)
+
+
+def test_racks_decide_the_order():
+    """Without the rack, three GPUs of one network would be one of each of three hosts."""
+    devices = gpus(4, 36)
+    alone = default_mesh(9, devices=devices)
+    assert {len({d.process_index for d in row}) for row in alone.devices} == {9}
+    racked = default_mesh(9, devices=devices, granule_size=72)
+    assert ids(racked) == np.arange(144).reshape(16, 9).tolist()
+    domains = gpus(4, 18, domains=2)  # the GPUs know their rack themselves
+    assert ids(default_mesh(9, devices=domains)) == ids(racked)
+
+
+# Numbers of partitions that do not fit.
+
+
+@pytest.mark.parametrize('num_partitions', [3, 5, 0, -1, 64])
+def test_partitions_that_do_not_divide_tpus(num_partitions):
+    with pytest.raises(ValueError, match=rf'{num_partitions}.* 32'):
+        default_mesh(num_partitions, devices=v3_4x4())
+
+
+@pytest.mark.parametrize('make', [default_mesh, get_cpu_mesh])
+@pytest.mark.parametrize('num_partitions', [3, 16, 0, -1, True, 2.0, '2'])
+def test_cpu_partitions_that_do_not_divide(make, num_partitions):
+    with pytest.raises(
+        ValueError, match=f'num_partitions={num_partitions!r} does not divide .*8'
+    ) as error:
+        make(num_partitions)
+    assert str(error.value).endswith('use one of 1, 2, 4, 8')
+
+
+@pytest.mark.parametrize(
+    'local, processes, num_partitions',
+    [(8, 2, 3), (8, 2, 12), (8, 2, 32), (8, 2, 0), (6, 2, 5), (6, 2, 8)],
+)
+def test_gpu_partitions_that_do_not_fit(local, processes, num_partitions):
+    with pytest.raises(ValueError, match=f'num_partitions={num_partitions}'):
+        default_mesh(num_partitions, devices=gpus(local, processes))
+
+
+def test_more_partitions_than_devices():
+    with pytest.raises(ValueError, match=r'32 .* 16 devices of the machine: it is larger'):
+        default_mesh(32, devices=tpus((4, 4, 1), 'TPU v5 lite'))
+
+
+@pytest.mark.parametrize('num_partitions, hint', [(8, True), (16, True), (32, False)])
+def test_more_partitions_than_a_slice(num_partitions, hint):
+    """'model' over slices is a choice of its own, and possible as far as the machine reaches."""
+    devices = tpu_slices(4, (2, 2, 1), 'TPU v5 lite')
+    expected = rf'num_partitions={num_partitions} .* 4 devices of each of the 4 slices.*larger'
+    with pytest.raises(ValueError, match=expected) as error:
+        default_mesh(num_partitions, devices=devices)
+    assert ('ici_mesh_shape' in str(error.value)) == hint
+
+
+# Axis types.
+
+
+def test_axis_types():
+    auto, explicit = AxisType.Auto, AxisType.Explicit
+    assert default_mesh(2).axis_types == (auto, auto)
+    assert default_mesh(2, axis_types=explicit).axis_types == (explicit, explicit)
+    assert default_mesh(2, axis_types=(explicit, auto)).axis_types == (explicit, auto)
+    slices = tpu_slices(2, (2, 2, 2), 'TPU v4')
+    assert default_mesh(2, devices=slices, axis_types=explicit).axis_types == (explicit,) * 3
+    with pytest.raises(ValueError, match=r"axis_types.*\('replica', 'data', 'model'\)"):
+        default_mesh(2, devices=slices, axis_types=(auto, auto))

@@ -1,0 +1,161 @@
+"""Devices and their coordinates, chips and their rates, and where a slice closes to rings."""
+
+import types
+
+import jax
+import pytest
+from mock_devices import MockDevice, cpus, gpus, tpu_slices, tpus
+
+from partitioning import CHIPS, bounds_from_last_device, get_coords
+from partitioning.hardware import chip_of, has_coords, num_slices, torus_wrap
+
+pytestmark = pytest.mark.core
+
+
+# Coordinates.
+
+
+def test_coordinates_of_tpus():
+    assert get_coords(MockDevice(0, 0, (1, 0, 1), core_on_chip=1)) == (1, 0, 1, 1)
+    assert bounds_from_last_device(MockDevice(0, 0, (3, 3, 3), core_on_chip=1)) == (4, 4, 4, 2)
+
+
+def test_coordinates_without_torus(monkeypatch):
+    monkeypatch.setattr(jax, 'local_device_count', lambda: 8)
+    assert get_coords(MockDevice(9, 1)) == (1, 1)
+    monkeypatch.setattr(jax, 'local_device_count', lambda: 4)
+    assert bounds_from_last_device(MockDevice(3, 0)) == (1, 4)
+
+
+def test_only_tpus_have_coordinates():
+    assert has_coords(tpus((2, 2, 1), 'TPU v5 lite')[0])
+    assert not has_coords(gpus(8, 1)[0])
+    assert not has_coords(cpus(8, 1)[0])
+    assert not has_coords(jax.devices()[0])
+    # GPUs that are described and not here have places in their racks, which are no torus.
+    assert not has_coords(types.SimpleNamespace(id=0, coords=(0, 1, 3), platform='gpu'))
+
+
+@pytest.mark.parametrize(
+    'devices, expected',
+    [
+        (tpus((2, 2, 1), 'TPU v4'), 1),  # one slice: its devices have no slice_index
+        (tpu_slices(1, (2, 2, 1), 'TPU v4'), 1),
+        (tpu_slices(3, (2, 2, 1), 'TPU v4'), 3),
+        (tpu_slices(3, (2, 2, 1), 'TPU v4')[4:], 2),
+        (gpus(8, 4), 1),
+        (gpus(8, 2, domains=2), 2),
+    ],
+)
+def test_number_of_slices(devices, expected):
+    assert num_slices(devices) == expected
+    assert num_slices(devices[::-1]) == expected
+
+
+# Chips.
+
+DEVICE_KINDS = {
+    'v2': 'TPU v2',
+    'v3': 'TPU v3',
+    'v4': 'TPU v4',
+    'v5e': 'TPU v5 lite',
+    'v5p': 'TPU v5',
+    'v6e': 'TPU v6 lite',
+    'tpu7x': 'TPU7x',
+}
+
+
+def test_chips_by_their_device_kind():
+    """The names that device descriptions of libtpu carry."""
+    for name, kind in DEVICE_KINDS.items():
+        chip = chip_of(kind)
+        assert chip is CHIPS[name]
+        assert (chip.name, chip.platform) == (name, 'tpu')
+    assert chip_of('NVIDIA H200').name == 'h200'
+    assert {c.name for c in CHIPS.values() if c.platform == 'gpu'} == {
+        'a100',
+        'h100',
+        'h200',
+        'b200',
+    }
+
+
+@pytest.mark.parametrize('kind', ['cpu', 'TPU', 'TPU v5e', 'tpu v4', 'NVIDIA', ''])
+def test_kinds_of_no_known_chip(kind):
+    """A part of a name is not the name: 'TPU v5' is another chip than 'TPU v5 lite'."""
+    assert chip_of(kind) is None
+
+
+@pytest.mark.parametrize(
+    'name, gib',
+    [
+        ('v2', 7.48),
+        ('v3', 15.48),
+        ('v4', 30.75),
+        ('v5e', 15.75),
+        ('v5p', 95.73),
+        ('v6e', 31.24),
+        ('tpu7x', 94.74),
+    ],
+)
+def test_memory_of_one_device(name, gib):
+    """As the compiler's out-of-memory errors state it."""
+    assert CHIPS[name].hbm_bytes_per_device == pytest.approx(gib * 2**30, abs=2)
+
+
+def test_two_devices_share_a_chip():
+    two = {name for name, chip in CHIPS.items() if chip.devices == 2}
+    assert two == {'v2', 'v3', 'tpu7x'}
+    assert CHIPS['v3'].peak_flops_per_device == 61.5e12
+    assert CHIPS['v5p'].peak_flops_per_device == CHIPS['v5p'].peak_flops == 459e12
+
+
+@pytest.mark.parametrize(
+    'name, gigabytes',
+    # Bidirectional bandwidth of a chip over all its links, in GB/s, as the documents give it.
+    [('v5e', 400), ('v5p', 1200), ('v6e', 800), ('tpu7x', 1200), ('h100', 900), ('b200', 1800)],
+)
+def test_link_bandwidth_adds_up(name, gigabytes):
+    chip = CHIPS[name]
+    assert chip.ici_links * chip.ici_link_bandwidth * 2 == pytest.approx(gigabytes * 1e9)
+
+
+def test_links_of_a_torus_are_two_a_dimension():
+    for chip in CHIPS.values():
+        if chip.platform == 'tpu':
+            assert chip.ici_links == 2 * chip.dimensions
+
+
+# Rings.
+
+
+@pytest.mark.parametrize(
+    'kind, bounds, wrap',
+    [
+        # Cubes of 4 x 4 x 4 chips close in all three dimensions, or in none.
+        ('TPU v4', (4, 4, 4), (True, True, True)),
+        ('TPU v4', (4, 4, 8), (True, True, True)),
+        ('TPU v4', (2, 2, 4), (False, False, False)),
+        ('TPU v4', (4, 4, 2), (False, False, False)),
+        ('TPU v5', (8, 8, 8), (True, True, True)),
+        ('TPU v5', (4, 4, 6), (False, False, False)),
+        ('TPU v5', (2, 2, 2), (False, False, False)),
+        ('TPU v5', (4, 8, 12), (True, True, True)),
+        ('TPU7x', (4, 4, 4), (True, True, True)),
+        ('TPU7x', (2, 4, 4), (False, False, False)),
+        # Planes close where they are as long as the pod.
+        ('TPU v5 lite', (16, 16, 1), (True, True, False)),
+        ('TPU v5 lite', (8, 16, 1), (False, True, False)),
+        ('TPU v5 lite', (4, 4, 1), (False, False, False)),
+        ('TPU v6 lite', (16, 16, 1), (True, True, False)),
+        ('TPU v6 lite', (16, 8, 1), (True, False, False)),
+        ('TPU v2', (16, 16, 1), (True, True, False)),
+        ('TPU v2', (4, 4, 1), (False, False, False)),
+        ('TPU v3', (32, 32, 1), (True, True, False)),
+        ('TPU v3', (16, 32, 1), (False, True, False)),
+        ('TPU v3', (16, 16, 1), (False, False, False)),
+        ('TPU v9', (16, 16, 16), (False, False, False)),
+    ],
+)
+def test_where_links_close_to_rings(kind, bounds, wrap):
+    assert torus_wrap(kind, bounds) == wrap

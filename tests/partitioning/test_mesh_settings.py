@@ -1,0 +1,238 @@
+"""Settings of the default mesh: names, shapes within and over slices, and contradictions."""
+
+import math
+
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
+
+from partitioning import PjitPartitioner, default_mesh
+
+pytestmark = pytest.mark.core
+
+# Shapes within slices and over them.
+
+
+def test_the_shapes_of_the_default_mesh_of_two_slices():
+    mesh = default_mesh(
+        None,
+        ici_mesh_shape=(1, 2, 4),
+        dcn_mesh_shape=(2, 1, 1),
+        devices=tpu_slices(2, (2, 2, 2), 'TPU v4'),
+    )
+    assert ids(mesh) == [[[0, 2, 1, 3], [4, 6, 5, 7]], [[8, 10, 9, 11], [12, 14, 13, 15]]]
+
+
+@pytest.mark.parametrize(
+    'kind, bounds, ici',
+    [
+        ('TPU v5 lite', (4, 4, 1), (1, 8, 2)),
+        ('TPU v5 lite', (4, 4, 1), (1, 16, 1)),
+        ('TPU v5', (4, 4, 4), (1, 32, 2)),
+        ('TPU v6 lite', (16, 16, 1), (1, 128, 2)),
+        ('TPU v6 lite', (16, 16, 1), (1, 64, 4)),
+    ],
+)
+def test_hybrid_meshes(kind, bounds, ici):
+    devices = tpu_slices(2, bounds, kind)
+    mesh = default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=(2, 1, 1), devices=devices)
+    assert mesh.axis_names == ('replica', 'data', 'model')
+    assert mesh.devices.shape == (2 * ici[0], ici[1], ici[2])
+    assert sorted(np.ravel(ids(mesh)).tolist()) == list(range(2 * math.prod(bounds)))
+    for replica in (0, 1):
+        assert {d.slice_index for d in mesh.devices[replica].ravel()} == {replica}
+
+
+@pytest.mark.parametrize(
+    'ici, dcn',
+    [
+        ((1, 2, 8), (2, 1, 1)),  # 32 devices of 16
+        ((1, 8, 2), (1, 1, 1)),  # 16 devices, but of one slice
+        ((1, 2, 2), (4, 1, 1)),  # four slices of two
+        ((2, 4), (2, 1)),
+        ((1, 2, 4), (2, 1)),
+    ],
+)
+def test_hybrid_shapes_that_do_not_fit(ici, dcn):
+    devices = tpu_slices(2, (2, 2, 2), 'TPU v4')
+    with pytest.raises(ValueError, match='ici_mesh_shape') as error:
+        default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=dcn, devices=devices)
+    assert str(ici) in str(error.value) and str(dcn) in str(error.value)
+
+
+def test_one_slice_with_shapes_on_this_machine():
+    partitioner = PjitPartitioner(ici_mesh_shape=(1, 4, 2), dcn_mesh_shape=(1, 1, 1))
+    assert dict(partitioner.mesh.shape) == {'replica': 1, 'data': 4, 'model': 2}
+    assert partitioner.data_partition_spec == P(('replica', 'data'))
+    assert ('batch', ('replica', 'data')) in partitioner.logical_axis_rules
+    assert ('batch', 'data') not in partitioner.logical_axis_rules
+
+
+@pytest.mark.parametrize(
+    'names, ici, dcn, shape',
+    [
+        (('all',), (8,), (2,), (16,)),
+        (('data', 'model'), (2, 4), (2, 1), (4, 4)),
+        (('data', 'model'), (2, 4), (1, 2), (2, 8)),
+        (('pod', 'rows', 'columns'), (1, 2, 4), (2, 1, 1), (2, 2, 4)),
+        (('replica', 'data', 'fsdp', 'model'), (1, 1, 4, 2), (2, 1, 1, 1), (2, 1, 4, 2)),
+        (('stage', 'data', 'fsdp', 'sequence', 'model'), (1, 2, 2, 1, 2), (2, 1, 1, 1, 1), None),
+    ],
+)
+def test_shapes_of_any_number_of_axes(names, ici, dcn, shape):
+    devices = tpu_slices(2, (2, 2, 2), 'TPU v5')
+    mesh = default_mesh(
+        None, ici_mesh_shape=ici, dcn_mesh_shape=dcn, mesh_axis_names=names, devices=devices
+    )
+    assert mesh.axis_names == names
+    assert mesh.devices.shape == (shape or (2, 2, 2, 1, 2))
+    assert sorted_ids(mesh) == list(range(16))
+
+
+@pytest.mark.parametrize('ici, shape', [((1, -1, 2), (1, 4, 2)), ((-1, 1, 8), (1, 1, 8))])
+def test_whatever_remains(ici, shape):
+    mesh = default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=(1, 1, 1))
+    assert mesh.devices.shape == shape
+
+
+@pytest.mark.parametrize(
+    'names, ici, dcn, numbers',
+    [
+        (None, (2, 4), (1, 1), ["'replica'", '(2, 4)', 'mesh_axis_names']),
+        (None, (1, 2, 2, 2), (1, 1, 1, 1), ['(1, 2, 2, 2)', 'mesh_axis_names']),
+        (('data', 'model'), (1, 4, 2), (1, 1, 1), ['3 entries', "2 axis names ('data', 'model')"]),
+        (('data', 'model'), (4, 2), (1,), ['(4, 2) has 2 axes', '(1,) 1']),
+        (('data', 'data'), (4, 2), (1, 1), ["'data' more than once"]),
+    ],
+)
+def test_names_and_shapes_of_different_number(names, ici, dcn, numbers):
+    with pytest.raises(ValueError) as error:
+        default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=dcn, mesh_axis_names=names)
+    for number in numbers:
+        assert number in str(error.value)
+
+
+# Names with num_partitions.
+
+
+def test_two_names():
+    mesh = default_mesh(2, mesh_axis_names=('rows', 'columns'))
+    assert dict(mesh.shape) == {'rows': 4, 'columns': 2}
+    assert ids(mesh) == ids(default_mesh(2))
+
+
+@pytest.mark.parametrize('devices', [None, gpus(4, 2), tpus((2, 2, 2), 'TPU v4')])
+def test_a_third_name_is_a_slice_of_its_own(devices):
+    """A program for several slices runs on one."""
+    mesh = default_mesh(2, mesh_axis_names=('replica', 'data', 'model'), devices=devices)
+    assert dict(mesh.shape) == {'replica': 1, 'data': 4, 'model': 2}
+    assert ids(mesh)[0] == ids(default_mesh(2, devices=devices))
+
+
+def test_three_names_of_several_slices():
+    devices = tpu_slices(2, (4, 4, 1), 'TPU v3', cores=2)
+    mesh = default_mesh(4, mesh_axis_names=('pod', 'rows', 'columns'), devices=devices)
+    assert dict(mesh.shape) == {'pod': 2, 'rows': 8, 'columns': 4}
+    assert ids(mesh) == ids(default_mesh(4, devices=devices))
+
+
+@pytest.mark.parametrize(
+    'names, slices, message',
+    [
+        ((), 1, 'has 0 names.* 2, or 3'),
+        (('data',), 1, 'has 1 names.* 2, or 3'),
+        (('a', 'b', 'c', 'd'), 1, 'has 4 names.*mesh=create_mesh'),
+        (('data', 'model'), 2, r"has 2 names.* 2 slices has 3, .*\('replica', 'data', 'model'\)"),
+        (('a', 'b', 'c', 'd'), 2, 'has 4 names.*ici_mesh_shape'),
+        (('data', 'data'), 1, "'data' more than once"),
+        (('data', 1), 1, "axis names .*'data', 1.* must be strings"),
+        (('data', ''), 1, 'must be strings that are not empty'),
+    ],
+)
+def test_other_names(names, slices, message):
+    devices = tpu_slices(slices, (2, 2, 2), 'TPU v4')
+    with pytest.raises(ValueError, match=message):
+        default_mesh(2, mesh_axis_names=names, devices=devices)
+
+
+# Settings that contradict each other, or decide nothing.
+
+
+@pytest.mark.parametrize('make', [PjitPartitioner, default_mesh])
+@pytest.mark.parametrize(
+    'settings, message',
+    [
+        ({'ici_mesh_shape': (1, 16, 2)}, 'dcn_mesh_shape'),
+        ({'num_partitions': 2, 'dcn_mesh_shape': (1, 1, 1)}, 'ici_mesh_shape'),
+        (
+            {'num_partitions': 4, 'model_parallel_submesh': (1, 1, 1, 2)},
+            'num_partitions.*model_parallel_submesh',
+        ),
+        (
+            {'num_partitions': 4, 'ici_mesh_shape': (1, 16, 2), 'dcn_mesh_shape': (1, 1, 1)},
+            'num_partitions',
+        ),
+        (
+            {
+                'model_parallel_submesh': (1, 1, 1, 2),
+                'ici_mesh_shape': (1, 16, 2),
+                'dcn_mesh_shape': (1, 1, 1),
+            },
+            'model_parallel_submesh.*ici_mesh_shape',
+        ),
+        ({'num_partitions': None}, 'num_partitions'),
+    ],
+)
+def test_contradicting_settings(make, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make(**{'num_partitions': None, 'devices': v3_4x4()} | settings)
+
+
+def test_no_setting_at_all():
+    with pytest.raises(ValueError, match='At least one of'):
+        PjitPartitioner()
+
+
+@pytest.mark.parametrize('submesh', [(1, 2), (1, 1, 1, 1, 2), (2,), ()])
+def test_submesh_of_other_than_four(submesh):
+    with pytest.raises(ValueError, match='4-tuple'):
+        PjitPartitioner(model_parallel_submesh=submesh)
+
+
+def test_num_partitions_beside_shapes_that_agree():
+    """T5X's configurations set all three."""
+    partitioner = PjitPartitioner(
+        num_partitions=2, ici_mesh_shape=(1, 4, 2), dcn_mesh_shape=(1, 1, 1)
+    )
+    assert partitioner.mesh.shape['model'] == 2
+
+
+@pytest.mark.parametrize('platform, devices', [('cpu', None), ('gpu', gpus(8, 2))])
+def test_submesh_off_the_torus(platform, devices):
+    with pytest.raises(ValueError, match=rf'\(2, 1, 1, 2\).*on {platform} say num_partitions=4'):
+        default_mesh(None, (2, 1, 1, 2), devices=devices)
+
+
+@pytest.mark.parametrize('slices', [1, 2])
+def test_granule_size_on_tpus(slices):
+    with pytest.raises(ValueError, match='granule_size=4 is of GPUs and CPUs'):
+        default_mesh(2, devices=tpu_slices(slices, (2, 2, 2), 'TPU v4'), granule_size=4)
+
+
+@pytest.mark.parametrize('devices, message', [([], 'empty'), (v3_4x4() * 2, '32 of the 32')])
+def test_devices_that_make_no_mesh(devices, message):
+    with pytest.raises(ValueError, match=message):
+        default_mesh(2, devices=devices)
+
+
+def test_axis_types_of_shapes():
+    mesh = default_mesh(
+        None,
+        ici_mesh_shape=(4, 2),
+        dcn_mesh_shape=(1, 1),
+        mesh_axis_names=('data', 'model'),
+        axis_types=(AxisType.Explicit, AxisType.Auto),
+    )
+    assert mesh.axis_types == (AxisType.Explicit, AxisType.Auto)

@@ -1,0 +1,185 @@
+"""Mixtures of experts: the mesh with an 'expert' axis, and the partitioner on it."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
+
+from partitioning import MoePjitPartitioner, default_mesh, default_moe_mesh
+
+pytestmark = pytest.mark.core
+
+AXES = ('data', 'expert', 'model')
+
+
+def v3_2x2():
+    return tpus((2, 2, 1), 'TPU v3', cores=2)
+
+
+# The mesh.
+
+
+@pytest.mark.parametrize(
+    'experts, num_partitions, submesh, shape',
+    [
+        (16, 1, None, (1, 8, 1)),
+        (8, 1, None, (1, 8, 1)),
+        (4, 1, None, (2, 4, 1)),
+        (1, 1, None, (8, 1, 1)),
+        (8, 4, None, (1, 2, 4)),
+        (1, 4, None, (2, 1, 4)),
+        (12, 2, None, (1, 4, 2)),
+        (8, None, (1, 1, 1, 2), (1, 4, 2)),
+        (2, None, (2, 1, 1, 2), (1, 2, 4)),
+    ],
+)
+def test_moe_meshes_of_t5x(experts, num_partitions, submesh, shape):
+    mesh = default_moe_mesh(experts, num_partitions, submesh, devices=v3_2x2())
+    assert dict(mesh.shape) == dict(zip(AXES, shape, strict=True))
+    assert sorted_ids(mesh) == list(range(8))
+    without = default_mesh(num_partitions, submesh, devices=v3_2x2())
+    assert np.ravel(ids(mesh)).tolist() == np.ravel(ids(without)).tolist()
+
+
+def test_experts_divide_the_data_axis():
+    """T5X's order of v3 4 x 4, two rows of which belong to each of four experts."""
+    mesh = default_moe_mesh(2, 4, devices=v3_4x4())
+    assert mesh.devices.shape == (4, 2, 4)
+    assert ids(mesh)[0] == [[0, 1, 2, 3], [8, 9, 10, 11]]
+    assert ids(mesh)[1] == [[16, 17, 18, 19], [24, 25, 26, 27]]
+
+
+@pytest.mark.parametrize('experts, data', [(1, 4), (2, 2), (4, 1), (8, 1)])
+@pytest.mark.parametrize('slices', [2, 4])
+def test_experts_stay_within_a_slice(slices, experts, data):
+    devices = tpu_slices(slices, (2, 2, 2), 'TPU v4')
+    mesh = default_moe_mesh(experts, 2, devices=devices)
+    assert mesh.axis_names == ('replica', *AXES)
+    assert mesh.devices.shape == (slices, data, 4 // data, 2)
+    for i, replica in enumerate(mesh.devices):
+        assert {d.slice_index for d in replica.flat} == {i}
+
+
+def test_moe_on_this_machine_and_on_gpus():
+    mesh = default_moe_mesh(2, 2)
+    assert dict(mesh.shape) == {'data': 2, 'expert': 2, 'model': 2}
+    assert set(mesh.devices.flat) == set(jax.devices())
+    on_gpus = default_moe_mesh(4, 2, devices=gpus(8, 2))
+    assert ids(on_gpus) == np.arange(16).reshape(2, 4, 2).tolist()
+
+
+def test_axis_types():
+    assert default_moe_mesh(2, 2).axis_types == (AxisType.Auto,) * 3
+    explicit = default_moe_mesh(2, 2, axis_types=AxisType.Explicit)
+    assert explicit.axis_types == (AxisType.Explicit,) * 3
+
+
+@pytest.mark.parametrize('experts', [3, 5, 6, 0, -2, True, 2.0, '2', None])
+def test_experts_that_do_not_fit(experts):
+    """Neither a part of the data axis nor whole times it."""
+    with pytest.raises(ValueError) as error:
+        default_moe_mesh(experts, 2, devices=v3_2x2())
+    assert f'num_expert_partitions={experts!r}' in str(error.value)
+    assert ' 4 devices' in str(error.value) and 'use one of 1, 2, 4' in str(error.value)
+
+
+def test_partitions_of_a_moe_mesh_that_do_not_fit():
+    with pytest.raises(ValueError, match='num_partitions=3 does not divide the 8'):
+        default_moe_mesh(2, 3, devices=v3_2x2())
+    with pytest.raises(ValueError, match='At least one of'):
+        default_moe_mesh(2, devices=v3_2x2())
+    with pytest.raises(ValueError, match='num_partitions=2 and model_parallel_submesh'):
+        default_moe_mesh(2, 2, (1, 1, 1, 2), devices=v3_2x2())
+
+
+# The partitioner.
+
+
+def test_moe_partitioner():
+    partitioner = MoePjitPartitioner(num_expert_partitions=2, num_partitions=2)
+    assert dict(partitioner.mesh.shape) == {'data': 2, 'expert': 2, 'model': 2}
+    assert partitioner.mesh is partitioner.mesh
+    assert partitioner.data_partition_spec == P(('data', 'expert'))
+    assert partitioner.data_mesh_size == 4
+    rules = partitioner.logical_axis_rules
+    for rule in (
+        ('batch', ('data', 'expert')),
+        ('expert', 'expert'),
+        ('expert_mlp', 'model'),
+        ('expert_group', None),
+        ('expert_replicas', 'data'),
+        ('unmodeled', None),
+        ('mlp', 'model'),
+        ('embed', None),
+    ):
+        assert rule in rules
+
+
+def test_moe_partitioner_over_slices():
+    devices = tpu_slices(2, (2, 2, 2), 'TPU v4')
+    partitioner = MoePjitPartitioner(2, 2, devices=devices)
+    assert partitioner.mesh.axis_names == ('replica', *AXES)
+    assert partitioner.data_partition_spec == P(('replica', 'data', 'expert'))
+    assert partitioner.data_mesh_size == 8
+
+
+def test_moe_partitioner_with_a_submesh():
+    partitioner = MoePjitPartitioner(2, model_parallel_submesh=(1, 1, 1, 2), devices=v3_2x2())
+    assert dict(partitioner.mesh.shape) == {'data': 2, 'expert': 2, 'model': 2}
+
+
+@pytest.mark.parametrize(
+    'names, shape, spec',
+    [
+        (('expert', 'embed', 'expert_mlp'), (4, 6, 8), P('expert', None, 'model')),
+        (('expert', 'expert_mlp', 'embed'), (4, 8, 6), P('expert', 'model', None)),
+        (('embed', 'mlp'), (6, 8), P(None, 'model')),
+        (('batch', 'length', 'embed'), (8, 3, 6), P(('data', 'expert'), None, None)),
+    ],
+)
+def test_mesh_axes_of_experts(names, shape, spec):
+    partitioner = MoePjitPartitioner(2, 2)
+    kernel = nn.Partitioned(jax.ShapeDtypeStruct(shape, np.float32), names)
+    assert partitioner.get_mesh_axes({'kernel': kernel}) == {'kernel': spec}
+
+
+def test_experts_that_the_axis_does_not_divide():
+    partitioner = MoePjitPartitioner(2, 2)
+    kernel = nn.Partitioned(
+        jax.ShapeDtypeStruct((3, 6, 8), np.float32), ('expert', 'embed', 'expert_mlp')
+    )
+    with pytest.raises(ValueError, match=r"kernel.*'expert'.* 3 does not divide by 2"):
+        partitioner.get_mesh_axes({'kernel': kernel})
+
+
+def test_rules_of_your_own():
+    rules = [('batch', 'data'), ('expert', ('expert', 'model'))]
+    partitioner = MoePjitPartitioner(2, 2, logical_axis_rules=rules)
+    assert partitioner.logical_axis_rules == tuple(rules)
+    assert partitioner.data_partition_spec == P('data')
+
+
+def test_a_layer_of_experts():
+    """Every expert on its own rows, as one device computes it."""
+    partitioner = MoePjitPartitioner(2, 2)
+    rows = np.arange(4 * 3 * 6, dtype=np.float32).reshape(4, 3, 6) / 10
+    kernel = np.cos(np.arange(4 * 6 * 8, dtype=np.float32)).reshape(4, 6, 8)
+    named = nn.Partitioned(kernel, ('expert', 'embed', 'expert_mlp'))
+    spec = partitioner.get_mesh_axes({'kernel': named})['kernel']
+    layer = partitioner.partition(
+        lambda k, x: jnp.einsum('erd,edf->erf', x, k), (spec, P('expert')), P('expert')
+    )
+    result = layer(kernel, rows)
+    np.testing.assert_allclose(result, rows @ kernel, rtol=1e-5)
+    assert result.sharding == NamedSharding(partitioner.mesh, P('expert'))
+
+
+def test_numbers_that_do_not_fit_the_partitioner():
+    with pytest.raises(ValueError, match=r'num_expert_partitions=3 .* 4 devices'):
+        MoePjitPartitioner(3, 2).mesh  # noqa: B018
+    with pytest.raises(ValueError, match='At least one of'):
+        MoePjitPartitioner(2)

@@ -1,0 +1,177 @@
+"""Partitioners on meshes of several slices, of other names and of other types."""
+
+import flax.linen as nn
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from mock_devices import gpus, ids, tpu_slices, tpus
+
+from partitioning import (
+    BasePjitPartitioner,
+    PjitPartitioner,
+    create_mesh,
+    standard_logical_axis_rules,
+)
+
+pytestmark = pytest.mark.core
+
+# Several slices, and axes of other names.
+
+
+def two_slices():
+    return tpu_slices(2, (2, 2, 2), 'TPU v4')
+
+
+def test_the_batch_goes_over_slices():
+    partitioner = PjitPartitioner(num_partitions=4, devices=two_slices())
+    assert dict(partitioner.mesh.shape) == {'replica': 2, 'data': 2, 'model': 4}
+    assert partitioner.data_partition_spec == P(('replica', 'data'))
+    assert partitioner.data_mesh_size == 4
+    rules = partitioner.logical_axis_rules
+    assert rules == tuple(standard_logical_axis_rules(mesh_axes=('replica', 'data', 'model')))
+    base = BasePjitPartitioner(num_partitions=4, devices=two_slices())
+    assert base.data_partition_spec == P(('replica', 'data'))
+    assert base.data_mesh_size == 4
+
+
+RULES = [('batch', 'data'), ('mlp', 'model'), ('embed', 'data'), ('batch', 'model')]
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {'num_partitions': 4, 'devices': two_slices()},
+        {'model_parallel_submesh': (2, 2, 1, 1), 'devices': two_slices()},
+        {'ici_mesh_shape': (1, 4, 2), 'dcn_mesh_shape': (1, 1, 1)},
+        {'num_partitions': 2, 'mesh_axis_names': ('replica', 'data', 'model')},
+    ],
+)
+def test_rules_for_one_slice_on_a_mesh_of_several(settings):
+    """Only the rule of the batch for 'data' changes, as in T5X."""
+    partitioner = PjitPartitioner(**settings, logical_axis_rules=RULES)
+    assert partitioner.logical_axis_rules == (('batch', ('replica', 'data')), *RULES[1:])
+    assert partitioner.data_partition_spec == P(('replica', 'data'))
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [
+        {'num_partitions': 2},
+        {'num_partitions': 4, 'devices': tpus((2, 2, 2), 'TPU v4')},
+        {'mesh': create_mesh((2, 2, 2), ('replica', 'data', 'model'))},
+        {'num_partitions': 4, 'devices': two_slices(), 'mesh_axis_names': ('pod', 'data', 'model')},
+    ],
+)
+def test_rules_stay_where_no_replica_was_made(settings):
+    """On a mesh of your own, 'data' is what you say it is."""
+    partitioner = PjitPartitioner(**settings, logical_axis_rules=RULES)
+    assert partitioner.logical_axis_rules == tuple(RULES)
+    assert partitioner.data_partition_spec == P('data')
+    assert BasePjitPartitioner(**settings).data_partition_spec == P('data')
+
+
+@pytest.mark.parametrize(
+    'names, sizes, spec',
+    [
+        (('data', 'fsdp', 'sequence', 'model'), (2, 2, 1, 2), P(('data', 'fsdp'))),
+        (('data', 'expert'), (4, 2), P(('data', 'expert'))),
+        (('stage', 'fsdp', 'sequence'), (2, 2, 2), P('fsdp')),
+        (('model',), (8,), P(None)),
+    ],
+)
+def test_default_rules_follow_the_axes(names, sizes, spec):
+    ones = (1,) * len(names)
+    for partitioner in (
+        PjitPartitioner(mesh=create_mesh(sizes, names)),
+        PjitPartitioner(ici_mesh_shape=sizes, dcn_mesh_shape=ones, mesh_axis_names=names),
+    ):
+        assert partitioner.mesh.axis_names == names and partitioner.mesh.devices.shape == sizes
+        rules = tuple(standard_logical_axis_rules(mesh_axes=names))
+        assert partitioner.logical_axis_rules == rules
+        assert partitioner.data_partition_spec == spec
+
+
+def test_layouts_on_six_axes():
+    names = ('data', 'fsdp', 'sequence', 'expert', 'stage', 'model')
+    partitioner = PjitPartitioner(mesh=create_mesh((1, 2, 1, 2, 1, 2), names))
+    state = {
+        'dense': nn.Partitioned(np.zeros((4, 8)), ('embed', 'mlp')),
+        'expert': nn.Partitioned(np.zeros((2, 4, 8)), ('expert', 'embed', 'expert_mlp')),
+        'layers': nn.Partitioned(np.zeros((3, 4, 8)), ('stage', 'embed', 'mlp')),
+    }
+    assert partitioner.get_mesh_axes(state) == {
+        'dense': P('fsdp', 'model'),
+        'expert': P('expert', 'fsdp', 'model'),
+        'layers': P('stage', 'fsdp', 'model'),
+    }
+    assert partitioner.data_partition_spec == P(('data', 'fsdp', 'expert'))
+    assert partitioner.data_mesh_size == 4
+
+
+@pytest.mark.parametrize('axis, hint', [('foo', ''), ('modle', "Did you mean 'model'?")])
+def test_an_axis_that_default_rules_do_not_use(axis, hint):
+    """Rules that were not chosen must not replicate everything over it."""
+    state = {'w': nn.Partitioned(np.zeros((4, 8)), ('embed', 'mlp'))}
+    for settings in (
+        {'mesh': create_mesh((4, 2), ('data', axis))},
+        {'num_partitions': 2, 'mesh_axis_names': ('data', axis)},
+    ):
+        partitioner = PjitPartitioner(**settings)
+        with pytest.raises(ValueError, match=f'mesh axis {axis!r}') as error:
+            partitioner.get_mesh_axes(state)
+        assert str(error.value).endswith(hint)
+        with pytest.raises(ValueError, match=f'mesh axis {axis!r}'):
+            partitioner.data_partition_spec  # noqa: B018
+        chosen = PjitPartitioner(
+            **settings, logical_axis_rules=[('batch', 'data'), ('embed', None), ('mlp', axis)]
+        )
+        assert chosen.get_mesh_axes(state) == {'w': P(None, axis)}
+
+
+def test_an_axis_of_size_one_needs_no_rule():
+    partitioner = PjitPartitioner(mesh=create_mesh((8, 1), ('data', 'foo')))
+    assert partitioner.data_partition_spec == P('data')
+
+
+def test_names_without_data():
+    """The batch of a partitioner without rules is sharded over 'data'."""
+    base = BasePjitPartitioner(num_partitions=2, mesh_axis_names=('date', 'model'))
+    with pytest.raises(ValueError, match=r"'data', but the mesh is date 4 x model 2.*'date'"):
+        base.data_mesh_size  # noqa: B018
+
+
+# Types and granules.
+
+
+@pytest.mark.parametrize(
+    'axis_types, expected',
+    [
+        (AxisType.Explicit, (AxisType.Explicit, AxisType.Explicit)),
+        ('explicit', (AxisType.Explicit, AxisType.Explicit)),
+        ((AxisType.Explicit, AxisType.Auto), (AxisType.Explicit, AxisType.Auto)),
+    ],
+)
+def test_functions_on_meshes_of_other_types(axis_types, expected):
+    partitioner = PjitPartitioner(num_partitions=2, axis_types=axis_types)
+    assert partitioner.mesh.axis_types == expected
+    rows = partitioner.data_partition_spec
+    double = partitioner.partition(lambda x: 2 * x, rows, rows)
+    result = double(np.arange(16.0).reshape(8, 2))
+    np.testing.assert_array_equal(result, 2 * np.arange(16.0).reshape(8, 2))
+    assert result.sharding.is_equivalent_to(NamedSharding(partitioner.mesh, rows), 2)
+    total = partitioner.partition(lambda x: (x * x).sum(axis=0), rows, None)
+    np.testing.assert_allclose(total(np.arange(8.0).reshape(8, 1)), [140.0])
+
+
+def test_types_of_another_number():
+    with pytest.raises(ValueError, match=r"axis_types=.*\('data', 'model'\)"):
+        PjitPartitioner(2, axis_types=(AxisType.Auto,) * 3).mesh  # noqa: B018
+
+
+def test_granule_size():
+    """Three GPUs of one NVLink network instead of one of each of three hosts."""
+    alone = PjitPartitioner(3, devices=gpus(4, 3))
+    assert ids(alone.mesh)[0] == [0, 4, 8]
+    joined = PjitPartitioner(3, devices=gpus(4, 3), granule_size=12)
+    assert ids(joined.mesh) == np.arange(12).reshape(4, 3).tolist()

@@ -1,0 +1,183 @@
+"""How far the neighbours along a mesh axis are: against hops counted one by one, and by hand."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from mock_devices import cpus, gpus, tpu_slices, tpus, v3_4x4
+
+from partitioning import axis_rings, create_hybrid_mesh, create_mesh, default_mesh, mesh_table
+
+pytestmark = pytest.mark.core
+
+
+def counted(mesh, axis, bounds, wrap):
+    """(mean, worst) hops of the steps along an axis that stay within a slice."""
+    grid = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)
+    hops = []
+    for ring in grid.T.tolist():
+        for a, b in zip(ring, ring[1:] + ring[:1], strict=True):
+            if getattr(a, 'slice_index', 0) != getattr(b, 'slice_index', 0):
+                continue
+            links = 0
+            for i, j, n, closes in zip(a.coords, b.coords, bounds, wrap, strict=True):
+                links += min((i - j) % n, (j - i) % n) if closes else abs(i - j)
+            hops.append(links)
+    return (sum(hops) / len(hops), max(hops)) if hops else (None, None)
+
+
+NONE, PLANE, CUBE = (False,) * 3, (True, True, False), (True,) * 3
+
+
+@pytest.mark.parametrize(
+    'devices, bounds, wrap, sizes',
+    [
+        (tpus((4, 4, 1), 'TPU v5 lite'), (4, 4, 1), NONE, (4, 4)),
+        (tpus((4, 4, 1), 'TPU v5 lite'), (4, 4, 1), NONE, (2, 4, 2)),
+        (tpus((16, 16, 1), 'TPU v5 lite'), (16, 16, 1), PLANE, (64, 4)),
+        (tpus((16, 8, 1), 'TPU v6 lite'), (16, 8, 1), (True, False, False), (8, 16)),
+        (tpus((4, 4, 4), 'TPU v4'), (4, 4, 4), CUBE, (8, 8)),
+        (tpus((2, 2, 4), 'TPU v5'), (2, 2, 4), NONE, (8, 2)),
+        (tpus((2, 2, 2), 'TPU7x', 2), (2, 2, 2), NONE, (4, 4)),
+        (v3_4x4(), (4, 4, 1), NONE, (4, 8)),
+        (tpu_slices(2, (4, 4, 4), 'TPU v5'), (4, 4, 4), CUBE, (2, 16, 4)),
+        (tpu_slices(4, (2, 4, 1), 'TPU v6 lite'), (2, 4, 1), NONE, (8, 4)),
+    ],
+)
+def test_hops(devices, bounds, wrap, sizes):
+    names = [f'axis{i}' for i in range(len(sizes))]
+    in_links = create_mesh(sizes, names, devices=devices)
+    in_numbers = Mesh(np.reshape(np.array(devices, object), sizes), names)
+    for mesh in (in_links, in_numbers):
+        rings = axis_rings(mesh)
+        assert [(r.axis, r.size) for r in rings] == list(zip(names, sizes, strict=True))
+        for axis, ring in enumerate(rings):
+            assert (ring.mean_hops, ring.worst_hops) == counted(mesh, axis, bounds, wrap)
+
+
+def test_hops_by_hand():
+    """Three steps forth and three back in a row of four; a ring of sixteen needs no way back."""
+    row = axis_rings(create_mesh((4, 4), ('a', 'b'), devices=tpus((4, 4, 1), 'TPU v5 lite')))
+    assert [(r.mean_hops, r.worst_hops) for r in row] == [(1.5, 3), (1.5, 3)]
+    pod = axis_rings(create_mesh((16, 16), ('a', 'b'), devices=tpus((16, 16, 1), 'TPU v6 lite')))
+    assert [(r.mean_hops, r.worst_hops) for r in pod] == [(1.0, 1), (1.0, 1)]
+    cores = axis_rings(default_mesh(2, devices=v3_4x4()))[1]
+    assert (cores.mean_hops, cores.worst_hops) == (0.0, 0)
+
+
+def test_wrap_on_request():
+    mesh = create_mesh((4, 4), ('a', 'b'), devices=tpus((4, 4, 1), 'TPU v5 lite'))
+    assert [r.mean_hops for r in axis_rings(mesh, wrap=PLANE)] == [1.0, 1.0]
+    cube = create_mesh((16, 4), ('a', 'b'), devices=tpus((4, 4, 4), 'TPU v4'))
+    assert axis_rings(cube)[1].mean_hops == 1.0
+    assert axis_rings(cube, wrap=NONE)[1].mean_hops == 1.5
+
+
+def test_a_reshape_is_five_times_as_far():
+    """512 chips of v5p, in the order that they are numbered and in that of their links."""
+    devices = sorted(tpus((8, 8, 8), 'TPU v5'), key=lambda d: (d.process_index, d.id))
+    numbered = Mesh(np.reshape(np.array(devices, object), (64, 8)), ('data', 'model'))
+    linked = create_mesh((64, 8), ('data', 'model'), devices=devices)
+    assert round(axis_rings(numbered)[0].mean_hops, 1) == 5.1
+    assert round(axis_rings(linked)[0].mean_hops, 1) == 1.1
+
+
+def test_part_of_a_slice_has_its_own_extent():
+    """The last twelve of sixteen columns do not close to a ring."""
+    part = [d for d in tpus((16, 16, 1), 'TPU v5 lite') if d.coords[0] >= 4]
+    mesh = Mesh(np.reshape(np.array(part, object), (16, 12)), ('y', 'x'))
+    y, x = axis_rings(mesh)
+    assert (y.mean_hops, y.worst_hops) == (1.0, 1)
+    assert (x.mean_hops, x.worst_hops) == (22 / 12, 11)
+
+
+# Networks.
+
+
+def networks(mesh, **options):
+    return {ring.axis: ring.network for ring in axis_rings(mesh, **options)}
+
+
+def test_networks_of_tpus():
+    slices = tpu_slices(2, (4, 4, 1), 'TPU v5 lite')
+    replicas = default_mesh(4, devices=slices)
+    assert networks(replicas) == {'replica': 'DCN', 'data': 'ICI', 'model': 'ICI'}
+    assert axis_rings(replicas)[0].mean_hops is None
+    assert axis_rings(replicas)[0].worst_hops is None
+    mixed = create_hybrid_mesh((2, 8), (2, 1), ('data', 'model'), devices=slices)
+    assert networks(mixed) == {'data': 'ICI + DCN', 'model': 'ICI'}
+    # Only steps within a slice are hops, not those from the end of a row to another slice.
+    columns = create_hybrid_mesh((4, 4), (2, 1), ('data', 'model'), devices=slices)
+    assert (axis_rings(columns)[0].mean_hops, axis_rings(columns)[0].worst_hops) == (1.0, 1)
+    one = default_mesh(1, devices=tpus((4, 4, 1), 'TPU v5 lite'))
+    assert networks(one) == {'data': 'ICI', 'model': '-'}
+
+
+@pytest.mark.parametrize(
+    'devices, num_partitions, granule_size, expected',
+    [
+        (gpus(8, 2), 8, None, ('network', 'NVLink')),
+        (gpus(8, 2), 4, None, ('NVLink + network', 'NVLink')),
+        (gpus(8, 2), 16, None, ('-', 'NVLink + network')),
+        (gpus(8, 1), 2, None, ('NVLink', 'NVLink')),
+        (gpus(4, 4), 4, None, ('network', 'NVLink')),
+        (gpus(4, 4), 4, 16, ('NVLink', 'NVLink')),
+        (gpus(4, 4), 4, 8, ('NVLink + network', 'NVLink')),
+        (gpus(4, 2, domains=2), 4, None, ('NVLink + network', 'NVLink')),
+        (gpus(4, 2, domains=2), 8, None, ('network', 'NVLink')),
+        (cpus(8, 1), 2, None, ('memory', 'memory')),
+        (cpus(4, 2), 4, None, ('network', 'memory')),
+        (cpus(4, 2), 8, None, ('-', 'memory + network')),
+    ],
+)
+def test_networks_of_hosts(devices, num_partitions, granule_size, expected):
+    options = {'granule_size': granule_size}
+    mesh = default_mesh(num_partitions, devices=devices, **options)
+    assert networks(mesh, **options) == dict(zip(('data', 'model'), expected, strict=True))
+    for ring in axis_rings(mesh, **options):
+        assert ring.mean_hops is None and ring.worst_hops is None
+
+
+def test_networks_of_this_machine():
+    assert networks(default_mesh(len(jax.devices()))) == {'data': '-', 'model': 'memory'}
+
+
+# Tables.
+
+
+def test_table_of_two_slices():
+    mesh = default_mesh(4, devices=tpu_slices(2, (2, 2, 2), 'TPU v4'))
+    assert mesh_table(mesh).splitlines() == [
+        '16 devices (TPU v4) of 4 processes, 4 each',
+        'axis     size  network  mean hops  worst hops',
+        'replica     2  DCN              -           -',
+        'data        2  ICI           1.00           1',
+        'model       4  ICI           1.50           2',
+    ]
+
+
+def test_table_of_unequal_hosts():
+    """No hops without a torus, and every number of devices that a process has."""
+    mesh = create_mesh((13, 1), ('data', 'x'), devices=gpus(8, 2)[3:])
+    assert mesh_table(mesh).splitlines() == [
+        '13 devices (NVIDIA H100) of 2 processes, 5 or 8 each',
+        'axis  size  network           mean hops  worst hops',
+        'data    13  NVLink + network          -           -',
+        'x        1  -                         -           -',
+    ]
+
+
+def test_table_of_one_device():
+    first, header, row = mesh_table(create_mesh((1,), 'all', devices=cpus(1, 1))).splitlines()
+    assert first == '1 device (cpu) of 1 process, 1 each'
+    assert header.split('  ')[0] == 'axis'
+    assert row.split() == ['all', '1', '-', '-', '-']
+
+
+def test_table_takes_wrap_and_granules():
+    rows = create_mesh((4, 4), ('a', 'b'), devices=tpus((4, 4, 1), 'TPU v5 lite'))
+    assert '1.50           3' in mesh_table(rows)
+    assert '1.00           1' in mesh_table(rows, wrap=PLANE)
+    hosts = default_mesh(4, devices=gpus(4, 4))
+    assert 'network' in mesh_table(hosts).split('data')[1]
+    assert 'network' not in mesh_table(hosts, granule_size=16).split('data')[1]

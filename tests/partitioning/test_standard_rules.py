@@ -1,0 +1,196 @@
+"""T5X's rules for transformers, and what they become on meshes of other axes."""
+
+import itertools
+
+import flax.linen as nn
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from partitioning import logical_to_mesh_axes, standard_logical_axis_rules
+
+pytestmark = pytest.mark.core
+
+# In T5X's order.
+
+COMMON = [
+    ('batch', 'data'),
+    ('vocab', 'model'),
+    ('mlp', 'model'),
+    ('heads', 'model'),
+    ('kv', None),
+    ('joined_kv', 'model'),
+]
+REPLICATED = ['relpos_buckets', 'abspos_buckets', 'length', 'layers', 'stack', 'mlp_activations']
+T5X_RULES = {
+    (1, 1): [*COMMON[:2], ('embed', None), *COMMON[2:]],
+    (2, 1): [*COMMON, ('embed', 'model')],
+    (1, 2): [*COMMON, ('embed', 'data')],
+    (2, 2): [*COMMON, ('embed', 'model'), ('embed', 'data')],
+}
+
+
+@pytest.mark.parametrize('dims', T5X_RULES)
+def test_standard_rules_map_as_in_t5x(dims):
+    ours = standard_logical_axis_rules(*dims)
+    theirs = [*T5X_RULES[dims], *((name, None) for name in REPLICATED)]
+    assert sorted(ours, key=repr) == sorted(theirs, key=repr)
+    known = sorted({name for name, _ in theirs})
+    for names in itertools.permutations(known, 3):
+        assert logical_to_mesh_axes(names, ours) == nn.logical_to_mesh_axes(names, theirs)
+
+
+@pytest.mark.parametrize(
+    'dims, names, expected',
+    [
+        ((2, 2), ('vocab', 'embed'), P('model', 'data')),
+        ((2, 2), ('embed', 'mlp'), P('data', 'model')),
+        ((2, 2), ('batch', 'length', 'embed'), P('data', None, 'model')),
+        ((1, 1), ('embed', 'mlp'), P(None, 'model')),
+        ((1, 1), ('batch', 'length', 'embed'), P('data', None, None)),
+    ],
+)
+def test_standard_rules(dims, names, expected):
+    assert logical_to_mesh_axes(names, standard_logical_axis_rules(*dims)) == expected
+
+
+def test_additional_rules_come_last():
+    extra = [('embed', 'data'), ('experts', 'data')]
+    rules = standard_logical_axis_rules(additional_rules=extra)
+    assert list(rules[-2:]) == extra
+    assert logical_to_mesh_axes(('embed', 'experts'), rules) == P(None, 'data')
+
+
+@pytest.mark.parametrize('dims', [(3, 1), (1, 3), (0, 1)])
+def test_standard_rules_of_other_dims(dims):
+    with pytest.raises(ValueError, match='not supported'):
+        standard_logical_axis_rules(*dims)
+
+
+# For the axes that a mesh has.
+
+
+def rules_of(*mesh_axes, **dims):
+    return standard_logical_axis_rules(mesh_axes=mesh_axes, **dims)
+
+
+def test_the_default_axes_are_those_of_t5x():
+    for dims in T5X_RULES:
+        plain = standard_logical_axis_rules(*dims)
+        assert standard_logical_axis_rules(*dims, mesh_axes=('data', 'model')) == plain
+        assert standard_logical_axis_rules(*dims, mesh_axes=['model', 'data']) == plain
+
+
+@pytest.mark.parametrize(
+    'mesh_axes, batch',
+    [
+        (('data',), 'data'),
+        (('fsdp', 'model'), 'fsdp'),
+        (('replica', 'data', 'model'), ('replica', 'data')),
+        (('data', 'fsdp', 'model'), ('data', 'fsdp')),
+        (('data', 'expert', 'model'), ('data', 'expert')),
+        (('expert', 'fsdp', 'data', 'replica'), ('replica', 'data', 'fsdp', 'expert')),
+        (('data', 'sequence', 'stage', 'model'), 'data'),
+        (('model',), None),
+        ((), None),
+    ],
+)
+def test_the_batch_goes_over_all_axes_of_data(mesh_axes, batch):
+    """In one order, whatever that of the mesh."""
+    assert rules_of(*mesh_axes)[0] == ('batch', batch)
+
+
+MODEL_RULES = ['vocab', 'mlp', 'heads', 'joined_kv']
+BESIDE = {
+    'fsdp': [('embed', 'fsdp')],
+    'sequence': [('length', 'sequence')],
+    'stage': [('stage', 'stage')],
+    'expert': [
+        ('expert', 'expert'),
+        ('expert_mlp', 'model'),
+        ('expert_group', None),
+        ('expert_replicas', 'data'),
+        ('unmodeled', None),
+    ],
+    'replica': [],
+}
+
+
+@pytest.mark.parametrize('axis', BESIDE)
+def test_an_axis_more(axis):
+    """Its own rules are there, and those it does not concern are as they were."""
+    plain = {rule for rule in standard_logical_axis_rules() if rule[0] != 'batch'}
+    rules = {rule for rule in rules_of('data', axis, 'model') if rule[0] != 'batch'}
+    names = {name for name, _ in BESIDE[axis]}
+    assert rules == {rule for rule in plain if rule[0] not in names} | set(BESIDE[axis])
+
+
+@pytest.mark.parametrize('axis', ['fsdp', 'sequence', 'stage', 'expert', 'replica'])
+def test_no_rule_names_an_axis_that_is_not_there(axis):
+    for mesh_axes in ((axis,), ('data', axis), (axis, 'model')):
+        for dims in itertools.product((1, 2), repeat=2):
+            rules = standard_logical_axis_rules(*dims, mesh_axes=mesh_axes)
+            named = {
+                a for _, axes in rules for a in ([axes] if isinstance(axes, str) else axes or [])
+            }
+            assert named <= set(mesh_axes)
+            sizes = dict.fromkeys(mesh_axes, 2)
+            for names in itertools.permutations(('batch', 'length', 'embed', 'mlp', 'heads'), 3):
+                logical_to_mesh_axes(names, rules, axis_sizes=sizes, shape=(4, 4, 4))
+
+
+def test_without_a_model_axis():
+    rules = dict(rules_of('data'))
+    assert [rules[name] for name in MODEL_RULES] == [None] * 4
+    assert dict(rules_of('data', 'expert'))['expert_mlp'] is None
+
+
+ALL = ('data', 'fsdp', 'sequence', 'expert', 'stage', 'model')
+
+
+@pytest.mark.parametrize(
+    'mesh_axes, dims, names, expected',
+    [
+        (
+            ALL,
+            (1, 1),
+            ('batch', 'length', 'embed'),
+            P(('data', 'fsdp', 'expert'), 'sequence', None),
+        ),
+        (ALL, (1, 1), ('embed', 'mlp'), P('fsdp', 'model')),
+        (ALL, (1, 1), ('stage', 'embed', 'heads', 'kv'), P('stage', 'fsdp', 'model', None)),
+        (ALL, (1, 1), ('expert', 'embed', 'expert_mlp'), P('expert', 'fsdp', 'model')),
+        (ALL, (1, 1), ('expert_group', 'expert_replicas', 'unmodeled'), P(None, 'data', None)),
+        (('fsdp', 'model'), (1, 1), ('vocab', 'embed'), P('model', 'fsdp')),
+        (('fsdp', 'model'), (1, 1), ('batch', 'length', 'embed'), P('fsdp', None, None)),
+        (('data', 'fsdp', 'model'), (2, 1), ('batch', 'embed'), P(('data', 'fsdp'), 'model')),
+        (('data', 'fsdp', 'model'), (1, 2), ('embed', 'mlp'), P('fsdp', 'model')),
+        (('replica', 'data', 'model'), (1, 2), ('embed', 'mlp'), P('data', 'model')),
+    ],
+)
+def test_layouts_on_more_axes(mesh_axes, dims, names, expected):
+    rules = standard_logical_axis_rules(*dims, mesh_axes=mesh_axes)
+    assert logical_to_mesh_axes(names, rules) == expected
+
+
+# An axis without use.
+
+
+@pytest.mark.parametrize(
+    'axis, near',
+    [('modle', 'model'), ('expart', 'expert'), ('sequences', 'sequence'), ('foo', None)],
+)
+def test_an_axis_that_no_rule_uses(axis, near):
+    with pytest.raises(ValueError) as error:
+        rules_of('data', axis)
+    message = str(error.value)
+    assert f'mesh axis {axis!r}' in message and f"('mlp', {axis!r})" in message
+    assert message.endswith(f'Did you mean {near!r}?') == (near is not None)
+    assert ('Did you mean' in message) == (near is not None)
+
+
+@pytest.mark.parametrize('added', [('mlp', 'foo'), ('mlp', ('model', 'foo')), ('new', 'foo')])
+def test_an_axis_that_an_added_rule_uses(added):
+    rules = standard_logical_axis_rules(additional_rules=[added], mesh_axes=('data', 'foo'))
+    assert rules[-1] == added
+    with pytest.raises(ValueError, match="'foo'"):
+        standard_logical_axis_rules(additional_rules=[('mlp', 'data')], mesh_axes=('data', 'foo'))

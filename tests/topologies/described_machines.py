@@ -1,0 +1,139 @@
+"""The machines these tests describe, what is known of them, and T5X's own numbering of devices."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from partitioning import Topology, describe_topology
+
+
+def _cuda_plugin_fits() -> bool:
+    """Whether jax would load the plugin: it must be of the version of jaxlib."""
+    for package in ('jax-cuda13-plugin', 'jax-cuda12-plugin'):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(package) == importlib.metadata.version('jaxlib')
+    return False
+
+
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec('libtpu') is None,
+    reason='libtpu, which describes TPUs, is not installed',
+)
+needs_cuda_plugin = pytest.mark.skipif(
+    not _cuda_plugin_fits(),
+    reason="jax's CUDA plugin, which describes GPUs, is not installed in jaxlib's version",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A TPU machine, and what its description must say."""
+
+    name: str
+    slices: int
+    devices: int
+    processes: int
+    kind: str
+    bounds: tuple[int, int, int]
+    cores: int
+    wrap: tuple[bool, bool, bool]
+
+    def __str__(self) -> str:
+        return self.name if self.slices == 1 else f'{self.slices} of {self.name}'
+
+    def describe(self) -> Topology:
+        return described(self.name, self.slices)
+
+
+NO_RINGS = (False, False, False)
+PLANE = (True, True, False)
+CUBE = (True, True, True)
+MACHINES = [
+    Machine('v2:4x4', 1, 32, 4, 'TPU v2', (4, 4, 1), 2, NO_RINGS),
+    Machine('v3:4x4', 1, 32, 4, 'TPU v3', (4, 4, 1), 2, NO_RINGS),
+    Machine('v4:2x2x4', 1, 16, 4, 'TPU v4', (2, 2, 4), 1, NO_RINGS),
+    Machine('v4:4x4x4', 1, 64, 16, 'TPU v4', (4, 4, 4), 1, CUBE),
+    Machine('v5e:4x4', 1, 16, 4, 'TPU v5 lite', (4, 4, 1), 1, NO_RINGS),
+    Machine('v5e:16x16', 1, 256, 64, 'TPU v5 lite', (16, 16, 1), 1, PLANE),
+    Machine('v5p:4x4x4', 1, 64, 16, 'TPU v5', (4, 4, 4), 1, CUBE),
+    Machine('v5p:8x8x8', 1, 512, 128, 'TPU v5', (8, 8, 8), 1, CUBE),
+    Machine('v6e:16x16', 1, 256, 64, 'TPU v6 lite', (16, 16, 1), 1, PLANE),
+    Machine('tpu7x:4x4x4', 1, 128, 16, 'TPU7x', (4, 4, 4), 2, CUBE),
+    Machine('v5e:4x4', 2, 32, 8, 'TPU v5 lite', (4, 4, 1), 1, NO_RINGS),
+    Machine('v5p:4x4x4', 2, 128, 32, 'TPU v5', (4, 4, 4), 1, CUBE),
+    Machine('v6e:16x16', 2, 512, 128, 'TPU v6 lite', (16, 16, 1), 1, PLANE),
+]
+PARTITIONS = (1, 2, 4, 8, 16, 32)
+
+
+@functools.cache
+def described(name: str, slices: int = 1) -> Topology:
+    """A description, made once for all tests."""
+    return describe_topology(name, num_slices=slices)
+
+
+@dataclasses.dataclass(frozen=True)
+class MockTpu:
+    id: int
+    process_index: int
+    coords: tuple[int, int, int]
+    core_on_chip: int
+    device_kind: str
+    platform: str = 'tpu'
+
+
+@dataclasses.dataclass(frozen=True)
+class MockSliceTpu(MockTpu):
+    slice_index: int = 0
+
+
+def t5x_tpus(kind: str, bounds: Sequence[int], cores: int = 1) -> list[MockTpu]:
+    """T5X's test devices: id = c + nc * (x + nx * (y + ny * z)), hosts of 2 x 2 x 1 chips."""
+    nx, ny, nz = bounds
+    return [
+        MockTpu(
+            id=c + cores * (x + nx * (y + ny * z)),
+            process_index=x // 2 + nx // 2 * (y // 2 + ny // 2 * z),
+            coords=(x, y, z),
+            core_on_chip=c,
+            device_kind=kind,
+        )
+        for z in range(nz)
+        for y in range(ny)
+        for x in range(nx)
+        for c in range(cores)
+    ]
+
+
+def t5x_slices(slices: int, kind: str, bounds: Sequence[int]) -> list[MockSliceTpu]:
+    """Slices of T5X's test devices, whose ids and processes go on from slice to slice."""
+    one = t5x_tpus(kind, bounds)
+    processes = 1 + max(d.process_index for d in one)
+    return [
+        MockSliceTpu(
+            id=d.id + s * len(one),
+            process_index=d.process_index + s * processes,
+            coords=d.coords,
+            core_on_chip=0,
+            device_kind=kind,
+            slice_index=s,
+        )
+        for s in range(slices)
+        for d in one
+    ]
+
+
+def ids(mesh: Mesh) -> list:
+    """The device ids of a mesh as nested lists, those of a described slice counted from 0."""
+    return np.vectorize(lambda d: d.id % 100_000, otypes=[int])(mesh.devices).tolist()
+
+
+def assert_each_device_once(mesh: Mesh, devices: Sequence) -> None:
+    assert sorted(d.id for d in mesh.devices.flat) == sorted(d.id for d in devices)

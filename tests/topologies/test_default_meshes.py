@@ -1,0 +1,182 @@
+"""The default mesh of every machine, for every number of model partitions."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+from described_machines import (
+    MACHINES,
+    PARTITIONS,
+    Machine,
+    assert_each_device_once,
+    described,
+    ids,
+    needs_libtpu,
+)
+from jax.sharding import PartitionSpec as P
+
+from partitioning import PjitPartitioner, create_mesh, default_mesh, default_moe_mesh
+
+pytestmark = needs_libtpu
+
+CASES = [(machine, partitions) for machine in MACHINES for partitions in PARTITIONS]
+TOO_SMALL = {('v4:2x2x4', 1, 32), ('v5e:4x4', 1, 32), ('v5e:4x4', 2, 32)}
+
+
+def refused(case: tuple[Machine, int]) -> bool:
+    machine, partitions = case
+    return (machine.name, machine.slices, partitions) in TOO_SMALL
+
+
+MESHES = [case for case in CASES if not refused(case)]
+REFUSED = [case for case in CASES if refused(case)]
+
+
+def test_the_table_is_of_75_meshes_and_3_errors():
+    assert (len(MESHES), len(REFUSED)) == (75, 3)
+
+
+@pytest.mark.parametrize('machine, partitions', MESHES, ids=str)
+def test_every_machine_has_a_mesh(machine, partitions):
+    devices = machine.describe().devices
+    mesh = default_mesh(partitions, devices=devices)
+    assert_each_device_once(mesh, devices)
+    data = machine.devices // machine.slices // partitions
+    if machine.slices == 1:
+        assert mesh.axis_names == ('data', 'model')
+        assert mesh.devices.shape == (data, partitions)
+    else:
+        assert mesh.axis_names == ('replica', 'data', 'model')
+        assert mesh.devices.shape == (machine.slices, data, partitions)
+        for replica in range(machine.slices):
+            assert {d.slice_index for d in mesh.devices[replica].flat} == {replica}
+
+
+@pytest.mark.parametrize('machine, partitions', REFUSED, ids=str)
+@pytest.mark.parametrize('make', [default_mesh, lambda n, **k: PjitPartitioner(n, **k).mesh])
+def test_more_partitions_than_a_slice_has_devices(machine, partitions, make):
+    with pytest.raises(ValueError, match=f'num_partitions={partitions} ') as error:
+        make(partitions, devices=machine.describe().devices)
+    message = str(error.value)
+    assert '16 devices' in message
+    assert 'one of 1, 2, 4, 8, 16' in message
+    assert ('2 slices' in message) == ('ici_mesh_shape' in message) == (machine.slices == 2)
+
+
+@pytest.mark.parametrize(
+    'name, slices, partitions',
+    [('v3:4x4', 1, 4), ('v4:4x4x4', 1, 8), ('v5e:16x16', 1, 8), ('v5p:4x4x4', 2, 16)],
+)
+def test_the_order_of_the_list_of_devices_does_not_matter(name, slices, partitions):
+    devices = list(described(name, slices).devices)
+    expected = default_mesh(partitions, devices=devices)
+    random.Random(0).shuffle(devices)
+    assert default_mesh(partitions, devices=devices) == expected
+
+
+# The partitioner.
+
+
+@pytest.mark.parametrize(
+    'name, partitions', [('v3:4x4', 4), ('v4:2x2x4', 8), ('v5e:16x16', 8), ('v5p:8x8x8', 32)]
+)
+def test_the_partitioner_on_one_slice(name, partitions):
+    devices = described(name).devices
+    partitioner = PjitPartitioner(partitions, devices=devices)
+    assert partitioner.mesh == default_mesh(partitions, devices=devices)
+    assert partitioner.data_partition_spec == P('data')
+    assert dict(partitioner.logical_axis_rules)['batch'] == 'data'
+    assert partitioner.data_mesh_size == len(devices) // partitions
+
+
+@pytest.mark.parametrize('rules', [None, (('batch', 'data'), ('mlp', 'model'))])
+@pytest.mark.parametrize(
+    'name, partitions', [('v5e:4x4', 4), ('v5p:4x4x4', 16), ('v6e:16x16', 32), ('v3:4x4', 4)]
+)
+def test_the_partitioner_on_two_slices(name, partitions, rules):
+    devices = described(name, 2).devices
+    partitioner = PjitPartitioner(partitions, devices=devices, logical_axis_rules=rules)
+    assert partitioner.mesh == default_mesh(partitions, devices=devices)
+    assert partitioner.data_partition_spec == P(('replica', 'data'))
+    assert dict(partitioner.logical_axis_rules)['batch'] == ('replica', 'data')
+    assert partitioner.data_mesh_size == len(devices) // partitions
+
+
+# What T5X refuses or gets wrong.
+
+
+@pytest.mark.parametrize(
+    'choice', [{'num_partitions': 4}, {'model_parallel_submesh': (2, 1, 1, 2)}]
+)
+def test_two_slices_of_v3_keep_both(choice):
+    # T5X puts both slices on the same coordinates, and loses one.
+    one = PjitPartitioner(**choice, devices=described('v3:4x4').devices).mesh
+    two = PjitPartitioner(**choice, devices=described('v3:4x4', 2).devices).mesh
+    assert ids(two) == [ids(one), ids(one)]
+    assert [{d.slice_index for d in two.devices[s].flat} for s in (0, 1)] == [{0}, {1}]
+
+
+@pytest.mark.parametrize(
+    'name, ici',
+    [
+        ('v5e:4x4', (1, 8, 2)),
+        ('v5e:4x4', (1, 16, 1)),
+        ('v5p:4x4x4', (1, 32, 2)),
+        ('v5p:4x4x4', (2, 16, 2)),
+        ('v6e:16x16', (1, 128, 2)),
+        ('v6e:16x16', (1, 64, 4)),
+    ],
+)
+def test_shapes_within_and_over_slices(name, ici):
+    devices = described(name, 2).devices
+    mesh = default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=(2, 1, 1), devices=devices)
+    assert mesh.axis_names == ('replica', 'data', 'model')
+    assert mesh.devices.shape == (2 * ici[0], *ici[1:])
+    assert_each_device_once(mesh, devices)
+    for s in (0, 1):
+        part = mesh.devices[s * ici[0] : (s + 1) * ici[0]]
+        assert {d.slice_index for d in part.flat} == {s}
+
+
+def test_a_model_axis_over_slices_as_the_error_suggests():
+    devices = described('v5e:4x4', 2).devices
+    mesh = default_mesh(32, ici_mesh_shape=(1, 1, 16), dcn_mesh_shape=(1, 1, 2), devices=devices)
+    assert mesh.devices.shape == (1, 1, 32)
+    assert [d.slice_index for d in mesh.devices[0, 0]] == [0] * 16 + [1] * 16
+
+
+def test_a_mesh_of_any_axes_over_slices():
+    devices = described('v5p:4x4x4', 2).devices
+    mesh = create_mesh((2, -1, 2, 4), ('replica', 'fsdp', 'expert', 'model'), devices=devices)
+    assert dict(mesh.shape) == {'replica': 2, 'fsdp': 8, 'expert': 2, 'model': 4}
+    assert_each_device_once(mesh, devices)
+    assert [{d.slice_index for d in mesh.devices[s].flat} for s in (0, 1)] == [{0}, {1}]
+
+
+@pytest.mark.parametrize(
+    'experts, choice, shape',
+    [
+        (16, {'num_partitions': 1}, (1, 8, 1)),
+        (8, {'num_partitions': 1}, (1, 8, 1)),
+        (4, {'num_partitions': 1}, (2, 4, 1)),
+        (8, {'num_partitions': 4}, (1, 2, 4)),
+        (8, {'model_parallel_submesh': (1, 1, 1, 2)}, (1, 4, 2)),
+    ],
+)
+def test_experts_on_v3_2x2(experts, choice, shape):
+    devices = described('v3:2x2').devices
+    mesh = default_moe_mesh(experts, **choice, devices=devices)
+    assert mesh.axis_names == ('data', 'expert', 'model')
+    assert mesh.devices.shape == shape
+    # The experts are neighbours on the data axis that they are taken from.
+    plain = default_mesh(**{'num_partitions': None, **choice}, devices=devices)
+    assert np.reshape(ids(mesh), (-1, shape[-1])).tolist() == ids(plain)
+
+
+def test_a_large_machine():
+    devices = described('v5p:16x16x16').devices
+    mesh = default_mesh(64, devices=devices)
+    assert mesh.devices.shape == (64, 64)
+    assert mesh.size == math.prod((16, 16, 16))
+    assert_each_device_once(mesh, devices)
