@@ -10,6 +10,8 @@ from partitioning.hardware.devices import (
     get_coords,
     has_coords,
     num_slices,
+    slice_bounds,
+    slice_of,
 )
 from partitioning.hardware.topology import Topology, describe_topology
 
@@ -27,5 +29,7 @@ __all__ = [
     'get_coords',
     'has_coords',
     'num_slices',
+    'slice_bounds',
+    'slice_of',
     'torus_wrap',
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
@@ -48,6 +49,36 @@ def bounds_from_last_device(last_device: JaxDevice) -> HardwareMesh:
     return jax.process_count(), jax.local_device_count()
 
 
+def slice_of(device: JaxDevice) -> int:
+    """Number of the TPU slice, or of the NVLink domain, that `device` belongs to; 0 for others."""
+    index = getattr(device, 'slice_index', 0)
+    if index == 0 and device.platform == 'gpu':
+        coords = getattr(device, 'coords', None) or (0,)  # (domain, host, GPU), where described
+        index = coords[0]
+    return int(index)
+
+
 def num_slices(devices: Sequence[JaxDevice]) -> int:
     """The number of TPU slices among `devices`; 1 where devices do not belong to slices."""
-    return len({getattr(d, 'slice_index', 0) for d in devices})
+    return len({slice_of(d) for d in devices})
+
+
+def slice_bounds(device: JaxDevice) -> tuple[int, int, int] | None:
+    """The (x, y, z) chips of the whole slice of a TPU device.
+
+    Returns:
+      The bounds, whatever part of the slice is in use; None where the device does not say who
+      else there is, as stand-ins for devices do not.
+    """
+    client = getattr(device, 'client', None)
+    return None if client is None else _bounds_of_slices(client).get(slice_of(device))
+
+
+@functools.lru_cache(maxsize=8)
+def _bounds_of_slices(client: Any) -> dict[int, tuple[int, int, int]]:
+    bounds: dict[int, tuple[int, int, int]] = {}
+    for device in client.devices():
+        x, y, z = bounds.get(number := slice_of(device), (1, 1, 1))
+        a, b, c = device.coords
+        bounds[number] = max(x, a + 1), max(y, b + 1), max(z, c + 1)
+    return bounds

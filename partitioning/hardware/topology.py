@@ -76,14 +76,15 @@ def describe_topology(
       num_slices: TPU slices, joined by the data centre network; for GPUs the number of NVLink
         domains, each of as many hosts as `name` says.
       wrap: for each dimension of a TPU slice, whether its links close to a ring; by default as
-        pods of this chip have it (`torus_wrap`).
+        pods of this chip have it (`torus_wrap`). It is for the compiler: the devices themselves
+        do not show it, so the orders of meshes go by `torus_wrap`.
       chips_per_host_bounds: (x, y, z) chips of one TPU host; by default 2 x 2 x 1.
 
     Returns:
       The description. v4 is described with one device a chip (megacore), as its hosts run it.
 
     Raises:
-      ValueError: a name, shape or option no such machine has.
+      ValueError: an unknown chip, or a shape or option that makes no machine of it.
       RuntimeError: the compiler of the platform is not installed.
     """
     chip, shape = _parse(name)
@@ -95,24 +96,25 @@ def describe_topology(
         devices = _cuda_devices(chip, shape, num_slices)
         return Topology(name, devices, chip, shape, num_slices, (False,) * len(shape))
     bounds = (*shape, 1) if len(shape) == 2 else shape
-    host = tuple(chips_per_host_bounds or ((1, 1, 1) if math.prod(bounds) == 1 else (2, 2, 1)))
-    wraps = tuple(torus_wrap(chip.device_kind, bounds) if wrap is None else wrap)
-    for option, given in (('chips_per_host_bounds', host), ('wrap', wraps)):
-        if len(given) != 3:
-            raise ValueError(f'{option}={given} needs 3 entries, for x, y and z')
+    host = (1, 1, 1) if math.prod(bounds) == 1 else (2, 2, 1)
+    if chips_per_host_bounds is not None:
+        host = _three(chips_per_host_bounds, int, 'chips_per_host_bounds', 'whole numbers')
+    closed = torus_wrap(chip.device_kind, bounds)
+    if wrap is not None:
+        closed = _three(wrap, bool, 'wrap', 'truth values')
     if any(h < 1 or b % h for b, h in zip(bounds, host, strict=True)):
         raise ValueError(
             f'{name} is {_by(bounds)} chips, which hosts of {_by(host)} chips do not tile; say '
             'chips_per_host_bounds'
         )
-    devices = _tpu_devices(chip, shape, num_slices, wraps, host)
-    return Topology(name, devices, chip, bounds, num_slices, wraps)
+    devices = _tpu_devices(chip, shape, num_slices, closed, host)
+    return Topology(name, devices, chip, bounds, num_slices, closed)
 
 
 def _parse(name: str) -> tuple[Chip, tuple[int, ...]]:
     kind, _, arrangement = name.partition(':')
     if kind not in CHIPS:
-        near = difflib.get_close_matches(kind, CHIPS, n=1)
+        near = difflib.get_close_matches(kind.lower(), CHIPS, n=1)
         hint = f' Did you mean {near[0]!r}?' if near else ''
         raise ValueError(
             f'unknown topology {name!r}: the known chips are {", ".join(CHIPS)}, written for '
@@ -129,6 +131,14 @@ def _parse(name: str) -> tuple[Chip, tuple[int, ...]]:
     return chip, tuple(int(n) for n in arrangement.split('x'))
 
 
+def _three(values: Any, kind: type, option: str, what: str) -> tuple[Any, Any, Any]:
+    """An option for x, y and z."""
+    three = tuple(values) if isinstance(values, Sequence) else ()
+    if len(three) != 3 or not all(type(value) is kind for value in three):
+        raise ValueError(f'{option}={values!r} needs 3 entries, {what} for x, y and z')
+    return three
+
+
 def _tpu_devices(
     chip: Chip,
     shape: Sequence[int],
@@ -136,7 +146,7 @@ def _tpu_devices(
     wrap: Sequence[bool],
     host: Sequence[int],
 ) -> tuple[JaxDevice, ...]:
-    options: dict[str, Any] = {'wrap': tuple(map(bool, wrap)), 'chips_per_host_bounds': tuple(host)}
+    options: dict[str, Any] = {'wrap': tuple(wrap), 'chips_per_host_bounds': tuple(host)}
     if num_slices > 1:
         options['num_slices'] = num_slices
     if chip.name == 'v4':

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -33,20 +34,28 @@ def check_devices(
     return found
 
 
-def check_names(axis_names: Sequence[str], number: int, setting: str) -> tuple[str, ...]:
-    """Axis names as a tuple: one for each of `number` sizes of `setting`, none twice.
+def is_count(value: object) -> TypeGuard[int]:
+    """True for a whole number of 1 or more, numpy's too."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and value >= 1  # type: ignore[operator]
+
+
+def check_names(axis_names: Sequence[str], sizes: Sequence[Any], setting: str) -> tuple[str, ...]:
+    """Axis names as a tuple: one for each of the sizes of `setting`, none twice.
 
     Raises:
       ValueError: other names.
     """
     names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    if isinstance(sizes, str) or not hasattr(sizes, '__len__') or not len(sizes):
+        raise ValueError(f'{setting}={sizes!r} must be sizes, one for each axis of {names}')
     if not all(isinstance(name, str) and name for name in names):
         raise ValueError(f'axis names {names} must be strings that are not empty')
     twice = [name for name, count in collections.Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f'axis names {names} have {twice[0]!r} more than once')
-    if len(names) != number:
-        raise ValueError(f'{setting} has {number} entries for {len(names)} axis names {names}')
+    if len(names) != len(sizes):
+        raise ValueError(f'{setting} has {len(sizes)} entries for {len(names)} axis names {names}')
     return names
 
 
@@ -81,7 +90,7 @@ def fill(
         holds = f'needs a multiple of {known}' if -1 in given else f'has product {known}'
         raise ValueError(
             f'{setting} {given}{beside} {holds}, but the number of {what} is {total}'
-            f'{_suggestion([max(size, 1) for size in given], total)}'
+            f'{_suggestion(given, total)}'
         )
     return tuple(int(size) for size in given)
 
@@ -92,12 +101,13 @@ def divisors(number: int) -> list[int]:
 
 
 def _suggestion(sizes: Sequence[int], total: int) -> str:
-    """The sizes with product `total` nearest to `sizes`, the last ones changed least."""
+    """The sizes with product `total` nearest to `sizes` (-1: any), the last ones changed least."""
     if len(sizes) > 5:  # too many to try
         return ''
 
     def distance(candidate: Sequence[int]) -> tuple[float, ...]:
-        apart = [abs(math.log(c / s)) for c, s in zip(candidate, sizes, strict=True)]
+        pairs = zip(candidate, sizes, strict=True)
+        apart = [0.0 if size == -1 else abs(math.log(c / size)) for c, size in pairs]
         return (round(sum(apart), 6), *reversed(apart))
 
     nearest = min(_shapes(total, len(sizes)), key=distance)

@@ -11,7 +11,13 @@ from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import JaxDevice, has_coords, num_slices
 from partitioning.mesh.checks import check_devices, check_names, fill
-from partitioning.mesh.granules import granules_of, hybrid_grid, same_size, spread
+from partitioning.mesh.granules import (
+    check_same_size,
+    granules_of,
+    hybrid_grid,
+    same_size,
+    spread,
+)
 from partitioning.mesh.order import order_devices
 
 # 'auto', 'explicit' and 'manual' for configuration files.
@@ -44,9 +50,11 @@ def create_mesh(
       ValueError: sizes, names or devices that make no mesh, with the nearest shape that does.
     """
     devices = check_devices(devices)
-    names = check_names(axis_names, len(axis_sizes), 'axis_sizes')
+    names = check_names(axis_names, axis_sizes, 'axis_sizes')
     sizes = fill(axis_sizes, len(devices), 'axis_sizes', 'devices')
     granules = granules_of(devices, granule_size=granule_size)
+    if has_coords(devices[0]):
+        check_same_size(granules)
     if len(granules) == 1 or not same_size(granules):
         return make_mesh(order_devices(devices, sizes), names, axis_types)
     ici, dcn = spread(sizes, len(granules[0]))
@@ -82,38 +90,26 @@ def create_hybrid_mesh(
       ValueError: shapes that do not fit each other or the machine.
     """
     devices = check_devices(devices)
-    names = check_names(axis_names, len(ici_mesh_shape), 'ici_mesh_shape')
-    if len(dcn_mesh_shape) != len(names):
+    names = check_names(axis_names, ici_mesh_shape, 'ici_mesh_shape')
+    ici, dcn = tuple(ici_mesh_shape), tuple(dcn_mesh_shape)
+    if len(dcn) != len(names):
         raise ValueError(
-            f'ici_mesh_shape {tuple(ici_mesh_shape)} has {len(names)} axes and dcn_mesh_shape '
-            f'{tuple(dcn_mesh_shape)} {len(dcn_mesh_shape)}: give each axis of {names} both'
+            f'ici_mesh_shape {ici} has {len(ici)} axes and dcn_mesh_shape {dcn} {len(dcn)}: give '
+            f'each axis of {names} both'
+        )
+    all_in_one = all(n == 1 for n in dcn) and num_slices(devices) == 1 and not process_is_granule
+    if all_in_one:
+        ici = fill(ici, len(devices), 'ici_mesh_shape', 'devices', f' beside dcn_mesh_shape {dcn}')
+        return create_mesh(
+            ici, names, devices=devices, axis_types=axis_types, granule_size=granule_size
         )
     granules = granules_of(devices, process_is_granule, granule_size)
-    if all(size == 1 for size in dcn_mesh_shape) and num_slices(devices) == 1:
-        return create_mesh(
-            ici_mesh_shape, names, devices=devices, axis_types=axis_types, granule_size=granule_size
-        )
-    if not same_size(granules):
-        raise ValueError(
-            f'slices (or processes) of unequal sizes, {sorted({len(g) for g in granules})} '
-            'devices: choose equal ones with devices='
-        )
+    check_same_size(granules)
     by_slice = not process_is_granule and (has_coords(devices[0]) or num_slices(devices) > 1)
     what = 'granules' if granule_size else 'slices' if by_slice else 'processes'
-    dcn = fill(
-        dcn_mesh_shape,
-        len(granules),
-        'dcn_mesh_shape',
-        what,
-        beside=f' beside ici_mesh_shape {tuple(ici_mesh_shape)}',
-    )
-    ici = fill(
-        ici_mesh_shape,
-        len(granules[0]),
-        'ici_mesh_shape',
-        f'devices in each of the {len(granules)} {what}',
-        beside=f' beside dcn_mesh_shape {dcn}',
-    )
+    dcn = fill(dcn, len(granules), 'dcn_mesh_shape', what, f' beside ici_mesh_shape {ici}')
+    each = f'devices in each of the {len(granules)} {what}'
+    ici = fill(ici, len(granules[0]), 'ici_mesh_shape', each, f' beside dcn_mesh_shape {dcn}')
     return make_mesh(hybrid_grid(granules, ici, dcn), names, axis_types)
 
 

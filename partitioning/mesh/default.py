@@ -10,9 +10,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import HardwareMesh, JaxDevice, has_coords
-from partitioning.mesh.checks import check_devices, check_names, divisors
+from partitioning.mesh.checks import check_devices, check_names, divisors, is_count
 from partitioning.mesh.create import AxisTypes, create_hybrid_mesh, create_mesh, make_mesh
-from partitioning.mesh.granules import granules_of, same_size
+from partitioning.mesh.granules import check_same_size, granules_of
 from partitioning.mesh.order import order_devices
 from partitioning.mesh.t5x import default_tile, tiled_grid
 
@@ -62,7 +62,9 @@ def default_mesh(
         return create_hybrid_mesh(
             ici_mesh_shape,
             dcn_mesh_shape,
-            mesh_axis_names or _names_of_shapes(ici_mesh_shape, dcn_mesh_shape),
+            _names_of_shapes(ici_mesh_shape, dcn_mesh_shape)
+            if mesh_axis_names is None
+            else mesh_axis_names,
             devices=devices,
             granule_size=granule_size,
             axis_types=axis_types,
@@ -77,11 +79,7 @@ def default_mesh(
             granule_size,
         )
     slices = granules_of(devices, granule_size=granule_size)
-    if not same_size(slices):
-        raise ValueError(
-            f'TPU slices of unequal sizes, {[len(s) for s in slices]} devices: choose equal ones '
-            'with devices='
-        )
+    check_same_size(slices)
     names = _names(mesh_axis_names, len(slices))
     grid = np.stack(
         [_grid_of_slice(s, len(slices), num_partitions, model_parallel_submesh) for s in slices]
@@ -117,11 +115,8 @@ def default_moe_mesh(
     """
     mesh = default_mesh(num_partitions, model_parallel_submesh, backend, devices=devices)
     data = mesh.shape['data']
-    if (
-        isinstance(num_expert_partitions, bool)
-        or not isinstance(num_expert_partitions, int)
-        or num_expert_partitions < 1
-        or (data % num_expert_partitions and num_expert_partitions % data)
+    if not is_count(num_expert_partitions) or (
+        data % num_expert_partitions and num_expert_partitions % data
     ):
         raise ValueError(
             f'num_expert_partitions={num_expert_partitions!r} is neither a factor nor a multiple '
@@ -160,15 +155,17 @@ def check_mesh_settings(
             'At least one of num_partitions, model_parallel_submesh, ici_mesh_shape (with '
             'dcn_mesh_shape) or mesh must be set'
         )
-    if model_parallel_submesh is not None and len(model_parallel_submesh) != 4:
+    tile = model_parallel_submesh
+    if tile is not None and (len(tile) != 4 or not all(is_count(n) for n in tile)):
         raise ValueError(
-            'model_parallel_submesh must be a 4-tuple (x, y, z, cores), not '
-            f'{model_parallel_submesh!r}'
+            'model_parallel_submesh must be a 4-tuple (x, y, z, cores) of whole numbers, not '
+            f'{tile!r}'
         )
-    model = ici_mesh_shape[-1] * dcn_mesh_shape[-1] if ici_mesh_shape and dcn_mesh_shape else None
-    if model is not None and num_partitions == model:
-        # T5X asks for num_partitions beside the shapes: fine, since it says the same.
-        del given['num_partitions']
+    if ici_mesh_shape and dcn_mesh_shape:
+        model = ici_mesh_shape[-1], dcn_mesh_shape[-1]
+        if all(map(is_count, model)) and math.prod(model) == num_partitions:
+            # T5X asks for num_partitions beside the shapes: fine, since it says the same.
+            del given['num_partitions']
     if len(given) > 1:
         settings = ' and '.join(f'{name}={value!r}' for name, value in given.items())
         raise ValueError(f'{settings} each decide the model axis: keep one of them')
@@ -234,11 +231,11 @@ def _grid_of_slice(
 def _check_partitions(num_partitions: int | None, num_devices: int, slices: int = 1) -> int:
     """`num_partitions`, where it divides the devices of the machine or of each of its slices."""
     n = num_partitions
-    if isinstance(n, int) and not isinstance(n, bool) and n > 0 and num_devices % n == 0:
-        return n
+    if is_count(n) and num_devices % n == 0:
+        return int(n)
     where = f'each of the {slices} slices' if slices > 1 else 'the machine'
     problem, way_out = '', f'use one of {_listed(divisors(num_devices))}'
-    if isinstance(n, int) and n > num_devices:
+    if is_count(n) and n > num_devices:
         problem = f': it is larger than {"a slice" if slices > 1 else "the machine"}'
         if slices > 1 and n <= num_devices * slices:
             way_out += ", or take 'model' over slices with ici_mesh_shape and dcn_mesh_shape"
@@ -260,7 +257,7 @@ def _names(mesh_axis_names: Sequence[str] | None, slices: int) -> tuple[str, ...
             + ("3, for example ('replica', 'data', 'model')" if slices > 1 else '2, or 3')
             + '. For other axes say ici_mesh_shape and dcn_mesh_shape, or mesh=create_mesh(...)'
         )
-    return check_names(mesh_axis_names, number, 'the mesh')
+    return check_names(mesh_axis_names, range(number), 'the mesh')
 
 
 def _names_of_shapes(ici: Sequence[int], dcn: Sequence[int]) -> tuple[str, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from partitioning.hardware import JaxDevice, has_coords, num_slices
+from partitioning.hardware import JaxDevice, has_coords, num_slices, slice_of
+from partitioning.mesh.checks import is_count
 from partitioning.mesh.order import order_devices
 
 
@@ -40,16 +41,28 @@ def granules_of(
         return _of_size(devices, granule_size)
     if process_is_granule is None and num_slices(devices) == 1:
         process_is_granule = not has_coords(devices[0])
-    attribute = 'process_index' if process_is_granule else 'slice_index'
-    groups: dict[Hashable, list[JaxDevice]] = collections.defaultdict(list)
+    groups: dict[int, list[JaxDevice]] = collections.defaultdict(list)
     for device in devices:
-        groups[getattr(device, attribute, 0)].append(device)
-    return [groups[key] for key in sorted(groups)]  # type: ignore[type-var]
+        groups[device.process_index if process_is_granule else slice_of(device)].append(device)
+    return [groups[number] for number in sorted(groups)]
 
 
 def same_size(granules: Sequence[Sequence[JaxDevice]]) -> bool:
     """Whether all groups have as many devices."""
     return len({len(g) for g in granules}) == 1
+
+
+def check_same_size(granules: Sequence[Sequence[JaxDevice]]) -> None:
+    """Refuses groups that no mesh holds side by side.
+
+    Raises:
+      ValueError: they are of different sizes.
+    """
+    if not same_size(granules):
+        raise ValueError(
+            f'slices (or processes) of unequal sizes, {[len(g) for g in granules]} devices: choose '
+            'equal ones with devices='
+        )
 
 
 def spread(axis_sizes: Sequence[int], granule: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -88,7 +101,7 @@ def _of_size(devices: Sequence[JaxDevice], size: int) -> list[list[JaxDevice]]:
     if has_coords(devices[0]):
         raise ValueError(f'granule_size={size} is of GPUs and CPUs: TPUs know their slices')
     local = collections.Counter(d.process_index for d in devices)
-    whole = isinstance(size, int) and size > 0 and len(devices) % size == 0
+    whole = is_count(size) and len(devices) % size == 0
     if not whole or any(size % n and n % size for n in local.values()):
         raise ValueError(
             f'granule_size={size!r} must divide the {len(devices)} devices into whole processes '

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import numpy as np
 from absl import logging
 
-from partitioning.hardware import JaxDevice, has_coords, torus_wrap
-from partitioning.mesh.torus import Torus, ring_order, snake
+from partitioning.hardware import JaxDevice, has_coords, slice_bounds, torus_wrap
+from partitioning.mesh.torus import Torus, mean_hops, ring_order, snake
 
 _TWO_CORES = ('TPU v2', 'TPU v3')  # each core a device
 # jax before 0.11 knows no ring of these eight chips, numbered x fastest, z slowest.
@@ -25,9 +26,9 @@ def order_devices(devices: Sequence[JaxDevice], axis_sizes: Sequence[int]) -> np
 
     Returns:
       Devices of shape `axis_sizes`. GPUs and CPUs by process and id. TPUs in the order of
-      `jax.experimental.mesh_utils.create_device_mesh` where it has one that follows the links,
-      else as the shortest rings of the torus; where chips are missing from the box that the
-      devices span, along a path that winds through it.
+      `jax.experimental.mesh_utils.create_device_mesh` where it has one, else as the shortest
+      rings of the torus; where chips are missing from the box that the devices span, along a
+      path that winds through it.
     """
     shape = tuple(axis_sizes)
     if not all(has_coords(d) for d in devices):
@@ -40,8 +41,7 @@ def order_devices(devices: Sequence[JaxDevice], axis_sizes: Sequence[int]) -> np
         return _winding(devices, places, bounds).reshape(shape)
     grid = np.empty(bounds, dtype=object)
     grid[tuple(places.T)] = as_array(devices)
-    ordered = _jax_order(grid, shape)
-    return _shortest_rings(grid, shape) if ordered is None else ordered
+    return grid.reshape(-1)[_order_on_torus(grid, shape)]
 
 
 def as_array(devices: Sequence[JaxDevice]) -> np.ndarray:
@@ -51,39 +51,70 @@ def as_array(devices: Sequence[JaxDevice]) -> np.ndarray:
     return array
 
 
+def torus_of(device: JaxDevice, bounds: Sequence[int]) -> Torus:
+    """The torus of a box (x, y, z, cores) of chips like `device`, which is one of them.
+
+    A dimension closes to a ring where the box has all of its slice along it.
+    """
+    x, y, z, cores = bounds
+    whole = slice_bounds(device) or (x, y, z)
+    closed = torus_wrap(device.device_kind, whole)
+    wrap = [c and b == w for c, b, w in zip(closed, (x, y, z), whole, strict=True)]
+    return Torus(bounds=(x, y, z, cores), wrap=(*wrap, False), hops=(1, 1, 1, 0))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _StandIn:
+    """A device as jax's mesh maker wants to see it, at its place in the box."""
+
+    index: int
+    device_kind: str
+    coords: tuple[int, int, int]
+    core_on_chip: int
+    platform: str = 'tpu'
+
+
+def _order_on_torus(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Indices into a flat grid (x, y, z, core) of devices, of shape `shape`."""
+    torus, two_cores = torus_of(grid.flat[0], grid.shape), grid.flat[0].device_kind in _TWO_CORES
+    theirs = _jax_order(grid, shape)
+    if theirs is not None and (not two_cores or 8 in (grid.size, shape[-1])):
+        return theirs
+    ours = ring_order(torus, shape, whole_row_major=not two_cores)
+    if theirs is None:
+        return ours
+    # The devices in their own order: of two cores a chip, jax knows only rings of eight.
+    hops = zip(mean_hops(torus, ours), mean_hops(torus, theirs), strict=True)
+    return ours if all(a <= b for a, b in hops) else theirs
+
+
 def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The order of jax for a grid (x, y, z, core) of devices; None where it ignores the links."""
-    kind, two_cores = grid.flat[0].device_kind, grid.shape[3] == 2
+    """The same by `create_device_mesh`; None where it has no order, or none for this box."""
+    kind, (x, y, _, cores) = grid.flat[0].device_kind, grid.shape
+    by_rows = np.arange(grid.size).reshape(grid.shape).transpose(2, 1, 0, 3).ravel()
     if kind in ('TPU v5', 'TPU v5p') and grid.shape == (2, 2, 2, 1):
-        return _by_rows(grid)[list(_V5P_CUBE_RING)].reshape(shape)
-    trays = two_cores and grid.shape[0] % 2 == grid.shape[1] % 2 == 0  # of 2 x 2 chips
-    if kind in _TWO_CORES and not (trays and 8 in (grid.size, shape[-1])):
-        return None  # a plain reshape
-    if two_cores and kind not in _TWO_CORES and kind != 'TPU7x':
-        return None  # refused: it wants one device a chip
+        return by_rows[list(_V5P_CUBE_RING)].reshape(shape)
+    if cores == 2 and kind not in (*_TWO_CORES, 'TPU7x'):
+        return None  # it wants one device a chip
+    if kind in _TWO_CORES and (x % 2 or y % 2):
+        return None  # it would take other eight devices for a tray of 2 x 2 chips
+    if grid.size == max(grid.shape) == 8:
+        return None  # and other eight chips for one of 2 x 4
     from jax.experimental import mesh_utils
 
-    # As jax.devices() is on a pod, which some of its rings rely on.
-    pod = sorted(_by_rows(grid), key=lambda d: d.process_index)
+    # As jax.devices() is on a pod, and from the origin: some of its rings rely on both.
+    processes = np.array([d.process_index for d in grid.flat])
+    pod = by_rows[np.argsort(processes[by_rows], kind='stable')]
+    places = np.stack(np.unravel_index(pod, grid.shape), axis=-1).tolist()
+    chips = [
+        _StandIn(index, kind, (x, y, z), core)
+        for index, (x, y, z, core) in zip(pod.tolist(), places, strict=True)
+    ]
     try:
-        return mesh_utils.create_device_mesh(shape, pod)
+        ordered = mesh_utils.create_device_mesh(shape, chips)
     except NotImplementedError:  # an axis that would split a dimension
         return None
-
-
-def _by_rows(grid: np.ndarray) -> np.ndarray:
-    """The devices of a grid (x, y, z, core), z slowest and core fastest."""
-    return grid.transpose(2, 1, 0, 3).reshape(-1)
-
-
-def _shortest_rings(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    kind = grid.flat[0].device_kind
-    torus = Torus(
-        bounds=grid.shape,
-        wrap=(*torus_wrap(kind, grid.shape[:3]), False),
-        hops=(1, 1, 1, 0),
-    )
-    return grid.reshape(-1)[ring_order(torus, shape, whole_row_major=kind not in _TWO_CORES)]
+    return np.array([chip.index for chip in ordered.flat]).reshape(shape)
 
 
 def _winding(

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.hardware import has_coords, torus_wrap
+from partitioning.hardware import has_coords
 from partitioning.mesh.granules import granules_of
+from partitioning.mesh.order import torus_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,8 @@ def axis_rings(
 
     Args:
       mesh: of TPUs, GPUs or CPUs, here or described.
-      wrap: for each of x, y and z, whether links close a slice to a ring; by default as slices
-        of these TPUs have it. The extent of a slice is that of the mesh's devices in it.
+      wrap: for each of x, y and z, whether links close the mesh's part of a slice to a ring; by
+        default as slices of these TPUs have it.
       granule_size: GPUs that share NVLink, where they are more than those of a host.
 
     Returns:
@@ -110,8 +111,8 @@ def _places(
         return None, np.zeros(3), np.zeros(3, dtype=bool)
     places = np.array([tuple(d.coords) for d in mesh.devices.flat], dtype=np.int64)
     bounds = places.max(axis=0) - places.min(axis=0) + 1
-    kind = mesh.devices.flat[0].device_kind
-    wraps = np.array(torus_wrap(kind, bounds.tolist()) if wrap is None else wrap, dtype=bool)
+    torus = torus_of(mesh.devices.flat[0], (*bounds.tolist(), 1))
+    wraps = np.array(torus.wrap[:3] if wrap is None else wrap, dtype=bool)
     return places.reshape(*mesh.devices.shape, 3), bounds, wraps
 
 

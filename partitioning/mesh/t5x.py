@@ -16,6 +16,7 @@ from partitioning.hardware import (
     TpuMesh,
     bounds_from_last_device,
     get_coords,
+    has_coords,
 )
 from partitioning.mesh.create import make_mesh
 
@@ -60,7 +61,7 @@ def tiled_grid(
     first = min(d.process_index for d in devices)
     local = list(local_devices or [d for d in devices if d.process_index == first])
     machine: tuple[int, ...] = bounds_from_last_device(max(devices, key=get_coords))
-    host: tuple[int, ...] = bounds_from_last_device(max(local, key=get_coords))
+    host = _extent(local)
     tile: tuple[int, ...] = tuple(model_parallel_submesh)
     if len(tile) != len(machine) or any(m < 1 or g % m for g, m in zip(machine, tile, strict=True)):
         raise ValueError(
@@ -92,6 +93,14 @@ def tiled_grid(
     else:
         tiled = _split(grid, [(g // m, m) for g, m in zip(machine, tile, strict=True)])
     return tiled.reshape(-1, math.prod(tile))
+
+
+def _extent(local: Sequence[JaxDevice]) -> tuple[int, ...]:
+    """The devices of one process along each dimension, wherever in the machine it stands."""
+    if not has_coords(local[0]):
+        return bounds_from_last_device(local[0])
+    places = np.array([get_coords(device) for device in local])
+    return tuple((np.ptp(places, axis=0) + 1).tolist())
 
 
 def default_tile(devices: Sequence[JaxDevice], num_partitions: int) -> TpuMesh | None:

@@ -1,7 +1,7 @@
 """The order of the chips of a torus along the axes of a mesh: every axis a short ring.
 
 Positions only, no devices. Each mesh axis takes a box of the torus: of every dimension a factor,
-at the stride that the later axes leave it. An axis that takes a part of a dimension goes through
+at the stride that other axes leave it. An axis that takes a part of a dimension goes through
 its box as a closed ring of neighbours where there is one; an axis of whole dimensions may keep
 them row-major, for collectives can run a ring of their own along each of them.
 """
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 Sizes = tuple[int, ...]
+_TRAFFIC_RATIO = 4.0  # of an axis to the one before it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +55,8 @@ def ring_order(
     """Where each position of a mesh lies on the torus.
 
     The sum over the axes of the mean hops of their rings is as small as boxes make it, an axis
-    counting twice as much as the one before: axes are ordered by rising traffic, the model last.
+    counting four times as much as the one before: axes are ordered by rising traffic (tensor
+    parallelism of an 8B transformer moves 3 to 15 times the bytes of its data axis).
 
     Args:
       torus: the machine.
@@ -77,25 +79,49 @@ def ring_order(
     return order
 
 
-def _best_boxes(torus: Torus, axis_sizes: Sizes) -> list[_Box]:
-    """One box an axis, by depth-first search from the last axis, the better boxes first."""
-    best: tuple[float, list[_Box]] = math.inf, []
+def mean_hops(torus: Torus, order: np.ndarray) -> list[float]:
+    """Mean hops of the rings along each axis of an order of the torus, the way back included."""
+    places = np.unravel_index(order, torus.bounds)
+    means = []
+    for axis in range(order.ndim):
+        hops = np.zeros(order.shape)
+        for d, place in enumerate(places):
+            away = np.abs(place - np.roll(place, -1, axis=axis))
+            if torus.wrap[d]:
+                away = np.minimum(away, torus.bounds[d] - away)
+            hops += away * torus.hops[d]
+        means.append(float(hops.mean()))
+    return means
 
-    def search(axis: int, taken: Sizes, weight: float, cost: float, boxes: list[_Box]) -> None:
+
+def _best_boxes(torus: Torus, axis_sizes: Sizes) -> list[_Box]:
+    """One box an axis, by depth-first search with the better boxes first.
+
+    A box lies at the strides that those chosen before it leave: the last axis is placed first,
+    and then every other order of the axes is tried as well.
+    """
+    unit = _Box((1,) * len(torus.bounds), (1,) * len(torus.bounds))
+    best: tuple[float, dict[int, _Box]] = math.inf, {}
+    used = [axis for axis, size in enumerate(axis_sizes) if size > 1]
+    weights = {axis: _TRAFFIC_RATIO**-i for i, axis in enumerate(reversed(used))}
+
+    def search(axes: Sequence[int], taken: Sizes, cost: float, boxes: dict[int, _Box]) -> None:
         nonlocal best
-        if axis < 0:
-            best = min(best, (cost, boxes), key=lambda found: found[0])
+        if not axes:
+            best = cost, boxes
             return
-        for mean, box in _ranked_boxes(torus, taken, axis_sizes[axis]):
-            then = cost + weight * mean
+        for mean, box in _ranked_boxes(torus, taken, axis_sizes[axes[0]]):
+            then = cost + weights[axes[0]] * mean
             if then >= best[0] - 1e-9:
                 return
             left = tuple(t * s for t, s in zip(taken, box.sizes, strict=True))
-            lighter = weight / 2 if axis_sizes[axis] > 1 else weight
-            search(axis - 1, left, lighter, then, [box, *boxes])
+            search(axes[1:], left, then, {**boxes, axes[0]: box})
 
-    search(len(axis_sizes) - 1, (1,) * len(torus.bounds), 1.0, 0.0, [])
-    return best[1]
+    inner_first = tuple(reversed(used))
+    orders = [inner_first] if len(used) > 4 else list(itertools.permutations(inner_first))
+    for axes in orders:
+        search(axes, unit.strides, 0.0, {})
+    return [best[1].get(axis, unit) for axis in range(len(axis_sizes))]
 
 
 @functools.lru_cache(maxsize=4096)

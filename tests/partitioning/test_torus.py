@@ -59,8 +59,8 @@ def mean_hops(torus, order, axis):
 
 
 def weighted(means):
-    """Sum of what the axes cost: the last one whole, each one before it half as much."""
-    return sum(mean / 2**i for i, mean in enumerate(reversed(means)))
+    """Sum of what the axes cost: the last one whole, each one before it a quarter as much."""
+    return sum(mean / 4**i for i, mean in enumerate(reversed(means)))
 
 
 # Whatever the torus.
@@ -184,7 +184,7 @@ def shortest_ring(torus, sizes, strides):
 
 
 def cheapest(torus, sizes):
-    """The least cost of all ways to give each axis a box, every ring the best tour of its box."""
+    """The least cost of all boxes, in any nesting, every ring the best tour of its box."""
     boxes = itertools.product(*map(divisors, torus.bounds))
     of_size = {}
     for box in boxes:
@@ -193,11 +193,13 @@ def cheapest(torus, sizes):
     for choice in itertools.product(*(of_size.get(size, []) for size in sizes)):
         if tuple(math.prod(column) for column in zip(*choice, strict=True)) != torus.bounds:
             continue
-        means, strides = [], (1,) * len(torus.bounds)
-        for box in reversed(choice):
-            means.insert(0, shortest_ring(torus, box, strides) / math.prod(box))
-            strides = tuple(s * b for s, b in zip(strides, box, strict=True))
-        costs.append(weighted([m for m, size in zip(means, sizes, strict=True) if size > 1]))
+        for nesting in itertools.permutations(range(len(sizes))):
+            means, strides = {}, (1,) * len(torus.bounds)
+            for axis in nesting:
+                box = choice[axis]
+                means[axis] = shortest_ring(torus, box, strides) / math.prod(box)
+                strides = tuple(s * b for s, b in zip(strides, box, strict=True))
+            costs.append(weighted([means[i] for i, size in enumerate(sizes) if size > 1]))
     return min(costs)
 
 

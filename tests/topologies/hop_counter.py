@@ -63,11 +63,11 @@ def networks(mesh: Mesh, axis: int) -> str:
 
 
 def weighted(means: Sequence[float], shape: Sequence[int]) -> float:
-    """The sum over the axes, each counting twice as much as the one before."""
+    """The sum over the axes, each counting four times as much as the one before."""
     cost, weight = 0.0, 1.0
     for mean, size in zip(reversed(means), reversed(shape), strict=True):
         cost += weight * mean
-        weight /= 2 if size > 1 else 1
+        weight /= 4 if size > 1 else 1
     return cost
 
 
