@@ -211,7 +211,7 @@ ERRORS = {
     'product': ({'axis_sizes': (2, 3)}, ['(2, 3)', '6', '8', 'nearest that fits: (2, 4)']),
     'larger': ({'axis_sizes': (16, 2)}, ['(16, 2)', '32', '8', 'fits: (4, 2)']),
     'two of -1': ({'axis_sizes': (-1, -1)}, ['(-1, -1)', '2 sizes of -1']),
-    '-1 beside 3': ({'axis_sizes': (3, -1)}, ['(3, -1)', 'multiple of 3', '8', 'fits:']),
+    '-1 beside 3': ({'axis_sizes': (3, -1)}, ['(3, -1)', 'multiple of 3', '8', 'fits: (4, 2)']),
     '-1 beside 16': ({'axis_sizes': (16, -1)}, ['(16, -1)', 'multiple of 16', '8', 'fits: (8, 1)']),
     'zero': ({'axis_sizes': (0, 8)}, ['(0, 8)', '0 is no size']),
     'negative': ({'axis_sizes': (-2, -4)}, ['(-2, -4)', '-2 is no size']),
@@ -235,6 +235,13 @@ ERRORS = {
     'granules of 16': ({'granule_size': 16}, ['granule_size=16', '8 devices']),
     'granules of 0': ({'granule_size': 0}, ['granule_size=0', '8 devices']),
     'negative granules': ({'granule_size': -4}, ['granule_size=-4', '8 devices']),
+    'granules of True': ({'granule_size': True}, ['granule_size=True', '8 devices']),
+    'no axes': ({'axis_sizes': (), 'axis_names': ()}, ['axis_sizes=()']),
+    'no sizes': ({'axis_sizes': 8}, ['axis_sizes=8 must be sizes']),
+    'slices of 2 and 6': (
+        {'devices': [*tpu_slices(2, (4, 2, 1), 'TPU v5 lite')][6:14]},
+        ['unequal sizes, [2, 6]'],
+    ),
     'granules of 2.0': ({'granule_size': 2.0}, ['granule_size=2.0', '8 devices']),
     'hosts of 4 in 6': (
         {'axis_sizes': (4, 3), 'devices': gpus(4, 3), 'granule_size': 6},

@@ -167,7 +167,7 @@ def test_racks_of_72():
         ((2, 2), (0, 2), two_slices_of_v4(), {}, ['dcn_mesh_shape (0, 2)', '0 is no size']),
         ((2.0, 2), (2, 1), two_slices_of_v4(), {}, ['ici_mesh_shape (2.0, 2)', '2.0 is no size']),
         ((2, 2), (2, True), two_slices_of_v4(), {}, ['(2, True)', 'True is no size']),
-        ((2, 2), (2, 1), two_slices_of_v4()[:7], {}, ['unequal', '[3, 4]']),
+        ((2, 2), (2, 1), two_slices_of_v4()[:7], {}, ['unequal', '[4, 3]']),
         ((2, 2), (2, 1), [], {}, ['devices is empty']),
         ((2, 2), (2, 1), two_slices_of_v4() * 2, {}, ['8 of the 8']),
         ((8, 4), (2, 1), gpus(8, 2), {}, ['(8, 4)', '32', '2 processes is 8', 'fits: (2, 4)']),

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
 
-from partitioning import PjitPartitioner, default_mesh
+from partitioning import PjitPartitioner, create_hybrid_mesh, default_mesh, default_moe_mesh
 
 pytestmark = pytest.mark.core
 
@@ -236,3 +236,39 @@ def test_axis_types_of_shapes():
         axis_types=(AxisType.Explicit, AxisType.Auto),
     )
     assert mesh.axis_types == (AxisType.Explicit, AxisType.Auto)
+
+
+# What is a number, and what is a name.
+
+
+@pytest.mark.parametrize('number', [np.int64(2), np.int32(2)])
+def test_numbers_of_numpy(number):
+    assert default_mesh(number).devices.shape == (4, 2)
+    assert default_moe_mesh(number, number).devices.shape == (2, 2, 2)
+
+
+@pytest.mark.parametrize('num_partitions', [-1, 2])
+def test_num_partitions_cannot_agree_with_whatever_remains(num_partitions):
+    with pytest.raises(ValueError, match='each decide the model axis'):
+        default_mesh(num_partitions, ici_mesh_shape=(1, 4, -1), dcn_mesh_shape=(1, 1, 1))
+
+
+def test_no_names_are_not_the_default_names():
+    with pytest.raises(ValueError, match=r'3 entries for 0 axis names \(\)'):
+        default_mesh(None, ici_mesh_shape=(1, 4, 2), dcn_mesh_shape=(1, 1, 1), mesh_axis_names=())
+
+
+def test_the_message_names_the_setting_that_was_given():
+    with pytest.raises(ValueError, match=r'^ici_mesh_shape \(1, 8, 2\) beside dcn.* is 8; .*fits'):
+        default_mesh(None, ici_mesh_shape=(1, 8, 2), dcn_mesh_shape=(1, 1, 1))
+
+
+def test_a_submesh_of_floats():
+    with pytest.raises(ValueError, match=r'4-tuple .* of whole numbers, not \(2.0, 2, 1, 2\)'):
+        default_mesh(None, (2.0, 2, 1, 2), devices=v3_4x4())
+
+
+def test_processes_as_granules_are_not_forgotten_where_no_axis_spans_them():
+    devices = tpus((2, 2, 2), 'TPU v4')
+    with pytest.raises(ValueError, match='number of processes is 2'):
+        create_hybrid_mesh((4, 2), (1, 1), ('a', 'b'), devices=devices, process_is_granule=True)

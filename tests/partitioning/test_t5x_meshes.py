@@ -1,5 +1,7 @@
 """T5X's device orders on TPU v2, v3 and v4, on one slice and on several."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from mock_devices import ids, tpu_slices, tpus, v3_4x4
@@ -172,3 +174,9 @@ def test_submeshes_that_do_not_fit_a_slice(submesh):
     with pytest.raises(ValueError, match=r'model_parallel_submesh .*\(4, 4, 1, 2\)') as error:
         default_mesh(None, submesh, devices=devices)
     assert str(submesh) in str(error.value)
+
+
+def test_the_numbers_of_processes_do_not_matter():
+    """Each holds one block of the mesh, also where the first of them stands in the far corner."""
+    devices = [dataclasses.replace(d, process_index=3 - d.process_index) for d in v3_4x4()]
+    assert ids(default_mesh(1, devices=devices)) == ids(default_mesh(1, devices=v3_4x4()))

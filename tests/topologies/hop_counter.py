@@ -103,22 +103,21 @@ def fewest_hops(box: Sizes, strides: Sizes, bounds: Sizes, wrap: Wrap, cores: in
 
 
 def fewest_weighted(
-    shape: Sequence[int], bounds: Sequence[int], wrap: Sequence[bool], cores: int, nested: bool
+    shape: Sequence[int], bounds: Sequence[int], wrap: Sequence[bool], cores: int
 ) -> tuple[float, list[float]]:
-    """The least weighted sum of mean hops over all ways to give each axis a box.
+    """The least weighted sum of mean hops over all ways to give each axis a box, in any nesting.
 
     Args:
       shape: of the mesh.
       bounds: of the slice, in chips.
       wrap: whether x, y and z close to a ring.
       cores: devices of a chip.
-      nested: within a dimension later axes are inside earlier ones; else in any order.
 
     Returns:
       (the sum, the mean hops of each axis that it is of).
     """
     machine, closed = (*bounds, cores), (*wrap, False)
-    ways = [list(_splits(n, len(shape), nested)) for n in machine]
+    ways = [list(_splits(n, len(shape))) for n in machine]
     best = math.inf, [math.inf]
     for choice in itertools.product(*ways):
         sizes = [tuple(c[0][axis] for c in choice) for axis in range(len(shape))]
@@ -136,10 +135,10 @@ def _shorter(distance: int, bound: int, wraps: bool) -> int:
     return min(distance, bound - distance) if wraps else distance
 
 
-def _splits(size: int, axes: int, nested: bool) -> set[tuple[Sizes, Sizes]]:
+def _splits(size: int, axes: int) -> set[tuple[Sizes, Sizes]]:
     """All ways to share one dimension between the axes: (how many each takes, how far apart)."""
     divisors = [n for n in range(1, size + 1) if size % n == 0]
-    orders = [range(axes)] if nested else itertools.permutations(range(axes))
+    orders = itertools.permutations(range(axes))
     shares = [s for s in itertools.product(divisors, repeat=axes) if math.prod(s) == size]
     found = set()
     for order, share in itertools.product(list(orders), shares):

@@ -31,8 +31,9 @@ def gpu_ids(mesh):
     return [[d.id for d in row] for row in mesh.devices]
 
 
-def processes_of(group):
-    return collections.Counter(d.process_index for d in group)
+def granule_of(device, domains):
+    """Where several NVLink domains are described a granule is one of them, else a host."""
+    return device.coords[0] if domains > 1 else device.process_index
 
 
 @all_machines
@@ -57,12 +58,13 @@ def test_the_default_mesh(name, domains, hosts, local, partitions):
     assert mesh.axis_names == ('data', 'model')
     assert mesh.devices.shape == (len(devices) // partitions, partitions)
     assert_each_device_once(mesh, devices)
-    groups = [processes_of(group) for group in mesh.devices]
-    if local % partitions == 0:
-        assert all(len(group) == 1 for group in groups)
-    elif partitions % local == 0:
-        assert all(set(group.values()) == {local} for group in groups)
-    if local % partitions == 0 or partitions % local == 0:
+    counted = [collections.Counter(granule_of(d, domains) for d in group) for group in mesh.devices]
+    granule = len(devices) // domains if domains > 1 else local
+    if granule % partitions == 0:
+        assert all(len(group) == 1 for group in counted)
+    elif partitions % granule == 0:
+        assert all(set(group.values()) == {granule} for group in counted)
+    if granule % partitions == 0 or partitions % granule == 0:
         assert np.ravel(gpu_ids(mesh)).tolist() == list(range(len(devices)))
 
 
@@ -72,7 +74,7 @@ def test_networks(name, domains, hosts, local, partitions):
     for axis, ring in enumerate(axis_rings(mesh)):
         rolled = np.roll(mesh.devices, -1, axis=axis)
         crosses = {
-            a.process_index != b.process_index
+            granule_of(a, domains) != granule_of(b, domains)
             for a, b in zip(mesh.devices.flat, rolled.flat, strict=True)
         }
         names = [{False: 'NVLink', True: 'network'}[c] for c in sorted(crosses)]
@@ -124,6 +126,16 @@ def test_model_groups_stay_inside_a_rack(name, domains, partitions):
 def test_without_racks_the_same_groups_leave_their_host():
     mesh = default_mesh(8, devices=described('b200:36x4').devices)
     assert axis_rings(mesh)[1].network == 'NVLink + network'
+
+
+def test_described_racks_are_known_without_their_size():
+    devices = described('b200:18x4', 2).devices
+    for partitions in (8, 9, 24, 72):
+        mesh = default_mesh(partitions, devices=devices)
+        assert all(len({d.id // 72 for d in group}) == 1 for group in mesh.devices)
+        assert axis_rings(mesh)[1].network == 'NVLink'
+    across = default_mesh(144, devices=devices)
+    assert axis_rings(across)[1].network == 'NVLink + network'
 
 
 def test_axes_over_racks():

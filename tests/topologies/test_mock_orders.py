@@ -198,7 +198,7 @@ def test_split_dimensions_are_split_as_well_as_boxes_can_be(chip, data):
     whole, several = _sizes_of_whole_dimensions(bounds)
     # Else jax has an order, or an axis goes through several whole dimensions row by row.
     if not whole.issuperset(shape) and several.isdisjoint(shape):
-        fewest = fewest_weighted(shape, bounds, wrap, 1, nested=True)[0]
+        fewest = fewest_weighted(shape, bounds, wrap, 1)[0]
         assert weighted(means, shape) <= fewest + 1e-9, (shape, means)
 
 

@@ -395,3 +395,24 @@ def test_without_libtpu_one_line_says_what_to_install(tmp_path):
     assert done.stderr.splitlines()[-1] == (
         "RuntimeError: describing TPUs needs libtpu: pip install 'meshwright[aot]'"
     )
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        {'wrap': True},
+        {'wrap': [1, 0, 1]},
+        {'chips_per_host_bounds': 4},
+        {'chips_per_host_bounds': (2.0, 2, 1)},
+        {'chips_per_host_bounds': ()},
+    ],
+    ids=str,
+)
+def test_options_of_other_types(options):
+    with pytest.raises(ValueError, match='needs 3 entries'):
+        describe_topology('v5e:4x4', **options)
+
+
+def test_capitals_are_no_riddle():
+    with pytest.raises(ValueError, match="Did you mean 'v5e'"):
+        describe_topology('V5E:4x4')
