@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from partitioning.hardware import JaxDevice, has_coords, slice_bounds, torus_wra
 from partitioning.mesh.torus import Torus, mean_hops, ring_order, snake
 
 _TWO_CORES = ('TPU v2', 'TPU v3')  # each core a device
+_LARGEST_TRAY = 32  # devices; of more than these jax knows no rings but only whole dimensions
 # jax before 0.11 knows no ring of these eight chips, numbered x fastest, z slowest.
 _V5P_CUBE_RING = (0, 1, 3, 2, 6, 7, 5, 4)
 
@@ -100,6 +102,8 @@ def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
         return None  # it would take other eight devices for a tray of 2 x 2 chips
     if grid.size == max(grid.shape) == 8:
         return None  # and other eight chips for one of 2 x 4
+    if grid.size > _LARGEST_TRAY and kind not in _TWO_CORES and not _takes_whole(grid.shape, shape):
+        return None
     from jax.experimental import mesh_utils
 
     # As jax.devices() is on a pod, and from the origin: some of its rings rely on both.
@@ -115,6 +119,16 @@ def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
     except NotImplementedError:  # an axis that would split a dimension
         return None
     return np.array([chip.index for chip in ordered.flat]).reshape(shape)
+
+
+def _takes_whole(bounds: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether each axis could have whole dimensions: else there is no need to ask jax."""
+    products = {
+        math.prod(some)
+        for n in range(len(bounds) + 1)
+        for some in itertools.combinations(bounds, n)
+    }
+    return products.issuperset(shape)
 
 
 def _winding(

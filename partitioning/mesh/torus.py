@@ -18,6 +18,7 @@ import numpy as np
 
 Sizes = tuple[int, ...]
 _TRAFFIC_RATIO = 4.0  # of an axis to the one before it
+_LARGEST_SLICE = 2**15  # devices; a larger one is not searched through in every order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +99,7 @@ def _best_boxes(torus: Torus, axis_sizes: Sizes) -> list[_Box]:
     """One box an axis, by depth-first search with the better boxes first.
 
     A box lies at the strides that those chosen before it leave: the last axis is placed first,
-    and then every other order of the axes is tried as well.
+    and on slices as they are built every other order of the axes is tried as well.
     """
     unit = _Box((1,) * len(torus.bounds), (1,) * len(torus.bounds))
     best: tuple[float, dict[int, _Box]] = math.inf, {}
@@ -118,8 +119,8 @@ def _best_boxes(torus: Torus, axis_sizes: Sizes) -> list[_Box]:
             search(axes[1:], left, then, {**boxes, axes[0]: box})
 
     inner_first = tuple(reversed(used))
-    orders = [inner_first] if len(used) > 4 else list(itertools.permutations(inner_first))
-    for axes in orders:
+    few = len(used) <= 4 and math.prod(torus.bounds) <= _LARGEST_SLICE
+    for axes in itertools.permutations(inner_first) if few else [inner_first]:
         search(axes, unit.strides, 0.0, {})
     return [best[1].get(axis, unit) for axis in range(len(axis_sizes))]
 
