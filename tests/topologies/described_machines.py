@@ -1,4 +1,4 @@
-"""The machines these tests describe, what is known of them, and T5X's own numbering of devices."""
+"""The machines these tests describe, and what is known of them."""
 
 import contextlib
 import dataclasses
@@ -77,57 +77,6 @@ PARTITIONS = (1, 2, 4, 8, 16, 32)
 def described(name: str, slices: int = 1) -> Topology:
     """A description, made once for all tests."""
     return describe_topology(name, num_slices=slices)
-
-
-@dataclasses.dataclass(frozen=True)
-class MockTpu:
-    id: int
-    process_index: int
-    coords: tuple[int, int, int]
-    core_on_chip: int
-    device_kind: str
-    platform: str = 'tpu'
-
-
-@dataclasses.dataclass(frozen=True)
-class MockSliceTpu(MockTpu):
-    slice_index: int = 0
-
-
-def t5x_tpus(kind: str, bounds: Sequence[int], cores: int = 1) -> list[MockTpu]:
-    """T5X's test devices: id = c + nc * (x + nx * (y + ny * z)), hosts of 2 x 2 x 1 chips."""
-    nx, ny, nz = bounds
-    return [
-        MockTpu(
-            id=c + cores * (x + nx * (y + ny * z)),
-            process_index=x // 2 + nx // 2 * (y // 2 + ny // 2 * z),
-            coords=(x, y, z),
-            core_on_chip=c,
-            device_kind=kind,
-        )
-        for z in range(nz)
-        for y in range(ny)
-        for x in range(nx)
-        for c in range(cores)
-    ]
-
-
-def t5x_slices(slices: int, kind: str, bounds: Sequence[int]) -> list[MockSliceTpu]:
-    """Slices of T5X's test devices, whose ids and processes go on from slice to slice."""
-    one = t5x_tpus(kind, bounds)
-    processes = 1 + max(d.process_index for d in one)
-    return [
-        MockSliceTpu(
-            id=d.id + s * len(one),
-            process_index=d.process_index + s * processes,
-            coords=d.coords,
-            core_on_chip=0,
-            device_kind=kind,
-            slice_index=s,
-        )
-        for s in range(slices)
-        for d in one
-    ]
 
 
 def ids(mesh: Mesh) -> list:

@@ -6,12 +6,13 @@ import math
 import jax
 import numpy as np
 import pytest
-from described_machines import MockSliceTpu, assert_each_device_once, ids, t5x_slices, t5x_tpus
+from described_machines import assert_each_device_once, ids
 from hop_counter import fewest_weighted, hops_of_axis, mean_hops, weighted
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax_orders import JAX_HYBRID_ORDERS, JAX_ORDERS
+from mock_devices import SliceDevice, tpu_slices, tpus
 
 from partitioning import axis_rings, create_hybrid_mesh, create_mesh
 
@@ -29,7 +30,7 @@ def machine(name):
     chip, arrangement = name.split(':')
     bounds = [int(n) for n in arrangement.split('x')]
     kind, cores = KINDS[chip]
-    return kind, (*bounds, 1)[:3], cores
+    return (*bounds, 1)[:3], kind, cores
 
 
 def names(shape):
@@ -41,13 +42,13 @@ def names(shape):
 
 @pytest.mark.parametrize('name, shape, expected', JAX_ORDERS, ids=str)
 def test_known_orders_of_jax(name, shape, expected):
-    assert ids(create_mesh(shape, names(shape), devices=t5x_tpus(*machine(name)))) == expected
+    assert ids(create_mesh(shape, names(shape), devices=tpus(*machine(name)))) == expected
 
 
 @pytest.mark.parametrize('name, slices, ici, dcn, expected', JAX_HYBRID_ORDERS, ids=str)
 def test_known_orders_of_jax_over_slices(name, slices, ici, dcn, expected):
-    kind, bounds, _ = machine(name)
-    devices = t5x_slices(slices, kind, bounds)
+    bounds, kind, _ = machine(name)
+    devices = tpu_slices(slices, bounds, kind)
     assert ids(create_hybrid_mesh(ici, dcn, names(ici), devices=devices)) == expected
     # The same shape as one: what is within a slice and what over slices follows from the sizes.
     sizes = [i * d for i, d in zip(ici, dcn, strict=True)]
@@ -56,7 +57,7 @@ def test_known_orders_of_jax_over_slices(name, slices, ici, dcn, expected):
 
 
 def test_first_row_of_v3_4x4_as_in_jax():
-    mesh = create_mesh((4, 8), ('data', 'model'), devices=t5x_tpus('TPU v3', (4, 4, 1), 2))
+    mesh = create_mesh((4, 8), ('data', 'model'), devices=tpus((4, 4, 1), 'TPU v3', 2))
     assert ids(mesh)[0] == [0, 1, 2, 3, 10, 11, 8, 9]
 
 
@@ -64,8 +65,7 @@ def two_v4_slices():
     """Two slices whose ids have nothing to do with their coordinates."""
     coords = [(0, 1), (1, 0), (0, 0), (1, 1), (0, 0), (1, 1), (0, 1), (1, 0)]
     return [
-        MockSliceTpu(i, i // 4, (x, y, 0), 0, 'TPU v4', slice_index=i // 4)
-        for i, (x, y) in enumerate(coords)
+        SliceDevice(i, i // 4, (x, y, 0), slice_index=i // 4) for i, (x, y) in enumerate(coords)
     ]
 
 
@@ -107,14 +107,14 @@ def test_cpu_devices_stay_in_order():
 )
 def test_shapes_and_names_that_make_no_mesh(shape, axes, message):
     with pytest.raises(ValueError, match=message):
-        create_mesh(shape, axes, devices=t5x_tpus('TPU v4', (4, 4, 1)))
+        create_mesh(shape, axes, devices=tpus((4, 4, 1), 'TPU v4'))
 
 
 @pytest.mark.parametrize(
     'make', [create_mesh, lambda s, n, **k: create_hybrid_mesh(s, (1,), n, **k)]
 )
 def test_a_device_given_twice(make):
-    devices = t5x_tpus('TPU v4', (2, 2, 1))
+    devices = tpus((2, 2, 1), 'TPU v4')
     with pytest.raises(ValueError, match=r'device 3 2 times'):
         make((5,), ('x',), devices=[*devices, devices[3]])
 
@@ -135,7 +135,7 @@ def test_shapes_that_do_not_fit_two_slices(ici, dcn, message):
 
 def test_slices_that_are_not_there():
     with pytest.raises(ValueError, match=r'dcn_mesh_shape \(2, 1\).*has product 2.*slices is 1'):
-        create_hybrid_mesh((2, 2), (2, 1), ('x', 'y'), devices=t5x_tpus('TPU v4', (2, 2, 1)))
+        create_hybrid_mesh((2, 2), (2, 1), ('x', 'y'), devices=tpus((2, 2, 1), 'TPU v4'))
 
 
 # Any machine, any shape.
@@ -149,7 +149,7 @@ chips = st.sampled_from([('TPU v4', 1), ('TPU v5', 1), ('TPU v5 lite', 1), ('TPU
 def meshes(draw):
     kind, cores = draw(chips)
     bounds = draw(boxes)
-    devices = t5x_tpus(kind, bounds, cores)
+    devices = tpus(bounds, kind, cores)
     shape, left = [], len(devices)
     for _ in range(draw(st.integers(0, 2))):
         shape.append(draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0])))
@@ -190,7 +190,7 @@ def test_split_dimensions_are_split_as_well_as_boxes_can_be(chip, data):
     last = data.draw(st.sampled_from(powers))
     middle = data.draw(st.sampled_from([n for n in powers if n * last <= size]))
     shape = (size // last // middle, middle, last)
-    devices = t5x_tpus(kind, bounds)
+    devices = tpus(bounds, kind)
     mesh = create_mesh(shape, ('data', 'fsdp', 'model'), devices=devices)
     assert_each_device_once(mesh, devices)
     wrap = (bounds[0] == 16, False, False) if kind == 'TPU v5 lite' else (True, True, True)
@@ -213,7 +213,7 @@ def _sizes_of_whole_dimensions(bounds):
 
 
 def test_a_mesh_that_ignores_the_links_is_measured_as_such():
-    devices = t5x_tpus('TPU v5', (4, 4, 4))
+    devices = tpus((4, 4, 4), 'TPU v5')
     plain = np.array(sorted(devices, key=lambda d: d.id), dtype=object).reshape(8, 8)
     assert [r.mean_hops for r in axis_rings(Mesh(plain, ('data', 'model')))] == [
         *mean_hops(plain, (4, 4, 4), (True, True, True))

@@ -11,10 +11,11 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from described_machines import MACHINES, described, ids, needs_libtpu, t5x_tpus
+from described_machines import MACHINES, described, ids, needs_libtpu
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from mock_devices import tpus
 
 import partitioning
 from partitioning import (
@@ -121,7 +122,7 @@ def test_the_layout_of_t5x_test_devices(name, kind, bounds, cores):
     def facts(devices):
         return {(d.id, d.process_index, *d.coords, d.core_on_chip, d.device_kind) for d in devices}
 
-    assert facts(described(name).devices) == facts(t5x_tpus(kind, bounds, cores))
+    assert facts(described(name).devices) == facts(tpus(bounds, kind, cores))
 
 
 @needs_libtpu
