@@ -62,7 +62,9 @@ def what_they_say(count):
     for process in processes:
         out, err = process.communicate(timeout=240)
         assert process.returncode == 0, err[-3000:]
-        said.append(json.loads(out.splitlines()[-1]))
+        # The collectives speak on stdout, too.
+        [line] = [line for line in out.splitlines() if line.startswith('{')]
+        said.append(json.loads(line))
     return said
 
 
