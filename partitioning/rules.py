@@ -96,6 +96,8 @@ def check_rules(rules: Iterable[Any]) -> tuple[tuple[str, MeshAxes], ...]:
     Raises:
       ValueError: a rule that is no pair of a name and a mesh axis, several, or None.
     """
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise ValueError(f"{rules!r} are no rules: write [('logical axis', 'mesh axis'), ...]")
     checked: list[tuple[str, MeshAxes]] = []
     for rule in rules:
         match rule:
@@ -231,13 +233,21 @@ def standard_logical_axis_rules(
     dims = (activation_partitioning_dims, parameter_partitioning_dims)
     if not set(dims) <= {1, 2}:
         raise ValueError(
-            f'activation_partitioning_dims={dims[0]}, parameter_partitioning_dims={dims[1]} is not '
-            'supported: each is 1 or 2'
+            f'activation_partitioning_dims={dims[0]!r}, parameter_partitioning_dims={dims[1]!r} is '
+            'not supported: each is 1 or 2'
         )
-    added = tuple(additional_rules or ())
+    if isinstance(mesh_axes, str) or not isinstance(mesh_axes, Sequence):
+        raise ValueError(f'mesh_axes={mesh_axes!r} must be axis names, such as mesh.axis_names')
+    added = check_rules(() if additional_rules is None else additional_rules)
     _check_all_used(mesh_axes, added)
     batch = tuple(axis for axis in _BATCH_AXES if axis in mesh_axes)
     model, data = (axis if axis in mesh_axes else None for axis in ('model', 'data'))
+    for setting, dim, axis in (('activation', dims[0], 'model'), ('parameter', dims[1], 'data')):
+        if dim == 2 and axis not in mesh_axes:
+            raise ValueError(
+                f'{setting}_partitioning_dims=2 shards over {axis!r}, which the mesh axes '
+                f'{tuple(mesh_axes)} lack'
+            )
     embed: list[MeshAxes] = ['fsdp'] if 'fsdp' in mesh_axes else []
     embed += [model] if dims[0] == 2 else []
     embed += [data] if dims[1] == 2 else []

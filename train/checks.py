@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import AxisType, Mesh
+
 from partitioning import BasePartitioner
 from train.errors import ConfigError
 
@@ -28,6 +30,15 @@ def check_batch(partitioner: BasePartitioner, batch_size: int, num_microbatches:
         raise ConfigError(
             f'batch_size {batch_size} does not divide into {num_microbatches} microbatches over a '
             f'data axis of {partitioner.data_mesh_size}: use a multiple of {parts}'
+        )
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """The models are laid out by constraints, which only Auto axes take."""
+    if any(axis_type is not AxisType.Auto for axis_type in mesh.axis_types):
+        raise ConfigError(
+            f'the mesh has axis types {mesh.axis_types}: these models need Auto axes, so leave '
+            'axis_types out'
         )
 
 

@@ -99,6 +99,7 @@ def train(
 
     # ---- mesh
     mesh, data_spec = partitioner.mesh, partitioner.data_partition_spec
+    checks.check_mesh(mesh)
     checks.check_batch(partitioner, batch_size, num_microbatches)
     console.mesh(mesh)
 

@@ -19,8 +19,8 @@ class Chip:
       device_kind: `device_kind` of its JAX devices.
       devices: JAX devices of one chip: 2 where each core is a device of its own.
       dimensions: of the network: 2 or 3 for the torus of a TPU, 0 for GPUs behind switches.
-      hbm_bytes: memory in bytes: what the compiler lets a program use on TPUs, the capacity on
-        GPUs, of which the driver keeps a part.
+      hbm_bytes: memory in bytes: what the compiler lets a program use on TPUs, what CUDA reports
+        on GPUs (jax takes three quarters of it, if not told otherwise).
       peak_flops: bfloat16 matrix FLOP/s, dense.
       hbm_bandwidth: bytes/s.
       ici_links: links to neighbouring chips (ICI), or to the switches (NVLink).
@@ -61,7 +61,10 @@ _TWO_GENERATIONS = (
     f'2021), links 496 and 656 Gbit/s. {_COMPILER_LIMIT}'
 )
 _CLOUD_TPU = 'Cloud TPU documentation, docs.cloud.google.com/tpu/docs/'
-_NVIDIA = 'NVIDIA data sheets of the chip and of its DGX system (one network adapter a GPU)'
+_NVIDIA = (
+    'NVIDIA data sheets of the chip and of its DGX system (one network adapter a GPU). Memory: the '
+    'capacity that CUDA reports'
+)
 
 # Link rates: the documents give the bandwidth of a chip over all its links and both directions.
 _TPUS = (
@@ -160,7 +163,7 @@ _GPUS = (
         platform='gpu',
         device_kind='NVIDIA A100-SXM4-80GB',
         dimensions=0,
-        hbm_bytes=80_000_000_000,
+        hbm_bytes=int(79.15 * GIB),
         peak_flops=312e12,
         hbm_bandwidth=2039e9,
         ici_links=12,
@@ -173,7 +176,7 @@ _GPUS = (
         platform='gpu',
         device_kind='NVIDIA H100 80GB HBM3',
         dimensions=0,
-        hbm_bytes=80_000_000_000,
+        hbm_bytes=int(79.10 * GIB),
         peak_flops=989e12,
         hbm_bandwidth=3352e9,
         ici_links=18,
@@ -186,7 +189,7 @@ _GPUS = (
         platform='gpu',
         device_kind='NVIDIA H200',
         dimensions=0,
-        hbm_bytes=141_000_000_000,
+        hbm_bytes=int(139.7 * GIB),
         peak_flops=989e12,
         hbm_bandwidth=4800e9,
         ici_links=18,
@@ -199,7 +202,7 @@ _GPUS = (
         platform='gpu',
         device_kind='NVIDIA B200',
         dimensions=0,
-        hbm_bytes=180_000_000_000,
+        hbm_bytes=int(178.3 * GIB),
         peak_flops=2250e12,
         hbm_bandwidth=8000e9,
         ici_links=18,

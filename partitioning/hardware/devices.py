@@ -59,7 +59,7 @@ def slice_of(device: JaxDevice) -> int:
 
 
 def num_slices(devices: Sequence[JaxDevice]) -> int:
-    """The number of TPU slices among `devices`; 1 where devices do not belong to slices."""
+    """The number of TPU slices, or NVLink domains, among `devices`; 1 where they know of none."""
     return len({slice_of(d) for d in devices})
 
 

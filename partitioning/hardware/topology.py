@@ -32,6 +32,8 @@ _CUDA_ENVIRONMENT = {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'}
 class Topology:
     """A machine: its devices, though they may be elsewhere, and what they are.
 
+    It goes where devices are asked for: `create_mesh(..., devices=topology)`.
+
     Attributes:
       name: for example 'v5p:4x4x4' or 'h100:2x8'.
       devices: JAX devices to make meshes of and compile for; they cannot hold arrays.
@@ -53,11 +55,14 @@ class Topology:
         """Processes (hosts) of the machine."""
         return len({d.process_index for d in self.devices})
 
+    def __iter__(self) -> Iterator[JaxDevice]:
+        return iter(self.devices)
+
     def __repr__(self) -> str:
         slices = f', num_slices={self.num_slices}' if self.num_slices > 1 else ''
         return (
             f'Topology({self.name!r}{slices}: {len(self.devices)} devices, '
-            f'{self.num_processes} processes)'
+            f'{self.num_processes} process{"es" if self.num_processes > 1 else ""})'
         )
 
 
@@ -73,8 +78,9 @@ def describe_topology(
     Args:
       name: a chip and its arrangement: 'v5e:4x4' (x, y), 'v5p:4x4x8' (x, y, z), 'h100:2x8'
         (hosts, GPUs of a host).
-      num_slices: TPU slices, joined by the data centre network; for GPUs the number of NVLink
-        domains, each of as many hosts as `name` says.
+      num_slices: TPU slices, joined by the data centre network; for GPUs NVLink domains of
+        several hosts, each of as many as `name` says. With 1, each GPU host is a domain of its
+        own.
       wrap: for each dimension of a TPU slice, whether its links close to a ring; by default as
         pods of this chip have it (`torus_wrap`). It is for the compiler: the devices themselves
         do not show it, so the orders of meshes go by `torus_wrap`.
@@ -112,7 +118,7 @@ def describe_topology(
 
 
 def _parse(name: str) -> tuple[Chip, tuple[int, ...]]:
-    kind, _, arrangement = name.partition(':')
+    kind, _, arrangement = name.partition(':') if isinstance(name, str) else ('', '', '')
     if kind not in CHIPS:
         near = difflib.get_close_matches(kind.lower(), CHIPS, n=1)
         hint = f' Did you mean {near[0]!r}?' if near else ''

@@ -1,6 +1,7 @@
 """Devices -> Mesh, for every machine."""
 
-from partitioning.mesh.create import AxisTypes, create_hybrid_mesh, create_mesh
+from partitioning.mesh.checks import is_count
+from partitioning.mesh.create import AxisTypes, check_axis_types, create_hybrid_mesh, create_mesh
 from partitioning.mesh.default import (
     MESH_AXES,
     MULTISLICE_MESH_AXES,
@@ -10,6 +11,7 @@ from partitioning.mesh.default import (
     get_cpu_mesh,
     get_gpu_mesh,
 )
+from partitioning.mesh.drawing import draw_mesh
 from partitioning.mesh.rings import AxisRing, axis_rings, mesh_table
 from partitioning.mesh.t5x import get_mesh
 
@@ -19,13 +21,16 @@ __all__ = [
     'AxisRing',
     'AxisTypes',
     'axis_rings',
+    'check_axis_types',
     'check_mesh_settings',
     'create_hybrid_mesh',
     'create_mesh',
     'default_mesh',
     'default_moe_mesh',
+    'draw_mesh',
     'get_cpu_mesh',
     'get_gpu_mesh',
     'get_mesh',
+    'is_count',
     'mesh_table',
 ]

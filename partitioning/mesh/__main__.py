@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from jax.sharding import Mesh
 
@@ -22,13 +23,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; 2 for settings that make no mesh."""
     flags = _parser().parse_args(arguments)
     try:
+        _check_picture(flags.png)
         topology = _topology(flags)
         mesh = _mesh(flags, topology)
         wrap = topology.wrap if topology and topology.chip.platform == 'tpu' else None
         view = {'wrap': wrap, 'granule_size': flags.granule_size}
         print(f'{_machine(topology)}{_rings(topology)}')
         print(mesh_table(mesh, **view))
-        if flags.png:
+        if flags.png is not None:
             draw_mesh(mesh, flags.png, title=_machine(topology), **view)
             print(f'drawn into {flags.png}')
     except (ValueError, RuntimeError, OSError) as error:
@@ -37,11 +39,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _check_picture(png: str | None) -> None:
+    if png is not None and (not png.endswith('.png') or not Path(png).parent.is_dir()):
+        raise ValueError(f'--png={png}: name a file that ends in .png, in a folder that exists')
+
+
 def _topology(flags: argparse.Namespace) -> Topology | None:
     if flags.topology is not None:
-        return describe_topology(flags.topology, num_slices=flags.num_slices, wrap=flags.wrap)
-    if flags.num_slices != 1 or flags.wrap is not None:
-        raise ValueError('--num_slices and --wrap describe a --topology: this machine has its own')
+        return describe_topology(
+            flags.topology,
+            num_slices=flags.num_slices,
+            wrap=flags.wrap,
+            chips_per_host_bounds=flags.chips_per_host_bounds,
+        )
+    if flags.num_slices != 1 or flags.wrap is not None or flags.chips_per_host_bounds is not None:
+        raise ValueError(
+            '--num_slices, --wrap and --chips_per_host_bounds describe a --topology: this machine '
+            'has its own'
+        )
     return None
 
 
@@ -99,12 +114,13 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add('--topology', help="a machine, as 'v5e:16x16' or 'h100:2x8'; by default this one")
     add('--num_slices', type=int, default=1, help='slices of that machine')
-    add('--wrap', type=_booleans, help="closed rings along x,y,z, as 'true,true,false'")
+    add('--wrap', type=_booleans, help="count hops with closed x,y,z, as 'true,true,false'")
+    add('--chips_per_host_bounds', type=_integers, help='chips of a TPU host, as 2,2,1')
     add('--num_partitions', type=int, help="size of the 'model' axis, by default 1")
     add('--model_parallel_submesh', type=_integers, help='its tile, as 2,2,1,1')
     add('--ici_mesh_shape', type=_integers, help='axis sizes within a slice, as 1,16,16')
     add('--dcn_mesh_shape', type=_integers, help='axis sizes over slices, as 2,1,1')
-    add('--mesh_axis_names', type=lambda text: tuple(text.split(',')), help='as data,model')
+    add('--mesh_axis_names', type=_names, help='as data,model')
     add('--axes', type=_axes, help='any axes instead, as data=-1,fsdp=4,model=8')
     add('--granule_size', type=int, help='GPUs on one NVLink network, where more than a host')
     add('--png', help='also draw the mesh into this file')
@@ -116,6 +132,10 @@ def _integers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(','))
     except ValueError:
         raise argparse.ArgumentTypeError(f'{text!r} is not like 2,2,1') from None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(','))
 
 
 def _booleans(text: str) -> tuple[bool, ...]:

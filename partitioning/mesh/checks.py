@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -21,9 +21,24 @@ def check_devices(
     Raises:
       ValueError: none at all, or the same one twice.
     """
-    found = list(jax.devices(backend) if devices is None else devices)
+    if devices is not None and backend is not None:
+        raise ValueError(f'backend={backend!r} and devices each decide the devices: keep one')
+    try:
+        found = list(jax.devices(backend) if devices is None else devices)
+    except TypeError:
+        found = [devices]
     if not found:
         raise ValueError('devices is empty: a mesh needs at least one')
+    for device in found:
+        if not hasattr(device, 'process_index') or not hasattr(device, 'device_kind'):
+            raise ValueError(
+                f'devices must be JAX devices, such as jax.devices() or the devices of '
+                f'describe_topology(...), not {device!r}'
+            )
+    kinds = sorted({(device.platform, device.device_kind) for device in found})
+    if len(kinds) > 1:
+        listed = ' and '.join(f'{kind} ({platform})' for platform, kind in kinds)
+        raise ValueError(f'one mesh takes devices of one kind, not {listed}')
     seen = collections.Counter(device.id for device in found)
     twice = [number for number, count in seen.items() if count > 1]
     if twice:
@@ -32,6 +47,17 @@ def check_devices(
             f'device {twice[0]} {seen[twice[0]]} times'
         )
     return found
+
+
+def as_tuple_of(value: Any, setting: str) -> tuple[Any, ...]:
+    """A setting of several entries as a tuple.
+
+    Raises:
+      ValueError: it is no sequence, or a text.
+    """
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError(f'{setting}={value!r} must be a sequence, for example (2, 4)')
+    return tuple(value)
 
 
 def is_count(value: object) -> TypeGuard[int]:
@@ -46,7 +72,8 @@ def check_names(axis_names: Sequence[str], sizes: Sequence[Any], setting: str) -
     Raises:
       ValueError: other names.
     """
-    names = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
+    one = isinstance(axis_names, str)
+    names = (axis_names,) if one else as_tuple_of(axis_names, 'axis names')
     if isinstance(sizes, str) or not hasattr(sizes, '__len__') or not len(sizes):
         raise ValueError(f'{setting}={sizes!r} must be sizes, one for each axis of {names}')
     if not all(isinstance(name, str) and name for name in names):

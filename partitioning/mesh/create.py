@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 from absl import logging
 from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import JaxDevice, has_coords, num_slices
-from partitioning.mesh.checks import check_devices, check_names, fill
+from partitioning.mesh.checks import as_tuple_of, check_devices, check_names, fill
 from partitioning.mesh.granules import (
     check_same_size,
     granules_of,
@@ -91,18 +90,16 @@ def create_hybrid_mesh(
     """
     devices = check_devices(devices)
     names = check_names(axis_names, ici_mesh_shape, 'ici_mesh_shape')
-    ici, dcn = tuple(ici_mesh_shape), tuple(dcn_mesh_shape)
+    ici, dcn = tuple(ici_mesh_shape), as_tuple_of(dcn_mesh_shape, 'dcn_mesh_shape')
     if len(dcn) != len(names):
         raise ValueError(
             f'ici_mesh_shape {ici} has {len(ici)} axes and dcn_mesh_shape {dcn} {len(dcn)}: give '
             f'each axis of {names} both'
         )
-    all_in_one = all(n == 1 for n in dcn) and num_slices(devices) == 1 and not process_is_granule
-    if all_in_one:
+    no_granules = not process_is_granule and granule_size is None and num_slices(devices) == 1
+    if no_granules and all(n == 1 for n in dcn):
         ici = fill(ici, len(devices), 'ici_mesh_shape', 'devices', f' beside dcn_mesh_shape {dcn}')
-        return create_mesh(
-            ici, names, devices=devices, axis_types=axis_types, granule_size=granule_size
-        )
+        return create_mesh(ici, names, devices=devices, axis_types=axis_types)
     granules = granules_of(devices, process_is_granule, granule_size)
     check_same_size(granules)
     by_slice = not process_is_granule and (has_coords(devices[0]) or num_slices(devices) > 1)
@@ -113,22 +110,37 @@ def create_hybrid_mesh(
     return make_mesh(hybrid_grid(granules, ici, dcn), names, axis_types)
 
 
+def check_axis_types(axis_types: AxisTypes) -> tuple[AxisType, ...]:
+    """Axis types as a tuple, by name or not.
+
+    Raises:
+      ValueError: no axis type.
+    """
+    one = axis_types is None or isinstance(axis_types, AxisType | str)
+    given = (axis_types,) if one else as_tuple_of(axis_types, 'axis_types')
+    by_name = {axis_type.name.lower(): axis_type for axis_type in AxisType}
+    types = tuple(by_name.get(t.lower()) if isinstance(t, str) else t for t in given)
+    if not types or not all(isinstance(t, AxisType) for t in types):
+        raise ValueError(
+            f'axis_types={axis_types!r} must be one of {", ".join(by_name)}, or one for each axis'
+        )
+    return types  # type: ignore[return-value]
+
+
 def make_mesh(grid: np.ndarray, axis_names: Sequence[str], axis_types: AxisTypes) -> Mesh:
     """The mesh of an array of devices, logged.
 
     Raises:
       ValueError: not one axis type for all axes, nor one for each.
     """
-    given = [axis_types] if isinstance(axis_types, AxisType | str) else list(axis_types)
-    if len(given) == 1:
-        given *= grid.ndim
-    by_name = {axis_type.name.lower(): axis_type for axis_type in AxisType}
-    types = [by_name.get(str(t).lower()) if isinstance(t, str) else t for t in given]
-    if len(types) != grid.ndim or not all(isinstance(t, AxisType) for t in types):
+    types = check_axis_types(axis_types)
+    if len(types) not in (1, grid.ndim):
         raise ValueError(
-            f'axis_types={axis_types!r} must be one of {", ".join(by_name)}, or one for each of '
-            f'the axes {tuple(axis_names)}'
+            f'axis_types={axis_types!r} must be one, or one for each of the axes '
+            f'{tuple(axis_names)}'
         )
-    mesh = Mesh(grid, tuple(axis_names), axis_types=cast(tuple[AxisType, ...], tuple(types)))
+    if len(types) == 1:
+        types *= grid.ndim
+    mesh = Mesh(grid, tuple(axis_names), axis_types=types)
     logging.info('mesh %s of %d devices', dict(mesh.shape), mesh.size)
     return mesh

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import HardwareMesh, JaxDevice, has_coords
-from partitioning.mesh.checks import check_devices, check_names, divisors, is_count
+from partitioning.mesh.checks import as_tuple_of, check_devices, check_names, divisors, is_count
 from partitioning.mesh.create import AxisTypes, create_hybrid_mesh, create_mesh, make_mesh
 from partitioning.mesh.granules import check_same_size, granules_of
 from partitioning.mesh.order import order_devices
@@ -59,12 +59,11 @@ def default_mesh(
     devices = check_devices(devices, backend)
     check_mesh_settings(num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape)
     if ici_mesh_shape is not None and dcn_mesh_shape is not None:
+        names = mesh_axis_names
         return create_hybrid_mesh(
             ici_mesh_shape,
             dcn_mesh_shape,
-            _names_of_shapes(ici_mesh_shape, dcn_mesh_shape)
-            if mesh_axis_names is None
-            else mesh_axis_names,
+            _names_of_shapes(ici_mesh_shape, dcn_mesh_shape) if names is None else names,
             devices=devices,
             granule_size=granule_size,
             axis_types=axis_types,
@@ -95,6 +94,7 @@ def default_moe_mesh(
     *,
     devices: Sequence[JaxDevice] | None = None,
     axis_types: AxisTypes = AxisType.Auto,
+    granule_size: int | None = None,
 ) -> Mesh:
     """The default mesh with an 'expert' axis taken out of its 'data' axis, as T5X's MoE has it.
 
@@ -106,6 +106,7 @@ def default_moe_mesh(
       backend: take the devices of this backend instead of the default one.
       devices: the devices to use, instead of all of `backend`.
       axis_types: Auto, Explicit or Manual, for all axes or one for each.
+      granule_size: GPUs that share NVLink, where they are more than those of a host.
 
     Returns:
       A mesh ('data', 'expert', 'model'), after 'replica' on several slices.
@@ -113,7 +114,13 @@ def default_moe_mesh(
     Raises:
       ValueError: neither divides the other, or as `default_mesh`.
     """
-    mesh = default_mesh(num_partitions, model_parallel_submesh, backend, devices=devices)
+    mesh = default_mesh(
+        num_partitions,
+        model_parallel_submesh,
+        backend,
+        devices=devices,
+        granule_size=granule_size,
+    )
     data = mesh.shape['data']
     if not is_count(num_expert_partitions) or (
         data % num_expert_partitions and num_expert_partitions % data
@@ -156,13 +163,17 @@ def check_mesh_settings(
             'dcn_mesh_shape) or mesh must be set'
         )
     tile = model_parallel_submesh
-    if tile is not None and (len(tile) != 4 or not all(is_count(n) for n in tile)):
+    if tile is not None and (
+        not isinstance(tile, Sequence) or len(tile) != 4 or not all(map(is_count, tile))
+    ):
         raise ValueError(
             'model_parallel_submesh must be a 4-tuple (x, y, z, cores) of whole numbers, not '
             f'{tile!r}'
         )
-    if ici_mesh_shape and dcn_mesh_shape:
-        model = ici_mesh_shape[-1], dcn_mesh_shape[-1]
+    if ici_mesh_shape is not None and dcn_mesh_shape is not None:
+        ici = as_tuple_of(ici_mesh_shape, 'ici_mesh_shape')
+        dcn = as_tuple_of(dcn_mesh_shape, 'dcn_mesh_shape')
+        model = (*ici[-1:], *dcn[-1:])
         if all(map(is_count, model)) and math.prod(model) == num_partitions:
             # T5X asks for num_partitions beside the shapes: fine, since it says the same.
             del given['num_partitions']
@@ -249,7 +260,7 @@ def _names(mesh_axis_names: Sequence[str] | None, slices: int) -> tuple[str, ...
     """The two names of a mesh of one slice, or the three of one over slices."""
     if mesh_axis_names is None:
         return MESH_AXES if slices == 1 else MULTISLICE_MESH_AXES
-    number = len(mesh_axis_names)
+    number = len(as_tuple_of(mesh_axis_names, 'mesh_axis_names'))
     if number not in ((2, 3) if slices == 1 else (3,)):
         raise ValueError(
             f'mesh_axis_names {tuple(mesh_axis_names)} has {number} names; with num_partitions or '

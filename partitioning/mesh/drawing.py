@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.hardware import has_coords
+from partitioning.hardware import has_coords, slice_of
 from partitioning.mesh.rings import AxisRing, axis_rings
 
 _GAP = 0.6  # between planes, slices and hosts, in devices
@@ -114,7 +114,7 @@ def _places(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, float, str
       with their x and y).
     """
     devices = mesh.devices.ravel()
-    slices = np.array([getattr(d, 'slice_index', 0) for d in devices])
+    slices = np.array([slice_of(d) for d in devices])
     if not all(has_coords(d) for d in devices):
         return _rows_of_processes(mesh, slices), 1.0, []
     x, y, z = np.array([tuple(d.coords) for d in devices]).T

@@ -32,6 +32,8 @@ def granules_of(
     Raises:
       ValueError: a size that does not divide the machine, or that the links contradict.
     """
+    if process_is_granule not in (None, True, False):
+        raise ValueError(f'process_is_granule={process_is_granule!r} must be True, False or None')
     if granule_size is not None:
         if process_is_granule is not None:
             raise ValueError(
@@ -107,5 +109,12 @@ def _of_size(devices: Sequence[JaxDevice], size: int) -> list[list[JaxDevice]]:
             f'granule_size={size!r} must divide the {len(devices)} devices into whole processes '
             f'of {max(local.values())}, or equal parts of one'
         )
-    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
-    return [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    ordered = sorted(devices, key=lambda d: (slice_of(d), d.process_index, d.id))
+    granules = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+    if any(num_slices(granule) > 1 for granule in granules):
+        domains = collections.Counter(slice_of(d) for d in devices)
+        raise ValueError(
+            f'granule_size={size} does not divide the NVLink domains of '
+            f'{sorted(set(domains.values()))} GPUs, which the devices know'
+        )
+    return granules

@@ -13,7 +13,8 @@ from absl import logging
 from partitioning.hardware import JaxDevice, has_coords, slice_bounds, torus_wrap
 from partitioning.mesh.torus import Torus, mean_hops, ring_order, snake
 
-_TWO_CORES = ('TPU v2', 'TPU v3')  # each core a device
+TWO_CORES = ('TPU v2', 'TPU v3')  # each core a device
+_TRAYS = ('TPU v5 lite', 'TPU v5e', 'TPU v6 lite', 'TPU7x')  # have rings of their own in jax
 _LARGEST_TRAY = 32  # devices; of more than these jax knows no rings but only whole dimensions
 # jax before 0.11 knows no ring of these eight chips, numbered x fastest, z slowest.
 _V5P_CUBE_RING = (0, 1, 3, 2, 6, 7, 5, 4)
@@ -78,16 +79,25 @@ class _StandIn:
 
 def _order_on_torus(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Indices into a flat grid (x, y, z, core) of devices, of shape `shape`."""
-    torus, two_cores = torus_of(grid.flat[0], grid.shape), grid.flat[0].device_kind in _TWO_CORES
+    torus, kind = torus_of(grid.flat[0], grid.shape), grid.flat[0].device_kind
     theirs = _jax_order(grid, shape)
-    if theirs is not None and (not two_cores or 8 in (grid.size, shape[-1])):
-        return theirs
-    ours = ring_order(torus, shape, whole_row_major=not two_cores)
     if theirs is None:
-        return ours
-    # The devices in their own order: of two cores a chip, jax knows only rings of eight.
-    hops = zip(mean_hops(torus, ours), mean_hops(torus, theirs), strict=True)
-    return ours if all(a <= b for a, b in hops) else theirs
+        return ring_order(torus, shape, whole_row_major=kind not in TWO_CORES)
+    trays = kind in TWO_CORES or (kind in _TRAYS and grid.size <= _LARGEST_TRAY)
+    if not trays or _is_ring_of_eight(kind, grid.size, shape):
+        return theirs
+    # Rings of a tray are made for one shape of it; other devices of two cores come as they are.
+    ours = ring_order(torus, shape, whole_row_major=False)
+    pairs = list(zip(mean_hops(torus, ours), mean_hops(torus, theirs), strict=True))
+    better = all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
+    return ours if better else theirs
+
+
+def _is_ring_of_eight(kind: str, number: int, shape: tuple[int, ...]) -> bool:
+    """Whether the shape is one that users of jax know in its order, ring or not."""
+    if kind in TWO_CORES:
+        return 8 in (number, shape[-1])
+    return kind != 'TPU7x' and number == 8 and shape == (2, 4)
 
 
 def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -96,13 +106,13 @@ def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
     by_rows = np.arange(grid.size).reshape(grid.shape).transpose(2, 1, 0, 3).ravel()
     if kind in ('TPU v5', 'TPU v5p') and grid.shape == (2, 2, 2, 1):
         return by_rows[list(_V5P_CUBE_RING)].reshape(shape)
-    if cores == 2 and kind not in (*_TWO_CORES, 'TPU7x'):
+    if cores == 2 and kind not in (*TWO_CORES, 'TPU7x'):
         return None  # it wants one device a chip
-    if kind in _TWO_CORES and (x % 2 or y % 2):
+    if kind in TWO_CORES and (x % 2 or y % 2):
         return None  # it would take other eight devices for a tray of 2 x 2 chips
     if grid.size == max(grid.shape) == 8:
         return None  # and other eight chips for one of 2 x 4
-    if grid.size > _LARGEST_TRAY and kind not in _TWO_CORES and not _takes_whole(grid.shape, shape):
+    if grid.size > _LARGEST_TRAY and kind not in TWO_CORES and not _takes_whole(grid.shape, shape):
         return None
     from jax.experimental import mesh_utils
 

@@ -107,7 +107,10 @@ def _places(
     mesh: Mesh, wrap: Sequence[bool] | None
 ) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
     """(coordinates of every device or None without a torus, extent of a slice, its wrap)."""
-    if not all(has_coords(d) for d in mesh.devices.flat):
+    on_torus = all(has_coords(d) for d in mesh.devices.flat)
+    if wrap is not None and (not on_torus or isinstance(wrap, str) or len(tuple(wrap)) != 3):
+        raise ValueError(f'wrap={wrap!r} is of TPUs, a truth value for each of x, y and z')
+    if not on_torus:
         return None, np.zeros(3), np.zeros(3, dtype=bool)
     places = np.array([tuple(d.coords) for d in mesh.devices.flat], dtype=np.int64)
     bounds = places.max(axis=0) - places.min(axis=0) + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Sequence
 from typing import cast
@@ -14,13 +15,14 @@ from partitioning.hardware import (
     HardwareMesh,
     JaxDevice,
     TpuMesh,
-    bounds_from_last_device,
     get_coords,
     has_coords,
+    num_slices,
 )
+from partitioning.mesh.checks import as_tuple_of, is_count
 from partitioning.mesh.create import make_mesh
+from partitioning.mesh.order import TWO_CORES
 
-_TWO_CORES = ('TPU v2', 'TPU v3')  # each core a device
 _ONE_DEVICE = ('TPU v4', 'TPU v4 lite')  # both cores of a chip one device (megacore)
 
 
@@ -60,22 +62,27 @@ def tiled_grid(
     """The devices of `get_mesh`, of shape (data, model)."""
     first = min(d.process_index for d in devices)
     local = list(local_devices or [d for d in devices if d.process_index == first])
-    machine: tuple[int, ...] = bounds_from_last_device(max(devices, key=get_coords))
-    host = _extent(local)
-    tile: tuple[int, ...] = tuple(model_parallel_submesh)
-    if len(tile) != len(machine) or any(m < 1 or g % m for g, m in zip(machine, tile, strict=True)):
+    tile = tuple(as_tuple_of(model_parallel_submesh, 'model_parallel_submesh'))
+    if num_slices(devices) > 1:
         raise ValueError(
-            f'model_parallel_submesh {tile} does not tile the machine {tuple(machine)}: each of '
-            f'its {len(machine)} entries must divide the same entry of the machine'
+            f'{num_slices(devices)} slices: a tile makes the mesh of one; use default_mesh'
+        )
+    places = _places(devices)
+    machine, host = _extent(places), _extent(_places(local))
+    fits = len(tile) == len(machine) and all(map(is_count, tile))
+    if not fits or any(g % m for g, m in zip(machine, tile, strict=True)):
+        raise ValueError(
+            f'model_parallel_submesh {tile} does not tile the machine {machine}: each of its '
+            f'{len(machine)} entries must divide the same entry of the machine'
         )
     if math.prod(machine) != len(devices):
         raise ValueError(
-            f'{len(devices)} devices do not fill a machine of {tuple(machine)} '
+            f'{len(devices)} devices do not fill a machine of {machine} '
             f'({math.prod(machine)} devices)'
         )
     grid = np.empty(machine, dtype=object)
-    for device in devices:
-        grid[get_coords(device)] = device
+    for device, place in zip(devices, places.tolist(), strict=True):
+        grid[tuple(place)] = device
 
     order = _z_major_order(cast(TpuMesh, machine), cast(TpuMesh, tile)) if len(tile) == 4 else None
     if order is not None:
@@ -95,25 +102,36 @@ def tiled_grid(
     return tiled.reshape(-1, math.prod(tile))
 
 
-def _extent(local: Sequence[JaxDevice]) -> tuple[int, ...]:
-    """The devices of one process along each dimension, wherever in the machine it stands."""
-    if not has_coords(local[0]):
-        return bounds_from_last_device(local[0])
-    places = np.array([get_coords(device) for device in local])
-    return tuple((np.ptp(places, axis=0) + 1).tolist())
+def _places(devices: Sequence[JaxDevice]) -> np.ndarray:
+    """Places in the box of the devices: (x, y, z, core) on TPU, else (process, number in it)."""
+    if has_coords(devices[0]):
+        places = np.array([get_coords(device) for device in devices])
+        return places - places.min(axis=0)
+    processes = sorted({d.process_index for d in devices})
+    numbers: collections.Counter[int] = collections.Counter()
+    places = np.empty((len(devices), 2), dtype=np.int64)
+    for i in sorted(range(len(devices)), key=lambda i: devices[i].id):
+        process = devices[i].process_index
+        places[i] = processes.index(process), numbers[process]
+        numbers[process] += 1
+    return places
+
+
+def _extent(places: np.ndarray) -> tuple[int, ...]:
+    return tuple((places.max(axis=0) + 1).tolist())
 
 
 def default_tile(devices: Sequence[JaxDevice], num_partitions: int) -> TpuMesh | None:
     """T5X's tile of one model replica, where it has one and it divides the slice; else None."""
     kind = devices[0].device_kind
-    if kind not in _TWO_CORES + _ONE_DEVICE:
+    if kind not in TWO_CORES + _ONE_DEVICE:
         return None
-    machine = cast(TpuMesh, bounds_from_last_device(max(devices, key=get_coords)))
+    machine = cast(TpuMesh, _extent(_places(devices)))
     x, _, z, cores = machine
-    if math.prod(machine) != len(devices) or cores != (2 if kind in _TWO_CORES else 1):
+    if math.prod(machine) != len(devices) or cores != (2 if kind in TWO_CORES else 1):
         return None  # a part of a slice, or v4 without megacore
     table: dict[int, TpuMesh]
-    if kind in _TWO_CORES:
+    if kind in TWO_CORES:
         table = {
             1: (1, 1, 1, 1),
             2: (1, 1, 1, 2),

@@ -20,7 +20,7 @@ from partitioning.layout import (
     LocalChunkInfo,
     host_local_array_to_global_array,
 )
-from partitioning.mesh import AxisTypes, check_mesh_settings
+from partitioning.mesh import AxisTypes, check_axis_types, check_mesh_settings, is_count
 from partitioning.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
@@ -79,6 +79,11 @@ class BasePartitioner(abc.ABC):
             check_mesh_settings(
                 num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape
             )
+        if num_partitions is not None and not is_count(num_partitions):
+            raise ValueError(f'num_partitions={num_partitions!r} must be a whole number, 1 or more')
+        check_axis_types(axis_types)
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ValueError(f'mesh={mesh!r} must be a jax.sharding.Mesh, as create_mesh makes it')
         settings = {
             'num_partitions': num_partitions,
             'model_parallel_submesh': model_parallel_submesh,
@@ -113,8 +118,15 @@ class BasePartitioner(abc.ABC):
     @functools.cached_property
     def _data_axis(self) -> MeshAxes:
         """The mesh axes of the batch."""
-        replicas = self._given_mesh is None and 'replica' in self.mesh.shape
-        return ('replica', 'data') if replicas else 'data'
+        return 'data' if self._axis_of_slices is None else (self._axis_of_slices, 'data')
+
+    @property
+    def _axis_of_slices(self) -> str | None:
+        """The axis of the slices, whose name is 'replica' or was chosen for this partitioner."""
+        names = self._mesh_settings['mesh_axis_names']
+        if names is not None and self._mesh_settings['ici_mesh_shape'] is None:
+            return names[0] if len(names) == 3 else None
+        return 'replica' if 'replica' in self.mesh.shape else None
 
     @property
     def data_partition_spec(self) -> PartitionSpec:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import HardwareMesh, JaxDevice
-from partitioning.mesh import default_moe_mesh
+from partitioning.mesh import AxisTypes, default_moe_mesh, is_count
 from partitioning.partitioner.pjit import PjitPartitioner
 from partitioning.rules import LogicalAxisRules
 
@@ -30,8 +30,10 @@ class MoePjitPartitioner(PjitPartitioner):
         logical_axis_rules: LogicalAxisRules | None = None,
         *,
         devices: Sequence[JaxDevice] | None = None,
+        axis_types: AxisTypes = AxisType.Auto,
+        granule_size: int | None = None,
     ):
-        """Args as those of PjitPartitioner, and:
+        """Args as those of PjitPartitioner by these names, and:
         num_expert_partitions: size of the 'expert' axis, taken out of the data axis; where that is
           smaller, all of it.
         """
@@ -42,15 +44,24 @@ class MoePjitPartitioner(PjitPartitioner):
             backend=backend,
             logical_axis_rules=logical_axis_rules,
             devices=devices,
+            axis_types=axis_types,
+            granule_size=granule_size,
         )
+        if not is_count(num_expert_partitions):
+            raise ValueError(
+                f'num_expert_partitions={num_expert_partitions!r} must be a whole number, 1 or more'
+            )
         self._num_expert_partitions = num_expert_partitions
 
     @functools.cached_property
     def mesh(self) -> Mesh:
+        settings = self._mesh_settings
         return default_moe_mesh(
             self._num_expert_partitions,
-            self._mesh_settings['num_partitions'],
-            self._mesh_settings['model_parallel_submesh'],
-            self._mesh_settings['backend'],
-            devices=self._mesh_settings['devices'],
+            settings['num_partitions'],
+            settings['model_parallel_submesh'],
+            settings['backend'],
+            devices=settings['devices'],
+            axis_types=settings['axis_types'],
+            granule_size=settings['granule_size'],
         )

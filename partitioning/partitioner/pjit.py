@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from absl import logging
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from partitioning import state as state_lib
@@ -25,6 +26,7 @@ from partitioning.rules import (
     AxisNames,
     LogicalAxisRules,
     MeshAxes,
+    as_tuple,
     check_rules,
     logical_to_mesh_axes,
     standard_logical_axis_rules,
@@ -109,7 +111,7 @@ class PjitPartitioner(BasePjitPartitioner):
         """Args as those of BasePartitioner, and:
         logical_axis_rules: (logical axis, mesh axis or axes or None) pairs in order of priority; by
           default `standard_logical_axis_rules` for the axes of the mesh. Where the partitioner
-          makes a 'replica' axis, a rule ('batch', 'data') means ('batch', ('replica', 'data')).
+          makes an axis for the slices, a rule of 'batch' that has 'data' gets that axis too.
         """
         super().__init__(
             num_partitions=num_partitions,
@@ -129,26 +131,38 @@ class PjitPartitioner(BasePjitPartitioner):
     @functools.cached_property
     def logical_axis_rules(self) -> LogicalAxisRules:
         if self._given_rules is None:
-            known = [axis for axis in self.mesh.axis_names if axis in STANDARD_MESH_AXES]
-            return check_rules(standard_logical_axis_rules(mesh_axes=known))
-        if self._given_mesh is None and 'replica' in self.mesh.shape:
-            everywhere = ('batch', ('replica', 'data'))
-            return tuple(
-                everywhere if rule == ('batch', 'data') else rule for rule in self._given_rules
-            )
-        return self._given_rules
+            # None where an axis would be left without use: get_mesh_axes and constrain then raise.
+            axes = self._axes_in_use
+            known = set(axes) <= set(STANDARD_MESH_AXES)
+            return check_rules(standard_logical_axis_rules(mesh_axes=axes)) if known else ()
+        if self._given_mesh is not None:
+            return self._given_rules
+        slices = self._axis_of_slices
+        return tuple(_over_slices(rule, slices) for rule in self._given_rules)
+
+    @property
+    def _axes_in_use(self) -> list[str]:
+        sizes = self.mesh.shape
+        return [a for a in self.mesh.axis_names if sizes[a] > 1 or a in STANDARD_MESH_AXES]
 
     @functools.cached_property
     def _data_axis(self) -> MeshAxes:
         self._check_default_rules()
         batch = logical_to_mesh_axes(['batch'], self.logical_axis_rules, on_unmatched='replicate')
-        return batch[0] if batch else None
+        axes = batch[0] if batch else None
+        if (slices := self._axis_of_slices) is not None and slices not in as_tuple(axes):
+            logging.warning(
+                "'batch' is sharded over %s: each of the %d parts of %r computes the same rows",
+                axes,
+                self.mesh.shape[slices],
+                slices,
+            )
+        return axes
 
     def _check_default_rules(self) -> None:
         """Rules that were not chosen must not leave a mesh axis without use."""
         if self._given_rules is None:
-            used = [axis for axis, size in self.mesh.shape.items() if size > 1]
-            standard_logical_axis_rules(mesh_axes=used)
+            standard_logical_axis_rules(mesh_axes=self._axes_in_use)
 
     def get_mesh_axes(self, train_state: TrainState) -> Any:
         """The state with a PartitionSpec for every array.
@@ -185,6 +199,14 @@ class PjitPartitioner(BasePjitPartitioner):
             )
         except ValueError as error:
             raise ValueError(f'Failed to map logical axes for {name}: {error}') from error
+
+
+def _over_slices(rule: tuple[str, MeshAxes], slices: str | None) -> tuple[str, MeshAxes]:
+    """The rule of the batch with the axis of the slices before its own."""
+    name, axes = rule[0], as_tuple(rule[1])
+    if name != 'batch' or slices is None or slices in axes or 'data' not in axes:
+        return rule
+    return name, (slices, *axes)
 
 
 def _as_indices(indices: int | Sequence[int]) -> tuple[int, ...]:

@@ -83,11 +83,13 @@ def test_a_picture(capsys, tmp_path):
     [
         (['--num_partitions=3'], 'num_partitions=3 does not divide the 8 devices'),
         (['--topology=v7x:4x4x4'], "unknown topology 'v7x:4x4x4'"),
-        (['--num_slices=2'], '--num_slices and --wrap describe a --topology'),
+        (['--num_slices=2'], '--chips_per_host_bounds describe a --topology'),
         (['--axes=data=4,model=3'], 'the nearest that fits: (4, 2)'),
         (['--axes=data=8', '--num_partitions=2'], 'that --num_partitions would: leave out'),
         (['--ici_mesh_shape=1,4,2'], 'set both or neither'),
-        (['--num_partitions=2', '--png=/nowhere/mesh.png'], 'No such file or directory'),
+        (['--png=/nowhere/mesh.png'], 'in a folder that exists'),
+        (['--png=mesh'], 'ends in .png'),
+        (['--png='], 'ends in .png'),
     ],
 )
 def test_what_cannot_be_is_one_line(capsys, flags, message):

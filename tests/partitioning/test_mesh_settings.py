@@ -272,3 +272,39 @@ def test_processes_as_granules_are_not_forgotten_where_no_axis_spans_them():
     devices = tpus((2, 2, 2), 'TPU v4')
     with pytest.raises(ValueError, match='number of processes is 2'):
         create_hybrid_mesh((4, 2), (1, 1), ('a', 'b'), devices=devices, process_is_granule=True)
+
+
+@pytest.mark.parametrize(
+    'settings, message',
+    [
+        ({'num_partitions': 2, 'backend': 'cpu', 'devices': gpus(8, 1)}, 'each decide the devices'),
+        ({'model_parallel_submesh': 4}, '4-tuple'),
+        ({'ici_mesh_shape': 8, 'dcn_mesh_shape': 1}, 'ici_mesh_shape=8 must be a sequence'),
+        ({'num_partitions': 2, 'mesh_axis_names': 5}, 'mesh_axis_names=5 must be a sequence'),
+        ({'num_partitions': 2, 'devices': 'cpu'}, "must be JAX devices.*not 'c'"),
+    ],
+)
+def test_settings_of_other_types(settings, message):
+    with pytest.raises(ValueError, match=message):
+        default_mesh(**({'num_partitions': None} | settings))
+
+
+def test_shapes_of_numpy():
+    ici, dcn = np.array([1, 4, 2]), np.array([1, 1, 1])
+    assert default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=dcn).devices.shape == (1, 4, 2)
+
+
+def test_a_granule_larger_than_the_domains_that_gpus_know():
+    with pytest.raises(ValueError, match=r'granule_size=32 .* NVLink domains of \[16\] GPUs'):
+        default_mesh(2, devices=gpus(4, 4, domains=2), granule_size=32)
+
+
+@pytest.mark.parametrize('granules', ['no', 2])
+def test_process_is_granule_or_not(granules):
+    with pytest.raises(ValueError, match=f'process_is_granule={granules!r}'):
+        create_hybrid_mesh((2, 4), (1, 1), ('a', 'b'), process_is_granule=granules)
+
+
+def test_granules_that_no_axis_spans():
+    with pytest.raises(ValueError, match='number of granules is 2'):
+        create_hybrid_mesh((2, 4), (1, 1), ('a', 'b'), granule_size=4)

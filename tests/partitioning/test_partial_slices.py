@@ -41,7 +41,7 @@ def test_box_within_a_slice(kind, bounds, cores, low, high, num_partitions):
     assert mesh.devices.shape == shape
     assert sorted_ids(mesh) == sorted(d.id for d in box)
     alone = tpus(tuple(b - a for a, b in zip(low, high, strict=True)), kind, cores)
-    expected = create_mesh(shape, ('data', 'model'), devices=alone)
+    expected = default_mesh(num_partitions, devices=alone)
     assert places_in_order(mesh) == places_in_order(expected)
 
 

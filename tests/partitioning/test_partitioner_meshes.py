@@ -10,6 +10,7 @@ from mock_devices import gpus, ids, tpu_slices, tpus
 from partitioning import (
     BasePjitPartitioner,
     PjitPartitioner,
+    constrain,
     create_mesh,
     standard_logical_axis_rules,
 )
@@ -59,16 +60,65 @@ def test_rules_for_one_slice_on_a_mesh_of_several(settings):
     [
         {'num_partitions': 2},
         {'num_partitions': 4, 'devices': tpus((2, 2, 2), 'TPU v4')},
-        {'mesh': create_mesh((2, 2, 2), ('replica', 'data', 'model'))},
-        {'num_partitions': 4, 'devices': two_slices(), 'mesh_axis_names': ('pod', 'data', 'model')},
+        {'mesh': create_mesh((1, 4, 2), ('pod', 'data', 'model'))},
     ],
 )
 def test_rules_stay_where_no_replica_was_made(settings):
-    """On a mesh of your own, 'data' is what you say it is."""
     partitioner = PjitPartitioner(**settings, logical_axis_rules=RULES)
     assert partitioner.logical_axis_rules == tuple(RULES)
     assert partitioner.data_partition_spec == P('data')
     assert BasePjitPartitioner(**settings).data_partition_spec == P('data')
+
+
+def test_rules_for_a_mesh_of_your_own_are_what_you_say(caplog):
+    """But the batch computed twice is said."""
+    mesh = create_mesh((2, 2, 2), ('replica', 'data', 'model'))
+    partitioner = PjitPartitioner(mesh=mesh, logical_axis_rules=RULES)
+    with caplog.at_level('WARNING'):
+        assert partitioner.data_partition_spec == P('data')
+    assert "each of the 2 parts of 'replica' computes the same rows" in caplog.text
+    assert BasePjitPartitioner(mesh=mesh).data_partition_spec == P(('replica', 'data'))
+
+
+@pytest.mark.parametrize(
+    'rule, axes',
+    [
+        (('batch', 'data'), ('pod', 'data')),
+        (('batch', ('data',)), ('pod', 'data')),
+        (('batch', ('data', 'model')), ('pod', 'data', 'model')),
+        (('batch', ('data', 'pod')), ('data', 'pod')),
+    ],
+)
+def test_the_batch_goes_over_the_slices_by_any_name(rule, axes):
+    settings = {'devices': two_slices(), 'mesh_axis_names': ('pod', 'data', 'model')}
+    partitioner = PjitPartitioner(4, **settings, logical_axis_rules=[rule, ('embed', None)])
+    assert partitioner.data_partition_spec == P(axes)
+    assert partitioner.logical_axis_rules[1] == ('embed', None)
+    assert BasePjitPartitioner(4, **settings).data_partition_spec == P(('pod', 'data'))
+
+
+def test_unused_axes_are_no_layout():
+    """No rules are better than rules that replicate everything."""
+    partitioner = PjitPartitioner(2, mesh_axis_names=('x', 'y'))
+    with pytest.raises(ValueError, match='no logical axis rules are'):
+        partitioner.partition(lambda a: constrain(a, ('mlp', 'embed')), None, None)(np.ones((4, 4)))
+    double = partitioner.partition(lambda a: a * 2, P('x'), P('y'))  # specs need no rules
+    assert double(np.arange(8.0)).tolist() == (np.arange(8.0) * 2).tolist()
+
+
+@pytest.mark.parametrize(
+    'settings, message',
+    [
+        ({'num_partitions': 0}, 'num_partitions=0 must be a whole number'),
+        ({'num_partitions': '8'}, "num_partitions='8' must be a whole number"),
+        ({'num_partitions': 2, 'axis_types': 'bogus'}, "axis_types='bogus'"),
+        ({'mesh': 'x'}, "mesh='x' must be a jax.sharding.Mesh"),
+        ({'num_partitions': 2, 'logical_axis_rules': 5}, '5 are no rules'),
+    ],
+)
+def test_settings_are_checked_before_any_device_is_looked_for(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PjitPartitioner(**settings)
 
 
 @pytest.mark.parametrize(

@@ -181,3 +181,15 @@ def test_table_takes_wrap_and_granules():
     hosts = default_mesh(4, devices=gpus(4, 4))
     assert 'network' in mesh_table(hosts).split('data')[1]
     assert 'network' not in mesh_table(hosts, granule_size=16).split('data')[1]
+
+
+@pytest.mark.parametrize('wrap', [(True,), 'yes', (True,) * 4])
+def test_wrap_is_of_three_dimensions(wrap):
+    mesh = create_mesh((8,), ('x',), devices=tpus((2, 2, 2), 'TPU v5'))
+    with pytest.raises(ValueError, match='wrap='):
+        axis_rings(mesh, wrap=wrap)
+
+
+def test_wrap_is_of_tpus():
+    with pytest.raises(ValueError, match=r'wrap=.* is of TPUs'):
+        axis_rings(create_mesh((8,), ('x',)), wrap=(True, True, True))

@@ -128,6 +128,11 @@ def test_an_axis_more(axis):
 def test_no_rule_names_an_axis_that_is_not_there(axis):
     for mesh_axes in ((axis,), ('data', axis), (axis, 'model')):
         for dims in itertools.product((1, 2), repeat=2):
+            lacks = [a for a, d in zip(('model', 'data'), dims, strict=True) if d == 2]
+            if not set(lacks) <= set(mesh_axes):
+                with pytest.raises(ValueError, match='partitioning_dims=2 shards over'):
+                    standard_logical_axis_rules(*dims, mesh_axes=mesh_axes)
+                continue
             rules = standard_logical_axis_rules(*dims, mesh_axes=mesh_axes)
             named = {
                 a for _, axes in rules for a in ([axes] if isinstance(axes, str) else axes or [])

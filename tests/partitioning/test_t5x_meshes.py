@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from mock_devices import ids, tpu_slices, tpus, v3_4x4
+from mock_devices import gpus, ids, tpu_slices, tpus, v3_4x4
 
 from partitioning import default_mesh, get_mesh
 
@@ -180,3 +180,33 @@ def test_the_numbers_of_processes_do_not_matter():
     """Each holds one block of the mesh, also where the first of them stands in the far corner."""
     devices = [dataclasses.replace(d, process_index=3 - d.process_index) for d in v3_4x4()]
     assert ids(default_mesh(1, devices=devices)) == ids(default_mesh(1, devices=v3_4x4()))
+
+
+def test_devices_apart_that_are_as_many_as_the_box_of_the_last_of_them():
+    devices = [
+        d
+        for d in tpus((2, 2, 4), 'TPU v4')
+        if d.coords in {(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)}
+    ]
+    assert sorted(np.ravel(ids(default_mesh(1, devices=devices))).tolist()) == [0, 1, 2, 5]
+    with pytest.raises(ValueError, match=r'4 devices do not fill a machine of \(2, 2, 2, 1\)'):
+        default_mesh(None, (1, 1, 1, 1), devices=devices)
+
+
+def test_a_tile_is_of_one_slice():
+    with pytest.raises(ValueError, match='2 slices: a tile makes the mesh of one'):
+        get_mesh((2, 2, 1, 1), tpu_slices(2, (2, 2, 2), 'TPU v4'))
+
+
+@pytest.mark.parametrize('tile', [None, '12', 4, (1, 2.0, 1, 1)])
+def test_what_is_no_tile(tile):
+    with pytest.raises(ValueError, match='model_parallel_submesh'):
+        get_mesh(tile, tpus((2, 2, 2), 'TPU v4'))
+
+
+@pytest.mark.parametrize('tile, first', [((1, 4), [0, 1, 2, 3]), ((2, 2), [0, 1, 8, 9])])
+def test_hosts_elsewhere(tile, first):
+    """Their number and size are those of the devices given, not of this process."""
+    mesh = get_mesh(tile, gpus(8, 2), tile_by_host_if_needed=False)
+    assert ids(mesh)[0] == first
+    assert mesh.devices.shape == (4, 4)

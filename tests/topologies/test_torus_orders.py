@@ -303,3 +303,25 @@ def test_submeshes_that_do_not_tile_v3(submesh):
 def test_partitions_that_do_not_divide_v3():
     with pytest.raises(ValueError, match=r'num_partitions=3 does not divide the 32 devices'):
         default_mesh(3, devices=described('v3:4x4').devices)
+
+
+@pytest.mark.parametrize(
+    'name, shape, expected',
+    [
+        ('v5e:2x4', (8, 1), [1.0, 0.0]),
+        ('v5e:2x4', (4, 2), [1.5, 1.0]),
+        ('v6e:2x4', (1, 8), [0.0, 1.0]),
+        ('tpu7x:2x2x1', (2, 4), [1.0, 0.5]),
+    ],
+)
+def test_small_machines_have_the_rings_of_their_shape(name, shape, expected):
+    """jax has one order of these devices for all shapes, made for another arrangement."""
+    topology = described(name)
+    mesh = create_mesh(shape, ('data', 'model'), devices=topology)
+    assert_each_device_once(mesh, topology.devices)
+    means = [ring.mean_hops for ring in axis_rings(mesh)]
+    theirs = mesh_utils.create_device_mesh(shape, list(topology.devices))
+    assert means == mean_hops(mesh.devices, topology.bounds, topology.wrap)
+    jax_means = mean_hops(theirs, topology.bounds, topology.wrap)
+    assert all(a <= b for a, b in zip(means, jax_means, strict=True))
+    assert means == expected
