@@ -11,6 +11,7 @@ dimensions, as it must here.
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -84,8 +85,8 @@ def seconds(make: Callable[[Sequence[Any]], Mesh], devices: Sequence[Any]) -> fl
     return time.perf_counter() - start
 
 
-def compare(name: str, devices: Sequence[Any]) -> float:
-    """Prints the medians of both makers and their ratio; returns ours, in seconds."""
+def compare(name: str, devices: Sequence[Any]) -> tuple[float, float]:
+    """Prints the medians of both makers and their ratio; returns the medians, in seconds."""
     first = seconds(ours, devices)  # no ring known yet
     pairs = [(seconds(ours, devices), seconds(peer, devices)) for _ in range(ROUNDS)]
     mine = statistics.median(a for a, _ in pairs)
@@ -94,7 +95,7 @@ def compare(name: str, devices: Sequence[Any]) -> float:
     print(
         f'{name:35}  {len(devices):7,}  {first:8.3f} s  {mine:6.3f} s  {other:6.3f} s  {ratio:5.2f}'
     )
-    return mine
+    return mine, other
 
 
 def main() -> None:
@@ -114,7 +115,11 @@ def main() -> None:
     }
     compare('8 slices of 32 x 32 x 32, synthetic', synthetic_slices(32, slices=8))
     (few, first), *_, (many, last) = times.items()
-    print(f'time per device, {many:,} over {few:,} devices: {last / many / (first / few):.2f}')
+    exponents = [math.log(b / a) / math.log(many / few) for a, b in zip(first, last, strict=True)]
+    print(
+        f'time grows with devices (of {few:,} to {many:,}) to the power of {exponents[0]:.2f}; '
+        f'that of jax: {exponents[1]:.2f}'
+    )
 
 
 if __name__ == '__main__':

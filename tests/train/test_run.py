@@ -209,3 +209,9 @@ def test_settings_that_make_no_sense_are_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         run(tmp_path / 'model', *sample, change)
     assert sorted(tmp_path.rglob('*')) == before
+
+
+def test_explicit_axes_are_refused_before_anything_is_made(run, tmp_path):
+    with pytest.raises(ConfigError, match=r'Explicit.*: these models need Auto axes'):
+        run(tmp_path / 'model', "PjitPartitioner.axis_types='explicit'")
+    assert not (tmp_path / 'model').exists()
