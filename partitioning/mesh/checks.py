@@ -98,12 +98,8 @@ def fill(
     """
     given = tuple(sizes)
     for size in given:
-        if (
-            isinstance(size, bool)
-            or not isinstance(size, int | np.integer)
-            or size < -1
-            or not size
-        ):
+        whatever_remains = isinstance(size, int | np.integer) and size == -1
+        if not is_count(size) and not whatever_remains:
             raise ValueError(
                 f'{setting} {given}: {size!r} is no size; sizes are positive whole numbers, and '
                 'one of them may be -1, for whatever remains'
