@@ -155,6 +155,7 @@ def _factors(free: Sizes, size: int) -> Iterator[Sizes]:
                 yield (first, *rest)
 
 
+@functools.lru_cache(maxsize=8)  # as many as a mesh has axes: its slices are alike
 def _ring(torus: Torus, box: _Box) -> tuple[int, np.ndarray]:
     """The shortest ring through a box that snakes make: (its hops, its positions)."""
     used = [d for d, size in enumerate(box.sizes) if size > 1]
