@@ -1,4 +1,10 @@
-"""Chips: memory, peak rates and links, each with its source."""
+"""Chips: memory, peak rates and links, each with its source.
+
+TPUs: the Cloud TPU documentation of each chip (peak FLOP/s, HBM, ICI and DCN bandwidth; ICI over
+all links and both directions of a chip), papers where it is silent (links of v2, v3 and v4),
+and the compiler's own limit for the memory that a program can use. GPUs: NVIDIA's data sheets,
+dense figures, and memory as CUDA reports it. `Chip.source` says it chip by chip.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +72,6 @@ _NVIDIA = (
     'capacity that CUDA reports'
 )
 
-# Link rates: the documents give the bandwidth of a chip over all its links and both directions.
 _TPUS = (
     Chip(
         name='v2',

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from partitioning.hardware import has_coords
 from partitioning.mesh.granules import granules_of
 from partitioning.mesh.order import torus_of
+from partitioning.mesh.torus import Torus, hops_to_next
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,17 +54,15 @@ def axis_rings(
     granules = granules_of(devices, granule_size=granule_size)
     number = {d.id: i for i, granule in enumerate(granules) for d in granule}
     granule = np.array([number[d.id] for d in devices]).reshape(mesh.devices.shape)
-    places, bounds, wraps = _places(mesh, wrap)
+    torus, places = _on_torus(mesh, wrap)
     fast, slow = _networks(mesh)
     rings = []
     for axis, (name, size) in enumerate(mesh.shape.items()):
         crosses = granule != np.roll(granule, -1, axis=axis)
         networks = [n for n, there in ((fast, ~crosses), (slow, crosses)) if there.any()]
         mean = worst = None
-        if places is not None and not crosses.all():
-            away = np.abs(places - np.roll(places, -1, axis=axis))
-            around = np.where(wraps, np.minimum(away, bounds - away), away)
-            hops = around.sum(axis=-1)[~crosses]
+        if torus is not None and not crosses.all():
+            hops = hops_to_next(torus, places, axis)[~crosses]
             mean, worst = float(hops.mean()), int(hops.max())
         rings.append(AxisRing(name, size, ' + '.join(networks) if size > 1 else '-', mean, worst))
     return rings
@@ -103,20 +102,19 @@ def _count(number: int, noun: str) -> str:
     return f'{number} {noun}{plural if number != 1 else ""}'
 
 
-def _places(
-    mesh: Mesh, wrap: Sequence[bool] | None
-) -> tuple[np.ndarray | None, np.ndarray, np.ndarray]:
-    """(coordinates of every device or None without a torus, extent of a slice, its wrap)."""
-    on_torus = all(has_coords(d) for d in mesh.devices.flat)
+def _on_torus(mesh: Mesh, wrap: Sequence[bool] | None) -> tuple[Torus | None, np.ndarray]:
+    """The torus of each slice and where its chips lie, `(*mesh, 4)`; None for other machines."""
+    devices = mesh.devices.ravel().tolist()
+    on_torus = all(has_coords(d) for d in devices)
     if wrap is not None and (not on_torus or isinstance(wrap, str) or len(tuple(wrap)) != 3):
         raise ValueError(f'wrap={wrap!r} is of TPUs, a truth value for each of x, y and z')
     if not on_torus:
-        return None, np.zeros(3), np.zeros(3, dtype=bool)
-    places = np.array([tuple(d.coords) for d in mesh.devices.flat], dtype=np.int64)
-    bounds = places.max(axis=0) - places.min(axis=0) + 1
-    torus = torus_of(mesh.devices.flat[0], (*bounds.tolist(), 1))
-    wraps = np.array(torus.wrap[:3] if wrap is None else wrap, dtype=bool)
-    return places.reshape(*mesh.devices.shape, 3), bounds, wraps
+        return None, np.empty((*mesh.devices.shape, 0))
+    places = np.array([(*d.coords, 0) for d in devices], dtype=np.int64)
+    torus = torus_of(devices[0], (places.max(axis=0) - places.min(axis=0) + 1).tolist())
+    if wrap is not None:
+        torus = dataclasses.replace(torus, wrap=(*map(bool, wrap), False))
+    return torus, places.reshape(*mesh.devices.shape, 4)
 
 
 def _networks(mesh: Mesh) -> tuple[str, str]:

@@ -80,19 +80,26 @@ def ring_order(
     return order
 
 
+def hops_to_next(torus: Torus, places: np.ndarray, axis: int) -> np.ndarray:
+    """Hops from each position of a mesh to the next along an axis, from the last to the first.
+
+    Args:
+      torus: the machine.
+      places: where each position lies on it, `(*mesh, dimensions)`.
+      axis: of the mesh.
+
+    Returns:
+      Whole numbers of the mesh's shape.
+    """
+    away = np.abs(places - np.roll(places, -1, axis=axis))
+    shorter = np.where(torus.wrap, np.minimum(away, np.array(torus.bounds) - away), away)
+    return shorter @ np.array(torus.hops)
+
+
 def mean_hops(torus: Torus, order: np.ndarray) -> list[float]:
     """Mean hops of the rings along each axis of an order of the torus, the way back included."""
-    places = np.unravel_index(order, torus.bounds)
-    means = []
-    for axis in range(order.ndim):
-        hops = np.zeros(order.shape)
-        for d, place in enumerate(places):
-            away = np.abs(place - np.roll(place, -1, axis=axis))
-            if torus.wrap[d]:
-                away = np.minimum(away, torus.bounds[d] - away)
-            hops += away * torus.hops[d]
-        means.append(float(hops.mean()))
-    return means
+    places = np.stack(np.unravel_index(order, torus.bounds), axis=-1)
+    return [float(hops_to_next(torus, places, axis).mean()) for axis in range(order.ndim)]
 
 
 def _best_boxes(torus: Torus, axis_sizes: Sizes) -> list[_Box]:
