@@ -35,12 +35,6 @@ class Torus:
     wrap: tuple[bool, ...]
     hops: Sizes
 
-    def step(self, dimension: int, distance: int) -> int:
-        """Hops between two devices `distance` apart along a dimension, the shorter way."""
-        if self.wrap[dimension]:
-            distance = min(distance, self.bounds[dimension] - distance)
-        return distance * self.hops[dimension]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Box:
@@ -74,7 +68,7 @@ def ring_order(
         if whole and whole_row_major:
             places = np.indices(box.sizes).reshape(len(box.sizes), -1).T
         else:
-            places = _ring(torus, box)[1] * np.asarray(box.strides)
+            places = _ring(torus, box)[1]
         flat = np.ravel_multi_index(tuple(places.T), torus.bounds)
         order = order + flat.reshape([-1 if i == axis else 1 for i in range(len(axis_sizes))])
     return order
@@ -164,7 +158,8 @@ def _factors(free: Sizes, size: int) -> Iterator[Sizes]:
 
 @functools.lru_cache(maxsize=8)  # as many as a mesh has axes: its slices are alike
 def _ring(torus: Torus, box: _Box) -> tuple[int, np.ndarray]:
-    """The shortest ring through a box that snakes make: (its hops, its positions)."""
+    """The shortest ring through a box that snakes make: (its hops, where it leads)."""
+    strides = np.array(box.strides)
     used = [d for d, size in enumerate(box.sizes) if size > 1]
     best: tuple[int, np.ndarray] | None = None
     for order in itertools.permutations(used):
@@ -175,23 +170,12 @@ def _ring(torus: Torus, box: _Box) -> tuple[int, np.ndarray]:
         for path in paths:
             places = np.zeros((len(path), len(box.sizes)), dtype=np.int64)
             places[:, list(order)] = path
-            hops = _ring_hops(torus, box, places)
+            places *= strides
+            hops = int(hops_to_next(torus, places, axis=0).sum())
             if best is None or hops < best[0]:
                 best = hops, places
     assert best is not None  # there is at least the empty permutation
     return best
-
-
-def _ring_hops(torus: Torus, box: _Box, places: np.ndarray) -> int:
-    """Hops once around a ring, the way back to its start included."""
-    moves = np.abs(places - np.roll(places, -1, axis=0))
-    hops = 0
-    for d, size in enumerate(box.sizes):
-        counts = np.bincount(moves[:, d], minlength=size)
-        hops += sum(
-            int(n) * torus.step(d, m * box.strides[d]) for m, n in enumerate(counts.tolist()) if n
-        )
-    return hops
 
 
 def snake(sizes: Sequence[int]) -> np.ndarray:
