@@ -10,6 +10,7 @@ from partitioning.hardware.devices import (
     get_coords,
     has_coords,
     num_slices,
+    places_in_processes,
     slice_bounds,
     slice_of,
 )
@@ -29,6 +30,7 @@ __all__ = [
     'get_coords',
     'has_coords',
     'num_slices',
+    'places_in_processes',
     'slice_bounds',
     'slice_of',
     'torus_wrap',

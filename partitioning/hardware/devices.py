@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 
 JaxDevice: TypeAlias = jax.Device
 # (x, y, z, cores per chip) of a TPU machine, or of a tile of it.
@@ -47,6 +49,18 @@ def bounds_from_last_device(last_device: JaxDevice) -> HardwareMesh:
         x, y, z, core = get_coords(last_device)  # type: ignore[misc]  # has_coords: four of them
         return x + 1, y + 1, z + 1, core + 1
     return jax.process_count(), jax.local_device_count()
+
+
+def places_in_processes(devices: Sequence[JaxDevice]) -> np.ndarray:
+    """Where devices without coordinates are: (rank of the process, number in it by id) of each."""
+    rank = {process: i for i, process in enumerate(sorted({d.process_index for d in devices}))}
+    numbers: collections.Counter[int] = collections.Counter()
+    places = np.empty((len(devices), 2), dtype=np.int64)
+    for i in sorted(range(len(devices)), key=lambda i: devices[i].id):
+        process = devices[i].process_index
+        places[i] = rank[process], numbers[process]
+        numbers[process] += 1
+    return places
 
 
 def slice_of(device: JaxDevice) -> int:

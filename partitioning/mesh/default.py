@@ -190,7 +190,7 @@ def get_cpu_mesh(num_partitions: int | None = None) -> Mesh:
     """
     devices = jax.devices()
     partitions = jax.local_device_count() if num_partitions is None else num_partitions
-    return _mesh_of_hosts(devices, partitions, None, None, AxisType.Auto, None)
+    return _mesh_of_hosts(devices, partitions)
 
 
 def get_gpu_mesh(num_partitions: int) -> Mesh:
@@ -199,17 +199,18 @@ def get_gpu_mesh(num_partitions: int) -> Mesh:
     Raises:
       ValueError: `num_partitions` does not divide the devices.
     """
-    return _mesh_of_hosts(jax.devices(), num_partitions, None, None, AxisType.Auto, None)
+    return _mesh_of_hosts(jax.devices(), num_partitions)
 
 
 def _mesh_of_hosts(
     devices: Sequence[JaxDevice],
     num_partitions: int | None,
-    model_parallel_submesh: HardwareMesh | None,
-    mesh_axis_names: Sequence[str] | None,
-    axis_types: AxisTypes,
-    granule_size: int | None,
+    model_parallel_submesh: HardwareMesh | None = None,
+    mesh_axis_names: Sequence[str] | None = None,
+    axis_types: AxisTypes = AxisType.Auto,
+    granule_size: int | None = None,
 ) -> Mesh:
+    """The mesh of GPUs or CPUs: the model axis within a granule as far as it reaches."""
     if model_parallel_submesh is not None:
         raise ValueError(
             f'model_parallel_submesh={tuple(model_parallel_submesh)} is a tile of a TPU torus; on '

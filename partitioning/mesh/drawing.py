@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.hardware import has_coords, slice_of
+from partitioning.hardware import has_coords, places_in_processes, slice_of
 from partitioning.mesh.rings import AxisRing, axis_rings
 
 _GAP = 0.6  # between planes, slices and hosts, in devices
@@ -116,7 +116,9 @@ def _places(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, float, str
     devices = mesh.devices.ravel()
     slices = np.array([slice_of(d) for d in devices])
     if not all(has_coords(d) for d in devices):
-        return _rows_of_processes(mesh, slices), 1.0, []
+        row, column = places_in_processes(devices.tolist()).T
+        places = np.stack([column, row + _GAP * slices], axis=-1)
+        return places.reshape(*mesh.devices.shape, 2), 1.0, []
     x, y, z = np.array([tuple(d.coords) for d in devices]).T
     core = np.array([d.core_on_chip for d in devices])
     cores = int(core.max()) + 1
@@ -136,14 +138,3 @@ def _places(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, float, str
         for left, top, s, depth in zip(plane_x, plane_y, slices, z, strict=True)
     }
     return places.reshape(*mesh.devices.shape, 2), 1 / cores, sorted(captions)
-
-
-def _rows_of_processes(mesh: Mesh, slices: np.ndarray) -> np.ndarray:
-    devices = mesh.devices.ravel().tolist()
-    rank: dict[int, int] = {}
-    column = np.empty(len(devices))
-    for i in sorted(range(len(devices)), key=lambda i: devices[i].id):
-        column[i] = rank[devices[i].process_index] = rank.get(devices[i].process_index, -1) + 1
-    row_of = {process: row for row, process in enumerate(sorted(rank))}
-    row = np.array([row_of[d.process_index] for d in devices]) + _GAP * slices
-    return np.stack([column, row], axis=-1).reshape(*mesh.devices.shape, 2)

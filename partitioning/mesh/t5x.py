@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Sequence
 from typing import cast
@@ -18,6 +17,7 @@ from partitioning.hardware import (
     get_coords,
     has_coords,
     num_slices,
+    places_in_processes,
 )
 from partitioning.mesh.checks import as_tuple_of, is_count
 from partitioning.mesh.create import make_mesh
@@ -104,17 +104,10 @@ def tiled_grid(
 
 def _places(devices: Sequence[JaxDevice]) -> np.ndarray:
     """Places in the box of the devices: (x, y, z, core) on TPU, else (process, number in it)."""
-    if has_coords(devices[0]):
-        places = np.array([get_coords(device) for device in devices])
-        return places - places.min(axis=0)
-    processes = sorted({d.process_index for d in devices})
-    numbers: collections.Counter[int] = collections.Counter()
-    places = np.empty((len(devices), 2), dtype=np.int64)
-    for i in sorted(range(len(devices)), key=lambda i: devices[i].id):
-        process = devices[i].process_index
-        places[i] = processes.index(process), numbers[process]
-        numbers[process] += 1
-    return places
+    if not has_coords(devices[0]):
+        return places_in_processes(devices)
+    places = np.array([get_coords(device) for device in devices])
+    return places - places.min(axis=0)
 
 
 def _extent(places: np.ndarray) -> tuple[int, ...]:

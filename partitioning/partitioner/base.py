@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from partitioning import state as state_lib
@@ -172,7 +171,7 @@ class BasePartitioner(abc.ABC):
           ValueError: the batch is no positive whole number, or the data axes do not divide it.
         """
         size = self.data_mesh_size if batch_size is None else batch_size
-        if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1:
+        if not is_count(size):
             raise ValueError(f'batch size {batch_size!r} must be a positive whole number')
         if size % self.data_mesh_size:
             above = -(-size // self.data_mesh_size) * self.data_mesh_size

@@ -131,7 +131,7 @@ class PjitPartitioner(BasePjitPartitioner):
     @functools.cached_property
     def logical_axis_rules(self) -> LogicalAxisRules:
         if self._given_rules is None:
-            # None where an axis would be left without use: get_mesh_axes and constrain then raise.
+            # None that leave an axis unused: with no rules get_mesh_axes and constrain raise.
             axes = self._axes_in_use
             known = set(axes) <= set(STANDARD_MESH_AXES)
             return check_rules(standard_logical_axis_rules(mesh_axes=axes)) if known else ()
