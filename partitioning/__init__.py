@@ -5,7 +5,13 @@ Usage:
   partitioner = PjitPartitioner(num_partitions=2)
 """
 
-from partitioning.audit import ArrayLayout, array_layouts, layout_table
+from partitioning.audit import (
+    ArrayLayout,
+    Audit,
+    check_compiled_once,
+    check_fixed_point,
+    layout_table,
+)
 from partitioning.constrain import constrain, global_mesh_defined, with_sharding_constraint
 from partitioning.hardware import (
     CHIPS,
@@ -25,6 +31,7 @@ from partitioning.layout import (
     LocalChunkInfo,
     host_local_array_to_global_array,
 )
+from partitioning.lint import Finding, lint
 from partitioning.mesh import (
     AxisRing,
     AxisTypes,
@@ -49,29 +56,41 @@ from partitioning.partitioner import (
     BasePjitPartitioner,
     MoePjitPartitioner,
     PjitPartitioner,
-    TrainState,
 )
 from partitioning.rules import (
     AxisNames,
+    AxisRules,
     LogicalAxisRules,
+    PaddedSpec,
     ResolvedDimension,
+    add_axis,
+    fsdp_logical_axis_rules,
     logical_to_mesh_axes,
+    remove_axis,
     resolve_axes,
     standard_logical_axis_rules,
 )
-from partitioning.state import unbox
+from partitioning.state import (
+    TrainState,
+    get_logical_axes,
+    override_params_axes_names,
+    unbox,
+)
 
 __all__ = [
     'CHIPS',
     'ArrayLayout',
+    'Audit',
     'AxisNames',
     'AxisRing',
+    'AxisRules',
     'AxisTypes',
     'BasePartitioner',
     'BasePjitPartitioner',
     'Chip',
     'CompiledPartitionedCallable',
     'DataLayout',
+    'Finding',
     'HardwareMesh',
     'JaxDevice',
     'LocalChunkInfo',
@@ -79,6 +98,7 @@ __all__ = [
     'LogicalAxisRules',
     'MoePjitPartitioner',
     'OtherMesh',
+    'PaddedSpec',
     'PartitionedCallable',
     'PjitPartitioner',
     'PjittedFnWithContext',
@@ -86,9 +106,11 @@ __all__ = [
     'Topology',
     'TpuMesh',
     'TrainState',
-    'array_layouts',
+    'add_axis',
     'axis_rings',
     'bounds_from_last_device',
+    'check_compiled_once',
+    'check_fixed_point',
     'constrain',
     'create_hybrid_mesh',
     'create_mesh',
@@ -96,15 +118,20 @@ __all__ = [
     'default_moe_mesh',
     'describe_topology',
     'draw_mesh',
+    'fsdp_logical_axis_rules',
     'get_coords',
     'get_cpu_mesh',
     'get_gpu_mesh',
+    'get_logical_axes',
     'get_mesh',
     'global_mesh_defined',
     'host_local_array_to_global_array',
     'layout_table',
+    'lint',
     'logical_to_mesh_axes',
     'mesh_table',
+    'override_params_axes_names',
+    'remove_axis',
     'resolve_axes',
     'standard_logical_axis_rules',
     'unbox',

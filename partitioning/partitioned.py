@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from partitioning.rules import LogicalAxisRules
+from partitioning.rules import AxisRules, LogicalAxisRules, PaddedSpec, spec_of
 
 PartitionedCallable = Callable[..., Any]
 CompiledPartitionedCallable = Callable[..., Any]
@@ -44,7 +44,7 @@ class PjittedFnWithContext(metaclass=_CountsPartitionedFunctions):
         """
         self._pjitted_fn: Any = pjitted_fn
         self._mesh = partition_mesh
-        self._logical_axis_rules = tuple(logical_axis_rules)
+        self._logical_axis_rules = AxisRules(logical_axis_rules)
         functools.update_wrapper(self, pjitted_fn)
 
     def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -74,6 +74,10 @@ class PjittedFnWithContext(metaclass=_CountsPartitionedFunctions):
         """Forgets every trace and compilation of the function."""
         self._pjitted_fn.clear_cache()
 
+    def num_compilations(self) -> int:
+        """For how many kinds of arguments calls have compiled the function."""
+        return self._pjitted_fn._cache_size()
+
 
 class _Partitioned(PjittedFnWithContext):
     """The methods of a partitioned function, for calls with keyword arguments too.
@@ -88,7 +92,7 @@ class _Partitioned(PjittedFnWithContext):
         self._in_shardings = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
         self._jit = functools.partial(jax.jit, **jit)
         self._with_keywords: dict[int, Any] = {}
-        in_context = _traced_in_context(fn, mesh, tuple(rules))
+        in_context = _traced_in_context(fn, mesh, AxisRules(rules))
         super().__init__(self._jit(in_context, in_shardings=self._in_shardings), mesh, rules)
 
     def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -101,6 +105,9 @@ class _Partitioned(PjittedFnWithContext):
     def clear_cache(self) -> None:
         super().clear_cache()
         self._with_keywords.clear()
+
+    def num_compilations(self) -> int:
+        return sum(f._cache_size() for f in (self._pjitted_fn, *self._with_keywords.values()))
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature:
@@ -168,7 +175,7 @@ def partition_function(
 
     Returns:
       The function, with the methods of PjittedFnWithContext: `lower`, `lower_and_compile`,
-      `trace`, `eval_shape`, `clear_cache`.
+      `trace`, `eval_shape`, `clear_cache`, `num_compilations`.
     """
     partitioned = _Partitioned(
         fn,
@@ -187,7 +194,8 @@ def partition_function(
         return jitted(*args)
 
     functools.update_wrapper(call, fn)
-    methods = ('lower', 'lower_and_compile', 'trace', 'eval_shape', 'clear_cache')
+    methods = ['lower', 'lower_and_compile', 'trace', 'eval_shape']
+    methods += ['clear_cache', 'num_compilations']
     call.__dict__.update({name: getattr(partitioned, name) for name in methods})
     call.__dict__['_partitioned'] = partitioned
     return call
@@ -207,8 +215,8 @@ def to_shardings(resources: Any, mesh: Mesh) -> Any:
     def convert(leaf: Any) -> Sharding:
         if leaf is None:
             return NamedSharding(mesh, PartitionSpec())
-        if isinstance(leaf, PartitionSpec):
-            return NamedSharding(mesh, leaf)
+        if isinstance(leaf, PartitionSpec | PaddedSpec):
+            return NamedSharding(mesh, spec_of(leaf))
         if isinstance(leaf, Sharding):
             return leaf
         raise ValueError(

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from partitioning.audit import ArrayLayout
+from partitioning.audit import ArrayLayout, Audit
 from partitioning.rules import as_tuple
 from train.data.corpus import Corpus
 
@@ -90,6 +90,20 @@ class RunConsole:
                 f'{r.bytes_per_device:,}',
             )
         self._console.print(table)
+
+    def audit(self, audit: Audit) -> None:
+        """What a device holds of the whole state, and what it holds beyond its share."""
+        held = ', '.join(f'{name} {size:,}' for name, size in audit.by_category.items())
+        self.say(
+            f'state: {audit.bytes_per_device:,} bytes per device ({held}); '
+            f'{audit.replicated_bytes_per_device:,} more than an even share'
+        )
+        if audit.replicated:
+            worst = audit.replicated[0]
+            self.say(
+                f'most replicated: {worst.path}, {worst.replicated_bytes_per_device:,} bytes '
+                f'{worst.reason}'
+            )
 
     @contextlib.contextmanager
     def training(self, first_step: int, total_steps: int) -> Iterator[None]:

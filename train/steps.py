@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from partitioning import with_sharding_constraint
+from partitioning import TrainState, with_sharding_constraint
 from train.optimizers import Optimizer
-from train.train_state import TrainState
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from partitioning import BasePartitioner, array_layouts, layout_table, unbox
+from partitioning import BasePartitioner, TrainState, check_fixed_point, unbox
+from partitioning.audit import audit_state
 from train import checks
 from train.checkpoints import CheckpointConfig, Checkpoints
 from train.console import RunConsole, Throughput
@@ -25,7 +26,6 @@ from train.metrics import MetricWriter
 from train.optimizers import Optimizer
 from train.sampling import SampleConfig, sample_text
 from train.steps import make_eval_step, make_train_step
-from train.train_state import TrainState
 
 
 @gin.configurable
@@ -134,13 +134,15 @@ def train(
         return TrainState.create(model.init(key, tokens_BL)['params'], tx)
 
     named = jax.eval_shape(init, key)
-    axes = partitioner.get_mesh_axes(named)
-    layouts = array_layouts(named, partitioner.get_logical_axes(named), axes, mesh)
-    console.layouts([row for row in layouts if row.path.startswith('params/')])
+    resolved = partitioner.resolve(named)
+    axes = resolved.mesh_axes
+    audit = audit_state(named, resolved)
+    console.layouts([row for row in audit.arrays if row.category == 'parameters'])
+    console.audit(audit)
     abstract_state = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         unbox(named),
-        partitioner.get_shardings(named),
+        resolved.shardings,
     )
 
     # ---- steps, compiled before anything is written, and once
@@ -177,9 +179,10 @@ def train(
         console.say(f'resumed from step {first_step} of {saved.directory}', style='bold')
     else:
         state = partitioner.partition(lambda k: unbox(init(k)), (None,), axes)(key)
+    check_fixed_point(state, axes, mesh)
     if jax.process_index() == 0:
         (directory / 'config.gin').write_text(gin.operative_config_str())
-        (directory / 'model-info.txt').write_text(layout_table(layouts, mesh))
+        (directory / 'model-info.txt').write_text(str(audit))
     writer = MetricWriter(directory, first_step)
     if writer.num_dropped:
         console.say(f'dropped {writer.num_dropped} records of metrics after step {first_step}')

@@ -1,6 +1,6 @@
 """The one door most users need: a mesh, rules, and functions partitioned by them."""
 
-from partitioning.partitioner.base import BasePartitioner, TrainState
+from partitioning.partitioner.base import BasePartitioner
 from partitioning.partitioner.moe import MoePjitPartitioner
 from partitioning.partitioner.pjit import BasePjitPartitioner, PjitPartitioner
 
@@ -9,5 +9,4 @@ __all__ = [
     'BasePjitPartitioner',
     'MoePjitPartitioner',
     'PjitPartitioner',
-    'TrainState',
 ]

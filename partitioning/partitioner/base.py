@@ -11,7 +11,6 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from partitioning import state as state_lib
 from partitioning.hardware import HardwareMesh, JaxDevice
 from partitioning.layout import (
     DataLayout,
@@ -31,8 +30,7 @@ from partitioning.rules import (
     describe_axes,
     nearest,
 )
-
-TrainState = Any  # any pytree; T5X's class of that name among them
+from partitioning.state import ResolvedState, get_logical_axes
 
 
 class BasePartitioner(abc.ABC):
@@ -209,7 +207,7 @@ class BasePartitioner(abc.ABC):
     def params_on_devices(self, value: bool) -> None:
         self._params_on_devices = value
 
-    def move_params_to_devices(self, train_state: TrainState, train_state_axes: Any) -> TrainState:
+    def move_params_to_devices(self, train_state: Any, train_state_axes: Any) -> Any:
         """Moves a state in host memory onto the mesh.
 
         Args:
@@ -220,17 +218,30 @@ class BasePartitioner(abc.ABC):
             return host_local_array_to_global_array(train_state, self.mesh, train_state_axes)
         return jax.device_put(train_state, to_shardings(train_state_axes, self.mesh))
 
-    def get_logical_axes(self, train_state: TrainState) -> Any:
-        """The state with AxisNames for leaves; see `partitioning.state.get_logical_axes`."""
-        return state_lib.get_logical_axes(train_state)
+    def resolve(self, train_state: Any) -> ResolvedState:
+        """The layout of every array of a state, with the reasons, in one walk of it.
 
-    def get_mesh_axes(self, train_state: TrainState) -> Any:
-        """The state with PartitionSpecs for leaves."""
+        Args:
+          train_state: a pytree, abstract or not, whose parameters carry names: linen boxes, T5X's
+            `params_axes`, nnx variables; or with T5X's `as_logical_axes()`.
+
+        Raises:
+          ValueError: with the path of the first array whose layout the rules do not decide, or
+            that its mesh axes do not divide.
+        """
         raise NotImplementedError
 
-    def get_shardings(self, train_state: TrainState) -> Any:
-        """The state with NamedShardings for leaves."""
-        return to_shardings(self.get_mesh_axes(train_state), self.mesh)
+    def get_logical_axes(self, train_state: Any) -> Any:
+        """The state with AxisNames for leaves; see `partitioning.state.get_logical_axes`."""
+        return get_logical_axes(train_state)
+
+    def get_mesh_axes(self, train_state: Any) -> Any:
+        """The state with a PartitionSpec for every array; see `resolve`."""
+        return self.resolve(train_state).mesh_axes
+
+    def get_shardings(self, train_state: Any) -> Any:
+        """The state with a NamedSharding for every array; see `resolve`."""
+        return self.resolve(train_state).shardings
 
     # Functions.
 

@@ -6,30 +6,41 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from absl import logging
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh
 
-from partitioning import state as state_lib
+from partitioning.audit import Audit, audit_state
 from partitioning.hardware import HardwareMesh, JaxDevice
 from partitioning.layout import LocalChunker
+from partitioning.lint import Finding, lint
 from partitioning.mesh import AxisTypes, default_mesh
+from partitioning.padded import has_padded, pad_inside
 from partitioning.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
     partition_function,
     to_shardings,
 )
-from partitioning.partitioner.base import BasePartitioner, TrainState
+from partitioning.partitioner.base import BasePartitioner
 from partitioning.rules import (
     STANDARD_MESH_AXES,
-    AxisNames,
+    AxisRules,
     LogicalAxisRules,
     MeshAxes,
+    OnIndivisible,
+    OnUnmatched,
     as_tuple,
-    check_rules,
     logical_to_mesh_axes,
     standard_logical_axis_rules,
+)
+from partitioning.state import (
+    PathRules,
+    ResolvedState,
+    RuleSet,
+    check_path_rules,
+    get_logical_axes,
+    resolve_state,
+    unbox,
 )
 
 
@@ -51,7 +62,7 @@ class BasePjitPartitioner(BasePartitioner):
         """The rules that functions are traced under."""
         return ()
 
-    def get_mesh_axes(self, train_state: TrainState) -> Any:
+    def resolve(self, train_state: Any) -> ResolvedState:
         raise ValueError(
             f'{type(self).__name__} has no logical axis rules to map a state by: use '
             'PjitPartitioner'
@@ -65,13 +76,18 @@ class BasePjitPartitioner(BasePartitioner):
         static_argnums: int | Sequence[int] = (),
         donate_argnums: int | Sequence[int] = (),
     ) -> PartitionedCallable:
+        static = _as_indices(static_argnums)
+        if isinstance(in_axis_resources, list):
+            in_axis_resources = tuple(in_axis_resources)
+        if has_padded((in_axis_resources, out_axis_resources)):
+            fn = pad_inside(fn, in_axis_resources, out_axis_resources, static)
         return partition_function(
             fn,
             self.mesh,
             self.logical_axis_rules,
             in_shardings=to_shardings(in_axis_resources, self.mesh),
             out_shardings=to_shardings(out_axis_resources, self.mesh),
-            static_argnums=_as_indices(static_argnums),
+            static_argnums=static,
             donate_argnums=_as_indices(donate_argnums),
         )
 
@@ -86,8 +102,8 @@ class PjitPartitioner(BasePjitPartitioner):
 
     Usage:
       partitioner = PjitPartitioner(num_partitions=2)
+      state = partitioner.init(init, key)  # born sharded
       axes = partitioner.get_mesh_axes(jax.eval_shape(init, key))
-      state = partitioner.partition(init, None, axes)(key)
       step = partitioner.partition(
           step, (axes, partitioner.data_partition_spec), (axes, None), donate_argnums=0)
     """
@@ -107,11 +123,22 @@ class PjitPartitioner(BasePjitPartitioner):
         axis_types: AxisTypes = AxisType.Auto,
         granule_size: int | None = None,
         mesh: Mesh | None = None,
+        optimizer_axis_rules: LogicalAxisRules | None = None,
+        on_unmatched: OnUnmatched | None = None,
+        on_indivisible: OnIndivisible | None = None,
+        params_axes_names_override: PathRules = (),
     ):
         """Args as those of BasePartitioner, and:
         logical_axis_rules: (logical axis, mesh axis or axes or None) pairs in order of priority; by
           default `standard_logical_axis_rules` for the axes of the mesh. Where the partitioner
           makes an axis for the slices, a rule of 'batch' that has 'data' gets that axis too.
+        optimizer_axis_rules: those of what the optimizer keeps, where they differ, as
+          `fsdp_logical_axis_rules` makes them for ZeRO.
+        on_unmatched: what becomes of names without a rule, in both sets of rules; by default what
+          the rules themselves say (`AxisRules`), or an error; see `resolve_axes`.
+        on_indivisible: the same of sizes that their mesh axes do not divide.
+        params_axes_names_override: (regular expression, names) pairs that name parameters by their
+          paths, such as 'decoder/mlp/kernel'; see `override_params_axes_names`.
         """
         super().__init__(
             num_partitions=num_partitions,
@@ -126,19 +153,30 @@ class PjitPartitioner(BasePjitPartitioner):
             granule_size=granule_size,
             mesh=mesh,
         )
-        self._given_rules = None if logical_axis_rules is None else check_rules(logical_axis_rules)
+        self._as_rules = functools.partial(
+            AxisRules, on_unmatched=on_unmatched, on_indivisible=on_indivisible
+        )
+        self._given_rules = None
+        if logical_axis_rules is not None:
+            self._given_rules = self._as_rules(logical_axis_rules)
+        self._optimizer_rules = None
+        if optimizer_axis_rules is not None:
+            self._optimizer_rules = self._as_rules(optimizer_axis_rules)
+        self._overrides = check_path_rules(params_axes_names_override)
 
     @functools.cached_property
-    def logical_axis_rules(self) -> LogicalAxisRules:
+    def logical_axis_rules(self) -> AxisRules:
         if self._given_rules is None:
             # None that leave an axis unused: with no rules get_mesh_axes and constrain raise.
             axes = self._axes_in_use
             known = set(axes) <= set(STANDARD_MESH_AXES)
-            return check_rules(standard_logical_axis_rules(mesh_axes=axes)) if known else ()
+            return self._as_rules(standard_logical_axis_rules(mesh_axes=axes) if known else ())
         if self._given_mesh is not None:
             return self._given_rules
         slices = self._axis_of_slices
-        return tuple(_over_slices(rule, slices) for rule in self._given_rules)
+        return self._given_rules.with_rules(
+            [_over_slices(rule, slices) for rule in self._given_rules]
+        )
 
     @property
     def _axes_in_use(self) -> list[str]:
@@ -164,41 +202,61 @@ class PjitPartitioner(BasePjitPartitioner):
         if self._given_rules is None:
             standard_logical_axis_rules(mesh_axes=self._axes_in_use)
 
-    def get_mesh_axes(self, train_state: TrainState) -> Any:
-        """The state with a PartitionSpec for every array.
+    @functools.cached_property
+    def rule_set(self) -> RuleSet:
+        """The rules for parameters and optimizer, and their policies."""
+        return RuleSet(
+            rules=self.logical_axis_rules,
+            optimizer_rules=self._optimizer_rules,
+            overrides=self._overrides,
+        )
+
+    def resolve(self, train_state: Any) -> ResolvedState:
+        self._check_default_rules()
+        return resolve_state(train_state, self.rule_set, self.mesh)
+
+    def get_logical_axes(self, train_state: Any) -> Any:
+        return get_logical_axes(train_state, self.rule_set.overrides)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """A train state whose every array is born in its shards, never whole on one device.
 
         Args:
-          train_state: a pytree, abstract or not; see `get_logical_axes`.
+          init_fn: makes the state of `args`, its parameters named as `resolve` needs them. It is
+            traced inside the mesh and the rules.
+          *args: of `init_fn`, replicated over the mesh.
+
+        Returns:
+          The state, without linen boxes.
+        """
+        named = self.partition(init_fn, None, None).eval_shape(*args)
+        axes = self.get_mesh_axes(named)
+        return self.partition(lambda *a: unbox(init_fn(*a)), None, axes)(*args)
+
+    def audit(self, train_state: Any, named: Any = None, *, budget: float | None = None) -> Audit:
+        """What every device holds of a state, what is replicated, and why.
+
+        Args:
+          train_state: a pytree of arrays or ShapeDtypeStructs. What arrays are laid out as is
+            taken from themselves; what they should be, from the rules.
+          named: the state with its names, where `train_state` has none any more:
+            `jax.eval_shape(init, key)`.
+          budget: bytes that one device may hold.
 
         Raises:
-          ValueError: with the path of the first array whose layout the rules do not decide, or
-            that its mesh axes do not divide.
+          ValueError: a device holds more than `budget`; or as `resolve`.
         """
-        self._check_default_rules()
-        if hasattr(train_state, 'as_logical_axes'):
-            return jax.tree_util.tree_map_with_path(
-                lambda path, names: self._spec(state_lib.path_str(path), names, None),
-                train_state.as_logical_axes(),
-                is_leaf=lambda x: x is None or isinstance(x, AxisNames),
-            )
-        leaves, treedef = state_lib.leaf_axes(train_state)
-        # A leaf takes its axes from its parameter's spec: names resolved apart from the others
-        # could win mesh axes that the parameter has elsewhere.
-        specs = [
-            PartitionSpec(*leaf.pick(tuple(self._spec(leaf.path, leaf.names, leaf.shape) or ())))
-            for leaf in leaves
-        ]
-        return jax.tree_util.tree_unflatten(treedef, specs)
+        resolved = self.resolve(train_state if named is None else named)
+        return audit_state(train_state, resolved, budget=budget)
 
-    def _spec(
-        self, name: str, names: Sequence[str | None] | None, shape: Sequence[int] | None
-    ) -> PartitionSpec | None:
-        try:
-            return logical_to_mesh_axes(
-                names, self.logical_axis_rules, axis_sizes=self.mesh.shape, shape=shape
-            )
-        except ValueError as error:
-            raise ValueError(f'Failed to map logical axes for {name}: {error}') from error
+    def lint(self, train_state: Any = None) -> tuple[Finding, ...]:
+        """Everything that is wrong or suspicious with the rules, for the mesh and a state."""
+        return lint(
+            self.logical_axis_rules,
+            self.mesh,
+            train_state,
+            params_axes_names_override=self._overrides,
+        )
 
 
 def _over_slices(rule: tuple[str, MeshAxes], slices: str | None) -> tuple[str, MeshAxes]:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from partitioning import AxisNames, PjitPartitioner, array_layouts, layout_table, unbox
+from partitioning import AxisNames, PjitPartitioner, layout_table, unbox
 
 pytestmark = pytest.mark.core
 
@@ -27,7 +27,7 @@ def _audit():
     partitioner = PjitPartitioner(num_partitions=2, logical_axis_rules=RULES)
     state = jax.eval_shape(init, jax.random.key(0))
     axes = partitioner.get_mesh_axes(state)
-    layouts = array_layouts(state, partitioner.get_logical_axes(state), axes, partitioner.mesh)
+    layouts = partitioner.audit(state).arrays
     arrays = partitioner.partition(lambda k: unbox(init(k)), None, axes)(jax.random.key(0))
     return layouts, arrays, partitioner.mesh
 

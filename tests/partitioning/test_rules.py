@@ -119,9 +119,9 @@ def test_rules_that_can_be_read_once_only():
 
 def test_rule_to_an_axis_that_the_mesh_lacks():
     with pytest.raises(ValueError, match=r"'modle'.*data 4 x model 2.*'model'"):
-        logical_to_mesh_axes(('foo',), [('foo', 'modle')], axis_sizes={'data': 4, 'model': 2})
+        logical_to_mesh_axes(('foo',), [('foo', 'modle')], mesh={'data': 4, 'model': 2})
     with pytest.raises(ValueError, match="'expert'"):
-        logical_to_mesh_axes(('foo',), [('foo', ('data', 'expert'))], axis_sizes={'data': 4})
+        logical_to_mesh_axes(('foo',), [('foo', ('data', 'expert'))], mesh={'data': 4})
 
 
 @pytest.mark.parametrize('shape', [(8,), (8, 8, 8), ()])
@@ -136,7 +136,7 @@ def test_indivisible_size(size, nearest):
         ValueError, match=rf"'baz'.*{size} does not divide by 4.*{nearest}"
     ) as error:
         logical_to_mesh_axes(
-            ('foo', 'baz'), PRIORITIES, axis_sizes={'data': 4, 'model': 2}, shape=(2, size)
+            ('foo', 'baz'), PRIORITIES, mesh={'data': 4, 'model': 2}, shape=(2, size)
         )
     assert "('baz', None)" in str(error.value)
 
@@ -144,10 +144,8 @@ def test_indivisible_size(size, nearest):
 def test_indivisible_by_a_tuple_of_axes():
     rules, sizes = [('a', ('data', 'model'))], {'data': 4, 'model': 2}
     with pytest.raises(ValueError, match=r'12 does not divide by 8.*8 or 16'):
-        logical_to_mesh_axes(('a',), rules, axis_sizes=sizes, shape=(12,))
-    assert logical_to_mesh_axes(('a',), rules, axis_sizes=sizes, shape=(16,)) == P(
-        ('data', 'model')
-    )
+        logical_to_mesh_axes(('a',), rules, mesh=sizes, shape=(12,))
+    assert logical_to_mesh_axes(('a',), rules, mesh=sizes, shape=(16,)) == P(('data', 'model'))
 
 
 # Policies.
@@ -158,7 +156,7 @@ def test_policies_that_replicate():
     spec = logical_to_mesh_axes(
         ('foo', 'baz', 'new'),
         PRIORITIES,
-        axis_sizes=sizes,
+        mesh=sizes,
         shape=(2, 30, 7),
         on_unmatched='replicate',
         on_indivisible='replicate',
@@ -172,9 +170,7 @@ def test_policies_that_replicate():
 def test_policies_that_do_not_exist(names, policy):
     """A slip in a policy's name must not act as another policy."""
     with pytest.raises(ValueError, match='eror'):
-        logical_to_mesh_axes(
-            names, [('foo', 'model')], axis_sizes={'model': 2}, shape=(2,), **policy
-        )
+        logical_to_mesh_axes(names, [('foo', 'model')], mesh={'model': 2}, shape=(2,), **policy)
 
 
 # Reasons.
@@ -204,7 +200,7 @@ def test_reason_where_every_rule_lost():
 
 def test_reason_of_a_replicated_size():
     (dim,) = resolve_axes(
-        ('a',), [('a', 'x')], axis_sizes={'x': 4}, shape=(6,), on_indivisible='replicate'
+        ('a',), [('a', 'x')], mesh={'x': 4}, shape=(6,), on_indivisible='replicate'
     )
     assert dim.mesh_axes is None
     assert dim.lost == ((('a', 'x'), dim.reason),)
@@ -218,7 +214,7 @@ def test_reason_of_a_rule_that_replicates():
 
 def test_reason_of_an_axis_of_size_one():
     """The rule wins, and yet the dimension is whole on every device."""
-    (dim,) = resolve_axes(('a',), [('a', 'x')], axis_sizes={'x': 1}, shape=(6,))
+    (dim,) = resolve_axes(('a',), [('a', 'x')], mesh={'x': 1}, shape=(6,))
     assert dim.mesh_axes == 'x' and 'size 1' in dim.reason
 
 

@@ -140,7 +140,7 @@ def test_no_rule_names_an_axis_that_is_not_there(axis):
             assert named <= set(mesh_axes)
             sizes = dict.fromkeys(mesh_axes, 2)
             for names in itertools.permutations(('batch', 'length', 'embed', 'mlp', 'heads'), 3):
-                logical_to_mesh_axes(names, rules, axis_sizes=sizes, shape=(4, 4, 4))
+                logical_to_mesh_axes(names, rules, mesh=sizes, shape=(4, 4, 4))
 
 
 def test_without_a_model_axis():

@@ -8,11 +8,10 @@ import jax
 import numpy as np
 import optax
 
-from partitioning import PjitPartitioner, unbox
+from partitioning import PjitPartitioner, TrainState, unbox
 from train.models.transformer import Transformer, TransformerConfig
 from train.optimizers import Optimizer
 from train.steps import make_train_step
-from train.train_state import TrainState
 
 RULES = [
     ('batch', 'data'),

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import train.configurables  # noqa: F401  # registered once, before any test
-from partitioning import unbox
+from partitioning import TrainState, unbox
 from train import schedules
 from train.config import load_config
 from train.config.load import REPOSITORY
@@ -26,7 +26,6 @@ from train.data.corpus import TextFiles
 from train.errors import ConfigError
 from train.models.transformer import Transformer, TransformerConfig
 from train.optimizers import Optimizer
-from train.train_state import TrainState
 
 pytestmark = pytest.mark.core
 

@@ -1,0 +1,65 @@
+"""Checks that a state stays where it was put, and that its step was compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from partitioning.partitioned import to_shardings
+from partitioning.state import path_str
+
+
+def check_fixed_point(state: Any, layout: Any, mesh: Mesh) -> None:
+    """Checks that the arrays of a state are laid out as they should be, after a step or a restore.
+
+    Args:
+      state: a pytree of arrays.
+      layout: what its layout should be: PartitionSpecs or Shardings, or the state before.
+      mesh: the mesh.
+
+    Raises:
+      ValueError: with the path of the first array that is laid out in another way; the two are
+        not of one structure.
+    """
+    before = jax.tree.map(lambda x: x.sharding if isinstance(x, jax.Array) else x, layout)
+    expected = to_shardings(before, mesh)
+    ours, theirs = jax.tree.structure(state), jax.tree.structure(expected)
+    if ours != theirs:
+        raise ValueError(f'the state and its layout differ in structure: {ours} and {theirs}')
+    arrays = jax.tree_util.tree_leaves_with_path(state)
+    for (path, array), sharding in zip(arrays, jax.tree.leaves(expected), strict=True):
+        held = getattr(array, 'sharding', None)
+        if held is None or not held.is_equivalent_to(sharding, array.ndim):
+            raise ValueError(
+                f'{path_str(path)} of shape {array.shape} is laid out as {_text(held)}, but '
+                f'{_text(sharding)} was expected: give the function that made it out_shardings '
+                '(get_mesh_axes of the state)'
+            )
+
+
+def check_compiled_once(partitioned: Callable[..., Any]) -> None:
+    """Checks that a partitioned function was compiled for one set of arguments only.
+
+    Raises:
+      ValueError: it was compiled never, or again, for other shapes or layouts.
+    """
+    count = partitioned.num_compilations()  # type: ignore[attr-defined]
+    if count != 1:
+        name = getattr(partitioned, '__name__', 'the function')
+        raise ValueError(
+            f'{name} was compiled {count} times, not once: '
+            + (
+                'its arguments change in shape, type or layout from call to call'
+                if count
+                else 'it has not been called'
+            )
+        )
+
+
+def _text(sharding: Any) -> str:
+    if isinstance(sharding, NamedSharding):
+        return f'{sharding.spec} over {dict(sharding.mesh.shape)}'
+    return str(sharding)

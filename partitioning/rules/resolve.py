@@ -1,0 +1,399 @@
+"""The one resolution of logical axis rules, T5X's and linen's.
+
+Rules are tried in order, the first that matches a dimension wins, a mesh axis is used once per
+array, and a rule that names several mesh axes is skipped whole when one of them is taken. Then a
+policy decides what becomes of a size that its mesh axes do not divide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from partitioning.rules.names import (
+    AxisRules,
+    LogicalAxisRules,
+    MeshAxes,
+    MeshLike,
+    OnIndivisible,
+    OnUnmatched,
+    as_tuple,
+    axis_sizes,
+    describe_axes,
+    nearest,
+)
+
+Rule = tuple[str, MeshAxes]
+
+
+class Problem(NamedTuple):
+    """Why an array cannot be resolved: a kind, for programs, and a message with the way out."""
+
+    kind: Literal['repeated name', 'rank', 'absent axis', 'conflict', 'unmatched', 'indivisible']
+    message: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedDimension:
+    """Why one dimension of an array is laid out as it is.
+
+    Attributes:
+      name: its logical axis name; None for a dimension without one.
+      mesh_axes: the mesh axes it is sharded over; None: not sharded.
+      rule: the rule that decided, if one did.
+      lost: the rules for this name that did not apply, each with the reason.
+      reason: one phrase that says why `mesh_axes` is what it is.
+      policy: what was done about a name without a rule or a size that does not divide; None:
+        nothing had to be.
+      wanted: the mesh axes that the rules give, before a policy; under 'pad' those that the
+        dimension is sharded over inside partitioned functions.
+      fits: the nearest sizes, below and above, that need no policy.
+    """
+
+    name: str | None
+    mesh_axes: MeshAxes
+    rule: Rule | None
+    lost: tuple[tuple[Rule, str], ...]
+    reason: str
+    policy: OnIndivisible | None = None
+    wanted: MeshAxes = None
+    fits: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedSpec:
+    """The spec of an array with a dimension that its mesh axes do not divide, under 'pad'.
+
+    jax lays out no such array at the door of a program, so it is whole along that dimension
+    outside, and padded and sharded inside the functions of `PjitPartitioner.partition`.
+
+    Attributes:
+      outside: the spec of the array in a state.
+      inside: its spec within a partitioned function.
+    """
+
+    outside: PartitionSpec
+    inside: PartitionSpec
+
+
+def spec_of(spec: Any) -> Any:
+    """The spec at the door of a program: `outside` of a PaddedSpec, anything else as it is."""
+    return spec.outside if isinstance(spec, PaddedSpec) else spec
+
+
+def replicate_none(specs: Any) -> Any:
+    """A pytree of PartitionSpecs with every None in it made the spec that replicates."""
+    return jax.tree.map(
+        lambda spec: PartitionSpec() if spec is None else spec_of(spec),
+        specs,
+        is_leaf=lambda spec: spec is None or isinstance(spec, PartitionSpec),
+    )
+
+
+def resolve_axes(
+    names: Sequence[Any],
+    rules: LogicalAxisRules,
+    *,
+    mesh: MeshLike | None = None,
+    shape: Sequence[int] | None = None,
+    on_unmatched: OnUnmatched | None = None,
+    on_indivisible: OnIndivisible | None = None,
+    axes_as_names: bool = False,
+) -> tuple[ResolvedDimension, ...]:
+    """Resolves the logical axes of one array, with the reason for each dimension.
+
+    Args:
+      names: one logical name a dimension; None for a dimension that is never sharded; a tuple of
+        mesh axes for one that is sharded over just these.
+      rules: (logical axis, mesh axis or axes or None) pairs in order of priority.
+      mesh: a mesh, abstract or not, or the size of each of its axes. With it, a rule to an axis
+        that the mesh lacks is an error.
+      shape: the array's global shape. With `mesh`, a dimension that its mesh axes do not divide
+        is found here.
+      on_unmatched: for a name without a rule: 'error', or 'replicate' the dimension. By default
+        the policy of `rules`, which is 'error' unless they are AxisRules that say otherwise.
+      on_indivisible: for a size that its mesh axes do not divide: 'error'; 'replicate' it;
+        'drop_axis', which keeps those of its axes that split it the most; 'pad', which keeps it
+        whole in the state and shards it, padded, inside partitioned functions. By default as
+        `on_unmatched`.
+      axes_as_names: a name without a rule may be a mesh axis, as in `flax.linen.Partitioned`.
+
+    Raises:
+      ValueError: an unmatched name, a name used twice, a mesh axis that does not exist, names and
+        shape of different length, or an indivisible dimension; each with the way out.
+    """
+    resolved, problems = try_resolve(
+        names,
+        rules,
+        mesh=mesh,
+        shape=shape,
+        on_unmatched=on_unmatched,
+        on_indivisible=on_indivisible,
+        axes_as_names=axes_as_names,
+    )
+    for problem in problems:
+        raise ValueError(problem.message)
+    return resolved
+
+
+def try_resolve(
+    names: Sequence[Any],
+    rules: LogicalAxisRules,
+    *,
+    mesh: MeshLike | None = None,
+    shape: Sequence[int] | None = None,
+    on_unmatched: OnUnmatched | None = None,
+    on_indivisible: OnIndivisible | None = None,
+    axes_as_names: bool = False,
+) -> tuple[tuple[ResolvedDimension, ...], tuple[Problem, ...]]:
+    """What `resolve_axes` gives, and every problem it would raise, in its order.
+
+    Raises:
+      ValueError: arguments that are none: rules without order, a policy that does not exist.
+    """
+    if not isinstance(rules, Sequence):
+        raise ValueError(f'rules must be a list or a tuple of pairs, not {type(rules).__name__}')
+    if on_unmatched or on_indivisible or not isinstance(rules, AxisRules):
+        rules = AxisRules(rules, on_unmatched, on_indivisible)
+    sizes = None if mesh is None else axis_sizes(mesh)
+    names = tuple(names)
+    problems = list(_problems_of_names(names, shape))
+    given = {d: n for d, n in enumerate(names) if _names_mesh_axes(n, rules, sizes, axes_as_names)}
+    problems += _problems_of_axes(names, rules, given, sizes)
+    resolved = _match(names, rules, given, sizes or {})
+    known = {rule[0] for rule in rules}
+    for dim, one in enumerate(resolved):
+        if isinstance(one.name, str) and dim not in given and one.name not in known:
+            if rules.on_unmatched == 'error':
+                problems.append(_unmatched(one.name, names, known))
+            else:
+                resolved[dim] = dataclasses.replace(one, policy='replicate')
+    # A shape of another rank has been found; sizes without a mesh say nothing.
+    if sizes is not None and shape is not None and len(shape) == len(names):
+        for dim, one in enumerate(resolved):
+            ways = math.prod(sizes.get(a, 1) for a in _axes(one.mesh_axes))
+            if shape[dim] % ways == 0:
+                continue
+            if rules.on_indivisible == 'error':
+                problems.append(_indivisible(one, dim, shape, ways))
+            else:
+                resolved[dim] = _give_way(one, shape[dim], ways, sizes, rules.on_indivisible)
+    return tuple(resolved), tuple(problems)
+
+
+def logical_to_mesh_axes(
+    names: Sequence[Any] | None,
+    rules: LogicalAxisRules,
+    *,
+    mesh: MeshLike | None = None,
+    shape: Sequence[int] | None = None,
+    on_unmatched: OnUnmatched | None = None,
+    on_indivisible: OnIndivisible | None = None,
+) -> Any:
+    """The PartitionSpec of an array with these logical axes; None for `names=None`.
+
+    Arguments and errors are those of `resolve_axes`. Under 'pad' an array that needs it gets a
+    PaddedSpec.
+    """
+    if names is None:
+        return None
+    resolved = resolve_axes(
+        names,
+        rules,
+        mesh=mesh,
+        shape=shape,
+        on_unmatched=on_unmatched,
+        on_indivisible=on_indivisible,
+    )
+    return to_spec(resolved)
+
+
+def to_spec(resolved: Sequence[ResolvedDimension]) -> PartitionSpec | PaddedSpec:
+    """The spec that resolved dimensions make."""
+    outside = PartitionSpec(*(r.mesh_axes for r in resolved))
+    if not any(r.policy == 'pad' for r in resolved):
+        return outside
+    inside = (r.wanted if r.policy == 'pad' else r.mesh_axes for r in resolved)
+    return PaddedSpec(outside, PartitionSpec(*inside))
+
+
+def _axes(mesh_axes: Any) -> tuple[str, ...]:
+    """Mesh axes as a tuple, empty for None and for PartitionSpec.UNCONSTRAINED."""
+    return as_tuple(mesh_axes) if isinstance(mesh_axes, str | tuple) else ()
+
+
+def _names_mesh_axes(
+    name: Any, rules: LogicalAxisRules, sizes: Mapping[str, int] | None, axes_as_names: bool
+) -> bool:
+    if isinstance(name, tuple):
+        return True
+    if not axes_as_names or sizes is None or not isinstance(name, str) or name not in sizes:
+        return False
+    return not any(rule[0] == name for rule in rules)
+
+
+def _match(
+    names: tuple[Any, ...],
+    rules: LogicalAxisRules,
+    given: Mapping[int, Any],
+    sizes: Mapping[str, int],
+) -> list[ResolvedDimension]:
+    """The rule that wins each dimension, and what the others lost to."""
+    dims = {name: dim for dim, name in enumerate(names) if isinstance(name, str)}
+    taken = {axis: f'dimension {dim}' for dim, axes in given.items() for axis in as_tuple(axes)}
+    won: dict[int, Rule] = {}
+    lost: dict[int, list[tuple[Rule, str]]] = {}
+    for rule in rules:
+        dim = dims.get(rule[0])
+        if dim is None or dim in given:
+            continue
+        axes = as_tuple(rule[1])
+        clash = next((a for a in axes if a in taken), None)
+        if dim in won:
+            lost.setdefault(dim, []).append((rule, 'shadowed by an earlier rule'))
+        elif clash is not None:
+            why = f'mesh axis {clash!r} is taken by {taken[clash]}'
+            lost.setdefault(dim, []).append((rule, why))
+        else:
+            won[dim] = rule
+            taken.update(dict.fromkeys(axes, repr(names[dim])))
+    return [
+        _explain(name, given.get(dim), won.get(dim), tuple(lost.get(dim, ())), sizes)
+        for dim, name in enumerate(names)
+    ]
+
+
+def _explain(
+    name: Any,
+    given: Any,
+    rule: Rule | None,
+    lost: tuple[tuple[Rule, str], ...],
+    sizes: Mapping[str, int],
+) -> ResolvedDimension:
+    axes: MeshAxes
+    if given is not None:
+        axes, reason = given, 'the name is a mesh axis'
+    elif not isinstance(name, str):  # None, or PartitionSpec.UNCONSTRAINED
+        axes, reason = name, 'no logical name'
+    elif rule is not None:
+        axes, reason = rule[1], 'a rule says so' if as_tuple(rule[1]) else 'a rule replicates it'
+    else:
+        axes, reason = None, lost[0][1] if lost else 'no rule'
+    split = _axes(axes)
+    if split and all(sizes.get(a) == 1 for a in split):
+        reason += f', but an axis of size 1 splits nothing: {", ".join(split)}'
+    return ResolvedDimension(name, axes, rule, lost, reason, wanted=axes)
+
+
+def _problems_of_names(names: tuple[Any, ...], shape: Sequence[int] | None) -> list[Problem]:
+    problems = []
+    text = [n for n in names if isinstance(n, str)]
+    for twice in sorted({n for n in text if text.count(n) > 1}):
+        message = (
+            f'logical axis {twice!r} names two dimensions of {names}: one mesh axis cannot shard '
+            'both; give one of them another name or None'
+        )
+        problems.append(Problem('repeated name', message))
+    if shape is not None and len(shape) != len(names):
+        message = (
+            f'{len(names)} logical axes {names} for an array of {len(shape)} dimensions '
+            f'{tuple(shape)}'
+        )
+        problems.append(Problem('rank', message))
+    return problems
+
+
+def _problems_of_axes(
+    names: tuple[Any, ...],
+    rules: LogicalAxisRules,
+    given: Mapping[int, Any],
+    sizes: Mapping[str, int] | None,
+) -> list[Problem]:
+    """Mesh axes that the mesh lacks, and those that dimensions name twice."""
+    problems = []
+    uses = [(f'rule {tuple(rule)!r}', rule[1]) for rule in rules if rule[0] in names]
+    uses += [(f'dimension {dim} of {names}', axes) for dim, axes in given.items()]
+    for user, axes in uses:
+        for axis in as_tuple(axes):
+            if sizes is not None and axis not in sizes:
+                message = (
+                    f'{user} names mesh axis {axis!r}, but the mesh is {describe_axes(sizes)}.'
+                    f'{nearest(axis, sizes)}'
+                )
+                problems.append(Problem('absent axis', message))
+    direct = [axis for axes in given.values() for axis in as_tuple(axes)]
+    for axis in sorted({a for a in direct if direct.count(a) > 1}):
+        message = f'mesh axis {axis!r} shards two dimensions of {names}: it can shard only one'
+        problems.append(Problem('conflict', message))
+    return problems
+
+
+def _unmatched(name: str, names: tuple[Any, ...], known: set[str]) -> Problem:
+    return Problem(
+        'unmatched',
+        f'no rule for logical axis {name!r} of {names}.{nearest(name, known)} Add ({name!r}, None) '
+        f"to the rules to replicate it, or ({name!r}, '<mesh axis>') to shard it.",
+    )
+
+
+def _sizes_that_fit(size: int, ways: int) -> tuple[int, ...]:
+    above = -(-size // ways) * ways
+    return (above - ways, above) if above > ways else (above,)
+
+
+def _indivisible(resolved: ResolvedDimension, dim: int, shape: Sequence[int], ways: int) -> Problem:
+    axes = resolved.mesh_axes
+    fits = ' or '.join(map(str, _sizes_that_fit(shape[dim], ways)))
+    return Problem(
+        'indivisible',
+        f'dimension {dim} ({resolved.name!r}) of shape {tuple(shape)}: {shape[dim]} does not '
+        f'divide by {ways}, the size of mesh {"axes" if isinstance(axes, tuple) else "axis"} '
+        f'{axes!r}. Use {fits}, another mesh, the rule ({resolved.name!r}, None), or '
+        "on_indivisible='replicate', 'drop_axis' or 'pad'.",
+    )
+
+
+def _give_way(
+    resolved: ResolvedDimension,
+    size: int,
+    ways: int,
+    sizes: Mapping[str, int],
+    policy: OnIndivisible,
+) -> ResolvedDimension:
+    """A dimension of a size that its `ways` do not divide, as the policy lays it out."""
+    wanted = _axes(resolved.mesh_axes)
+    kept = _that_divide(size, wanted, sizes) if policy == 'drop_axis' else ()
+    fits = _sizes_that_fit(size, ways)
+    why = f'size {size} does not divide by {ways}'
+    reason = {
+        'replicate': why,
+        'drop_axis': f'{why}: gave up {", ".join(a for a in wanted if a not in kept)}',
+        'pad': f'{why}: whole here, padded to {fits[-1]} inside partitioned functions',
+    }[policy]
+    decides = bool(kept) or policy == 'pad'
+    rule = resolved.rule or (str(resolved.name), resolved.mesh_axes)
+    return dataclasses.replace(
+        resolved,
+        mesh_axes=kept[0] if len(kept) == 1 else kept or None,
+        rule=resolved.rule if decides else None,
+        lost=resolved.lost if decides else (*resolved.lost, (rule, why)),
+        reason=reason,
+        policy=policy,
+        fits=fits,
+    )
+
+
+def _that_divide(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Those of the axes that together split the size the most; of equals the most, the first."""
+    subsets = (c for n in range(len(axes), -1, -1) for c in itertools.combinations(axes, n))
+
+    def ways(subset: tuple[str, ...]) -> int:
+        return math.prod(sizes.get(axis, 1) for axis in subset)
+
+    return max((s for s in subsets if size % ways(s) == 0), key=ways)

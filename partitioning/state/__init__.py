@@ -1,0 +1,38 @@
+"""Any train state -> the logical axes of its leaves -> their layouts.
+
+`boxes`: what carries names; `path_names`: names by path; `follow`: what an optimizer keeps;
+`walk`: all of a state in one walk; `resolved`: the rules applied.
+"""
+
+from partitioning.state.boxes import Path, array_leaves, key_names, path_str, unbox
+from partitioning.state.path_names import PathRules, check_path_rules, override_params_axes_names
+from partitioning.state.resolved import (
+    ResolvedLeaf,
+    ResolvedState,
+    RuleSet,
+    nbytes,
+    resolve_state,
+)
+from partitioning.state.train_state import TrainState
+from partitioning.state.walk import Leaf, Role, get_logical_axes, walk
+
+__all__ = [
+    'Leaf',
+    'Path',
+    'PathRules',
+    'ResolvedLeaf',
+    'ResolvedState',
+    'Role',
+    'RuleSet',
+    'TrainState',
+    'array_leaves',
+    'check_path_rules',
+    'get_logical_axes',
+    'key_names',
+    'nbytes',
+    'override_params_axes_names',
+    'path_str',
+    'resolve_state',
+    'unbox',
+    'walk',
+]

@@ -1,0 +1,139 @@
+"""What carries axis names in a pytree: linen's boxes, nnx's variables, T5X's AxisMetadata.
+
+Told apart by what they have, not by their classes: flax is heavy, and `import partitioning` light.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from partitioning.rules import LogicalAxisRules, check_rules
+
+Path = tuple[str, ...]
+
+
+class Carrier(enum.Enum):
+    """The ways to carry axis names."""
+
+    BOX = 'linen box'
+    VARIABLE = 'nnx variable'
+    METADATA = 'AxisMetadata'  # beside the array, in a collection of its own
+
+
+class CarriedNames(NamedTuple):
+    """What a carrier says.
+
+    Attributes:
+      names: one name (or None, or a tuple of mesh axes) a dimension; None: it says nothing.
+      axes_as_names: a name may be a mesh axis, as in `flax.linen.Partitioned` and nnx.
+      rules: rules of the array's own, tried before all others.
+      mesh: the mesh it was made for, if it says.
+    """
+
+    names: tuple[Any, ...] | None
+    axes_as_names: bool
+    rules: LogicalAxisRules
+    mesh: Any
+
+
+@functools.cache
+def _carrier_of_type(cls: type) -> Carrier | None:
+    if hasattr(cls, 'get_metadata') and hasattr(cls, 'get_value'):
+        return Carrier.VARIABLE
+    if 'names' in getattr(cls, '__dataclass_fields__', ()) or hasattr(cls, 'names'):
+        if hasattr(cls, 'unbox'):
+            return Carrier.BOX
+        if cls.__name__ == 'AxisMetadata':
+            return Carrier.METADATA
+    return None
+
+
+def carrier(x: Any) -> Carrier | None:
+    """How `x` carries axis names; None for anything else."""
+    return _carrier_of_type(type(x))
+
+
+def is_carrier(x: Any) -> bool:
+    """True for a linen box, an nnx variable and an AxisMetadata."""
+    return _carrier_of_type(type(x)) is not None
+
+
+def is_box(x: Any) -> bool:
+    """True for a linen box that carries axis names."""
+    return _carrier_of_type(type(x)) is Carrier.BOX
+
+
+def unbox(tree: Any) -> Any:
+    """`tree` with each linen box replaced by what is in it, boxes in boxes included."""
+    return jax.tree.map(lambda x: unbox(x.value) if is_box(x) else x, tree, is_leaf=is_box)
+
+
+def array_of(x: Any) -> Any:
+    """The array that a carrier holds; anything else as it is."""
+    while (kind := carrier(x)) is Carrier.BOX:
+        x = x.value
+    return x.get_value() if kind is Carrier.VARIABLE else x
+
+
+def shape_of(x: Any) -> tuple[int, ...]:
+    """The shape of a leaf, of Python's numbers too."""
+    return tuple(getattr(x, 'shape', ()))
+
+
+def carried_names(x: Any) -> CarriedNames:
+    """The names that a carrier has for its array."""
+    if carrier(x) is Carrier.VARIABLE:
+        metadata = x.get_metadata()
+        names = metadata.get('out_sharding')
+        names = getattr(names, 'spec', names)  # of a NamedSharding
+        rules = check_rules(metadata.get('sharding_rules') or ())
+        return CarriedNames(
+            None if names is None else tuple(names), True, rules, metadata.get('mesh')
+        )
+    logical = hasattr(x, 'rules') or carrier(x) is Carrier.METADATA
+    rules = check_rules(getattr(x, 'rules', None) or ())
+    return CarriedNames(tuple(x.names), not logical, rules, getattr(x, 'mesh', None))
+
+
+def is_parameter_variable(x: Any) -> bool:
+    """True for an nnx.Param, by whatever subclass."""
+    return carrier(x) is Carrier.VARIABLE and _has_base(type(x), 'Param')
+
+
+def is_optimizer_variable(x: Any) -> bool:
+    """True for what nnx.Optimizer wraps its state in."""
+    return carrier(x) is Carrier.VARIABLE and _has_base(type(x), 'OptState')
+
+
+@functools.cache
+def _has_base(cls: type, name: str) -> bool:
+    return any(base.__name__ == name for base in cls.__mro__)
+
+
+@functools.cache
+def key_name(key: Any) -> str:
+    """One key of a pytree path as a plain string."""
+    return jax.tree_util.keystr((key,), simple=True)
+
+
+def key_names(path: Sequence[Any]) -> Path:
+    """The keys of a pytree path as plain strings."""
+    return tuple(map(key_name, path))
+
+
+def path_str(path: Sequence[Any]) -> str:
+    """A pytree path as a readable name: `params/decoder/wq`."""
+    return '/'.join(key_names(path))
+
+
+def array_leaves(state: Any) -> list[tuple[Path, Any]]:
+    """The arrays of a state with their paths, out of whatever carries their names."""
+    flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
+    return [
+        (key_names(path), array_of(x)) for path, x in flat if carrier(x) is not Carrier.METADATA
+    ]

@@ -1,0 +1,54 @@
+"""linen's box for axis names, with dimensions added and removed correctly.
+
+A module of its own because it imports flax. The boxes of flax itself remove a dimension inside an
+`assert`, which `python -O` leaves out, and take a negative index for a place before the last.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import errors
+
+from partitioning.rules import add_axis, remove_axis
+
+
+class LogicallyPartitioned(nn.LogicallyPartitioned):
+    """`flax.linen.LogicallyPartitioned` whose `remove_axis` undoes its `add_axis`.
+
+    Usage:
+      kernel = LogicallyPartitioned(jnp.zeros((8, 4)), ('embed', 'mlp'))
+      stacked = kernel.add_axis(0, {nn.PARTITION_NAME: 'layers'})  # ('layers', 'embed', 'mlp')
+    """
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> LogicallyPartitioned:
+        """With the name of a new dimension at `index`; see `partitioning.rules.add_axis`."""
+        return self._renamed(add_axis(self.names, index, self._name(params)))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> LogicallyPartitioned:
+        """Without the name at `index`; see `partitioning.rules.remove_axis`."""
+        return self._renamed(remove_axis(self.names, index, self._name(params)))
+
+    def _renamed(self, names: Sequence[str | None]) -> LogicallyPartitioned:
+        return self.replace(names=tuple(names))  # type: ignore[attr-defined]
+
+    def _name(self, params: dict[Any, Any]) -> str | None:
+        if nn.PARTITION_NAME not in params:
+            raise errors.PartitioningUnspecifiedError(self)
+        return params[nn.PARTITION_NAME]
+
+
+def with_logical_partitioning(
+    init: Callable[..., jax.Array], names: Sequence[str | None]
+) -> Callable[..., LogicallyPartitioned]:
+    """An initializer whose array comes in a LogicallyPartitioned with these names."""
+
+    @functools.wraps(init)
+    def boxed(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
+        return LogicallyPartitioned(init(*args, **kwargs), tuple(names))
+
+    return boxed

@@ -1,0 +1,191 @@
+"""A train state with the rules applied: for each leaf its spec, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from partitioning.rules import (
+    AxisRules,
+    PaddedSpec,
+    ResolvedDimension,
+    describe_axes,
+    resolve_axes,
+    spec_of,
+    to_spec,
+)
+from partitioning.state.follow import Parameter
+from partitioning.state.path_names import PathRules
+from partitioning.state.walk import Leaf, Role, StateLeaves, walk
+
+# An array of no more bytes that has no names and follows no parameter needs none: random keys,
+# hyperparameters, statistics of a few thousand channels. The audit lists it all the same.
+SMALL = 16 * 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleSet:
+    """What a partitioner knows about layouts.
+
+    Attributes:
+      rules: logical axis rules.
+      optimizer_rules: those for what the optimizer keeps; None: `rules`.
+      overrides: path rules that name parameters.
+    """
+
+    rules: AxisRules
+    optimizer_rules: AxisRules | None = None
+    overrides: PathRules = ()
+
+    def of(self, role: Role) -> AxisRules:
+        """The rules for leaves of a role."""
+        if role == 'optimizer' and self.optimizer_rules is not None:
+            return self.optimizer_rules
+        return self.rules
+
+
+class ResolvedLeaf(NamedTuple):
+    """One array of a state and its layout.
+
+    Attributes:
+      leaf: the array and where it has its axes from.
+      spec: its PartitionSpec, a PaddedSpec, or None where its state names no axes for it.
+      dimensions: the reason for each dimension; of one that no parameter has, none.
+    """
+
+    leaf: Leaf
+    spec: Any
+    dimensions: tuple[ResolvedDimension | None, ...]
+
+
+class ResolvedState(NamedTuple):
+    """A state with the rules applied. `leaves` has AxisMetadata of the state as they are."""
+
+    leaves: tuple[ResolvedLeaf | Any, ...]
+    treedef: Any
+    mesh: Mesh
+
+    def map(self, function: Callable[[ResolvedLeaf], Any]) -> Any:
+        """The tree of the state with `function` of every leaf in its place."""
+        return self.treedef.unflatten(
+            [function(x) if isinstance(x, ResolvedLeaf) else x for x in self.leaves]
+        )
+
+    @property
+    def arrays(self) -> list[ResolvedLeaf]:
+        """The leaves without the AxisMetadata."""
+        return [x for x in self.leaves if isinstance(x, ResolvedLeaf)]
+
+    @property
+    def mesh_axes(self) -> Any:
+        """The state with PartitionSpecs for leaves."""
+        return self.map(lambda x: x.spec)
+
+    @property
+    def logical_axes(self) -> Any:
+        """The state with AxisNames for leaves."""
+        return self.map(lambda x: x.leaf.names)
+
+    @property
+    def shardings(self) -> Any:
+        """The state with NamedShardings for leaves."""
+        sharding = functools.cache(functools.partial(NamedSharding, self.mesh))
+        return self.map(lambda x: sharding(spec_of(x.spec) or PartitionSpec()))
+
+
+def resolve_state(state: Any, rules: RuleSet, mesh: Mesh) -> ResolvedState:
+    """Applies rules to a train state, in one walk of it.
+
+    Args:
+      state: a pytree, abstract or not; see `partitioning.state.walk.walk`.
+      rules: the rules and policies.
+      mesh: the mesh.
+
+    Raises:
+      ValueError: with the path of the first array whose layout the rules do not decide.
+    """
+    leaves: StateLeaves = walk(state, rules.overrides)
+    known: dict[Any, _Layout] = {}
+
+    def resolve(leaf: Any) -> Any:
+        if not isinstance(leaf, Leaf):
+            return leaf
+        parameter = leaf.parameter
+        if parameter is None:
+            _check_small(leaf, mesh)
+            spec = None if leaf.said_none else _replicated(len(leaf.dims))
+            return ResolvedLeaf(leaf, spec, leaf.dims)  # type: ignore[arg-type]
+        of = (parameter[1:], leaf.role == 'optimizer', leaf.dims)
+        if of not in known:
+            known[of] = _layout(leaf, parameter, rules, mesh)
+        return ResolvedLeaf(leaf, *known[of])
+
+    return ResolvedState(tuple(map(resolve, leaves.leaves)), leaves.treedef, mesh)
+
+
+_Layout = tuple[Any, tuple[ResolvedDimension | None, ...]]
+
+
+@functools.cache
+def _replicated(rank: int) -> PartitionSpec:
+    return PartitionSpec(*[None] * rank)
+
+
+def _layout(leaf: Leaf, parameter: Parameter, rules: RuleSet, mesh: Mesh) -> _Layout:
+    """The spec of a leaf, out of that of its parameter.
+
+    Names resolved apart from the others could win mesh axes that the parameter has elsewhere.
+    """
+    of_role = rules.of(leaf.role)
+    if parameter.rules:
+        of_role = of_role.with_rules((*parameter.rules, *of_role))
+    try:
+        resolved = resolve_axes(
+            parameter.names,
+            of_role,
+            mesh=mesh,
+            shape=parameter.shape,
+            axes_as_names=parameter.axes_as_names,
+        )
+    except ValueError as error:
+        path = '/'.join(leaf.path)
+        raise ValueError(f'Failed to map logical axes for {path}: {error}') from error
+    dimensions = leaf.pick(resolved)
+    spec = to_spec([_NO_DIMENSION if d is None else d for d in dimensions])
+    if isinstance(spec, PaddedSpec) and AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            f"{'/'.join(leaf.path)} needs on_indivisible='pad', which Explicit mesh axes cannot "
+            "do: choose Auto axes or 'drop_axis'"
+        )
+    return spec, dimensions
+
+
+_NO_DIMENSION = ResolvedDimension(None, None, None, (), 'no dimension of a parameter')
+
+
+def _check_small(leaf: Leaf, mesh: Mesh) -> None:
+    """Nothing of size is replicated without a word: what follows no parameter needs names."""
+    if leaf.said_none or leaf.array is None:
+        return
+    size = nbytes(leaf.array)
+    if size > SMALL:
+        path = '/'.join(leaf.path)
+        raise ValueError(
+            f'Missing axis names: {path} of shape {tuple(leaf.array.shape)} has none and follows '
+            f'no parameter, so all of its {size:,} bytes would be on each of the {mesh.size} '
+            f'devices ({describe_axes(mesh.shape)}). Name it: put it in a '
+            f"flax.linen.LogicallyPartitioned, or add ('{path}', {(None,) * len(leaf.dims)}) to "
+            'params_axes_names_override to replicate it'
+        )
+
+
+def nbytes(array: Any) -> int:
+    """Bytes of an array or a ShapeDtypeStruct; of a number, those of its jax type."""
+    shape, dtype = getattr(array, 'shape', ()), getattr(array, 'dtype', None)
+    itemsize = 4 if dtype is None else dtype.itemsize
+    return math.prod(shape) * itemsize
