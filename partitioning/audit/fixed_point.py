@@ -26,7 +26,8 @@ def check_fixed_point(state: Any, layout: Any, mesh: Mesh) -> None:
     """
     before = jax.tree.map(lambda x: x.sharding if isinstance(x, jax.Array) else x, layout)
     expected = to_shardings(before, mesh)
-    ours, theirs = jax.tree.structure(state), jax.tree.structure(expected)
+    ours: Any = jax.tree.structure(state)
+    theirs: Any = jax.tree.structure(expected)
     if ours != theirs:
         raise ValueError(f'the state and its layout differ in structure: {ours} and {theirs}')
     arrays = jax.tree_util.tree_leaves_with_path(state)

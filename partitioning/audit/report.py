@@ -140,8 +140,10 @@ def audit_state(state: Any, resolved: ResolvedState, *, budget: float | None = N
     even = sum(row.bytes_per_device for row, own in layouts if own is None)
     held = {device.id: even for device in resolved.mesh.devices.flat}
     for row, own in layouts:
-        for device in () if own is None else own.device_set:
-            held[device.id] = held.get(device.id, 0) + row.bytes_per_device
+        if own is not None:
+            for device in own.device_set:
+                key = device.id  # type: ignore[attr-defined]
+                held[key] = held.get(key, 0) + row.bytes_per_device
     audit = Audit(tuple(row for row, _ in layouts), resolved.mesh, held)
     if budget is not None:
         audit.check_budget(budget)

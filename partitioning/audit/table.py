@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from partitioning.audit.report import Audit
 
 RANKED = 10  # so many replicated arrays are listed
-Rows = list[tuple[str, ...]]
+Rows = Sequence[tuple[str, ...]]
 
 
 def layout_table(layouts: Sequence[ArrayLayout], mesh: Mesh) -> str:
@@ -77,7 +77,10 @@ _BYTES, _SHARE = 'bytes per device', 'share'
 _NUMBERS = (_BYTES, _SHARE, 'more than its share')
 
 
-def _tables(audit: Audit) -> list[tuple[str, tuple[str, ...], Rows]]:
+_Table = tuple[str, tuple[str, ...], Rows]
+
+
+def _tables(audit: Audit) -> list[_Table]:
     """Title, head and rows of each table but that of all arrays; empty ones left out."""
     held = max(sum(audit.by_category.values()), 1)
     categories = [(k, f'{v:,}', f'{v / held:.1%}') for k, v in audit.by_category.items()]
@@ -94,7 +97,7 @@ def _tables(audit: Audit) -> list[tuple[str, tuple[str, ...], Rows]]:
     )
     policies = [(r.path, f'{r.policy_bytes_per_device:,}', r.policy) for r in audit.policies]
     misplaced = [(r.path, r.reason) for r in audit.misplaced]
-    tables: list[tuple[str, tuple[str, ...], Rows]] = [
+    tables: list[_Table] = [
         (fullest, ('category', _BYTES, _SHARE), categories),
         (title, ('array', 'more than its share', 'reason'), replicated),
         ('decided by a policy', ('array', _BYTES, 'policy'), policies),

@@ -229,7 +229,7 @@ class PjitPartitioner(BasePjitPartitioner):
         Returns:
           The state, without linen boxes.
         """
-        named = self.partition(init_fn, None, None).eval_shape(*args)
+        named = self.partition(init_fn, None, None).eval_shape(*args)  # type: ignore[attr-defined]
         axes = self.get_mesh_axes(named)
         return self.partition(lambda *a: unbox(init_fn(*a)), None, axes)(*args)
 

@@ -1,6 +1,7 @@
 """Logical axis names -> PartitionSpec, with the reason for every dimension.
 
-`names`: what names, rules and mesh axes are; `resolve`: the one resolution; `standard`: rule sets.
+`names`: what names, rules and mesh axes are; `resolve`: the one resolution; `divide`: sizes that
+their mesh axes do not divide; `outcome`: reasons and specs; `standard`: rule sets.
 """
 
 from partitioning.rules.names import (
@@ -19,17 +20,15 @@ from partitioning.rules.names import (
     nearest,
     remove_axis,
 )
-from partitioning.rules.resolve import (
+from partitioning.rules.outcome import (
     PaddedSpec,
     Problem,
     ResolvedDimension,
-    logical_to_mesh_axes,
     replicate_none,
-    resolve_axes,
     spec_of,
     to_spec,
-    try_resolve,
 )
+from partitioning.rules.resolve import logical_to_mesh_axes, resolve_axes, try_resolve
 from partitioning.rules.standard import (
     STANDARD_MESH_AXES,
     fsdp_logical_axis_rules,

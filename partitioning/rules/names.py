@@ -119,8 +119,9 @@ class AxisRules(tuple):
           ValueError: what is no rule, and a policy that does not exist.
         """
         made = tuple.__new__(cls, check_rules(rules))
-        made.on_unmatched = on_unmatched or getattr(rules, 'on_unmatched', 'error')
-        made.on_indivisible = on_indivisible or getattr(rules, 'on_indivisible', 'error')
+        own = rules if isinstance(rules, AxisRules) else None
+        made.on_unmatched = on_unmatched or (own.on_unmatched if own else 'error')
+        made.on_indivisible = on_indivisible or (own.on_indivisible if own else 'error')
         for name, kind in (('on_unmatched', OnUnmatched), ('on_indivisible', OnIndivisible)):
             if getattr(made, name) not in get_args(kind):
                 *others, last = map(repr, get_args(kind))

@@ -8,14 +8,11 @@ policy decides what becomes of a size that its mesh axes do not divide.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import jax
-from jax.sharding import PartitionSpec
-
+from partitioning.rules.divide import give_way, indivisible, sharded_over
 from partitioning.rules.names import (
     AxisRules,
     LogicalAxisRules,
@@ -28,72 +25,7 @@ from partitioning.rules.names import (
     describe_axes,
     nearest,
 )
-
-Rule = tuple[str, MeshAxes]
-
-
-class Problem(NamedTuple):
-    """Why an array cannot be resolved: a kind, for programs, and a message with the way out."""
-
-    kind: Literal['repeated name', 'rank', 'absent axis', 'conflict', 'unmatched', 'indivisible']
-    message: str
-
-
-@dataclasses.dataclass(frozen=True)
-class ResolvedDimension:
-    """Why one dimension of an array is laid out as it is.
-
-    Attributes:
-      name: its logical axis name; None for a dimension without one.
-      mesh_axes: the mesh axes it is sharded over; None: not sharded.
-      rule: the rule that decided, if one did.
-      lost: the rules for this name that did not apply, each with the reason.
-      reason: one phrase that says why `mesh_axes` is what it is.
-      policy: what was done about a name without a rule or a size that does not divide; None:
-        nothing had to be.
-      wanted: the mesh axes that the rules give, before a policy; under 'pad' those that the
-        dimension is sharded over inside partitioned functions.
-      fits: the nearest sizes, below and above, that need no policy.
-    """
-
-    name: str | None
-    mesh_axes: MeshAxes
-    rule: Rule | None
-    lost: tuple[tuple[Rule, str], ...]
-    reason: str
-    policy: OnIndivisible | None = None
-    wanted: MeshAxes = None
-    fits: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class PaddedSpec:
-    """The spec of an array with a dimension that its mesh axes do not divide, under 'pad'.
-
-    jax lays out no such array at the door of a program, so it is whole along that dimension
-    outside, and padded and sharded inside the functions of `PjitPartitioner.partition`.
-
-    Attributes:
-      outside: the spec of the array in a state.
-      inside: its spec within a partitioned function.
-    """
-
-    outside: PartitionSpec
-    inside: PartitionSpec
-
-
-def spec_of(spec: Any) -> Any:
-    """The spec at the door of a program: `outside` of a PaddedSpec, anything else as it is."""
-    return spec.outside if isinstance(spec, PaddedSpec) else spec
-
-
-def replicate_none(specs: Any) -> Any:
-    """A pytree of PartitionSpecs with every None in it made the spec that replicates."""
-    return jax.tree.map(
-        lambda spec: PartitionSpec() if spec is None else spec_of(spec),
-        specs,
-        is_leaf=lambda spec: spec is None or isinstance(spec, PartitionSpec),
-    )
+from partitioning.rules.outcome import Problem, ResolvedDimension, Rule, to_spec
 
 
 def resolve_axes(
@@ -177,13 +109,13 @@ def try_resolve(
     # A shape of another rank has been found; sizes without a mesh say nothing.
     if sizes is not None and shape is not None and len(shape) == len(names):
         for dim, one in enumerate(resolved):
-            ways = math.prod(sizes.get(a, 1) for a in _axes(one.mesh_axes))
+            ways = math.prod(sizes.get(a, 1) for a in sharded_over(one.mesh_axes))
             if shape[dim] % ways == 0:
                 continue
             if rules.on_indivisible == 'error':
-                problems.append(_indivisible(one, dim, shape, ways))
+                problems.append(indivisible(one, dim, shape, ways))
             else:
-                resolved[dim] = _give_way(one, shape[dim], ways, sizes, rules.on_indivisible)
+                resolved[dim] = give_way(one, shape[dim], ways, sizes, rules.on_indivisible)
     return tuple(resolved), tuple(problems)
 
 
@@ -212,20 +144,6 @@ def logical_to_mesh_axes(
         on_indivisible=on_indivisible,
     )
     return to_spec(resolved)
-
-
-def to_spec(resolved: Sequence[ResolvedDimension]) -> PartitionSpec | PaddedSpec:
-    """The spec that resolved dimensions make."""
-    outside = PartitionSpec(*(r.mesh_axes for r in resolved))
-    if not any(r.policy == 'pad' for r in resolved):
-        return outside
-    inside = (r.wanted if r.policy == 'pad' else r.mesh_axes for r in resolved)
-    return PaddedSpec(outside, PartitionSpec(*inside))
-
-
-def _axes(mesh_axes: Any) -> tuple[str, ...]:
-    """Mesh axes as a tuple, empty for None and for PartitionSpec.UNCONSTRAINED."""
-    return as_tuple(mesh_axes) if isinstance(mesh_axes, str | tuple) else ()
 
 
 def _names_mesh_axes(
@@ -285,7 +203,7 @@ def _explain(
         axes, reason = rule[1], 'a rule says so' if as_tuple(rule[1]) else 'a rule replicates it'
     else:
         axes, reason = None, lost[0][1] if lost else 'no rule'
-    split = _axes(axes)
+    split = sharded_over(axes)
     if split and all(sizes.get(a) == 1 for a in split):
         reason += f', but an axis of size 1 splits nothing: {", ".join(split)}'
     return ResolvedDimension(name, axes, rule, lost, reason, wanted=axes)
@@ -340,60 +258,3 @@ def _unmatched(name: str, names: tuple[Any, ...], known: set[str]) -> Problem:
         f'no rule for logical axis {name!r} of {names}.{nearest(name, known)} Add ({name!r}, None) '
         f"to the rules to replicate it, or ({name!r}, '<mesh axis>') to shard it.",
     )
-
-
-def _sizes_that_fit(size: int, ways: int) -> tuple[int, ...]:
-    above = -(-size // ways) * ways
-    return (above - ways, above) if above > ways else (above,)
-
-
-def _indivisible(resolved: ResolvedDimension, dim: int, shape: Sequence[int], ways: int) -> Problem:
-    axes = resolved.mesh_axes
-    fits = ' or '.join(map(str, _sizes_that_fit(shape[dim], ways)))
-    return Problem(
-        'indivisible',
-        f'dimension {dim} ({resolved.name!r}) of shape {tuple(shape)}: {shape[dim]} does not '
-        f'divide by {ways}, the size of mesh {"axes" if isinstance(axes, tuple) else "axis"} '
-        f'{axes!r}. Use {fits}, another mesh, the rule ({resolved.name!r}, None), or '
-        "on_indivisible='replicate', 'drop_axis' or 'pad'.",
-    )
-
-
-def _give_way(
-    resolved: ResolvedDimension,
-    size: int,
-    ways: int,
-    sizes: Mapping[str, int],
-    policy: OnIndivisible,
-) -> ResolvedDimension:
-    """A dimension of a size that its `ways` do not divide, as the policy lays it out."""
-    wanted = _axes(resolved.mesh_axes)
-    kept = _that_divide(size, wanted, sizes) if policy == 'drop_axis' else ()
-    fits = _sizes_that_fit(size, ways)
-    why = f'size {size} does not divide by {ways}'
-    reason = {
-        'replicate': why,
-        'drop_axis': f'{why}: gave up {", ".join(a for a in wanted if a not in kept)}',
-        'pad': f'{why}: whole here, padded to {fits[-1]} inside partitioned functions',
-    }[policy]
-    decides = bool(kept) or policy == 'pad'
-    rule = resolved.rule or (str(resolved.name), resolved.mesh_axes)
-    return dataclasses.replace(
-        resolved,
-        mesh_axes=kept[0] if len(kept) == 1 else kept or None,
-        rule=resolved.rule if decides else None,
-        lost=resolved.lost if decides else (*resolved.lost, (rule, why)),
-        reason=reason,
-        policy=policy,
-        fits=fits,
-    )
-
-
-def _that_divide(size: int, axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Those of the axes that together split the size the most; of equals the most, the first."""
-    subsets = (c for n in range(len(axes), -1, -1) for c in itertools.combinations(axes, n))
-
-    def ways(subset: tuple[str, ...]) -> int:
-        return math.prod(sizes.get(axis, 1) for axis in subset)
-
-    return max((s for s in subsets if size % ways(s) == 0), key=ways)

@@ -1,7 +1,8 @@
 """Any train state -> the logical axes of its leaves -> their layouts.
 
-`boxes`: what carries names; `path_names`: names by path; `follow`: what an optimizer keeps;
-`walk`: all of a state in one walk; `resolved`: the rules applied.
+`boxes`: what carries names; `path_names`: names by path; `parameters`: what has names; `follow`:
+what an optimizer keeps; `walk`: all of a state in one walk; `resolved`: the rules applied;
+`train_state`: a state in T5X's manner.
 """
 
 from partitioning.state.boxes import Path, array_leaves, key_names, path_str, unbox

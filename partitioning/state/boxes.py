@@ -42,7 +42,7 @@ class CarriedNames(NamedTuple):
 
 
 @functools.cache
-def _carrier_of_type(cls: type) -> Carrier | None:
+def _carrier_of_type(cls: Any) -> Carrier | None:
     if hasattr(cls, 'get_metadata') and hasattr(cls, 'get_value'):
         return Carrier.VARIABLE
     if 'names' in getattr(cls, '__dataclass_fields__', ()) or hasattr(cls, 'names'):
@@ -55,17 +55,22 @@ def _carrier_of_type(cls: type) -> Carrier | None:
 
 def carrier(x: Any) -> Carrier | None:
     """How `x` carries axis names; None for anything else."""
-    return _carrier_of_type(type(x))
+    return _carrier_of_type(x.__class__)
 
 
 def is_carrier(x: Any) -> bool:
     """True for a linen box, an nnx variable and an AxisMetadata."""
-    return _carrier_of_type(type(x)) is not None
+    return _carrier_of_type(x.__class__) is not None
+
+
+def is_metadata(x: Any) -> bool:
+    """True for an AxisMetadata of T5X, which names an array in another collection."""
+    return _carrier_of_type(x.__class__) is Carrier.METADATA
 
 
 def is_box(x: Any) -> bool:
     """True for a linen box that carries axis names."""
-    return _carrier_of_type(type(x)) is Carrier.BOX
+    return _carrier_of_type(x.__class__) is Carrier.BOX
 
 
 def unbox(tree: Any) -> Any:
@@ -102,16 +107,16 @@ def carried_names(x: Any) -> CarriedNames:
 
 def is_parameter_variable(x: Any) -> bool:
     """True for an nnx.Param, by whatever subclass."""
-    return carrier(x) is Carrier.VARIABLE and _has_base(type(x), 'Param')
+    return carrier(x) is Carrier.VARIABLE and _has_base(x.__class__, 'Param')
 
 
 def is_optimizer_variable(x: Any) -> bool:
     """True for what nnx.Optimizer wraps its state in."""
-    return carrier(x) is Carrier.VARIABLE and _has_base(type(x), 'OptState')
+    return carrier(x) is Carrier.VARIABLE and _has_base(x.__class__, 'OptState')
 
 
 @functools.cache
-def _has_base(cls: type, name: str) -> bool:
+def _has_base(cls: Any, name: str) -> bool:
     return any(base.__name__ == name for base in cls.__mro__)
 
 

@@ -24,14 +24,14 @@ class Parameter(NamedTuple):
     Attributes:
       path: its place in the state.
       names: one a dimension.
-      shape: global shape.
+      shape: global shape; None where a state names its axes without the array.
       axes_as_names: whether a name may be a mesh axis.
       rules: of its own, tried before all others.
     """
 
     path: Path
     names: tuple
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     axes_as_names: bool = False
     rules: LogicalAxisRules = ()
 
@@ -66,8 +66,8 @@ class Parameters:
                     yield parameter, path[ends:]
         # Of a tree that the optimizer has only a part of.
         for start in range(len(path)):
-            if (parameter := self._by_suffix.get(path[start:])) is not None:
-                yield parameter, ()
+            if path[start:] in self._by_suffix:
+                yield self._by_suffix[path[start:]], ()
 
     def follow(self, path: Path, shape: tuple[int, ...]) -> tuple[Parameter | None, Dims]:
         """The parameter that a leaf belongs to, and which of its dimensions each of the leaf's is.
@@ -78,7 +78,7 @@ class Parameters:
         rank = len(shape)
         unexplained = None
         for parameter, keys in self._owners(path) if rank else ():
-            dims = _explain(shape, parameter.shape, keys, 'v_col' in path)
+            dims = _explain(shape, parameter.shape or (), keys, 'v_col' in path)
             if dims is not None:
                 return parameter, dims
             if parameter.path and parameter.path[-1] in path:
@@ -111,7 +111,9 @@ def _explain(
     return _kept_dimensions(shape, parameter, columns) or _dimensions_of_size(shape, parameter)
 
 
-def _kept_dimensions(path: Path, shape: tuple[int, ...], parameter: tuple[int, ...]) -> Dims | None:
+def _kept_dimensions(
+    shape: tuple[int, ...], parameter: tuple[int, ...], columns: bool
+) -> Dims | None:
     """The parameter's dimensions that a factored statistic keeps: all but one.
 
     optax's Adafactor drops the largest dimension for rows and the second largest for columns, and

@@ -34,7 +34,7 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
         return self._renamed(remove_axis(self.names, index, self._name(params)))
 
     def _renamed(self, names: Sequence[str | None]) -> LogicallyPartitioned:
-        return self.replace(names=tuple(names))  # type: ignore[attr-defined]
+        return self.replace(names=tuple(names))
 
     def _name(self, params: dict[Any, Any]) -> str | None:
         if nn.PARTITION_NAME not in params:

@@ -134,7 +134,7 @@ def override_params_axes_names(params: Any, rules: PathRules) -> Any:
             leaves.append(leaf.replace(array_of(leaf), out_sharding=found[index]))
         else:
             leaves.append(LogicallyPartitioned(array_of(leaf), found[index]))
-    return treedef.unflatten(leaves)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def check_rank(path: str, names: Sequence[Any], shape: Sequence[int]) -> None:
@@ -163,7 +163,7 @@ def _override_collection(variables: dict[str, Any], rules: PathRules) -> dict[st
         check_rank(paths[index][0], given, shape_of(flat[index][1]))
         names[targets[index]] = AxisMetadata(names=given)
     if not names.keys() - held:
-        new = treedef.unflatten([names.get(key_names(path), old) for path, old in axes])
+        new = jax.tree.unflatten(treedef, [names.get(key_names(p), old) for p, old in axes])
         return {**variables, 'params_axes': new}
     nested: dict[str, Any] = {}
     for path, metadata in {**{key_names(p): m for p, m in axes}, **names}.items():
