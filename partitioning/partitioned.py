@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -233,7 +234,11 @@ def to_shardings(resources: Any, mesh: Mesh) -> Any:
 def _axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
     from flax.core import spmd  # heavy, and only tracing needs it
 
-    with spmd.logical_axis_rules(rules):
+    with spmd.logical_axis_rules(rules), contextlib.ExitStack() as stack:
+        # nnx lays out variables where they are made, by a reading of the rules of its own, and
+        # fails at statistics of another rank than their parameter. Here shardings decide.
+        if 'flax.nnx' in sys.modules:
+            stack.enter_context(sys.modules['flax.nnx'].use_eager_sharding(False))
         yield
 
 

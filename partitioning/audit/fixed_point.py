@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from partitioning.partitioned import to_shardings
 from partitioning.state import path_str
@@ -17,28 +17,27 @@ def check_fixed_point(state: Any, layout: Any, mesh: Mesh) -> None:
 
     Args:
       state: a pytree of arrays.
-      layout: what its layout should be: PartitionSpecs or Shardings, or the state before.
+      layout: what its layout should be: PartitionSpecs or Shardings, a tree of its structure or a
+        prefix of it; or the state before.
       mesh: the mesh.
 
     Raises:
-      ValueError: with the path of the first array that is laid out in another way; the two are
-        not of one structure.
+      ValueError: with the path of the first array that is laid out in another way; of jax, where
+        the two are not of one structure.
     """
     before = jax.tree.map(lambda x: x.sharding if isinstance(x, jax.Array) else x, layout)
-    expected = to_shardings(before, mesh)
-    ours: Any = jax.tree.structure(state)
-    theirs: Any = jax.tree.structure(expected)
-    if ours != theirs:
-        raise ValueError(f'the state and its layout differ in structure: {ours} and {theirs}')
-    arrays = jax.tree_util.tree_leaves_with_path(state)
-    for (path, array), sharding in zip(arrays, jax.tree.leaves(expected), strict=True):
-        held = getattr(array, 'sharding', None)
-        if held is None or not held.is_equivalent_to(sharding, array.ndim):
-            raise ValueError(
-                f'{path_str(path)} of shape {array.shape} is laid out as {_text(held)}, but '
-                f'{_text(sharding)} was expected: give the function that made it out_shardings '
-                '(get_mesh_axes of the state)'
-            )
+
+    def check(path: Any, expected: Sharding, arrays: Any) -> None:
+        for below, array in jax.tree_util.tree_leaves_with_path(arrays):
+            held = getattr(array, 'sharding', None)
+            if held is None or not held.is_equivalent_to(expected, array.ndim):
+                raise ValueError(
+                    f'{path_str((*path, *below))} of shape {array.shape} is laid out as '
+                    f'{_text(held)}, but {_text(expected)} was expected: give the function that '
+                    'made it out_shardings (get_mesh_axes of the state)'
+                )
+
+    jax.tree_util.tree_map_with_path(check, to_shardings(before, mesh), state)
 
 
 def check_compiled_once(partitioned: Callable[..., Any]) -> None:

@@ -58,19 +58,18 @@ def rich_audit(audit: Audit) -> Any:
     """The sums of an audit, and what is replicated, as rich draws them."""
     from rich.console import Group  # rich calls this, so it is there
     from rich.table import Table
+    from rich.text import Text
 
-    drawn = []
+    drawn: list[Any] = []
     for title, head, rows in _tables(audit):
-        table = Table(
-            title=title, title_justify='left', title_style='bold', box=None, pad_edge=False
-        )
+        table = Table(box=None, pad_edge=False, header_style='dim')
         for name in head:
             numbers = name in _NUMBERS
             table.add_column(name, justify='right' if numbers else 'left', overflow='fold')
         for row in rows:
             table.add_row(*row)
-        drawn.append(table)
-    return Group(*drawn)
+        drawn += [Text(title, style='bold'), table, '']
+    return Group(*drawn[:-1])
 
 
 _BYTES, _SHARE = 'bytes per device', 'share'

@@ -144,8 +144,11 @@ def _leaf(path: Path, leaf: Any, known: NamedArrays) -> Leaf | Any:
         raise ValueError(_missing(path, leaf, shape))
     owner, dims = known.to_follow.follow(path, shape)
     role: Role = 'other' if owner is None else 'optimizer'
-    # Names that came along from the parameter are of no use for a statistic of another rank.
-    if own is not None and len(own.names) == len(shape):
+    if own is not None and owner is not None and len(own.names) == len(owner.shape or ()):
+        # Names that came along from the parameter, or nnx's optimizer_sharding in their place.
+        owner = own._replace(shape=owner.shape)
+    elif own is not None:
+        check_rank('/'.join(path), own.names, shape)
         owner, dims = own, tuple(range(len(shape)))
     return Leaf(path, array, role, owner, dims)
 
