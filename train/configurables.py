@@ -22,6 +22,7 @@ for _name in (
     'PjitPartitioner',
     'create_hybrid_mesh',
     'create_mesh',
+    'fsdp_logical_axis_rules',
     'standard_logical_axis_rules',
 ):
     gin.external_configurable(getattr(partitioning, _name), module='partitioning')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -125,7 +125,7 @@ def _reason(plan: ResolvedLeaf, shape: tuple[int, ...], mesh: Mesh) -> str:
     """Why devices along some mesh axes hold the same of an array."""
     spec = spec_of(plan.spec) or ()
     used = {axis for axes in spec for axis in as_tuple(axes)}
-    over = ', '.join(a for a, size in mesh.shape.items() if size > 1 and a not in used)
+    free = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
     if plan.leaf.said_none:
         why = 'its state names no axes for it'
     elif not shape:
@@ -133,21 +133,30 @@ def _reason(plan: ResolvedLeaf, shape: tuple[int, ...], mesh: Mesh) -> str:
     elif plan.leaf.parameter is None:
         why = 'it has no names and follows no parameter'
     else:
-        whys = [
-            _why(dim, plan.dimensions[dim])
-            for dim, size in enumerate(shape)
-            if size > 1 and not spec[dim]
-        ]
+        subjects: dict[str, list[str]] = {}
+        for dim, size in enumerate(shape):
+            if size > 1:
+                for subject, why in _whys(dim, plan.dimensions[dim], bool(spec[dim]), {*free}):
+                    subjects.setdefault(why, []).append(subject)
+        whys = [f'{", ".join(names)}: {why}' for why, names in subjects.items()]
         why = '; '.join(whys) or 'no dimension is left for it'
-    return f'over {over}: {why}'
+    return f'over {", ".join(free)}: {why}'
 
 
-def _why(dim: int, resolved: ResolvedDimension | None) -> str:
+def _whys(
+    dim: int, resolved: ResolvedDimension | None, sharded: bool, free: set[str]
+) -> Iterator[tuple[str, str]]:
+    """What kept a dimension, or a rule for it, from the mesh axes that its array leaves free."""
     if resolved is None:
-        return f'dimension {dim} is none of its parameter'
-    if resolved.name is None:
-        return f'dimension {dim} has no name'
-    return f'{resolved.name}: {resolved.reason}'
+        yield f'dimension {dim}', 'none of its parameter'
+    elif resolved.name is None:
+        yield f'dimension {dim}', 'it has no name'
+    elif not sharded:
+        yield str(resolved.name), resolved.reason
+    else:
+        for rule, why in resolved.lost:
+            if free & {*as_tuple(rule[1])}:
+                yield f'rule {rule!r}', why
 
 
 def _policy(plan: ResolvedLeaf, total: int, per_device: int, mesh: Mesh) -> tuple[str, int]:
