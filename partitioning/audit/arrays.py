@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from partitioning.rules import AxisNames, ResolvedDimension, as_tuple, spec_of
+from partitioning.rules import AxisNames, ResolvedDimension, as_tuple, describe_axes, spec_of
 from partitioning.state import Path, ResolvedLeaf, ResolvedState, Role, array_leaves, nbytes
 
 
@@ -50,6 +50,18 @@ class ArrayLayout:
     policy: str
     policy_bytes_per_device: int
     misplaced: bool
+
+
+def spec_str(spec: PartitionSpec) -> str:
+    """A spec as code: `P(None, 'model')`."""
+    return f'P({", ".join(repr(axes) for axes in spec)})'
+
+
+def sharding_str(sharding: Any) -> str:
+    """A sharding in words: `P('data') over data 4 x model 2`."""
+    if isinstance(sharding, NamedSharding):
+        return f'{spec_str(sharding.spec)} over {describe_axes(sharding.mesh.shape)}'
+    return str(sharding)
 
 
 def array_layouts(state: Any, resolved: ResolvedState) -> list[tuple[ArrayLayout, Sharding | None]]:
@@ -100,7 +112,7 @@ def _layout(
     replicated = max(per_device - -(-total // mesh.size), 0) if math.prod(shape) > 1 else 0
     reason = _reason(plan, shape, mesh) if replicated else ''
     if misplaced:
-        reason = f'it is laid out as {held}, not as the rules say: {spec}'
+        reason = f'it is laid out as {sharding_str(held)}, not {spec_str(spec)} as the rules say'
     policy, policy_bytes = _policy(plan, total, per_device, mesh)
     layout = ArrayLayout(
         path='/'.join(path),

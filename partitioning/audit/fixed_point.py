@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, Sharding
 
+from partitioning.audit.arrays import sharding_str
 from partitioning.partitioned import to_shardings
 from partitioning.state import path_str
 
@@ -33,8 +34,8 @@ def check_fixed_point(state: Any, layout: Any, mesh: Mesh) -> None:
             if held is None or not held.is_equivalent_to(expected, array.ndim):
                 raise ValueError(
                     f'{path_str((*path, *below))} of shape {array.shape} is laid out as '
-                    f'{_text(held)}, but {_text(expected)} was expected: give the function that '
-                    'made it out_shardings (get_mesh_axes of the state)'
+                    f'{sharding_str(held)}, but {sharding_str(expected)} was expected: give the '
+                    'function that made it out_shardings (get_mesh_axes of the state)'
                 )
 
     jax.tree_util.tree_map_with_path(check, to_shardings(before, mesh), state)
@@ -57,9 +58,3 @@ def check_compiled_once(partitioned: Callable[..., Any]) -> None:
                 else 'it has not been called'
             )
         )
-
-
-def _text(sharding: Any) -> str:
-    if isinstance(sharding, NamedSharding):
-        return f'{sharding.spec} over {dict(sharding.mesh.shape)}'
-    return str(sharding)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
-from partitioning.audit.arrays import ArrayLayout
+from partitioning.audit.arrays import ArrayLayout, spec_str
 from partitioning.rules import describe_axes
 
 if TYPE_CHECKING:
@@ -116,11 +116,6 @@ def _lines(head: tuple[str, ...], rows: Rows) -> list[str]:
         for line in [head, tuple('-' * w for w in widths), *rows]
     ]
     return [line.rstrip() for line in lines]
-
-
-def spec_str(spec: PartitionSpec) -> str:
-    """A spec as code: `P(None, 'model')`."""
-    return f'P({", ".join(repr(axes) for axes in spec)})'
 
 
 def _sizes(shape: tuple[int, ...]) -> str:
