@@ -92,15 +92,15 @@ class Audit:
             f'a device would hold {self.bytes_per_device:,} bytes, '
             f'{self.bytes_per_device - budget:,.0f} more than the budget of {budget:,.0f}: '
             f'{", ".join(f"{name} {held:,}" for name, held in self.by_category.items())}; the '
-            f'largest arrays: {rows}. {self.replicated_bytes_per_device:,} of them are replicated '
-            f'({self._way_out()})'
+            f'largest arrays: {rows}. {self._way_out()}'
         )
 
     def _way_out(self) -> str:
-        if self.replicated and 2 * self.replicated_bytes_per_device > self.bytes_per_device:
-            row = self.replicated[0]
-            return f'{row.path} first, {row.reason}'
-        return 'more devices or a smaller model are the way out'
+        replicated = self.replicated_bytes_per_device
+        if 2 * replicated < self.bytes_per_device:
+            return f'Only {replicated:,} of them are replicated: it takes more devices'
+        row = self.replicated[0]
+        return f'{replicated:,} of them are replicated, {row.path} first, {row.reason}'
 
     def as_dict(self) -> dict[str, Any]:
         """All of it in what JSON has."""

@@ -10,7 +10,8 @@ from jax.sharding import AxisType, Mesh
 from partitioning.hardware import HardwareMesh, JaxDevice
 from partitioning.mesh import AxisTypes, default_moe_mesh, is_count
 from partitioning.partitioner.pjit import PjitPartitioner
-from partitioning.rules import LogicalAxisRules
+from partitioning.rules import LogicalAxisRules, OnIndivisible, OnUnmatched
+from partitioning.state import PathRules
 
 
 class MoePjitPartitioner(PjitPartitioner):
@@ -32,6 +33,10 @@ class MoePjitPartitioner(PjitPartitioner):
         devices: Sequence[JaxDevice] | None = None,
         axis_types: AxisTypes = AxisType.Auto,
         granule_size: int | None = None,
+        optimizer_axis_rules: LogicalAxisRules | None = None,
+        on_unmatched: OnUnmatched | None = None,
+        on_indivisible: OnIndivisible | None = None,
+        params_axes_names_override: PathRules = (),
     ):
         """Args as those of PjitPartitioner by these names, and:
         num_expert_partitions: size of the 'expert' axis, taken out of the data axis; where that is
@@ -46,6 +51,10 @@ class MoePjitPartitioner(PjitPartitioner):
             devices=devices,
             axis_types=axis_types,
             granule_size=granule_size,
+            optimizer_axis_rules=optimizer_axis_rules,
+            on_unmatched=on_unmatched,
+            on_indivisible=on_indivisible,
+            params_axes_names_override=params_axes_names_override,
         )
         if not is_count(num_expert_partitions):
             raise ValueError(

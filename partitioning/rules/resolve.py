@@ -12,6 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 from partitioning.rules.divide import give_way, indivisible, sharded_over
 from partitioning.rules.names import (
     AxisRules,
@@ -87,14 +89,15 @@ def try_resolve(
     """What `resolve_axes` gives, and every problem it would raise, in its order.
 
     Raises:
-      ValueError: arguments that are none: rules without order, a policy that does not exist.
+      ValueError: arguments that are none: rules without order, names that are no strings, a policy
+        that does not exist.
     """
     if not isinstance(rules, Sequence):
         raise ValueError(f'rules must be a list or a tuple of pairs, not {type(rules).__name__}')
     if on_unmatched or on_indivisible or not isinstance(rules, AxisRules):
         rules = AxisRules(rules, on_unmatched, on_indivisible)
     sizes = None if mesh is None else axis_sizes(mesh)
-    names = tuple(names)
+    names = _checked_names(names)
     problems = list(_problems_of_names(names, shape))
     given = {d: n for d, n in enumerate(names) if _names_mesh_axes(n, rules, sizes, axes_as_names)}
     problems += _problems_of_axes(names, rules, given, sizes)
@@ -103,7 +106,8 @@ def try_resolve(
     for dim, one in enumerate(resolved):
         if isinstance(one.name, str) and dim not in given and one.name not in known:
             if rules.on_unmatched == 'error':
-                problems.append(_unmatched(one.name, names, known))
+                hints = {*known, *(sizes or ())} if axes_as_names else known
+                problems.append(_unmatched(one.name, names, hints))
             else:
                 resolved[dim] = dataclasses.replace(one, policy='replicate')
     # A shape of another rank has been found; sizes without a mesh say nothing.
@@ -207,6 +211,15 @@ def _explain(
     if split and all(sizes.get(a) == 1 for a in split):
         reason += f', but an axis of size 1 splits nothing: {", ".join(split)}'
     return ResolvedDimension(name, axes, rule, lost, reason, wanted=axes)
+
+
+def _checked_names(names: Any) -> tuple[Any, ...]:
+    kinds = (str, tuple, type(None), type(PartitionSpec.UNCONSTRAINED))
+    if isinstance(names, str) or not all(isinstance(name, kinds) for name in names):
+        raise ValueError(
+            f'{names!r} are no logical axes: write one name or None a dimension, in a tuple'
+        )
+    return tuple(names)
 
 
 def _problems_of_names(names: tuple[Any, ...], shape: Sequence[int] | None) -> list[Problem]:
