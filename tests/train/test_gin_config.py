@@ -210,7 +210,7 @@ def test_what_a_module_merely_imports_is_refused_in_every_position(refusal, borr
         ('train.schedules', '__dict__.get', 'builtins'),
         ('train.schedules', '__loader__.get_data', '_frozen_importlib_external'),
         ('train.schedules', '__spec__.loader.exec_module', '_frozen_importlib_external'),
-        ('partitioning.rules', 'dataclasses.sys.exit', 'sys'),
+        ('partitioning.rules.resolve', 'dataclasses.sys.exit', 'sys'),
         ('jax._src.xla_bridge', 'os.system', 'posix'),
         ('flax.io', 'shutil.rmtree', 'shutil'),
     ],
@@ -783,6 +783,10 @@ def test_every_model_is_laid_out_by_every_preset(model, preset):
             replicated[jax.tree_util.keystr(path)] = size
     if preset == 'data_parallel':
         assert per_device == total
+    elif preset == 'zero':
+        parameters = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(unbox(state.params)))
+        assert all(path.startswith('.params') for path in replicated)
+        assert per_device == parameters + (total - parameters - 12) / 8 + 12  # three counts
     elif preset == 'tensor':
         # The scales of norms have nothing but 'embed' to be sharded by, which it keeps whole.
         assert all('scale' in path for path in replicated), replicated
@@ -819,5 +823,5 @@ def test_pretraining_asks_for_what_only_the_user_knows(missing):
 
 def test_every_size_is_checked():
     assert set(SIZES) == set(MODELS)
-    assert set(PRESETS) == {'data_parallel', 'fsdp', 'tensor', 'two_d', 'three_d'}
+    assert set(PRESETS) == {'data_parallel', 'fsdp', 'zero', 'tensor', 'two_d', 'three_d'}
     assert Path(REPOSITORY / 'configs/runs/pretrain.gin').is_file()
