@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from partitioning.rules import (
@@ -17,7 +17,7 @@ from partitioning.rules import (
     nearest,
     try_resolve,
 )
-from partitioning.state import Leaf, PathRules, walk
+from partitioning.state import Leaf, Parameter, PathRules, walk
 
 Rule = tuple[str, MeshAxes]
 
@@ -47,6 +47,7 @@ def lint(
     mesh: MeshLike,
     state: Any = None,
     *,
+    optimizer_axis_rules: LogicalAxisRules | None = None,
     params_axes_names_override: PathRules = (),
 ) -> tuple[Finding, ...]:
     """Everything that is wrong or suspicious, errors first.
@@ -55,56 +56,65 @@ def lint(
       rules: logical axis rules.
       mesh: the mesh, or the sizes of its axes.
       state: a train state with names, abstract or not; without one only the rules are looked at.
+      optimizer_axis_rules: those of the optimizer's state, where they differ.
       params_axes_names_override: path rules that name its parameters.
 
     Raises:
       ValueError: rules that are none.
     """
-    checked, sizes = AxisRules(rules), dict(axis_sizes(mesh))
-    findings = list(_of_rules(checked, sizes))
+    sizes, leaves = dict(axis_sizes(mesh)), []
+    findings: list[Finding] = []
     if state is not None:
-        findings += _of_state(checked, sizes, state, params_axes_names_override)
+        try:
+            leaves = walk(state, params_axes_names_override).arrays
+        except ValueError as error:
+            findings.append(Finding('error', 'names', 'the state', str(error)))
+    optimizer = [leaf for leaf in leaves if leaf.role == 'optimizer']
+    others = [leaf for leaf in leaves if leaf.role != 'optimizer']
+    if optimizer_axis_rules is None:
+        others += optimizer
+    else:
+        findings += _of_rules('optimizer rule', AxisRules(optimizer_axis_rules), sizes, optimizer)
+    findings += _of_rules('rule', AxisRules(rules), sizes, others)
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: finding.severity))
 
 
-def _of_rules(rules: AxisRules, sizes: dict[str, int]) -> Iterator[Finding]:
+def _of_rules(
+    called: str, rules: AxisRules, sizes: Mapping[str, int], leaves: Sequence[Leaf]
+) -> Iterator[Finding]:
+    """Findings in a set of rules, and in the leaves that it is for."""
+    alone = [*_of_rules_alone(called, rules, sizes)]
+    yield from alone
+    resolved: list[ResolvedDimension] = []
+    for leaf in leaves:
+        if leaf.parameter is not None:
+            dimensions, findings = _of_array(rules, sizes, leaf.parameter)
+            resolved += dimensions
+            yield from findings
+    if leaves:
+        known = {finding.where for finding in alone if finding.kind == 'shadowed'}
+        yield from (f for f in _unused(called, rules, resolved) if f.where not in known)
+
+
+def _of_rules_alone(called: str, rules: AxisRules, sizes: Mapping[str, int]) -> Iterator[Finding]:
     for place, rule in enumerate(rules):
         axes = as_tuple(rule[1])
         for axis in axes:
             if axis not in sizes:
                 message = f'the mesh is {describe_axes(sizes)}.{nearest(axis, sizes)}'
-                yield _warn_rule('absent axis', rule, message)._replace(severity='error')
+                yield _warn(called, 'absent axis', rule, message)._replace(severity='error')
         if axes and all(sizes.get(axis) == 1 for axis in axes):
-            yield _warn_rule('size 1', rule, 'an axis of size 1 splits nothing')
+            yield _warn(called, 'size 1', rule, 'an axis of size 1 splits nothing')
         # A rule is skipped when one of its axes is taken, and then so is any rule with these too.
         before = [r for r in rules[:place] if r[0] == rule[0] and {*as_tuple(r[1])} <= {*axes}]
         if before:
             message = f'it can never win: wherever it could, {before[0]!r} before it does'
-            yield _warn_rule('shadowed', rule, message)
-
-
-def _of_state(
-    rules: AxisRules, sizes: dict[str, int], state: Any, overrides: PathRules
-) -> list[Finding]:
-    try:
-        leaves = walk(state, overrides).arrays
-    except ValueError as error:
-        return [Finding('error', 'names', 'the state', str(error))]
-    findings: list[Finding] = []
-    resolved: list[ResolvedDimension] = []
-    for leaf in leaves:
-        if leaf.parameter is not None:
-            dimensions, found = _of_array(rules, sizes, leaf)
-            findings += found
-            resolved += dimensions
-    return [*findings, *_unused(rules, resolved)]
+            yield _warn(called, 'shadowed', rule, message)
 
 
 def _of_array(
-    rules: AxisRules, sizes: dict[str, int], leaf: Leaf
+    rules: AxisRules, sizes: Mapping[str, int], parameter: Parameter
 ) -> tuple[Sequence[ResolvedDimension], list[Finding]]:
-    parameter = leaf.parameter
-    assert parameter is not None
     if parameter.rules:
         rules = rules.with_rules((*parameter.rules, *rules))
     dimensions, problems = try_resolve(
@@ -124,7 +134,9 @@ def _of_array(
     return dimensions, findings
 
 
-def _unused(rules: AxisRules, resolved: Sequence[ResolvedDimension]) -> Iterator[Finding]:
+def _unused(
+    called: str, rules: AxisRules, resolved: Sequence[ResolvedDimension]
+) -> Iterator[Finding]:
     """Rules that decided nothing, and why."""
     won = {dimension.rule for dimension in resolved}
     names = {dimension.name for dimension in resolved}
@@ -135,8 +147,8 @@ def _unused(rules: AxisRules, resolved: Sequence[ResolvedDimension]) -> Iterator
         why = lost.get(rule, f'no array of the state has {rule[0]!r} (activations may)')
         if rule[0] not in names:
             why += nearest(rule[0], {str(name) for name in names if name})
-        yield _warn_rule('unused', rule, why)
+        yield _warn(called, 'unused', rule, why)
 
 
-def _warn_rule(kind: str, rule: Rule, message: str) -> Finding:
-    return Finding('warning', kind, f'rule {rule!r}', message)
+def _warn(called: str, kind: str, rule: Rule, message: str) -> Finding:
+    return Finding('warning', kind, f'{called} {rule!r}', message)

@@ -104,6 +104,8 @@ class RunConsole:
                 f'most replicated: {worst.path}, {worst.replicated_bytes_per_device:,} bytes '
                 f'{worst.reason}'
             )
+        for row in audit.policies[:3]:
+            self.say(f'policy: {row.path}, {row.policy_bytes_per_device:,} bytes, {row.policy}')
 
     @contextlib.contextmanager
     def training(self, first_step: int, total_steps: int) -> Iterator[None]:

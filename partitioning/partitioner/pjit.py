@@ -255,6 +255,7 @@ class PjitPartitioner(BasePjitPartitioner):
             self.logical_axis_rules,
             self.mesh,
             train_state,
+            optimizer_axis_rules=self._optimizer_rules,
             params_axes_names_override=self._overrides,
         )
 

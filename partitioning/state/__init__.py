@@ -6,6 +6,7 @@ what an optimizer keeps; `walk`: all of a state in one walk; `resolved`: the rul
 """
 
 from partitioning.state.boxes import Path, array_leaves, key_names, path_str, unbox
+from partitioning.state.follow import Parameter
 from partitioning.state.path_names import PathRules, check_path_rules, override_params_axes_names
 from partitioning.state.resolved import (
     ResolvedLeaf,
@@ -19,6 +20,7 @@ from partitioning.state.walk import Leaf, Role, get_logical_axes, walk
 
 __all__ = [
     'Leaf',
+    'Parameter',
     'Path',
     'PathRules',
     'ResolvedLeaf',
