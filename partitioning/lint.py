@@ -10,14 +10,14 @@ from partitioning.rules import (
     LogicalAxisRules,
     MeshAxes,
     MeshLike,
+    Problem,
     ResolvedDimension,
     as_tuple,
     axis_sizes,
     describe_axes,
     nearest,
-    try_resolve,
 )
-from partitioning.state import Leaf, Parameter, PathRules, walk
+from partitioning.state import PathRules, ResolvedLeaf, Role, RuleSet, resolve_leaves
 
 Rule = tuple[str, MeshAxes]
 
@@ -28,7 +28,7 @@ class Finding(NamedTuple):
     Attributes:
       severity: 'error' where a layout cannot be decided, 'warning' where it may surprise.
       kind: of errors 'repeated name', 'rank', 'absent axis', 'conflict', 'unmatched',
-        'indivisible', 'names'; of warnings 'unused', 'shadowed', 'size 1', 'policy'.
+        'indivisible', 'names', 'policy'; of warnings 'unused', 'shadowed', 'size 1', 'policy'.
       where: the path of an array, or a rule as code.
       message: what is wrong, and what to write instead.
     """
@@ -62,41 +62,58 @@ def lint(
     Raises:
       ValueError: rules that are none.
     """
-    sizes, leaves = dict(axis_sizes(mesh)), []
+    sizes = axis_sizes(mesh)
+    rule_set = RuleSet(
+        rules=AxisRules(rules),
+        optimizer_rules=None if optimizer_axis_rules is None else AxisRules(optimizer_axis_rules),
+        overrides=params_axes_names_override,
+    )
     findings: list[Finding] = []
-    if state is not None:
-        try:
-            leaves = walk(state, params_axes_names_override).arrays
-        except ValueError as error:
-            findings.append(Finding('error', 'names', 'the state', str(error)))
-    optimizer = [leaf for leaf in leaves if leaf.role == 'optimizer']
-    others = [leaf for leaf in leaves if leaf.role != 'optimizer']
-    if optimizer_axis_rules is None:
-        others += optimizer
-    else:
-        findings += _of_rules('optimizer rule', AxisRules(optimizer_axis_rules), sizes, optimizer)
-    findings += _of_rules('rule', AxisRules(rules), sizes, others)
+    leaves = [] if state is None else _resolved(state, rule_set, mesh, findings)
+    for called, checked, roles in _sets(rule_set):
+        of_rules = [*_of_rules(called, checked, sizes)]
+        findings += of_rules
+        if leaves:
+            dimensions = [d for x in leaves if x.leaf.role in roles for d in x.dimensions if d]
+            known = {finding.where for finding in of_rules if finding.kind == 'shadowed'}
+            unused = _unused(called, checked, dimensions)
+            findings += [finding for finding in unused if finding.where not in known]
     return tuple(sorted(dict.fromkeys(findings), key=lambda finding: finding.severity))
 
 
-def _of_rules(
-    called: str, rules: AxisRules, sizes: Mapping[str, int], leaves: Sequence[Leaf]
-) -> Iterator[Finding]:
-    """Findings in a set of rules, and in the leaves that it is for."""
-    alone = [*_of_rules_alone(called, rules, sizes)]
-    yield from alone
-    resolved: list[ResolvedDimension] = []
-    for leaf in leaves:
-        if leaf.parameter is not None:
-            dimensions, findings = _of_array(rules, sizes, leaf.parameter)
-            resolved += dimensions
-            yield from findings
-    if leaves:
-        known = {finding.where for finding in alone if finding.kind == 'shadowed'}
-        yield from (f for f in _unused(called, rules, resolved) if f.where not in known)
+def _sets(rules: RuleSet) -> Iterator[tuple[str, AxisRules, Sequence[Role]]]:
+    """What each set of rules is called, the rules, and the roles of the arrays they are for."""
+    if rules.optimizer_rules is None:
+        yield 'rule', rules.rules, ('parameters', 'optimizer', 'other')
+    else:
+        yield 'optimizer rule', rules.optimizer_rules, ('optimizer',)
+        yield 'rule', rules.rules, ('parameters', 'other')
 
 
-def _of_rules_alone(called: str, rules: AxisRules, sizes: Mapping[str, int]) -> Iterator[Finding]:
+def _resolved(
+    state: Any, rules: RuleSet, mesh: MeshLike, findings: list[Finding]
+) -> list[ResolvedLeaf]:
+    """The leaves of a state, with every problem that resolving it met added to `findings`."""
+
+    def report(path: str, problem: Problem) -> None:
+        findings.append(Finding('error', problem.kind, path, problem.message))
+
+    try:
+        leaves, _ = resolve_leaves(state, rules, mesh, report)
+    except ValueError as error:
+        findings.append(Finding('error', 'names', 'the state', str(error)))
+        return []
+    arrays = [x for x in leaves if isinstance(x, ResolvedLeaf)]
+    for x in arrays:
+        for d in x.dimensions:
+            if d is not None and d.policy is not None and x.leaf.parameter is not None:
+                path = '/'.join(x.leaf.parameter.path)
+                message = f'{d.name}: {d.policy}, {d.reason}'
+                findings.append(Finding('warning', 'policy', path, message))
+    return arrays
+
+
+def _of_rules(called: str, rules: AxisRules, sizes: Mapping[str, int]) -> Iterator[Finding]:
     for place, rule in enumerate(rules):
         axes = as_tuple(rule[1])
         for axis in axes:
@@ -110,28 +127,6 @@ def _of_rules_alone(called: str, rules: AxisRules, sizes: Mapping[str, int]) -> 
         if before:
             message = f'it can never win: wherever it could, {before[0]!r} before it does'
             yield _warn(called, 'shadowed', rule, message)
-
-
-def _of_array(
-    rules: AxisRules, sizes: Mapping[str, int], parameter: Parameter
-) -> tuple[Sequence[ResolvedDimension], list[Finding]]:
-    if parameter.rules:
-        rules = rules.with_rules((*parameter.rules, *rules))
-    dimensions, problems = try_resolve(
-        parameter.names,
-        rules,
-        mesh=sizes,
-        shape=parameter.shape,
-        axes_as_names=parameter.axes_as_names,
-    )
-    path = '/'.join(parameter.path)
-    findings = [Finding('error', p.kind, path, p.message) for p in problems]
-    findings += [
-        Finding('warning', 'policy', path, f'{d.name}: {d.policy}, {d.reason}')
-        for d in dimensions
-        if d.policy is not None
-    ]
-    return dimensions, findings
 
 
 def _unused(

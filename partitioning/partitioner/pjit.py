@@ -251,13 +251,18 @@ class PjitPartitioner(BasePjitPartitioner):
 
     def lint(self, train_state: Any = None) -> tuple[Finding, ...]:
         """Everything that is wrong or suspicious with the rules, for the mesh and a state."""
-        return lint(
+        found = lint(
             self.logical_axis_rules,
             self.mesh,
             train_state,
             optimizer_axis_rules=self._optimizer_rules,
             params_axes_names_override=self._overrides,
         )
+        try:
+            self._check_default_rules()
+        except ValueError as error:
+            return Finding('error', 'rules', 'the default rules', str(error)), *found
+        return found
 
 
 def _over_slices(rule: tuple[str, MeshAxes], slices: str | None) -> tuple[str, MeshAxes]:

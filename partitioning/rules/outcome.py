@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -12,13 +12,40 @@ from jax.sharding import PartitionSpec
 from partitioning.rules.names import MeshAxes, OnIndivisible
 
 Rule = tuple[str, MeshAxes]
+ProblemKind = Literal[
+    'names',
+    'repeated name',
+    'rank',
+    'absent axis',
+    'conflict',
+    'unmatched',
+    'indivisible',
+    'policy',
+]
 
 
 class Problem(NamedTuple):
     """Why an array cannot be resolved: a kind, for programs, and a message with the way out."""
 
-    kind: Literal['repeated name', 'rank', 'absent axis', 'conflict', 'unmatched', 'indivisible']
+    kind: ProblemKind
     message: str
+
+
+class ProblemError(ValueError):
+    """A problem on its way to where it is reported."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+# Told of every problem with the path of its array; `raise_problem` raises the first.
+Report = Callable[[str, Problem], None]
+
+
+def raise_problem(path: str, problem: Problem) -> None:
+    """Raises a problem of an array as ValueError."""
+    raise ValueError(f'Failed to map logical axes for {path}: {problem.message}')
 
 
 @dataclasses.dataclass(frozen=True)

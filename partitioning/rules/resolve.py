@@ -89,7 +89,7 @@ def try_resolve(
     """What `resolve_axes` gives, and every problem it would raise, in its order.
 
     Raises:
-      ValueError: arguments that are none: rules without order, names that are no strings, a policy
+      ValueError: arguments that are none: rules without order, a string for the names, a policy
         that does not exist.
     """
     if not isinstance(rules, Sequence):
@@ -97,7 +97,9 @@ def try_resolve(
     if on_unmatched or on_indivisible or not isinstance(rules, AxisRules):
         rules = AxisRules(rules, on_unmatched, on_indivisible)
     sizes = None if mesh is None else axis_sizes(mesh)
-    names = _checked_names(names)
+    if isinstance(names, str):
+        raise ValueError(f'{names!r} are no logical axes: write a tuple, one name a dimension')
+    names = tuple(names)
     problems = list(_problems_of_names(names, shape))
     given = {d: n for d, n in enumerate(names) if _names_mesh_axes(n, rules, sizes, axes_as_names)}
     problems += _problems_of_axes(names, rules, given, sizes)
@@ -213,17 +215,12 @@ def _explain(
     return ResolvedDimension(name, axes, rule, lost, reason, wanted=axes)
 
 
-def _checked_names(names: Any) -> tuple[Any, ...]:
-    kinds = (str, tuple, type(None), type(PartitionSpec.UNCONSTRAINED))
-    if isinstance(names, str) or not all(isinstance(name, kinds) for name in names):
-        raise ValueError(
-            f'{names!r} are no logical axes: write one name or None a dimension, in a tuple'
-        )
-    return tuple(names)
-
-
 def _problems_of_names(names: tuple[Any, ...], shape: Sequence[int] | None) -> list[Problem]:
     problems = []
+    kinds = (str, tuple, type(None), type(PartitionSpec.UNCONSTRAINED))
+    if not all(isinstance(name, kinds) for name in names):
+        message = f'{names!r} are no logical axes: write one name or None a dimension'
+        problems.append(Problem('names', message))
     text = [n for n in names if isinstance(n, str)]
     for twice in sorted({n for n in text if text.count(n) > 1}):
         message = (

@@ -13,6 +13,7 @@ from partitioning.state.resolved import (
     ResolvedState,
     RuleSet,
     nbytes,
+    resolve_leaves,
     resolve_state,
 )
 from partitioning.state.train_state import TrainState
@@ -35,6 +36,7 @@ __all__ = [
     'nbytes',
     'override_params_axes_names',
     'path_str',
+    'resolve_leaves',
     'resolve_state',
     'unbox',
     'walk',

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from partitioning.rules import LogicalAxisRules
+from partitioning.rules import LogicalAxisRules, Problem, ProblemError
 from partitioning.state.boxes import Path
 
 Dims = tuple[int | None, ...]
@@ -73,7 +73,7 @@ class Parameters:
         """The parameter that a leaf belongs to, and which of its dimensions each of the leaf's is.
 
         Raises:
-          ValueError: a parameter by its path, but of a shape that does not explain the leaf's.
+          ProblemError: a parameter by its path, but of a shape that does not explain the leaf's.
         """
         rank = len(shape)
         unexplained = None
@@ -84,12 +84,13 @@ class Parameters:
             if parameter.path and parameter.path[-1] in path:
                 unexplained = unexplained or parameter
         if unexplained is not None:
-            raise ValueError(
-                f'{"/".join(path)}: shape {shape} does not follow from its parameter of shape '
-                f'{unexplained.shape}, {"/".join(unexplained.path)}, so its layout is unknown; put '
-                'it in a flax.linen.LogicallyPartitioned with its own names, or name it in '
+            message = (
+                f'shape {shape} does not follow from its parameter of shape {unexplained.shape}, '
+                f'{"/".join(unexplained.path)}, so its layout is unknown; put it in a '
+                'flax.linen.LogicallyPartitioned with its own names, or name it in '
                 'params_axes_names_override'
             )
+            raise ProblemError(Problem('names', message))
         return None, (None,) * rank
 
 

@@ -140,10 +140,15 @@ def override_params_axes_names(params: Any, rules: PathRules) -> Any:
 def check_rank(path: str, names: Sequence[Any], shape: Sequence[int]) -> None:
     """Raises ValueError unless there is one name a dimension."""
     if len(names) != len(shape):
-        raise ValueError(
-            f'{path}: {len(names)} logical axes {tuple(names)} for shape {tuple(shape)}; give one '
-            'name or None a dimension'
-        )
+        raise ValueError(f'{path}: {rank_message(names, shape)}')
+
+
+def rank_message(names: Sequence[Any], shape: Sequence[int]) -> str:
+    """What is wrong with names of another number than the dimensions."""
+    return (
+        f'{len(names)} logical axes {tuple(names)} for an array of {len(shape)} dimensions '
+        f'{tuple(shape)}; give one name or None a dimension'
+    )
 
 
 def _override_collection(variables: dict[str, Any], rules: PathRules) -> dict[str, Any]:

@@ -12,12 +12,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.rules import (
     AxisRules,
+    MeshLike,
     PaddedSpec,
+    Problem,
+    Report,
     ResolvedDimension,
+    axis_sizes,
     describe_axes,
-    resolve_axes,
+    raise_problem,
     spec_of,
     to_spec,
+    try_resolve,
 )
 from partitioning.state.follow import Parameter
 from partitioning.state.path_names import PathRules
@@ -109,7 +114,19 @@ def resolve_state(state: Any, rules: RuleSet, mesh: Mesh) -> ResolvedState:
     Raises:
       ValueError: with the path of the first array whose layout the rules do not decide.
     """
-    leaves: StateLeaves = walk(state, rules.overrides)
+    return ResolvedState(*resolve_leaves(state, rules, mesh), mesh)
+
+
+def resolve_leaves(
+    state: Any, rules: RuleSet, mesh: MeshLike, report: Report = raise_problem
+) -> tuple[tuple[ResolvedLeaf | Any, ...], Any]:
+    """The leaves of a state with their layouts, and the tree they make.
+
+    Args:
+      state, rules, mesh: as of `resolve_state`; of the mesh, the sizes of its axes do.
+      report: is told of every problem; by default it raises.
+    """
+    leaves: StateLeaves = walk(state, rules.overrides, report)
     known: dict[Any, _Layout] = {}
 
     def resolve(leaf: Any) -> Any:
@@ -117,18 +134,25 @@ def resolve_state(state: Any, rules: RuleSet, mesh: Mesh) -> ResolvedState:
             return leaf
         parameter = leaf.parameter
         if parameter is None:
-            _check_small(leaf, mesh)
+            if (problem := _too_large(leaf, mesh)) is not None:
+                report('/'.join(leaf.path), problem)
             spec = None if leaf.said_none else _replicated(len(leaf.dims))
-            return ResolvedLeaf(leaf, spec, leaf.dims)  # type: ignore[arg-type]
+            return ResolvedLeaf(leaf, spec, (None,) * len(leaf.dims))
         of = (parameter[1:], leaf.role == 'optimizer', leaf.dims)
         if of not in known:
-            known[of] = _layout(leaf, parameter, rules, mesh)
-        return ResolvedLeaf(leaf, *known[of])
+            known[of] = _layout(leaf, parameter, rules.of(leaf.role), mesh)
+        layout = known[of]
+        for problem in layout.problems:
+            report('/'.join(parameter.path), problem)
+        return ResolvedLeaf(leaf, layout.spec, layout.dimensions)
 
-    return ResolvedState(tuple(map(resolve, leaves.leaves)), leaves.treedef, mesh)
+    return tuple(map(resolve, leaves.leaves)), leaves.treedef
 
 
-_Layout = tuple[Any, tuple[ResolvedDimension | None, ...]]
+class _Layout(NamedTuple):
+    spec: Any
+    dimensions: tuple[ResolvedDimension | None, ...]
+    problems: tuple[Problem, ...]
 
 
 @functools.cache
@@ -136,52 +160,47 @@ def _replicated(rank: int) -> PartitionSpec:
     return PartitionSpec(*[None] * rank)
 
 
-def _layout(leaf: Leaf, parameter: Parameter, rules: RuleSet, mesh: Mesh) -> _Layout:
+_NO_DIMENSION = ResolvedDimension(None, None, None, (), 'no dimension of a parameter')
+
+
+def _layout(leaf: Leaf, parameter: Parameter, rules: AxisRules, mesh: MeshLike) -> _Layout:
     """The spec of a leaf, out of that of its parameter.
 
     Names resolved apart from the others could win mesh axes that the parameter has elsewhere.
     """
-    of_role = rules.of(leaf.role)
     if parameter.rules:
-        of_role = of_role.with_rules((*parameter.rules, *of_role))
-    try:
-        resolved = resolve_axes(
-            parameter.names,
-            of_role,
-            mesh=mesh,
-            shape=parameter.shape,
-            axes_as_names=parameter.axes_as_names,
-        )
-    except ValueError as error:
-        path = '/'.join(leaf.path)
-        raise ValueError(f'Failed to map logical axes for {path}: {error}') from error
+        rules = rules.with_rules((*parameter.rules, *rules))
+    resolved, problems = try_resolve(
+        parameter.names,
+        rules,
+        mesh=mesh,
+        shape=parameter.shape,
+        axes_as_names=parameter.axes_as_names,
+    )
     dimensions = leaf.pick(resolved)
+    if problems:
+        return _Layout(_replicated(len(leaf.dims)), dimensions, problems)
     spec = to_spec([_NO_DIMENSION if d is None else d for d in dimensions])
-    if isinstance(spec, PaddedSpec) and AxisType.Explicit in mesh.axis_types:
-        raise ValueError(
-            f"{'/'.join(leaf.path)} needs on_indivisible='pad', which Explicit mesh axes cannot "
-            "do: choose Auto axes or 'drop_axis'"
-        )
-    return spec, dimensions
+    if isinstance(spec, PaddedSpec) and AxisType.Explicit in getattr(mesh, 'axis_types', ()):
+        message = "on_indivisible='pad' needs Auto mesh axes, not Explicit ones: choose 'drop_axis'"
+        problems = (Problem('policy', message),)
+    return _Layout(spec, dimensions, problems)
 
 
-_NO_DIMENSION = ResolvedDimension(None, None, None, (), 'no dimension of a parameter')
-
-
-def _check_small(leaf: Leaf, mesh: Mesh) -> None:
+def _too_large(leaf: Leaf, mesh: MeshLike) -> Problem | None:
     """Nothing of size is replicated without a word: what follows no parameter needs names."""
-    if leaf.said_none or leaf.array is None:
-        return
-    size = nbytes(leaf.array)
-    if size > SMALL:
-        path = '/'.join(leaf.path)
-        raise ValueError(
-            f'Missing axis names: {path} of shape {tuple(leaf.array.shape)} has none and follows '
-            f'no parameter, so all of its {size:,} bytes would be on each of the {mesh.size} '
-            f'devices ({describe_axes(mesh.shape)}). Name it: put it in a '
-            f"flax.linen.LogicallyPartitioned, or add ('{path}', {(None,) * len(leaf.dims)}) to "
-            'params_axes_names_override to replicate it'
-        )
+    if leaf.said_none or leaf.problematic or leaf.array is None or nbytes(leaf.array) <= SMALL:
+        return None
+    sizes = axis_sizes(mesh)
+    shape = tuple(leaf.array.shape)
+    return Problem(
+        'names',
+        f'Missing axis names: this array of shape {shape} has none and follows no parameter, so '
+        f'all of its {nbytes(leaf.array):,} bytes would be on each of the '
+        f'{math.prod(sizes.values())} devices ({describe_axes(sizes)}). Name it: put it in a '
+        f"flax.linen.LogicallyPartitioned, or add ('{'/'.join(leaf.path)}', {(None,) * len(shape)})"
+        ' to params_axes_names_override to replicate it',
+    )
 
 
 def nbytes(array: Any) -> int:

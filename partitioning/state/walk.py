@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
-from partitioning.rules import AxisNames
+from partitioning.rules import AxisNames, Problem, ProblemError, Report, raise_problem
 from partitioning.state.boxes import (
     Carrier,
     Path,
@@ -25,7 +25,7 @@ from partitioning.state.boxes import (
 )
 from partitioning.state.follow import Dims, Parameter
 from partitioning.state.parameters import NamedArrays, named_arrays
-from partitioning.state.path_names import PathRules, check_rank
+from partitioning.state.path_names import PathRules, rank_message
 
 Role = Literal['parameters', 'optimizer', 'other']
 
@@ -40,6 +40,7 @@ class Leaf(NamedTuple):
       parameter: what it takes its axes from, itself where it has names; None: from nothing.
       dims: for each of its dimensions that of `parameter` which it is; None: none.
       said_none: whether the state itself says that it has no axes (T5X's None).
+      problematic: whether there was a problem with its names.
     """
 
     path: Path
@@ -48,6 +49,7 @@ class Leaf(NamedTuple):
     parameter: Parameter | None
     dims: Dims
     said_none: bool = False
+    problematic: bool = False
 
     def pick(self, of_parameter: Sequence[Any]) -> tuple[Any, ...]:
         """Entries of something of the parameter, one a dimension, for the leaf's dimensions."""
@@ -82,24 +84,25 @@ class StateLeaves(NamedTuple):
         return [x for x in self.leaves if isinstance(x, Leaf)]
 
 
-def walk(state: Any, overrides: PathRules = ()) -> StateLeaves:
+def walk(state: Any, overrides: PathRules = (), report: Report = raise_problem) -> StateLeaves:
     """What the leaves of a train state are.
 
     Args:
       state: a pytree, abstract or not, whose parameters carry names; or an object with T5X's
         `as_logical_axes()`.
       overrides: path rules that name parameters, before the names that they carry.
+      report: is told of every array without the names that it should have, or whose shape its
+        parameter does not explain; by default it raises.
 
     Raises:
-      ValueError: a parameter carries no names or too few, or a leaf that follows a parameter has a
-        shape that its parameter's does not explain.
+      ValueError: no parameter has names, path rules do not fit; and what `report` raises.
     """
     if _says_itself(state):
         return _as_it_says(state)
     flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_carrier)
     entries = [(key_names(path), leaf) for path, leaf in flat]
     known = named_arrays(entries, overrides)
-    leaves = [_leaf(path, x, known) for path, x in entries]
+    leaves = [_leaf(path, x, known, report) for path, x in entries]
     # What stands beside statistics of parameters, such as a count, is the optimizer's too.
     depth = max(1, min(map(len, known.parameters.values())))
     followed = {x.path[:depth] for x in leaves if isinstance(x, Leaf) and x.role == 'optimizer'}
@@ -131,26 +134,43 @@ def get_logical_axes(state: Any, overrides: PathRules = ()) -> Any:
     return walk(state, overrides).map(lambda leaf: leaf.names)
 
 
-def _leaf(path: Path, leaf: Any, known: NamedArrays) -> Leaf | Any:
+def _leaf(path: Path, leaf: Any, known: NamedArrays, report: Report) -> Leaf | Any:
     if is_metadata(leaf):
         return leaf
     array = array_of(leaf)
-    shape = shape_of(array)
-    own = known.named.get(path)
+    try:
+        role, owner, dims = _origin(path, leaf, shape_of(array), known)
+    except ProblemError as error:
+        report('/'.join(path), error.problem)
+        nothing = (None,) * len(shape_of(array))
+        return Leaf(path, array, 'other', None, nothing, problematic=True)
+    return Leaf(path, array, role, owner, dims)
+
+
+def _origin(
+    path: Path, leaf: Any, shape: tuple[int, ...], known: NamedArrays
+) -> tuple[Role, Parameter | None, Dims]:
+    """What a leaf is there for, and what it takes the axes of its dimensions from."""
+    own, itself = known.named.get(path), tuple(range(len(shape)))
     if own is not None and path in known.parameters:
-        check_rank('/'.join(path), own.names, shape)
-        return Leaf(path, array, 'parameters', own, tuple(range(len(shape))))
+        _check_rank(own, shape)
+        return 'parameters', own, itself
     if own is None and shape and _is_missing(path, leaf, known.trees):
-        raise ValueError(_missing(path, leaf, shape))
+        raise ProblemError(Problem('names', _missing(path, leaf, shape)))
     owner, dims = known.to_follow.follow(path, shape)
     role: Role = 'other' if owner is None else 'optimizer'
-    if own is not None and owner is not None and len(own.names) == len(owner.shape or ()):
+    if own is None:
+        return role, owner, dims
+    if owner is not None and len(own.names) == len(owner.shape or ()):
         # Names that came along from the parameter, or nnx's optimizer_sharding in their place.
-        owner = own._replace(shape=owner.shape)
-    elif own is not None:
-        check_rank('/'.join(path), own.names, shape)
-        owner, dims = own, tuple(range(len(shape)))
-    return Leaf(path, array, role, owner, dims)
+        return role, own._replace(shape=owner.shape), dims
+    _check_rank(own, shape)
+    return role, own, itself
+
+
+def _check_rank(own: Parameter, shape: tuple[int, ...]) -> None:
+    if len(own.names) != len(shape):
+        raise ProblemError(Problem('rank', rank_message(own.names, shape)))
 
 
 def _is_missing(path: Path, leaf: Any, trees: set[Path]) -> bool:
