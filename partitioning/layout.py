@@ -13,9 +13,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from partitioning.rules import MeshAxes, as_tuple, describe_axes, nearest, replicate_none
+from partitioning.rules import (
+    MeshAxes,
+    as_tuple,
+    check_spec,
+    describe_axes,
+    nearest,
+    replicate_none,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +208,20 @@ def host_local_array_to_global_array(arr_tree: Any, mesh: Mesh, pspecs: Any) -> 
 
     Returns:
       A pytree of global jax.Arrays.
+
+    Raises:
+      ValueError: a spec that the mesh or its array cannot have.
     """
     from jax.experimental import multihost_utils
 
-    return multihost_utils.host_local_array_to_global_array(arr_tree, mesh, replicate_none(pspecs))
+    specs = replicate_none(pspecs)
+
+    def check(path: Any, spec: PartitionSpec, below: Any) -> None:
+        for deeper, array in jax.tree_util.tree_leaves_with_path(below):
+            where = jax.tree_util.keystr((*path, *deeper), simple=True, separator='/')
+            check_spec(spec, mesh, where or 'the array', np.shape(array))
+
+    jax.tree_util.tree_map_with_path(
+        check, specs, arr_tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    return multihost_utils.host_local_array_to_global_array(arr_tree, mesh, specs)

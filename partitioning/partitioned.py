@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from partitioning.rules import AxisRules, LogicalAxisRules, PaddedSpec, spec_of
+from partitioning.rules import AxisRules, LogicalAxisRules, check_spec, spec_of
 
 PartitionedCallable = Callable[..., Any]
 CompiledPartitionedCallable = Callable[..., Any]
@@ -210,22 +210,23 @@ def to_shardings(resources: Any, mesh: Mesh) -> Any:
       mesh: the mesh.
 
     Raises:
-      ValueError: another kind of leaf.
+      ValueError: another kind of leaf, or a spec that the mesh cannot have.
     """
 
-    def convert(leaf: Any) -> Sharding:
-        if leaf is None:
-            return NamedSharding(mesh, PartitionSpec())
-        if isinstance(leaf, PartitionSpec | PaddedSpec):
-            return NamedSharding(mesh, spec_of(leaf))
+    def convert(path: Any, leaf: Any) -> Sharding:
         if isinstance(leaf, Sharding):
             return leaf
-        raise ValueError(
-            f'a resource is a PartitionSpec, a Sharding or None (replicated), not {leaf!r}; '
-            'logical axes become PartitionSpecs through get_mesh_axes'
-        )
+        spec = PartitionSpec() if leaf is None else spec_of(leaf)
+        where = jax.tree_util.keystr(path, simple=True, separator='/') or 'the resource'
+        if not isinstance(spec, PartitionSpec):
+            raise ValueError(
+                f'{where}: a resource is a PartitionSpec, a Sharding or None (replicated), not '
+                f'{leaf!r}; logical axes become PartitionSpecs through get_mesh_axes'
+            )
+        check_spec(spec, mesh, where)
+        return NamedSharding(mesh, spec)
 
-    return jax.tree.map(
+    return jax.tree_util.tree_map_with_path(
         convert, resources, is_leaf=lambda x: x is None or isinstance(x, PartitionSpec | Sharding)
     )
 

@@ -75,10 +75,17 @@ def array_layouts(state: Any, resolved: ResolvedState) -> list[tuple[ArrayLayout
       ValueError: the two are not of the same arrays.
     """
     plans = {x.leaf.path: x for x in resolved.arrays}
-    return [
-        _layout(path, array, _plan(path, array, plans), resolved.mesh)
-        for path, array in array_leaves(state)
+    arrays = array_leaves(state)
+    layouts = [
+        _layout(path, array, _plan(path, array, plans), resolved.mesh) for path, array in arrays
     ]
+    absent = plans.keys() - {path for path, _ in arrays}
+    for path in sorted(absent):
+        if not plans[path].leaf.said_none:
+            raise ValueError(
+                f'{"/".join(path)} of the state with names is not in the state: give all of it'
+            )
+    return layouts
 
 
 def _plan(path: Path, array: Any, plans: Mapping[Path, ResolvedLeaf]) -> ResolvedLeaf:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from jax.sharding import Mesh
@@ -29,11 +30,14 @@ class Audit:
       mesh: the mesh.
       bytes_by_device: what each device holds, by its id, of the devices of the mesh and of any
         others that hold a part.
+      by_category: bytes of the parameters, the optimizer's state, and all other arrays on the
+        device that holds the most.
     """
 
     arrays: tuple[ArrayLayout, ...]
     mesh: Mesh
     bytes_by_device: dict[int, int]
+    by_category: dict[str, int]
 
     @property
     def bytes_total(self) -> int:
@@ -44,14 +48,6 @@ class Audit:
     def bytes_per_device(self) -> int:
         """On the device that holds the most."""
         return max(self.bytes_by_device.values(), default=0)
-
-    @functools.cached_property
-    def by_category(self) -> dict[str, int]:
-        """Bytes per device of the parameters, the optimizer's state, and all other arrays."""
-        held: collections.Counter[str] = collections.Counter(dict.fromkeys(CATEGORIES, 0))
-        for row in self.arrays:
-            held[row.category] += row.bytes_per_device
-        return dict(held)
 
     @functools.cached_property
     def replicated(self) -> tuple[ArrayLayout, ...]:
@@ -82,7 +78,7 @@ class Audit:
 
     def check_budget(self, budget: float) -> None:
         """Raises ValueError where a device holds more than `budget` bytes, and says of what."""
-        if not budget > 0:
+        if not isinstance(budget, int | float) or not budget > 0:
             raise ValueError(f'budget={budget!r} must be a number of bytes above 0')
         if self.bytes_per_device <= budget:
             return
@@ -113,6 +109,7 @@ class Audit:
             'bytes_total': self.bytes_total,
             'bytes_per_device': self.bytes_per_device,
             'by_category': self.by_category,
+            'bytes_by_device': {str(k): held for k, held in self.bytes_by_device.items()},
             'replicated_bytes_per_device': self.replicated_bytes_per_device,
             'balance': self.balance,
             'arrays': rows,
@@ -137,14 +134,29 @@ def audit_state(state: Any, resolved: ResolvedState, *, budget: float | None = N
       ValueError: a device holds more than `budget`; `state` is not that of `resolved`.
     """
     layouts = array_layouts(state, resolved)
-    even = sum(row.bytes_per_device for row, own in layouts if own is None)
+    even = _bytes(row for row, own in layouts if own is None)
     held = {device.id: even for device in resolved.mesh.devices.flat}
     for row, own in layouts:
         if own is not None:
             for device in own.device_set:
                 key = device.id  # type: ignore[attr-defined]
-                held[key] = held.get(key, 0) + row.bytes_per_device
-    audit = Audit(tuple(row for row, _ in layouts), resolved.mesh, held)
+                held[key] = held.get(key, _bytes(())) + _bytes([row])
+    totals = {device: sum(categories.values()) for device, categories in held.items()}
+    fullest = held[max(totals, key=lambda device: totals[device])]
+    audit = Audit(
+        arrays=tuple(row for row, _ in layouts),
+        mesh=resolved.mesh,
+        bytes_by_device=totals,
+        by_category={category: fullest[category] for category in CATEGORIES},
+    )
     if budget is not None:
         audit.check_budget(budget)
     return audit
+
+
+def _bytes(rows: Iterable[ArrayLayout]) -> collections.Counter[str]:
+    """Bytes per device of arrays, by category."""
+    held: collections.Counter[str] = collections.Counter()
+    for row in rows:
+        held[row.category] += row.bytes_per_device
+    return held

@@ -186,7 +186,9 @@ class PjitPartitioner(BasePjitPartitioner):
     @functools.cached_property
     def _data_axis(self) -> MeshAxes:
         self._check_default_rules()
-        batch = logical_to_mesh_axes(['batch'], self.logical_axis_rules, on_unmatched='replicate')
+        batch = logical_to_mesh_axes(
+            ['batch'], self.logical_axis_rules, mesh=self.mesh, on_unmatched='replicate'
+        )
         axes = batch[0] if batch else None
         if (slices := self._axis_of_slices) is not None and slices not in as_tuple(axes):
             logging.warning(

@@ -9,7 +9,15 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from partitioning.rules.names import MeshAxes, OnIndivisible
+from partitioning.rules.names import (
+    MeshAxes,
+    MeshLike,
+    OnIndivisible,
+    as_tuple,
+    axis_sizes,
+    describe_axes,
+    nearest,
+)
 
 Rule = tuple[str, MeshAxes]
 ProblemKind = Literal[
@@ -94,6 +102,35 @@ class PaddedSpec:
 def spec_of(spec: Any) -> Any:
     """The spec at the door of a program: `outside` of a PaddedSpec, anything else as it is."""
     return spec.outside if isinstance(spec, PaddedSpec) else spec
+
+
+def check_spec(
+    spec: PartitionSpec, mesh: MeshLike, where: str, shape: Sequence[int] | None = None
+) -> None:
+    """Raises ValueError for a spec that no array on the mesh can have.
+
+    Args:
+      spec: the mesh axes of each dimension.
+      mesh: the mesh.
+      where: what the spec is for, as the error calls it.
+      shape: that of the array, if known.
+    """
+    sizes = axis_sizes(mesh)
+    partitions = spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
+    axes = [a for p in partitions if isinstance(p, str | tuple) for a in as_tuple(p)]
+    for axis in axes:
+        if axis not in sizes:
+            raise ValueError(
+                f'{where}: {spec} names mesh axis {axis!r}, but the mesh is {describe_axes(sizes)}.'
+                f'{nearest(axis, sizes)}'
+            )
+        if axes.count(axis) > 1:
+            raise ValueError(f'{where}: {spec} names mesh axis {axis!r} twice: it can only be once')
+    if shape is not None and len(partitions) > len(shape):
+        raise ValueError(
+            f'{where}: {spec} is for {len(partitions)} dimensions, but the array has {len(shape)}, '
+            f'{tuple(shape)}'
+        )
 
 
 def replicate_none(specs: Any) -> Any:

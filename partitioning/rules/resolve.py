@@ -257,7 +257,7 @@ def _problems_of_axes(
                 problems.append(Problem('absent axis', message))
     direct = [axis for axes in given.values() for axis in as_tuple(axes)]
     for axis in sorted({a for a in direct if direct.count(a) > 1}):
-        message = f'mesh axis {axis!r} shards two dimensions of {names}: it can shard only one'
+        message = f'mesh axis {axis!r} is there twice in {names}: it can shard one dimension, once'
         problems.append(Problem('conflict', message))
     return problems
 

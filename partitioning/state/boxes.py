@@ -78,6 +78,16 @@ def unbox(tree: Any) -> Any:
     return jax.tree.map(lambda x: unbox(x.value) if is_box(x) else x, tree, is_leaf=is_box)
 
 
+def rebox(boxed: Any, tree: Any) -> Any:
+    """`tree` with its arrays in boxes like those of `boxed`, a tree of the same arrays."""
+    return jax.tree.map(
+        lambda box, below: box.replace(value=rebox(box.value, below)) if is_box(box) else below,
+        boxed,
+        tree,
+        is_leaf=is_box,
+    )
+
+
 def array_of(x: Any) -> Any:
     """The array that a carrier holds; anything else as it is."""
     while (kind := carrier(x)) is Carrier.BOX:

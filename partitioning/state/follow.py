@@ -78,7 +78,9 @@ class Parameters:
         rank = len(shape)
         unexplained = None
         for parameter, keys in self._owners(path) if rank else ():
-            dims = _explain(shape, parameter.shape or (), keys, 'v_col' in path)
+            lone = () in self._by_path and parameter.path[-1:] != path[-1:] and not keys
+            factored = next((key for key in path if key in ('v_row', 'v_col')), None)
+            dims = _explain(shape, parameter.shape or (), keys, factored, lone)
             if dims is not None:
                 return parameter, dims
             if parameter.path and parameter.path[-1] in path:
@@ -96,9 +98,21 @@ class Parameters:
 
 @functools.lru_cache(maxsize=4096)
 def _explain(
-    shape: tuple[int, ...], parameter: tuple[int, ...], keys: Path, columns: bool
+    shape: tuple[int, ...],
+    parameter: tuple[int, ...],
+    keys: Path,
+    factored: str | None,
+    lone: bool,
 ) -> Dims | None:
-    """For each dimension of a leaf that of the parameter which it is; None: no way to tell."""
+    """For each dimension of a leaf that of the parameter which it is; None: no way to tell.
+
+    Args:
+      shape: of the leaf.
+      parameter: its shape.
+      keys: of the leaf's path, after that of the parameter.
+      factored: 'v_row' or 'v_col' for a leaf that says so.
+      lone: whether nothing in the path says that the leaf belongs to the parameter.
+    """
     whole = tuple(range(len(parameter)))
     if keys:  # the statistics of one parameter, such as SM3's for each dimension
         dim = int(keys[0]) if keys[0].isdecimal() else -1
@@ -109,7 +123,11 @@ def _explain(
         return (None,)
     if shape[1:] == parameter:  # a history of the parameter, as in L-BFGS
         return (None, *whole)
-    return _kept_dimensions(shape, parameter, columns) or _dimensions_of_size(shape, parameter)
+    if lone and factored is None:
+        return None
+    return _kept_dimensions(shape, parameter, factored == 'v_col') or _dimensions_of_size(
+        shape, parameter
+    )
 
 
 def _kept_dimensions(

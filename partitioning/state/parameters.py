@@ -58,7 +58,8 @@ def named_arrays(entries: Entries, overrides: PathRules) -> NamedArrays:
     by_path: dict[Path, list[Parameter]] = {}
     for path, root in roots.items():
         by_path.setdefault(path[len(root) :], []).append(named[path])
-    if len(roots) == 1:  # a lone array: its statistics have no key of its own
+    if len(roots) == 1 and not any('params' in path for path in roots):
+        # Perhaps a lone array: then its statistics have no key of its own.
         by_path.setdefault((), list(next(iter(by_path.values()))))
     return NamedArrays(named, roots, set(roots.values()) - {()}, Parameters(by_path))
 

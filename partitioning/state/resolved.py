@@ -140,7 +140,7 @@ def resolve_leaves(
             return ResolvedLeaf(leaf, spec, (None,) * len(leaf.dims))
         of = (parameter[1:], leaf.role == 'optimizer', leaf.dims)
         if of not in known:
-            known[of] = _layout(leaf, parameter, rules.of(leaf.role), mesh)
+            known[of] = _layout(leaf, parameter, rules, mesh)
         layout = known[of]
         for problem in layout.problems:
             report('/'.join(parameter.path), problem)
@@ -163,20 +163,24 @@ def _replicated(rank: int) -> PartitionSpec:
 _NO_DIMENSION = ResolvedDimension(None, None, None, (), 'no dimension of a parameter')
 
 
-def _layout(leaf: Leaf, parameter: Parameter, rules: AxisRules, mesh: MeshLike) -> _Layout:
+def _layout(leaf: Leaf, parameter: Parameter, rules: RuleSet, mesh: MeshLike) -> _Layout:
     """The spec of a leaf, out of that of its parameter.
 
     Names resolved apart from the others could win mesh axes that the parameter has elsewhere.
     """
+    of_role = rules.of(leaf.role)
     if parameter.rules:
-        rules = rules.with_rules((*parameter.rules, *rules))
+        of_role = of_role.with_rules((*parameter.rules, *of_role))
     resolved, problems = try_resolve(
         parameter.names,
-        rules,
+        of_role,
         mesh=mesh,
         shape=parameter.shape,
         axes_as_names=parameter.axes_as_names,
     )
+    if leaf.role == 'optimizer' and rules.optimizer_rules is not None:
+        note = ' (by optimizer_axis_rules)'
+        problems = tuple(p._replace(message=p.message + note) for p in problems)
     dimensions = leaf.pick(resolved)
     if problems:
         return _Layout(_replicated(len(leaf.dims)), dimensions, problems)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from partitioning.state.boxes import unbox
+from partitioning.state.boxes import path_str, rebox, shape_of, unbox
 from partitioning.state.walk import walk
 
 
@@ -66,11 +66,12 @@ class TrainState:
         )
 
     def apply_gradients(self, grads: Any, tx: Any, flax_mutables: Any = None) -> TrainState:
-        """The state after an update by `grads`, a tree like `params`."""
+        """The state after an update by `grads`, a tree like `params`, in boxes or without."""
         import optax  # heavy, and only tracing needs it
 
-        updates, opt_state = tx.update(grads, self.opt_state, self.params)
-        params = optax.apply_updates(self.params, updates)
+        held = unbox(self.params)
+        updates, opt_state = tx.update(unbox(grads), self.opt_state, held)
+        params = rebox(self.params, optax.apply_updates(held, updates))
         changed = {} if flax_mutables is None else {'flax_mutables': flax_mutables}
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **changed)
 
@@ -94,28 +95,42 @@ class TrainState:
         """The arrays in nested dicts, as `flax.serialization` makes them: for checkpoints."""
         from flax import serialization
 
-        held = {
-            'step': self.step,
-            'params': unbox(self.params),
-            'opt_state': self.opt_state,
-            'flax_mutables': self.flax_mutables,
-        }
-        return serialization.to_state_dict({k: v for k, v in held.items() if v is not None})
+        return serialization.to_state_dict(self._arrays())
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> TrainState:
         """The state with the arrays of a `state_dict`.
 
         Raises:
-          ValueError: the dict has not just the arrays of this state.
+          ValueError: the dict has not just the arrays of this state, in their shapes.
         """
         from flax import serialization
 
-        mine = self.state_dict()
-        if unequal := sorted(mine.keys() ^ state_dict.keys()):
-            raise ValueError(
-                f'a state of {", ".join(mine)} cannot take one of {", ".join(state_dict)}: '
-                f'{unequal[0]!r} is only in one of them'
-            )
-        fields = ('step', 'params', 'opt_state', 'flax_mutables')
-        held = {k: unbox(getattr(self, k)) for k in fields if k in mine}
-        return self.replace(**serialization.from_state_dict(held, dict(state_dict)))
+        ours, theirs = _shapes(self.state_dict()), _shapes(state_dict)
+        for path in sorted(ours.keys() | theirs.keys()):
+            if ours.get(path) != theirs.get(path):
+                raise ValueError(
+                    f'{path} is {_text(theirs.get(path))} in the state to restore, but '
+                    f'{_text(ours.get(path))} in this one'
+                )
+        restored = serialization.from_state_dict(self._arrays(), dict(state_dict))
+        return self.replace(
+            **{name: rebox(getattr(self, name), value) for name, value in restored.items()}
+        )
+
+    def _arrays(self) -> dict[str, Any]:
+        """The fields that hold arrays, without boxes."""
+        names = ('step', 'params', 'opt_state', 'flax_mutables')
+        held = {name: unbox(getattr(self, name)) for name in names}
+        return {name: value for name, value in held.items() if value is not None}
+
+
+def _shapes(state_dict: Any) -> dict[str, tuple[int, ...] | None]:
+    flat = jax.tree_util.tree_leaves_with_path(state_dict, is_leaf=lambda x: x is None)
+    return {
+        path_str(path): None if leaf is None or isinstance(leaf, str) else shape_of(leaf)
+        for path, leaf in flat
+    }
+
+
+def _text(shape: tuple[int, ...] | None) -> str:
+    return 'no array' if shape is None else f'an array of shape {shape}'

@@ -194,13 +194,18 @@ def _missing(path: Path, leaf: Any, shape: tuple[int, ...]) -> str:
 def _as_it_says(state: Any) -> StateLeaves:
     """The leaves of a state that names its axes itself, None where it has no names."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(
-        state.as_logical_axes(), is_leaf=lambda x: x is None or isinstance(x, tuple)
+        state.as_logical_axes(), is_leaf=lambda x: x is None or _is_names(x)
     )
     held = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
     arrays = {key_names(path): array_of(x) for path, x in held}
     return StateLeaves(
         tuple(_leaf_as_said(key_names(path), names, arrays) for path, names in flat), treedef
     )
+
+
+def _is_names(x: Any) -> bool:
+    """Whether a tuple is the names of an array, and not a node such as the state of a chain."""
+    return type(x) is tuple and {str} <= {*map(type, x)} <= {str, type(None)}
 
 
 def _leaf_as_said(path: Path, names: Any, arrays: Mapping[Path, Any]) -> Leaf:

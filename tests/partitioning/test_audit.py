@@ -1,64 +1,394 @@
-"""Bytes and shapes of a state in the audit, against what arrays on the devices hold."""
+"""The audit of a state: bytes by category, what is replicated and why, budgets, misplacements."""
 
+import io
+import json
+
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from partitioning import AxisNames, PjitPartitioner, layout_table, unbox
+from partitioning import AxisNames, PjitPartitioner, TrainState, layout_table, unbox
 
 pytestmark = pytest.mark.core
 
-RULES = [('vocab', 'model'), ('embed', 'data'), ('mlp', None)]
+# Over data 4 x model 2. 'mlp' loses 'model' to 'vocab' where an array has both.
+RULES = [('vocab', 'model'), ('embed', 'data'), ('mlp', 'model'), ('heads', None)]
+PARAMETERS = {  # name: shape, type, names, bytes a device holds, of them more than an even share
+    'table': ((32, 16), jnp.float32, ('vocab', 'embed'), 4 * 512 // 8, 0),
+    'out': ((16, 6), jnp.bfloat16, ('embed', 'heads'), 2 * 96 // 4, 2 * 96 // 4 - 2 * 96 // 8),
+    'gate': ((8, 8), jnp.float32, ('vocab', 'mlp'), 4 * 64 // 2, 4 * 64 // 2 - 4 * 64 // 8),
+    'scale': ((24,), jnp.bfloat16, (None,), 2 * 24, 2 * 24 - 2 * 24 // 8),
+}
+OF_PARAMETERS = 256 + 48 + 128 + 48
+OF_OPTIMIZER = 2 * OF_PARAMETERS + 4  # Adam keeps two of each parameter, and an int32 count
+OF_OTHERS = 4 * 64 + 4  # 'noise' and 'step'
+PER_DEVICE = 480 + 964 + 260
+TOTAL = 3 * (4 * 512 + 2 * 96 + 4 * 64 + 2 * 24) + 4 + 260
+# Over what arrays are replicated, and why.
+REASONS = {
+    'out': ('over model', 'heads: a rule replicates it'),
+    'gate': ('over data', "mlp: mesh axis 'model' is taken by 'vocab'"),
+    'scale': ('over data, model', 'no name'),
+    'noise': ('over data, model', 'no names'),
+}
+
+
+def boxed(shape, names, dtype=jnp.float32):
+    return nn.LogicallyPartitioned(jnp.zeros(shape, dtype), names)
 
 
 def init(key):
-    return {
-        'table': nn.LogicallyPartitioned(jnp.zeros((32, 16)), ('vocab', 'embed')),
-        'half': nn.LogicallyPartitioned(jnp.zeros((16, 6), jnp.bfloat16), ('embed', 'mlp')),
-        'step': jnp.int32(0),
-    }
+    params = {k: boxed(shape, names, dtype) for k, (shape, dtype, names, *_) in PARAMETERS.items()}
+    opt_state = optax.adam(1e-3).init(unbox(params))
+    noise = jax.random.normal(key, (64,))
+    return {'params': params, 'opt_state': opt_state, 'noise': noise, 'step': jnp.int32(0)}
+
+
+@pytest.fixture(name='partitioner', scope='module')
+def _partitioner():
+    return PjitPartitioner(num_partitions=2, logical_axis_rules=RULES)
+
+
+@pytest.fixture(name='named', scope='module')
+def _named():
+    return jax.eval_shape(init, jax.random.key(0))
 
 
 @pytest.fixture(name='audit', scope='module')
-def _audit():
-    partitioner = PjitPartitioner(num_partitions=2, logical_axis_rules=RULES)
-    state = jax.eval_shape(init, jax.random.key(0))
-    axes = partitioner.get_mesh_axes(state)
-    layouts = partitioner.audit(state).arrays
-    arrays = partitioner.partition(lambda k: unbox(init(k)), None, axes)(jax.random.key(0))
-    return layouts, arrays, partitioner.mesh
+def _audit(partitioner, named):
+    return partitioner.audit(named)
 
 
-def test_layouts_are_what_devices_hold(audit):
-    layouts, arrays, _ = audit
-    assert {row.path for row in layouts} == arrays.keys()
-    for row in layouts:
+@pytest.fixture(name='state', scope='module')
+def _state(partitioner):
+    return partitioner.init(init, jax.random.key(0))
+
+
+def held_by_device(state):
+    """What jax says the devices hold."""
+    held = {}
+    for array in jax.tree.leaves(state):
+        for shard in array.addressable_shards:
+            held[shard.device.id] = held.get(shard.device.id, 0) + shard.data.nbytes
+    return held
+
+
+# Sums.
+
+
+def test_categories_by_hand(audit):
+    expected = {'parameters': OF_PARAMETERS, 'optimizer': OF_OPTIMIZER, 'other': OF_OTHERS}
+    assert audit.by_category == expected == {'parameters': 480, 'optimizer': 964, 'other': 260}
+    assert (audit.bytes_per_device, audit.bytes_total) == (PER_DEVICE, TOTAL)
+    assert audit.bytes_by_device == dict.fromkeys(range(8), PER_DEVICE)
+    assert audit.balance == 1.0
+
+
+def test_every_array_by_hand(audit):
+    rows = {row.path: row for row in audit.arrays}
+    assert len(rows) == len(audit.arrays) == 3 * len(PARAMETERS) + 3
+    for tree, category in [
+        ('params', 'parameters'),
+        ('opt_state/0/mu', 'optimizer'),
+        ('opt_state/0/nu', 'optimizer'),
+    ]:
+        for name, (shape, dtype, names, held, _) in PARAMETERS.items():
+            row = rows[f'{tree}/{name}']
+            assert (row.shape, row.dtype, row.category) == (shape, np.dtype(dtype).name, category)
+            assert row.logical_axes == AxisNames(*names)
+            assert row.bytes_per_device == held
+    assert (rows['opt_state/0/count'].category, rows['step'].category) == ('optimizer', 'other')
+    assert rows['params/table'].spec == P('model', 'data')
+    assert rows['params/gate'].spec == P('model', None)
+
+
+@pytest.mark.parametrize('dtypes', [(jnp.bfloat16,), (jnp.float32,), (jnp.bfloat16, jnp.float32)])
+@pytest.mark.parametrize('names, share', [(('vocab', 'embed'), '12.5%'), ((None, None), '100.0%')])
+def test_shares_are_of_bytes(partitioner, dtypes, names, share):
+    """Not of numbers of elements: types of 2 and 4 bytes make the same shares."""
+    state = {str(i): boxed((64, 32), names, dtype) for i, dtype in enumerate(dtypes)}
+    audit = partitioner.audit(jax.eval_shape(lambda: state))
+    total = sum(2048 * np.dtype(dtype).itemsize for dtype in dtypes)
+    held = total // 8 if share == '12.5%' else total
+    assert (audit.bytes_total, audit.bytes_per_device) == (total, held)
+    assert audit.replicated_bytes_per_device == held - total // 8
+    assert f'{total:,} bytes; {held:,} bytes per device ({share} of the whole' in str(audit)
+
+
+# Replicated arrays.
+
+
+def test_replicated_arrays_by_hand(audit):
+    copies = ('params', 'opt_state/0/mu', 'opt_state/0/nu')
+    expected = {f'{c}/{k}': row[4] for c in copies for k, row in PARAMETERS.items() if row[4]}
+    expected['noise'] = 256 - 256 // 8
+    found = {row.path: row.replicated_bytes_per_device for row in audit.replicated}
+    assert found == expected
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert audit.replicated_bytes_per_device == 3 * (24 + 96 + 42) + 224
+
+
+def test_reasons(audit):
+    for row in audit.arrays:
+        name = row.path.split('/')[-1]
+        if name in REASONS:
+            over, why = REASONS[name]
+            assert row.reason.startswith(f'{over}: ') and why in row.reason, row.path
+        else:
+            assert row.reason == '' and row.replicated_bytes_per_device == 0, row.path
+
+
+@flax.struct.dataclass
+class T5XState:
+    """A state that names its axes itself, None where it has none."""
+
+    params: dict
+    param_states: dict
+
+    def as_logical_axes(self):
+        return T5XState(params={'w': AxisNames('embed', 'mlp')}, param_states={'w': None})
+
+
+def test_reason_of_what_a_state_says_is_replicated(partitioner):
+    state = T5XState(params={'w': jnp.zeros((8, 8))}, param_states={'w': jnp.zeros((8, 8))})
+    audit = partitioner.audit(jax.eval_shape(lambda: state))
+    (row,) = audit.replicated
+    assert (row.path, row.category) == ('param_states/w', 'optimizer')
+    assert row.replicated_bytes_per_device == 256 - 32
+    assert row.reason.startswith('over data, model: ') and 'names no axes' in row.reason
+    assert audit.by_category == {'parameters': 32, 'optimizer': 256, 'other': 0}
+
+
+def test_an_array_beside_a_single_parameter_does_not_follow_it(partitioner):
+    """Though it is as long as one of its dimensions."""
+    state = {'params': {'w': boxed((64, 8), ('embed', 'mlp'))}, 'noise': jnp.zeros(64)}
+    audit = partitioner.audit(jax.eval_shape(lambda: state))
+    assert audit.by_category == {'parameters': 256, 'optimizer': 0, 'other': 256}
+    assert [row.path for row in audit.replicated] == ['noise']
+
+
+# Budgets.
+
+
+def test_a_budget_of_just_the_bytes(partitioner, named):
+    assert partitioner.audit(named, budget=PER_DEVICE).bytes_per_device == PER_DEVICE
+
+
+def test_a_budget_one_byte_too_small(partitioner, named):
+    with pytest.raises(ValueError) as error:
+        partitioner.audit(named, budget=PER_DEVICE - 1)
+    message = str(error.value)
+    for part in (
+        '1,704 bytes, 1 more than the budget of 1,703',
+        'parameters 480, optimizer 964, other 260',
+        'opt_state/0/mu/table 256',
+        '710 of them are replicated',
+        'more devices',
+    ):
+        assert part in message
+
+
+def test_the_way_out_of_a_budget_where_most_is_replicated(partitioner):
+    state = {'params': {'big': boxed((8, 64), (None, 'heads')), 'w': boxed((8, 8), (None, 'mlp'))}}
+    with pytest.raises(ValueError) as error:
+        partitioner.audit(jax.eval_shape(lambda: state), budget=2000)
+    message = str(error.value)
+    assert '2,176 bytes, 176 more than the budget of 2,000' in message
+    assert 'params/big first' in message and 'heads: a rule replicates it' in message
+
+
+@pytest.mark.parametrize('budget', [0, -1, float('nan'), '16GB'])
+def test_budgets_that_are_none(partitioner, named, budget):
+    with pytest.raises(ValueError, match='budget='):
+        partitioner.audit(named, budget=budget)
+
+
+# Arrays on devices.
+
+
+def test_layouts_are_what_devices_hold(partitioner, named, state):
+    audit = partitioner.audit(state, named=named)
+    arrays = dict(zip((row.path for row in audit.arrays), jax.tree.leaves(state), strict=True))
+    for row in audit.arrays:
         array = arrays[row.path]
         shard = array.addressable_shards[0].data
         assert (row.shape, row.shard_shape) == (array.shape, shard.shape)
         assert np.dtype(row.dtype) == array.dtype
         assert (row.bytes_total, row.bytes_per_device) == (array.nbytes, shard.nbytes)
-        assert array.sharding.spec == row.spec
+        assert array.sharding.is_equivalent_to(NamedSharding(audit.mesh, row.spec), array.ndim)
+    assert audit.bytes_by_device == held_by_device(state)
+    assert audit.misplaced == ()
 
 
-def test_names_and_specs(audit):
-    rows = {row.path: row for row in audit[0]}
-    assert rows['table'].logical_axes == AxisNames('vocab', 'embed')
-    assert rows['table'].spec == P('model', 'data')
-    assert rows['half'].spec == P('data', None)
-    assert rows['step'].bytes_per_device == rows['step'].bytes_total == 4
+def test_a_state_after_init_is_audited_as_it_was_planned(partitioner, named, audit, state):
+    assert partitioner.audit(state, named=named) == audit
+
+
+def moved(state, name, where):
+    return {**state, 'params': {**state['params'], name: jax.device_put(*where)}}
+
+
+def test_an_array_on_one_device(partitioner, named, state):
+    table = state['params']['table']
+    now = moved(state, 'table', (table, jax.devices()[3]))
+    audit = partitioner.audit(now, named=named)
+    rest = PER_DEVICE - 256
+    expected = {**dict.fromkeys(range(8), rest), 3: rest + 2048}
+    assert audit.bytes_by_device == expected == held_by_device(now)
+    assert audit.bytes_per_device == 3496
+    assert audit.balance == pytest.approx((8 * 1448 + 2048) / (8 * 3496))
+    (row,) = audit.misplaced
+    assert (row.path, row.bytes_per_device, row.shard_shape) == ('params/table', 2048, (32, 16))
+    is_now, _, should_be = row.reason.partition(' not ')
+    assert 'SingleDeviceSharding' in is_now and "P('model', 'data')" in should_be
+    assert 'not as the rules say' in str(audit) and row.reason in str(audit)
+
+
+def test_an_array_over_other_axes(partitioner, named, state):
+    """As many bytes, elsewhere."""
+    other = NamedSharding(partitioner.mesh, P('data', 'model'))
+    now = moved(state, 'table', (state['params']['table'], other))
+    audit = partitioner.audit(now, named=named)
+    (row,) = audit.misplaced
+    assert (row.spec, row.shard_shape) == (P('data', 'model'), (8, 8))
+    assert audit.bytes_by_device == dict.fromkeys(range(8), PER_DEVICE) == held_by_device(now)
+
+
+def test_an_array_on_a_device_outside_the_mesh(named):
+    partitioner = PjitPartitioner(2, logical_axis_rules=RULES, devices=jax.devices()[:4])
+    state = partitioner.init(init, jax.random.key(0))
+    now = moved(state, 'table', (state['params']['table'], jax.devices()[7]))
+    audit = partitioner.audit(now, named=named)
+    assert audit.bytes_by_device == held_by_device(now)
+    assert audit.bytes_by_device.keys() == {0, 1, 2, 3, 7} and audit.bytes_by_device[7] == 2048
+
+
+def test_categories_over_budget_are_those_of_the_fullest_device(partitioner, named, state):
+    """Two arrays on a device each: neither device holds both."""
+    now = moved(state, 'table', (state['params']['table'], jax.devices()[3]))
+    now = moved(now, 'gate', (state['params']['gate'], jax.devices()[4]))
+    fullest = PER_DEVICE - 256 - 128 + 2048
+    assert max(held_by_device(now).values()) == fullest
+    with pytest.raises(ValueError) as error:
+        partitioner.audit(now, named=named, budget=1)
+    of_parameters = fullest - OF_OPTIMIZER - OF_OTHERS
+    assert f'would hold {fullest:,} bytes' in str(error.value)
+    assert f'parameters {of_parameters:,}, optimizer 964, other 260' in str(error.value)
+
+
+def without(state, name):
+    return {k: v for k, v in state.items() if k != name}
+
+
+@pytest.mark.parametrize(
+    'change, message',
+    [
+        (lambda s: {**s, 'ema': jnp.zeros(3)}, 'ema'),
+        (lambda s: {**s, 'noise': jnp.zeros((8, 8))}, r'noise.*\(8, 8\).*\(64,\)'),
+        (lambda s: s['params'], 'gate'),
+        (lambda s: without(s, 'noise'), 'noise'),
+        (lambda s: without(s, 'opt_state'), 'opt_state'),
+    ],
+    ids=['one more', 'another shape', 'a part by itself', 'one less', 'no optimizer'],
+)
+def test_a_state_that_is_not_the_one_with_names(partitioner, named, state, change, message):
+    """Bytes of a part must not pass for those of the whole."""
+    with pytest.raises(ValueError, match=message):
+        partitioner.audit(change(state), named=named)
+
+
+# Policies.
+
+
+@pytest.mark.parametrize(
+    'policy, shape, axes, text, held, cost',
+    [
+        ('replicate', (30, 16), 'data', 'size 30 does not divide by 4', 4 * 30 * 8, 960 - 240),
+        ('pad', (30, 16), 'data', 'padded to 32', 4 * 30 * 8, 960 - 240),
+        ('drop_axis', (6, 2), ('data', 'model'), 'gave up data', 4 * 6, 24 - 48 // 8),
+    ],
+)
+def test_what_a_policy_costs(policy, shape, axes, text, held, cost):
+    rules = [('embed', axes), ('mlp', 'model')]
+    partitioner = PjitPartitioner(2, logical_axis_rules=rules, on_indivisible=policy)
+    state = {'w': boxed(shape, ('embed', 'mlp')), 'even': boxed((8, 2), ('embed', 'mlp'))}
+    audit = partitioner.audit(jax.eval_shape(lambda: state))
+    (row,) = audit.policies
+    assert (row.path, row.bytes_per_device, row.policy_bytes_per_device) == ('w', held, cost)
+    assert row.policy.startswith(f'embed: {policy}, ') and text in row.policy
+    section = str(audit).partition('decided by a policy')[2]
+    assert row.policy in section and f' {cost:,} ' in section
+
+
+def test_a_name_without_a_rule_is_a_policy_too():
+    partitioner = PjitPartitioner(2, logical_axis_rules=RULES, on_unmatched='replicate')
+    audit = partitioner.audit({'w': boxed((8, 8), ('new', 'mlp'))})
+    (row,) = audit.policies
+    assert 'new' in row.policy and 'no rule' in row.policy
+
+
+def test_no_policy_no_section(audit):
+    assert audit.policies == () and 'policy' not in str(audit)
+
+
+# As text, as tables, as JSON.
+
+
+def test_text_has_the_sums(audit):
+    """It is what the trainer writes into model-info.txt."""
+    lines = [' '.join(line.split()) for line in str(audit).splitlines()]
+    for line in ('parameters 480 28.2%', 'optimizer 964 56.6%', 'other 260 15.3%'):
+        assert line in lines
+    assert f'15 arrays, {TOTAL:,} bytes; {PER_DEVICE:,} bytes per device' in str(audit)
+    assert 'data 4 x model 2' in str(audit)
+
+
+def test_text_of_a_train_state(partitioner):
+    variables = {'params': {'w': boxed((16, 8), ('embed', 'mlp'))}}
+    state = jax.eval_shape(lambda: TrainState.create(variables, optax.adamw(1e-3)))
+    lines = [' '.join(line.split()) for line in str(partitioner.audit(state)).splitlines()]
+    assert {'parameters 64 32.0%', 'optimizer 132 66.0%', 'other 4 2.0%'} <= {*lines}
 
 
 def test_table(audit):
-    layouts, arrays, mesh = audit
-    text = layout_table(layouts, mesh)
+    text = layout_table(audit.arrays, audit.mesh)
     assert 'data 4 x model 2 (8 devices)' in text
-    total = sum(a.nbytes for a in arrays.values())
-    held = sum(a.addressable_shards[0].data.nbytes for a in arrays.values())
-    assert f'3 arrays, {total:,} bytes; {held:,} bytes per device' in text
-    (line,) = [line for line in text.splitlines() if line.startswith('table')]
+    (line,) = [line for line in text.splitlines() if line.startswith('params/table')]
     assert '32 x 16' in line and "P('model', 'data')" in line and '16 x 4' in line
     assert line.endswith(' 256')
+
+
+@pytest.mark.parametrize('width', [120, 60])
+def test_drawn_by_rich(audit, width):
+    console = pytest.importorskip('rich.console')
+    drawn = console.Console(record=True, width=width, file=io.StringIO())
+    drawn.print(audit)
+    text = drawn.export_text()
+    assert max(map(len, text.splitlines())) <= width
+    words = text.split()
+    for number in ('480', '28.2%', '964', '260', '224', '96', '42', '1,704', '710'):
+        assert number in words
+
+
+def test_json(audit):
+    """Read back, it is what the attributes are."""
+    read = json.loads(json.dumps(audit.as_dict()))
+    assert read == audit.as_dict()
+    assert read['mesh'] == {'data': 4, 'model': 2}
+    assert read['by_category'] == {'parameters': 480, 'optimizer': 964, 'other': 260}
+    assert (read['bytes_total'], read['bytes_per_device']) == (TOTAL, PER_DEVICE)
+    assert read['replicated_bytes_per_device'] == audit.replicated_bytes_per_device
+    assert read['balance'] == 1.0
+    assert len(read['arrays']) == len(audit.arrays)
+    for held, row in zip(read['arrays'], audit.arrays, strict=True):
+        for key, value in held.items():
+            expected = getattr(row, key)
+            if key == 'spec':
+                value = eval(value, {'P': P})
+            assert value == (list(expected) if isinstance(value, list) else expected), key

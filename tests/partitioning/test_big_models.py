@@ -1,0 +1,146 @@
+"""20 GB of parameters, resolved and audited for machines that are not here, in next to no memory.
+
+Each machine in a process of its own, whose peak memory the kernel reports.
+"""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.core
+
+MB = 2**20
+MOST = 200 * MB
+EMBED, MLP, VOCAB, LAYERS = 3072, 12288, 32000, 48
+# By hand, over data 2 x model 4: rules for 'vocab', 'joined_kv' and 'mlp' over 'model', 'embed'
+# over 'data', so every matrix is in 8 parts and every scale in 2.
+OF_A_LAYER = 4 * EMBED * EMBED + 2 * EMBED * MLP
+PARAMETERS = VOCAB * EMBED + LAYERS * (OF_A_LAYER + EMBED)
+HELD = 4 * (VOCAB * EMBED // 8 + LAYERS * (OF_A_LAYER // 8 + EMBED // 2))
+OF_OPTIMIZER = 2 * HELD + 4  # two moments, and an int32 count
+PER_DEVICE = HELD + OF_OPTIMIZER + 4  # and an int32 step
+
+CHILD = f"""
+import json, sys
+import jax, jax.numpy as jnp, flax.linen as nn, numpy as np, optax
+from partitioning import PjitPartitioner, TrainState, describe_topology
+from partitioning import standard_logical_axis_rules
+from mock_devices import tpus
+
+
+def peak():
+    # Of this program alone: that of resource.getrusage begins with the peak of its parent.
+    with open('/proc/self/status') as status:
+        (line,) = [line for line in status if line.startswith('VmHWM')]
+    return 1024 * int(line.split()[1])
+
+
+def box(shape, *names):
+    return nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, jnp.float32), names)
+
+
+def layer():
+    return {{
+        **{{k: box(({EMBED}, {EMBED}), 'embed', 'joined_kv') for k in ('query', 'key', 'value')}},
+        'out': box(({EMBED}, {EMBED}), 'joined_kv', 'embed'),
+        'wi': box(({EMBED}, {MLP}), 'embed', 'mlp'),
+        'wo': box(({MLP}, {EMBED}), 'mlp', 'embed'),
+        'scale': box(({EMBED},), 'embed'),
+    }}
+
+
+imported = peak()
+params = {{'table': box(({VOCAB}, {EMBED}), 'vocab', 'embed')}}
+params |= {{f'layers_{{i}}': layer() for i in range({LAYERS})}}
+state = jax.eval_shape(lambda p: TrainState.create(p, optax.adamw(1e-3)), params)
+v5p = sys.argv[1] == 'described'
+devices = describe_topology('v5p:2x2x2').devices if v5p else tpus((2, 2, 2), 'TPU v4')
+rules = standard_logical_axis_rules(1, 2)
+partitioner = PjitPartitioner(num_partitions=4, devices=devices, logical_axis_rules=rules)
+audit = partitioner.audit(state)
+text = str(audit)
+try:
+    partitioner.audit(state, budget=4 * 2**30)
+    refused = ''
+except ValueError as error:
+    refused = str(error)
+audited = peak()
+live = sum(x.nbytes for x in jax.live_arrays())
+np.ones({2 * MOST} // 8)
+held = sorted(set(audit.bytes_by_device.values()))
+print(json.dumps(dict(audit.as_dict(), imported=imported, audited=audited,
+    allocated=peak(), live=live, held=held, devices=len(audit.bytes_by_device), refused=refused,
+    text=len(text.splitlines()))))
+"""
+
+
+@pytest.fixture(name='report', scope='module', params=['mock', 'described'])
+def _report(request):
+    if not pathlib.Path('/proc/self/status').exists():
+        pytest.skip('no /proc, which says the peak memory of a process')
+    if request.param == 'described' and importlib.util.find_spec('libtpu') is None:
+        pytest.skip('libtpu, which describes TPUs, is not installed')
+    here = pathlib.Path(__file__).parent
+    run = subprocess.run(
+        [sys.executable, '-c', CHILD, request.param],
+        capture_output=True,
+        text=True,
+        cwd=here.parents[1],
+        env={**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': f'{here.parents[1]}:{here}'},
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_the_model_is_big():
+    """What the other tests compute with: 20 GB of parameters, 60 GB of state."""
+    assert PARAMETERS >= 5 * 10**9 and 4 * PARAMETERS >= 20 * 10**9
+    assert LAYERS * EMBED > 100_000  # scales count too, in whole shards
+    assert EMBED % 8 == MLP % 8 == VOCAB % 8 == 0
+
+
+def test_bytes_by_hand(report):
+    assert report['mesh'] == {'data': 2, 'model': 4}
+    assert report['bytes_total'] == 3 * 4 * PARAMETERS + 8
+    expected = {'parameters': HELD, 'optimizer': OF_OPTIMIZER, 'other': 4}
+    assert report['by_category'] == expected
+    assert report['bytes_per_device'] == PER_DEVICE
+    assert (report['devices'], report['held']) == (8, [PER_DEVICE])
+
+
+def test_only_scales_are_replicated(report):
+    """In 2 parts instead of 8."""
+    extra = 3 * LAYERS * 4 * (EMBED // 2 - EMBED // 8)
+    assert report['replicated_bytes_per_device'] == extra
+    rows = [row for row in report['arrays'] if row['reason']]
+    assert len(rows) == 3 * LAYERS and all(row['path'].endswith('/scale') for row in rows)
+
+
+def test_next_to_no_memory(report):
+    """And the meter would see it: it does see what is allocated at the end."""
+    assert report['live'] == 0  # bytes of arrays
+    assert report['audited'] - report['imported'] < MOST
+    assert report['allocated'] - report['audited'] > MOST
+
+
+def test_a_budget_that_it_breaks_by_a_number(report):
+    budget = 4 * 2**30
+    assert budget < PER_DEVICE
+    assert (
+        f'{PER_DEVICE:,} bytes, {PER_DEVICE - budget:,} more than the budget of'
+        in (report['refused'])
+    )
+    assert f'parameters {HELD:,}, optimizer {OF_OPTIMIZER:,}, other 4' in report['refused']
+    assert 'table' in report['refused'] and 'more devices' in report['refused']
+
+
+def test_every_array_is_a_line(report):
+    arrays = 3 * (7 * LAYERS + 1) + 2
+    assert len(report['arrays']) == arrays
+    assert report['text'] > arrays

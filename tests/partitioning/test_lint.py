@@ -1,0 +1,404 @@
+"""What is wrong with rules, a mesh and a state: every kind of finding, and all of them at once."""
+
+import itertools
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from partitioning import (
+    AxisNames,
+    AxisRules,
+    Finding,
+    PjitPartitioner,
+    create_mesh,
+    lint,
+    resolve_axes,
+    unbox,
+)
+
+pytestmark = pytest.mark.core
+
+SIZES = {'data': 4, 'model': 2}
+RULES = [('embed', 'data'), ('mlp', 'model'), ('heads', None)]
+
+
+def box(shape, *names, kind=nn.LogicallyPartitioned):
+    return kind(jax.ShapeDtypeStruct(shape, jnp.float32), names)
+
+
+def mesh_axes_as_names(shape, *names):
+    return box(shape, *names, kind=nn.Partitioned)
+
+
+def params(**arrays):
+    return {'params': arrays}
+
+
+@flax.struct.dataclass
+class SaysItself:
+    """A state with T5X's as_logical_axes(), and one array of two dimensions."""
+
+    params: dict
+    names: tuple = flax.struct.field(pytree_node=False)
+
+    def as_logical_axes(self):
+        return self.replace(params={'w': AxisNames(*self.names)})
+
+
+def says_itself(*names):
+    return SaysItself({'w': jax.ShapeDtypeStruct((8, 8), jnp.float32)}, names)
+
+
+def of_kind(findings, kind):
+    return [f for f in findings if f.kind == kind]
+
+
+def errors(findings):
+    return [f for f in findings if f.severity == 'error']
+
+
+# Rules alone.
+
+
+@pytest.mark.parametrize(
+    'rules, sizes, severity, kind, rule, message',
+    [
+        ([('mlp', 'modle')], SIZES, 'error', 'absent axis', ('mlp', 'modle'), "mean 'model'?"),
+        ([('mlp', ('data', 'zz'))], SIZES, 'error', 'absent axis', ('mlp', ('data', 'zz')), ''),
+        ([('mlp', 'x')], {'x': 1}, 'warning', 'size 1', ('mlp', 'x'), 'size 1'),
+        ([('mlp', ('x', 'y'))], {'x': 1, 'y': 1}, 'warning', 'size 1', ('mlp', ('x', 'y')), ''),
+        ([('a', None), ('a', 'data')], SIZES, 'warning', 'shadowed', ('a', 'data'), "('a', None)"),
+        (
+            [('a', 'data'), ('b', None), ('a', ('model', 'data'))],
+            SIZES,
+            'warning',
+            'shadowed',
+            ('a', ('model', 'data')),
+            "('a', 'data')",
+        ),
+        ([('a', 'data'), ('a', 'data')], SIZES, 'warning', 'shadowed', ('a', 'data'), ''),
+    ],
+)
+def test_findings_of_rules(rules, sizes, severity, kind, rule, message):
+    (finding,) = lint(rules, sizes)
+    assert (finding.severity, finding.kind) == (severity, kind)
+    assert finding.where == f'rule {rule!r}'
+    assert message in finding.message
+
+
+@pytest.mark.parametrize(
+    'rules, sizes',
+    [
+        (RULES, SIZES),
+        ([], SIZES),
+        ([('mlp', ('x', 'y'))], {'x': 1, 'y': 2}),
+        ([('a', 'data'), ('a', 'model'), ('a', None)], SIZES),
+        ([('a', ('data', 'model')), ('a', 'data')], SIZES),
+    ],
+)
+def test_rules_without_findings(rules, sizes):
+    assert lint(rules, sizes) == ()
+
+
+def test_rules_that_are_none():
+    with pytest.raises(ValueError, match='5 are no rules'):
+        lint(5, SIZES)
+    with pytest.raises(ValueError, match=r"\('a', 5\) is no rule"):
+        lint([('a', 5)], SIZES)
+
+
+def test_any_mesh():
+    mesh = create_mesh((4, 2), ('data', 'model'))
+    for given_mesh in (mesh, mesh.abstract_mesh, SIZES):
+        assert [f.kind for f in lint([('a', 'zz')], given_mesh)] == ['absent axis']
+        assert lint(RULES, given_mesh) == ()
+
+
+AXES = st.one_of(
+    st.none(),
+    st.sampled_from('xyz'),
+    st.lists(st.sampled_from('xyz'), unique=True, max_size=3).map(tuple),
+)
+SOME_RULES = st.lists(st.tuples(st.sampled_from('ab'), AXES), unique=True, max_size=6)
+TAKEN = [c for n in range(4) for c in itertools.combinations('xyz', n)]
+# Every array of up to three dimensions that can make a difference: two names, each there or not,
+# and any mesh axes taken by a dimension that names them itself.
+ARRAYS = [
+    (*names, *([axes] if axes else []))
+    for names in [(), ('a',), ('b',), ('a', 'b')]
+    for axes in TAKEN
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(SOME_RULES)
+def test_shadowed_is_what_never_wins(rules):
+    """In no array; and for any other rule there is one in which it does."""
+    win = {
+        dimension.rule
+        for names in ARRAYS
+        for dimension in resolve_axes(names, rules, on_unmatched='replicate')
+    }
+    shadowed = {f.where for f in of_kind(lint(rules, dict.fromkeys('xyz', 2)), 'shadowed')}
+    assert shadowed == {f'rule {rule!r}' for rule in rules if rule not in win}
+
+
+# A state.
+
+
+@pytest.mark.parametrize(
+    'array, kind, message',
+    [
+        (box((8, 8), 'embd', 'mlp'), 'unmatched', "('embd', None)"),
+        (box((8, 8), 'embed', 'embed'), 'repeated name', 'two dimensions'),
+        (box((7, 8), 'embed', 'mlp'), 'indivisible', '4 or 8'),
+        (box((8,), 'embed', 'mlp'), 'rank', '2 logical axes'),
+        (box((8, 8, 8), 'embed', 'mlp'), 'rank', '3 dimensions'),
+        (mesh_axes_as_names((8, 8), ('data', 'model'), ('data',)), 'conflict', "'data'"),
+        (mesh_axes_as_names((8, 8), ('dta',), None), 'absent axis', "mean 'data'?"),
+    ],
+)
+def test_errors_of_an_array(array, kind, message):
+    (finding,) = errors(lint(RULES, SIZES, params(w=array)))
+    assert (finding.kind, finding.where) == (kind, 'params/w')
+    assert message in finding.message
+
+
+def test_names_of_another_number_where_a_state_says_them_itself():
+    (finding,) = errors(lint(RULES, SIZES, says_itself('embed')))
+    assert (finding.kind, finding.where) == ('rank', 'params/w')
+    assert "('embed',)" in finding.message and '(8, 8)' in finding.message
+    assert errors(lint(RULES, SIZES, says_itself('embed', 'mlp'))) == []
+
+
+@pytest.mark.parametrize(
+    'state, message',
+    [
+        ({'params': {'w': jax.ShapeDtypeStruct((8, 8), jnp.float32)}}, 'no parameter'),
+        (params(w=box((8, 8), 'embed', 'mlp'), v=jnp.zeros((8, 8))), 'params/v'),
+        (params(w=box((8, 8), 'embed', 5)), '5'),
+    ],
+)
+def test_names_that_are_missing_or_none(state, message):
+    (finding,) = errors(lint(RULES, SIZES, state))
+    assert finding.kind == 'names' and message in str(finding)
+
+
+def test_everything_at_once():
+    """Every error of each of five arrays, and that of a rule."""
+    state = params(
+        a=box((8, 8), 'embd', 'mpl'),
+        b=box((7, 8), 'embed', None),
+        c=box((8, 8), 'mlp', 'mlp'),
+        d=mesh_axes_as_names((8, 8), 'data', ('data',)),
+        e=box((8,), 'vocab'),
+        fine=box((8, 8), 'embed', 'mlp'),
+    )
+    rules = [*RULES, ('vocab', 'modle')]
+    found = {(f.kind, f.where) for f in errors(lint(rules, SIZES, state))}
+    assert found == {
+        ('unmatched', 'params/a'),
+        ('indivisible', 'params/b'),
+        ('repeated name', 'params/c'),
+        ('conflict', 'params/d'),
+        ('absent axis', 'params/e'),
+        ('absent axis', "rule ('vocab', 'modle')"),
+    }
+    unmatched = of_kind(lint(rules, SIZES, state), 'unmatched')
+    assert [f.message.count('Did you mean') for f in unmatched] == [1, 1]
+    assert "'embed'" in unmatched[0].message and "'mlp'" in unmatched[1].message
+
+
+def test_arrays_without_the_right_names_hide_no_other_error():
+    state = params(
+        a=box((8,), 'embed', 'mlp'),
+        b=box((8, 8), 'embed'),
+        c=jnp.zeros((8, 8)),
+        d=box((8, 8), 'embd', 'mlp'),
+    )
+    text = '\n'.join(map(str, errors(lint(RULES, SIZES, state))))
+    for path in ('params/a', 'params/b', 'params/c', 'params/d'):
+        assert path in text
+
+
+def test_errors_come_first():
+    state = params(w=box((8, 8), 'embed', 'nothing'))
+    rules = [('unused', None), ('embed', 'data'), ('embed', 'data'), ('heads', 'zz')]
+    severities = [f.severity for f in lint(rules, SIZES, state)]
+    assert severities.count('error') == 2 and severities.count('warning') >= 2
+    assert severities == sorted(severities)
+
+
+def test_a_finding_as_text():
+    (finding,) = lint([('mlp', 'modle')], SIZES)
+    text = str(finding)
+    assert text.startswith("error: rule ('mlp', 'modle'): ") and text.endswith(finding.message)
+    assert isinstance(finding, Finding) and finding[0] == 'error'
+
+
+# Warnings about a state.
+
+
+def test_unused_rules():
+    rules = [
+        ('mlp', 'model'),
+        ('heads', 'model'),
+        ('embed', None),
+        ('emebd', 'data'),
+        ('batch', 'data'),
+    ]
+    state = params(w=box((8, 8), 'mlp', 'heads'), v=box((8,), 'embed'))
+    found = {f.where: f for f in lint(rules, SIZES, state)}
+    assert {f.kind for f in found.values()} == {'unused'}
+    assert found.keys() == {
+        "rule ('heads', 'model')",
+        "rule ('emebd', 'data')",
+        "rule ('batch', 'data')",
+    }
+    assert "'model' is taken by 'mlp'" in found["rule ('heads', 'model')"].message
+    assert "mean 'embed'?" in found["rule ('emebd', 'data')"].message
+    assert "'batch'" in found["rule ('batch', 'data')"].message
+    assert 'Did you mean' not in found["rule ('batch', 'data')"].message
+
+
+@pytest.mark.parametrize(
+    'policies, array, message',
+    [
+        ({'on_indivisible': 'replicate'}, box((7, 8), 'embed', 'mlp'), 'embed: replicate'),
+        ({'on_indivisible': 'pad'}, box((8, 7), 'embed', 'mlp'), 'mlp: pad'),
+        ({'on_indivisible': 'drop_axis'}, box((7, 8), 'embed', 'mlp'), 'embed: drop_axis'),
+        ({'on_unmatched': 'replicate'}, box((8, 8), 'embed', 'new'), 'new: replicate'),
+    ],
+)
+def test_what_a_policy_did(policies, array, message):
+    found = lint(AxisRules(RULES, **policies), SIZES, params(w=array))
+    assert errors(found) == []
+    (finding,) = of_kind(found, 'policy')
+    assert finding.where == 'params/w' and finding.message.startswith(message)
+
+
+def test_a_state_without_findings():
+    state = params(w=box((8, 8), 'embed', 'mlp'), v=box((3,), 'heads'), n=box((5,), None))
+    assert lint(RULES, SIZES, state) == ()
+
+
+def test_statistics_of_a_parameter_are_not_found_again():
+    wrong = params(w=jnp.ones((8, 7)))
+    wrong['opt_state'] = optax.adam(1e-3).init(wrong['params'])
+    wrong['params']['w'] = box((8, 7), 'embed', 'mlp')
+    (finding,) = errors(lint(RULES, SIZES, wrong))
+    assert (finding.kind, finding.where) == ('indivisible', 'params/w')
+
+
+def test_names_by_path():
+    bare = params(w=jnp.zeros((8, 8)), v=jnp.zeros((7,)))
+    overrides = [('w', ('embed', 'mlp')), ('v', ('mlp',))]
+    (finding,) = errors(lint(RULES, SIZES, bare, params_axes_names_override=overrides))
+    assert (finding.kind, finding.where) == ('indivisible', 'params/v')
+    partitioner = PjitPartitioner(2, logical_axis_rules=RULES, params_axes_names_override=overrides)
+    assert partitioner.lint(bare) == lint(RULES, SIZES, bare, params_axes_names_override=overrides)
+
+
+def test_rules_of_the_optimizer():
+    """Called so, and looked at for what the optimizer keeps alone."""
+    state = params(w=box((8, 6), 'embed', 'mlp'))
+    state['opt_state'] = jax.eval_shape(optax.adam(1e-3).init, unbox(state['params']))
+    rules = [('embed', None), ('mlp', 'data'), ('mlp', 'zz'), ('embed', None)]
+    found = lint(RULES, SIZES, state, optimizer_axis_rules=rules)
+    assert {(f.severity, f.kind, f.where) for f in found} == {
+        ('error', 'absent axis', "optimizer rule ('mlp', 'zz')"),
+        ('error', 'absent axis', 'params/w'),
+        ('error', 'indivisible', 'params/w'),
+        ('warning', 'shadowed', "optimizer rule ('embed', None)"),
+        ('warning', 'unused', "optimizer rule ('mlp', 'zz')"),
+        ('warning', 'unused', "rule ('heads', None)"),
+    }
+    assert '6 does not divide by 4' in of_kind(found, 'indivisible')[0].message
+
+
+def test_a_shadowed_rule_is_not_found_to_be_unused_too():
+    rules = [*RULES, ('embed', ('model', 'data'))]
+    state = params(w=box((8, 8), 'embed', 'mlp'), v=box((3,), 'heads'))
+    assert [f.kind for f in lint(rules, SIZES, state)] == ['shadowed']
+
+
+# Where resolve raises there is an error, and nowhere else.
+
+
+def adam_state(array):
+    state = params(w=array)
+    return {**state, 'opt_state': jax.eval_shape(optax.adam(1e-3).init, unbox(state['params']))}
+
+
+GOOD = box((8, 8), 'embed', 'mlp')
+ODD = box((7, 8), 'embed', 'mlp')
+STATES = {
+    'clean': ({}, adam_state(GOOD)),
+    'unmatched': ({}, adam_state(box((8, 8), 'embd', 'mlp'))),
+    'indivisible': ({}, adam_state(ODD)),
+    'pad': ({'on_indivisible': 'pad'}, adam_state(ODD)),
+    'pad over Explicit axes': (
+        {'on_indivisible': 'pad', 'axis_types': 'explicit'},
+        adam_state(ODD),
+    ),
+    'drop_axis over Explicit axes': (
+        {'on_indivisible': 'drop_axis', 'axis_types': 'explicit'},
+        adam_state(ODD),
+    ),
+    'large without names': ({}, {**adam_state(GOOD), 'cache': jnp.zeros((64, 1024))}),
+    'small without names': ({}, {**adam_state(GOOD), 'seeds': jnp.zeros((5,))}),
+    'statistic of another shape': (
+        {},
+        {**adam_state(GOOD), 'statistic': {'w': jnp.zeros((5, 3))}},
+    ),
+    'optimizer rules': ({'optimizer_axis_rules': RULES}, adam_state(GOOD)),
+    'optimizer rule to no axis': (
+        {'optimizer_axis_rules': [('embed', 'dta'), ('mlp', None)]},
+        adam_state(GOOD),
+    ),
+    'no optimizer rule': ({'optimizer_axis_rules': [('embed', 'data')]}, adam_state(GOOD)),
+    'optimizer rule that does not divide': (
+        {'optimizer_axis_rules': [('embed', ('data', 'model')), ('mlp', None)]},
+        adam_state(box((4, 8), 'embed', 'mlp')),
+    ),
+}
+
+
+@pytest.mark.parametrize('name', STATES)
+def test_errors_where_a_state_cannot_be_resolved(name):
+    settings, state = STATES[name]
+    partitioner = PjitPartitioner(2, logical_axis_rules=RULES, **settings)
+    try:
+        partitioner.resolve(state)
+        raised = False
+    except ValueError:
+        raised = True
+    found = partitioner.lint(state)
+    assert bool(errors(found)) == raised, '\n'.join(map(str, found))
+
+
+def test_some_states_resolve_and_some_do_not():
+    """So that the test above compares both."""
+    assert PjitPartitioner(2, logical_axis_rules=RULES).resolve(STATES['clean'][1])
+    with pytest.raises(ValueError, match="'embd'"):
+        PjitPartitioner(2, logical_axis_rules=RULES).resolve(STATES['unmatched'][1])
+
+
+def test_default_rules_that_leave_an_axis_unused():
+    partitioner = PjitPartitioner(mesh=create_mesh((4, 2), ('data', 'foo')))
+    with pytest.raises(ValueError, match="no standard rule uses the mesh axis 'foo'"):
+        partitioner.resolve(params(w=GOOD))
+    assert "'foo'" in '\n'.join(map(str, errors(partitioner.lint(params(w=GOOD)))))
+    assert "'foo'" in '\n'.join(map(str, errors(partitioner.lint())))
+
+
+def test_a_partitioner_lints_its_own_rules():
+    partitioner = PjitPartitioner(2, logical_axis_rules=[('mlp', 'modle')])
+    assert partitioner.lint() == lint([('mlp', 'modle')], SIZES)
+    assert errors(PjitPartitioner(2).lint()) == []

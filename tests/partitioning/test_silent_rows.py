@@ -1,0 +1,304 @@
+"""What T5X fails at or passes over in silence, by names, rules, specs and states.
+
+Each is an error here that says where, what and what to write instead, or it works. The rows that
+other files have (batch rules, constraints, keywords, most optimizers) are not repeated.
+"""
+
+import re
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.linen.partitioning import AxisMetadata
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from partitioning import (
+    AxisNames,
+    PjitPartitioner,
+    constrain,
+    host_local_array_to_global_array,
+    standard_logical_axis_rules,
+    with_sharding_constraint,
+)
+
+pytestmark = pytest.mark.core
+
+RULES = [('embed', 'data'), ('mlp', 'model'), ('heads', None), ('stray', 'expert')]
+W = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+
+
+@flax.struct.dataclass
+class T5XState:
+    """A state that names its axes itself, those of the optimizer too; None where it has none."""
+
+    step: jax.Array
+    params: dict
+    opt_state: tuple
+    names: AxisNames = flax.struct.field(pytree_node=False)
+
+    def as_logical_axes(self):
+        axes = {'w': self.names}
+        moments = self.opt_state[0]._replace(count=None, mu=axes, nu=axes)
+        return self.replace(step=None, params=axes, opt_state=(moments, *self.opt_state[1:]))
+
+
+@flax.struct.dataclass
+class Parameters:
+    """The same without an optimizer, as T5X's states for inference."""
+
+    params: dict
+    names: AxisNames = flax.struct.field(pytree_node=False)
+
+    def as_logical_axes(self):
+        return self.replace(params={'w': self.names})
+
+
+def nnx_state(names):
+    with nnx.use_eager_sharding(False):
+        return {'params': {'w': nnx.Param(jnp.asarray(W), out_sharding=names)}}
+
+
+# The ways to name the axes of params/w: what makes the state, and settings of the partitioner.
+WAYS = {
+    'logical box': lambda names: {'params': {'w': nn.LogicallyPartitioned(W, names)}},
+    'box': lambda names: {'params': {'w': nn.Partitioned(W, names)}},
+    'params_axes': lambda names: {
+        'params': {'w': W},
+        'params_axes': {'w_axes': AxisMetadata(names=names)},
+    },
+    'nnx variable': nnx_state,
+    'path rule': lambda names: {'params': {'w': W}},
+    'as_logical_axes': lambda names: Parameters({'w': W}, AxisNames(*names)),
+    'as_logical_axes, of specs': lambda names: Parameters({'w': W}, P(*names)),
+}
+each_way = pytest.mark.parametrize('way', WAYS)
+
+
+def mesh_axes(way, names):
+    """What the partitioner makes of params/w."""
+    overrides = [('w', names)] if way == 'path rule' else ()
+    partitioner = PjitPartitioner(2, logical_axis_rules=RULES, params_axes_names_override=overrides)
+    axes = partitioner.get_mesh_axes(WAYS[way](names))
+    params = axes.params if isinstance(axes, Parameters) else axes['params']
+    (leaf,) = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, P))
+    return leaf
+
+
+@each_way
+def test_names_with_rules(way):
+    """What the errors below are compared with works."""
+    assert mesh_axes(way, ('embed', 'mlp')) == P('data', 'model')
+    assert mesh_axes(way, ('heads', None)) == P(None, None)
+
+
+@each_way
+def test_a_name_without_a_rule(way):
+    with pytest.raises(ValueError) as error:
+        mesh_axes(way, ('embd', 'mlp'))
+    message = str(error.value)
+    assert 'params/w' in message and "'embd' of ('embd', 'mlp')" in message
+    assert "Did you mean 'embed'?" in message and "('embd', None)" in message
+
+
+@each_way
+@pytest.mark.parametrize('names', [('embed',), ('heads', 'embed', 'mlp')])
+def test_too_few_or_too_many_names(way, names):
+    with pytest.raises(ValueError) as error:
+        mesh_axes(way, names)
+    message = str(error.value)
+    assert 'params/w' in message and str(names) in message and '(8, 8)' in message
+    assert f'{len(names)} logical axes' in message
+
+
+@each_way
+def test_a_rule_to_an_axis_that_the_mesh_lacks(way):
+    with pytest.raises(ValueError) as error:
+        mesh_axes(way, ('stray', None))
+    message = str(error.value)
+    assert 'params/w' in message and "('stray', 'expert')" in message
+    assert 'the mesh is data 4 x model 2' in message
+
+
+def test_a_rule_of_the_batch_to_an_axis_that_the_mesh_lacks():
+    """Before a function is partitioned by it."""
+    partitioner = PjitPartitioner(2, logical_axis_rules=[('batch', 'dta')])
+    with pytest.raises(ValueError, match=r"'dta'.*data 4 x model 2.*'data'"):
+        partitioner.data_partition_spec  # noqa: B018
+
+
+# One mesh axis twice.
+
+
+@pytest.mark.parametrize('axes', [('data', 'data'), ['model', 'data', 'model']])
+def test_a_mesh_axis_twice_in_a_rule(axes):
+    with pytest.raises(ValueError, match=re.escape(repr(('embed', axes)))):
+        PjitPartitioner(2, logical_axis_rules=[('embed', axes)])
+
+
+@pytest.mark.parametrize(
+    'names, axis',
+    [
+        ((('data', 'data'), None), 'data'),
+        (('data', 'data'), 'data'),
+        ((('data', 'model'), 'model'), 'model'),
+    ],
+)
+def test_a_mesh_axis_twice_in_a_box(names, axis):
+    with pytest.raises(ValueError) as error:
+        mesh_axes('box', names)
+    message = str(error.value)
+    assert 'params/w' in message and repr(axis) in message and str(names) in message
+
+
+TWICE = [P('data', 'data'), P(('data', 'data'), None), P('model', ('data', 'model'))]
+
+
+@pytest.fixture(name='partitioner', scope='module')
+def _partitioner():
+    return PjitPartitioner(2, logical_axis_rules=RULES)
+
+
+@pytest.mark.parametrize('spec', TWICE)
+def test_a_mesh_axis_twice_in_a_chunk(partitioner, spec):
+    with pytest.raises(ValueError, match='twice'):
+        partitioner.get_local_chunk_info((8, 8), tuple(spec))
+
+
+@pytest.mark.parametrize('spec', [*TWICE, P('dta')])
+def test_specs_that_are_none(partitioner, spec):
+    """They are refused where they are given, with the path of the array they are for."""
+    for resources in ((({'params': {'w': spec}},), None), (None, {'params': {'w': spec}})):
+        with pytest.raises(ValueError, match='params/w'):
+            partitioner.partition(lambda s: s, *resources)
+    with pytest.raises(ValueError, match='params/w'):
+        partitioner.move_params_to_devices({'params': {'w': W}}, {'params': {'w': spec}})
+
+
+# Specs of another number of dimensions.
+
+LONG = P('data', None, None)
+
+
+def test_specs_that_are_too_long(partitioner):
+    with pytest.raises(ValueError, match=r'3 mesh axes .* 2 dimensions \(8, 8\)'):
+        partitioner.get_local_chunk_info((8, 8), tuple(LONG))
+    for resources in ((({'w': LONG},), None), (None, {'w': LONG})):
+        with pytest.raises(ValueError, match=r"\bw\b.*rank 2|'w'.*rank 2"):
+            partitioner.partition(lambda s: s, *resources)({'w': W})
+    with pytest.raises(ValueError, match='rank 2'):
+        partitioner.move_params_to_devices({'w': W}, {'w': LONG})
+    with pytest.raises(ValueError, match='rank 2'):
+        partitioner.partition(lambda x: with_sharding_constraint(x, LONG), None, None)(W)
+
+
+@pytest.mark.parametrize('spec', [LONG, P('data', None, 'model')])
+def test_specs_that_are_too_long_for_the_parts_of_processes(partitioner, spec):
+    with pytest.raises(ValueError):
+        host_local_array_to_global_array({'w': W}, partitioner.mesh, {'w': spec})
+
+
+def test_specs_that_are_shorter_leave_the_rest_whole(partitioner):
+    """As everywhere in jax."""
+    double = partitioner.partition(lambda s: s, ({'w': P('data')},), {'w': P('model')})
+    placed = double({'w': W})['w']
+    assert placed.sharding.is_equivalent_to(NamedSharding(partitioner.mesh, P('model', None)), 2)
+    np.testing.assert_array_equal(placed, W)
+
+
+# States of T5X with optax, as its OptaxWrapper has them.
+
+
+def t5x_state(tx, names):
+    state = tx.init({'w': W})
+    return T5XState(jnp.int32(0), {'w': jnp.asarray(W)}, state, names)
+
+
+@pytest.mark.parametrize('names', [AxisNames('embed', 'mlp'), P('embed', 'mlp')])
+def test_a_t5x_state_with_a_chain_of_optax(partitioner, names):
+    """Its tuples and named tuples are no axis names."""
+    state = t5x_state(optax.adam(1e-3), names)
+    axes = partitioner.get_mesh_axes(state)
+    assert axes.params == {'w': P('data', 'model')}
+    assert axes.opt_state[0].mu == axes.opt_state[0].nu == {'w': P('data', 'model')}
+    assert axes.step is None and axes.opt_state[0].count is None
+    shardings = partitioner.get_shardings(state)
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    add = partitioner.partition(lambda s: s.replace(step=s.step + 1), (axes,), axes)
+    new = add(state)
+    assert int(new.step) == 1
+    assert new.opt_state[0].mu['w'].addressable_shards[0].data.shape == (2, 4)
+
+
+def test_a_t5x_state_with_a_typo_says_which_array(partitioner):
+    state = t5x_state(optax.adam(1e-3), AxisNames('embd', 'mlp'))
+    with pytest.raises(ValueError, match=r"w.*'embd'.*'embed'"):
+        partitioner.get_mesh_axes(state)
+
+
+REFUSED = {  # 'unregistered optax state type' in T5X; how many statistics are of the full shape
+    'adafactor': (lambda: optax.adafactor(1e-3), 1),
+    'novograd': (lambda: optax.novograd(1e-3), 1),
+    'amsgrad': (lambda: optax.amsgrad(1e-3), 3),
+    'adadelta': (lambda: optax.adadelta(1e-3), 2),
+    'muon': (lambda: optax.contrib.muon(1e-3), 1),
+    'schedule_free': (lambda: optax.contrib.schedule_free_adamw(1e-3), 2),
+    'prodigy': (lambda: optax.contrib.prodigy(1e-3), 4),
+    'sophia': (lambda: optax.contrib.sophia(1e-3), 2),
+    'inject_hyperparams': (lambda: optax.inject_hyperparams(optax.adam)(1e-3), 2),
+}
+
+
+@pytest.mark.parametrize('way', ['logical box', 'params_axes'])
+@pytest.mark.parametrize('name', REFUSED)
+def test_optimizers_that_t5x_refuses(partitioner, name, way):
+    make, copies = REFUSED[name]
+    state = WAYS[way](('embed', 'mlp'))
+    state['opt_state'] = jax.eval_shape(make().init, {'w': W})
+    axes = partitioner.get_mesh_axes(state)['opt_state']
+    assert jax.tree.structure(axes) == jax.tree.structure(state['opt_state'])
+    specs = jax.tree.leaves(axes)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(state['opt_state'])]
+    assert [spec for spec, shape in zip(specs, shapes, strict=True) if shape == (8, 8)] == (
+        [P('data', 'model')] * copies
+    )
+
+
+@pytest.mark.parametrize('way', ['logical box', 'params_axes'])
+def test_factored_statistics_are_sharded(way):
+    """Rows and columns of Adafactor hold a share, not all, of a device's bytes."""
+    shape = (256, 128)
+    partitioner = PjitPartitioner(2, logical_axis_rules=standard_logical_axis_rules(2, 2))
+    w = jnp.zeros(shape)
+    state = {'params': {'w': nn.LogicallyPartitioned(w, ('embed', 'mlp'))}}
+    if way == 'params_axes':
+        state = {'params': {'w': w}, 'params_axes': {'w_axes': AxisMetadata(('embed', 'mlp'))}}
+    state['opt_state'] = jax.eval_shape(optax.adafactor(1e-3).init, {'w': w})
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+    rows = {row.path.split('/')[-2]: row for row in partitioner.audit(abstract).arrays}
+    assert (rows['v_row'].shape, rows['v_row'].bytes_per_device) == ((128,), 4 * 128 // 2)
+    assert (rows['v_col'].shape, rows['v_col'].bytes_per_device) == ((256,), 4 * 256 // 4)
+
+
+# Constraints by names.
+
+
+@pytest.mark.parametrize(
+    'names, message',
+    [
+        (('embd', 'mlp'), "'embd' of ('embd', 'mlp')"),
+        (('embed',), "1 logical axes ('embed',)"),
+        (('stray', None), "('stray', 'expert')"),
+    ],
+)
+def test_constraints_by_names_that_do_not_map(partitioner, names, message):
+    """On CPU, inside a partitioned function and under jax.set_mesh."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        partitioner.partition(lambda x: constrain(x, names), None, None)(W)
+    with jax.set_mesh(partitioner.mesh), pytest.raises(ValueError, match=re.escape(message)):
+        jax.jit(lambda x: constrain(x, names, RULES))(W)

@@ -1,0 +1,354 @@
+"""TrainState: made of variables in three ways, updated as optax does it, saved and restored."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from flax.core import freeze, unfreeze
+from flax.linen.partitioning import AxisMetadata, param_with_axes, variable_with_axes
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from partitioning import AxisNames, PjitPartitioner, TrainState, unbox
+
+pytestmark = pytest.mark.core
+
+RULES = [('embed', 'data'), ('mlp', 'model')]
+KERNEL = np.arange(32.0, dtype=np.float32).reshape(8, 4) / 8
+SCALE = np.linspace(0.5, 2.0, 4, dtype=np.float32)
+NAMES = {'kernel': ('embed', 'mlp'), 'scale': ('mlp',)}
+
+
+def arrays():
+    return {'dense': {'kernel': jnp.asarray(KERNEL), 'scale': jnp.asarray(SCALE)}}
+
+
+def boxed():
+    return {
+        'dense': {k: nn.LogicallyPartitioned(x, NAMES[k]) for k, x in arrays()['dense'].items()}
+    }
+
+
+def variables():
+    """As a model with flax's param_with_axes and variable_with_axes makes them."""
+    return {
+        'params': arrays(),
+        'params_axes': {'dense': {f'{k}_axes': AxisMetadata(n) for k, n in NAMES.items()}},
+        'batch_stats': {'norm': {'mean': jnp.zeros(4)}},
+        'batch_stats_axes': {'norm': {'mean_axes': AxisMetadata(('mlp',))}},
+    }
+
+
+WAYS = {
+    'collections': variables,
+    'frozen collections': lambda: freeze(variables()),
+    'boxes': lambda: {'params': boxed()},
+    'boxes alone': boxed,
+    'arrays alone': arrays,
+}
+each_way = pytest.mark.parametrize('way', WAYS)
+# Of a state with arrays in the place of boxes, as a state is after `PjitPartitioner.init`.
+each_plain_way = pytest.mark.parametrize('way', ['collections', 'arrays alone'])
+
+
+def made(way, tx=None):
+    return TrainState.create(WAYS[way](), tx or optax.adam(0.1))
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.fixture(name='partitioner', scope='module')
+def _partitioner():
+    return PjitPartitioner(num_partitions=2, logical_axis_rules=RULES)
+
+
+# Created.
+
+
+@each_way
+def test_created(way):
+    state = made(way)
+    assert state.step.shape == () and state.step.dtype == jnp.int32 and int(state.step) == 0
+    assert_same(unfreeze(unbox(state.params)), arrays())
+    assert_same(unfreeze(state.opt_state[0].mu), jax.tree.map(jnp.zeros_like, arrays()))
+    given = WAYS[way]()
+    assert_same(state.params, given.get('params', given))
+    if 'collections' in way:
+        assert_same(state.params_axes, given['params_axes'])
+        assert_same(state.flax_mutables, {'batch_stats': given['batch_stats']})
+        assert_same(state.flax_mutables_axes, {'batch_stats': given['batch_stats_axes']})
+    else:
+        assert state.params_axes is state.flax_mutables is state.flax_mutables_axes is None
+
+
+class Model(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kernel = param_with_axes('kernel', nn.initializers.ones, (8, 4), axes=('embed', 'mlp'))
+        mean = variable_with_axes('batch_stats', 'mean', jnp.zeros, (4,), axes=('mlp',))
+        return x @ kernel - mean.value
+
+
+def test_created_of_what_a_model_makes(partitioner):
+    made_by = Model().init(jax.random.key(0), jnp.ones((2, 8)))
+    state = TrainState.create(made_by, optax.sgd(0.1))
+    assert made_by.keys() == {'params', 'params_axes', 'batch_stats', 'batch_stats_axes'}
+    axes = partitioner.get_mesh_axes(state)
+    assert axes.params == {'kernel': P('data', 'model')}
+    assert axes.flax_mutables == {'batch_stats': {'mean': P('model')}}
+
+
+# Named.
+
+
+@pytest.mark.parametrize('way', ['collections', 'frozen collections', 'boxes', 'boxes alone'])
+def test_logical_axes(way):
+    axes = made(way).as_logical_axes()
+    assert isinstance(axes, TrainState)
+    named = {'dense': {k: AxisNames(*names) for k, names in NAMES.items()}}
+    for tree in (axes.params, axes.opt_state[0].mu, axes.opt_state[0].nu):
+        leaves = jax.tree.leaves(tree)
+        assert leaves == [named['dense']['kernel'], named['dense']['scale']]
+        assert all(isinstance(leaf, AxisNames) for leaf in leaves)
+    assert axes.step == axes.opt_state[0].count == AxisNames()
+    if 'collections' in way:
+        assert axes.flax_mutables['batch_stats']['norm']['mean'] == AxisNames('mlp')
+
+
+def test_no_names_no_logical_axes():
+    with pytest.raises(ValueError, match='Missing axis names'):
+        made('arrays alone').as_logical_axes()
+
+
+@pytest.mark.parametrize('way', ['collections', 'frozen collections', 'boxes', 'boxes alone'])
+def test_mesh_axes_are_a_tree_like_the_state(partitioner, way):
+    state = made(way)
+    axes = partitioner.get_mesh_axes(state)
+    assert jax.tree.structure(axes) == jax.tree.structure(unbox(state))
+    assert jax.tree.structure(partitioner.get_shardings(state)) == jax.tree.structure(axes)
+    specs = [P('data', 'model'), P('model')]
+    assert jax.tree.leaves(axes.params) == specs
+    assert jax.tree.leaves(axes.opt_state[0].mu) == specs
+    assert axes.step == P()
+
+
+# Updated.
+
+
+def gradient(params):
+    return jax.tree.map(lambda p: 0.5 * p + 1.0, params)
+
+
+CLOSE = {'rtol': 1e-5, 'atol': 1e-5}  # float32, and steps of 0.1
+
+
+def by_hand(steps, rate=0.1, b1=0.9, b2=0.999, eps=1e-8):
+    """Adam, as its paper has it, on the gradients above."""
+    found = {}
+    for name, array in (('kernel', KERNEL), ('scale', SCALE)):
+        p, m, v = array.astype(np.float64), 0.0, 0.0
+        for t in range(1, steps + 1):
+            g = 0.5 * p + 1.0
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            p = p - rate * (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+        found[name] = (p, m, v)
+    return found
+
+
+@each_way
+def test_updates_are_those_of_adam(way):
+    tx = optax.adam(0.1)
+    state = made(way, tx)
+    for _ in range(3):
+        state = state.apply_gradients(gradient(state.params), tx)
+    assert int(state.step) == int(state.opt_state[0].count) == 3
+    assert jax.tree.structure(state) == jax.tree.structure(made(way, tx))
+    for name, (p, m, v) in by_hand(3).items():
+        np.testing.assert_allclose(unbox(state.params)['dense'][name], p, **CLOSE)
+        np.testing.assert_allclose(state.opt_state[0].mu['dense'][name], m, **CLOSE)
+        np.testing.assert_allclose(state.opt_state[0].nu['dense'][name], v, **CLOSE)
+
+
+@each_way
+def test_plain_gradients_update_it_too(way):
+    """Those of a loss of the unboxed parameters."""
+    tx = optax.adam(0.1)
+    state = made(way, tx)
+    state = state.apply_gradients(gradient(unbox(state.params)), tx)
+    for name, (p, _, _) in by_hand(1).items():
+        np.testing.assert_allclose(unbox(state.params)['dense'][name], p, **CLOSE)
+
+
+@each_plain_way
+def test_updates_are_those_of_optax(way):
+    """Of a chain whose update needs the parameters."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.1))
+    state = made(way, tx)
+    params, opt_state = state.params, tx.init(state.params)
+    for _ in range(2):
+        state = state.apply_gradients(gradient(state.params), tx)
+        updates, opt_state = tx.update(gradient(params), opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert_same(state.params, params)
+    assert_same(state.opt_state, opt_state)
+
+
+def test_mutables_change_when_they_are_given():
+    tx = optax.sgd(0.1)
+    state = made('collections', tx)
+    grads = gradient(state.params)
+    assert_same(state.apply_gradients(grads, tx).flax_mutables, state.flax_mutables)
+    changed = {'batch_stats': {'norm': {'mean': jnp.ones(4)}}}
+    updated = state.apply_gradients(grads, tx, flax_mutables=changed)
+    assert_same(updated.flax_mutables, changed)
+    assert jax.tree.structure(updated) == jax.tree.structure(state)
+
+
+def test_replaced():
+    state = made('collections')
+    other = jax.tree.map(lambda p: p + 1, state.params)
+    assert_same(state.replace_params(other), state.replace(params=other))
+    assert_same(state.replace_params(other).params, other)
+    assert int(state.replace_step(jnp.int32(7)).step) == 7
+    assert_same(state.replace_step(jnp.int32(7)).opt_state, state.opt_state)
+    assert_same(state, made('collections'))  # as it was
+    with pytest.raises(TypeError, match='nothing'):
+        state.replace(nothing=1)
+
+
+# A pytree.
+
+
+@each_way
+def test_it_goes_through_jit(way):
+    state = made(way)
+    assert_same(jax.jit(lambda s: s)(state), state)
+    assert_same(jax.tree.unflatten(*reversed(jax.tree.flatten(state))), state)
+    assert hash(jax.tree.structure(state)) == hash(jax.tree.structure(made(way)))
+    mapped = jax.tree.map(lambda x: x + 1, state)
+    assert isinstance(mapped, TrainState) and int(mapped.step) == 1
+    assert jax.tree.structure(mapped) == jax.tree.structure(state)
+
+
+def test_paths_have_the_names_of_its_fields():
+    flat = jax.tree_util.tree_leaves_with_path(made('arrays alone', optax.sgd(0.1)))
+    paths = {jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in flat}
+    assert paths == {'step', 'params/dense/kernel', 'params/dense/scale'}
+
+
+def test_a_step_donates_it_and_is_compiled_once(partitioner):
+    tx = optax.adam(0.1)
+    state = partitioner.init(lambda key: TrainState.create(variables(), tx), jax.random.key(0))
+    axes = partitioner.get_mesh_axes(state)
+    step = partitioner.partition(
+        lambda s: s.apply_gradients(gradient(s.params), tx), (axes,), axes, donate_argnums=0
+    )
+    before = jax.tree.map(lambda x: x.sharding, state)
+    given = jax.tree.leaves(state.params)
+    for _ in range(3):
+        state = step(state)
+    assert all(leaf.is_deleted() for leaf in given)
+    assert step.num_compilations() == 1
+    assert jax.tree.map(lambda x: x.sharding, state) == before
+    kernel = state.params['dense']['kernel']
+    assert kernel.sharding == NamedSharding(partitioner.mesh, P('data', 'model'))
+    np.testing.assert_allclose(kernel, by_hand(3)['kernel'][0], **CLOSE)
+
+
+# Saved and restored.
+
+
+def changed(x):
+    """Another array, of which no two elements are equal."""
+    return x + 1 + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
+
+
+def trained(way):
+    """A state whose every array differs from those of a new one."""
+    return jax.tree.map(changed, unbox(made(way)))
+
+
+@each_way
+def test_a_state_dict_is_nested_dicts_of_its_arrays(way):
+    held = trained(way).state_dict()
+    mutables = {'flax_mutables'} if 'collections' in way else set()
+    assert held.keys() == {'step', 'params', 'opt_state'} | mutables
+    zeros = jax.tree.map(jnp.zeros_like, arrays())
+    assert_same(held['params'], jax.tree.map(changed, arrays()))
+    assert_same(held['opt_state']['0']['mu'], jax.tree.map(changed, zeros))
+    if mutables:
+        mean = held['flax_mutables']['batch_stats']['norm']['mean']
+        np.testing.assert_array_equal(mean, [1, 2, 3, 4])
+
+
+@each_way
+@pytest.mark.parametrize('bytes_between', [False, True])
+def test_restored(way, bytes_between):
+    saved = trained(way)
+    held = saved.state_dict()
+    if bytes_between:
+        held = serialization.msgpack_restore(serialization.to_bytes(held))
+    restored = unbox(made(way)).restore_state(held)
+    assert_same(restored, saved)
+    assert_same(restored.state_dict(), saved.state_dict())
+
+
+def test_restored_by_the_bytes_of_flax():
+    saved = trained('collections')
+    data = serialization.to_bytes(saved.state_dict())
+    held = serialization.from_bytes(made('collections').state_dict(), data)
+    assert_same(made('collections').restore_state(held), saved)
+
+
+@pytest.mark.parametrize('way', ['collections', 'boxes'])
+def test_a_restored_state_has_the_names_that_it_had(way):
+    state = made(way)
+    restored = state.restore_state(trained(way).state_dict())
+    assert_same(unbox(restored), trained(way))
+    assert restored.as_logical_axes() == state.as_logical_axes()
+
+
+def state_dict(leave_out=(), **changes):
+    """That of a trained state, with other entries, and without some."""
+    held = trained('collections').state_dict() | changes
+    return {k: v for k, v in held.items() if k not in leave_out}
+
+
+def with_parameters(leave_out=(), **changes):
+    held = state_dict()
+    dense = held['params']['dense'] | changes
+    return held | {'params': {'dense': {k: v for k, v in dense.items() if k not in leave_out}}}
+
+
+WRONG = {
+    'no step': lambda: state_dict(['step']),
+    'no mutables': lambda: state_dict(['flax_mutables']),
+    'one more collection': lambda: state_dict(other=jnp.zeros(3)),
+    'an array for a dict': lambda: state_dict(params=jnp.zeros(3)),
+    'another optimizer': lambda: state_dict(
+        opt_state=made('collections', optax.sgd(0.1, momentum=0.9)).state_dict()['opt_state']
+    ),
+    'no kernel': lambda: with_parameters(['kernel']),
+    'one more parameter': lambda: with_parameters(new=jnp.zeros(3)),
+    'a dict for an array': lambda: with_parameters(kernel={'value': jnp.zeros((8, 4))}),
+    'nothing for an array': lambda: with_parameters(kernel=None),
+    'another shape': lambda: with_parameters(kernel=jnp.zeros((4, 8))),
+    'nothing': lambda: {},
+}
+
+
+def test_the_state_dict_that_the_wrong_ones_are_made_of_is_right():
+    assert_same(made('collections').restore_state(state_dict()), trained('collections'))
+    assert_same(made('collections').restore_state(with_parameters()), trained('collections'))
+
+
+@pytest.mark.parametrize('wrong', WRONG)
+def test_a_wrong_state_dict(wrong):
+    with pytest.raises(ValueError):
+        made('collections').restore_state(WRONG[wrong]())
