@@ -125,9 +125,8 @@ def _explain(
         return (None, *whole)
     if lone and factored is None:
         return None
-    return _kept_dimensions(shape, parameter, factored == 'v_col') or _dimensions_of_size(
-        shape, parameter
-    )
+    kept = _kept_dimensions(shape, parameter, factored == 'v_col')
+    return kept or _dimensions_of_size(shape, parameter)
 
 
 def _kept_dimensions(
