@@ -5,6 +5,8 @@ Usage:
   partitioner = PjitPartitioner(num_partitions=2)
 """
 
+from typing import Any
+
 from partitioning.audit import (
     ArrayLayout,
     Audit,
@@ -77,6 +79,18 @@ from partitioning.state import (
     unbox,
 )
 
+_OF_FLAX = ('LogicallyPartitioned', 'with_logical_partitioning')
+
+
+def __getattr__(name: str) -> Any:
+    """The boxes for linen, with which flax is imported."""
+    if name not in _OF_FLAX:
+        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+    from partitioning.state import linen
+
+    return getattr(linen, name)
+
+
 __all__ = [
     'CHIPS',
     'ArrayLayout',
@@ -96,6 +110,7 @@ __all__ = [
     'LocalChunkInfo',
     'LocalChunker',
     'LogicalAxisRules',
+    'LogicallyPartitioned',
     'MoePjitPartitioner',
     'OtherMesh',
     'PaddedSpec',
@@ -135,5 +150,6 @@ __all__ = [
     'resolve_axes',
     'standard_logical_axis_rules',
     'unbox',
+    'with_logical_partitioning',
     'with_sharding_constraint',
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,27 +28,31 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
 
     Args:
       x: a pytree of arrays.
-      axis_resources: PartitionSpecs, a pytree that is a prefix of `x`; None replicates.
+      axis_resources: PartitionSpecs, a pytree that is a prefix of `x`; None replicates. Of
+        PaddedSpecs, what they are inside partitioned functions.
 
     Returns:
       `x`, constrained over Auto axes, resharded over Explicit ones, and untouched where no mesh is
       defined. No platform is skipped: a layout that is wrong on TPU is wrong on CPU.
 
     Raises:
-      ValueError: a spec names a Manual axis, that of a shard_map around.
+      ValueError: a spec names a Manual axis, that of a shard_map around, or an Auto axis before an
+        Explicit one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    specs = replicate_none(axis_resources)
+    specs = replicate_none(jax.tree.map(_inside, axis_resources, is_leaf=_is_resource))
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if set(types.values()) == {AxisType.Auto}:
         return jax.lax.with_sharding_constraint(x, specs)
     if set(types.values()) == {AxisType.Explicit}:
         return jax.sharding.reshard(x, specs)
-    _check_not_manual(specs, types)
-    x = jax.sharding.reshard(x, _over(AxisType.Explicit, specs, types))
-    return jax.lax.with_sharding_constraint(x, _over(AxisType.Auto, specs, types))
+
+    def place(spec: PartitionSpec, below: Any) -> Any:
+        return jax.tree.map(lambda array: _place(array, spec, types), below)
+
+    return jax.tree.map(place, specs, x, is_leaf=_is_resource)
 
 
 def constrain(
@@ -89,32 +93,51 @@ def constrain(
     spec = logical_to_mesh_axes(
         names, rules, mesh=mesh, shape=x.shape, on_indivisible=on_indivisible
     )
-    return with_sharding_constraint(x, spec.inside if isinstance(spec, PaddedSpec) else spec)
-
-
-def _map_axes(function: Callable[[tuple[str, ...]], Any], specs: Any) -> Any:
-    """Specs with `function` of the mesh axes of each dimension in place of them."""
-
-    def convert(spec: PartitionSpec) -> PartitionSpec:
-        return PartitionSpec(
-            *(p if p is PartitionSpec.UNCONSTRAINED else function(as_tuple(p)) for p in spec)
+    if isinstance(spec, PaddedSpec) and AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            f"constrain{tuple(names)}: on_indivisible='pad' needs Auto mesh axes, not Explicit ones"
         )
-
-    return jax.tree.map(convert, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
-
-
-def _over(kind: AxisType, specs: Any, types: dict[str, AxisType]) -> Any:
-    """The part of specs that is over axes of one type."""
-    return _map_axes(lambda axes: tuple(a for a in axes if types.get(a) == kind) or None, specs)
+    return with_sharding_constraint(x, spec)
 
 
-def _check_not_manual(specs: Any, types: dict[str, AxisType]) -> None:
-    def check(axes: tuple[str, ...]) -> None:
-        for axis in axes:
-            if types.get(axis) == AxisType.Manual:
-                raise ValueError(
-                    f'mesh axis {axis!r} is Manual here, inside a shard_map over it: an array is '
-                    'the part of one device already, and cannot be laid out over it'
-                )
+def _is_resource(x: Any) -> bool:
+    return x is None or isinstance(x, PartitionSpec)
 
-    _map_axes(check, specs)
+
+def _inside(resource: Any) -> Any:
+    return resource.inside if isinstance(resource, PaddedSpec) else resource
+
+
+def _place(x: jax.Array, spec: PartitionSpec, types: Mapping[str, AxisType]) -> jax.Array:
+    """`x` laid out by `spec` where some mesh axes are Explicit and others are not."""
+    now = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)
+    explicit: list[Any] = []
+    auto: list[Any] = []
+    for dim, partition in enumerate(spec):
+        if partition is PartitionSpec.UNCONSTRAINED:
+            explicit.append(now[dim])
+            auto.append(partition)
+            continue
+        axes = as_tuple(partition)
+        _check_types(axes, types)
+        explicit.append(tuple(a for a in axes if types[a] == AxisType.Explicit) or None)
+        auto.append(tuple(a for a in axes if types[a] == AxisType.Auto) or None)
+    x = jax.sharding.reshard(x, PartitionSpec(*explicit))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(*auto))
+
+
+def _check_types(axes: tuple[str, ...], types: Mapping[str, AxisType]) -> None:
+    """Raises ValueError for mesh axes that no dimension can be over, for their types."""
+    kinds = [types.get(axis) for axis in axes]
+    for axis, kind in zip(axes, kinds, strict=True):
+        if kind is None:
+            raise ValueError(f'mesh axis {axis!r} is none of {", ".join(types)}')
+        if kind == AxisType.Manual:
+            raise ValueError(
+                f'mesh axis {axis!r} is Manual here, inside a shard_map over it: an array is the '
+                'part of one device already, and cannot be laid out over it'
+            )
+    if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
+        raise ValueError(
+            f'a dimension over {axes}: of Auto and Explicit mesh axes the Explicit ones come first'
+        )

@@ -40,7 +40,7 @@ def pad_inside(
     @functools.wraps(fn)
     def padded(*args: Any, **kwargs: Any) -> Any:
         placed = list(args)
-        static = {i % len(args) for i in static_argnums} if args else set()
+        static = {i + len(args) if i < 0 else i for i in static_argnums}
         dynamic = [i for i in range(len(args)) if i not in static]
         of_each = (
             in_resources if isinstance(in_resources, tuple) else (in_resources,) * len(dynamic)

@@ -29,6 +29,7 @@ from partitioning.rules import (
     as_tuple,
     describe_axes,
     nearest,
+    spec_of,
 )
 from partitioning.state import ResolvedState, get_logical_axes
 
@@ -194,7 +195,7 @@ class BasePartitioner(abc.ABC):
         self, global_shape: Sequence[int], mesh_axes: Sequence[MeshAxes]
     ) -> LocalChunkInfo:
         """The part of an array that this process holds; see `LocalChunker`."""
-        return self._local_chunker.get_local_chunk_info(global_shape, mesh_axes)
+        return self._local_chunker.get_local_chunk_info(global_shape, spec_of(mesh_axes))
 
     # The train state.
 

@@ -103,7 +103,7 @@ class PjitPartitioner(BasePjitPartitioner):
     Usage:
       partitioner = PjitPartitioner(num_partitions=2)
       state = partitioner.init(init, key)  # born sharded
-      axes = partitioner.get_mesh_axes(jax.eval_shape(init, key))
+      axes = partitioner.get_mesh_axes(partitioner.eval_shape(init, key))
       step = partitioner.partition(
           step, (axes, partitioner.data_partition_spec), (axes, None), donate_argnums=0)
     """
@@ -156,6 +156,7 @@ class PjitPartitioner(BasePjitPartitioner):
         self._as_rules = functools.partial(
             AxisRules, on_unmatched=on_unmatched, on_indivisible=on_indivisible
         )
+        self._as_rules(())  # rules that the mesh decides come later, the policies are known now
         self._given_rules = None
         if logical_axis_rules is not None:
             self._given_rules = self._as_rules(logical_axis_rules)
@@ -220,6 +221,13 @@ class PjitPartitioner(BasePjitPartitioner):
     def get_logical_axes(self, train_state: Any) -> Any:
         return get_logical_axes(train_state, self.rule_set.overrides)
 
+    def eval_shape(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """The result of a function as ShapeDtypeStructs, boxes and names included.
+
+        As `jax.eval_shape`, inside the mesh and the rules, which nnx modules ask for.
+        """
+        return self.partition(fn, None, None).eval_shape(*args)  # type: ignore[attr-defined]
+
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """A train state whose every array is born in its shards, never whole on one device.
 
@@ -231,8 +239,7 @@ class PjitPartitioner(BasePjitPartitioner):
         Returns:
           The state, without linen boxes.
         """
-        named = self.partition(init_fn, None, None).eval_shape(*args)  # type: ignore[attr-defined]
-        axes = self.get_mesh_axes(named)
+        axes = self.get_mesh_axes(self.eval_shape(init_fn, *args))
         return self.partition(lambda *a: unbox(init_fn(*a)), None, axes)(*args)
 
     def audit(self, train_state: Any, named: Any = None, *, budget: float | None = None) -> Audit:
@@ -242,7 +249,7 @@ class PjitPartitioner(BasePjitPartitioner):
           train_state: a pytree of arrays or ShapeDtypeStructs. What arrays are laid out as is
             taken from themselves; what they should be, from the rules.
           named: the state with its names, where `train_state` has none any more:
-            `jax.eval_shape(init, key)`.
+            `partitioner.eval_shape(init, key)`.
           budget: bytes that one device may hold.
 
         Raises:

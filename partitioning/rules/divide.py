@@ -29,7 +29,7 @@ def indivisible(resolved: ResolvedDimension, dim: int, shape: Sequence[int], way
         'indivisible',
         f'dimension {dim} ({resolved.name!r}) of shape {tuple(shape)}: {shape[dim]} does not '
         f'divide by {ways}, the size of mesh {"axes" if isinstance(axes, tuple) else "axis"} '
-        f'{axes!r}. Use {fits}, another mesh, the rule ({resolved.name!r}, None), or '
+        f'{axes!r}. Use {fits}, another mesh, ({resolved.name!r}, None) in place of the rule, or '
         "on_indivisible='replicate', 'drop_axis' or 'pad'.",
     )
 

@@ -120,8 +120,8 @@ class AxisRules(tuple):
         """
         made = tuple.__new__(cls, check_rules(rules))
         own = rules if isinstance(rules, AxisRules) else None
-        made.on_unmatched = on_unmatched or (own.on_unmatched if own else 'error')
-        made.on_indivisible = on_indivisible or (own.on_indivisible if own else 'error')
+        made.on_unmatched = on_unmatched or (own.on_unmatched if own is not None else 'error')
+        made.on_indivisible = on_indivisible or (own.on_indivisible if own is not None else 'error')
         for name, kind in (('on_unmatched', OnUnmatched), ('on_indivisible', OnIndivisible)):
             if getattr(made, name) not in get_args(kind):
                 *others, last = map(repr, get_args(kind))

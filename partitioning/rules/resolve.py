@@ -96,6 +96,8 @@ def try_resolve(
         raise ValueError(f'rules must be a list or a tuple of pairs, not {type(rules).__name__}')
     if on_unmatched or on_indivisible or not isinstance(rules, AxisRules):
         rules = AxisRules(rules, on_unmatched, on_indivisible)
+    if on_indivisible not in (None, 'error') and (mesh is None or shape is None):
+        raise ValueError(f'on_indivisible={on_indivisible!r} needs a mesh and a shape to act on')
     sizes = None if mesh is None else axis_sizes(mesh)
     if isinstance(names, str):
         raise ValueError(f'{names!r} are no logical axes: write a tuple, one name a dimension')

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from partitioning.rules.names import (
+    AxisRules,
     LogicalAxisRules,
     MeshAxes,
     as_tuple,
@@ -100,7 +101,7 @@ def fsdp_logical_axis_rules(
     Arrays with none of `names` stay as `rules` say.
 
     Args:
-      rules: in order of priority.
+      rules: in order of priority. Policies that they have are kept.
       axes: the data axes of the mesh.
       names: the logical axes that go over them, the first of an array's in this order. Activations
         keep theirs: their 'batch' takes the data axes first.
@@ -113,7 +114,8 @@ def fsdp_logical_axis_rules(
         raise ValueError(f'names={names!r} over axes={axes!r}: give one or more of each, in a list')
     first = [rule for rule in given if set(as_tuple(rule[1])) & set(as_tuple(axes))]
     first = [rule for rule in first if rule[0] not in names]
-    return [*first, *added, *(rule for rule in given if rule not in first)]
+    made = [*first, *added, *(rule for rule in given if rule not in first)]
+    return rules.with_rules(made) if isinstance(rules, AxisRules) else made
 
 
 def _check_all_used(mesh_axes: Sequence[str], added: LogicalAxisRules) -> None:

@@ -106,6 +106,8 @@ def carried_names(x: Any) -> CarriedNames:
         metadata = x.get_metadata()
         names = metadata.get('out_sharding')
         names = getattr(names, 'spec', names)  # of a NamedSharding
+        if names is None and 'optimizer_sharding' in metadata:
+            names = (None,) * len(shape_of(x.get_value()))  # only the optimizer's state is sharded
         rules = check_rules(metadata.get('sharding_rules') or ())
         return CarriedNames(
             None if names is None else tuple(names), True, rules, metadata.get('mesh')
@@ -113,6 +115,14 @@ def carried_names(x: Any) -> CarriedNames:
     logical = hasattr(x, 'rules') or carrier(x) is Carrier.METADATA
     rules = check_rules(getattr(x, 'rules', None) or ())
     return CarriedNames(tuple(x.names), not logical, rules, getattr(x, 'mesh', None))
+
+
+def lacks_names(x: Any) -> bool:
+    """Whether a leaf could be a parameter with dimensions, and has no names for them."""
+    if carrier(x) is Carrier.VARIABLE:
+        nameless = is_parameter_variable(x) and carried_names(x).names is None
+        return nameless and bool(shape_of(array_of(x)))
+    return not is_carrier(x) and bool(shape_of(x))
 
 
 def is_parameter_variable(x: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ class Parameter(NamedTuple):
       shape: global shape; None where a state names its axes without the array.
       axes_as_names: whether a name may be a mesh axis.
       rules: of its own, tried before all others.
+      mesh: the mesh that its names are for, if they say.
     """
 
     path: Path
@@ -34,6 +35,7 @@ class Parameter(NamedTuple):
     shape: tuple[int, ...] | None
     axes_as_names: bool = False
     rules: LogicalAxisRules = ()
+    mesh: Any = None
 
 
 class Parameters:

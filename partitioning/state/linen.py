@@ -1,7 +1,8 @@
-"""linen's box for axis names, with dimensions added and removed correctly.
+"""linen's box for axis names, right under `python -O`, negative axes and Explicit meshes.
 
 A module of its own because it imports flax. The boxes of flax itself remove a dimension inside an
-`assert`, which `python -O` leaves out, and take a negative index for a place before the last.
+`assert`, which `python -O` leaves out, take a negative index for a place before the last, and fail
+where mesh axes are Explicit.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax import errors
+from flax.core import spmd
 
+from partitioning.constrain import constrain
 from partitioning.rules import add_axis, remove_axis
 
 
@@ -32,6 +35,13 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
     def remove_axis(self, index: int, params: dict[Any, Any]) -> LogicallyPartitioned:
         """Without the name at `index`; see `partitioning.rules.remove_axis`."""
         return self._renamed(remove_axis(self.names, index, self._name(params)))
+
+    def unbox(self, apply_constraint: bool = True) -> Any:
+        """The array, laid out by its names inside a mesh, of Auto or of Explicit axes."""
+        rules = self.rules or spmd.get_logical_axis_rules()
+        if not apply_constraint or not rules:
+            return self.value
+        return constrain(self.value, self.names, rules)
 
     def _renamed(self, names: Sequence[str | None]) -> LogicallyPartitioned:
         return self.replace(names=tuple(names))

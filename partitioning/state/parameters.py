@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from partitioning.rules import ProblemError
 from partitioning.state.boxes import (
-    Carrier,
     Path,
     array_of,
     carried_names,
-    carrier,
     is_carrier,
     is_metadata,
     is_optimizer_variable,
     is_parameter_variable,
+    lacks_names,
     shape_of,
 )
 from partitioning.state.follow import Parameter, Parameters
-from partitioning.state.path_names import PathRules, names_by_path
+from partitioning.state.path_names import (
+    PathRules,
+    check_all_named,
+    check_all_used,
+    match_paths,
+)
 
 Entries = Sequence[tuple[Path, Any]]  # the leaves of a state, whatever carries names as one
 
@@ -27,16 +32,18 @@ class NamedArrays(NamedTuple):
     """What is known of a state before its leaves are looked at one by one.
 
     Attributes:
-      named: the arrays with names.
-      parameters: those of them that are parameters, each with the path of its tree.
+      parameters: by their paths.
       trees: the paths of trees of parameters, where they have one of their own.
       to_follow: the parameters, to be found by the ends of paths.
+      carried: the names that arrays carry, whatever path rules say.
+      overridden: arrays that are no parameters and follow none, with names by path rules.
     """
 
-    named: Mapping[Path, Parameter]
-    parameters: Mapping[Path, Path]
+    parameters: Mapping[Path, Parameter]
     trees: set[Path]
     to_follow: Parameters
+    carried: Mapping[Path, Parameter]
+    overridden: Mapping[Path, Parameter]
 
 
 def named_arrays(entries: Entries, overrides: PathRules) -> NamedArrays:
@@ -45,23 +52,75 @@ def named_arrays(entries: Entries, overrides: PathRules) -> NamedArrays:
     Raises:
       ValueError: none has names; path rules that leave a parameter out, or name nothing.
     """
-    named = _carried(entries) | _overridden(entries, overrides)
-    if not named:
+    carried = _carried(entries)
+    roots = _roots(*_candidates(entries, carried, bool(overrides)))
+    if not roots:
         raise ValueError(
             'Missing axis names: no parameter of the state carries any. Create parameters with '
-            'flax.linen.with_logical_partitioning(init, names), name them by path with '
-            "params_axes_names_override=[('.*/kernel', ('embed', 'mlp')), ...], or give the state "
-            'as_logical_axes()'
+            'flax.linen.with_logical_partitioning(init, names) (or nnx.Param with the metadata '
+            "out_sharding), name them by path with params_axes_names_override=[('.*/kernel', "
+            "('embed', 'mlp')), ...], or give the state as_logical_axes()"
         )
-    optimizer = {path for path, leaf in entries if is_optimizer_variable(leaf)}
-    roots = _roots([path for path in named if path not in optimizer] or list(named))
+    if not overrides:
+        return _known({path: carried[path] for path in roots}, roots, carried, {})
+    arrays = {path: x for path, x in entries if not is_metadata(x)}
+    texts = {path: ('/'.join(path), '/'.join(path[len(root) :])) for path, root in roots.items()}
+    given, used = match_paths(texts, overrides)
+    unnamed = [path for path in roots if path not in carried and lacks_names(arrays[path])]
+    check_all_named([texts[path][-1] for path in unnamed if path not in given])
+    parameters = {path: carried[path] for path in roots if path in carried}
+    parameters |= _parameters(given, arrays)
+    known = _known(parameters, roots, carried, {})
+    others = {
+        path: ('/'.join(path),)
+        for path, x in arrays.items()
+        if path not in roots and not _follows(path, shape_of(array_of(x)), known.to_follow)
+    }
+    given, used_too = match_paths(others, overrides)
+    check_all_used({**texts, **others}, overrides, used | used_too)
+    return known._replace(overridden=_parameters(given, arrays))
+
+
+def _known(
+    parameters: Mapping[Path, Parameter],
+    roots: Mapping[Path, Path],
+    carried: Mapping[Path, Parameter],
+    overridden: Mapping[Path, Parameter],
+) -> NamedArrays:
     by_path: dict[Path, list[Parameter]] = {}
-    for path, root in roots.items():
-        by_path.setdefault(path[len(root) :], []).append(named[path])
+    for path, parameter in parameters.items():
+        by_path.setdefault(path[len(roots[path]) :], []).append(parameter)
     if len(roots) == 1 and not any('params' in path for path in roots):
         # Perhaps a lone array: then its statistics have no key of its own.
         by_path.setdefault((), list(next(iter(by_path.values()))))
-    return NamedArrays(named, roots, set(roots.values()) - {()}, Parameters(by_path))
+    trees = set(roots.values()) - {()}
+    return NamedArrays(parameters, trees, Parameters(by_path), carried, overridden)
+
+
+def _candidates(
+    entries: Entries, carried: Mapping[Path, Parameter], by_path: bool
+) -> tuple[list[Path], Mapping[Path, tuple[int, ...]]]:
+    """Arrays that may be parameters, and the shapes of all that they may be copies of."""
+    shapes = {p: shape_of(array_of(x)) for p, x in entries if by_path and not is_metadata(x)}
+    variables = [path for path, x in entries if is_parameter_variable(x)] if by_path else []
+    optimizer = {path for path, x in entries if is_optimizer_variable(x)}
+    if not by_path:
+        shapes = {path: parameter.shape or () for path, parameter in carried.items()}
+    paths = variables or [path for path in shapes if path not in optimizer] or list(shapes)
+    return paths, shapes
+
+
+def _parameters(
+    names: Mapping[Path, tuple[str | None, ...]], arrays: Mapping[Path, Any]
+) -> dict[Path, Parameter]:
+    return {path: Parameter(path, n, shape_of(array_of(arrays[path]))) for path, n in names.items()}
+
+
+def _follows(path: Path, shape: tuple[int, ...], parameters: Parameters) -> bool:
+    try:
+        return not shape or parameters.follow(path, shape)[0] is not None
+    except ProblemError:
+        return False
 
 
 def _carried(entries: Entries) -> dict[Path, Parameter]:
@@ -87,7 +146,12 @@ def _carried(entries: Entries) -> dict[Path, Parameter]:
                 )
             array = array_of(held[target])
         named[target] = Parameter(
-            target, carried.names, shape_of(array), carried.axes_as_names, carried.rules
+            target,
+            carried.names,
+            shape_of(array),
+            carried.axes_as_names,
+            carried.rules,
+            carried.mesh,
         )
     return named
 
@@ -97,34 +161,6 @@ def _described(path: Path) -> Path:
     place = next((i for i, key in enumerate(path) if key.endswith('_axes')), len(path) - 1)
     collection, name = path[place].removesuffix('_axes'), path[-1].removesuffix('_axes')
     return (*path[:place], collection, *path[place + 1 : -1], name)
-
-
-def _overridden(entries: Entries, overrides: PathRules) -> dict[Path, Parameter]:
-    """The parameters that path rules name; every one that carries no names must be among them."""
-    if not overrides:
-        return {}
-    arrays = [(path, x) for path, x in entries if not is_metadata(x)]
-    described = {_described(path) for path, x in entries if is_metadata(x)}
-    variables = [path for path, x in arrays if is_parameter_variable(x)]
-    if variables:
-        roots = dict.fromkeys(variables, _shared_keys(variables))
-    else:
-        roots = _roots([path for path, _ in arrays])
-    texts = [
-        ('/'.join(path), '/'.join(path[len(roots[path]) :])) if path in roots else ('/'.join(path),)
-        for path, _ in arrays
-    ]
-    unnamed = [
-        i
-        for i, (path, x) in enumerate(arrays)
-        if path in roots and path not in described and shape_of(array_of(x))
-        if not is_carrier(x) or (carrier(x) is Carrier.VARIABLE and not carried_names(x).names)
-    ]
-    found = names_by_path(texts, overrides, unnamed=unnamed)
-    return {
-        arrays[i][0]: Parameter(arrays[i][0], names, shape_of(array_of(arrays[i][1])))
-        for i, names in found.items()
-    }
 
 
 def _shared_keys(paths: Sequence[Path]) -> Path:
@@ -137,14 +173,27 @@ def _shared_keys(paths: Sequence[Path]) -> Path:
     return first[: min(differ, default=len(first))]
 
 
-def _roots(paths: Sequence[Path]) -> dict[Path, Path]:
-    """The parameters among the paths of named arrays, each with the path of its tree.
+def _roots(paths: Sequence[Path], shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Path]:
+    """The parameters among the paths of arrays, each with the path of its tree.
 
     What is below the first 'params' of a path, as near to the top as there is one: optimizers have
     states of that name deeper down. Without any, all, in one tree.
     """
     depths = {path: path.index('params') + 1 for path in paths if 'params' in path}
     if not depths:
-        return dict.fromkeys(paths, _shared_keys(paths))
+        return dict.fromkeys(paths, _shared_keys(paths)) if paths else {}
     least = min(depths.values())
-    return {path: path[:depth] for path, depth in depths.items() if depth == least}
+    roots = {path: path[:depth] for path, depth in depths.items() if depth == least}
+    copied = _copied(roots, paths, shapes)
+    return {path: copied for path in paths if path[: len(copied)] == copied} if copied else roots
+
+
+def _copied(
+    roots: Mapping[Path, Path], paths: Sequence[Path], shapes: Mapping[Path, tuple[int, ...]]
+) -> Path | None:
+    """The tree nearer to the top that these are a copy of, as L-BFGS keeps one of its 'params'."""
+    depth = len(next(iter(roots.values())))
+    for root in dict.fromkeys(path[:n] for n in range(1, depth) for path in paths):
+        if all(shapes.get((*root, *path[depth:])) == shapes[path] for path in roots):
+            return root
+    return None

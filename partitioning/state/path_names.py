@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from partitioning.state.boxes import (
     carrier,
     is_carrier,
     key_names,
+    lacks_names,
     shape_of,
 )
 
@@ -47,46 +48,50 @@ def check_path_rules(rules: Iterable[Any]) -> tuple[tuple[str, tuple[str | None,
     return tuple(checked)
 
 
-def names_by_path(
-    paths: Sequence[tuple[str, ...]], rules: PathRules, *, unnamed: Iterable[int]
-) -> dict[int, tuple[str | None, ...]]:
-    """The names that path rules give: the first that fully matches wins.
+Texts = Sequence[str]  # what a pattern may match for one array, the best to show last
+
+
+def match_paths(
+    arrays: Mapping[Path, Texts], rules: PathRules
+) -> tuple[dict[Path, tuple[str | None, ...]], set[int]]:
+    """The names that path rules give arrays, and the places of the rules that gave some.
 
     Args:
-      paths: for each array the strings that a pattern may match.
-      rules: path rules.
-      unnamed: indices of the arrays that have no other names.
-
-    Returns:
-      Names by index of the array.
-
-    Raises:
-      ValueError: an array of `unnamed` that no pattern matches, or a pattern that names nothing.
+      arrays: for each path the strings that a pattern may match.
+      rules: path rules; the first that matches all of a string wins.
     """
-    found: dict[int, tuple[str | None, ...]] = {}
+    found: dict[Path, tuple[str | None, ...]] = {}
     used: set[int] = set()
-    for index, texts in enumerate(paths):
+    for path, texts in arrays.items():
         for place, (pattern, names) in enumerate(rules):
             if any(_compiled(pattern).fullmatch(text) for text in texts):
-                found[index] = tuple(names)
+                found[path] = tuple(names)
                 used.add(place)
                 break
-    missing = [paths[index][-1] for index in unnamed if index not in found]
+    return found, used
+
+
+def check_all_named(missing: Sequence[str]) -> None:
+    """Raises ValueError for arrays that no path rule names."""
     if missing:
         more = f' and {len(missing) - 3} more' if len(missing) > 3 else ''
         raise ValueError(
             f'no path rule matches all of {", ".join(missing[:3])}{more}. Add '
             f"('{re.escape(missing[0])}', (<a name or None for each dimension>))"
         )
+
+
+def check_all_used(arrays: Mapping[Path, Texts], rules: PathRules, used: set[int]) -> None:
+    """Raises ValueError for a path rule that names nothing."""
     for place, (pattern, _) in enumerate(rules):
         if place in used:
             continue
+        known = [texts[-1] for texts in arrays.values()]
         taken = [
             texts[-1]
-            for texts in paths
+            for texts in arrays.values()
             if any(_compiled(pattern).fullmatch(text) for text in texts)
         ]
-        known = [texts[-1] for texts in paths]
         why = (
             f'earlier rules take everything it matches, {taken[0]} first; move it up'
             if taken
@@ -94,7 +99,6 @@ def names_by_path(
             f'{nearest(pattern, known)}'
         )
         raise ValueError(f'path rule {pattern!r} names nothing: {why}')
-    return found
 
 
 def override_params_axes_names(params: Any, rules: PathRules) -> Any:
@@ -118,23 +122,35 @@ def override_params_axes_names(params: Any, rules: PathRules) -> Any:
     from partitioning.state.linen import LogicallyPartitioned  # of flax, which is heavy
 
     checked = check_path_rules(rules)
-    if isinstance(params, dict) and 'params_axes' in params:
+    if isinstance(params, Mapping) and 'params_axes' in params:
         return _override_collection(params, checked)
     flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_carrier)
-    paths = [('/'.join(key_names(path)),) for path, _ in flat]
-    bare = [i for i, (_, leaf) in enumerate(flat) if not is_carrier(leaf) and shape_of(leaf)]
-    found = names_by_path(paths, checked, unnamed=bare)
-    leaves = []
-    for index, (_, leaf) in enumerate(flat):
-        if index not in found:
-            leaves.append(leaf)
-            continue
-        check_rank(paths[index][0], found[index], shape_of(array_of(leaf)))
+    entries = [(key_names(path), leaf) for path, leaf in flat]
+    found = _match(
+        {path: ('/'.join(path),) for path, _ in entries},
+        checked,
+        [path for path, leaf in entries if lacks_names(leaf)],
+    )
+
+    def named(path: Path, leaf: Any) -> Any:
+        if path not in found:
+            return leaf
+        array = array_of(leaf)
+        check_rank('/'.join(path), found[path], shape_of(array))
         if carrier(leaf) is Carrier.VARIABLE:
-            leaves.append(leaf.replace(array_of(leaf), out_sharding=found[index]))
-        else:
-            leaves.append(LogicallyPartitioned(array_of(leaf), found[index]))
-    return jax.tree.unflatten(treedef, leaves)
+            return leaf.replace(array, out_sharding=found[path])
+        return LogicallyPartitioned(array, found[path])
+
+    return jax.tree.unflatten(treedef, [named(path, leaf) for path, leaf in entries])
+
+
+def _match(
+    arrays: Mapping[Path, Texts], rules: PathRules, unnamed: Sequence[Path]
+) -> dict[Path, tuple[str | None, ...]]:
+    found, used = match_paths(arrays, rules)
+    check_all_named(['/'.join(path) for path in unnamed if path not in found])
+    check_all_used(arrays, rules, used)
+    return found
 
 
 def check_rank(path: str, names: Sequence[Any], shape: Sequence[int]) -> None:
@@ -151,27 +167,22 @@ def rank_message(names: Sequence[Any], shape: Sequence[int]) -> str:
     )
 
 
-def _override_collection(variables: dict[str, Any], rules: PathRules) -> dict[str, Any]:
+def _override_collection(variables: Mapping[str, Any], rules: PathRules) -> dict[str, Any]:
     from flax.linen.partitioning import AxisMetadata
 
-    flat = jax.tree_util.tree_leaves_with_path(variables['params'])
-    axes, treedef = jax.tree_util.tree_flatten_with_path(
-        variables['params_axes'], is_leaf=is_carrier
-    )
-    held = {key_names(path) for path, _ in axes}
-    targets = [metadata_path(key_names(path)) for path, _ in flat]
-    paths = [('/'.join(key_names(path)),) for path, _ in flat]
-    unnamed = [i for i, target in enumerate(targets) if target not in held]
-    found = names_by_path(paths, rules, unnamed=unnamed)
-    names = {}
-    for index, given in found.items():
-        check_rank(paths[index][0], given, shape_of(flat[index][1]))
-        names[targets[index]] = AxisMetadata(names=given)
-    if not names.keys() - held:
-        new = jax.tree.unflatten(treedef, [names.get(key_names(p), old) for p, old in axes])
-        return {**variables, 'params_axes': new}
+    shapes = {
+        key_names(path): shape_of(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(variables['params'])
+    }
+    axes = jax.tree_util.tree_leaves_with_path(variables['params_axes'], is_leaf=is_carrier)
+    merged = {key_names(path): metadata for path, metadata in axes}
+    unnamed = [path for path in shapes if shapes[path] and metadata_path(path) not in merged]
+    found = _match({path: ('/'.join(path),) for path in shapes}, rules, unnamed)
+    for path, names in found.items():
+        check_rank('/'.join(path), names, shapes[path])
+        merged[metadata_path(path)] = AxisMetadata(names=names)
     nested: dict[str, Any] = {}
-    for path, metadata in {**{key_names(p): m for p, m in axes}, **names}.items():
+    for path, metadata in merged.items():
         inner = functools.reduce(lambda node, key: node.setdefault(key, {}), path[:-1], nested)
         inner[path[-1]] = metadata
     return {**variables, 'params_axes': nested}

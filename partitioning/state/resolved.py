@@ -178,6 +178,12 @@ def _layout(leaf: Leaf, parameter: Parameter, rules: RuleSet, mesh: MeshLike) ->
         shape=parameter.shape,
         axes_as_names=parameter.axes_as_names,
     )
+    if parameter.mesh is not None and dict(parameter.mesh.shape) != dict(axis_sizes(mesh)):
+        message = (
+            f'its names are for the mesh {describe_axes(parameter.mesh.shape)}, but this one is '
+            f'{describe_axes(axis_sizes(mesh))}'
+        )
+        problems = (*problems, Problem('conflict', message))
     if leaf.role == 'optimizer' and rules.optimizer_rules is not None:
         note = ' (by optimizer_axis_rules)'
         problems = tuple(p._replace(message=p.message + note) for p in problems)

@@ -104,7 +104,7 @@ def walk(state: Any, overrides: PathRules = (), report: Report = raise_problem) 
     known = named_arrays(entries, overrides)
     leaves = [_leaf(path, x, known, report) for path, x in entries]
     # What stands beside statistics of parameters, such as a count, is the optimizer's too.
-    depth = max(1, min(map(len, known.parameters.values())))
+    depth = max(1, min(map(len, known.trees), default=1))
     followed = {x.path[:depth] for x in leaves if isinstance(x, Leaf) and x.role == 'optimizer'}
     return StateLeaves(
         tuple(
@@ -151,10 +151,14 @@ def _origin(
     path: Path, leaf: Any, shape: tuple[int, ...], known: NamedArrays
 ) -> tuple[Role, Parameter | None, Dims]:
     """What a leaf is there for, and what it takes the axes of its dimensions from."""
-    own, itself = known.named.get(path), tuple(range(len(shape)))
-    if own is not None and path in known.parameters:
+    itself = tuple(range(len(shape)))
+    if (own := known.parameters.get(path)) is not None:
         _check_rank(own, shape)
         return 'parameters', own, itself
+    if (own := known.overridden.get(path)) is not None:
+        _check_rank(own, shape)
+        return 'other', own, itself
+    own = known.carried.get(path)
     if own is None and shape and _is_missing(path, leaf, known.trees):
         raise ProblemError(Problem('names', _missing(path, leaf, shape)))
     owner, dims = known.to_follow.follow(path, shape)
@@ -162,8 +166,9 @@ def _origin(
     if own is None:
         return role, owner, dims
     if owner is not None and len(own.names) == len(owner.shape or ()):
-        # Names that came along from the parameter, or nnx's optimizer_sharding in their place.
-        return role, own._replace(shape=owner.shape), dims
+        came_along = own.names == known.carried.get(owner.path, owner).names
+        # Else they are nnx's optimizer_sharding, in place of those of the parameter.
+        return role, owner if came_along else own._replace(shape=owner.shape), dims
     _check_rank(own, shape)
     return role, own, itself
 

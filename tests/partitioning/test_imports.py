@@ -33,7 +33,7 @@ FLOORS = {
     'aot': 4,
     '__init__': 5,
 }
-BESIDE = {'layout': {'rules'}, 'partitioner': {'audit', 'lint'}}
+BESIDE = {'layout': {'rules'}, 'state': {'constrain'}, 'partitioner': {'audit', 'lint'}}
 NARROWER = {'partitioned': {'rules'}}
 NEVER = {'train', 'gin', 'grain', 'orbax', 'tensorboardX'}
 

@@ -1,0 +1,565 @@
+"""States born in their shards: over any mesh, in any structure, with ZeRO and FSDP."""
+
+import functools
+import types
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from partitioning import (
+    PjitPartitioner,
+    check_compiled_once,
+    check_fixed_point,
+    fsdp_logical_axis_rules,
+    unbox,
+)
+
+pytestmark = pytest.mark.core
+
+box = nn.LogicallyPartitioned
+ADAM = optax.adam(1e-3)
+KEY = np.zeros(2, 'uint32')  # as jax.random.PRNGKey(0), on no device
+
+
+def leaves_of(tree):
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator='/'): x for p, x in flat}
+
+
+def shard_shapes(state):
+    """What devices hold of every array that is no scalar, the same on all of them."""
+    shapes = {}
+    for path, array in leaves_of(state).items():
+        held = {shard.data.shape for shard in array.addressable_shards}
+        assert len(held) == 1 and len(array.addressable_shards) == 8, path
+        if array.ndim:
+            shapes[path] = held.pop()
+    return shapes
+
+
+# Over meshes of any shape, names and types.
+
+TABLE, UP, BIAS = (48, 24), (3, 24, 40), (40,)
+TWO = [('embed', 'rows'), ('mlp', 'columns'), ('vocab', 'columns'), ('stack', None)]
+THREE = [('embed', 'x'), ('mlp', 'y'), ('vocab', ('y', 'z')), ('stack', None)]
+MESHES = {  # sizes, names, rules; shards of TABLE, UP and BIAS
+    '8x1': ((8, 1), ('rows', 'columns'), TWO, (48, 3), (3, 3, 40), (40,)),
+    '1x8': ((1, 8), ('rows', 'columns'), TWO, (6, 24), (3, 24, 5), (5,)),
+    '4x2': ((4, 2), ('rows', 'columns'), TWO, (24, 6), (3, 6, 20), (20,)),
+    '2x2x2': ((2, 2, 2), ('x', 'y', 'z'), THREE, (12, 12), (3, 12, 20), (20,)),
+}
+AXIS_TYPES = pytest.mark.parametrize(
+    'axis_type', [AxisType.Auto, AxisType.Explicit], ids=['Auto', 'Explicit']
+)
+TREES = ('params', 'opt_state/0/mu', 'opt_state/0/nu')
+
+
+def partitioner_over(mesh, axis_type=AxisType.Auto):
+    sizes, names, rules, *_ = MESHES[mesh]
+    mesh = jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes))
+    return PjitPartitioner(mesh=mesh, logical_axis_rules=rules)
+
+
+def parameters(key, look=lambda table: None):
+    table = jax.random.uniform(key, TABLE)
+    look(table)
+    return {
+        'table': box(table, ('vocab', 'embed')),
+        'up': box(jnp.full(UP, 0.5), ('stack', 'embed', 'mlp')),
+        'bias': box(jnp.ones(BIAS), ('mlp',)),
+    }
+
+
+def adam(params):
+    return ADAM.init(unbox(params))
+
+
+def with_adam(params):
+    return {'params': params, 'opt_state': adam(params), 'step': jnp.int32(0)}
+
+
+@functools.cache
+def table_of_one_device():
+    return np.asarray(jax.jit(lambda key: parameters(key)['table'].value)(KEY))
+
+
+@AXIS_TYPES
+@pytest.mark.parametrize('mesh', MESHES)
+def test_no_device_ever_holds_a_whole_array(mesh, axis_type):
+    """Neither the state nor, while it is made, the random numbers in it."""
+    seen = []
+    look = functools.partial(jax.debug.inspect_array_sharding, callback=seen.append)
+    partitioner = partitioner_over(mesh, axis_type)
+    state = partitioner.init(lambda key: with_adam(parameters(key, look)), KEY)
+    one = dict(zip(('table', 'up', 'bias'), MESHES[mesh][3:], strict=True))
+    assert shard_shapes(state) == {f'{tree}/{name}': one[name] for tree in TREES for name in one}
+    assert all(x.sharding.mesh == partitioner.mesh for x in jax.tree.leaves(state))
+    np.testing.assert_allclose(state['params']['table'], table_of_one_device(), rtol=1e-6)
+    assert [sharding.shard_shape(TABLE) for sharding in seen] == [one['table']]
+
+
+def test_the_program_that_makes_a_state_has_no_whole_array():
+    partitioner = partitioner_over('2x2x2')
+    init = jax.jit(lambda key: partitioner.init(lambda k: with_adam(parameters(k)), key))
+    compiled = init.lower(KEY).compile()
+    specs = {'table': P(('y', 'z'), 'x'), 'up': P(None, 'x', 'y'), 'bias': P('y')}
+    shapes = {'table': TABLE, 'up': UP, 'bias': BIAS}
+    shardings = leaves_of(compiled.output_shardings)
+    for path, name in ((f'{tree}/{name}', name) for tree in TREES for name in specs):
+        expected = NamedSharding(partitioner.mesh, specs[name])
+        assert shardings[path].is_equivalent_to(expected, len(shapes[name])), path
+    text = compiled.as_text()  # of one device
+    assert '[12,12]' in text and '[3,12,20]' in text
+    assert '[48,24]' not in text and '[3,24,40]' not in text and '[40]' not in text
+
+
+@AXIS_TYPES
+def test_a_step_over_any_type_of_axes(axis_type):
+    partitioner = partitioner_over('2x2x2', axis_type)
+    axes = partitioner.get_mesh_axes(jax.eval_shape(lambda: with_adam(parameters(KEY))))
+    double = partitioner.partition(lambda s: jax.tree.map(lambda x: x + x, s), (axes,), axes)
+    born = partitioner.init(lambda: with_adam(parameters(KEY)))
+    after = double(double(born))
+    np.testing.assert_array_equal(after['params']['table'], 4 * np.asarray(born['params']['table']))
+    check_fixed_point(after, born, partitioner.mesh)
+    check_compiled_once(double)
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self):
+        init = nn.with_logical_partitioning(nn.initializers.ones, ('vocab', 'embed'))
+        return self.param('table', init, TABLE)
+
+
+@AXIS_TYPES
+def test_linen_models(axis_type):
+    partitioner = partitioner_over('2x2x2', axis_type)
+    state = partitioner.init(lambda key: Linen().init(key), KEY)
+    assert shard_shapes(state) == {'params/table': (12, 12)}
+
+
+def test_arguments_of_init():
+    partitioner = partitioner_over('4x2')
+    state = partitioner.init(
+        lambda scale, shift: {'w': box(scale * jnp.ones((8, 8)) + shift['by'], ('embed', 'mlp'))},
+        jnp.float32(3),
+        {'by': np.arange(8.0, dtype='float32')},
+    )
+    np.testing.assert_array_equal(state['w'], np.tile(3 + np.arange(8.0), (8, 1)))
+    assert shard_shapes(state) == {'w': (2, 4)}
+
+
+# ZeRO and FSDP, over data 4 x model 2.
+
+RULES = [('batch', 'data'), ('vocab', 'model'), ('mlp', 'model'), ('embed', None)]
+VOCAB, EMBED, MLP = 48, 16, 40
+SHARDED = fsdp_logical_axis_rules(RULES)
+KINDS = {  # what a partitioner gets; shards of the parameters, and of what Adam keeps of them
+    'tensor': ({'logical_axis_rules': RULES}, 'whole', 'whole'),
+    'ZeRO': ({'logical_axis_rules': RULES, 'optimizer_axis_rules': SHARDED}, 'whole', 'split'),
+    'FSDP': ({'logical_axis_rules': SHARDED}, 'split', 'split'),
+}
+SHARDS = {  # over 'data': the bias has no 'embed', so it is whole in both
+    'whole': {'table': (24, 16), 'up': (16, 20), 'bias': (20,)},
+    'split': {'table': (24, 4), 'up': (4, 20), 'bias': (20,)},
+}
+BYTES = {'whole': 4 * (24 * 16 + 16 * 20 + 20), 'split': 4 * (24 * 4 + 4 * 20 + 20)}
+TOKENS = np.arange(48, dtype=np.int32).reshape(8, 6)
+
+
+def small_model(key):
+    def waves(*shape):
+        return jnp.sin(jnp.arange(np.prod(shape, dtype='float32'))).reshape(shape)
+
+    return with_adam(
+        {
+            'table': box(waves(VOCAB, EMBED), ('vocab', 'embed')),
+            'up': box(waves(EMBED, MLP) / 16, ('embed', 'mlp')),
+            'bias': box(waves(MLP) / 16, ('mlp',)),
+        }
+    )
+
+
+def step(state, tokens):
+    def loss(params):
+        x = params['table'][tokens] @ params['up'] + params['bias']
+        # The second term keeps gradients off 0, where Adam would amplify rounding.
+        return jnp.mean(x**2) + sum(jnp.sum(2 * p + jnp.cos(p)) for p in jax.tree.leaves(params))
+
+    grads = jax.grad(loss)(state['params'])
+    updates, opt_state = ADAM.update(grads, state['opt_state'], state['params'])
+    params = optax.apply_updates(state['params'], updates)
+    return {'params': params, 'opt_state': opt_state, 'step': state['step'] + 1}
+
+
+@functools.cache
+def step_of_one_device():
+    return leaves_of(jax.jit(step)(unbox(jax.jit(small_model)(KEY)), TOKENS))
+
+
+@functools.cache
+def run(kind):
+    partitioner = PjitPartitioner(num_partitions=2, **KINDS[kind][0])
+    named = jax.eval_shape(small_model, KEY)
+    axes = partitioner.get_mesh_axes(named)
+    born = partitioner.init(small_model, KEY)
+    resources = (axes, partitioner.data_partition_spec)
+    partitioned = partitioner.partition(step, resources, axes)
+    after = partitioned(born, TOKENS)
+    partitioned(after, TOKENS)
+    return types.SimpleNamespace(
+        partitioner=partitioner, named=named, axes=axes, born=born, after=after, step=partitioned
+    )
+
+
+@pytest.mark.parametrize('kind', KINDS)
+@pytest.mark.parametrize('when', ['born', 'after'])
+def test_what_is_split_over_data(kind, when):
+    _, of_params, of_optimizer = KINDS[kind]
+    expected = {f'params/{name}': shape for name, shape in SHARDS[of_params].items()}
+    for tree in TREES[1:]:
+        expected |= {f'{tree}/{name}': shape for name, shape in SHARDS[of_optimizer].items()}
+    assert shard_shapes(getattr(run(kind), when)) == expected
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_step_is_that_of_one_device(kind):
+    after, plain = leaves_of(run(kind).after), step_of_one_device()
+    assert after.keys() == plain.keys()
+    for path, array in plain.items():
+        largest = float(np.abs(array).max())
+        np.testing.assert_allclose(after[path], array, rtol=0, atol=1e-5 * largest, err_msg=path)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_a_step_is_a_fixed_point(kind):
+    result = run(kind)
+    for layout in (result.axes, result.born):
+        check_fixed_point(result.after, layout, result.partitioner.mesh)
+    check_compiled_once(result.step)
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_bytes_of_a_device(kind):
+    _, of_params, of_optimizer = KINDS[kind]
+    result = run(kind)
+    expected = {'parameters': BYTES[of_params], 'optimizer': 2 * BYTES[of_optimizer] + 4}
+    expected['other'] = 4  # the step; the optimizer has its count
+    for audit in (
+        result.partitioner.audit(result.named),
+        result.partitioner.audit(result.after, result.named),
+    ):
+        assert audit.by_category == expected
+        assert audit.bytes_per_device == sum(expected.values())
+    held = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(result.after)]
+    assert sum(held) == sum(expected.values())
+
+
+def test_activations_keep_their_batch_over_data():
+    """FSDP gives 'embed' the data axis in parameters, never before the batch."""
+    rules = run('FSDP').partitioner.logical_axis_rules
+    assert nn.logical_to_mesh_axes(('batch', 'embed'), tuple(rules)) == P('data', None)
+
+
+# States of any structure, over data 4 x model 2.
+
+AXES = [('embed', 'data'), ('mlp', 'model')]
+
+
+def wide():
+    return box(jnp.zeros((16, 40)), ('embed', 'mlp'))
+
+
+def tall():
+    return box(jnp.zeros((40, 16)), ('mlp', 'embed'))
+
+
+def narrow():
+    return box(jnp.zeros((16, 24)), ('embed', None))
+
+
+def square(names=('embed', 'mlp')):
+    return box(jnp.zeros((16, 16)), names)
+
+
+def turned():
+    return square(('mlp', 'embed'))
+
+
+WIDE, TALL, NARROW, SQUARE, TURNED = (4, 20), (20, 4), (4, 24), (4, 8), (8, 4)  # their shards
+
+
+def of_squares():
+    return adam({'w': square()})
+
+
+def gan(of_gen, of_disc, **optimizers):
+    return {'gen': {'params': {'w': of_gen}}, 'disc': {'params': {'w': of_disc}}, **optimizers}
+
+
+def tuned(body, head):
+    """An optimizer for the head alone."""
+    return {'params': {'body': body, 'head': head}, 'opt_state': adam(head)}
+
+
+STRUCTURES = {  # a state; the shard of every array that has this key in its path
+    'a bare array': (
+        lambda: {'params': wide(), 'opt_state': adam(wide())},
+        {'params': WIDE, 'opt_state': WIDE},
+    ),
+    'a tuple': (
+        lambda: ({'w': wide(), 'u': tall()}, adam({'w': wide(), 'u': tall()}), jnp.int32(0)),
+        {'w': WIDE, 'u': TALL},
+    ),
+    'a tuple with a bare array': (
+        lambda: (jnp.int32(0), tall(), adam(tall())),
+        {'1': TALL, '2': TALL},
+    ),
+    'one level deeper': (
+        lambda: {'train': with_adam({'w': wide(), 'u': tall()}), 'step': jnp.int32(0)},
+        {'w': WIDE, 'u': TALL},
+    ),
+    'a GAN, an optimizer in each': (
+        lambda: {'gen': with_adam({'w': square()}), 'disc': with_adam({'w': turned()})},
+        {'gen': SQUARE, 'disc': TURNED},
+    ),
+    'a GAN, the optimizers in a tree of their own': (
+        lambda: gan(square(), turned(), opt_state=dict.fromkeys(('gen', 'disc'), of_squares())),
+        {'gen': SQUARE, 'disc': TURNED},
+    ),
+    'a GAN, the parameters in one tree and the optimizers in another': (
+        lambda: {
+            'params': {'gen': {'w': square()}, 'disc': {'w': turned()}},
+            'opt_state': {'gen': of_squares(), 'disc': of_squares()},
+        },
+        {'gen': SQUARE, 'disc': TURNED},
+    ),
+    'a GAN whose shapes alone say which optimizer is whose': (
+        lambda: gan(wide(), narrow(), one=adam({'w': wide()}), two=adam({'w': narrow()})),
+        {'gen': WIDE, 'one': WIDE, 'disc': NARROW, 'two': NARROW},
+    ),
+    'averages of the parameters': (
+        lambda: {**with_adam({'w': wide(), 'u': tall()}), 'ema': unbox({'w': wide(), 'u': tall()})},
+        {'w': WIDE, 'u': TALL},
+    ),
+    'averages in boxes, in a tree of their own': (
+        lambda: {'params': {'w': wide(), 'u': tall()}, 'ema': {'params': {'w': wide()}}},
+        {'w': WIDE, 'u': TALL},
+    ),
+    'an optimizer of some parameters': (
+        lambda: tuned({'u': tall()}, {'w': wide()}),
+        {'u': TALL, 'w': WIDE},
+    ),
+    'an optimizer of some parameters, with the names of others': (
+        lambda: tuned({'w': tall()}, {'w': wide()}),
+        {'body': TALL, 'head': WIDE, 'opt_state': WIDE},
+    ),
+    'an optimizer of one of two that are alike': (
+        lambda: tuned({'w': wide()}, {'w': wide()}),
+        {'body': WIDE, 'head': WIDE, 'opt_state': WIDE},
+    ),
+}
+
+
+@pytest.fixture(name='partitioner', scope='module')
+def _partitioner():
+    return PjitPartitioner(num_partitions=2, logical_axis_rules=AXES)
+
+
+@pytest.mark.parametrize('structure', STRUCTURES)
+def test_structures(partitioner, structure):
+    init, expected = STRUCTURES[structure]
+    state = partitioner.init(init)
+    assert jax.tree.structure(state) == jax.tree.structure(unbox(jax.eval_shape(init)))
+    shards = shard_shapes(state)
+    assert shards == {path: expected[key_in(path, expected)] for path in shards}
+
+
+def key_in(path, keys):
+    (key,) = {*path.split('/')} & {*keys}
+    return key
+
+
+def test_large_statistics_of_which_of_two_parameters_is_not_guessed(partitioner):
+    """With 'w' of both of one shape and laid out in two ways, neither would be right."""
+
+    def init():
+        shape = (128, 64)
+        body, head = (box(jnp.zeros(shape), names) for names in (('embed', 'mlp'), ('mlp', None)))
+        return tuned({'w': body}, {'w': head})
+
+    with pytest.raises(ValueError, match=r'opt_state/0/mu/w.*\(128, 64\).*32,768 bytes'):
+        partitioner.init(init)
+
+
+# Statistics beside the parameters.
+
+
+MEAN = 'batch_stats/norm/mean'
+
+
+def normalized(mean):
+    """A state with the statistics of a normalization, as a rule without names."""
+    params = {
+        'dense': {'kernel': wide(), 'bias': box(jnp.zeros(40), ('mlp',))},
+        'norm': {'scale': box(jnp.ones(40), ('mlp',))},
+    }
+    return {'params': params, 'batch_stats': {'norm': {'mean': mean, 'var': jnp.ones(40)}}}
+
+
+def test_small_statistics_are_replicated_and_listed(partitioner):
+    state = partitioner.init(lambda: normalized(jnp.zeros(40)))
+    expected = {'kernel': WIDE, 'bias': (20,), 'scale': (20,), 'mean': (40,), 'var': (40,)}
+    assert {path.split('/')[-1]: s for path, s in shard_shapes(state).items()} == expected
+    audit = partitioner.audit(state, jax.eval_shape(lambda: normalized(jnp.zeros(40))))
+    replicated = {row.path.split('/')[-1]: row for row in audit.replicated}
+    # Of 160 bytes one of 8 devices has a share of 20; what is split by 2 has 80.
+    extra = {name: row.replicated_bytes_per_device for name, row in replicated.items()}
+    assert extra == {'mean': 140, 'var': 140, 'bias': 60, 'scale': 60}
+    assert 'follows no parameter' in replicated['mean'].reason
+    assert audit.by_category['other'] == 2 * 160
+    assert MEAN in str(audit)
+
+
+def test_large_statistics_need_names(partitioner):
+    limit = 16 * 1024 // 4
+    state = partitioner.init(lambda: normalized(jnp.zeros(limit)))
+    assert shard_shapes(state)[MEAN] == (limit,)
+    with pytest.raises(ValueError, match=rf'{MEAN}.*\(4097,\).*16,388 bytes'):
+        partitioner.init(lambda: normalized(jnp.zeros(limit + 1)))
+
+
+def test_large_statistics_with_names(partitioner):
+    """Each way out that the error gives."""
+    state = partitioner.init(lambda: normalized(box(jnp.zeros(8192), ('mlp',))))
+    assert shard_shapes(state)[MEAN] == (4096,)
+    overrides = {'params_axes_names_override': [(MEAN, (None,))]}
+    state = PjitPartitioner(2, logical_axis_rules=AXES, **overrides).init(
+        lambda: normalized(jnp.zeros(8192))
+    )
+    assert shard_shapes(state)[MEAN] == (8192,)
+
+
+# The checks themselves.
+
+
+@pytest.fixture(name='state', scope='module')
+def _state(partitioner):
+    return partitioner.init(
+        lambda: {'a': wide(), 'b': {'c': tall(), 'd': wide()}, 'e': jnp.int32(0)}
+    )
+
+
+LAYOUT = {'a': P('data', 'model'), 'b': {'c': P('model', 'data'), 'd': P('data', 'model')}}
+
+
+@pytest.mark.parametrize('moved, first', [('ac', 'a'), ('cd', 'b/c'), ('d', 'b/d'), ('e', 'e')])
+def test_the_first_array_that_moved(partitioner, state, moved, first):
+    other = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    after = jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.device_put(x, other) if path[-1].key in moved else x, state
+    )
+    for layout in (state, {**LAYOUT, 'e': P()}):
+        with pytest.raises(ValueError, match=rf'^{first} of shape .*was expected'):
+            check_fixed_point(after, layout, partitioner.mesh)
+
+
+def test_a_move_within_the_mesh_says_from_where_to_where(partitioner, state):
+    after = {**state, 'a': jax.device_put(state['a'], NamedSharding(partitioner.mesh, P('model')))}
+    message = r"^a of shape \(16, 40\) .*P\('model'.*data 4 x model 2.*P\('data', 'model'\)"
+    with pytest.raises(ValueError, match=message):
+        check_fixed_point(after, state, partitioner.mesh)
+
+
+def test_layouts_that_a_check_takes(partitioner, state):
+    mesh = partitioner.mesh
+    half = {'a': state['a'], 'b': {'d': state['b']['d']}}
+    for layout in (state, {**LAYOUT, 'e': None}, {**LAYOUT, 'e': state['e'].sharding}):
+        check_fixed_point(state, layout, mesh)
+    for prefix in (P('data', 'model'), NamedSharding(mesh, P('data', 'model'))):
+        check_fixed_point(half, prefix, mesh)
+        check_fixed_point(half, {'a': prefix, 'b': prefix}, mesh)
+    with pytest.raises(ValueError, match=r'^b/c of shape'):
+        check_fixed_point(
+            state, {'a': P('data', 'model'), 'b': P('data', 'model'), 'e': None}, mesh
+        )
+    with pytest.raises(ValueError, match=r'^a of shape .*P\(\) over .* was expected'):
+        check_fixed_point(state, None, mesh)
+
+
+@pytest.mark.parametrize('layout', [{'a': P()}, {**LAYOUT, 'e': P(), 'f': P()}])
+def test_layouts_of_another_structure(partitioner, state, layout):
+    with pytest.raises(ValueError):
+        check_fixed_point(state, layout, partitioner.mesh)
+
+
+@pytest.mark.parametrize('leaf', [np.zeros(3), 3])
+def test_what_is_on_no_device(partitioner, leaf):
+    with pytest.raises(ValueError, match=r'^n '):
+        check_fixed_point({'n': leaf}, P(), partitioner.mesh)
+
+
+def test_specs_of_the_same_layout_are_equal(partitioner):
+    array = jax.device_put(jnp.zeros((8, 4)), NamedSharding(partitioner.mesh, P('data')))
+    check_fixed_point({'x': array}, {'x': P('data', None)}, partitioner.mesh)
+    check_fixed_point({'x': array}, {'x': P(('data',), ())}, partitioner.mesh)
+
+
+def scaled(x, scale=1.0):
+    return x * scale
+
+
+def rows(*shape):
+    return np.ones(shape, 'float32')
+
+
+def test_never_compiled(partitioner):
+    function = partitioner.partition(scaled, P('data'), P('data'))
+    with pytest.raises(ValueError, match=r'scaled.*0 times.*not been called'):
+        check_compiled_once(function)
+    function.lower(rows(8, 4))
+    with pytest.raises(ValueError, match='not been called'):
+        check_compiled_once(function)
+
+
+ONE, TWO_LAID_OUT = (P('data'),), (P('data'), None)
+
+
+@pytest.mark.parametrize(
+    'resources, calls, count',
+    [
+        (ONE, [((rows(8, 4),), {}), ((2 * rows(8, 4),), {})], 1),
+        (ONE, [((rows(8, 4),), {}), ((rows(16, 4),), {})], 2),
+        (ONE, [((rows(8, 4),), {}), ((rows(8, 4).astype('int32'),), {})], 2),
+        (ONE, [((rows(8, 4),), {'scale': 2.0}), ((rows(8, 4),), {'scale': 3.0})], 1),
+        (TWO_LAID_OUT, [((rows(8, 4), 2.0), {}), ((), {'scale': 3.0, 'x': rows(8, 4)})], 1),
+        (ONE, [((rows(8, 4),), {}), ((rows(8, 4),), {'scale': 3.0})], 2),
+    ],
+    ids=['values', 'shapes', 'types', 'keywords', 'by position and by keyword', 'with and without'],
+)
+def test_compilations(partitioner, resources, calls, count):
+    function = partitioner.partition(scaled, resources, P('data'))
+    for args, kwargs in calls:
+        function(*args, **kwargs)
+    if count == 1:
+        check_compiled_once(function)
+    else:
+        with pytest.raises(ValueError, match=f'scaled was compiled {count} times, not once'):
+            check_compiled_once(function)
+
+
+def test_one_layout_in_two_words_is_compiled_once(partitioner, caplog):
+    function = partitioner.partition(scaled, P('data'), P('data'))
+    with jax.log_compiles():
+        for spec in (P('data'), P('data', None)):
+            function(jax.device_put(rows(8, 4), NamedSharding(partitioner.mesh, spec)))
+    logged = [m for m in caplog.messages if 'Finished XLA' in m and 'scaled' in m]
+    assert len(logged) == 1, 'jax itself compiles twice'
+    check_compiled_once(function)

@@ -1,0 +1,286 @@
+"""The same models from four front-ends: one layout, one training, whatever holds the names."""
+
+import functools
+import types
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from small_models import (
+    FRONT_ENDS,
+    PARAMETERS,
+    PATH_RULES,
+    batches,
+    plain_loss,
+    plain_losses,
+    program,
+    values,
+)
+
+from partitioning import AxisNames, PjitPartitioner, check_compiled_once, check_fixed_point
+
+pytestmark = pytest.mark.core
+
+# Over data 4 x model 2. 'embed' loses 'data' to 'members' where an array has both.
+RULES = [('batch', 'data'), ('vocab', 'model'), ('mlp', 'model'), ('layers', None)]
+RULES += [('members', 'data'), ('embed', 'data')]
+SPECS = {  # by hand
+    'mlp': {
+        'up/kernel': P('data', 'model'),
+        'up/bias': P('model'),
+        'down/kernel': P('model', 'data'),
+        'down/bias': P('data'),
+    },
+    'stack': {
+        'embed/embedding': P('model', 'data'),
+        'layers/up/kernel': P(None, 'data', 'model'),
+        'layers/up/bias': P(None, 'model'),
+        'layers/down/kernel': P(None, 'model', 'data'),
+        'layers/down/bias': P(None, 'data'),
+    },
+    'ensemble': {
+        'members/up/kernel': P('data', None, 'model'),
+        'members/up/bias': P('data', 'model'),
+        'members/down/kernel': P('data', 'model', None),
+        'members/down/bias': P('data', None),
+    },
+}
+# Float32 elements of all parameters that one device holds: those of the arrays above in order.
+ELEMENTS = {
+    'mlp': 8 * 16 // 8 + 16 // 2 + 8 * 16 // 8 + 8 // 4,
+    'stack': 16 * 8 // 8 + 3 * (8 * 16 // 8 + 16 // 2 + 8 * 16 // 8 + 8 // 4),
+    'ensemble': 8 * 16 // 2 + 16 // 2 + 8 * 16 // 2 + 8,
+}
+KINDS = {  # of state; nnx has one of its own
+    ('mlp', 'boxes'): 'ours',
+    ('mlp', 't5x'): 'ours',
+    ('mlp', 'paths'): 'dict',
+    ('stack', 'boxes'): 'flax',
+    ('stack', 't5x'): 'dict',
+    ('stack', 'paths'): 'ours',
+    ('ensemble', 'boxes'): 'dict',
+    ('ensemble', 't5x'): 'ours',
+    ('ensemble', 'paths'): 'flax',
+}
+STEPS = 5
+TX = optax.adamw(2e-2)
+CASES = pytest.mark.parametrize('front_end', FRONT_ENDS)
+MODELS = pytest.mark.parametrize('model', PARAMETERS)
+
+
+def partitioner_of(model, front_end, num_partitions=2, **settings):
+    overrides = PATH_RULES[model] if front_end == 'paths' else ()
+    return PjitPartitioner(
+        num_partitions,
+        params_axes_names_override=overrides,
+        **{'logical_axis_rules': RULES} | settings,
+    )
+
+
+def named_state(partitioner, init):
+    return partitioner.partition(init, None, None).eval_shape(jax.random.key(0))
+
+
+def corresponding(tree, model):
+    """The leaves of any state by what they are: the rest of their paths is the front-end's."""
+    found, others = {}, []
+    is_leaf = lambda x: isinstance(x, P | AxisNames | NamedSharding)  # noqa: E731
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf):
+        keys = jax.tree_util.keystr(path, simple=True, separator='/').split('/')
+        kind = next((k for k in ('mu', 'nu') if k in keys), 'parameter')
+        names = [n for n in PARAMETERS[model] if f'/{"/".join(keys)}/'.find(f'/{n}/') >= 0]
+        if names:
+            assert (kind, names[0]) not in found
+            found[kind, names[0]] = leaf
+        else:
+            others.append(leaf)
+    return found, others
+
+
+def of_every_kind(table):
+    return {(kind, k): x for kind in ('parameter', 'mu', 'nu') for k, x in table.items()}
+
+
+@functools.cache
+def run(model, front_end):
+    """Five steps of a model in a front-end."""
+    made = program(model, front_end, KINDS.get((model, front_end)), TX)
+    partitioner = partitioner_of(model, front_end)
+    out = types.SimpleNamespace(partitioner=partitioner)
+    out.named = named_state(partitioner, made.init)
+    out.axes = partitioner.get_mesh_axes(out.named)
+    state = partitioner.init(made.init, jax.random.key(0))
+    out.born = jax.tree.map(lambda x: x.sharding, state)
+    start, _ = corresponding(jax.device_get(state), model)
+    out.start = {name: x for (kind, name), x in start.items() if kind == 'parameter'}
+    resources = (out.axes, partitioner.data_partition_spec)
+    out.step = partitioner.partition(made.step, resources, (out.axes, None), donate_argnums=0)
+    out.losses = []
+    for batch in batches(model, STEPS):
+        state, loss = out.step(state, batch)
+        out.losses.append(float(loss))
+    out.state = state
+    return out
+
+
+@functools.cache
+def losses_on_one_device(model):
+    return plain_losses(model, TX, batches(model, STEPS))
+
+
+# The layout.
+
+
+@MODELS
+@CASES
+def test_names_are_those_of_the_models(model, front_end):
+    """The dimension that scan or vmap adds included."""
+    out = run(model, front_end)
+    found, _ = corresponding(out.partitioner.get_logical_axes(out.named), model)
+    assert found == of_every_kind({k: AxisNames(*n) for k, (_, n) in PARAMETERS[model].items()})
+
+
+@MODELS
+@CASES
+def test_specs_are_those_of_the_table(model, front_end):
+    """Of parameters and of both of Adam's statistics; counts are replicated."""
+    out = run(model, front_end)
+    assert dict(out.partitioner.mesh.shape) == {'data': 4, 'model': 2}
+    found, others = corresponding(out.axes, model)
+    assert found == of_every_kind(SPECS[model])
+    assert others and set(others) == {P()}
+
+
+@MODELS
+@CASES
+def test_bytes_of_a_device(model, front_end):
+    out = run(model, front_end)
+    held = out.partitioner.audit(out.state, out.named).by_category
+    assert held['parameters'] == 4 * ELEMENTS[model]
+    counts = held['optimizer'] - 2 * 4 * ELEMENTS[model]
+    assert counts + held['other'] == 8  # Adam's count and the step
+
+
+@MODELS
+@CASES
+def test_arrays_are_born_where_the_table_says_and_stay_there(model, front_end):
+    out = run(model, front_end)
+    born, _ = corresponding(out.born, model)
+    now, _ = corresponding(out.state, model)
+    for key, spec in of_every_kind(SPECS[model]).items():
+        expected = NamedSharding(out.partitioner.mesh, spec)
+        array = now[key]
+        assert array.shape == PARAMETERS[model][key[1]][0]
+        assert born[key].is_equivalent_to(expected, array.ndim), key
+        assert array.sharding.is_equivalent_to(expected, array.ndim), key
+
+
+@MODELS
+@CASES
+def test_fixed_point_and_one_compilation(model, front_end):
+    out = run(model, front_end)
+    check_fixed_point(out.state, out.axes, out.partitioner.mesh)
+    check_fixed_point(out.state, out.born, out.partitioner.mesh)
+    check_compiled_once(out.step)
+
+
+# The training.
+
+
+@MODELS
+@CASES
+def test_all_start_from_the_same_values(model, front_end):
+    start, expected = run(model, front_end).start, values(model)
+    assert start.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_array_equal(start[name], value)
+
+
+@MODELS
+@CASES
+def test_losses_are_those_of_one_device(model, front_end):
+    expected = losses_on_one_device(model)
+    np.testing.assert_allclose(run(model, front_end).losses, expected, rtol=1e-5)
+    untrained = plain_loss(model, values(model), batches(model, STEPS)[-1], np)
+    assert expected[-1] < untrained - 0.05  # the steps before it count
+
+
+@MODELS
+def test_losses_are_equal_across_front_ends(model):
+    losses = {front_end: run(model, front_end).losses for front_end in FRONT_ENDS}
+    for front_end in FRONT_ENDS:
+        np.testing.assert_allclose(losses[front_end], losses['boxes'], rtol=1e-6)
+
+
+@MODELS
+def test_first_loss_in_numpy(model):
+    in_numpy = plain_loss(model, values(model), batches(model, 1)[0], np)
+    assert losses_on_one_device(model)[0] == pytest.approx(float(in_numpy), rel=1e-6)
+
+
+@MODELS
+@CASES
+def test_parameters_after_the_steps_are_equal(model, front_end):
+    """Adam divides by tiny statistics, so a few elements differ more than the losses."""
+    ours, _ = corresponding(jax.device_get(run(model, front_end).state), model)
+    boxes, _ = corresponding(jax.device_get(run(model, 'boxes').state), model)
+    for key in boxes:
+        np.testing.assert_allclose(ours[key], boxes[key], rtol=1e-3, atol=1e-5)
+
+
+# Other kinds of states, other rules: of layouts alone.
+
+
+HELD_IN = {  # flax's TrainState has no place for params_axes
+    'boxes': ('ours', 'flax', 'dict'),
+    't5x': ('ours', 'dict'),
+    'paths': ('ours', 'flax', 'dict'),
+}
+
+
+@pytest.mark.parametrize('front_end, kind', [(f, k) for f, kinds in HELD_IN.items() for k in kinds])
+@MODELS
+def test_every_kind_of_state_has_the_same_layout(model, front_end, kind):
+    init = program(model, front_end, kind, TX).init
+    partitioner = partitioner_of(model, front_end)
+    found, _ = corresponding(partitioner.get_mesh_axes(named_state(partitioner, init)), model)
+    assert found == of_every_kind(SPECS[model])
+
+
+@MODELS
+@CASES
+def test_rules_of_the_optimizer(model, front_end):
+    """As for ZeRO: parameters over 'model' alone, statistics over both axes."""
+    rules = [(name, None if axes == 'data' else axes) for name, axes in RULES]
+    partitioner = partitioner_of(
+        model, front_end, logical_axis_rules=rules, optimizer_axis_rules=RULES
+    )
+    init = program(model, front_end, 'dict', TX).init
+    found, _ = corresponding(partitioner.get_mesh_axes(named_state(partitioner, init)), model)
+    expected = of_every_kind(SPECS[model])
+    for (kind, name), spec in expected.items():
+        if kind == 'parameter':
+            spec = P(*(axes if axes == 'model' else None for axes in spec))
+        assert found[kind, name] == spec
+    assert found.keys() == expected.keys()
+
+
+@CASES
+def test_sizes_that_do_not_divide_are_found_in_every_front_end(front_end):
+    """Four members over data 8."""
+    partitioner = partitioner_of('ensemble', front_end, num_partitions=1)
+    named = named_state(partitioner, program('ensemble', front_end, 'dict', TX).init)
+    with pytest.raises(ValueError, match=r"members.*'members'.*4 does not divide by 8"):
+        partitioner.get_mesh_axes(named)
+
+
+@CASES
+def test_a_name_without_a_rule_is_found_in_every_front_end(front_end):
+    rules = [rule for rule in RULES if rule[0] != 'layers']
+    partitioner = partitioner_of('stack', front_end, logical_axis_rules=rules)
+    named = named_state(partitioner, program('stack', front_end, 'dict', TX).init)
+    with pytest.raises(ValueError, match=r"layers/.*no rule for logical axis 'layers'"):
+        partitioner.get_mesh_axes(named)

@@ -1,0 +1,408 @@
+"""Names by regular expressions on paths, for parameters of every front-end."""
+
+import re
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from flax.linen.partitioning import AxisMetadata
+from flax.training import train_state
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+from partitioning import (
+    AxisNames,
+    PjitPartitioner,
+    TrainState,
+    get_logical_axes,
+    override_params_axes_names,
+    unbox,
+)
+
+pytestmark = pytest.mark.core
+
+# Over data 4 x model 2.
+RULES = [('embed', 'data'), ('mlp', 'model'), ('heads', 'model')]
+SHAPES = {'enc/kernel': (8, 16), 'enc/bias': (16,), 'dec/kernel': (16, 8)}
+PATHS = list(SHAPES)
+ALL = [('.*/kernel', ('embed', 'mlp')), ('.*/bias', ('mlp',))]
+NAMES = {'enc/kernel': ('embed', 'mlp'), 'enc/bias': ('mlp',), 'dec/kernel': ('embed', 'mlp')}
+SPECS = {'enc/kernel': P('data', 'model'), 'enc/bias': P('model'), 'dec/kernel': P('data', 'model')}
+TURNED = ('enc/kernel', ('mlp', 'embed'))  # the other way round than ALL
+
+
+def partitioner_of(path_rules, **settings):
+    settings = {'logical_axis_rules': RULES} | settings
+    return PjitPartitioner(2, params_axes_names_override=path_rules, **settings)
+
+
+def params(boxed=False, named=()):
+    """Arrays without names, all in boxes, or some with AxisMetadata beside them."""
+    flat = {path: jnp.zeros(shape) for path, shape in SHAPES.items()}
+    if boxed:
+        flat = {k: nn.LogicallyPartitioned(x, NAMES[k]) for k, x in flat.items()}
+    made = flax.traverse_util.unflatten_dict(flat, sep='/')
+    if not named:
+        return made
+    axes = {f'{path}_axes': AxisMetadata(names=NAMES[path]) for path in named}
+    return {'params': made, 'params_axes': flax.traverse_util.unflatten_dict(axes, sep='/')}
+
+
+def by_path(tree):
+    is_leaf = lambda x: isinstance(x, P | AxisNames | AxisMetadata)  # noqa: E731
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
+    return {jax.tree_util.keystr(p, simple=True, separator='/'): x for p, x in flat}
+
+
+def by_function(rules, tree=None):
+    return by_path(get_logical_axes(override_params_axes_names(tree or params(), rules)))
+
+
+def by_partitioner(rules, tree=None):
+    state = {'params': tree or params()}
+    return by_path(partitioner_of(rules).get_logical_axes(state)['params'])
+
+
+WAYS = pytest.mark.parametrize('way', [by_function, by_partitioner])
+
+
+# Which rule wins, and what is an error.
+
+
+@WAYS
+def test_names_by_path(way):
+    assert way(ALL) == NAMES
+
+
+@WAYS
+def test_the_first_that_matches_wins(way):
+    assert way([TURNED, *ALL]) == NAMES | {'enc/kernel': AxisNames('mlp', 'embed')}
+
+
+@WAYS
+def test_all_of_a_path_must_match(way):
+    """re.match and re.search would take 'enc/ker' and 'kernel'."""
+    for part in ('enc/ker', 'kernel', 'nc/kernel', '/kernel'):
+        with pytest.raises(ValueError, match=f'path rule {part!r} names nothing'):
+            way([(part, ('mlp', 'embed')), *ALL])
+
+
+PATTERNS = [
+    'enc/.*',
+    '.*/kernel',
+    'dec/kernel',
+    '.*',
+    '(enc|dec)/bias',
+    'kernel',
+    '[^/]+/[^/]+',
+    '',
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(PATTERNS), max_size=4, unique=True))
+def test_as_the_regular_expressions_say(patterns):
+    """Of two arrays of one rank, so that any rule may name either."""
+    tree = {'enc': {'kernel': jnp.zeros((2, 2))}, 'dec': {'kernel': jnp.zeros((2, 2))}}
+    rules = [(pattern, (f'a{i}', f'b{i}')) for i, pattern in enumerate(patterns)]
+    winner = {
+        path: next((i for i, p in enumerate(patterns) if re.fullmatch(p, path)), None)
+        for path in ('enc/kernel', 'dec/kernel')
+    }
+    complete = None not in winner.values() and set(winner.values()) == set(range(len(patterns)))
+    for way in (by_function, by_partitioner):
+        if complete:
+            expected = {path: AxisNames(f'a{i}', f'b{i}') for path, i in winner.items()}
+            assert way(rules, tree) == expected
+        elif rules or way is by_function:
+            with pytest.raises(ValueError, match='path rule'):
+                way(rules, tree)
+
+
+@WAYS
+def test_a_parameter_that_no_rule_matches(way):
+    """The message has the line to write, which then works."""
+    with pytest.raises(ValueError, match='no path rule matches all of enc/bias') as error:
+        way(ALL[:1])
+    (line,) = re.findall(r"Add \('(\S+)', ", str(error.value))
+    assert way([*ALL[:1], (line, ('mlp',))]) == NAMES
+
+
+@WAYS
+def test_the_line_to_write_is_escaped(way):
+    tree = {'layer+1': {'kernel': jnp.zeros((8, 8))}, 'layer1': {'kernel': jnp.zeros((8, 8))}}
+    with pytest.raises(ValueError) as error:
+        way([('layer1/kernel', (None, None))], tree)
+    (line,) = re.findall(r"Add \('(\S+)', ", str(error.value))
+    assert re.fullmatch(line, 'layer+1/kernel') and not re.fullmatch(line, 'layer1/kernel')
+
+
+@WAYS
+def test_many_parameters_that_no_rule_matches(way):
+    tree = {f'layer_{i}': {'kernel': jnp.zeros((8, 8))} for i in range(6)}
+    with pytest.raises(ValueError, match=r'layer_0/kernel, layer_1/kernel, .* and 2 more'):
+        way([('layer_5/kernel', (None, None))], tree)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    'rule, message',
+    [
+        (('enc/kernl', ('mlp', 'embed')), "'enc/kernl' names nothing.*Did you mean 'enc/kernel'"),
+        (('zzz', ()), "'zzz' names nothing: it matches all of no path"),
+        (TURNED, "'enc/kernel' names nothing: earlier rules .* enc/kernel first; move it up"),
+        (ALL[0], "'.*/kernel' names nothing: earlier rules"),
+    ],
+)
+def test_a_rule_that_names_nothing(way, rule, message):
+    """The last after all others: misspelt, or shadowed by those before it."""
+    with pytest.raises(ValueError, match=message):
+        way([*ALL, rule])
+
+
+@WAYS
+@pytest.mark.parametrize('names', [(), ('mlp',), ('layers', 'embed', 'mlp')])
+def test_names_of_another_rank(way, names):
+    message = rf'enc/kernel.*{len(names)} logical axes .*\(8, 16\)'
+    with pytest.raises(ValueError, match=message):
+        way([('enc/kernel', names), *ALL])
+
+
+@pytest.mark.parametrize(
+    'rules, message',
+    [
+        ('enc/kernel', 'are no path rules'),
+        (7, 'are no path rules'),
+        ([('enc/kernel',)], 'is no path rule'),
+        ([('enc/kernel', 'embed')], 'is no path rule'),
+        ([('enc/kernel', None)], 'is no path rule'),
+        ([('enc/kernel', ('embed', 1))], 'is no path rule'),
+        ([(re.compile('enc'), ('embed',))], 'is no path rule'),
+        ([('enc/(kernel', ('embed', 'mlp'))], r"'enc/\(kernel' is no regular expression"),
+    ],
+)
+def test_what_is_no_rule(rules, message):
+    with pytest.raises(ValueError, match=message):
+        override_params_axes_names(params(), rules)
+    with pytest.raises(ValueError, match=message):
+        partitioner_of(rules)  # before there is a state
+
+
+def test_lists_as_gin_writes_them():
+    assert by_partitioner([['.*/kernel', ['embed', 'mlp']], ['.*/bias', ['mlp']]]) == NAMES
+
+
+def test_scalars_need_no_names():
+    tree = {**params(), 'temperature': jnp.float32(1)}
+    expected = NAMES | {'temperature': AxisNames()}
+    assert by_function(ALL, tree) == by_partitioner(ALL, tree) == expected
+
+
+def test_paths_from_the_top_of_the_state_match_too():
+    rules = [('params/enc/kernel', ('mlp', 'embed')), ('params/.*/kernel', ('embed', 'mlp'))]
+    assert by_partitioner([*rules, ALL[1]])['enc/kernel'] == AxisNames('mlp', 'embed')
+
+
+# Parameters that have names already keep them where no rule matches.
+
+
+@WAYS
+def test_boxed_parameters(way):
+    assert way([TURNED], params(boxed=True)) == NAMES | {'enc/kernel': AxisNames('mlp', 'embed')}
+
+
+def test_boxes_of_the_function_are_plain():
+    """Rules of its own and the mesh of the old box were for the old names."""
+    old = {'w': nn.LogicallyPartitioned(jnp.ones((8, 8)), ('a', 'b'), rules=(('a', 'model'),))}
+    new = override_params_axes_names(old, [('w', ('embed', 'mlp'))])
+    assert new['w'].value is old['w'].value and new['w'].rules is None
+    assert isinstance(new['w'], nn.LogicallyPartitioned)
+    assert partitioner_of(()).get_mesh_axes({'params': new})['params']['w'] == P('data', 'model')
+
+
+@pytest.mark.parametrize('freeze', [lambda x: x, flax.core.freeze], ids=['dict', 'FrozenDict'])
+def test_t5x_variables(freeze):
+    variables = freeze(params(named=PATHS))
+    new = override_params_axes_names(variables, [TURNED])
+    axes = by_path(new['params_axes'])
+    expected = {f'{k}_axes': AxisMetadata(names=v) for k, v in NAMES.items()}
+    assert axes == expected | {'enc/kernel_axes': AxisMetadata(names=('mlp', 'embed'))}
+    assert by_path(variables['params_axes']) == expected  # as it was
+    assert new['params']['enc']['kernel'] is variables['params']['enc']['kernel']
+
+
+def test_t5x_variables_with_names_for_some():
+    variables = params(named=['enc/kernel'])
+    with pytest.raises(ValueError, match='no path rule matches all of dec/kernel'):
+        override_params_axes_names(variables, ALL[1:])
+    new = override_params_axes_names(variables, [('dec/kernel', (None, 'embed')), ALL[1]])
+    names = by_path(get_logical_axes(new)['params'])
+    assert names == NAMES | {'dec/kernel': AxisNames(None, 'embed')}
+
+
+@pytest.mark.parametrize(
+    'rule, message',
+    [
+        (('enc/kernel', ('mlp',)), r'enc/kernel.*1 logical axes'),
+        (('enc/kernl', ('mlp', 'embed')), "names nothing.*mean 'enc/kernel'"),
+    ],
+)
+def test_t5x_variables_and_rules_that_are_wrong(rule, message):
+    with pytest.raises(ValueError, match=message):
+        override_params_axes_names(params(named=PATHS), [rule])
+
+
+def test_a_scalar_of_t5x_variables_needs_no_names():
+    variables = params(named=PATHS)
+    variables['params']['temperature'] = jnp.float32(1)
+    new = override_params_axes_names(variables, [TURNED])
+    assert get_logical_axes(new)['params']['temperature'] == AxisNames()
+
+
+def nnx_state(tx=None, **metadata):
+    """The variables of a model, with names or without, and with an optimizer or alone."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.enc = nnx.Linear(8, 16, rngs=nnx.Rngs(0), **metadata)
+            self.norm = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+
+    with nnx.use_eager_sharding(False):
+        model = Model()
+        return nnx.state(model if tx is None else (model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+
+
+OF_NNX = [('enc/kernel', ('embed', 'mlp')), ('.*/(bias|scale)', ('mlp',))]
+
+
+def test_nnx_variables():
+    new = override_params_axes_names(nnx_state(), [*OF_NNX, ('norm/mean', (None,))])
+    assert new['enc']['kernel'].get_metadata()['out_sharding'] == ('embed', 'mlp')
+    names = by_path(get_logical_axes(new))
+    assert names['enc/kernel'] == AxisNames('embed', 'mlp')
+    assert names['norm/scale'] == AxisNames('mlp')
+    assert names['norm/mean'] == names['norm/var'] == AxisNames(None)
+
+
+def test_nnx_parameters_without_a_rule():
+    """BatchNorm's statistics are no parameters: they need none."""
+    with pytest.raises(ValueError, match='no path rule matches all of enc/bias, norm/bias, norm/s'):
+        override_params_axes_names(nnx_state(), OF_NNX[:1])
+    with pytest.raises(ValueError, match=r'no path rule matches all of .*norm/bias, norm/scale'):
+        partitioner_of(OF_NNX[:1]).get_mesh_axes(nnx_state(optax.adam(1e-3)))
+
+
+def test_nnx_state_with_optimizer():
+    axes = partitioner_of(OF_NNX).get_mesh_axes(nnx_state(optax.adam(1e-3)))
+    model, statistics = by_path(axes[0]), by_path(axes[1]['opt_state'][0]['mu'])
+    expected = {'enc/kernel': P('data', 'model')}
+    expected |= dict.fromkeys(['enc/bias', 'norm/bias', 'norm/scale'], P('model'))
+    assert statistics == expected
+    assert model == expected | {'norm/mean': P(None), 'norm/var': P(None)}
+
+
+# What is no parameter.
+
+
+@pytest.mark.parametrize('collection', ['batch_stats', 'flax_mutables/batch_stats'])
+def test_other_collections_are_named_by_the_full_path(collection):
+    variables = {'params': params(), 'batch_stats': {'norm': {'mean': jnp.zeros(16)}}}
+    if collection != 'batch_stats':
+        variables = TrainState.create(variables, optax.identity())
+    partitioner = partitioner_of([*ALL, (f'{collection}/norm/mean', ('mlp',))])
+    axes = by_path(partitioner.get_mesh_axes(variables))
+    assert axes[f'{collection}/norm/mean'] == P('model')
+    assert axes['params/enc/kernel'] == P('data', 'model')
+    without = by_path(partitioner_of(ALL).get_mesh_axes(variables))
+    assert without[f'{collection}/norm/mean'] == P(None)
+    with pytest.raises(ValueError, match="'norm/mean' names nothing"):
+        partitioner_of([*ALL, ('norm/mean', ('mlp',))]).get_mesh_axes(variables)
+
+
+TXS = {
+    'adam': lambda: optax.adam(1e-3),
+    'lbfgs': lambda: optax.lbfgs(memory_size=3),  # its state has a field `params`
+    'adafactor': lambda: optax.adafactor(1e-3, min_dim_size_to_factor=8),
+}
+STATES = {
+    'ours': lambda p, tx: TrainState.create({'params': p}, tx),
+    'flax': lambda p, tx: train_state.TrainState.create(apply_fn=None, params=p, tx=tx),
+    'dict': lambda p, tx: {'params': p, 'opt_state': tx.init(unbox(p))},
+    'optimizer first': lambda p, tx: {'a': tx.init(unbox(p)), 'params': p},
+}
+
+
+def follows(path, shape, of):
+    """The spec of a statistic by hand: its parameter's, dimension by dimension of that size."""
+    owner = next((p for p in PATHS if path.endswith(p)), None)
+    if owner is None or shape == (1,):
+        return P(*[None] * len(shape))
+    axes = dict(zip(SHAPES[owner], of[owner], strict=True))
+    return P(*(axes.get(size) for size in shape))
+
+
+@pytest.mark.parametrize('tx', TXS)
+@pytest.mark.parametrize('kind', STATES)
+@pytest.mark.parametrize('boxed', [False, True])
+def test_optimizer_state_follows(kind, tx, boxed):
+    """Parameters without names, or a box overridden: both turned against what ALL says."""
+    state = STATES[kind](params(boxed), TXS[tx]())
+    partitioner = partitioner_of([TURNED] if boxed else [TURNED, *ALL])
+    expected = SPECS | {'enc/kernel': P('model', 'data')}
+    shapes = {p: jnp.shape(x) for p, x in by_path(unbox(state)).items()}
+    axes = by_path(partitioner.get_mesh_axes(state))
+    assert axes.keys() == shapes.keys()
+    for path, spec in axes.items():
+        assert spec == follows(path, shapes[path], expected), path
+    copies = [p for p in axes if p.endswith('enc/kernel') and shapes[p] == SHAPES['enc/kernel']]
+    assert len(copies) == {'adam': 3, 'lbfgs': 4, 'adafactor': 1}[tx]
+
+
+def test_optimizer_state_of_overridden_nnx_variables_follows():
+    named = {'kernel_metadata': {'out_sharding': ('embed', 'mlp')}}
+    rules = [('enc/kernel', ('mlp', 'embed')), *OF_NNX[1:]]
+    axes = partitioner_of(rules).get_mesh_axes(nnx_state(optax.adam(1e-3), **named))
+    assert axes[0]['enc']['kernel'] == P('model', 'data')
+    assert axes[1]['opt_state'][0]['mu']['enc']['kernel'] == P('model', 'data')
+
+
+# Roles: L-BFGS keeps a tree of its own by the name of `params`.
+
+BYTES = 4 * (8 * 16 // 8 + 16 // 2 + 16 * 8 // 8)  # of all parameters on one device
+
+
+def of_nnx(tx):
+    return nnx_state(tx), OF_NNX, 4 * (8 * 16 // 8 + 3 * 16 // 2)
+
+
+@pytest.mark.parametrize('kind', [*STATES, 'nnx'])
+def test_parameters_that_an_optimizer_keeps_are_the_optimizers(kind):
+    tx = optax.scale_by_lbfgs(3)
+    state, rules, held = of_nnx(tx) if kind == 'nnx' else (STATES[kind](params(), tx), ALL, BYTES)
+    audit = partitioner_of(rules).audit(jax.eval_shape(lambda: state))
+    assert audit.by_category['parameters'] == held
+    # `params`, `updates`, two histories of 3; their weights, a count, and in nnx the step.
+    numbers = 4 * 3 + 4 + 4 * (kind == 'nnx')
+    assert audit.by_category['optimizer'] == (1 + 1 + 2 * 3) * held + numbers
+
+
+@pytest.mark.parametrize('named', ['by path', 'boxes', 'boxes everywhere'])
+def test_parameters_are_not_looked_for_in_an_optimizer(named):
+    """Where the parameters themselves are by another name, and the optimizer has other rules."""
+    rules = ALL if named == 'by path' else ()
+    model = params(boxed=named != 'by path')
+    state = {
+        'model': model,
+        'opt': optax.scale_by_lbfgs(3).init(model if named == 'boxes everywhere' else unbox(model)),
+    }
+    replicated = [('embed', None), ('mlp', 'model')]
+    partitioner = partitioner_of(rules, logical_axis_rules=replicated, optimizer_axis_rules=RULES)
+    axes = by_path(partitioner.get_mesh_axes(state))
+    assert axes['model/enc/kernel'] == P(None, 'model')
+    rows = {row.path: row for row in partitioner.audit(jax.eval_shape(lambda: state)).arrays}
+    assert {rows[f'model/{path}'].category for path in PATHS} == {'parameters'}
