@@ -1,0 +1,117 @@
+"""fsdp_logical_axis_rules: FSDP and ZeRO as tables by hand."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from partitioning import (
+    AxisRules,
+    PjitPartitioner,
+    fsdp_logical_axis_rules,
+    logical_to_mesh_axes,
+    standard_logical_axis_rules,
+    unbox,
+)
+
+pytestmark = pytest.mark.core
+
+DATA4_MODEL2 = {'data': 4, 'model': 2}
+RULES = [('embed', 'data'), ('mlp', 'model'), ('both', ('data', 'model')), ('late', 'model')]
+
+
+def box(shape, *names, dtype=jnp.float32):
+    return nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, dtype), names)
+
+
+def partitioner_of(rules=RULES, policy=None, **settings):
+    """Over 4 x 2 devices."""
+    return PjitPartitioner(2, logical_axis_rules=rules, on_indivisible=policy, **settings)
+
+
+def with_optimizer(parameters, tx):
+    return {'params': parameters, 'opt_state': jax.eval_shape(tx.init, unbox(parameters))}
+
+
+STANDARD = standard_logical_axis_rules()
+WITH_FSDP = standard_logical_axis_rules(mesh_axes=('data', 'fsdp', 'model'))
+BOTH = ('data', 'fsdp')
+FSDP = {
+    'standard': fsdp_logical_axis_rules(STANDARD),
+    'backwards': fsdp_logical_axis_rules(STANDARD[::-1]),
+    'activations in two dimensions': fsdp_logical_axis_rules(standard_logical_axis_rules(2, 1)),
+    'two axes': fsdp_logical_axis_rules(WITH_FSDP, BOTH),
+    'one of two': fsdp_logical_axis_rules(WITH_FSDP, 'fsdp'),
+    'embed, kv': fsdp_logical_axis_rules(STANDARD, names=['embed', 'kv']),
+    'kv, embed': fsdp_logical_axis_rules(STANDARD, names=('kv', 'embed')),
+}
+
+
+@pytest.mark.parametrize(
+    'rules, names, expected',
+    [
+        ('standard', ('vocab', 'embed'), P('model', 'data')),
+        ('standard', ('layers', 'embed', 'mlp'), P(None, 'data', 'model')),
+        ('standard', ('embed',), P('data')),
+        ('standard', ('mlp',), P('model')),
+        # Activations keep their batch on the data axes, wherever its rule stands.
+        ('standard', ('batch', 'length', 'embed'), P('data', None, None)),
+        ('standard', ('batch', 'length', 'mlp'), P('data', None, 'model')),
+        ('backwards', ('embed', 'batch'), P(None, 'data')),
+        ('backwards', ('embed', 'mlp'), P('data', 'model')),
+        ('activations in two dimensions', ('batch', 'length', 'embed'), P('data', None, 'model')),
+        ('activations in two dimensions', ('embed', 'mlp'), P('data', 'model')),
+        ('two axes', ('embed', 'mlp'), P(BOTH, 'model')),
+        ('two axes', ('batch', 'embed'), P(BOTH, None)),
+        ('one of two', ('embed', 'mlp'), P('fsdp', 'model')),
+        ('one of two', ('batch', 'embed'), P(BOTH, None)),
+        # The first name of an array's takes them.
+        ('embed, kv', ('heads', 'kv', 'embed'), P('model', None, 'data')),
+        ('kv, embed', ('heads', 'kv', 'embed'), P('model', 'data', None)),
+        ('embed, kv', ('heads', 'kv'), P('model', 'data')),
+    ],
+)
+def test_fsdp_rules(rules, names, expected):
+    assert logical_to_mesh_axes(names, FSDP[rules]) == expected
+
+
+@pytest.mark.parametrize(
+    'rules, of_optimizer, params, statistics, held',
+    [  # of 64 x 32 float32: 8192 bytes over data 4 x model 2
+        (STANDARD, None, P(None, 'model'), P(None, 'model'), 4096 + 2 * 4096),
+        (STANDARD, FSDP['standard'], P(None, 'model'), P('data', 'model'), 4096 + 2 * 1024),
+        (FSDP['standard'], None, P('data', 'model'), P('data', 'model'), 1024 + 2 * 1024),
+    ],
+    ids=['data parallel', 'ZeRO 1', 'FSDP'],
+)
+def test_fsdp_and_zero_of_a_state(rules, of_optimizer, params, statistics, held):
+    partitioner = partitioner_of(rules, optimizer_axis_rules=of_optimizer)
+    state = with_optimizer({'w': box((64, 32), 'embed', 'mlp')}, optax.adam(1e-3))
+    axes = partitioner.get_mesh_axes(state)
+    adam = axes['opt_state'][0]
+    assert axes['params']['w'] == params
+    assert adam.mu['w'] == adam.nu['w'] == statistics
+    assert partitioner.audit(state).bytes_per_device == held + 4  # and Adam's count
+    assert partitioner.data_partition_spec == P('data')
+
+
+def test_fsdp_rules_keep_the_policies_of_theirs():
+    rules = fsdp_logical_axis_rules(AxisRules(STANDARD, 'replicate', 'drop_axis'))
+    spec = logical_to_mesh_axes(('embed', 'new'), rules, mesh=DATA4_MODEL2, shape=(6, 7))
+    assert spec == P(None, None)
+
+
+@pytest.mark.parametrize(
+    'arguments',
+    [
+        *({'names': names} for names in ('embed', (), (None,))),
+        *({'axes': axes} for axes in ((), None, ('data', 'data'), 3)),
+        *({'rules': rules} for rules in (None, [('embed',)])),
+    ],
+    ids=str,
+)
+def test_bad_arguments_of_fsdp_rules(arguments):
+    with pytest.raises(ValueError, match=r'names=|rule|axis twice'):
+        fsdp_logical_axis_rules(**{'rules': STANDARD, **arguments})

@@ -1,0 +1,227 @@
+"""Policies in programs: padded arrays inside them, activations, Explicit axes."""
+
+import re
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from partitioning import (
+    AxisRules,
+    PjitPartitioner,
+    constrain,
+    unbox,
+    with_sharding_constraint,
+)
+from partitioning.rules import PaddedSpec
+
+pytestmark = pytest.mark.core
+
+RULES = [('embed', 'data'), ('mlp', 'model'), ('both', ('data', 'model')), ('late', 'model')]
+
+
+def box(shape, *names, dtype=jnp.float32):
+    return nn.LogicallyPartitioned(jax.ShapeDtypeStruct(shape, dtype), names)
+
+
+def padded(outside, inside):
+    return PaddedSpec(P(*outside), P(*inside))
+
+
+def partitioner_of(rules=RULES, policy=None, **settings):
+    """Over 4 x 2 devices."""
+    return PjitPartitioner(2, logical_axis_rules=rules, on_indivisible=policy, **settings)
+
+
+# Programs: of a width of 7 over 2 devices each computes 4.
+
+MODEL_RULES = [('batch', 'data'), ('embed', None), ('mlp', 'model')]
+PADDED = padded([None, None], [None, 'model'])
+TX = optax.adamw(1e-2)
+KEY = jax.random.key(0)
+X = np.asarray(jax.random.normal(jax.random.key(1), (8, 16)))
+W = np.asarray(jax.random.normal(jax.random.key(2), (16, 7)))
+
+
+def init(key):
+    for_up, for_down = jax.random.split(key)
+    up, down = jax.random.normal(for_up, (16, 7)), jax.random.normal(for_down, (7, 16))
+    params = {
+        'up': nn.LogicallyPartitioned(up, ('embed', 'mlp')),
+        'down': nn.LogicallyPartitioned(down, ('mlp', 'embed')),
+    }
+    return {'params': params, 'opt_state': TX.init(unbox(params))}
+
+
+def train_step(state, x):
+    def loss_fn(params):
+        return jnp.mean((jnp.tanh(x @ params['up']) @ params['down'] - x) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state['params'])
+    updates, opt_state = TX.update(grads, state['opt_state'], state['params'])
+    params = optax.apply_updates(state['params'], updates)
+    return {'params': params, 'opt_state': opt_state}, loss
+
+
+def partitioned_step(partitioner):
+    axes = partitioner.get_mesh_axes(jax.eval_shape(init, KEY))
+    return partitioner.partition(train_step, (axes, partitioner.data_partition_spec), (axes, None))
+
+
+def dot_shapes(lowered):
+    """Shapes of the products that one device computes."""
+    found = re.findall(r'= f32\[([\d,]+)\]\S* dot\(', lowered.compile().as_text())
+    return {tuple(map(int, shape.split(','))) for shape in found}
+
+
+def test_padded_training_is_training():
+    partitioner = partitioner_of(MODEL_RULES, 'pad')
+    step, plain_step = partitioned_step(partitioner), jax.jit(train_step)
+    state, plain = partitioner.init(init, KEY), unbox(jax.jit(init)(KEY))
+    shapes = jax.tree.map(jnp.shape, plain)
+    for _ in range(3):
+        state, loss = step(state, X)
+        plain, plain_loss = plain_step(plain, X)
+        np.testing.assert_allclose(loss, plain_loss, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state, plain)
+    assert jax.tree.map(jnp.shape, state) == shapes
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(state))
+    assert step.num_compilations() == 1
+
+
+@pytest.mark.parametrize('policy, width, never', [('pad', 4, 7), ('replicate', 7, 4)])
+def test_what_a_device_computes_in_training(policy, width, never):
+    """Of 8 rows over 4 devices, 2; of 7 columns over 2, what the policy says."""
+    step = partitioned_step(partitioner_of(MODEL_RULES, policy))
+    found = dot_shapes(step.lower(unbox(jax.eval_shape(init, KEY)), X))
+    assert (2, width) in found and not any(never in shape for shape in found)
+
+
+def project(w, x, negate=False, scale=1.0):
+    y = (x @ w['w']) * scale
+    return -y if negate else y
+
+
+@pytest.mark.parametrize(
+    'args, kwargs',
+    [
+        (({'w': W}, X, False), {}),
+        (({'w': W}, X), {}),
+        (({'w': W}, X), {'scale': 2.0}),
+        (({'w': W},), {'x': X, 'scale': 2.0}),
+        ((), {'w': {'w': W}, 'x': X, 'negate': True}),
+    ],
+    ids=['static', 'static left out', 'keyword', 'keywords', 'keywords only'],
+)
+def test_static_and_keyword_arguments_beside_padded_ones(args, kwargs):
+    partitioner = partitioner_of(MODEL_RULES, 'pad')
+    resources = ({'w': PADDED}, partitioner.data_partition_spec)
+    fn = partitioner.partition(project, resources, None, static_argnums=2)
+    result = fn(*args, **kwargs)
+    np.testing.assert_allclose(result, project(*args, **kwargs), rtol=1e-5, atol=1e-5)
+    assert dot_shapes(fn.lower(*args, **kwargs)) == {(2, 4)}
+
+
+@pytest.mark.parametrize('static', [0, -3])
+def test_static_arguments_before_padded_ones(static):
+    fn = partitioner_of(MODEL_RULES, 'pad').partition(
+        lambda scale, w, x: x @ w * scale, (PADDED, P('data')), None, static_argnums=static
+    )
+    np.testing.assert_allclose(fn(2, W, X), X @ W * 2, rtol=1e-5, atol=1e-5)
+    assert dot_shapes(fn.lower(2, W, X)) == {(2, 4)}
+
+
+def test_a_static_argument_left_out_takes_no_padding_away():
+    """What its position stands for in a shorter call is no static argument."""
+    fn = partitioner_of(MODEL_RULES, 'pad').partition(
+        lambda x, w, scale=1: x @ w * scale, (P('data'), PADDED), None, static_argnums=2
+    )
+    assert dot_shapes(fn.lower(X, W, 1)) == {(2, 4)}
+    assert dot_shapes(fn.lower(X, W)) == {(2, 4)}
+
+
+def test_chunks_of_a_padded_array_are_those_of_its_state():
+    """It is whole where checkpoints are written."""
+    partitioner = partitioner_of(MODEL_RULES, 'pad')
+    whole = partitioner.get_local_chunk_info((16, 7), P(None, None))
+    assert partitioner.get_local_chunk_info((16, 7), PADDED) == whole
+
+
+# Explicit axes.
+
+
+def test_pad_takes_auto_axes():
+    partitioner = partitioner_of(policy='pad', axis_types='explicit')
+    assert partitioner.get_mesh_axes({'w': box((8,), 'mlp')}) == {'w': P('model')}
+    with pytest.raises(ValueError, match=r"params/w.*'pad'.*Explicit.*'drop_axis'"):
+        partitioner.get_mesh_axes({'params': {'w': box((7,), 'mlp')}})
+
+
+@pytest.mark.parametrize('policy', ['replicate', 'drop_axis'])
+def test_other_policies_take_explicit_axes(policy):
+    partitioner = partitioner_of(policy=policy, axis_types='explicit')
+    assert partitioner.get_mesh_axes({'w': box((8, 7), 'embed', 'mlp')}) == {'w': P('data', None)}
+
+
+# Activations: `constrain` follows the policy of the rules around it.
+
+WIDE = [('rows', None), ('width', ('data', 'model'))]
+INSIDE = {  # of 8 x 6, with the 6 over data 4 x model 2
+    'replicate': P(None, None),
+    'drop_axis': P(None, 'model'),
+    'pad': P(None, ('data', 'model')),
+}
+
+
+def assert_laid_out_inside(partitioner, spec, lay_out):
+    """What `lay_out` makes of an 8 x 6 activation inside a partitioned function."""
+    seen = []
+
+    def fn(x):
+        y = lay_out(jnp.tanh(x))
+        jax.debug.inspect_array_sharding(y, callback=seen.append)
+        return y * 2
+
+    x = np.arange(48, dtype=np.float32).reshape(8, 6) / 48
+    np.testing.assert_allclose(partitioner.partition(fn, None, None)(x), np.tanh(x) * 2, rtol=1e-5)
+    (found,) = seen
+    assert found.is_equivalent_to(NamedSharding(partitioner.mesh, spec), 2)
+
+
+@pytest.mark.parametrize('policy', INSIDE)
+def test_constrain_follows_the_policy_around_it(policy):
+    partitioner = partitioner_of(WIDE, policy, on_unmatched='replicate')
+    for names in [('rows', 'width'), ('new', 'width')]:
+        lay_out = lambda x, names=names: constrain(x, names)  # noqa: E731
+        assert_laid_out_inside(partitioner, INSIDE[policy], lay_out)
+
+
+def test_constrain_prefers_policies_of_its_own():
+    names, rules = ('rows', 'width'), AxisRules(WIDE, on_indivisible='pad')
+    partitioner = partitioner_of(WIDE, 'replicate')
+    drop = lambda x: constrain(x, names, on_indivisible='drop_axis')  # noqa: E731
+    assert_laid_out_inside(partitioner, INSIDE['drop_axis'], drop)
+    assert_laid_out_inside(partitioner, INSIDE['pad'], lambda x: constrain(x, names, rules))
+
+
+@pytest.mark.parametrize(
+    'names, message',
+    [(('rows', 'width'), r'6 does not divide by 8.*8, '), (('new', 'rows'), "no rule .*'new'")],
+)
+def test_constrain_without_a_policy_is_an_error(names, message):
+    fn = partitioner_of(WIDE).partition(lambda x: constrain(x, names), None, None)
+    with pytest.raises(ValueError, match=message):
+        fn(np.ones((8, 6), np.float32))
+
+
+def test_a_padded_spec_constrains_to_what_it_is_inside():
+    """As a step does that lays out gradients by the axes of its parameters."""
+    partitioner = partitioner_of(WIDE, 'pad')
+    spec = partitioner.get_mesh_axes({'w': box((8, 6), 'rows', 'width')})['w']
+    lay_out = lambda x: with_sharding_constraint(x, spec)  # noqa: E731
+    assert_laid_out_inside(partitioner, INSIDE['pad'], lay_out)
