@@ -75,10 +75,6 @@ class PjittedFnWithContext(metaclass=_CountsPartitionedFunctions):
         """Forgets every trace and compilation of the function."""
         self._pjitted_fn.clear_cache()
 
-    def num_compilations(self) -> int:
-        """For how many kinds of arguments calls have compiled the function."""
-        return self._pjitted_fn._cache_size()
-
 
 class _Partitioned(PjittedFnWithContext):
     """The methods of a partitioned function, for calls with keyword arguments too.
@@ -93,8 +89,9 @@ class _Partitioned(PjittedFnWithContext):
         self._in_shardings = tuple(in_shardings) if isinstance(in_shardings, list) else in_shardings
         self._jit = functools.partial(jax.jit, **jit)
         self._with_keywords: dict[int, Any] = {}
-        in_context = _traced_in_context(fn, mesh, AxisRules(rules))
-        super().__init__(self._jit(in_context, in_shardings=self._in_shardings), mesh, rules)
+        self._num_traces = 0
+        jitted = self._jit(self._in_context(fn), in_shardings=self._in_shardings)
+        super().__init__(jitted, mesh, rules)
 
     def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         positional, keywords = self._bind(args, kwargs) if kwargs else (args, {})
@@ -106,9 +103,29 @@ class _Partitioned(PjittedFnWithContext):
     def clear_cache(self) -> None:
         super().clear_cache()
         self._with_keywords.clear()
+        self._num_traces = 0
 
-    def num_compilations(self) -> int:
-        return sum(f._cache_size() for f in (self._pjitted_fn, *self._with_keywords.values()))
+    def num_traces(self) -> int:
+        """How often the function was traced: once for each kind of arguments that it met.
+
+        As often it was compiled, for what lays out the arguments is always the same.
+        """
+        return self._num_traces
+
+    def _in_context(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, entering the mesh and the rules by itself: jax runs this body only to trace it."""
+
+        @functools.wraps(fn)
+        def traced(*args: Any) -> Any:
+            with (
+                jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh),
+                _axis_rules(self._logical_axis_rules),
+            ):
+                result = fn(*args)
+            self._num_traces += 1
+            return result
+
+        return traced
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature:
@@ -145,9 +162,8 @@ class _Partitioned(PjittedFnWithContext):
             def call(*args: Any) -> Any:
                 return fn(*args[:-1], **args[-1])
 
-            in_context = _traced_in_context(call, self._mesh, self._logical_axis_rules)
             self._with_keywords[num_positional] = self._jit(
-                in_context, in_shardings=(*shardings, None)
+                self._in_context(call), in_shardings=(*shardings, None)
             )
         return self._with_keywords[num_positional]
 
@@ -176,7 +192,7 @@ def partition_function(
 
     Returns:
       The function, with the methods of PjittedFnWithContext: `lower`, `lower_and_compile`,
-      `trace`, `eval_shape`, `clear_cache`, `num_compilations`.
+      `trace`, `eval_shape`, `clear_cache`, `num_traces`.
     """
     partitioned = _Partitioned(
         fn,
@@ -196,7 +212,7 @@ def partition_function(
 
     functools.update_wrapper(call, fn)
     methods = ['lower', 'lower_and_compile', 'trace', 'eval_shape']
-    methods += ['clear_cache', 'num_compilations']
+    methods += ['clear_cache', 'num_traces']
     call.__dict__.update({name: getattr(partitioned, name) for name in methods})
     call.__dict__['_partitioned'] = partitioned
     return call
@@ -241,16 +257,3 @@ def _axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
         if 'flax.nnx' in sys.modules:
             stack.enter_context(sys.modules['flax.nnx'].use_eager_sharding(False))
         yield
-
-
-def _traced_in_context(
-    fn: Callable[..., Any], mesh: Mesh, rules: LogicalAxisRules
-) -> Callable[..., Any]:
-    """`fn`, entering the mesh and the rules by itself: jax runs this body only to trace it."""
-
-    @functools.wraps(fn)
-    def traced(*args: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _axis_rules(rules):
-            return fn(*args)
-
-    return traced

@@ -30,10 +30,12 @@ def check_fixed_point(state: Any, layout: Any, mesh: Mesh) -> None:
 
     def check(path: Any, expected: Sharding, arrays: Any) -> None:
         for below, array in jax.tree_util.tree_leaves_with_path(arrays):
-            held = getattr(array, 'sharding', None)
-            if held is None or not held.is_equivalent_to(expected, array.ndim):
+            name, held = path_str((*path, *below)), getattr(array, 'sharding', None)
+            if held is None:
+                raise ValueError(f'{name} is {array!r}, not an array on devices')
+            if not held.is_equivalent_to(expected, array.ndim):
                 raise ValueError(
-                    f'{path_str((*path, *below))} of shape {array.shape} is laid out as '
+                    f'{name} of shape {array.shape} is laid out as '
                     f'{sharding_str(held)}, but {sharding_str(expected)} was expected: give the '
                     'function that made it out_shardings (get_mesh_axes of the state)'
                 )
@@ -42,18 +44,18 @@ def check_fixed_point(state: Any, layout: Any, mesh: Mesh) -> None:
 
 
 def check_compiled_once(partitioned: Callable[..., Any]) -> None:
-    """Checks that a partitioned function was compiled for one set of arguments only.
+    """Checks that a partitioned function was traced, and so compiled, for one kind of arguments.
 
     Raises:
-      ValueError: it was compiled never, or again, for other shapes or layouts.
+      ValueError: never, or again, for other shapes or types.
     """
-    count = partitioned.num_compilations()  # type: ignore[attr-defined]
+    count = partitioned.num_traces()  # type: ignore[attr-defined]
     if count != 1:
         name = getattr(partitioned, '__name__', 'the function')
         raise ValueError(
             f'{name} was compiled {count} times, not once: '
             + (
-                'its arguments change in shape, type or layout from call to call'
+                'its arguments change in shape or type from call to call'
                 if count
                 else 'it has not been called'
             )

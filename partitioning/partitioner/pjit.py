@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from absl import logging
 from jax.sharding import AxisType, Mesh
 
@@ -226,7 +227,22 @@ class PjitPartitioner(BasePjitPartitioner):
 
         As `jax.eval_shape`, inside the mesh and the rules, which nnx modules ask for.
         """
-        return self.partition(fn, None, None).eval_shape(*args)  # type: ignore[attr-defined]
+        return self._partition_over_auto(fn, None).eval_shape(*args)  # type: ignore[attr-defined]
+
+    def _partition_over_auto(self, fn: Callable[..., Any], out_axes: Any) -> PartitionedCallable:
+        """A function of replicated arguments over the mesh with all of its axes Auto.
+
+        Where axes are Explicit, jax lays out what a function makes by what it is made of: all of a
+        state that is made of a random key would be whole on every device.
+        """
+        mesh = Mesh(self.mesh.devices, self.mesh.axis_names)
+        return partition_function(
+            fn,
+            mesh,
+            self.logical_axis_rules,
+            in_shardings=to_shardings(None, mesh),
+            out_shardings=to_shardings(out_axes, mesh),
+        )
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """A train state whose every array is born in its shards, never whole on one device.
@@ -239,8 +255,14 @@ class PjitPartitioner(BasePjitPartitioner):
         Returns:
           The state, without linen boxes.
         """
-        axes = self.get_mesh_axes(self.eval_shape(init_fn, *args))
-        return self.partition(lambda *a: unbox(init_fn(*a)), None, axes)(*args)
+        resolved = self.resolve(self.eval_shape(init_fn, *args))
+        # Steps have no weak types, and would be compiled again after a state that has some.
+        state = self._partition_over_auto(
+            lambda *a: jax.tree.map(_strongly_typed, unbox(init_fn(*a))), resolved.mesh_axes
+        )(*args)
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return state
+        return jax.device_put(state, resolved.shardings)
 
     def audit(self, train_state: Any, named: Any = None, *, budget: float | None = None) -> Audit:
         """What every device holds of a state, what is replicated, and why.
@@ -272,6 +294,10 @@ class PjitPartitioner(BasePjitPartitioner):
         except ValueError as error:
             return Finding('error', 'rules', 'the default rules', str(error)), *found
         return found
+
+
+def _strongly_typed(x: Any) -> Any:
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, 'weak_type', False) else x
 
 
 def _over_slices(rule: tuple[str, MeshAxes], slices: str | None) -> tuple[str, MeshAxes]:

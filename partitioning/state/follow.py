@@ -7,7 +7,7 @@ path of a statistic ends in the path of its parameter, or one key further (SM3 k
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,86 +47,118 @@ class Parameters:
           lone array is empty.
         """
         self._by_path = by_path
+        self._lengths = sorted({len(path) for path in by_path} - {0}, reverse=True)
 
     @functools.cached_property
-    def _by_suffix(self) -> dict[Path, Parameter]:
-        """By the end of a path, where that is the end of only one."""
+    def _by_suffix(self) -> dict[Path, list[Parameter]]:
+        """By the ends of their paths."""
         found: dict[Path, list[Parameter]] = {}
         for path, parameters in self._by_path.items():
             for start in range(1, len(path)):
                 found.setdefault(path[start:], []).extend(parameters)
-        return {suffix: owners[0] for suffix, owners in found.items() if len(owners) == 1}
-
-    def _owners(self, path: Path) -> Iterator[tuple[Parameter, Path]]:
-        """Candidates, the likeliest first, with the keys of `path` after the parameter's own."""
-        for ends in (len(path), len(path) - 1):
-            for start in range(ends + 1):
-                parameters = self._by_path.get(path[start:ends], ())
-                if len(parameters) > 1:  # of two trees of one structure, such as a GAN's
-                    parameters = sorted(parameters, key=lambda p: -len({*p.path} & {*path}))
-                for parameter in parameters:
-                    yield parameter, path[ends:]
-        # Of a tree that the optimizer has only a part of.
-        for start in range(len(path)):
-            if path[start:] in self._by_suffix:
-                yield self._by_suffix[path[start:]], ()
+        return found
 
     def follow(self, path: Path, shape: tuple[int, ...]) -> tuple[Parameter | None, Dims]:
         """The parameter that a leaf belongs to, and which of its dimensions each of the leaf's is.
 
         Raises:
-          ProblemError: a parameter by its path, but of a shape that does not explain the leaf's.
+          ProblemError: a parameter by its path, but of a shape that does not explain the leaf's;
+            or several that could be it and are laid out in different ways.
         """
-        rank = len(shape)
-        unexplained = None
-        for parameter, keys in self._owners(path) if rank else ():
-            lone = () in self._by_path and parameter.path[-1:] != path[-1:] and not keys
-            factored = next((key for key in path if key in ('v_row', 'v_col')), None)
-            dims = _explain(shape, parameter.shape or (), keys, factored, lone)
-            if dims is not None:
-                return parameter, dims
-            if parameter.path and parameter.path[-1] in path:
-                unexplained = unexplained or parameter
-        if unexplained is not None:
-            message = (
-                f'shape {shape} does not follow from its parameter of shape {unexplained.shape}, '
-                f'{"/".join(unexplained.path)}, so its layout is unknown; put it in a '
-                'flax.linen.LogicallyPartitioned with its own names, or name it in '
-                'params_axes_names_override'
-            )
-            raise ProblemError(Problem('names', message))
-        return None, (None,) * rank
+        nothing = (None,) * len(shape)
+        if 0 in shape or not shape:
+            return None, nothing
+        ends = [path[-length:] for length in self._lengths if length <= len(path)]
+        named = [self._by_path[end] for end in ends if end in self._by_path]
+        for parameters in named:
+            if same := [p for p in parameters if p.shape == shape]:
+                return _best(path, same), tuple(range(len(shape)))
+        if path[-1].isdecimal() and (owner := self._of_dimension(path, int(path[-1]), shape)):
+            return owner, (int(path[-1]),)
+        factored = next((key for key in path if key in ('v_row', 'v_col')), None)
+        for parameters in named:
+            derived = [p for p in parameters if _explain(shape, p.shape or (), factored)]
+            if derived:
+                owner = _best(path, derived)
+                return owner, _explain(shape, owner.shape or (), factored) or nothing
+        if named:
+            raise ProblemError(_unexplained(shape, named[0][0]))
+        return self._guess(path, shape, factored) or (None, nothing)
+
+    def _of_dimension(self, path: Path, dim: int, shape: tuple[int, ...]) -> Parameter | None:
+        """The parameter of a list of statistics, one a dimension, as SM3 keeps them."""
+        for length in self._lengths:
+            for p in self._by_path.get(path[-1 - length : -1], ()):
+                if p.shape is not None and p.shape[dim : dim + 1] == shape:
+                    return p
+        return None
+
+    def _guess(
+        self, path: Path, shape: tuple[int, ...], factored: str | None
+    ) -> tuple[Parameter, Dims] | None:
+        """The one that it can be, where the optimizer has a part of a tree, or a lone array."""
+        for start in range(len(path) + 1):
+            candidates = (self._by_suffix if path[start:] else self._by_path).get(path[start:], ())
+            for fits in (
+                [p for p in candidates if p.shape == shape],
+                [p for p in candidates if p.shape is not None and shape[1:] == p.shape],
+                [p for p in candidates if factored and _explain(shape, p.shape or (), factored)],
+            ):
+                if not fits:
+                    continue
+                try:
+                    owner = _best(path, fits)
+                except ProblemError:
+                    return None
+                return owner, _explain(shape, owner.shape or (), factored) or ()
+        return None
+
+
+def _best(path: Path, parameters: Sequence[Parameter]) -> Parameter:
+    """The parameter whose path has the most in common with that of a leaf."""
+    if len(parameters) == 1:
+        return parameters[0]
+    common = [len({*p.path} & {*path}) for p in parameters]
+    best = [p for p, n in zip(parameters, common, strict=True) if n == max(common)]
+    if len({p[1:] for p in best}) > 1:
+        one, other = ('/'.join(p.path) for p in best[:2])
+        message = f'it may belong to {one} or to {other}, which have other axes; {_WAY_OUT}'
+        raise ProblemError(Problem('names', message))
+    return best[0]
+
+
+_WAY_OUT = (
+    'put it in a flax.linen.LogicallyPartitioned with its own names, or name it in '
+    'params_axes_names_override'
+)
+
+
+def _unexplained(shape: tuple[int, ...], parameter: Parameter) -> Problem:
+    return Problem(
+        'names',
+        f'shape {shape} does not follow from its parameter of shape {parameter.shape}, '
+        f'{"/".join(parameter.path)}, so its layout is unknown; {_WAY_OUT}',
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def _explain(
-    shape: tuple[int, ...],
-    parameter: tuple[int, ...],
-    keys: Path,
-    factored: str | None,
-    lone: bool,
+    shape: tuple[int, ...], parameter: tuple[int, ...], factored: str | None
 ) -> Dims | None:
     """For each dimension of a leaf that of the parameter which it is; None: no way to tell.
 
     Args:
       shape: of the leaf.
       parameter: its shape.
-      keys: of the leaf's path, after that of the parameter.
       factored: 'v_row' or 'v_col' for a leaf that says so.
-      lone: whether nothing in the path says that the leaf belongs to the parameter.
     """
     whole = tuple(range(len(parameter)))
-    if keys:  # the statistics of one parameter, such as SM3's for each dimension
-        dim = int(keys[0]) if keys[0].isdecimal() else -1
-        return (dim,) if 0 <= dim < len(parameter) and shape == (parameter[dim],) else None
     if shape == parameter:
         return whole
     if shape == (1,):  # what factored optimizers keep for a statistic that they do not use
         return (None,)
     if shape[1:] == parameter:  # a history of the parameter, as in L-BFGS
         return (None, *whole)
-    if lone and factored is None:
-        return None
     kept = _kept_dimensions(shape, parameter, factored == 'v_col')
     return kept or _dimensions_of_size(shape, parameter)
 

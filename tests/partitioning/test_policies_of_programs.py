@@ -91,7 +91,7 @@ def test_padded_training_is_training():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), state, plain)
     assert jax.tree.map(jnp.shape, state) == shapes
     assert all(x.is_fully_replicated for x in jax.tree.leaves(state))
-    assert step.num_compilations() == 1
+    assert step.num_traces() == 1
 
 
 @pytest.mark.parametrize('policy, width, never', [('pad', 4, 7), ('replicate', 7, 4)])

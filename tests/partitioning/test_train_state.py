@@ -254,7 +254,7 @@ def test_a_step_donates_it_and_is_compiled_once(partitioner):
     for _ in range(3):
         state = step(state)
     assert all(leaf.is_deleted() for leaf in given)
-    assert step.num_compilations() == 1
+    assert step.num_traces() == 1
     assert jax.tree.map(lambda x: x.sharding, state) == before
     kernel = state.params['dense']['kernel']
     assert kernel.sharding == NamedSharding(partitioner.mesh, P('data', 'model'))
