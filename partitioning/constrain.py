@@ -14,7 +14,6 @@ from partitioning.rules import (
     PaddedSpec,
     as_tuple,
     logical_to_mesh_axes,
-    replicate_none,
 )
 
 
@@ -42,7 +41,7 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    specs = replicate_none(jax.tree.map(_inside, axis_resources, is_leaf=_is_resource))
+    specs = jax.tree.map(_inside, axis_resources, is_leaf=_is_resource)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if set(types.values()) == {AxisType.Auto}:
         return jax.lax.with_sharding_constraint(x, specs)
@@ -76,8 +75,11 @@ def constrain(
       `x` with the layout that the rules give; `x` itself outside a mesh.
 
     Raises:
-      ValueError: a mesh is defined and the rules are missing or do not cover `names`.
+      ValueError: a mesh is defined and the rules are missing or do not cover `names`; as
+        `resolve_axes`, for the shape of `x`.
     """
+    if names is None or not hasattr(x, 'shape'):
+        raise ValueError(f'constrain takes one array and its names, not {x!r} and {names!r}')
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -105,7 +107,13 @@ def _is_resource(x: Any) -> bool:
 
 
 def _inside(resource: Any) -> Any:
-    return resource.inside if isinstance(resource, PaddedSpec) else resource
+    if isinstance(resource, PaddedSpec):
+        return resource.inside
+    if isinstance(resource, str):
+        raise ValueError(
+            f'{resource!r} is no PartitionSpec; logical axis names are for `constrain`'
+        )
+    return PartitionSpec() if resource is None else resource
 
 
 def _place(x: jax.Array, spec: PartitionSpec, types: Mapping[str, AxisType]) -> jax.Array:

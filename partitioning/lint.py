@@ -8,18 +8,23 @@ from typing import Any, Literal, NamedTuple
 from partitioning.rules import (
     AxisRules,
     LogicalAxisRules,
-    MeshAxes,
     MeshLike,
     Problem,
     ResolvedDimension,
+    Rule,
     as_tuple,
     axis_sizes,
     describe_axes,
     nearest,
 )
-from partitioning.state import PathRules, ResolvedLeaf, Role, RuleSet, resolve_leaves
-
-Rule = tuple[str, MeshAxes]
+from partitioning.state import (
+    PathRules,
+    ResolvedLeaf,
+    Role,
+    RuleSet,
+    check_path_rules,
+    resolve_leaves,
+)
 
 
 class Finding(NamedTuple):
@@ -28,7 +33,8 @@ class Finding(NamedTuple):
     Attributes:
       severity: 'error' where a layout cannot be decided, 'warning' where it may surprise.
       kind: of errors 'repeated name', 'rank', 'absent axis', 'conflict', 'unmatched',
-        'indivisible', 'names', 'policy'; of warnings 'unused', 'shadowed', 'size 1', 'policy'.
+        'indivisible', 'names', 'policy', 'rules'; of warnings 'unused', 'shadowed', 'size 1',
+        'policy', 'no names'.
       where: the path of an array, or a rule as code.
       message: what is wrong, and what to write instead.
     """
@@ -66,7 +72,7 @@ def lint(
     rule_set = RuleSet(
         rules=AxisRules(rules),
         optimizer_rules=None if optimizer_axis_rules is None else AxisRules(optimizer_axis_rules),
-        overrides=params_axes_names_override,
+        overrides=check_path_rules(params_axes_names_override),
     )
     findings: list[Finding] = []
     leaves = [] if state is None else _resolved(state, rule_set, mesh, findings)
@@ -105,6 +111,10 @@ def _resolved(
         return []
     arrays = [x for x in leaves if isinstance(x, ResolvedLeaf)]
     for x in arrays:
+        if x.leaf.parameter is None and x.leaf.dims and not x.leaf.problematic:
+            path, shape = '/'.join(x.leaf.path), x.leaf.array.shape
+            message = f'of shape {shape} has no names and follows no parameter: it is replicated'
+            findings.append(Finding('warning', 'no names', path, message))
         for d in x.dimensions:
             if d is not None and d.policy is not None and x.leaf.parameter is not None:
                 path = '/'.join(x.leaf.parameter.path)

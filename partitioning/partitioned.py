@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from partitioning.rules import AxisRules, LogicalAxisRules, check_spec, spec_of
+from partitioning.rules import AxisRules, LogicalAxisRules, PaddedSpec, check_spec, spec_of
 
 PartitionedCallable = Callable[..., Any]
 CompiledPartitionedCallable = Callable[..., Any]
@@ -240,6 +240,8 @@ def to_shardings(resources: Any, mesh: Mesh) -> Any:
                 f'{leaf!r}; logical axes become PartitionSpecs through get_mesh_axes'
             )
         check_spec(spec, mesh, where)
+        if isinstance(leaf, PaddedSpec):
+            check_spec(leaf.inside, mesh, where)
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(

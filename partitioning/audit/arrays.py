@@ -11,7 +11,15 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from partitioning.rules import AxisNames, ResolvedDimension, as_tuple, describe_axes, spec_of
-from partitioning.state import Path, ResolvedLeaf, ResolvedState, Role, array_leaves, nbytes
+from partitioning.state import (
+    Path,
+    ResolvedLeaf,
+    ResolvedState,
+    Role,
+    array_leaves,
+    nbytes,
+    shape_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +37,7 @@ class ArrayLayout:
       bytes_per_device: of one device's shard.
       category: 'parameters', 'optimizer' or 'other'.
       replicated_bytes_per_device: what one device holds beyond its even share of the array.
-      reason: why it holds more than its share; empty where it does not.
+      reason: why it holds more than its share, or is misplaced; empty where neither is so.
       policy: what was done about sizes that do not divide, or names without a rule, with the
         nearest sizes that need nothing; empty where nothing was done.
       policy_bytes_per_device: what one device holds more than without the need of a policy.
@@ -95,8 +103,8 @@ def _plan(path: Path, array: Any, plans: Mapping[Path, ResolvedLeaf]) -> Resolve
     if plan is None or (plan.leaf.path != path and not plan.leaf.said_none):
         raise ValueError(f'{name} is not in the state with names: give the names of this state')
     planned = plan.leaf.array
-    shape = tuple(getattr(array, 'shape', ()))
-    if planned is not None and tuple(getattr(planned, 'shape', ())) != shape:
+    shape = shape_of(array)
+    if planned is not None and shape_of(planned) != shape:
         raise ValueError(
             f'{name}: shape {shape}, but {planned.shape} in the state with names: give the names '
             'of this state'
@@ -107,7 +115,7 @@ def _plan(path: Path, array: Any, plans: Mapping[Path, ResolvedLeaf]) -> Resolve
 def _layout(
     path: Path, array: Any, plan: ResolvedLeaf, mesh: Mesh
 ) -> tuple[ArrayLayout, Sharding | None]:
-    shape = tuple(getattr(array, 'shape', ()))
+    shape = shape_of(array)
     spec = spec_of(plan.spec) or PartitionSpec(*[None] * len(shape))
     planned = NamedSharding(mesh, spec)
     held = array.sharding if isinstance(array, jax.Array) else planned

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from partitioning.audit.arrays import sharding_str
 from partitioning.partitioned import to_shardings
+from partitioning.rules import check_spec
 from partitioning.state import path_str
 
 
@@ -32,7 +33,12 @@ def check_fixed_point(state: Any, layout: Any, mesh: Mesh) -> None:
         for below, array in jax.tree_util.tree_leaves_with_path(arrays):
             name, held = path_str((*path, *below)), getattr(array, 'sharding', None)
             if held is None:
-                raise ValueError(f'{name} is {array!r}, not an array on devices')
+                raise ValueError(
+                    f'{name} is of type {type(array).__name__}, no array on devices: '
+                    'move_params_to_devices puts it there'
+                )
+            if isinstance(expected, NamedSharding):
+                check_spec(expected.spec, expected.mesh, name, array.shape)
             if not held.is_equivalent_to(expected, array.ndim):
                 raise ValueError(
                     f'{name} of shape {array.shape} is laid out as '
@@ -49,7 +55,9 @@ def check_compiled_once(partitioned: Callable[..., Any]) -> None:
     Raises:
       ValueError: never, or again, for other shapes or types.
     """
-    count = partitioned.num_traces()  # type: ignore[attr-defined]
+    if not hasattr(partitioned, 'num_traces'):
+        raise ValueError(f'{partitioned!r} is no function of PjitPartitioner.partition')
+    count = partitioned.num_traces()
     if count != 1:
         name = getattr(partitioned, '__name__', 'the function')
         raise ValueError(

@@ -78,7 +78,7 @@ class Audit:
 
     def check_budget(self, budget: float) -> None:
         """Raises ValueError where a device holds more than `budget` bytes, and says of what."""
-        if not isinstance(budget, int | float) or not budget > 0:
+        if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0:
             raise ValueError(f'budget={budget!r} must be a number of bytes above 0')
         if self.bytes_per_device <= budget:
             return

@@ -32,6 +32,7 @@ from partitioning.rules import (
     OnUnmatched,
     as_tuple,
     logical_to_mesh_axes,
+    nearest,
     standard_logical_axis_rules,
 )
 from partitioning.state import (
@@ -81,6 +82,10 @@ class BasePjitPartitioner(BasePartitioner):
         if isinstance(in_axis_resources, list):
             in_axis_resources = tuple(in_axis_resources)
         if has_padded((in_axis_resources, out_axis_resources)):
+            if AxisType.Explicit in self.mesh.axis_types:
+                raise ValueError(
+                    "a PaddedSpec needs Auto mesh axes, not Explicit ones: choose 'drop_axis'"
+                )
             fn = pad_inside(fn, in_axis_resources, out_axis_resources, static)
         return partition_function(
             fn,
@@ -188,6 +193,7 @@ class PjitPartitioner(BasePjitPartitioner):
     @functools.cached_property
     def _data_axis(self) -> MeshAxes:
         self._check_default_rules()
+        self._check_batch_rule()
         batch = logical_to_mesh_axes(
             ['batch'], self.logical_axis_rules, mesh=self.mesh, on_unmatched='replicate'
         )
@@ -200,6 +206,18 @@ class PjitPartitioner(BasePjitPartitioner):
                 slices,
             )
         return axes
+
+    def _check_batch_rule(self) -> None:
+        """Rules without one for 'batch' may be meant; one for a name close to it is not."""
+        names = {name for name, _ in self.logical_axis_rules}
+        if 'batch' in names or self.mesh.size == 1:
+            return
+        if hint := nearest('batch', names):
+            raise ValueError(
+                f"no rule for 'batch', so each device would compute all rows.{hint} Write "
+                "('batch', 'data'), or ('batch', None) to mean it"
+            )
+        logging.warning("no rule for 'batch': each device computes all rows of it")
 
     def _check_default_rules(self) -> None:
         """Rules that were not chosen must not leave a mesh axis without use."""
@@ -289,6 +307,9 @@ class PjitPartitioner(BasePjitPartitioner):
             optimizer_axis_rules=self._optimizer_rules,
             params_axes_names_override=self._overrides,
         )
+        if self._given_rules is not None:
+            return found
+        found = tuple(finding for finding in found if finding.kind != 'unused')  # not chosen
         try:
             self._check_default_rules()
         except ValueError as error:

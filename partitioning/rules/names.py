@@ -77,6 +77,8 @@ def as_tuple(mesh_axes: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def axis_sizes(mesh: MeshLike) -> Mapping[str, int]:
     """The size of each axis of a mesh, which may be given as just that."""
+    if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
+        raise ValueError(f'{mesh!r} is neither a mesh nor the sizes of its axes, by name')
     return mesh if isinstance(mesh, Mapping) else mesh.shape
 
 
@@ -120,8 +122,11 @@ class AxisRules(tuple):
         """
         made = tuple.__new__(cls, check_rules(rules))
         own = rules if isinstance(rules, AxisRules) else None
-        made.on_unmatched = on_unmatched or (own.on_unmatched if own is not None else 'error')
-        made.on_indivisible = on_indivisible or (own.on_indivisible if own is not None else 'error')
+        if on_unmatched is None:
+            on_unmatched = 'error' if own is None else own.on_unmatched
+        if on_indivisible is None:
+            on_indivisible = 'error' if own is None else own.on_indivisible
+        made.on_unmatched, made.on_indivisible = on_unmatched, on_indivisible
         for name, kind in (('on_unmatched', OnUnmatched), ('on_indivisible', OnIndivisible)):
             if getattr(made, name) not in get_args(kind):
                 *others, last = map(repr, get_args(kind))
@@ -150,6 +155,8 @@ def check_rules(rules: Iterable[Any]) -> tuple[tuple[str, MeshAxes], ...]:
     Raises:
       ValueError: a rule that is no pair of a name and a mesh axis, several, or None.
     """
+    if isinstance(rules, set | frozenset | Mapping):
+        raise ValueError(f'{rules!r} have no order, which decides between rules: write a list')
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise ValueError(f"{rules!r} are no rules: write [('logical axis', 'mesh axis'), ...]")
     checked: list[tuple[str, MeshAxes]] = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -54,8 +54,8 @@ def resolve_axes(
         the policy of `rules`, which is 'error' unless they are AxisRules that say otherwise.
       on_indivisible: for a size that its mesh axes do not divide: 'error'; 'replicate' it;
         'drop_axis', which keeps those of its axes that split it the most; 'pad', which keeps it
-        whole in the state and shards it, padded, inside partitioned functions. By default as
-        `on_unmatched`.
+        whole in the state and shards it, padded, inside partitioned functions. By default the
+        policy of `rules`.
       axes_as_names: a name without a rule may be a mesh axis, as in `flax.linen.Partitioned`.
 
     Raises:
@@ -94,12 +94,12 @@ def try_resolve(
     """
     if not isinstance(rules, Sequence):
         raise ValueError(f'rules must be a list or a tuple of pairs, not {type(rules).__name__}')
-    if on_unmatched or on_indivisible or not isinstance(rules, AxisRules):
+    if not isinstance(rules, AxisRules) or (on_unmatched, on_indivisible) != (None, None):
         rules = AxisRules(rules, on_unmatched, on_indivisible)
     if on_indivisible not in (None, 'error') and (mesh is None or shape is None):
         raise ValueError(f'on_indivisible={on_indivisible!r} needs a mesh and a shape to act on')
     sizes = None if mesh is None else axis_sizes(mesh)
-    if isinstance(names, str):
+    if isinstance(names, str) or not isinstance(names, Iterable):
         raise ValueError(f'{names!r} are no logical axes: write a tuple, one name a dimension')
     names = tuple(names)
     problems = list(_problems_of_names(names, shape))

@@ -112,6 +112,10 @@ def fsdp_logical_axis_rules(
     given, added = check_rules(rules), check_rules((name, axes) for name in names)
     if isinstance(names, str) or not added or not as_tuple(added[0][1]):
         raise ValueError(f'names={names!r} over axes={axes!r}: give one or more of each, in a list')
+    known = {name for name, _ in given}
+    for name in names:
+        if name not in known:
+            raise ValueError(f'no rule for {name!r} to add axes to.{nearest(name, known)}')
     first = [rule for rule in given if set(as_tuple(rule[1])) & set(as_tuple(axes))]
     first = [rule for rule in first if rule[0] not in names]
     made = [*first, *added, *(rule for rule in given if rule not in first)]

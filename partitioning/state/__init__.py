@@ -5,7 +5,7 @@ what an optimizer keeps; `walk`: all of a state in one walk; `resolved`: the rul
 `train_state`: a state in T5X's manner.
 """
 
-from partitioning.state.boxes import Path, array_leaves, key_names, path_str, unbox
+from partitioning.state.boxes import Path, array_leaves, key_names, path_str, shape_of, unbox
 from partitioning.state.follow import Parameter
 from partitioning.state.path_names import PathRules, check_path_rules, override_params_axes_names
 from partitioning.state.resolved import (
@@ -38,6 +38,7 @@ __all__ = [
     'path_str',
     'resolve_leaves',
     'resolve_state',
+    'shape_of',
     'unbox',
     'walk',
 ]

@@ -16,8 +16,8 @@ import jax
 from flax import errors
 from flax.core import spmd
 
-from partitioning.constrain import constrain
-from partitioning.rules import add_axis, remove_axis
+from partitioning.constrain import with_sharding_constraint
+from partitioning.rules import AxisRules, add_axis, remove_axis, to_spec, try_resolve
 
 
 class LogicallyPartitioned(nn.LogicallyPartitioned):
@@ -37,11 +37,17 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
         return self._renamed(remove_axis(self.names, index, self._name(params)))
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """The array, laid out by its names inside a mesh, of Auto or of Explicit axes."""
+        """The array, laid out by its names inside a mesh, of Auto or of Explicit axes.
+
+        Names that cannot be resolved are left to where the state is: there the path is known.
+        """
         rules = self.rules or spmd.get_logical_axis_rules()
-        if not apply_constraint or not rules:
+        mesh = jax.sharding.get_abstract_mesh()
+        if not apply_constraint or not rules or mesh.empty:
             return self.value
-        return constrain(self.value, self.names, rules)
+        shape = self.value.shape
+        resolved, problems = try_resolve(self.names, AxisRules(rules), mesh=mesh, shape=shape)
+        return self.value if problems else with_sharding_constraint(self.value, to_spec(resolved))
 
     def _renamed(self, names: Sequence[str | None]) -> LogicallyPartitioned:
         return self.replace(names=tuple(names))
@@ -55,7 +61,13 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
 def with_logical_partitioning(
     init: Callable[..., jax.Array], names: Sequence[str | None]
 ) -> Callable[..., LogicallyPartitioned]:
-    """An initializer whose array comes in a LogicallyPartitioned with these names."""
+    """An initializer whose array comes in a LogicallyPartitioned with these names.
+
+    Raises:
+      ValueError: `names` is no tuple of them.
+    """
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ValueError(f'{names!r} are no names: write a tuple, such as ({names!r},)')
 
     @functools.wraps(init)
     def boxed(*args: Any, **kwargs: Any) -> LogicallyPartitioned:

@@ -56,7 +56,8 @@ def named_arrays(entries: Entries, overrides: PathRules) -> NamedArrays:
     roots = _roots(*_candidates(entries, carried, bool(overrides)))
     if not roots:
         raise ValueError(
-            'Missing axis names: no parameter of the state carries any. Create parameters with '
+            'Missing axis names: no parameter of the state carries any. (After init they are gone: '
+            'give partitioner.eval_shape(init, key), to audit() as its `named`.) Create them with '
             'flax.linen.with_logical_partitioning(init, names) (or nnx.Param with the metadata '
             "out_sharding), name them by path with params_axes_names_override=[('.*/kernel', "
             "('embed', 'mlp')), ...], or give the state as_logical_axes()"
@@ -76,9 +77,9 @@ def named_arrays(entries: Entries, overrides: PathRules) -> NamedArrays:
         for path, x in arrays.items()
         if path not in roots and not _follows(path, shape_of(array_of(x)), known.to_follow)
     }
-    given, used_too = match_paths(others, overrides)
-    check_all_used({**texts, **others}, overrides, used | used_too)
-    return known._replace(overridden=_parameters(given, arrays))
+    given_others, used_there = match_paths(others, overrides)
+    check_all_used({**texts, **others}, overrides, used | used_there)
+    return known._replace(overridden=_parameters(given_others, arrays))
 
 
 def _known(
@@ -98,16 +99,16 @@ def _known(
 
 
 def _candidates(
-    entries: Entries, carried: Mapping[Path, Parameter], by_path: bool
+    entries: Entries, carried: Mapping[Path, Parameter], overridden: bool
 ) -> tuple[list[Path], Mapping[Path, tuple[int, ...]]]:
     """Arrays that may be parameters, and the shapes of all that they may be copies of."""
-    shapes = {p: shape_of(array_of(x)) for p, x in entries if by_path and not is_metadata(x)}
-    variables = [path for path, x in entries if is_parameter_variable(x)] if by_path else []
     optimizer = {path for path, x in entries if is_optimizer_variable(x)}
-    if not by_path:
+    if not overridden:
         shapes = {path: parameter.shape or () for path, parameter in carried.items()}
-    paths = variables or [path for path in shapes if path not in optimizer] or list(shapes)
-    return paths, shapes
+        return [path for path in shapes if path not in optimizer] or list(shapes), shapes
+    shapes = {path: shape_of(array_of(x)) for path, x in entries if not is_metadata(x)}
+    variables = [path for path, x in entries if is_parameter_variable(x)]
+    return variables or [path for path in shapes if path not in optimizer], shapes
 
 
 def _parameters(
@@ -129,6 +130,10 @@ def _carried(entries: Entries) -> dict[Path, Parameter]:
     held = dict(entries) if any(is_metadata(leaf) for _, leaf in carriers) else {}
     named = {}
     for path, leaf in carriers:
+        if isinstance(getattr(leaf, 'names', None), str):
+            raise ValueError(
+                f'{"/".join(path)}: {leaf.names!r} are no names: write a tuple, ({leaf.names!r},)'
+            )
         carried = carried_names(leaf)
         if carried.names is None:
             continue

@@ -24,6 +24,7 @@ from partitioning.rules import (
     to_spec,
     try_resolve,
 )
+from partitioning.state.boxes import shape_of
 from partitioning.state.follow import Parameter
 from partitioning.state.path_names import PathRules
 from partitioning.state.walk import Leaf, Role, StateLeaves, walk
@@ -214,7 +215,6 @@ def _too_large(leaf: Leaf, mesh: MeshLike) -> Problem | None:
 
 
 def nbytes(array: Any) -> int:
-    """Bytes of an array or a ShapeDtypeStruct; of a number, those of its jax type."""
-    shape, dtype = getattr(array, 'shape', ()), getattr(array, 'dtype', None)
-    itemsize = 4 if dtype is None else dtype.itemsize
-    return math.prod(shape) * itemsize
+    """Bytes of an array or a ShapeDtypeStruct; of a Python number 4, as jax holds it."""
+    dtype = getattr(array, 'dtype', None)
+    return math.prod(shape_of(array)) * (4 if dtype is None else dtype.itemsize)

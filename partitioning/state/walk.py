@@ -98,6 +98,11 @@ def walk(state: Any, overrides: PathRules = (), report: Report = raise_problem) 
       ValueError: no parameter has names, path rules do not fit; and what `report` raises.
     """
     if _says_itself(state):
+        if overrides:
+            raise ValueError(
+                'params_axes_names_override names nothing in a state that names its axes itself '
+                'with as_logical_axes(): leave one of them out'
+            )
         return _as_it_says(state)
     flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_carrier)
     entries = [(key_names(path), leaf) for path, leaf in flat]
@@ -203,9 +208,23 @@ def _as_it_says(state: Any) -> StateLeaves:
     )
     held = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
     arrays = {key_names(path): array_of(x) for path, x in held}
+    if () not in arrays:  # of a state that jax looks into
+        _check_covered([key_names(path) for path, _ in flat], arrays)
     return StateLeaves(
         tuple(_leaf_as_said(key_names(path), names, arrays) for path, names in flat), treedef
     )
+
+
+def _check_covered(named: Sequence[Path], arrays: Mapping[Path, Any]) -> None:
+    """Raises ValueError for arrays that as_logical_axes() leaves out, and for what it has more."""
+    known = {*named}
+    for path in arrays:
+        if not any(path[:n] in known for n in range(len(path) + 1)):
+            raise ValueError(f'{"/".join(path)} is not in as_logical_axes(): name it, or say None')
+    inner = {path[:n] for path in arrays for n in range(len(path) + 1)}
+    for path in named:
+        if path not in inner:
+            raise ValueError(f'as_logical_axes() has {"/".join(path)}, which the state has not')
 
 
 def _is_names(x: Any) -> bool:
