@@ -8,15 +8,25 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from partitioning.rules import AxisRules, LogicalAxisRules, PaddedSpec, check_spec, spec_of
 
-PartitionedCallable = Callable[..., Any]
 CompiledPartitionedCallable = Callable[..., Any]
+
+
+class PartitionedCallable(Protocol):
+    """A function over a mesh, with the methods of PjittedFnWithContext."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered: ...
+    def lower_and_compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled: ...
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced: ...
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any: ...
+    def clear_cache(self) -> None: ...
 
 
 class _CountsPartitionedFunctions(type):
@@ -215,7 +225,7 @@ def partition_function(
     methods += ['clear_cache', 'num_traces']
     call.__dict__.update({name: getattr(partitioned, name) for name in methods})
     call.__dict__['_partitioned'] = partitioned
-    return call
+    return cast(PartitionedCallable, call)
 
 
 def to_shardings(resources: Any, mesh: Mesh) -> Any:

@@ -100,7 +100,7 @@ class BasePjitPartitioner(BasePartitioner):
     def compile(
         self, partitioned_fn: PartitionedCallable, *args: Any
     ) -> CompiledPartitionedCallable:
-        return partitioned_fn.lower(*args).compile()  # type: ignore[attr-defined]
+        return partitioned_fn.lower(*args).compile()
 
 
 class PjitPartitioner(BasePjitPartitioner):
@@ -245,7 +245,7 @@ class PjitPartitioner(BasePjitPartitioner):
 
         As `jax.eval_shape`, inside the mesh and the rules, which nnx modules ask for.
         """
-        return self._partition_over_auto(fn, None).eval_shape(*args)  # type: ignore[attr-defined]
+        return self._partition_over_auto(fn, None).eval_shape(*args)
 
     def _partition_over_auto(self, fn: Callable[..., Any], out_axes: Any) -> PartitionedCallable:
         """A function of replicated arguments over the mesh with all of its axes Auto.
