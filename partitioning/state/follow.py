@@ -68,8 +68,11 @@ class Parameters:
         nothing = (None,) * len(shape)
         if 0 in shape or not shape:
             return None, nothing
-        ends = [path[-length:] for length in self._lengths if length <= len(path)]
-        named = [self._by_path[end] for end in ends if end in self._by_path]
+        named = [
+            parameters
+            for length in self._lengths
+            if (parameters := self._by_path.get(path[-length:])) is not None
+        ]
         for parameters in named:
             if same := [p for p in parameters if p.shape == shape]:
                 return _best(path, same), tuple(range(len(shape)))
