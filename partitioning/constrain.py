@@ -41,7 +41,7 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    specs = jax.tree.map(_inside, axis_resources, is_leaf=_is_resource)
+    specs = jax.tree.map(_inside, axis_resources, is_leaf=_is_spec)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if set(types.values()) == {AxisType.Auto}:
         return jax.lax.with_sharding_constraint(x, specs)
@@ -51,7 +51,7 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     def place(spec: PartitionSpec, below: Any) -> Any:
         return jax.tree.map(lambda array: _place(array, spec, types), below)
 
-    return jax.tree.map(place, specs, x, is_leaf=_is_resource)
+    return jax.tree.map(place, specs, x, is_leaf=_is_spec)
 
 
 def constrain(
@@ -102,7 +102,7 @@ def constrain(
     return with_sharding_constraint(x, spec)
 
 
-def _is_resource(x: Any) -> bool:
+def _is_spec(x: Any) -> bool:
     return x is None or isinstance(x, PartitionSpec)
 
 

@@ -105,11 +105,10 @@ def _resolved(
         findings.append(Finding('error', problem.kind, path, problem.message))
 
     try:
-        leaves, _ = resolve_leaves(state, rules, mesh, report)
+        arrays = resolve_leaves(state, rules, mesh, report).arrays
     except ValueError as error:
         findings.append(Finding('error', 'names', 'the state', str(error)))
         return []
-    arrays = [x for x in leaves if isinstance(x, ResolvedLeaf)]
     for x in arrays:
         if x.leaf.parameter is None and x.leaf.dims and not x.leaf.problematic:
             path, shape = '/'.join(x.leaf.path), x.leaf.array.shape

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -27,7 +26,7 @@ from partitioning.rules import (
 from partitioning.state.boxes import shape_of
 from partitioning.state.follow import Parameter
 from partitioning.state.path_names import PathRules
-from partitioning.state.walk import Leaf, Role, StateLeaves, walk
+from partitioning.state.walk import Leaf, Role, StateTree, walk
 
 # An array of no more bytes that has no names and follows no parameter needs none: random keys,
 # hyperparameters, statistics of a few thousand channels. The audit lists it all the same.
@@ -69,23 +68,11 @@ class ResolvedLeaf(NamedTuple):
     dimensions: tuple[ResolvedDimension | None, ...]
 
 
-class ResolvedState(NamedTuple):
-    """A state with the rules applied. `leaves` has AxisMetadata of the state as they are."""
+@dataclasses.dataclass(frozen=True)
+class ResolvedState(StateTree[ResolvedLeaf]):
+    """A state with the rules applied, on a mesh."""
 
-    leaves: tuple[ResolvedLeaf | Any, ...]
-    treedef: Any
     mesh: Mesh
-
-    def map(self, function: Callable[[ResolvedLeaf], Any]) -> Any:
-        """The tree of the state with `function` of every leaf in its place."""
-        return self.treedef.unflatten(
-            [function(x) if isinstance(x, ResolvedLeaf) else x for x in self.leaves]
-        )
-
-    @property
-    def arrays(self) -> list[ResolvedLeaf]:
-        """The leaves without the AxisMetadata."""
-        return [x for x in self.leaves if isinstance(x, ResolvedLeaf)]
 
     @property
     def mesh_axes(self) -> Any:
@@ -115,19 +102,20 @@ def resolve_state(state: Any, rules: RuleSet, mesh: Mesh) -> ResolvedState:
     Raises:
       ValueError: with the path of the first array whose layout the rules do not decide.
     """
-    return ResolvedState(*resolve_leaves(state, rules, mesh), mesh)
+    tree = resolve_leaves(state, rules, mesh)
+    return ResolvedState(tree.leaves, tree.treedef, mesh)
 
 
 def resolve_leaves(
     state: Any, rules: RuleSet, mesh: MeshLike, report: Report = raise_problem
-) -> tuple[tuple[ResolvedLeaf | Any, ...], Any]:
+) -> StateTree[ResolvedLeaf]:
     """The leaves of a state with their layouts, and the tree they make.
 
     Args:
       state, rules, mesh: as of `resolve_state`; of the mesh, the sizes of its axes do.
       report: is told of every problem; by default it raises.
     """
-    leaves: StateLeaves = walk(state, rules.overrides, report)
+    tree = walk(state, rules.overrides, report)
     known: dict[Any, _Layout] = {}
 
     def resolve(leaf: Any) -> Any:
@@ -147,7 +135,7 @@ def resolve_leaves(
             report('/'.join(parameter.path), problem)
         return ResolvedLeaf(leaf, layout.spec, layout.dimensions)
 
-    return tuple(map(resolve, leaves.leaves)), leaves.treedef
+    return StateTree(tuple(map(resolve, tree.leaves)), tree.treedef)
 
 
 class _Layout(NamedTuple):

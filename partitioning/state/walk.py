@@ -6,8 +6,9 @@ rules. Every other leaf gets its axes from the parameter that it follows.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 
@@ -61,30 +62,32 @@ class Leaf(NamedTuple):
         return AxisNames(*(self.pick(self.parameter.names) if self.parameter else self.dims))
 
 
-class StateLeaves(NamedTuple):
+LeafT = TypeVar('LeafT')
+
+
+@dataclasses.dataclass(frozen=True)
+class StateTree(Generic[LeafT]):
     """The leaves of a state in its order, and the tree they make.
 
     Attributes:
-      leaves: a Leaf for each array; T5X's AxisMetadata are there as they are.
+      leaves: something for each array; T5X's AxisMetadata are there as they are.
       treedef: the tree, with each box, variable and AxisMetadata as a leaf.
     """
 
-    leaves: tuple[Leaf | Any, ...]
+    leaves: tuple[LeafT | Any, ...]
     treedef: Any
 
-    def map(self, function: Callable[[Leaf], Any]) -> Any:
-        """The tree with `function` of every Leaf in its place."""
-        return self.treedef.unflatten(
-            [function(x) if isinstance(x, Leaf) else x for x in self.leaves]
-        )
+    def map(self, function: Callable[[LeafT], Any]) -> Any:
+        """The tree of the state with `function` of what there is for each array in its place."""
+        return self.treedef.unflatten([x if is_metadata(x) else function(x) for x in self.leaves])
 
     @property
-    def arrays(self) -> list[Leaf]:
+    def arrays(self) -> list[LeafT]:
         """The leaves without the AxisMetadata."""
-        return [x for x in self.leaves if isinstance(x, Leaf)]
+        return [x for x in self.leaves if not is_metadata(x)]
 
 
-def walk(state: Any, overrides: PathRules = (), report: Report = raise_problem) -> StateLeaves:
+def walk(state: Any, overrides: PathRules = (), report: Report = raise_problem) -> StateTree[Leaf]:
     """What the leaves of a train state are.
 
     Args:
@@ -111,7 +114,7 @@ def walk(state: Any, overrides: PathRules = (), report: Report = raise_problem) 
     # What stands beside statistics of parameters, such as a count, is the optimizer's too.
     depth = max(1, min(map(len, known.trees), default=1))
     followed = {x.path[:depth] for x in leaves if isinstance(x, Leaf) and x.role == 'optimizer'}
-    return StateLeaves(
+    return StateTree(
         tuple(
             x._replace(role='optimizer')
             if isinstance(x, Leaf) and x.role == 'other' and x.path[:depth] in followed
@@ -205,7 +208,7 @@ def _missing(path: Path, leaf: Any, shape: tuple[int, ...]) -> str:
     )
 
 
-def _as_it_says(state: Any) -> StateLeaves:
+def _as_it_says(state: Any) -> StateTree[Leaf]:
     """The leaves of a state that names its axes itself, None where it has no names."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(
         state.as_logical_axes(), is_leaf=lambda x: x is None or _is_names(x)
@@ -214,7 +217,7 @@ def _as_it_says(state: Any) -> StateLeaves:
     arrays = {key_names(path): array_of(x) for path, x in held}
     if () not in arrays:  # of a state that jax looks into
         _check_covered([key_names(path) for path, _ in flat], arrays)
-    return StateLeaves(
+    return StateTree(
         tuple(_leaf_as_said(key_names(path), names, arrays) for path, names in flat), treedef
     )
 
