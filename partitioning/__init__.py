@@ -29,6 +29,7 @@ from partitioning.hardware import (
 )
 from partitioning.layout import (
     DataLayout,
+    LayoutProof,
     LocalChunker,
     LocalChunkInfo,
     host_local_array_to_global_array,
@@ -107,6 +108,7 @@ __all__ = [
     'Finding',
     'HardwareMesh',
     'JaxDevice',
+    'LayoutProof',
     'LocalChunkInfo',
     'LocalChunker',
     'LogicalAxisRules',

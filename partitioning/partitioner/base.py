@@ -16,7 +16,10 @@ from partitioning.layout import (
     DataLayout,
     LocalChunker,
     LocalChunkInfo,
+    data_layout,
+    global_to_local,
     host_local_array_to_global_array,
+    local_to_global,
 )
 from partitioning.mesh import AxisTypes, check_axis_types, check_mesh_settings, is_count
 from partitioning.partitioned import (
@@ -172,30 +175,48 @@ class BasePartitioner(abc.ABC):
         size = self.data_mesh_size if batch_size is None else batch_size
         if not is_count(size):
             raise ValueError(f'batch size {batch_size!r} must be a positive whole number')
-        if size % self.data_mesh_size:
-            above = -(-size // self.data_mesh_size) * self.data_mesh_size
-            below = above - self.data_mesh_size
-            raise ValueError(
-                f'Batch size ({size}) must be divisible by corresponding data mesh size '
-                f'({self.data_mesh_size}): the mesh is {describe_axes(self.mesh.shape)}. Use '
-                f'{f"{below} or {above}" if below else above}.'
-            )
-        chunker = self._local_chunker
-        if host_index is not None:
-            chunker = LocalChunker(self.mesh, host_index)
-        axes = self._data_axes
-        return DataLayout(
-            batch_size=int(size),
-            shard_id=chunker.get_shard_id(axes),
-            num_shards=chunker.get_num_shards(axes),
-            is_first_host_in_replica_set=chunker.get_replica_id(axes) == 0,
-        )
+        return data_layout(self.mesh, self._data_axes, int(size), host_index)
+
+    def to_global(
+        self, local_batch: Any, batch_size: int | None = None, spec: PartitionSpec | None = None
+    ) -> Any:
+        """The rows that each process has read, as sharded global arrays.
+
+        Args:
+          local_batch: pytree of arrays [local rows, ...], the rows of this process's
+            `get_data_layout(batch_size).row_indices` in their order.
+          batch_size: rows of the global batch; by default what this process's rows make.
+          spec: mesh axes of the batch's dimensions; by default `data_partition_spec`. Dimensions
+            but the first are whole in `local_batch`, sharded or not.
+
+        Returns:
+          A pytree of jax.Arrays [batch_size, ...].
+
+        Raises:
+          ValueError: another number of rows than this process holds, or than other leaves have.
+        """
+        spec = self.data_partition_spec if spec is None else spec
+        return local_to_global(local_batch, self.mesh, spec, batch_size)
+
+    def to_local(self, global_batch: Any) -> Any:
+        """The rows of global arrays that this process holds, as numpy arrays: `to_global` undone.
+
+        Raises:
+          ValueError: of some row this process holds only a part.
+        """
+        return global_to_local(global_batch)
 
     def get_local_chunk_info(
         self, global_shape: Sequence[int], mesh_axes: Sequence[MeshAxes]
     ) -> LocalChunkInfo:
-        """The part of an array that this process holds; see `LocalChunker`."""
+        """The one chunk of an array that this process holds; see `LocalChunker`."""
         return self._local_chunker.get_local_chunk_info(global_shape, spec_of(mesh_axes))
+
+    def get_local_chunks(
+        self, global_shape: Sequence[int], mesh_axes: Sequence[MeshAxes]
+    ) -> tuple[LocalChunkInfo, ...]:
+        """Every block of an array that this process holds; see `LocalChunker`."""
+        return self._local_chunker.get_local_chunks(global_shape, spec_of(mesh_axes))
 
     # The train state.
 

@@ -105,7 +105,7 @@ def test_chunks_are_what_the_devices_hold(name):
             try:
                 info = LocalChunker(mesh, process).get_local_chunk_info(shape, spec)
             except ValueError as error:
-                assert 'devices_indices_map' in str(error)
+                assert 'get_local_chunks' in str(error)
                 assert not is_sliceable(mask)
                 continue
             described += 1
@@ -327,10 +327,17 @@ def test_errors_of_shards(axes):
             method(axes)
 
 
-def test_parts_that_overlap_have_no_numbers():
-    mesh = mesh_of_processes([[0, 0], [0, 1], [1, 1]], ('data', 'model'))
-    with pytest.raises(ValueError, match='overlapping parts'):
-        LocalChunker(mesh, 0).get_shard_id('data')
+def test_sets_of_parts_that_overlap_have_numbers_too():
+    mesh = mesh_of_processes([[0, 0], [0, 1], [1, 1]], ('data', 'model'))  # rows 0 and 1, 1 and 2
+    chunkers = [LocalChunker(mesh, process) for process in (0, 1)]
+    assert [c.get_shard_id('data') for c in chunkers] == [0, 1]
+    assert [c.get_num_shards('data') for c in chunkers] == [2, 2]
+    with pytest.raises(ValueError, match='shared in part'):
+        chunkers[0].get_local_chunk_info((3,), ['data'])
+    assert [c.get_local_chunks((3,), ['data']) for c in chunkers] == [
+        (LocalChunkInfo((slice(0, 1),), 0), LocalChunkInfo((slice(1, 2),), 0)),
+        (LocalChunkInfo((slice(1, 2),), 1), LocalChunkInfo((slice(2, 3),), 0)),
+    ]
 
 
 # Arrays from parts.

@@ -1,0 +1,153 @@
+"""Global arrays from what each process holds of them, and back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from partitioning.layout.held import axes_of, held_parts
+from partitioning.rules import check_spec, describe_axes, replicate_none
+
+
+def local_to_global(
+    local_batch: Any, mesh: Mesh, spec: PartitionSpec, batch_size: int | None = None
+) -> Any:
+    """Puts the rows that each process has read together to sharded global arrays.
+
+    Args:
+      local_batch: pytree of arrays [local rows, ...], the rows of `DataLayout.row_indices` in
+        their order; dimensions but the first are whole, even where `spec` shards them.
+      mesh: the mesh.
+      spec: the mesh axes of the first dimension, and of more.
+      batch_size: rows of the global batch; by default what this process's rows make.
+
+    Returns:
+      A pytree of jax.Arrays [batch_size, ...].
+
+    Raises:
+      ValueError: a number of rows that is not that of this process, or that differs from leaf to
+        leaf; a spec that the mesh or an array cannot have.
+    """
+    check_spec(spec, mesh, 'the batch')
+    partitions = axes_of(spec)
+    held = held_parts(mesh, partitions[:1] or ((),))
+    mine, [ways] = held.parts[jax.process_index()], held.ways
+    leaves = jax.tree_util.tree_leaves_with_path(local_batch)
+    for path, leaf in leaves:
+        name = jax.tree_util.keystr(path, simple=True, separator='/') or 'the batch'
+        _check_rows(name, np.shape(leaf), batch_size, len(mine), ways, mesh)
+        if batch_size is None:
+            batch_size = np.shape(leaf)[0] // len(mine) * ways
+        check_spec(spec, mesh, name, np.shape(leaf))
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda leaf: _global_array(leaf, sharding, mine, ways), local_batch)
+
+
+def global_to_local(global_batch: Any) -> Any:
+    """The rows of global arrays that this process holds: `local_to_global` undone.
+
+    Args:
+      global_batch: pytree of jax.Arrays [batch, ...], of any sharding.
+
+    Returns:
+      A pytree of numpy arrays [local rows, ...], the rows rising.
+
+    Raises:
+      ValueError: of some row this process holds only a part.
+    """
+    return jax.tree_util.tree_map_with_path(_local_rows, global_batch)
+
+
+def host_local_array_to_global_array(arr_tree: Any, mesh: Mesh, pspecs: Any) -> Any:
+    """Puts each process's part of every array together to global arrays.
+
+    Args:
+      arr_tree: pytree of arrays, each this process's part in every dimension.
+      mesh: the global mesh.
+      pspecs: PartitionSpecs, a pytree that is a prefix of `arr_tree`; None: replicated.
+
+    Returns:
+      A pytree of global jax.Arrays.
+
+    Raises:
+      ValueError: a spec that the mesh or its array cannot have.
+    """
+    from jax.experimental import multihost_utils
+
+    specs = replicate_none(pspecs)
+
+    def check(path: Any, spec: PartitionSpec, below: Any) -> None:
+        for deeper, array in jax.tree_util.tree_leaves_with_path(below):
+            where = jax.tree_util.keystr((*path, *deeper), simple=True, separator='/')
+            check_spec(spec, mesh, where or 'the array', np.shape(array))
+
+    jax.tree_util.tree_map_with_path(
+        check, specs, arr_tree, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    return multihost_utils.host_local_array_to_global_array(arr_tree, mesh, specs)
+
+
+def _check_rows(
+    name: str, shape: tuple[int, ...], batch_size: int | None, held: int, ways: int, mesh: Mesh
+) -> None:
+    on = f'on the mesh {describe_axes(mesh.shape)}'
+    if not shape:
+        raise ValueError(f'{name} is a scalar: the first dimension of a batch is its rows')
+    if batch_size is not None and batch_size % ways:
+        raise ValueError(f'batch size {batch_size} does not divide by {ways}, {on}')
+    expected = None if batch_size is None else batch_size // ways * held
+    if expected is None and (not shape[0] or shape[0] % held):
+        raise ValueError(
+            f'{name} has {shape[0]} rows {shape}: process {jax.process_index()} holds {held} of '
+            f'the {ways} parts of the batch {on}, so their number must be a multiple of {held}'
+        )
+    if expected is not None and shape[0] != expected:
+        raise ValueError(
+            f'{name} has {shape[0]} rows {shape}: of a batch of {batch_size} process '
+            f'{jax.process_index()} holds {expected}, {on} (DataLayout.row_indices says which)'
+        )
+
+
+def _global_array(
+    leaf: Any, sharding: NamedSharding, parts: tuple[int, ...], ways: int
+) -> jax.Array:
+    local = np.asarray(leaf)
+    block = local.shape[0] // len(parts)
+    place = {part: i * block for i, part in enumerate(parts)}
+
+    def rows_of_device(index: Any) -> np.ndarray:
+        # A device holds one part, and parts that follow each other do so locally, too.
+        start = place[(index[0].start or 0) // block]
+        return local[(slice(start, start + block), *index[1:])]
+
+    shape = (block * ways, *local.shape[1:])
+    return jax.make_array_from_callback(shape, sharding, rows_of_device)
+
+
+def _local_rows(path: Any, array: jax.Array) -> np.ndarray:
+    shards = {_ranges(s.index, array.shape): s for s in array.addressable_shards}
+    blocks = sorted({ranges[0] for ranges in shards})
+    place, local_rows = {}, 0
+    for start, stop in blocks:
+        place[start, stop] = local_rows
+        local_rows += stop - start
+    local = np.empty((local_rows, *array.shape[1:]), array.dtype)
+    if sum(math.prod(stop - start for start, stop in ranges) for ranges in shards) != local.size:
+        name = jax.tree_util.keystr(path, simple=True, separator='/') or 'the array'
+        raise ValueError(
+            f'{name} {array.shape}: process {jax.process_index()} holds only a part of some rows '
+            f'({array.sharding}); gather their columns first'
+        )
+    for ranges, shard in shards.items():
+        first = place[ranges[0]]
+        rows = slice(first, first + ranges[0][1] - ranges[0][0])
+        local[(rows, *(slice(*r) for r in ranges[1:]))] = shard.data
+    return local
+
+
+def _ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
