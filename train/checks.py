@@ -12,7 +12,10 @@ from typing import Any
 from jax.sharding import AxisType, Mesh
 
 from partitioning import BasePartitioner
+from train.data.open_task import features
+from train.data.packing import Row
 from train.errors import ConfigError
+from train.steps import BATCH_ARRAYS
 
 
 def check_counts(least: int = 1, **counts: int) -> None:
@@ -43,13 +46,29 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def check_vocabulary(model: Any, num_tokens: int) -> None:
-    """The model knows every token of the text."""
+    """The model knows every token of the task."""
     vocab_size = model.config.vocab_size
     if vocab_size < num_tokens:
         raise ConfigError(
-            f'vocab_size {vocab_size} is smaller than the {num_tokens} tokens of the text (256 '
-            f'bytes and a separator): use {num_tokens} or more'
+            f'vocab_size {vocab_size} is smaller than the {num_tokens} tokens of the task: use '
+            f'{num_tokens} or more'
         )
+
+
+def check_rows(row: Row, evaluated: Mapping[str, Row]) -> None:
+    """The steps know every array of a row, and evaluations have the same ones."""
+    unknown = sorted(row.keys() - BATCH_ARRAYS)
+    if unknown:
+        raise ConfigError(
+            f'the task makes rows with {", ".join(unknown)}, which this trainer has no model for: '
+            'use CausalLM, or its rows in a trainer of your own'
+        )
+    for name, other in evaluated.items():
+        if features(other) != features(row):
+            raise ConfigError(
+                f'rows of the evaluation {name!r} have {sorted(other)}, those of the training '
+                f'{sorted(row)}: use the same kind of task and packing'
+            )
 
 
 def check_finite(

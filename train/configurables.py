@@ -9,7 +9,10 @@ import gin
 import optax
 
 import partitioning
-import train.data.corpus
+import train.data.feed
+import train.data.sources
+import train.data.tasks
+import train.data.tokenizers
 import train.machine
 import train.models.transformer
 import train.optimizers

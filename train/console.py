@@ -5,19 +5,27 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
 from partitioning.audit import ArrayLayout, Audit
 from partitioning.rules import as_tuple
-from train.data.corpus import Corpus
+from train.data import EvaluationSet, OpenTask
 
 
 class RunConsole:
@@ -59,13 +67,49 @@ class RunConsole:
         )
         self._console.print(table)
 
-    def corpus(self, training: Corpus, held_out: Corpus, epochs: float) -> None:
-        """How much text there is, and how much of it the run sees."""
-        self.say(
-            f'{training.num_files} files, {training.num_bytes / 1e6:.1f} MB to train on '
-            f'({epochs:.2f} epochs); {held_out.num_files} files held out, '
-            f'{held_out.num_bytes / 1e3:,.0f} kB of them evaluated'
+    @contextlib.contextmanager
+    def tokenizing(self) -> Iterator[Callable[[str, int, int], None]]:
+        """A progress bar for each token index that is built, and a line when they are done.
+
+        Yields:
+          What is to be told how far the building is: (name, done, total).
+        """
+        started, names = time.perf_counter(), dict[str, TaskID]()
+        progress = Progress(
+            TextColumn('tokenizing {task.description}'),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn('left'),
+            console=self._console,
+            transient=True,
+            disable=not self.is_terminal,
         )
+
+        def tell(name: str, done: int, total: int) -> None:
+            if name not in names:
+                names[name] = progress.add_task(name, total=total)
+            progress.update(names[name], completed=done, total=total)
+
+        with progress:
+            yield tell
+        if names:
+            self.say(f'tokenized {", ".join(names)} in {time.perf_counter() - started:.1f} s')
+
+    def data(self, task: OpenTask, evaluations: Mapping[str, EvaluationSet], epochs: float) -> None:
+        """How much text there is, and how much of it the run sees."""
+        for part in task.parts:
+            training, held_out = part.index.training, part.index.held_out
+            share = '' if len(task.parts) == 1 else f'{part.name}, {part.weight:.1%} of the rows: '
+            self.say(
+                f'{share}{_documents(training.num_documents)}, {training.num_bytes / 1e6:,.1f} MB '
+                f'to train on; {_documents(held_out.num_documents)} held out'
+            )
+        evaluated = ', '.join(
+            f'{name + ": " if name else ""}{_documents(e.num_documents)}, {len(e.rows)} rows'
+            for name, e in evaluations.items()
+        )
+        self.say(f'{epochs:.2f} epochs of {task.rows_per_epoch:,} rows; evaluated: {evaluated}')
 
     def layouts(self, layouts: Sequence[ArrayLayout], limit: int = 10) -> None:
         """The largest parameters and how they are laid out."""
@@ -146,14 +190,18 @@ class RunConsole:
             self._progress.update(self._progress.task_ids[0], completed=step)
 
     def evaluation(
-        self, step: int, results: Mapping[str, float], yardsticks: Mapping[str, float]
+        self,
+        step: int,
+        name: str,
+        scores: Mapping[str, float],
+        yardsticks: Mapping[str, float],
     ) -> None:
         """Bits per byte beside what simple models of the same bytes reach."""
-        beside = ', '.join(f'{name} {value:.3f}' for name, value in yardsticks.items())
-        self.say(
-            f'step {step}: held-out bits per byte {results["eval/bits_per_byte"]:.3f} ({beside})',
-            style='bold',
-        )
+        beside = ', '.join(f'{simple} {value:.3f}' for simple, value in yardsticks.items())
+        score = f'held-out loss {scores["loss"]:.3f}'
+        if 'bits_per_byte' in scores:
+            score = f'held-out bits per byte {scores["bits_per_byte"]:.3f} ({beside})'
+        self.say(f'step {step}: {name + ": " if name else ""}{score}', style='bold')
 
     def files(self, files: Mapping[str, Path]) -> None:
         """Where the run's files are."""
@@ -173,6 +221,10 @@ def _harmless(text: str) -> str:
     return ''.join(c if c.isprintable() or c == '\n' else '\N{REPLACEMENT CHARACTER}' for c in text)
 
 
+def _documents(count: int) -> str:
+    return f'{count:,} document{"" if count == 1 else "s"}'
+
+
 def _sizes(shape: Sequence[int]) -> str:
     return 'x'.join(map(str, shape))
 
@@ -186,20 +238,28 @@ def _axes(layout: ArrayLayout) -> str:
 
 
 class Throughput:
-    """Tokens per second since the last reading."""
+    """Tokens per second since the last reading, and the share of the time spent on waiting."""
 
     def __init__(self, tokens_per_step: int, step: int):
         self._tokens_per_step = tokens_per_step
-        self._step, self._time = step, time.perf_counter()
+        self._step, self._time, self._waited = step, time.perf_counter(), 0.0
 
-    def read(self, step: int) -> dict[str, float]:
-        """The rates since the last reading, as metrics."""
+    def read(self, step: int, waited: float) -> dict[str, float]:
+        """The rates since the last reading, as metrics.
+
+        Args:
+          step: the step that is done.
+          waited: seconds that steps have waited for their batches, since the beginning.
+        """
         now = time.perf_counter()
-        seconds = max(now - self._time, 1e-9) / max(step - self._step, 1)
-        self._step, self._time = step, now
+        elapsed = max(now - self._time, 1e-9)
+        seconds = elapsed / max(step - self._step, 1)
+        input_wait = (waited - self._waited) / elapsed
+        self._step, self._time, self._waited = step, now, waited
         return {
             'train/tokens_per_second': self._tokens_per_step / seconds,
             'train/seconds_per_step': seconds,
+            'train/input_wait': input_wait,
         }
 
     def skip(self, seconds: float) -> None:

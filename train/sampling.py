@@ -11,10 +11,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from partitioning import BasePartitioner
+from train.data.tokenizers import Tokenizer
 from train.errors import ConfigError
 from train.models.decoding import decode
-
-NUM_BYTES = 256
 
 
 @gin.configurable
@@ -24,8 +23,8 @@ class SampleConfig:
 
     Attributes:
       prompt: what the model continues.
-      length: bytes, the prompt included.
-      temperature: of the sampling; 0 takes the likeliest byte.
+      length: tokens, those of the prompt included.
+      temperature: of the sampling; 0 takes the likeliest token.
     """
 
     prompt: str = '\n'
@@ -35,11 +34,22 @@ class SampleConfig:
     def __post_init__(self) -> None:
         if not self.temperature >= 0:
             raise ConfigError(f'SampleConfig.temperature is {self.temperature!r}: use 0 or more')
-        if not 0 < len(self.prompt.encode()) < self.length:
-            raise ConfigError(
-                f'a sample of length {self.length} leaves no room after a prompt of '
-                f'{len(self.prompt.encode())} bytes (at least 1)'
-            )
+
+
+def prompt_tokens(config: SampleConfig, tokenizer: Tokenizer) -> np.ndarray:
+    """int32 [tokens] of the prompt; the separator if it has none.
+
+    Raises:
+      ConfigError: they leave no room for a continuation.
+    """
+    [tokens] = tokenizer.encode(['the prompt'], [config.prompt.encode()])
+    tokens = tokens if len(tokens) else np.array([tokenizer.separator])
+    if len(tokens) >= config.length:
+        raise ConfigError(
+            f'a sample of length {config.length} leaves no room after a prompt of {len(tokens)} '
+            'tokens'
+        )
+    return tokens.astype(np.int32)
 
 
 def sample_text(
@@ -48,14 +58,18 @@ def sample_text(
     params: Any,
     params_axes: Any,
     config: SampleConfig,
+    prompt: np.ndarray,
+    tokenizer: Tokenizer,
     seed: int,
 ) -> str:
     """What the model makes of the prompt, without it.
 
     Every row of the batch that the mesh needs continues the prompt; the first one is kept.
     """
-    prompt = np.frombuffer(config.prompt.encode(), np.uint8)
-    rows = np.tile(prompt.astype(np.int32), (partitioner.data_mesh_size, 1))
+    rows = np.tile(prompt, (partitioner.data_mesh_size, 1))
+    # A separator that is the last token is left out: a sample is of one document.
+    separated_last = tokenizer.separator == tokenizer.num_tokens - 1
+    num_tokens = tokenizer.num_tokens - separated_last
     spec = partitioner.data_partition_spec
     tokens_BL = jax.make_array_from_callback(
         rows.shape, NamedSharding(partitioner.mesh, spec), rows.__getitem__
@@ -69,9 +83,9 @@ def sample_text(
             jax.random.fold_in(jax.random.key(seed), 1),
             length=config.length,
             temperature=config.temperature,
-            num_tokens=NUM_BYTES,
+            num_tokens=num_tokens,
         )
 
     sampler = partitioner.partition(continue_prompt, (params_axes, spec), None)
     written = np.asarray(sampler(params, tokens_BL))[0, len(prompt) :]
-    return bytes(written.astype(np.uint8)).decode(errors='replace')
+    return tokenizer.decode(written).decode(errors='replace')

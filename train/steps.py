@@ -1,7 +1,8 @@
 """The train step and the eval step: pure functions of a state and a batch.
 
 A batch is a dict of [batch, length] arrays: `decoder_input_tokens`, `decoder_target_tokens` (int32)
-and `decoder_loss_weights` (float32, 0 where a target does not count).
+and `decoder_loss_weights` (float32, 0 where a target does not count); of packed documents also
+`decoder_segment_ids` and `decoder_positions` (int32).
 """
 
 from __future__ import annotations
@@ -16,6 +17,11 @@ import optax
 from partitioning import TrainState, with_sharding_constraint
 from train.optimizers import Optimizer
 
+BATCH_ARRAYS = frozenset(
+    f'decoder_{name}'
+    for name in ('input_tokens', 'target_tokens', 'loss_weights', 'segment_ids', 'positions')
+)
+
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
@@ -28,9 +34,14 @@ def loss_sums(
     The one-hot product of the cross-entropy fuses with the softmax; gathering the target's logit
     would keep a second copy of the logits.
     """
+    packed = {}
+    if 'decoder_segment_ids' in batch:
+        packed['positions_BL'] = batch['decoder_positions']
+        packed['segments_BL'] = batch['decoder_segment_ids']
     logits_BLV = model.apply(
         {'params': params},
         batch['decoder_input_tokens'],
+        **packed,
         deterministic=dropout_rng is None,
         rngs=None if dropout_rng is None else {'dropout': dropout_rng},
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from typing import Any
 
@@ -19,12 +19,12 @@ from partitioning.audit import audit_state
 from train import checks
 from train.checkpoints import CheckpointConfig, Checkpoints
 from train.console import RunConsole, Throughput
-from train.data import corpus as corpora
-from train.data.batches import Batch, EvaluationBatches, TrainingBatches
+from train.data import Batch, Feed, FiniteBatches, LocalBatches, Prefetch, Task, record, yardsticks
+from train.data.open_task import features
 from train.machine import asked_to_stop
 from train.metrics import MetricWriter
 from train.optimizers import Optimizer
-from train.sampling import SampleConfig, sample_text
+from train.sampling import SampleConfig, prompt_tokens, sample_text
 from train.steps import make_eval_step, make_train_step
 
 
@@ -35,17 +35,19 @@ def train(
     model: Any,
     partitioner: BasePartitioner,
     optimizer: Optimizer,
-    corpus: corpora.TextFiles,
+    task: Task,
     total_steps: int,
     batch_size: int,
     sequence_length: int,
     eval_period: int,
     checkpoints: CheckpointConfig,
+    eval_tasks: Mapping[str, Task] | None = None,
     eval_tokens: int | None = None,
     num_microbatches: int = 1,
     log_period: int = 10,
     seed: int = 0,
     sample: SampleConfig | None = None,
+    prefetch: Prefetch | None = None,
 ) -> TrainState:
     """Trains a language model on text, or goes on where an earlier run in `model_dir` stopped.
 
@@ -54,17 +56,19 @@ def train(
       model: a linen module like `Transformer`, with logical axes on its parameters.
       partitioner: lays out data, state and steps over the mesh.
       optimizer: any optax transformation with its schedule.
-      corpus: the text, read as bytes.
+      task: what it learns from, and how rows are made of it.
       total_steps: the run ends at this step.
       batch_size: rows of the global batch.
       sequence_length: tokens of a row.
       eval_period: steps between evaluations; 0: only at the end.
       checkpoints: when to save and what to keep.
-      eval_tokens: evaluate on the first so many held-out tokens; None: on all.
+      eval_tasks: tasks whose held-out parts are evaluated, by name; None: that of `task`.
+      eval_tokens: evaluate on the first so many held-out tokens of each; None: on all.
       num_microbatches: parts of a batch that are computed one after another.
       log_period: steps between records of training metrics.
       seed: of the initial parameters, the order of the data, and dropout.
       sample: text to write at the end; None: none.
+      prefetch: how far ahead of the steps batches are read; None: `Prefetch()`.
 
     Returns:
       The state after the last step.
@@ -89,11 +93,13 @@ def train(
         model=(model, nn.Module),
         partitioner=(partitioner, BasePartitioner),
         optimizer=(optimizer, Optimizer),
-        corpus=(corpus, corpora.TextFiles),
+        task=(task, Task),
         checkpoints=(checkpoints, CheckpointConfig),
     )
     if sample is not None:
         checks.check_objects(sample=(sample, SampleConfig))
+    if prefetch is not None:
+        checks.check_objects(prefetch=(prefetch, Prefetch))
     directory = checks.check_writable(model_dir)
     console = RunConsole()
 
@@ -103,27 +109,30 @@ def train(
     checks.check_batch(partitioner, batch_size, num_microbatches)
     console.mesh(mesh)
 
-    # ---- input
-    checks.check_vocabulary(model, corpora.NUM_TOKENS)
-    training_text, held_out = corpus.load()
-    if eval_tokens is not None:
-        held_out = held_out.head(eval_tokens + 1)
-    sharding = NamedSharding(mesh, data_spec)
-    batches = TrainingBatches(
-        training_text,
-        batch_size=batch_size,
-        length=sequence_length,
-        seed=seed,
-        sharding=sharding,
+    # ---- input: rows at any place, of which each step reads its own
+    checks.check_vocabulary(model, task.num_tokens)
+    with console.tokenizing() as progress:
+        opened = task.open(sequence_length, progress)
+        evaluations = {
+            name: t.open(sequence_length, progress).evaluation(eval_tokens)
+            for name, t in (eval_tasks or {'': task}).items()
+        }
+    rows = opened.training(seed)
+    checks.check_rows(rows[0], {name: e.rows[0] for name, e in evaluations.items()})
+    data = record.data_record(
+        opened, batch_size=batch_size, sequence_length=sequence_length, seed=seed
     )
-    evaluation = EvaluationBatches(
-        held_out, batch_size=batch_size, length=sequence_length, sharding=sharding
-    )
-    yardsticks = {
-        'order-0 entropy': corpora.order0_bits_per_byte(held_out.text()),
-        'zlib -9': corpora.zlib_bits_per_byte(held_out.text()),
+    record.check_same_everywhere(data)
+    console.data(opened, evaluations, total_steps * batch_size / opened.rows_per_epoch)
+    prompt = None if sample is None else prompt_tokens(sample, opened.tokenizer)
+
+    layout = partitioner.get_data_layout(batch_size)
+    abstract_batch = {
+        name: jax.ShapeDtypeStruct(
+            (batch_size, *shape), dtype, sharding=NamedSharding(mesh, data_spec)
+        )
+        for name, (shape, dtype) in features(rows[0]).items()
     }
-    console.corpus(training_text, held_out, total_steps * batch_size / batches.rows_per_epoch)
 
     # ---- model and optimizer, abstract: which arrays there are, and where each of them goes
     tx = optimizer.build()
@@ -161,19 +170,22 @@ def train(
             donate_argnums=(0,),
         ),
         abstract_state,
-        batches.at(0),
+        abstract_batch,
     )
     eval_step = partitioner.compile(
         partitioner.partition(make_eval_step(model), (axes.params, data_spec), None),
         abstract_state.params,
-        batches.at(0),
+        abstract_batch,
     )
     console.say(f'compiled train and eval steps in {time.perf_counter() - started:.1f} s')
 
     # ---- state: the newest checkpoint, or parameters born on their devices
-    checks.make_writable(directory)
     saved = Checkpoints(directory, checkpoints)
     first_step = saved.latest_step() or 0
+    if first_step:
+        for change in record.check_same_as_before(directory, data):
+            console.say(f'since this run began, {change}: the rows of its steps are others')
+    checks.make_writable(directory)
     if first_step:
         state = saved.restore(first_step, abstract_state)
         console.say(f'resumed from step {first_step} of {saved.directory}', style='bold')
@@ -183,14 +195,21 @@ def train(
     if jax.process_index() == 0:
         (directory / 'config.gin').write_text(gin.operative_config_str())
         (directory / 'model-info.txt').write_text(str(audit))
+        record.write_record(directory, data)
     writer = MetricWriter(directory, first_step)
     if writer.num_dropped:
         console.say(f'dropped {writer.num_dropped} records of metrics after step {first_step}')
 
     # ---- loop
     def evaluated(step: int) -> dict[str, float]:
-        results = evaluate(eval_step, state.params, evaluation, held_out.num_bytes)
-        console.evaluation(step, results, yardsticks)
+        results: dict[str, float] = {}
+        for name, held_out in evaluations.items():
+            batches = FiniteBatches(held_out.rows, batch_size, layout.row_indices)
+            with closing(Feed(batches, partitioner, prefetch=prefetch)) as feed:
+                scores = evaluate(eval_step, state.params, feed, held_out.num_bytes)
+            console.evaluation(step, name, scores, yardsticks.of(held_out.text))
+            prefix = f'eval/{name}/' if name else 'eval/'
+            results |= {prefix + metric: value for metric, value in scores.items()}
         return results
 
     if first_step >= total_steps:
@@ -200,12 +219,20 @@ def train(
     with (
         closing(saved),
         closing(writer),
+        closing(
+            Feed(
+                LocalBatches(rows, batch_size, layout.row_indices),
+                partitioner,
+                first_step=first_step,
+                prefetch=prefetch,
+            )
+        ) as feed,
         asked_to_stop() as stopping,
         console.training(first_step, total_steps),
     ):
         throughput = Throughput(batch_size * sequence_length, first_step)
         for step in range(first_step + 1, total_steps + 1):
-            state, metrics = train_step(state, batches.at(step - 1))
+            state, metrics = train_step(state, next(feed))
             last = step == total_steps
             evaluating = last or (eval_period and step % eval_period == 0)
             stopped = stopping()
@@ -213,7 +240,7 @@ def train(
             if evaluating or saving or step % log_period == 0:
                 scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
                 checks.check_finite(scalars, step, saved.latest_step)
-                scalars |= throughput.read(step)
+                scalars |= throughput.read(step, feed.waited)
                 writer.write(step, scalars)
                 console.step(step, total_steps, scalars)
             else:
@@ -229,8 +256,10 @@ def train(
             throughput.skip(time.perf_counter() - paused)
 
     # ---- what came of it
-    if sample is not None:
-        text = sample_text(partitioner, model, state.params, axes.params, sample, seed)
+    if sample is not None and prompt is not None:
+        text = sample_text(
+            partitioner, model, state.params, axes.params, sample, prompt, opened.tokenizer, seed
+        )
         console.sample(sample.prompt, text)
     console.files(
         {
@@ -248,11 +277,11 @@ def evaluate(
     eval_step: Callable[[Any, Batch], dict[str, jax.Array]],
     params: Any,
     batches: Iterable[Batch],
-    num_bytes: int,
+    num_bytes: int | None,
 ) -> dict[str, float]:
-    """Means over held-out text: `eval/loss` in nats, `eval/accuracy`, `eval/bits_per_byte`.
+    """Means over held-out rows: `loss` in nats, `accuracy`, and `bits_per_byte` of text.
 
-    Every nat counts, those of the separators between files too, but only bytes divide them.
+    Every nat counts, those of the separators between documents too, but only bytes divide them.
     """
     total = {'nats': 0.0, 'weight': 0.0, 'correct': 0.0}
     for batch in batches:
@@ -260,8 +289,10 @@ def evaluate(
         # their peers' collectives (measured on CPU).
         sums = eval_step(params, batch)
         total = {name: value + float(sums[name]) for name, value in total.items()}
-    return {
-        'eval/loss': total['nats'] / total['weight'],
-        'eval/accuracy': total['correct'] / total['weight'],
-        'eval/bits_per_byte': total['nats'] / math.log(2) / num_bytes,
+    scores = {
+        'loss': total['nats'] / total['weight'],
+        'accuracy': total['correct'] / total['weight'],
     }
+    if num_bytes:
+        scores['bits_per_byte'] = total['nats'] / math.log(2) / num_bytes
+    return scores

@@ -1,1 +1,54 @@
-"""Input: text files as rows of byte tokens, by random access."""
+"""Input: rows of tokens from text, by random access, each read once by the processes that hold it.
+
+source --(tokenizer)--> token index --(task)--> rows --(layout)--> local batches --> feed
+"""
+
+from train.data.batches import Batch, FiniteBatches, LocalBatches
+from train.data.feed import Feed, Prefetch
+from train.data.open_task import EvaluationSet, OpenTask
+from train.data.sources import (
+    ArrayRecords,
+    Document,
+    JsonLines,
+    ParquetFiles,
+    Records,
+    Source,
+    TextFiles,
+    python_library,
+)
+from train.data.tasks import CausalLM, Mixture, SpanCorruption, Task
+from train.data.token_index import TokenIndex, open_index
+from train.data.tokenizers import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
+
+__all__ = [
+    'ArrayRecords',
+    'Batch',
+    'ByteTokenizer',
+    'CausalLM',
+    'Document',
+    'EvaluationSet',
+    'Feed',
+    'FiniteBatches',
+    'HuggingFaceTokenizer',
+    'JsonLines',
+    'LocalBatches',
+    'Mixture',
+    'OpenTask',
+    'ParquetFiles',
+    'Prefetch',
+    'Records',
+    'SentencePieceTokenizer',
+    'Source',
+    'SpanCorruption',
+    'Task',
+    'TextFiles',
+    'TokenIndex',
+    'Tokenizer',
+    'open_index',
+    'python_library',
+]

@@ -126,7 +126,9 @@ class Attention(nn.Module):
     decode_length: int = 0
 
     @nn.compact
-    def __call__(self, x_BLD: jax.Array, positions_BL: jax.Array) -> jax.Array:
+    def __call__(
+        self, x_BLD: jax.Array, positions_BL: jax.Array, segments_BL: jax.Array | None = None
+    ) -> jax.Array:
         c = self.config
         d, h, k, n = c.embed_dim, c.num_heads, c.num_kv_heads, c.head_dim
         query = _param(self, 'query', _fan_in(1, 2), ('embed', 'heads', 'kv'), d, h, n)
@@ -149,7 +151,9 @@ class Attention(nn.Module):
         if self.decode_length:
             attended_BLHN = self._attend_to_cache(q_BLHN, k_BLKN, v_BLKN, positions_BL)
         else:
-            attended_BLHN = jax.nn.dot_product_attention(q_BLHN, k_BLKN, v_BLKN, is_causal=True)
+            attended_BLHN = jax.nn.dot_product_attention(
+                q_BLHN, k_BLKN, v_BLKN, mask=_same_segment(segments_BL), is_causal=True
+            )
         attended_BLHN = constrain(attended_BLHN, ('batch', 'length', 'heads', 'kv'))
         return jnp.einsum('BLHN,HND->BLD', attended_BLHN, out)
 
@@ -167,6 +171,13 @@ class Attention(nn.Module):
             cached.value = constrain(updated, names)
         seen = (jnp.arange(self.decode_length) <= now)[None, None, None, :]
         return jax.nn.dot_product_attention(q_BLHN, cached_k.value, cached_v.value, mask=seen)
+
+
+def _same_segment(segments_BL: jax.Array | None) -> jax.Array | None:
+    """Which places see which: bool [batch, 1, length, length]; None: no place is kept apart."""
+    if segments_BL is None:
+        return None
+    return (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
 
 
 class SwiGLU(nn.Module):
@@ -194,13 +205,16 @@ class Layer(nn.Module):
     decode_length: int = 0
 
     @nn.compact
-    def __call__(self, x_BLD: jax.Array, positions_BL: jax.Array) -> tuple[jax.Array, None]:
+    def __call__(
+        self, x_BLD: jax.Array, positions_BL: jax.Array, segments_BL: jax.Array | None = None
+    ) -> tuple[jax.Array, None]:
         c = self.config
         dropout = nn.Dropout(c.dropout_rate, deterministic=self.deterministic)
         names = ('batch', 'length', 'embed')
         x_BLD = constrain(x_BLD, names)
         normed = RMSNorm(c, name='attention_norm')(x_BLD)
-        attended = Attention(c, self.decode_length, name='attention')(normed, positions_BL)
+        attention = Attention(c, self.decode_length, name='attention')
+        attended = attention(normed, positions_BL, segments_BL)
         x_BLD = constrain(x_BLD + dropout(attended), names)
         normed = RMSNorm(c, name='mlp_norm')(x_BLD)
         return constrain(x_BLD + dropout(SwiGLU(c, name='mlp')(normed)), names), None
@@ -217,12 +231,16 @@ class Transformer(nn.Module):
         self,
         tokens_BL: jax.Array,
         *,
+        positions_BL: jax.Array | None = None,
+        segments_BL: jax.Array | None = None,
         deterministic: bool = True,
         decode_position: jax.Array | None = None,
         decode_length: int = 0,
     ) -> jax.Array:
         """Args:
           tokens_BL: int tokens, [batch, length].
+          positions_BL: int positions, [batch, length]; None: 0, 1, 2, ...
+          segments_BL: int segments, [batch, length]: attention stays within one; None: no borders.
           deterministic: no dropout; else an rng 'dropout' is needed.
           decode_position: with `decode_length`, the position of the one token given; keys and
             values of earlier ones are in the collection 'cache'.
@@ -242,9 +260,10 @@ class Transformer(nn.Module):
         x_BLD = jnp.take(rows_VD, tokens_BL, axis=0) * c.embed_dim**0.5
         x_BLD = constrain(x_BLD, ('batch', 'length', 'embed'))
         start = 0 if decode_position is None else decode_position
-        positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
+        if positions_BL is None:
+            positions_BL = jnp.broadcast_to(start + jnp.arange(tokens_BL.shape[1]), tokens_BL.shape)
 
-        x_BLD = self._layers(x_BLD, positions_BL, deterministic, decode_length)
+        x_BLD = self._layers(x_BLD, (positions_BL, segments_BL), deterministic, decode_length)
         x_BLD = RMSNorm(c, name='final_norm')(x_BLD)
         if c.tie_embeddings:
             output_DV = embedding_VD.T
@@ -256,8 +275,13 @@ class Transformer(nn.Module):
         return constrain(logits_BLV, ('batch', 'length', 'vocab'))
 
     def _layers(
-        self, x_BLD: jax.Array, positions_BL: jax.Array, deterministic: bool, decode_length: int
+        self,
+        x_BLD: jax.Array,
+        places: tuple[jax.Array, jax.Array | None],
+        deterministic: bool,
+        decode_length: int,
     ) -> jax.Array:
+        """All layers, each with the positions and segments that are `places`."""
         c = self.config
         layer: Any = Layer
         if c.remat != 'none' and not decode_length:
@@ -268,7 +292,7 @@ class Transformer(nn.Module):
         if not c.scan_layers:
             for i in range(c.num_layers):
                 one = layer(c, deterministic, decode_length, name=f'layer_{i}')
-                x_BLD, _ = one(x_BLD, positions_BL)
+                x_BLD, _ = one(x_BLD, *places)
             return x_BLD
         stack = nn.scan(
             layer,
@@ -278,5 +302,5 @@ class Transformer(nn.Module):
             length=c.num_layers,
             metadata_params={nn.PARTITION_NAME: 'layers'},
         )
-        x_BLD, _ = stack(c, deterministic, decode_length, name='layers')(x_BLD, positions_BL)
+        x_BLD, _ = stack(c, deterministic, decode_length, name='layers')(x_BLD, *places)
         return x_BLD

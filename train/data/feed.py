@@ -1,0 +1,94 @@
+"""Feeding: batches are read and moved to the devices ahead of the steps that take them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import gin
+import grain
+
+from partitioning import BasePartitioner
+from train.data.batches import Batch
+from train.errors import ConfigError
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefetch:
+    """How far ahead of the step batches are made.
+
+    Attributes:
+      workers: threads that read rows; 0: none, each batch is read when it is asked for.
+      batches: local batches that are read ahead.
+      device_batches: global batches that lie ready on the devices.
+    """
+
+    workers: int = 2
+    batches: int = 8
+    device_batches: int = 2
+
+    def __post_init__(self) -> None:
+        for name, least in (('workers', 0), ('batches', 1), ('device_batches', 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(
+                    f'Prefetch.{name} is {value!r}: it must be a whole number of at least {least}'
+                )
+
+
+class Feed:
+    """Global batches in the order of the steps.
+
+    Usage:
+      with closing(Feed(local_batches, partitioner, first_step=1000)) as feed:
+        for batch in feed: ...
+
+    Attributes:
+      waited: seconds that the steps have waited for batches so far.
+    """
+
+    def __init__(
+        self,
+        local_batches: Any,
+        partitioner: BasePartitioner,
+        *,
+        first_step: int = 0,
+        prefetch: Prefetch | None = None,
+    ):
+        """Args:
+        local_batches: this process's rows of each step, at random access.
+        partitioner: puts the rows of all processes together.
+        first_step: begin with this step's batch.
+        prefetch: how far ahead batches are made.
+        """
+        prefetch = prefetch or Prefetch()
+        self.waited = 0.0
+        steps = grain.MapDataset.source(local_batches)[first_step:]
+        ahead = prefetch.batches if prefetch.workers else 0
+        options = grain.ReadOptions(num_threads=prefetch.workers, prefetch_buffer_size=ahead)
+        batches = steps.to_iter_dataset(options).map(partitioner.to_global)
+        if prefetch.workers:
+            batches = grain.experimental.ThreadPrefetchIterDataset(
+                batches, prefetch_buffer_size=prefetch.device_batches
+            )
+        self._iterator: Any = iter(batches)
+        if prefetch.workers:
+            self._iterator.start_prefetch()
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        asked = time.perf_counter()
+        try:
+            return next(self._iterator)
+        finally:
+            self.waited += time.perf_counter() - asked
+
+    def close(self) -> None:
+        """Stops the threads; nothing comes after it."""
+        self._iterator.close()
+        self._iterator = iter(())

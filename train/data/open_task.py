@@ -1,0 +1,172 @@
+"""A task whose tokens are at hand: rows at any place, without a state."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grain
+import numpy as np
+
+from train.data.packing import Row
+from train.data.token_index import Stream, TokenIndex
+from train.data.tokenizers import Tokenizer
+from train.errors import ConfigError
+
+# grain shuffles by 32-bit numbers.
+MOST_ROWS = 1 << 32
+# Yardsticks of evaluation look at the beginning of a text only, so that they take a second or two.
+YARDSTICK_TOKENS = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows at random access: examples, and what makes rows of them.
+
+    Attributes:
+      examples: a sequence.
+      make_row: makes a row of an example and random numbers; None: the examples are rows.
+    """
+
+    examples: Any
+    make_row: Callable[[Any, np.random.Generator], Row] | None = None
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def shuffled(self, seed: int) -> grain.MapDataset:
+        """Rows without an end: each of them once an epoch, in an order of its own."""
+        dataset = grain.MapDataset.source(self.examples).seed(seed).shuffle().repeat()
+        return dataset if self.make_row is None else dataset.random_map(self.make_row)
+
+    def in_order(self) -> grain.MapDataset:
+        """Each row once, and the same every time."""
+        dataset = grain.MapDataset.source(self.examples)
+        return dataset if self.make_row is None else dataset.seed(0).random_map(self.make_row)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The part of a task that draws from one source.
+
+    Attributes:
+      name: of the source.
+      index: its tokens.
+      rows: makes rows of a stream of them.
+      scores_bytes: whether the rows' targets are all bytes of the text, each once.
+      weight: this part's share of the training rows.
+    """
+
+    name: str
+    index: TokenIndex
+    rows: Callable[[Stream], Rows]
+    scores_bytes: bool
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationSet:
+    """Held-out rows.
+
+    Attributes:
+      rows: random access, each row once.
+      num_documents: documents that they are of.
+      num_bytes: bytes of those; None where the rows do not score every byte.
+      text: the beginning of them.
+    """
+
+    rows: Sequence[Row]
+    num_documents: int
+    num_bytes: int | None
+    text: bytes
+
+
+class OpenTask:
+    """A task whose tokens are at hand.
+
+    Attributes:
+      tokenizer: of all its text.
+      parts: one for each source.
+      rows_per_epoch: training rows until each part has been seen whole.
+      row_features: shape and type of each array of a row.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, parts: Sequence[Part]):
+        self.tokenizer = tokenizer
+        self.parts = tuple(parts)
+        self._rows = [part.rows(part.index.training) for part in parts]
+        self.rows_per_epoch = max(
+            math.ceil(len(rows) / part.weight) for rows, part in zip(self._rows, parts, strict=True)
+        )
+        for rows, part in zip(self._rows, parts, strict=True):
+            if len(rows) > MOST_ROWS:
+                raise ConfigError(
+                    f'{part.name} makes {len(rows)} rows: {MOST_ROWS} can be shuffled'
+                )
+
+    def training(self, seed: int) -> grain.MapDataset:
+        """The training rows, without an end: row i is a function of the task, `seed` and i alone.
+
+        Raises:
+          ConfigError: a part has nothing to train on, or rows of one part have other arrays than
+            those of another.
+        """
+        for part in self.parts:
+            if not part.index.training.num_documents:
+                raise ConfigError(
+                    f'empty corpus: {part.name} has no document to train on, '
+                    f'{part.index.held_out.num_documents} held out; see holdout_percent'
+                )
+        if len(self.parts) == 1:
+            return self._rows[0].shuffled(seed)
+        seeds = np.random.SeedSequence(seed).generate_state(len(self.parts)).tolist()
+        datasets = [rows.shuffled(s) for rows, s in zip(self._rows, seeds, strict=True)]
+        names = [part.name for part in self.parts]
+        _check_features(list(zip(names, (features(d[0]) for d in datasets), strict=True)))
+        return grain.MapDataset.mix(datasets, [part.weight for part in self.parts])
+
+    def evaluation(self, max_targets: int | None = None) -> EvaluationSet:
+        """The held-out rows of all parts, each once.
+
+        Args:
+          max_targets: take the first so many held-out tokens, of several parts as many of each.
+
+        Raises:
+          ConfigError: nothing is held out.
+        """
+        streams = [part.index.held_out for part in self.parts]
+        if max_targets is not None:
+            each = max(1, max_targets // len(streams))
+            streams = [stream.head(each, self.tokenizer) for stream in streams]
+        if not sum(stream.num_bytes for stream in streams):
+            documents = sum(part.index.training.num_documents for part in self.parts)
+            raise ConfigError(
+                f'empty corpus: of {", ".join(part.name for part in self.parts)} nothing is held '
+                f'out to evaluate, {documents} documents are to train on; see holdout_percent'
+            )
+        datasets = [p.rows(s).in_order() for p, s in zip(self.parts, streams, strict=True)]
+        scored = all(part.scores_bytes for part in self.parts)
+        beginnings = [stream.tokens[: YARDSTICK_TOKENS // len(streams)] for stream in streams]
+        return EvaluationSet(
+            rows=grain.MapDataset.concatenate([d for d in datasets if len(d)]),
+            num_documents=sum(stream.num_documents for stream in streams),
+            num_bytes=sum(stream.num_bytes for stream in streams) if scored else None,
+            text=b''.join(map(self.tokenizer.decode, beginnings)),
+        )
+
+
+def features(row: Row) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+    """Shape and type of each array of a row."""
+    return {name: (value.shape, value.dtype) for name, value in row.items()}
+
+
+def _check_features(named: Sequence[tuple[str, Any]]) -> None:
+    first, expected = named[0]
+    for name, found in named[1:]:
+        if found != expected:
+            raise ConfigError(
+                f'rows of {first} have {sorted(expected)}, those of {name} have {sorted(found)}: '
+                'tasks of a mixture make the same arrays, of the same lengths'
+            )

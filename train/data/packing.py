@@ -1,0 +1,162 @@
+"""Rows made of pieces of a token stream: cut off one after another, or whole documents packed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from train.data.token_index import Stream
+
+Row = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitRows:
+    """A stream cut into rows of `length` targets, each behind the token before it.
+
+    Rows follow each other without a gap, over the ends of documents; the last one is filled up with
+    weightless separators.
+    """
+
+    stream: Stream
+    length: int
+    separator: int
+
+    def __len__(self) -> int:
+        return math.ceil(self.stream.num_targets / self.length)
+
+    def __getitem__(self, index: int) -> Row:
+        start = index * self.length
+        row = self.stream.tokens[start : start + self.length + 1].astype(np.int32)
+        weights = np.zeros(self.length, np.float32)
+        weights[: len(row) - 1] = 1
+        row = np.pad(row, (0, self.length + 1 - len(row)), constant_values=self.separator)
+        return {
+            'decoder_input_tokens': row[:-1],
+            'decoder_target_tokens': row[1:],
+            'decoder_loss_weights': weights,
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """Documents packed into rows of `length` targets, so that few places stay empty.
+
+    A document longer than a row is cut into whole rows and a rest. Attention and positions begin
+    anew in each piece: `decoder_segment_ids` are 1, 2, ... (0: empty) and `decoder_positions` count
+    from 0.
+
+    Attributes:
+      stream: the documents.
+      length: places of a row.
+      separator: what stands in empty places.
+      starts, lengths: int64 [pieces], where each piece begins in the stream, and its targets; in
+        the order of the rows.
+      first_pieces: int64 [rows + 1], the first piece of each row.
+    """
+
+    stream: Stream
+    length: int
+    separator: int
+    starts: np.ndarray
+    lengths: np.ndarray
+    first_pieces: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.first_pieces) - 1
+
+    def __getitem__(self, index: int) -> Row:
+        inputs, targets = np.full((2, self.length), self.separator, np.int32)
+        segments, positions = np.zeros((2, self.length), np.int32)
+        place = 0
+        pieces = range(self.first_pieces[index], self.first_pieces[index + 1])
+        for segment, piece in enumerate(pieces, 1):
+            start, length = self.starts[piece], self.lengths[piece]
+            here = slice(place, place + length)
+            tokens = self.stream.tokens[start : start + length + 1]
+            inputs[here], targets[here] = tokens[:-1], tokens[1:]
+            segments[here], positions[here] = segment, np.arange(length)
+            place += length
+        return {
+            'decoder_input_tokens': inputs,
+            'decoder_target_tokens': targets,
+            'decoder_loss_weights': (segments > 0).astype(np.float32),
+            'decoder_segment_ids': segments,
+            'decoder_positions': positions,
+        }
+
+
+def pack(stream: Stream, length: int, separator: int) -> PackedRows:
+    """Packs the documents of a stream into rows, the longest first, each into the fullest row that
+    has room for it (best fit decreasing)."""
+    starts, lengths = _pieces(stream, length)
+    rows = best_fit(lengths, length)
+    order = np.argsort(rows, kind='stable')
+    first_pieces = np.searchsorted(rows[order], np.arange(int(rows.max(initial=-1)) + 2))
+    return PackedRows(stream, length, separator, starts[order], lengths[order], first_pieces)
+
+
+def _pieces(stream: Stream, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where the documents' pieces of at most `length` targets begin, and how long they are."""
+    firsts = np.asarray(stream.starts[:-1])
+    targets = np.diff(stream.starts)
+    counts = -(-targets // length)
+    document = np.repeat(np.arange(len(targets)), counts)
+    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return firsts[document] + number * length, np.minimum(
+        targets[document] - number * length, length
+    )
+
+
+def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
+    """Which bin each item goes into: the longest items first, each into the fullest bin with room.
+
+    Items of one length are placed together, so the time hardly grows with their number.
+
+    Args:
+      lengths: int [items], from 1 to `capacity`.
+      capacity: of a bin.
+
+    Returns:
+      int64 [items], bins numbered from 0 in the order in which they are opened.
+    """
+    bins = np.empty(len(lengths), np.int64)
+    order = np.argsort(-lengths, kind='stable')
+    sizes, firsts, counts = np.unique(-lengths[order], return_index=True, return_counts=True)
+    with_room: dict[int, list[np.ndarray]] = {}  # bins that are not full, by what is left in them
+    rooms = 0  # bit r is set where a bin has r left
+    opened = 0
+    for size, first, count in zip((-sizes).tolist(), firsts, counts, strict=True):
+        items = order[first : first + count]
+        while len(items) and rooms >> size:
+            fitting = rooms >> size
+            room = size + (fitting & -fitting).bit_length() - 1  # the least that is enough
+            open_bins = with_room[room].pop()
+            placed, left_over = np.split(open_bins, [len(items)])
+            bins[items[: len(placed)]] = placed
+            items = items[len(placed) :]
+            if len(left_over):
+                with_room[room].append(left_over)
+            elif not with_room[room]:
+                rooms ^= 1 << room
+            rooms = _keep(with_room, rooms, room - size, placed)
+        # New bins for the rest, each filled as far as it goes before the next is opened.
+        each = capacity // size
+        new = opened + np.arange(-(-len(items) // each))
+        bins[items] = opened + np.arange(len(items)) // each
+        opened += len(new)
+        rest = len(items) % each
+        rooms = _keep(with_room, rooms, capacity - each * size, new[: len(items) // each])
+        if rest:
+            rooms = _keep(with_room, rooms, capacity - rest * size, new[-1:])
+    return bins
+
+
+def _keep(with_room: dict[int, list[np.ndarray]], rooms: int, room: int, bins: np.ndarray) -> int:
+    """Notes bins that have `room` left; returns `rooms` with its bit set."""
+    if not room or not len(bins):
+        return rooms
+    with_room.setdefault(room, []).append(bins)
+    return rooms | 1 << room

@@ -1,0 +1,105 @@
+"""What data a run learns from: noted beside its checkpoints, and compared when it goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from train.data.open_task import OpenTask
+from train.errors import ConfigError
+
+FILE = 'data.json'
+
+
+def data_record(task: OpenTask, **settings: int) -> dict[str, Any]:
+    """What decides the rows of every step.
+
+    Args:
+      task: the training data.
+      settings: the numbers that decide, with the data, which rows a step has.
+    """
+    parts = [
+        {
+            'source': part.name,
+            'documents': part.index.training.num_documents,
+            'held_out_documents': part.index.held_out.num_documents,
+            'bytes': part.index.training.num_bytes,
+            'content_hash': part.index.content_hash,
+            'weight': part.weight,
+        }
+        for part in task.parts
+    ]
+    return {'tokenizer': task.tokenizer.identity, 'parts': parts, 'settings': settings}
+
+
+def check_same_everywhere(record: dict[str, Any]) -> None:
+    """Each process reads the same data; all of them call this together.
+
+    Raises:
+      ConfigError: naming the processes that read other data than the first.
+    """
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    digest = hashlib.blake2b(json.dumps(record).encode(), digest_size=16).digest()
+    digests = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
+    differing = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
+    if differing:
+        raise ConfigError(
+            f'processes {differing} read other data than process 0: the same files must be on all '
+            f'hosts; process {jax.process_index()} has {_summary(record)}'
+        )
+
+
+def check_same_as_before(directory: Path, record: dict[str, Any]) -> list[str]:
+    """The data of a run that goes on is what it was when the run began.
+
+    Returns:
+      The settings that have changed, in words: rows of later steps are others than they would have
+      been.
+
+    Raises:
+      ConfigError: documents, tokenizer or weights have changed.
+    """
+    path = directory / FILE
+    if not path.exists():
+        return []
+    try:
+        before = json.loads(path.read_text())
+        settings = before['settings']
+        same = all(before[key] == record[key] for key in ('tokenizer', 'parts'))
+        if not same:
+            raise ConfigError(
+                f'the data has changed since this run began: {_summary(before)} then, '
+                f'{_summary(record)} now. Use the data it was trained on, or another MODEL_DIR; '
+                f'without {path} it goes on with the new data'
+            )
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f'{path} cannot be read ({error}): delete it to go on') from error
+    return [
+        f'{name} was {settings[name]}, and is {value}'
+        for name, value in record['settings'].items()
+        if name in settings and settings[name] != value
+    ]
+
+
+def write_record(directory: Path, record: dict[str, Any]) -> None:
+    """Notes the data of a run."""
+    (directory / FILE).write_text(json.dumps(record, indent=1) + '\n')
+
+
+def _summary(record: dict[str, Any]) -> str:
+    parts = [
+        f'{part["source"]} with {part["documents"]} + {part["held_out_documents"]} documents, '
+        f'{part["bytes"]:,} bytes (hash {part["content_hash"][:8]}, weight {part["weight"]:.3g})'
+        for part in record['parts']
+    ]
+    return f'{", ".join(parts)}, tokenizer {record["tokenizer"][:28]}'

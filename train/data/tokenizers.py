@@ -1,0 +1,194 @@
+"""Text as tokens: bytes, SentencePiece models, Hugging Face tokenizers."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import gin
+import numpy as np
+
+from train.data.files import needed
+from train.errors import ConfigError
+
+# What Hugging Face tokenizers call the token between two documents, the likeliest first.
+SEPARATORS = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>', '[SEP]')
+
+
+class Tokenizer(abc.ABC):
+    """Text to tokens and back.
+
+    Attributes:
+      num_tokens: tokens are below it.
+      separator: the token that stands before and after every document.
+      identity: tells tokenizers that encode otherwise apart.
+    """
+
+    num_tokens: int
+    separator: int
+    identity: str
+
+    @abc.abstractmethod
+    def encode(self, names: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
+        """The tokens of each document, without separators.
+
+        Args:
+          names: of the documents, for messages.
+          contents: their bytes.
+
+        Raises:
+          ConfigError: bytes that are no UTF-8, where the tokenizer takes text.
+        """
+
+    @abc.abstractmethod
+    def decode(self, tokens: np.ndarray) -> bytes:
+        """The bytes of tokens, in UTF-8 where they are text; separators leave nothing."""
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True)
+class ByteTokenizer(Tokenizer):
+    """Every byte is its own token, and one more separates documents."""
+
+    num_tokens = 257
+    separator = 256
+    identity = 'bytes'
+
+    def encode(self, names: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
+        return [np.frombuffer(content, np.uint8) for content in contents]
+
+    def decode(self, tokens: np.ndarray) -> bytes:
+        tokens = np.asarray(tokens)
+        return tokens[tokens < 256].astype(np.uint8).tobytes()
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model. It needs the package sentencepiece.
+
+    Attributes:
+      path: of the model file.
+    """
+
+    path: str
+
+    @functools.cached_property
+    def _model(self) -> Any:
+        module = needed('sentencepiece', 'tokenizers', 'SentencePieceTokenizer')
+        try:
+            return module.SentencePieceProcessor(model_proto=_read(self.path))
+        except RuntimeError as error:
+            raise ConfigError(f'{self.path} is no SentencePiece model') from error
+
+    @functools.cached_property
+    def num_tokens(self) -> int:  # type: ignore[override]
+        return self._model.vocab_size()
+
+    @functools.cached_property
+    def separator(self) -> int:  # type: ignore[override]
+        ids = [i for i in (self._model.eos_id(), self._model.bos_id()) if i >= 0]
+        if not ids:
+            raise ConfigError(f'{self.path} has neither an end nor a begin token to separate by')
+        return ids[0]
+
+    @functools.cached_property
+    def identity(self) -> str:  # type: ignore[override]
+        return f'sentencepiece {hashlib.sha256(_read(self.path)).hexdigest()}'
+
+    def encode(self, names: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
+        texts = as_texts(names, contents)
+        # Threads of its own: the model lets go of Python's lock.
+        encoded = self._model.encode(texts, num_threads=os.cpu_count() or 1)
+        return [np.array(tokens, np.uint32) for tokens in encoded]
+
+    def decode(self, tokens: np.ndarray) -> bytes:
+        return self._model.decode(np.asarray(tokens).tolist()).encode()
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HuggingFaceTokenizer(Tokenizer):
+    """A tokenizer.json of Hugging Face. It needs the package tokenizers.
+
+    Attributes:
+      path: of the file.
+      separator_token: the token between documents, such as '</s>'; None: the first of SEPARATORS
+        that the tokenizer has.
+    """
+
+    path: str
+    separator_token: str | None = None
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        module = needed('tokenizers', 'tokenizers', 'HuggingFaceTokenizer')
+        try:
+            tokenizer = module.Tokenizer.from_str(_read(self.path).decode())
+        except Exception as error:  # the package raises plain Exceptions
+            raise ConfigError(f'{self.path} is no tokenizer.json: {error}') from error
+        # Documents are encoded whole, and what looks like a special token in them is text.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+        return tokenizer
+
+    @functools.cached_property
+    def num_tokens(self) -> int:  # type: ignore[override]
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @functools.cached_property
+    def separator(self) -> int:  # type: ignore[override]
+        wanted = SEPARATORS if self.separator_token is None else (self.separator_token,)
+        ids = [self._tokenizer.token_to_id(token) for token in wanted]
+        found = [i for i in ids if i is not None]
+        if not found:
+            raise ConfigError(
+                f'{self.path} has no token {" or ".join(map(repr, wanted))} to separate documents: '
+                'name one of its own as separator_token'
+            )
+        return found[0]
+
+    @functools.cached_property
+    def identity(self) -> str:  # type: ignore[override]
+        content = hashlib.sha256(_read(self.path)).hexdigest()
+        return f'tokenizers {content} {self.separator}'
+
+    def encode(self, names: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
+        encoded = self._tokenizer.encode_batch(as_texts(names, contents), add_special_tokens=False)
+        return [np.array(e.ids, np.uint32) for e in encoded]
+
+    def decode(self, tokens: np.ndarray) -> bytes:
+        text = self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
+        return text.encode()
+
+
+def as_texts(names: Sequence[str], contents: Sequence[bytes]) -> list[str]:
+    """Documents as text.
+
+    Raises:
+      ConfigError: the first that is not UTF-8, and where.
+    """
+    texts = []
+    for name, content in zip(names, contents, strict=True):
+        try:
+            texts.append(content.decode())
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f'{name} is not UTF-8: {error.reason} at byte {error.start}. Leave it out, or use '
+                'ByteTokenizer, which takes any bytes'
+            ) from error
+    return texts
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(os.path.expanduser(path)).read_bytes()
+    except OSError as error:
+        raise ConfigError(f'tokenizer {path} cannot be read: {error.strerror}') from error
