@@ -11,6 +11,18 @@ jax.config.update('jax_platforms', 'cpu')
 jax.config.update('jax_num_cpu_devices', 8)
 
 
+@pytest.fixture(autouse=True, scope='session')
+def _own_cache(tmp_path_factory):
+    """Token indices are not kept among the user's."""
+    before = os.environ.get('XDG_CACHE_HOME')
+    os.environ['XDG_CACHE_HOME'] = str(tmp_path_factory.mktemp('cache'))
+    yield
+    if before is None:
+        del os.environ['XDG_CACHE_HOME']
+    else:
+        os.environ['XDG_CACHE_HOME'] = before
+
+
 @pytest.fixture(autouse=True)
 def _own_gin_configuration():
     """No test sees the gin bindings of another."""

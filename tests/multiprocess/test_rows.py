@@ -24,7 +24,7 @@ jax.config.update('jax_cpu_collectives_implementation', 'gloo')
 jax.distributed.initialize(f'127.0.0.1:{port}', count, index)
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from partitioning import PjitPartitioner
+from partitioning import LocalChunker, PjitPartitioner
 from partitioning.layout import verify, verify_chunks
 
 BATCH, COLUMNS = 16, 4
@@ -113,7 +113,8 @@ for name, order in orders.items():
         assert sum(verify_chunks(mesh, P('data', 'model'), (BATCH, 8)).values()) == BATCH * 8
 
         # The size of a batch follows from the rows of a process; a wrong one is refused.
-        assert partitioner.to_global(known[mine]).shape == known.shape
+        for array in partitioner.to_global([known[mine], known[mine, :2]]):
+            assert array.shape[0] == BATCH
         for wrong, size in [(known[mine][1:], BATCH), (np.repeat(known[mine], 2, 0), BATCH)]:
             try:
                 partitioner.to_global(wrong, size)
@@ -125,6 +126,11 @@ for name, order in orders.items():
             'rows': mine,
             'shard': [layout.shard_id, layout.num_shards, layout.is_first_host_in_replica_set],
             'even': layout.is_even,
+            'all': [
+                [p.shard_id, *p.row_indices, LocalChunker(mesh, host).get_shard_id('data')]
+                for host in range(count)
+                for p in [partitioner.get_data_layout(BATCH, host)]
+            ],
         }
 
 # A mesh of some processes: the others have no rows of it.
@@ -185,7 +191,9 @@ def test_every_row_has_readers_and_every_shard_one_first(said):
         sets = sorted({tuple(layout['rows']) for layout in layouts})
         firsts = [tuple(x['rows']) for x in layouts if x['shard'][2]]
         assert sorted(firsts) == sets, name
+        own = [[x['shard'][0], *x['rows'], x['shard'][0]] for x in layouts]
         for layout in layouts:
+            assert layout['all'] == own, 'each process answers for all others as they do'
             assert layout['shard'][:2] == [sets.index(tuple(layout['rows'])), len(sets)], name
 
 

@@ -128,6 +128,7 @@ def held_by_hand(mesh, process, spec, shape):
 STRIDED = mesh_of_processes([[0, 0], [1, 1], [0, 0], [1, 1]], ('data', 'model'))
 SHARED = mesh_of_processes([[0, 1], [0, 1], [2, 3], [2, 3]], ('data', 'model'))
 OVERLAPPING = mesh_of_processes([[0, 0], [0, 1], [1, 1], [1, 1]], ('data', 'model'))
+IN_A_RING = mesh_of_processes([[0, 1], [1, 2], [2, 3], [3, 0]], ('data', 'model'))
 
 
 @pytest.mark.parametrize(
@@ -147,6 +148,11 @@ OVERLAPPING = mesh_of_processes([[0, 0], [0, 1], [1, 1], [1, 1]], ('data', 'mode
             OVERLAPPING,
             '8 rows in 2 shards that share rows or differ in size: 2 processes read 4 to 6 rows '
             'each, 0 of them strided; a row is read by 1 to 2 of them',
+        ),
+        (
+            IN_A_RING,
+            '8 rows in 4 shards that share rows or differ in size: 4 processes read 4 rows each, '
+            '1 of them strided; a row is read by 2 of them',
         ),
     ],
 )
@@ -265,14 +271,15 @@ def test_replicas_that_contradict_each_other_are_caught(changes, message, monkey
         verify(SHARED, P('data'), 8)
 
 
-def test_shards_said_to_be_even_that_are_not_are_caught(monkeypatch):
+@pytest.mark.parametrize('mesh', [OVERLAPPING, IN_A_RING], ids=['overlapping', 'in a ring'])
+def test_shards_said_to_be_even_that_are_not_are_caught(mesh, monkeypatch):
     def wrong(*args):
         return dataclasses.replace(data_layout(*args), is_even=True)
 
-    assert not verify(OVERLAPPING, P('data'), 8).is_even
+    assert not verify(mesh, P('data'), 8).is_even
     monkeypatch.setattr(proof, 'data_layout', wrong)
     with pytest.raises(ValueError, match='even'):
-        verify(OVERLAPPING, P('data'), 8)
+        verify(mesh, P('data'), 8)
 
 
 def chunker_with(change):

@@ -231,8 +231,8 @@ def test_a_configuration_without_a_model(tmp_path, texts):
     file.write_text(
         "include 'configs/runs/base.gin'\ninclude 'configs/partitioning/fsdp.gin'\n"
         'EVAL_PERIOD = 1\nCHECKPOINT_PERIOD = 1\nTRAIN_STEPS = 1\nBATCH_SIZE = 8\n'
-        f"SEQUENCE_LENGTH = 8\nMODEL_DIR = '{model_dir}'\ntrain.corpus = @TextFiles()\n"
-        f"TextFiles.pattern = '{texts}/*'\n"
+        f"SEQUENCE_LENGTH = 8\nMODEL_DIR = '{model_dir}'\ntrain.task = @CausalLM()\n"
+        f"CausalLM.source = @TextFiles()\nTextFiles.pattern = '{texts}/*'\n"
     )
     assert_fails(run(f'--gin_file={file}'), 'model')
     assert not model_dir.exists()

@@ -22,7 +22,7 @@ from partitioning import TrainState, unbox
 from train import schedules
 from train.config import load_config
 from train.config.load import REPOSITORY
-from train.data.corpus import TextFiles
+from train.data.sources import TextFiles
 from train.errors import ConfigError
 from train.models.transformer import Transformer, TransformerConfig
 from train.optimizers import Optimizer
@@ -198,7 +198,7 @@ def test_what_a_module_merely_imports_is_refused_in_every_position(refusal, borr
         ('train.schedules', 'tempfile._os.remove', 'posix'),
         ('train.schedules', 'numpy.save', 'numpy'),
         ('train.schedules', 'gin.parse_config', 'gin.config'),
-        ('train.data.corpus', 'zlib.compress', 'zlib'),
+        ('train.data.yardsticks', 'zlib.compress', 'zlib'),
         ('train.optimizers', 'dataclasses.dataclass', 'dataclasses'),
         ('train.optimizers', 'Optimizer.__base__', 'builtins'),
         ('train.optimizers', 'Optimizer.__subclasses__', 'builtins'),
@@ -648,7 +648,7 @@ PLAIN = """
 NAMED_BY_MODULE = """
     from __gin__ import dynamic_registration
     import optax
-    import train.data.corpus
+    import train.data.sources
     import train.models.transformer as t
     from train import optimizers
     from train import schedules
@@ -666,7 +666,7 @@ NAMED_BY_MODULE = """
     optimizers.Optimizer.learning_rate = @warm/schedules.create_learning_rate_scheduler()
     warm/schedules.create_learning_rate_scheduler.warmup_steps = 7
     optax.contrib.muon.ns_steps = 3
-    train.data.corpus.TextFiles.pattern = ['a', 'b']
+    train.data.sources.TextFiles.pattern = ['a', 'b']
     """
 
 

@@ -1,0 +1,275 @@
+"""Documents packed into rows: the bins, the rows made of them, and how full they are."""
+
+import asyncio
+import collections
+import email
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from train.data.packing import SplitRows, best_fit, pack
+from train.data.token_index import Stream
+
+pytestmark = pytest.mark.core
+
+SEPARATOR = 256
+
+
+def stream_of(documents):
+    """The stream of documents, as the module says that it is laid out."""
+    tokens, starts = [SEPARATOR], [0]
+    for document in documents:
+        tokens += [*document, SEPARATOR]
+        starts.append(len(tokens) - 1)
+    size = sum(map(len, documents))
+    return Stream(np.array(tokens, np.uint32), np.array(starts, np.int64), size)
+
+
+def telling(lengths):
+    """Documents of such lengths in which every token tells its document and its place there."""
+    assert all(length < 1000 for length in lengths)
+    return [
+        [1000 * (number + 1) + place for place in range(length)]
+        for number, length in enumerate(lengths)
+    ]
+
+
+def all_rows(rows):
+    return [rows[i] for i in range(len(rows))]
+
+
+def bins_one_by_one(lengths, capacity):
+    """Best fit decreasing as textbooks have it: what is left in each bin."""
+    left = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [i for i, room in enumerate(left) if room >= length]
+        if fitting:
+            left[min(fitting, key=lambda i: left[i])] -= length
+        else:
+            left.append(capacity - length)
+    return left
+
+
+def pieces_of(documents, length):
+    """(inputs, targets) of every piece of at most `length` targets, of each document by itself."""
+    pieces = []
+    for document in documents:
+        tokens = [SEPARATOR, *document, SEPARATOR]
+        pairs = list(itertools.pairwise(tokens))
+        for first in range(0, len(pairs), length):
+            inputs, targets = zip(*pairs[first : first + length], strict=True)
+            pieces.append((inputs, targets))
+    return pieces
+
+
+def pieces_in(row):
+    """(inputs, targets, positions) of every segment of a row."""
+    segments = row['decoder_segment_ids']
+    arrays = [
+        row[f'decoder_{name}'] for name in ('input_tokens', 'target_tokens', 'positions')
+    ]
+    return [
+        tuple(tuple(array[segments == number].tolist()) for array in arrays)
+        for number in range(1, segments.max(initial=0) + 1)
+    ]
+
+
+# The bins.
+
+
+@st.composite
+def items(draw):
+    capacity = draw(st.integers(1, 60))
+    # Few lengths, so that many items share one: those are placed together.
+    kinds = draw(st.lists(st.integers(1, capacity), min_size=1, max_size=6))
+    return draw(st.lists(st.sampled_from(kinds), max_size=60)), capacity
+
+
+@given(items())
+@example(([18, 18, 5, 5, 4, 4, 4], 30))
+@settings(deadline=None, max_examples=1000)
+def test_as_many_bins_as_one_item_after_another_takes(given_items):
+    lengths, capacity = given_items
+    bins = best_fit(np.array(lengths, np.int64), capacity)
+    filled = np.bincount(bins, weights=lengths)
+    expected = bins_one_by_one(lengths, capacity)
+    assert sorted((capacity - filled).astype(int).tolist()) == sorted(expected)
+
+
+@given(items())
+@settings(deadline=None, max_examples=300)
+def test_every_item_is_in_a_bin_that_has_room(given_items):
+    lengths, capacity = given_items
+    bins = best_fit(np.array(lengths, np.int64), capacity)
+    assert bins.shape == (len(lengths),)
+    filled = collections.Counter()
+    for length, number in zip(lengths, bins.tolist(), strict=True):
+        filled[number] += length
+    assert sorted(filled) == list(range(len(filled))), 'numbered from 0, none left out'
+    assert all(size <= capacity for size in filled.values())
+    # The longest items come first, so a bin's number says when it was opened.
+    firsts = [max(n for n, b in zip(lengths, bins, strict=True) if b == i) for i in sorted(filled)]
+    assert firsts == sorted(firsts, reverse=True)
+
+
+@pytest.mark.parametrize('capacity', [64, 1024])
+def test_many_items(capacity):
+    lengths = np.random.default_rng(0).integers(1, capacity + 1, 100_000)
+    bins = best_fit(lengths, capacity)
+    filled = np.bincount(bins, weights=lengths)
+    assert filled.min() > 0
+    assert filled.max() <= capacity
+    # Uniform lengths pair up: hardly more bins than there must be.
+    assert len(filled) < 1.01 * np.ceil(lengths.sum() / capacity)
+
+
+# The rows.
+
+documents_of = st.lists(st.lists(st.integers(0, 255), max_size=40).map(tuple), max_size=12)
+
+
+@given(documents_of, st.integers(1, 30))
+@settings(deadline=None, max_examples=300)
+def test_rows_are_the_pieces_of_the_documents(documents, length):
+    rows = all_rows(pack(stream_of(documents), length, SEPARATOR))
+    found = collections.Counter()
+    for row in rows:
+        for inputs, targets, positions in pieces_in(row):
+            assert positions == tuple(range(len(positions)))
+            found[inputs, targets] += 1
+    assert found == collections.Counter(pieces_of(documents, length))
+    for row in rows:
+        assert {name: (a.shape, a.dtype.name) for name, a in row.items()} == {
+            'decoder_input_tokens': ((length,), 'int32'),
+            'decoder_target_tokens': ((length,), 'int32'),
+            'decoder_loss_weights': ((length,), 'float32'),
+            'decoder_segment_ids': ((length,), 'int32'),
+            'decoder_positions': ((length,), 'int32'),
+        }
+        segments = row['decoder_segment_ids'].tolist()
+        used = np.count_nonzero(segments)
+        assert used > 0
+        # One after another from the first place on, and nothing behind them.
+        assert segments[:used] == sorted(segments[:used])
+        assert sorted(set(segments[:used])) == list(range(1, max(segments) + 1))
+        assert segments[used:] == [0] * (length - used)
+        assert row['decoder_loss_weights'].tolist() == [1.0] * used + [0.0] * (length - used)
+        assert set(row['decoder_input_tokens'][used:].tolist()) <= {SEPARATOR}
+        assert set(row['decoder_target_tokens'][used:].tolist()) <= {SEPARATOR}
+        assert not row['decoder_positions'][used:].any()
+
+
+def test_every_target_is_learned_once_from_the_token_before_it():
+    documents = telling([5, 0, 70, 16, 31, 15, 1, 33, 200, 8, 0])
+    counted = collections.Counter()
+    for row in all_rows(pack(stream_of(documents), 16, SEPARATOR)):
+        at = row['decoder_loss_weights'] == 1
+        inputs, targets = row['decoder_input_tokens'][at], row['decoder_target_tokens'][at]
+        counted.update(zip(inputs.tolist(), targets.tolist(), strict=True))
+    expected = collections.Counter()
+    for document in documents:
+        expected.update(itertools.pairwise([SEPARATOR, *document, SEPARATOR]))
+    assert counted == expected
+
+
+def test_a_document_longer_than_a_row_is_whole_rows_and_a_rest():
+    [document] = telling([41])
+    rows = all_rows(pack(stream_of([document]), 16, SEPARATOR))
+    tokens = [SEPARATOR, *document, SEPARATOR]
+    found = sorted(inputs for row in rows for inputs, _, _ in pieces_in(row))
+    assert len(rows) == 3
+    assert found == sorted([tuple(tokens[0:16]), tuple(tokens[16:32]), tuple(tokens[32:42])])
+
+
+@pytest.mark.parametrize('length', [15, 16, 17])
+def test_a_document_that_just_fits_or_does_not(length):
+    """A document of 15 tokens has 16 targets: the separator behind it is one."""
+    rows = all_rows(pack(stream_of(telling([15])), length, SEPARATOR))
+    sizes = [len(positions) for row in rows for *_, positions in pieces_in(row)]
+    assert sizes == {15: [15, 1], 16: [16], 17: [16]}[length]
+    assert len(rows) == len(sizes)
+
+
+def test_empty_documents_and_none():
+    [row] = all_rows(pack(stream_of([[], [], []]), 8, SEPARATOR))
+    assert row['decoder_segment_ids'].tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
+    assert row['decoder_positions'].tolist() == [0] * 8
+    assert row['decoder_target_tokens'].tolist() == [SEPARATOR] * 8
+    assert row['decoder_loss_weights'].sum() == 3
+    assert len(pack(stream_of([]), 8, SEPARATOR)) == 0
+
+
+def test_attention_stays_within_a_document():
+    """Places of one segment are of one document, and begin where it begins: at a separator."""
+    documents = telling([3, 9, 4, 1, 12, 7, 2, 2, 6])  # each fits into a row whole
+    rows = all_rows(pack(stream_of(documents), 16, SEPARATOR))
+    seen = []
+    for row in rows:
+        for inputs, targets, _ in pieces_in(row):
+            assert inputs[0] == targets[-1] == SEPARATOR
+            assert inputs[1:] == targets[:-1]
+            [owner] = {token // 1000 for token in inputs[1:]}
+            assert list(inputs[1:]) == documents[owner - 1]
+            seen.append(owner)
+    assert sorted(seen) == list(range(1, 10))
+    assert max(row['decoder_segment_ids'].max() for row in rows) > 1, 'some rows have several'
+
+
+def test_the_same_documents_make_the_same_rows():
+    documents = telling([int(n) for n in np.random.default_rng(1).integers(0, 60, 200)])
+    one, two = (all_rows(pack(stream_of(documents), 32, SEPARATOR)) for _ in range(2))
+    for a, b in zip(one, two, strict=True):
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+# How full the rows are.
+
+
+@pytest.fixture(scope='module')
+def python_sources():
+    folders = [Path(module.__file__).parent for module in (json, email, asyncio)]
+    return [path.read_bytes() for folder in folders for path in sorted(folder.rglob('*.py'))]
+
+
+@pytest.mark.parametrize('length', [512, 1024])
+def test_rows_of_real_text_are_full(python_sources, length):
+    stream = stream_of(python_sources)
+    rows = all_rows(pack(stream, length, SEPARATOR))
+    used = sum(row['decoder_loss_weights'].sum() for row in rows)
+    assert used == sum(len(source) + 1 for source in python_sources)
+    assert used / (len(rows) * length) >= 0.95
+
+
+def test_short_documents_of_real_text_fill_rows_too(python_sources):
+    """Paragraphs, most of them far shorter than a row: filling them up is the packer's work."""
+    paragraphs = [p for source in python_sources for p in source.split(b'\n\n')]
+    paragraphs = [p for p in paragraphs if len(p) < 512]
+    assert len(paragraphs) > 1000
+    rows = pack(stream_of(paragraphs), 512, SEPARATOR)
+    assert sum(len(p) + 1 for p in paragraphs) / (len(rows) * 512) >= 0.95
+
+
+# The other way to make rows, for comparison: the stream cut through.
+
+
+@given(documents_of.filter(bool), st.integers(1, 30))
+@settings(deadline=None, max_examples=200)
+def test_split_rows_follow_the_stream(documents, length):
+    stream = stream_of(documents)
+    rows = all_rows(SplitRows(stream, length, SEPARATOR))
+    joined = {
+        name: np.concatenate([row[f'decoder_{name}'] for row in rows])
+        for name in ('input_tokens', 'target_tokens', 'loss_weights')
+    }
+    count = sum(len(document) + 1 for document in documents)
+    assert len(rows) == -(-count // length)
+    assert joined['input_tokens'][:count].tolist() == stream.tokens[:-1].tolist()
+    assert joined['target_tokens'][:count].tolist() == stream.tokens[1:].tolist()
+    assert joined['loss_weights'].tolist() == [1] * count + [0] * (len(rows) * length - count)
+    assert set(joined['target_tokens'][count:].tolist()) <= {SEPARATOR}

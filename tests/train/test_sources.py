@@ -1,0 +1,362 @@
+"""Sources: the same documents from text, JSON lines, Parquet, ArrayRecord and any sequence."""
+
+import dataclasses
+import gzip
+import itertools
+import json
+import math
+import zlib
+from collections import Counter
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from array_record.python.array_record_module import ArrayRecordWriter
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train.data import (
+    ArrayRecords,
+    ByteTokenizer,
+    Document,
+    JsonLines,
+    ParquetFiles,
+    Records,
+    Source,
+    TextFiles,
+    open_index,
+    python_library,
+    yardsticks,
+)
+from train.data.sources import Listing
+
+pytestmark = pytest.mark.core
+
+# An empty document, spaces at both ends, control characters, every line end, more than Latin 1.
+DOCUMENTS = ['one', '', ' two\n', 'a\tb\x00c', 'x\r\ny\rz\u2028w', 'naïve Ω \U0001f600', 'one']
+
+
+def write(root, contents):
+    for name, content in contents.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def numbered(count):
+    return {f'part{i % 3}/file{i}.txt': f'<file {i}>'.encode() for i in range(count)}
+
+
+def json_lines(documents, field='text', **how):
+    return ''.join(json.dumps({'id': 1, field: d}, **how) + '\n' for d in documents).encode()
+
+
+def write_parquet(path, column, name='text', **how):
+    table = pyarrow.table({'id': list(range(len(column))), name: column})
+    pyarrow.parquet.write_table(table, path, **how)
+
+
+def write_array_record(path, records):
+    writer = ArrayRecordWriter(str(path), 'group_size:1')
+    for record in records:
+        writer.write(record)
+    writer.close()
+
+
+def index_of(source, cache):
+    return open_index(source, ByteTokenizer(), str(cache), lambda *progress: None)
+
+
+def documents(stream):
+    """The documents of a stream of bytes, cut at the separators."""
+    tokens = stream.tokens.tolist()
+    assert tokens[0] == tokens[-1] == 256
+    cuts = [i for i, token in enumerate(tokens) if token == 256]
+    return [bytes(tokens[a + 1 : b]) for a, b in itertools.pairwise(cuts)]
+
+
+def both(source, cache):
+    index = index_of(source, cache)
+    return documents(index.training), documents(index.held_out)
+
+
+def names(source):
+    return [document.name for document in source.listing().documents]
+
+
+# Files.
+
+
+def test_files_come_in_the_order_of_their_names_each_once(tmp_path):
+    contents = {'b.txt': b'b', 'a/z.txt': b'az', 'a.txt': b'a', 'c/d/e.txt': b'cde', 'n.md': b'n'}
+    write(tmp_path, contents | {'skip/x.txt': b'no', 'a/test/y.txt': b'no'})
+    source = TextFiles(
+        pattern=['**/*.txt', '*.md', 'a/*', 'c/../b.txt', f'{tmp_path}/c/**/*.txt'],
+        exclude=['/skip/', '/test/'],
+        root=str(tmp_path),
+        holdout_percent=0,
+    )
+    assert names(source) == sorted(contents)
+    assert both(source, tmp_path / 'cache') == ([contents[n] for n in sorted(contents)], [])
+
+
+def test_one_pattern_and_one_exclusion_need_no_list(tmp_path):
+    write(tmp_path, {'ab.txt': b'ab', 'b.txt': b'b'})
+    assert names(TextFiles(pattern='*.txt', exclude='/ab', root=str(tmp_path))) == ['b.txt']
+
+
+def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+    write(tmp_path, {'home/text/a.txt': b'a'})
+    monkeypatch.setenv('HOME', str(tmp_path / 'home'))
+    assert names(TextFiles(pattern='*.txt', root='~/text')) == ['a.txt']
+    source = TextFiles(pattern='~/text/*.txt', holdout_percent=0)
+    assert both(source, tmp_path / 'cache')[0] == [b'a']
+
+
+def test_patterns_start_at_the_current_folder(tmp_path, monkeypatch):
+    write(tmp_path, {'text/a.txt': b'a'})
+    monkeypatch.chdir(tmp_path)
+    assert names(TextFiles(pattern='text/*')) == ['text/a.txt']
+
+
+def test_a_folder_whose_name_matches_is_no_document(tmp_path):
+    write(tmp_path, {'a.txt': b'a', 'folder.txt/b': b'b'})
+    assert names(TextFiles(pattern='*.txt', root=str(tmp_path))) == ['a.txt']
+
+
+def test_a_name_that_is_not_utf8_is_a_name(tmp_path):
+    # What `os.listdir` makes of bytes that are no UTF-8; files of old archives have such names.
+    try:
+        write(tmp_path, {'caf\udce9.txt': b'coffee'})
+    except OSError:
+        pytest.skip('this file system takes UTF-8 names only')
+    source = TextFiles(pattern='*.txt', root=str(tmp_path), holdout_percent=0)
+    assert both(source, tmp_path / 'cache')[0] == [b'coffee']
+
+
+@pytest.mark.parametrize('frames', [1, 3])
+@pytest.mark.parametrize(
+    ('ending', 'compress'),
+    [('gz', gzip.compress), ('zst', zstandard.ZstdCompressor().compress)],
+)
+def test_compressed_files_are_the_text_in_them(tmp_path, ending, compress, frames):
+    text = np.random.default_rng(0).integers(0, 256, 400_000, np.uint8).tobytes() + b'end'
+    cuts = [len(text) * i // frames for i in range(frames + 1)]
+    content = b''.join(compress(text[a:b]) for a, b in itertools.pairwise(cuts))
+    write(tmp_path, {f'a.txt.{ending}': content, f'b.txt.{ending}': compress(b'')})
+    source = TextFiles(pattern='*', root=str(tmp_path), holdout_percent=0)
+    assert both(source, tmp_path / 'cache')[0] == [text, b'']
+
+
+def test_the_python_library_has_text_for_both_parts(tmp_path):
+    index = index_of(python_library(), tmp_path)
+    assert index.training.num_bytes > 1_000_000
+    assert index.held_out.num_bytes > 10_000
+
+
+# Holding out.
+
+
+def test_whole_files_are_held_out(tmp_path):
+    contents = numbered(300)
+    write(tmp_path, contents)
+    source = TextFiles(pattern='**/*.txt', root=str(tmp_path), holdout_percent=20)
+    training, held_out = both(source, tmp_path / 'cache')
+    assert Counter(training + held_out) == Counter(contents.values())
+    assert 30 <= len(held_out) <= 90  # 60 expected, standard deviation 7
+
+
+def test_adding_a_file_moves_no_other(tmp_path):
+    write(tmp_path, numbered(100))
+    source = TextFiles(pattern='**/*.txt', root=str(tmp_path), holdout_percent=20)
+    before = both(source, tmp_path / 'cache')
+    write(tmp_path, {f'part1/new{i}.txt': f'<new {i}>'.encode() for i in range(50)})
+    after = both(source, tmp_path / 'cache')
+    assert all(set(old) < set(new) for old, new in zip(before, after, strict=True))
+
+
+def test_the_folder_that_holds_the_root_does_not_matter(tmp_path):
+    splits = []
+    for folder in ('one', 'two/deeper'):
+        write(tmp_path / folder, numbered(60))
+        source = TextFiles(pattern='**/*.txt', root=str(tmp_path / folder), holdout_percent=20)
+        splits.append(both(source, tmp_path / 'cache'))
+    assert splits[0] == splits[1]
+    assert all(splits[0])
+
+
+@pytest.mark.parametrize('written', ['./**/*.txt', 'part0/../**/*.txt', '{root}/**/*.txt'])
+def test_another_way_to_write_a_pattern_splits_alike(tmp_path, written):
+    write(tmp_path, numbered(60))
+    patterns = ['**/*.txt', written.format(root=tmp_path)]
+    plain, other, together = (
+        both(TextFiles(pattern=p, root=str(tmp_path), holdout_percent=20), tmp_path / 'cache')
+        for p in (patterns[0], patterns[1], patterns)
+    )
+    assert other == plain
+    assert together == plain, 'a file is in both parts, or twice in one'
+
+
+def test_a_larger_share_holds_out_the_same_files_and_more(tmp_path):
+    write(tmp_path, numbered(200))
+    small, large = (
+        both(TextFiles(pattern='**/*', root=str(tmp_path), holdout_percent=p), tmp_path / 'c')[1]
+        for p in (10, 30)
+    )
+    assert set(small) < set(large)
+
+
+@pytest.mark.parametrize('percent', [0, 0.001, 0.01, 0.5, 20, 99.5, 100])
+def test_the_share_held_out_is_about_the_percentage(percent):
+    # A large corpus holds out a small share: 0.001 percent of 100 million documents is a thousand.
+    count = 300_000
+    source = TextFiles(pattern='*', holdout_percent=percent)
+    held_out = sum(source.is_held_out(f'corpus/part.jsonl:{i}') for i in range(count))
+    expected = count * percent / 100
+    deviation = math.sqrt(expected * (1 - percent / 100))
+    assert abs(held_out - expected) <= 5 * deviation
+
+
+# The same documents through every front end.
+
+
+def front_ends(root):
+    """Sources that all hold DOCUMENTS, by name."""
+    raw = [d.encode() for d in DOCUMENTS]
+    lines = json_lines(DOCUMENTS)
+    third = len(DOCUMENTS) // 3
+    compress = zstandard.ZstdCompressor().compress
+    frames = b''.join(compress(lines[i : i + 50]) for i in range(0, len(lines), 50))
+    write(root, {f'text/{i}.txt': content for i, content in enumerate(raw)})
+    write(
+        root,
+        {
+            'plain.jsonl': lines,
+            'utf8.jsonl': json_lines(DOCUMENTS, ensure_ascii=False),
+            'open.jsonl': lines.rstrip(b'\n'),
+            'crlf.jsonl': lines.replace(b'\n', b'\r\n'),
+            'blank.jsonl': b'\n' + lines.replace(b'\n', b'\n \t\n\n'),
+            'gzip.jsonl.gz': gzip.compress(lines[:100]) + gzip.compress(lines[100:]),
+            'zstandard.jsonl.zst': frames,
+            'split-1.json': json_lines(DOCUMENTS[:third], 'body'),
+            'split-2.json': json_lines(DOCUMENTS[third:], 'body'),
+        },
+    )
+    columns = {
+        'string': pyarrow.array(DOCUMENTS),
+        'large_string': pyarrow.array(DOCUMENTS, pyarrow.large_string()),
+        'binary': pyarrow.array(raw, pyarrow.binary()),
+        'large_binary': pyarrow.array(raw, pyarrow.large_binary()),
+        'dictionary': pyarrow.array(DOCUMENTS).dictionary_encode(),
+    }
+    for name, column in columns.items():
+        write_parquet(root / f'{name}.parquet', column, row_group_size=3)
+    write_parquet(root / 'column.pq', columns['string'], name='body', compression='zstd')
+    write_array_record(root / 'text.array_record', raw)
+    write_array_record(root / 'json.array_record', lines.splitlines())
+
+    where = {'root': str(root), 'holdout_percent': 0}
+    sources = {p.name: JsonLines(pattern=p.name, **where) for p in root.glob('*.jsonl*')}
+    sources |= {p.name: ParquetFiles(pattern=p.name, **where) for p in root.glob('*.parquet')}
+    lists = {
+        'strings': DOCUMENTS,
+        'bytes': tuple(raw),
+        'mappings': [{'id': i, 'text': d} for i, d in enumerate(DOCUMENTS)],
+        'mixed': [raw[0], {'text': raw[1]}, *DOCUMENTS[2:]],
+        'own object': Sequence(DOCUMENTS),
+        # NumPy's own fixed width strings drop zeros at the end only.
+        'numpy': np.array(DOCUMENTS),
+    }
+    sources |= {n: Records(records=records, holdout_percent=0) for n, records in lists.items()}
+    return sources | {
+        'text': TextFiles(pattern='text/*', **where),
+        'field': JsonLines(pattern='split-*.json', field='body', **where),
+        'column': ParquetFiles(pattern='column.pq', column='body', **where),
+        'records of text': ArrayRecords(pattern='text.array_record', **where),
+        'records of JSON': ArrayRecords(pattern='json.array_record', field='text', **where),
+        'own source': OwnSource(holdout_percent=0),
+    }
+
+
+class Sequence:
+    """No list: what `Records` asks for, and nothing else."""
+
+    def __init__(self, items):
+        self._items = items
+
+    def __len__(self):
+        return len(self._items)
+
+    def __getitem__(self, i):
+        if not isinstance(i, int):
+            raise TypeError(type(i))
+        return self._items[i]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnSource(Source):
+    """A source as a user writes it."""
+
+    def listing(self):
+        found = (Document(f'd{i}', d.encode(), i + 1) for i, d in enumerate(DOCUMENTS))
+        return Listing({'source': 'own', 'version': 1}, len(DOCUMENTS), found)
+
+
+def test_every_front_end_gives_the_same_tokens_and_the_same_hash(tmp_path):
+    expected = [d.encode() for d in DOCUMENTS]
+    hashes = {}
+    for name, source in front_ends(tmp_path / 'data').items():
+        index = index_of(source, tmp_path / 'cache')
+        assert documents(index.training) == expected, name
+        assert index.training.num_bytes == sum(map(len, expected)), name
+        assert documents(index.held_out) == [], name
+        hashes[name] = index.content_hash
+    assert len(hashes) > 20
+    assert len(set(hashes.values())) == 1, hashes
+
+
+def test_the_hash_tells_other_documents_other_cuts_and_other_parts_apart(tmp_path):
+    texts = [['ab', 'c'], ['a', 'bc'], ['c', 'ab'], ['ab', 'c', ''], ['ab', 'd']]
+    sources = [Records(records=t, holdout_percent=p) for t in texts for p in (0, 100)]
+    hashes = {index_of(source, tmp_path).content_hash for source in sources}
+    assert len(hashes) == len(sources)
+
+
+def test_many_records_and_row_groups_keep_their_order(tmp_path):
+    # More than one batch of 1024 rows, and row groups that do not divide it.
+    texts = [f'row {i}' for i in range(2500)]
+    write_parquet(tmp_path / 'a.parquet', pyarrow.array(texts), row_group_size=700)
+    write_array_record(tmp_path / 'a.array_record', [t.encode() for t in texts])
+    for source in (
+        ParquetFiles(pattern='*.parquet', root=str(tmp_path), holdout_percent=0),
+        ArrayRecords(pattern='*.array_record', root=str(tmp_path), holdout_percent=0),
+    ):
+        assert both(source, tmp_path / 'cache')[0] == [t.encode() for t in texts]
+
+
+# The yardsticks.
+
+
+def test_entropy_of_known_texts():
+    assert yardsticks.order0_bits_per_byte(bytes(range(256)) * 7) == pytest.approx(8)
+    assert yardsticks.order0_bits_per_byte(b'aaaa') == 0
+    assert yardsticks.order0_bits_per_byte(b'abcc') == pytest.approx(1.5)
+
+
+@given(st.binary(min_size=1, max_size=300))
+@settings(deadline=None, max_examples=50)
+def test_entropy_against_the_formula(text):
+    expected = -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values())
+    assert yardsticks.of(text)['order-0 entropy'] == pytest.approx(expected, abs=1e-9)
+
+
+def test_zlib_against_its_own_stream():
+    text = b'the quick brown fox ' * 100
+    stream = zlib.compressobj(level=9)
+    compressed = stream.compress(text) + stream.flush()
+    assert zlib.decompress(compressed) == text
+    assert yardsticks.of(text)['zlib -9'] == 8 * len(compressed) / len(text) < 0.5
+    noise = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8).tobytes()
+    assert 8 <= yardsticks.of(noise)['zlib -9'] < 8.1

@@ -1,0 +1,283 @@
+"""Span corruption: what is cut out, what stands for it, and that nothing is lost."""
+
+import collections
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from train.data import ByteTokenizer, SpanCorruption
+from train.data.sources import Records
+from train.data.span_corruption import Corruption, CorruptSpans
+from train.errors import ConfigError
+
+pytestmark = pytest.mark.core
+
+SEPARATOR = 256
+LAST = 356  # of the 100 sentinels behind the tokens of bytes
+FIRST = 1256  # the first sentinel where a test makes rows itself: more than 300 tokens have spans
+
+
+def maker(corruption, text_length, spare=0):
+    encoder, decoder = corruption.lengths(text_length)
+    return CorruptSpans(
+        corruption,
+        encoder_length=encoder + spare,
+        decoder_length=decoder + spare,
+        separator=SEPARATOR,
+        first_sentinel=FIRST,
+    )
+
+
+def parts_of(row):
+    """The encoder's and the decoder's tokens, without the one at the end."""
+    encoder = row['encoder_input_tokens'][row['encoder_segment_ids'] == 1].tolist()
+    decoder = row['decoder_target_tokens'][row['decoder_loss_weights'] == 1].tolist()
+    assert encoder.pop() == decoder.pop() == SEPARATOR
+    return encoder, decoder
+
+
+def put_back(encoder, decoder):
+    """The text: the decoder's spans in the places of the sentinels. And the spans themselves."""
+    spans, text = {}, []
+    for token in decoder:
+        if token > SEPARATOR:
+            assert token not in spans, 'a sentinel stands for one span'
+            spans[token] = []
+            last = token
+        else:
+            spans[last].append(token)
+    for token in encoder:
+        text += spans[token] if token > SEPARATOR else [token]
+    assert [token for token in encoder if token > SEPARATOR] == list(spans)
+    return text, spans
+
+
+def lengths_of_t5(inputs_length, density, mean_span):
+    """T5's preprocessor `random_spans_helper`: the longest text, and the targets of it."""
+
+    def lengths(tokens):
+        noise = round(tokens * density)
+        spans = round(noise / mean_span)
+        return tokens - noise + spans + 1, noise + spans + 1
+
+    tokens = inputs_length
+    while lengths(tokens + 1)[0] <= inputs_length:
+        tokens += 1
+    return tokens, lengths(tokens)[1]
+
+
+def opened(documents, length, **settings):
+    # Nothing keeps these tokens: such records have no place in the cache.
+    task = SpanCorruption(source=Records(records=documents, holdout_percent=0), **settings)
+    return task.open(length)
+
+
+# The lengths.
+
+
+def test_the_lengths_of_t5():
+    corruption = Corruption(0.15, 3.0)
+    assert corruption.longest_text(512) == 568
+    assert corruption.lengths(568) == (512, 114)
+
+
+@pytest.mark.parametrize('length', [64, 114, 512, 1024])
+@pytest.mark.parametrize(('density', 'mean_span'), [(0.15, 3.0), (0.5, 3.0), (0.3, 8), (0.15, 64)])
+def test_lengths_are_those_of_t5s_preprocessor(length, density, mean_span):
+    corruption = Corruption(density, mean_span)
+    text_length = corruption.longest_text(length)
+    tokens, targets = lengths_of_t5(length, density, mean_span)
+    if round(tokens * density) / mean_span > 0.5:  # T5 has no answer for no span at all
+        assert text_length == tokens
+        assert corruption.lengths(text_length)[1] == targets
+
+
+densities = st.floats(0.01, 0.95)
+mean_spans = st.floats(1, 20)
+
+
+@given(st.integers(3, 200), densities, mean_spans)
+@settings(deadline=None, max_examples=200)
+def test_every_shorter_text_fits_into_a_row_too(encoder_length, density, mean_span):
+    corruption = Corruption(density, mean_span)
+    longest = corruption.longest_text(encoder_length)
+    fits = [n for n in range(2, 25 * encoder_length) if corruption.lengths(n)[0] <= encoder_length]
+    assert longest == max(fits, default=0)
+    decoder_length = corruption.lengths(longest)[1]
+    for length in range(1, longest):
+        encoder, decoder = corruption.lengths(length)
+        assert encoder <= encoder_length
+        assert decoder <= decoder_length
+
+
+# The rows.
+
+
+@given(st.integers(1, 300), densities, mean_spans, st.integers(0, 2**32 - 1), st.integers(0, 9))
+@settings(deadline=None, max_examples=500)
+def test_the_spans_put_back_give_the_text(length, density, mean_span, seed, spare):
+    corruption = Corruption(density, mean_span)
+    rng = np.random.default_rng(seed)
+    # Separators within a text, too: texts go over the ends of documents.
+    text = rng.integers(0, SEPARATOR + 1, length).astype(np.int32)
+    row = maker(corruption, length, spare)(text, rng)
+    encoder, decoder = parts_of(row)
+    found, spans = put_back(encoder, decoder)
+    assert found == text.tolist()
+    assert list(spans) == list(range(FIRST, FIRST - len(spans), -1))
+    assert all(spans.values()), 'no span is empty'
+    assert (len(encoder) + 1, len(decoder) + 1) == corruption.lengths(length)
+    if length > 1:
+        cut = sum(map(len, spans.values()))
+        assert 1 <= cut <= length - 1
+        assert abs(cut - density * length) <= 1
+        # As many spans as asked, where there are tokens to cut out and to stay between them.
+        asked = min(max(1, cut / mean_span), cut, length - cut)
+        assert abs(len(spans) - asked) <= 0.5
+        first = encoder.index(FIRST)
+        assert first > 0, 'a text begins with tokens that stay'
+        gaps = [encoder.index(FIRST - i) for i in range(len(spans))]
+        assert all(b - a > 1 for a, b in zip(gaps, gaps[1:], strict=False)), 'spans do not touch'
+    else:
+        assert not spans
+
+
+@given(st.integers(1, 60), st.integers(0, 5), st.integers(0, 1000))
+@settings(deadline=None, max_examples=100)
+def test_the_arrays_of_a_row(length, spare, seed):
+    rng = np.random.default_rng(seed)
+    corruption = Corruption(0.3, 2.0)
+    row = maker(corruption, length, spare)(rng.integers(0, 256, length).astype(np.int32), rng)
+    encoder, decoder = corruption.lengths(length)
+    assert {name: (a.shape, a.dtype.name) for name, a in row.items()} == {
+        'encoder_input_tokens': ((encoder + spare,), 'int32'),
+        'encoder_segment_ids': ((encoder + spare,), 'int32'),
+        'decoder_input_tokens': ((decoder + spare,), 'int32'),
+        'decoder_target_tokens': ((decoder + spare,), 'int32'),
+        'decoder_loss_weights': ((decoder + spare,), 'float32'),
+    }
+    assert row['decoder_input_tokens'][0] == SEPARATOR
+    assert row['decoder_input_tokens'][1:].tolist() == row['decoder_target_tokens'][:-1].tolist()
+    assert row['encoder_segment_ids'].tolist() == [1] * encoder + [0] * spare
+    assert row['decoder_loss_weights'].tolist() == [1.0] * decoder + [0.0] * spare
+    assert set(row['encoder_input_tokens'][encoder - 1 :].tolist()) == {SEPARATOR}
+    assert set(row['decoder_target_tokens'][decoder - 1 :].tolist()) == {SEPARATOR}
+
+
+def test_a_text_of_one_token_stays():
+    row = maker(Corruption(0.15, 3.0), 20)(np.array([7], np.int32), np.random.default_rng(0))
+    assert parts_of(row) == ([7], [])
+
+
+def test_every_way_to_cut_is_as_likely():
+    """8 tokens, 4 of them cut out in 2 spans: 3 lengths of what stays x 3 of what is cut out."""
+    corruption, rng = Corruption(0.5, 2.0), np.random.default_rng(0)
+    drawn = 9000
+    counts = collections.Counter(tuple(corruption.spans(8, rng).tolist()) for _ in range(drawn))
+    assert set(counts) == {(a, b, 4 - a, 4 - b) for a in (1, 2, 3) for b in (1, 2, 3)}
+    expected, deviation = drawn / 9, np.sqrt(drawn * 1 / 9 * 8 / 9)
+    assert all(abs(count - expected) < 5 * deviation for count in counts.values()), counts
+
+
+# The task.
+
+
+def test_rows_of_a_task_hold_the_stream_text_by_text():
+    documents = [bytes([i]) * 5 for i in range(200)] + [b'']
+    task = opened(documents, 64)
+    stream = b''.join(document + b'\x00' for document in documents)  # 0 for the separators
+    stream = [SEPARATOR if i % 6 == 5 else byte for i, byte in enumerate(stream[:1200])]
+    stream.append(SEPARATOR)  # of the empty document
+    text_length = lengths_of_t5(64, 0.15, 3.0)[0]
+    count = -(-len(stream) // text_length)
+    assert len(stream) % text_length, 'the last text is shorter'
+    assert task.rows_per_epoch == count
+    rows = task.training(seed=3)
+    found = sorted(put_back(*parts_of(rows[i]))[0] for i in range(count))
+    assert found == sorted(
+        stream[first : first + text_length] for first in range(0, len(stream), text_length)
+    )
+    tokens = np.concatenate([rows[i]['encoder_input_tokens'] for i in range(count)])
+    assert tokens.max() == SpanCorruption(source=Records(records=documents)).num_tokens - 1 == LAST
+
+
+def test_noise_differs_between_epochs_and_seeds_and_is_a_function_of_the_row():
+    documents = [np.random.default_rng(0).bytes(4000)]
+
+    def masks(seed, epoch):
+        """Which of each text's places are cut out, by the text."""
+        task = opened(documents, 64)
+        rows, count = task.training(seed), task.rows_per_epoch
+        made = {}
+        for i in range(epoch * count, (epoch + 1) * count):
+            encoder, decoder = parts_of(rows[i])
+            made[tuple(put_back(encoder, decoder)[0])] = encoder
+        assert len(made) == count
+        return made
+
+    first = masks(0, 0)
+    assert masks(0, 0) == first
+    for seed, epoch in [(0, 1), (0, 7), (1, 0)]:
+        other = masks(seed, epoch)
+        assert other.keys() == first.keys()
+        same = sum(other[text] == first[text] for text in first)
+        assert same < len(first) / 10, (seed, epoch)
+
+
+def test_the_shares_of_a_long_text():
+    task = opened([np.random.default_rng(0).bytes(200_000)], 512)
+    rows = task.training(seed=0)
+    cut = spans = total = 0
+    for i in range(task.rows_per_epoch):
+        text, cuts = put_back(*parts_of(rows[i]))
+        total += len(text)
+        cut += sum(map(len, cuts.values()))
+        spans += len(cuts)
+    assert total == 200_001
+    assert abs(cut / total - 0.15) < 0.002
+    assert abs(cut / spans - 3.0) < 0.05
+
+
+def test_evaluation_cuts_the_same_every_time():
+    task = SpanCorruption(source=Records(records=[b'a text of some length'], holdout_percent=100))
+    one, two = (task.open(12).evaluation() for _ in range(2))
+    assert one.num_bytes is None, 'its targets are not the bytes of the text'
+    assert len(one.rows) > 1
+    for i in range(len(one.rows)):
+        for name, array in one.rows[i].items():
+            np.testing.assert_array_equal(array, two.rows[i][name])
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    ('wrong', 'message'),
+    [
+        ({'noise_density': 0}, 'noise_density is 0'),
+        ({'noise_density': 1.0}, 'noise_density is 1.0'),
+        ({'noise_density': -0.15}, 'noise_density'),
+        ({'noise_density': float('nan')}, 'noise_density'),
+        ({'noise_density': '0.15'}, 'noise_density'),
+        ({'mean_noise_span_length': 0.5}, 'mean_noise_span_length is 0.5'),
+        ({'mean_noise_span_length': float('nan')}, 'mean_noise_span_length'),
+        ({'mean_noise_span_length': '3'}, 'mean_noise_span_length'),
+        ({'source': b'text'}, 'source'),
+        ({'tokenizer': ByteTokenizer}, r'tokenizer.*brackets'),
+    ],
+)
+def test_settings_that_mean_nothing(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        SpanCorruption(**{'source': Records(records=[b'text']), **wrong})
+
+
+def test_too_few_sentinels_and_too_short_an_encoder():
+    with pytest.raises(ConfigError, match=r'568 tokens has 28 spans.*num_sentinels \(27\)'):
+        opened([b'text'], 512, num_sentinels=27)
+    assert opened([b'text'], 512, num_sentinels=28).rows_per_epoch == 1
+    for length in (1, 2):
+        with pytest.raises(ConfigError, match=f'no text fits into {length} places'):
+            opened([b'text'], length)
+    assert opened([b'text'], 4).rows_per_epoch >= 1

@@ -1,0 +1,331 @@
+"""Tasks: the rows of a source or of a mixture of them, to train on and to evaluate."""
+
+import collections
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from train.data import ByteTokenizer, CausalLM, Mixture, SpanCorruption
+from train.data.sources import Records
+from train.errors import ConfigError
+
+pytestmark = pytest.mark.core
+
+LENGTH = 8
+SEPARATOR = 256
+
+
+def numbered(name, count, first=0):
+    """Documents of 7 bytes: each fills one row of 8 targets, with the separator behind it."""
+    return [f'{name}{i:06d}'.encode() for i in range(first, first + count)]
+
+
+def name_of(row):
+    """The document that such a row is of."""
+    assert row['decoder_target_tokens'][-1] == SEPARATOR
+    return bytes(row['decoder_target_tokens'][:-1].tolist()).decode()
+
+
+@pytest.fixture
+def lm(tmp_path):
+    """A language model's task of documents, of which so many percent are held out."""
+
+    def make(documents, held_out=0.0, **settings):
+        source = Records(records=documents, holdout_percent=held_out)
+        return CausalLM(source=source, cache_dir=str(tmp_path), **settings)
+
+    return make
+
+
+def shares_of(rows, window):
+    counts = collections.Counter(name_of(rows[i])[0] for i in window)
+    return {name: count / len(window) for name, count in counts.items()}
+
+
+# One source.
+
+
+@pytest.mark.parametrize('packing', ['split', 'pack'])
+def test_every_epoch_reads_each_row_once_in_an_order_of_its_own(lm, packing):
+    rows = lm(numbered('a', 40), packing=packing).open(LENGTH).training(seed=3)
+    orders = [[name_of(rows[e * 40 + i]) for i in range(40)] for e in range(4)]
+    expected = [f'a{i:06d}' for i in range(40)]
+    assert all(sorted(order) == expected for order in orders)
+    assert len(set(map(tuple, [*orders, expected]))) == 5
+
+
+def test_rows_are_a_function_of_the_seed_and_their_number(lm):
+    documents = numbered('a', 40)
+    rows = lm(documents).open(LENGTH).training(seed=3)
+    straight = [name_of(rows[i]) for i in range(100)]
+    again = lm(documents).open(LENGTH).training(seed=3)
+    assert [name_of(again[i]) for i in reversed(range(100))] == straight[::-1]
+    other = lm(documents).open(LENGTH).training(seed=4)
+    assert [name_of(other[i]) for i in range(40)] != straight[:40]
+
+
+@pytest.mark.parametrize('index', [2**31 - 1, 2**32, 10**12, 10**15])
+def test_rows_far_away_are_there_at_once(lm, index):
+    rows = lm(numbered('a', 40)).open(LENGTH).training(seed=3)
+    first = index // 40 * 40
+    assert len({name_of(rows[i]) for i in range(first, first + 40)}) == 40
+    assert name_of(rows[index]) == name_of(rows[index])
+
+
+def test_split_rows_go_over_the_ends_of_documents(lm):
+    documents = [b'', b'abc', b'defghijklmnop', b'q', b'']
+    opened = lm(documents, held_out=100).open(5)
+    rows = opened.evaluation().rows
+    tokens = [SEPARATOR]
+    for document in documents:
+        tokens += [*document, SEPARATOR]
+    inputs = np.concatenate([rows[i]['decoder_input_tokens'] for i in range(len(rows))])
+    targets = np.concatenate([rows[i]['decoder_target_tokens'] for i in range(len(rows))])
+    weights = np.concatenate([rows[i]['decoder_loss_weights'] for i in range(len(rows))])
+    count = len(tokens) - 1
+    assert len(rows) == 5
+    assert inputs[:count].tolist() == tokens[:-1]
+    assert targets.tolist() == tokens[1:] + [SEPARATOR] * (25 - count)
+    assert weights.tolist() == [1] * count + [0] * (25 - count)
+
+
+# Mixtures.
+
+WEIGHTS = [(3, 1), (1, 2), (0.7, 0.3), (0.65, 0.35), (1, 1.009), (1, 2, 4), (5, 0.02), (1 / 3, 0.1)]
+
+
+@pytest.mark.parametrize('weights', WEIGHTS, ids=str)
+def test_every_window_of_a_mixture_has_the_shares_of_its_weights(lm, weights):
+    tasks = [lm(numbered('abc'[i], 5 + i)) for i in range(len(weights))]
+    rows = Mixture(tasks=tasks, weights=weights).open(LENGTH).training(seed=0)
+    names = [name_of(rows[i])[0] for i in range(20_000)]
+    for first, last in [(0, 20_000), (0, 100), (777, 19_000), (19_000, 20_000)]:
+        counts = collections.Counter(names[first:last])
+        for name, weight in zip('abc', weights, strict=False):
+            expected = weight / sum(weights) * (last - first)
+            # No drift: however long the window is, a part is at most a row or two off.
+            assert abs(counts[name] - expected) <= len(weights), (first, last, name)
+
+
+def test_each_part_goes_through_its_own_epochs(lm):
+    tasks = [lm(numbered('a', 30)), lm(numbered('b', 7))]
+    rows = Mixture(tasks=tasks, weights=[1, 1]).open(LENGTH).training(seed=5)
+    read = [name_of(rows[i]) for i in range(300)]
+    for name, count in [('a', 30), ('b', 7)]:
+        own = [row for row in read if row[0] == name]
+        epochs = list(itertools.batched(own, count)) if hasattr(itertools, 'batched') else [
+            tuple(own[i : i + count]) for i in range(0, len(own), count)
+        ]
+        full = [epoch for epoch in epochs if len(epoch) == count]
+        assert len(full) > 3
+        assert all(len(set(epoch)) == count for epoch in full)
+        assert len(set(full)) == len(full), 'each in another order'
+
+
+def test_the_data_of_one_part_do_not_move_the_rows_of_another(lm):
+    def read(second):
+        tasks = [lm(numbered('a', 30)), lm(second), lm(numbered('c', 11))]
+        rows = Mixture(tasks=tasks, weights=[2, 1, 1]).open(LENGTH).training(seed=5)
+        return [name_of(rows[i]) for i in range(400)]
+
+    one, two = read(numbered('b', 7)), read(numbered('b', 19, first=50))
+    assert one != two
+    for a, b in zip(one, two, strict=True):
+        assert a == b or a[0] == b[0] == 'b'
+
+
+def test_parts_of_equal_data_have_orders_of_their_own(lm):
+    documents = numbered('', 30)
+    documents = [b'a' + d for d in documents], [b'b' + d for d in documents]
+    tasks = [lm([d[:1] + d[2:] for d in part]) for part in documents]
+    rows = Mixture(tasks=tasks, weights=[1, 1]).open(LENGTH).training(seed=5)
+    read = [name_of(rows[i]) for i in range(60)]
+    a, b = ([row[1:] for row in read if row[0] == name] for name in 'ab')
+    assert sorted(a) == sorted(b)
+    assert a != b
+
+
+def test_a_mixture_in_a_mixture_has_the_product_of_the_shares(lm):
+    a, b, c = (lm(numbered(name, 5)) for name in 'abc')
+    inner = Mixture(tasks=[a, b], weights=[3, 1])
+    opened = Mixture(tasks=[c, inner], weights=[2, 6]).open(LENGTH)
+    shares = shares_of(opened.training(seed=0), range(1600))
+    assert shares == pytest.approx({'a': 9 / 16, 'b': 3 / 16, 'c': 1 / 4}, abs=3 / 1600)
+    assert sum(part.weight for part in opened.parts) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(('counts', 'weights'), [((30, 7), (1, 1)), ((10, 90), (3, 1))])
+def test_rows_per_epoch_show_every_part_whole(lm, counts, weights):
+    tasks = [lm(numbered(name, count)) for name, count in zip('ab', counts, strict=True)]
+    opened = Mixture(tasks=tasks, weights=weights).open(LENGTH)
+    rows = opened.training(seed=0)
+
+    def seen(number):
+        return len({name_of(rows[i]) for i in range(number)})
+
+    assert seen(opened.rows_per_epoch + 2) == sum(counts)
+    assert seen(opened.rows_per_epoch - 8) < sum(counts), 'nor much later than need be'
+
+
+# What a mixture cannot be.
+
+
+@pytest.mark.parametrize(
+    'weights', [[], [1], [1, 2, 3], [1, 0], [1, -1], [1, float('nan')], [float('inf'), 1], ['1', 1]]
+)
+def test_weights_that_mean_nothing(lm, weights):
+    with pytest.raises(ConfigError, match=r'Mixture\.weights is .*each of the 2 tasks'):
+        Mixture(tasks=[lm([b'a']), lm([b'b'])], weights=weights)
+
+
+@pytest.mark.parametrize('tasks', [[], [CausalLM], ['a task']])
+def test_what_is_no_list_of_tasks(tasks):
+    with pytest.raises(ConfigError, match=r'Mixture\.tasks'):
+        Mixture(tasks=tasks, weights=[1] * len(tasks))
+
+
+def test_parts_with_different_tokenizers(lm):
+    @dataclasses.dataclass(frozen=True)
+    class OtherBytes(ByteTokenizer):
+        identity = 'other bytes'
+
+    tasks = [lm([b'a']), lm([b'b'], tokenizer=OtherBytes())]
+    with pytest.raises(ConfigError, match=r'same tokenizer.*bytes, other bytes'):
+        Mixture(tasks=tasks, weights=[1, 1]).open(LENGTH)
+
+
+def spans(documents, held_out=0.0, **settings):
+    return SpanCorruption(
+        source=Records(records=documents, holdout_percent=held_out), **settings
+    )
+
+
+def test_parts_whose_rows_have_other_arrays(lm):
+    for other in (lm([b'b'], packing='pack'), spans([b'b'])):
+        with pytest.raises(ConfigError, match='same arrays'):
+            Mixture(tasks=[lm([b'a']), other], weights=[1, 1]).open(LENGTH).training(0)
+
+
+def test_parts_whose_arrays_have_other_lengths():
+    """The message says which array it is, and both lengths: 7 and 16 places of the decoder."""
+    tasks = [spans([b'text']), spans([b'text'], noise_density=0.5)]
+    lengths = [task.open(24).training(0)[0]['decoder_target_tokens'].shape[0] for task in tasks]
+    assert lengths[0] != lengths[1]
+    with pytest.raises(ConfigError, match='of the same lengths') as error:
+        Mixture(tasks=tasks, weights=[1, 1]).open(24).training(0)
+    message = str(error.value)
+    assert 'decoder_target_tokens' in message
+    assert all(str(length) in message for length in lengths), message
+
+
+def test_parts_that_cannot_be_evaluated_together(lm):
+    """Else the arrays of the first part's rows would be those of the batch, the others lost."""
+    tasks = [lm([b'a'], 100, packing='split'), lm([b'b'], 100, packing='pack')]
+    with pytest.raises(ConfigError, match='same arrays'):
+        Mixture(tasks=tasks, weights=[1, 1]).open(LENGTH).evaluation()
+
+
+def test_a_part_without_documents_to_train_on(lm):
+    held = lm([b'a', b'b'], held_out=100)
+    with pytest.raises(ConfigError, match=r'empty corpus.*2 held out.*holdout_percent'):
+        held.open(LENGTH).training(0)
+    with pytest.raises(ConfigError, match=r'empty corpus.*2 held out.*holdout_percent'):
+        Mixture(tasks=[lm([b'c']), held], weights=[1, 1]).open(LENGTH).training(0)
+
+
+def test_settings_of_a_language_model(lm):
+    with pytest.raises(ConfigError, match=r"packing is 'packed': use 'split' or 'pack'"):
+        lm([b'a'], packing='packed')
+    with pytest.raises(ConfigError, match=r'CausalLM\.source.*@Name\(\)'):
+        CausalLM(source=Records)
+
+
+# Evaluation.
+
+
+def weighed(rows):
+    """(input, target) wherever the weight is 1; nowhere is it anything but 0 and 1."""
+    pairs = []
+    for i in range(len(rows)):
+        weights = rows[i]['decoder_loss_weights']
+        assert set(weights.tolist()) <= {0.0, 1.0}
+        arrays = (rows[i][f'decoder_{name}_tokens'][weights == 1] for name in ('input', 'target'))
+        pairs += zip(*(array.tolist() for array in arrays), strict=True)
+    return pairs
+
+
+def pairs_of(documents):
+    for document in documents:
+        yield from itertools.pairwise([SEPARATOR, *document, SEPARATOR])
+
+
+texts = st.lists(st.binary(max_size=30), min_size=1, max_size=10).filter(any)
+
+
+@given(texts, st.integers(1, 20), st.sampled_from(['split', 'pack']))
+@settings(deadline=None, max_examples=100, suppress_health_check=list(HealthCheck))
+def test_evaluation_weighs_every_target_once(lm, documents, length, packing):
+    held_out = lm(documents, 100, packing=packing).open(length).evaluation()
+    found = weighed(held_out.rows)
+    expected = list(pairs_of(documents))
+    assert sorted(found) == sorted(expected)
+    if packing == 'split':
+        assert found == expected
+    assert held_out.num_bytes == sum(map(len, documents))
+    assert held_out.num_documents == len(documents)
+    assert held_out.text == b''.join(documents)
+
+
+@pytest.mark.parametrize('packing', ['split', 'pack'])
+@pytest.mark.parametrize('most', [1, 7, 8, 9, 17, 39, 40, 41, 1000])
+def test_the_first_targets_only(lm, most, packing):
+    documents = numbered('a', 5)
+    held_out = lm(documents, 100, packing=packing).open(6).evaluation(most)
+    found = weighed(held_out.rows)
+    assert sorted(found) == sorted(list(pairs_of(documents))[:most])
+    assert held_out.num_bytes == sum(target != SEPARATOR for _, target in found)
+    assert held_out.num_documents == min(5, -(-most // 8))
+    assert held_out.text == b''.join(documents)[: held_out.num_bytes]
+
+
+def test_evaluation_of_a_mixture_covers_all_parts(lm):
+    a, b = numbered('a', 9), numbered('b', 4)
+    tasks = [lm(a, 100), lm(b, 100)]
+    opened = Mixture(tasks=tasks, weights=[1, 99]).open(5)
+    held_out = opened.evaluation()
+    assert weighed(held_out.rows) == list(pairs_of(a + b))
+    assert held_out.num_bytes == 7 * 13
+    assert held_out.num_documents == 13
+    some = opened.evaluation(max_targets=20)
+    assert weighed(some.rows) == list(pairs_of(a))[:10] + list(pairs_of(b))[:10]
+    assert some.num_bytes == 18
+
+
+def test_a_part_that_holds_nothing_out_is_left_out_of_the_evaluation(lm):
+    tasks = [lm(numbered('a', 3), 0), lm(numbered('b', 4), 100)]
+    held_out = Mixture(tasks=tasks, weights=[1, 1]).open(8).evaluation()
+    assert [name_of(held_out.rows[i]) for i in range(len(held_out.rows))] == [
+        f'b{i:06d}' for i in range(4)
+    ]
+
+
+def test_what_is_held_out_is_not_trained_on(lm):
+    documents = numbered('a', 400)
+    opened = lm(documents, held_out=25).open(LENGTH)
+    training, held_out = opened.training(0), opened.evaluation()
+    trained = {name_of(training[i]) for i in range(opened.rows_per_epoch)}
+    evaluated = {name_of(held_out.rows[i]) for i in range(len(held_out.rows))}
+    assert trained | evaluated == {document.decode() for document in documents}
+    assert not trained & evaluated
+    assert 60 < len(evaluated) < 140
+
+
+@pytest.mark.parametrize('documents', [numbered('a', 3), [b'a', b'']])
+def test_nothing_is_held_out(lm, documents):
+    opened = lm(documents, held_out=0).open(LENGTH)
+    with pytest.raises(ConfigError, match=rf'nothing is held out.*{len(documents)} documents'):
+        opened.evaluation()
