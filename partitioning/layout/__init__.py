@@ -10,12 +10,13 @@ from partitioning.layout.arrays import (
     host_local_array_to_global_array,
     local_to_global,
 )
-from partitioning.layout.chunker import LocalChunker, LocalChunkInfo
+from partitioning.layout.chunker import Indivisible, LocalChunker, LocalChunkInfo
 from partitioning.layout.proof import LayoutProof, verify, verify_chunks
 from partitioning.layout.rows import DataLayout, data_layout
 
 __all__ = [
     'DataLayout',
+    'Indivisible',
     'LayoutProof',
     'LocalChunkInfo',
     'LocalChunker',

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from partitioning.layout.held import axes_of, held_parts
+from partitioning.layout.held import Axes, axes_of, check_rows_divide, held_parts
 from partitioning.rules import check_spec, describe_axes, replicate_none
 
 
@@ -23,26 +23,31 @@ def local_to_global(
         their order; dimensions but the first are whole, even where `spec` shards them.
       mesh: the mesh.
       spec: the mesh axes of the first dimension, and of more.
-      batch_size: rows of the global batch; by default what this process's rows make.
+      batch_size: rows of the global batch; by default what this process's rows make. Give it where
+        there are several processes: none can see what the others have read.
 
     Returns:
-      A pytree of jax.Arrays [batch_size, ...].
+      A pytree of jax.Arrays [batch_size, ...]. On CPU they may share the memory of numpy arrays, so
+      do not write to those again.
 
     Raises:
       ValueError: a number of rows that is not that of this process, or that differs from leaf to
         leaf; a spec that the mesh or an array cannot have.
     """
     check_spec(spec, mesh, 'the batch')
-    partitions = axes_of(spec)
-    held = held_parts(mesh, partitions[:1] or ((),))
+    axes = axes_of(spec)
+    held = held_parts(mesh, axes[:1] or ((),))
+    held.check_holds(jax.process_index(), mesh)
     mine, [ways] = held.parts[jax.process_index()], held.ways
-    leaves = jax.tree_util.tree_leaves_with_path(local_batch)
-    for path, leaf in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator='/') or 'the batch'
-        _check_rows(name, np.shape(leaf), batch_size, len(mine), ways, mesh)
+    if batch_size is not None:
+        check_rows_divide(batch_size, ways, mesh)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(local_batch):
+        name, shape = _name(path), np.shape(leaf)
+        _check_rows(name, shape, batch_size, len(mine), ways, mesh)
         if batch_size is None:
-            batch_size = np.shape(leaf)[0] // len(mine) * ways
-        check_spec(spec, mesh, name, np.shape(leaf))
+            batch_size = shape[0] // len(mine) * ways
+        check_spec(spec, mesh, name, shape)
+        _check_columns(name, shape, axes, mesh)
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda leaf: _global_array(leaf, sharding, mine, ways), local_batch)
 
@@ -97,19 +102,27 @@ def _check_rows(
     on = f'on the mesh {describe_axes(mesh.shape)}'
     if not shape:
         raise ValueError(f'{name} is a scalar: the first dimension of a batch is its rows')
-    if batch_size is not None and batch_size % ways:
-        raise ValueError(f'batch size {batch_size} does not divide by {ways}, {on}')
     expected = None if batch_size is None else batch_size // ways * held
     if expected is None and (not shape[0] or shape[0] % held):
         raise ValueError(
             f'{name} has {shape[0]} rows {shape}: process {jax.process_index()} holds {held} of '
-            f'the {ways} parts of the batch {on}, so their number must be a multiple of {held}'
+            f'the {ways} parts of the batch {on}, so it must have {held} rows, or {2 * held}, ...'
         )
     if expected is not None and shape[0] != expected:
         raise ValueError(
             f'{name} has {shape[0]} rows {shape}: of a batch of {batch_size} process '
             f'{jax.process_index()} holds {expected}, {on} (DataLayout.row_indices says which)'
         )
+
+
+def _check_columns(name: str, shape: tuple[int, ...], axes: Axes, mesh: Mesh) -> None:
+    for dim, (size, dim_axes) in enumerate(zip(shape[1:], axes[1:], strict=False), 1):
+        ways = math.prod(mesh.shape[axis] for axis in dim_axes)
+        if size % ways:
+            raise ValueError(
+                f'{name} {shape}: dimension {dim} does not divide by {ways}, the size of mesh axes '
+                f'{dim_axes}'
+            )
 
 
 def _global_array(
@@ -128,7 +141,9 @@ def _global_array(
     return jax.make_array_from_callback(shape, sharding, rows_of_device)
 
 
-def _local_rows(path: Any, array: jax.Array) -> np.ndarray:
+def _local_rows(path: Any, array: Any) -> np.ndarray:
+    if not isinstance(array, jax.Array) or not array.ndim:
+        raise ValueError(f'{_name(path)} is {array!r}, not a jax.Array [batch, ...]')
     shards = {_ranges(s.index, array.shape): s for s in array.addressable_shards}
     blocks = sorted({ranges[0] for ranges in shards})
     place, local_rows = {}, 0
@@ -137,16 +152,19 @@ def _local_rows(path: Any, array: jax.Array) -> np.ndarray:
         local_rows += stop - start
     local = np.empty((local_rows, *array.shape[1:]), array.dtype)
     if sum(math.prod(stop - start for start, stop in ranges) for ranges in shards) != local.size:
-        name = jax.tree_util.keystr(path, simple=True, separator='/') or 'the array'
         raise ValueError(
-            f'{name} {array.shape}: process {jax.process_index()} holds only a part of some rows '
-            f'({array.sharding}); gather their columns first'
+            f'{_name(path)} {array.shape}: process {jax.process_index()} holds only a part of some '
+            f'rows ({array.sharding}); gather their columns first'
         )
     for ranges, shard in shards.items():
         first = place[ranges[0]]
         rows = slice(first, first + ranges[0][1] - ranges[0][0])
         local[(rows, *(slice(*r) for r in ranges[1:]))] = shard.data
     return local
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator='/') or 'the batch'
 
 
 def _ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -11,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from partitioning.layout.held import Axes, Held, axes_of, check_axes, held_parts
-from partitioning.rules import MeshAxes, as_tuple, describe_axes
+from partitioning.rules import MeshAxes, as_tuple
 
 Indivisible = Literal['error', 'pad']
 
@@ -36,8 +38,6 @@ class LocalChunker:
       global_mesh: the mesh.
       mesh_axes: its axis names, in order.
       process_index: the process it answers for.
-      num_chunks: for each mesh axis, into how many sets of parts the processes divide it.
-      chunk_ids: for each mesh axis, which of those sets this process holds.
     """
 
     def __init__(self, global_mesh: Mesh, process_index: int | None = None):
@@ -51,14 +51,17 @@ class LocalChunker:
         self.global_mesh = global_mesh
         self.process_index = jax.process_index() if process_index is None else process_index
         self.mesh_axes = list(global_mesh.axis_names)
-        processes = held_parts(global_mesh, ()).parts
-        if self.process_index not in processes:
-            raise ValueError(
-                f'process {self.process_index} holds no device of the mesh '
-                f'{describe_axes(global_mesh.shape)}; it has processes {sorted(processes)}'
-            )
-        self.num_chunks = {axis: self.get_num_shards(axis) for axis in self.mesh_axes}
-        self.chunk_ids = {axis: self.get_shard_id(axis) for axis in self.mesh_axes}
+        held_parts(global_mesh, ()).check_holds(self.process_index, global_mesh)
+
+    @functools.cached_property
+    def num_chunks(self) -> dict[str, int]:
+        """For each mesh axis, into how many sets of parts the processes divide it."""
+        return {axis: self.get_num_shards(axis) for axis in self.mesh_axes}
+
+    @functools.cached_property
+    def chunk_ids(self) -> dict[str, int]:
+        """For each mesh axis, which of those sets this process holds."""
+        return {axis: self.get_shard_id(axis) for axis in self.mesh_axes}
 
     def get_local_chunk_info(
         self,
@@ -81,8 +84,8 @@ class LocalChunker:
         """
         shape, axes, held = self._held(global_shape, mesh_axes, on_indivisible)
         mine = held.parts[self.process_index]
-        along = [sorted(set(a.tolist())) for a in np.unravel_index(mine, held.ways)]
-        if held.overlap or len(mine) != np.prod([len(parts) for parts in along]):
+        along = [sorted(set(places)) for places in zip(*map(held.place, mine), strict=True)]
+        if held.overlap or len(mine) != math.prod(map(len, along)):
             how = 'shared in part with other processes' if held.overlap else 'scattered'
             raise ValueError(
                 f'process {self.process_index} holds {len(mine)} blocks of {tuple(mesh_axes)}, '
@@ -118,8 +121,8 @@ class LocalChunker:
         blocks = []
         for part in held.parts[self.process_index]:
             slices = tuple(
-                _range(int(at), int(at), shape[dim], held.ways[dim]) if axes[dim] else slice(None)
-                for dim, at in enumerate(np.unravel_index(part, held.ways))
+                _range(at, at, shape[dim], held.ways[dim]) if axes[dim] else slice(None)
+                for dim, at in enumerate(held.place(part))
             )
             replica_id = held.part_replica_ids[part][self.process_index]
             blocks.append(LocalChunkInfo(slices, replica_id))
@@ -149,7 +152,9 @@ class LocalChunker:
     def _held(
         self, global_shape: Sequence[int], mesh_axes: Sequence[MeshAxes], on_indivisible: str
     ) -> tuple[tuple[int, ...], Axes, Held]:
-        shape, axes = tuple(map(int, global_shape)), axes_of(mesh_axes)
+        shape, axes = tuple(global_shape), axes_of(mesh_axes)
+        if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
+            raise ValueError(f'shape {shape} must be of whole numbers, 0 or more')
         if on_indivisible not in get_args(Indivisible):
             raise ValueError(f"on_indivisible must be 'error' or 'pad', not {on_indivisible!r}")
         if len(shape) != len(axes):
@@ -186,5 +191,6 @@ class LocalChunker:
 
 def _range(first: int, last: int, size: int, ways: int) -> slice:
     """The elements of parts `first` to `last` of a dimension, without what would be padding."""
+    size = int(size)
     block = -(-size // ways)
     return slice(min(first * block, size), min((last + 1) * block, size))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.rules import as_tuple, describe_axes, nearest
@@ -66,6 +67,18 @@ class Held:
         """Whether the distinct sets have as many parts each, and none in common."""
         return not self.overlap and len(set(map(len, self.shards))) == 1
 
+    def place(self, part: int) -> tuple[int, ...]:
+        """Where a part is along each dimension."""
+        return tuple(int(at) for at in np.unravel_index(part, self.ways)) if self.ways else ()
+
+    def check_holds(self, process: Any, mesh: Mesh) -> None:
+        """The process has devices in the mesh, and so parts of the array."""
+        if process not in self.parts:
+            raise ValueError(
+                f'process {process!r} holds no device of the mesh {describe_axes(mesh.shape)}; it '
+                f'has processes {sorted(self.parts)}'
+            )
+
 
 @functools.lru_cache(maxsize=256)
 def held_parts(mesh: Mesh, axes: Axes) -> Held:
@@ -100,9 +113,35 @@ def check_axes(mesh: Mesh, axes: tuple[str, ...]) -> None:
 
 
 def axes_of(mesh_axes: Any) -> Axes:
-    """The mesh axes of each dimension, as a PartitionSpec or a sequence names them."""
+    """The mesh axes of each dimension, as a PartitionSpec or a sequence names them.
+
+    Raises:
+      ValueError: a string, whose letters are no axes, or a dimension without a decision.
+    """
     partitions = mesh_axes.partitions if hasattr(mesh_axes, 'partitions') else mesh_axes
+    if isinstance(partitions, str) or not isinstance(partitions, Sequence):
+        raise ValueError(f"{mesh_axes!r} must have an entry a dimension, such as ('data', None)")
+    for axes in partitions:
+        if not isinstance(axes, str | tuple | list | None):
+            raise ValueError(
+                f'{axes!r} in {mesh_axes!r} is no mesh axis, no tuple of them, not None'
+            )
     return tuple(as_tuple(axes) for axes in partitions)
+
+
+def check_rows_divide(batch_size: Any, ways: int, mesh: Mesh) -> None:
+    """The batch is a positive whole number of rows that its mesh axes divide."""
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
+        raise ValueError(f'batch size {batch_size!r} must be a positive whole number')
+    if batch_size < 1:
+        raise ValueError(f'batch size {batch_size} must be a positive whole number')
+    if batch_size % ways:
+        above = -(-batch_size // ways) * ways
+        fits = f'{above - ways} or {above}' if above > ways else above
+        raise ValueError(
+            f'Batch size ({batch_size}) must be divisible by corresponding data mesh size '
+            f'({ways}): the mesh is {describe_axes(mesh.shape)}. Use {fits}.'
+        )
 
 
 def _parts_of_processes(

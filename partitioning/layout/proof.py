@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.layout.chunker import LocalChunker
-from partitioning.layout.held import axes_of, check_axes
+from partitioning.layout.held import axes_of, check_axes, check_rows_divide
 from partitioning.layout.rows import data_layout
 from partitioning.rules import MeshAxes, describe_axes
 
@@ -43,8 +43,9 @@ class LayoutProof:
             least, most = least_most
             return str(least) if least == most else f'{least} to {most}'
 
+        shards = 'shard' if self.num_shards == 1 else 'shards'
         return (
-            f'{self.batch_size} rows in {self.num_shards} shards'
+            f'{self.batch_size} rows in {self.num_shards} {shards}'
             f'{"" if self.is_even else " that share rows or differ in size"}: '
             f'{self.num_processes} processes read {span(self.rows_per_process)} rows each, '
             f'{self.num_strided} of them strided; a row is read by '
@@ -69,39 +70,40 @@ def verify(mesh: Mesh, spec: PartitionSpec | Sequence[MeshAxes], batch: int) -> 
     """
     axes = (axes_of(spec) or ((),))[0]
     check_axes(mesh, axes)
+    check_rows_divide(batch, math.prod(mesh.shape[a] for a in axes), mesh)
     held = _rows_by_place(mesh, axes, batch)
-    readers = np.zeros(batch, int)
-    sets: dict[tuple[int, ...], list[tuple[int, bool]]] = {}
-    is_even = True
+    numbers = {rows: number for number, rows in enumerate(sorted(set(held.values())))}
+    sizes = [len(rows) for rows in held.values()]
+    readers = np.bincount([row for rows in held.values() for row in rows], minlength=batch)
+    is_even = len(set(sizes)) == 1 and sum(map(len, numbers)) == batch
+    firsts = dict.fromkeys(numbers, 0)
     for process, rows in held.items():
         layout = data_layout(mesh, axes, batch, process)
-        if layout.row_indices != tuple(rows.tolist()):
+        firsts[rows] += layout.is_first_host_in_replica_set
+        if layout.row_indices != rows:
             raise ValueError(
                 f'process {process} of {describe_axes(mesh.shape)} is given rows '
-                f'{_abridged(layout.row_indices)}, but its devices hold {_abridged(rows.tolist())}'
+                f'{_abridged(layout.row_indices)}, but its devices hold {_abridged(rows)}'
             )
-        readers[rows] += 1
-        sets.setdefault(layout.row_indices, []).append(
-            (layout.shard_id, layout.is_first_host_in_replica_set)
-        )
-        is_even &= layout.is_even
-    for number, rows_of_set in enumerate(sorted(sets)):
-        ids, first = zip(*sets[rows_of_set], strict=True)
-        if set(ids) != {number} or sum(first) != 1:
+        given = (layout.batch_size, layout.shard_id, layout.num_shards, layout.is_even)
+        proved = (batch, numbers[rows], len(numbers), is_even)
+        if given != proved:
             raise ValueError(
-                f'the processes that hold rows {_abridged(rows_of_set)} have shard ids '
-                f'{sorted(set(ids))}, not {number}, and {sum(first)} of them are first'
+                f'process {process}, which holds rows {_abridged(rows)}, is given batch size, '
+                f'shard id, number of shards and evenness {given}, not {proved}'
             )
-    if not readers.all():
-        raise ValueError(f'rows {_abridged(np.flatnonzero(readers == 0).tolist())} are not read')
-    sizes = [len(rows) for rows in held.values()]
+    for rows, first in firsts.items():
+        if first != 1:
+            raise ValueError(
+                f'{first} of the processes that hold rows {_abridged(rows)} say they are the first'
+            )
     return LayoutProof(
-        batch_size=batch,
+        batch_size=int(batch),
         num_processes=len(held),
-        num_shards=len(sets),
+        num_shards=len(numbers),
         rows_per_process=(min(sizes), max(sizes)),
         readers_per_row=(int(readers.min()), int(readers.max())),
-        num_strided=sum(bool((np.diff(rows) != 1).any()) for rows in held.values()),
+        num_strided=sum(rows[-1] - rows[0] >= len(rows) for rows in held.values()),
         is_even=is_even,
     )
 
@@ -109,7 +111,7 @@ def verify(mesh: Mesh, spec: PartitionSpec | Sequence[MeshAxes], batch: int) -> 
 def verify_chunks(
     mesh: Mesh, spec: PartitionSpec | Sequence[MeshAxes], shape: Sequence[int]
 ) -> dict[int, int]:
-    """Proves that the chunks of an array are written once, all of it and nothing twice.
+    """Proves that each process's chunks of an array are what its devices hold, and written once.
 
     Each process writes the blocks of `LocalChunker.get_local_chunks` whose `replica_id` is 0; sizes
     that do not divide are laid out as padded.
@@ -123,15 +125,27 @@ def verify_chunks(
       For each process the number of elements it writes.
 
     Raises:
-      ValueError: an element that is written twice or not at all.
+      ValueError: a block that no device of the process holds, or that one holds and the process is
+        not given; an element that is written twice or not at all.
     """
-    partitions: list[MeshAxes] = list(axes_of(spec))
-    partitions += [None] * (len(shape) - len(partitions))
-    written = np.zeros(tuple(shape), np.uint8)
+    axes = list(axes_of(spec))
+    if len(axes) > len(shape):
+        raise ValueError(
+            f'{len(axes)} mesh axes {tuple(axes)} for an array of {len(shape)} dimensions'
+        )
+    axes += [()] * (len(shape) - len(axes))
+    written = np.zeros(tuple(shape), np.int32)
     elements = {}
-    for process in sorted({d.process_index for d in mesh.devices.flat}):
+    for process, held in _blocks_by_place(mesh, axes, shape).items():
+        blocks = LocalChunker(mesh, process).get_local_chunks(shape, axes, 'pad')
+        given = {_bounds(block.slice, shape) for block in blocks}
+        if given != held:
+            raise ValueError(
+                f'process {process} is given blocks {sorted(given)} of {tuple(shape)}, but its '
+                f'devices hold {sorted(held)}'
+            )
         elements[process] = 0
-        for block in LocalChunker(mesh, process).get_local_chunks(shape, partitions, 'pad'):
+        for block in blocks:
             if block.replica_id == 0:
                 written[block.slice] += 1
                 elements[process] += written[block.slice].size
@@ -141,31 +155,55 @@ def verify_chunks(
     return elements
 
 
-def _rows_by_place(mesh: Mesh, axes: tuple[str, ...], batch: int) -> dict[int, np.ndarray]:
+def _rows_by_place(mesh: Mesh, axes: tuple[str, ...], batch: int) -> dict[int, tuple[int, ...]]:
     """The rows of each process by the places of its devices, each place checked with jax's map."""
-    ways = math.prod(mesh.shape[a] for a in axes)
-    if batch % ways:
-        raise ValueError(f'batch {batch} does not divide by {ways}, the size of mesh axes {axes}')
-    block = batch // ways
     sharding = NamedSharding(mesh, PartitionSpec(axes))
     index_map: Mapping[Any, Any] = sharding.devices_indices_map((batch,))
-    places = np.indices(mesh.devices.shape).reshape(mesh.devices.ndim, -1)
-    part = np.zeros(mesh.size, int)
-    for axis in axes:
-        part = part * mesh.shape[axis] + places[mesh.axis_names.index(axis)]
+    parts, ways = _part_by_place(mesh, axes)
+    block = batch // ways
     held: dict[int, set[int]] = {}
-    for device, number in zip(mesh.devices.flat, part.tolist(), strict=True):
+    for device, part in zip(mesh.devices.flat, parts.tolist(), strict=True):
         start, stop, _ = index_map[device][0].indices(batch)
-        if (start, stop) != (number * block, (number + 1) * block):
+        if (start, stop) != (part * block, (part + 1) * block):
             raise ValueError(
-                f'{device} stands at part {number} of {ways}, but jax gives it rows {start} to '
+                f'{device} stands at part {part} of {ways}, but jax gives it rows {start} to '
                 f'{stop} of {batch}'
             )
-        held.setdefault(device.process_index, set()).add(number)
+        held.setdefault(device.process_index, set()).add(part)
     return {
-        process: (np.array(sorted(parts))[:, None] * block + np.arange(block)).ravel()
-        for process, parts in held.items()
+        process: tuple(row for p in sorted(own) for row in range(p * block, (p + 1) * block))
+        for process, own in held.items()
     }
+
+
+def _blocks_by_place(
+    mesh: Mesh, axes: Sequence[tuple[str, ...]], shape: Sequence[int]
+) -> dict[int, set[tuple[tuple[int, int], ...]]]:
+    """The blocks (start and stop of each dimension) of each process by its devices' places."""
+    bounds = []
+    for size, dim_axes in zip(shape, axes, strict=True):
+        parts, ways = _part_by_place(mesh, dim_axes)
+        block = -(-size // ways)
+        starts, stops = np.minimum(parts * block, size), np.minimum((parts + 1) * block, size)
+        bounds.append(list(zip(starts.tolist(), stops.tolist(), strict=True)))
+    held: dict[int, set[tuple[tuple[int, int], ...]]] = {}
+    for i, device in enumerate(mesh.devices.flat):
+        held.setdefault(device.process_index, set()).add(tuple(b[i] for b in bounds))
+    return held
+
+
+def _part_by_place(mesh: Mesh, axes: tuple[str, ...]) -> tuple[np.ndarray, int]:
+    """The part of a dimension that each device has, in the order of the mesh, of how many."""
+    places = np.indices(mesh.devices.shape).reshape(mesh.devices.ndim, -1)
+    part, ways = np.zeros(mesh.size, int), 1
+    for axis in axes:
+        part = part * mesh.shape[axis] + places[mesh.axis_names.index(axis)]
+        ways *= mesh.shape[axis]
+    return part, ways
+
+
+def _bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
 def _abridged(numbers: Sequence[int]) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 from jax.sharding import Mesh
 
-from partitioning.layout.held import held_parts
-from partitioning.rules import describe_axes
+from partitioning.layout.held import check_rows_divide, held_parts
+from partitioning.rules import as_tuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class DataLayout:
 
 
 def data_layout(
-    mesh: Mesh, axes: tuple[str, ...], batch_size: int, process_index: int | None = None
+    mesh: Mesh, axes: str | Sequence[str], batch_size: int, process_index: int | None = None
 ) -> DataLayout:
     """The part of a batch that a process reads.
 
@@ -48,26 +49,17 @@ def data_layout(
       process_index: by default that of this process.
 
     Raises:
-      ValueError: the axes do not divide the batch, or the process holds no device of the mesh.
+      ValueError: the batch is no positive whole number, the axes do not divide it, or the process
+        holds no device of the mesh.
     """
     process = jax.process_index() if process_index is None else process_index
-    held = held_parts(mesh, (axes,))
+    held = held_parts(mesh, (as_tuple(axes),))
     [ways] = held.ways
-    if batch_size % ways:
-        above = -(-batch_size // ways) * ways
-        fits = f'{above - ways} or {above}' if above > ways else above
-        raise ValueError(
-            f'Batch size ({batch_size}) must be divisible by corresponding data mesh size '
-            f'({ways}): the mesh is {describe_axes(mesh.shape)}. Use {fits}.'
-        )
-    if process not in held.parts:
-        raise ValueError(
-            f'process {process} holds no device of the mesh {describe_axes(mesh.shape)}; it has '
-            f'processes {sorted(held.parts)}'
-        )
+    check_rows_divide(batch_size, ways, mesh)
+    held.check_holds(process, mesh)
     mine, block = held.parts[process], batch_size // ways
     return DataLayout(
-        batch_size=batch_size,
+        batch_size=int(batch_size),
         shard_id=held.shards[mine],
         num_shards=len(held.shards),
         is_first_host_in_replica_set=held.replica_ids[process] == 0,

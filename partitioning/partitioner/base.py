@@ -14,12 +14,15 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from partitioning.hardware import HardwareMesh, JaxDevice
 from partitioning.layout import (
     DataLayout,
+    Indivisible,
+    LayoutProof,
     LocalChunker,
     LocalChunkInfo,
     data_layout,
     global_to_local,
     host_local_array_to_global_array,
     local_to_global,
+    verify,
 )
 from partitioning.mesh import AxisTypes, check_axis_types, check_mesh_settings, is_count
 from partitioning.partitioned import (
@@ -173,9 +176,16 @@ class BasePartitioner(abc.ABC):
           ValueError: the batch is no positive whole number, or the data axes do not divide it.
         """
         size = self.data_mesh_size if batch_size is None else batch_size
-        if not is_count(size):
-            raise ValueError(f'batch size {batch_size!r} must be a positive whole number')
-        return data_layout(self.mesh, self._data_axes, int(size), host_index)
+        return data_layout(self.mesh, self._data_axes, size, host_index)
+
+    def verify_data_layout(self, batch_size: int | None = None) -> LayoutProof:
+        """Proves, for all processes, that each row of a batch is read by exactly its holders.
+
+        Raises:
+          ValueError: as `get_data_layout`; what is wrong, were anything wrong.
+        """
+        size = self.data_mesh_size if batch_size is None else batch_size
+        return verify(self.mesh, [self._data_axes], size)
 
     def to_global(
         self, local_batch: Any, batch_size: int | None = None, spec: PartitionSpec | None = None
@@ -185,12 +195,14 @@ class BasePartitioner(abc.ABC):
         Args:
           local_batch: pytree of arrays [local rows, ...], the rows of this process's
             `get_data_layout(batch_size).row_indices` in their order.
-          batch_size: rows of the global batch; by default what this process's rows make.
+          batch_size: rows of the global batch; by default what this process's rows make. Give it
+            where there are several processes: none can see what the others have read.
           spec: mesh axes of the batch's dimensions; by default `data_partition_spec`. Dimensions
             but the first are whole in `local_batch`, sharded or not.
 
         Returns:
-          A pytree of jax.Arrays [batch_size, ...].
+          A pytree of jax.Arrays [batch_size, ...]. On CPU they may share the memory of numpy
+          arrays, so do not write to those again.
 
         Raises:
           ValueError: another number of rows than this process holds, or than other leaves have.
@@ -207,16 +219,24 @@ class BasePartitioner(abc.ABC):
         return global_to_local(global_batch)
 
     def get_local_chunk_info(
-        self, global_shape: Sequence[int], mesh_axes: Sequence[MeshAxes]
+        self,
+        global_shape: Sequence[int],
+        mesh_axes: Sequence[MeshAxes],
+        on_indivisible: Indivisible = 'error',
     ) -> LocalChunkInfo:
         """The one chunk of an array that this process holds; see `LocalChunker`."""
-        return self._local_chunker.get_local_chunk_info(global_shape, spec_of(mesh_axes))
+        spec = spec_of(mesh_axes)
+        return self._local_chunker.get_local_chunk_info(global_shape, spec, on_indivisible)
 
     def get_local_chunks(
-        self, global_shape: Sequence[int], mesh_axes: Sequence[MeshAxes]
+        self,
+        global_shape: Sequence[int],
+        mesh_axes: Sequence[MeshAxes],
+        on_indivisible: Indivisible = 'error',
     ) -> tuple[LocalChunkInfo, ...]:
         """Every block of an array that this process holds; see `LocalChunker`."""
-        return self._local_chunker.get_local_chunks(global_shape, spec_of(mesh_axes))
+        spec = spec_of(mesh_axes)
+        return self._local_chunker.get_local_chunks(global_shape, spec, on_indivisible)
 
     # The train state.
 

@@ -174,7 +174,7 @@ def test_writers_of_a_replicated_array():
 @pytest.mark.parametrize(
     'spec, batch, message',
     [
-        (P('data'), 6, 'batch 6 does not divide by 4'),
+        (P('data'), 6, r'Batch size \(6\) must be divisible .*\(4\)'),
         (P('dta'), 8, "'dta' does not exist.*'data'"),
         (P(('data', 'data')), 8, "'data' is used twice"),
         *((P('data'), size, 'batch.*positive whole number') for size in (0, -8, 16.0, '8')),
@@ -239,10 +239,16 @@ WRONG_LAYOUTS = {
     'rows swapped': (swapped, r'process 0 .* rows \[2, 3, 6, 7\], but'),
     'no first process': (
         replaced(is_first_host_in_replica_set=lambda x: False),
-        r'rows \[2, 3, 6, 7\] .* 0 of them are first',
+        r'0 of the processes that hold rows \[2, 3, 6, 7\] say',
     ),
-    'shard id of another': (replaced(shard_id=lambda x: 0), r'have shard ids \[0\], not 1'),
-    'shard id too large': (replaced(shard_id=lambda x: 2), r'have shard ids \[2\], not 1'),
+    'shard id of another': (
+        replaced(shard_id=lambda x: 0),
+        r'given batch size, shard id.* \(8, 0, 2, True\), not \(8, 1, 2, True\)',
+    ),
+    'shard id too large': (
+        replaced(shard_id=lambda x: 2),
+        r'given batch size, shard id.* \(8, 2, 2, True\), not \(8, 1, 2, True\)',
+    ),
     'number of shards': (replaced(num_shards=lambda x: 4), 'shards'),
     'uneven, it says': (replaced(is_even=lambda x: False), 'even'),
     'another batch': (replaced(batch_size=lambda x: 16), 'batch'),
@@ -261,8 +267,11 @@ def test_a_wrong_layout_is_caught(name, monkeypatch):
 @pytest.mark.parametrize(
     'changes, message',
     [
-        ({'is_first_host_in_replica_set': lambda x: True}, r'rows \[0, 1, 2, 3\] .* 2 of them'),
-        ({'shard_id': lambda x: 1}, r'rows \[0, 1, 2, 3\] have shard ids \[0, 1\], not 0'),
+        (
+            {'is_first_host_in_replica_set': lambda x: True},
+            r'2 of the processes that hold rows \[0, 1, 2, 3\]',
+        ),
+        ({'shard_id': lambda x: 1}, r'rows \[0, 1, 2, 3\], is given .*\(8, 1, 2, True\), not'),
     ],
 )
 def test_replicas_that_contradict_each_other_are_caught(changes, message, monkeypatch):
@@ -309,11 +318,19 @@ def shifted(process, blocks):
 
 
 WRONG_CHUNKS = {
-    'a block less': (STRIDED, lambda p, b: b[p:], r'element \(1,\) of \(4,\) is written 0 times'),
-    'no block': (STRIDED, lambda p, b: (), r'element \(0,\) of \(4,\) is written 0 times'),
+    'a block less': (
+        STRIDED,
+        lambda p, b: b[p:],
+        r'process 1 is given blocks .* of \(4,\), but its devices',
+    ),
+    'no block': (
+        STRIDED,
+        lambda p, b: (),
+        r'process 0 is given blocks \[\] of \(4,\), but its devices',
+    ),
     'nobody writes': (SHARED, of_nobody, r'element \(0,\) of \(4,\) is written 0 times'),
     'all write': (SHARED, all_written, r'element \(0,\) of \(4,\) is written 2 times'),
-    'blocks of another': (STRIDED, shifted, r'element \(0,\) of \(4,\) is written 2 times'),
+    'blocks of another': (STRIDED, shifted, r'process 1 is given blocks .* but its devices hold'),
     # As many writers as make a count of 8 bits begin again at 1.
     '257 write': (
         mesh_of_processes(np.repeat(np.arange(257)[None], 4, axis=0), ('data', 'model')),

@@ -5,8 +5,10 @@ import gzip
 import itertools
 import json
 import math
+import tracemalloc
 import zlib
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -107,6 +109,12 @@ def test_one_pattern_and_one_exclusion_need_no_list(tmp_path):
     assert names(TextFiles(pattern='*.txt', exclude='/ab', root=str(tmp_path))) == ['b.txt']
 
 
+def test_a_path_is_a_pattern_and_a_root(tmp_path):
+    write(tmp_path, {'a.txt': b'a'})
+    assert names(TextFiles(pattern='*.txt', root=tmp_path)) == ['a.txt']
+    assert names(TextFiles(pattern=Path('a.txt'), root=tmp_path)) == ['a.txt']
+
+
 def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     write(tmp_path, {'home/text/a.txt': b'a'})
     monkeypatch.setenv('HOME', str(tmp_path / 'home'))
@@ -148,6 +156,29 @@ def test_compressed_files_are_the_text_in_them(tmp_path, ending, compress, frame
     write(tmp_path, {f'a.txt.{ending}': content, f'b.txt.{ending}': compress(b'')})
     source = TextFiles(pattern='*', root=str(tmp_path), holdout_percent=0)
     assert both(source, tmp_path / 'cache')[0] == [text, b'']
+
+
+def test_zstandard_of_any_window_is_read(tmp_path):
+    # `zstd --long=28` and above: published dumps of the web are compressed so.
+    how = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    stream = zstandard.ZstdCompressor(compression_params=how).compressobj()
+    (tmp_path / 'a.zst').write_bytes(stream.compress(b'text') + stream.flush())
+    source = TextFiles(pattern='*', root=str(tmp_path), holdout_percent=0)
+    assert both(source, tmp_path / 'cache')[0] == [b'text']
+
+
+def test_lines_that_compress_well_are_not_held_in_memory_together(tmp_path):
+    line = json.dumps({'text': 'the same again ' * 700}).encode() + b'\n'
+    compressed = zstandard.ZstdCompressor().compress(line * 6000)
+    (tmp_path / 'a.jsonl.zst').write_bytes(compressed)
+    tracemalloc.start()
+    source = JsonLines(pattern='*', root=str(tmp_path))
+    count = sum(1 for document in source.listing().documents)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 6000
+    assert len(line) * count > 60_000_000
+    assert peak < 20_000_000
 
 
 def test_the_python_library_has_text_for_both_parts(tmp_path):
@@ -315,6 +346,24 @@ def test_every_front_end_gives_the_same_tokens_and_the_same_hash(tmp_path):
         hashes[name] = index.content_hash
     assert len(hashes) > 20
     assert len(set(hashes.values())) == 1, hashes
+
+
+def test_a_front_end_of_ones_own_may_have_settings_of_any_kind(tmp_path):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Tagged(JsonLines):
+        languages: tuple = ('en', 'de')
+        words: Path = Path('words')
+
+        def _contents(self, file):
+            for name, content, read in super()._contents(file):
+                if any(content.startswith(language.encode()) for language in self.languages):
+                    yield name, content, read
+
+    write(tmp_path, {'a.jsonl': json_lines(['en one', 'fr deux', 'de drei'])})
+    where = {'pattern': '*.jsonl', 'root': str(tmp_path), 'holdout_percent': 0}
+    assert both(Tagged(**where), tmp_path / 'cache')[0] == [b'en one', b'de drei']
+    other = Tagged(languages=('fr',), **where)
+    assert both(other, tmp_path / 'cache')[0] == [b'fr deux']
 
 
 def test_the_hash_tells_other_documents_other_cuts_and_other_parts_apart(tmp_path):

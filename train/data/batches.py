@@ -27,14 +27,14 @@ class LocalBatches:
         row_indices: which of them this process reads, as a `DataLayout` says.
         """
         self._rows = rows
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._row_indices = row_indices
 
     def __len__(self) -> int:
-        return np.iinfo(np.int64).max // self._batch_size
+        return np.iinfo(np.int64).max // self.batch_size
 
     def __getitem__(self, step: int) -> Row:
-        first = step * self._batch_size
+        first = step * self.batch_size
         return stack([self._rows[first + r] for r in self._row_indices])
 
 
@@ -43,15 +43,15 @@ class FiniteBatches:
 
     def __init__(self, rows: Sequence[Row], batch_size: int, row_indices: Sequence[int]):
         self._rows = rows
-        self._batch_size = batch_size
+        self.batch_size = batch_size
         self._row_indices = row_indices
         self._filler = {name: np.zeros_like(value) for name, value in rows[0].items()}
 
     def __len__(self) -> int:
-        return math.ceil(len(self._rows) / self._batch_size)
+        return math.ceil(len(self._rows) / self.batch_size)
 
     def __getitem__(self, step: int) -> Row:
-        indices = [step * self._batch_size + r for r in self._row_indices]
+        indices = [step * self.batch_size + r for r in self._row_indices]
         return stack([self._rows[i] if i < len(self._rows) else self._filler for i in indices])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ import gin
 import grain
 
 from partitioning import BasePartitioner
-from train.data.batches import Batch
+from train.data.batches import Batch, FiniteBatches, LocalBatches
 from train.errors import ConfigError
 
 
@@ -52,14 +53,14 @@ class Feed:
 
     def __init__(
         self,
-        local_batches: Any,
+        local_batches: LocalBatches | FiniteBatches,
         partitioner: BasePartitioner,
         *,
         first_step: int = 0,
         prefetch: Prefetch | None = None,
     ):
         """Args:
-        local_batches: this process's rows of each step, at random access.
+        local_batches: `LocalBatches` or `FiniteBatches`, this process's rows of each step.
         partitioner: puts the rows of all processes together.
         first_step: begin with this step's batch.
         prefetch: how far ahead batches are made.
@@ -69,7 +70,8 @@ class Feed:
         steps = grain.MapDataset.source(local_batches)[first_step:]
         ahead = prefetch.batches if prefetch.workers else 0
         options = grain.ReadOptions(num_threads=prefetch.workers, prefetch_buffer_size=ahead)
-        batches = steps.to_iter_dataset(options).map(partitioner.to_global)
+        to_global = functools.partial(partitioner.to_global, batch_size=local_batches.batch_size)
+        batches = steps.to_iter_dataset(options).map(to_global)
         if prefetch.workers:
             batches = grain.experimental.ThreadPrefetchIterDataset(
                 batches, prefetch_buffer_size=prefetch.device_batches

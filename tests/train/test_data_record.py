@@ -1,0 +1,268 @@
+"""The record of a run's data: the same passes, another is refused or told."""
+
+import json
+
+import pytest
+
+from train.data import (
+    ByteTokenizer,
+    CausalLM,
+    JsonLines,
+    Mixture,
+    Records,
+    SpanCorruption,
+    TextFiles,
+)
+from train.data.record import FILE, check_same_as_before, data_record, write_record
+from train.errors import ConfigError
+
+pytestmark = pytest.mark.core
+
+TEXTS = [f'document {i} of the corpus' for i in range(40)]
+SETTINGS = {'seed': 0, 'batch_size': 8, 'length': 16}
+
+
+class Shifted(ByteTokenizer):
+    """Another tokenizer."""
+
+    identity = 'shifted'
+
+
+class Corpus:
+    """Files of text in a folder, and records of the tasks that read them."""
+
+    def __init__(self, folder):
+        self.folder = folder / 'data'
+        self.cache = str(folder / 'cache')
+        self.folder.mkdir()
+        for i, text in enumerate(TEXTS):
+            (self.folder / f'{i}.txt').write_text(text)
+
+    def source(self, pattern='*.txt', **settings):
+        return TextFiles(pattern=pattern, root=str(self.folder), **settings)
+
+    def task(self, source=None, kind=CausalLM, **settings):
+        return kind(source=source or self.source(), cache_dir=self.cache, **settings)
+
+    def record(self, task=None):
+        return data_record((task or self.task()).open(length=16), **SETTINGS)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return Corpus(tmp_path)
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / 'run'
+    folder.mkdir()
+    return folder
+
+
+def refusal(run, record):
+    before = (run / FILE).read_bytes()
+    with pytest.raises(ConfigError) as caught:
+        check_same_as_before(run, record)
+    message = str(caught.value)
+    assert '\n' not in message
+    assert str(run / FILE) in message, 'what to delete to go on'
+    assert (run / FILE).read_bytes() == before
+    return message
+
+
+def test_the_same_data_passes(corpus, run):
+    assert check_same_as_before(run, corpus.record()) == [], 'a new run'
+    write_record(run, corpus.record())
+    assert check_same_as_before(run, corpus.record()) == []
+
+
+def test_the_record_counts_the_documents_and_bytes(corpus):
+    (part,) = corpus.record()['parts']
+    assert part['documents'] + part['held_out_documents'] == len(TEXTS)
+    every = corpus.record(corpus.task(corpus.source(holdout_percent=0)))['parts'][0]
+    assert every['bytes'] == sum(map(len, TEXTS))
+    assert (every['documents'], every['held_out_documents']) == (len(TEXTS), 0)
+
+
+def change_nothing(corpus):
+    for path in corpus.folder.iterdir():
+        path.touch()
+    return corpus.task()
+
+
+def move(corpus):
+    return corpus.task(corpus.source(f'{corpus.folder}/*.txt'))
+
+
+def several(corpus):
+    return corpus.task(corpus.source(['*.txt', '[0-9].txt']))
+
+
+@pytest.mark.parametrize('change', [change_nothing, move, several])
+def test_the_same_documents_found_another_way_are_the_same_data(corpus, run, change):
+    # A corpus is often mounted elsewhere when a run goes on, on other machines.
+    write_record(run, corpus.record())
+    assert check_same_as_before(run, corpus.record(change(corpus))) == []
+
+
+def remove(corpus):
+    (corpus.folder / '7.txt').unlink()
+    return corpus.task()
+
+
+def add(corpus):
+    (corpus.folder / 'new.txt').write_text('new')
+    return corpus.task()
+
+
+def edit(corpus):
+    (corpus.folder / '7.txt').write_text(TEXTS[7].upper())
+    return corpus.task()
+
+
+def reorder(corpus):
+    (corpus.folder / '7.txt').rename(corpus.folder / 'x.txt')
+    return corpus.task(corpus.source(holdout_percent=2.0))
+
+
+def hold_out_more(corpus):
+    return corpus.task(corpus.source(holdout_percent=50))
+
+
+def other_tokenizer(corpus):
+    return corpus.task(tokenizer=Shifted())
+
+
+@pytest.mark.parametrize(
+    'change', [remove, add, edit, reorder, hold_out_more, other_tokenizer], ids=lambda c: c.__name__
+)
+def test_other_data_is_refused(corpus, run, change):
+    write_record(run, corpus.record())
+    first = corpus.record()['parts'][0]
+    record = corpus.record(change(corpus))
+    message = refusal(run, record)
+    for part in (first, record['parts'][0]):
+        assert f'{part["bytes"]:,} bytes' in message
+        assert part['content_hash'][:8] in message
+    if change is other_tokenizer:
+        assert 'tokenizer bytes' in message
+        assert 'tokenizer shifted' in message
+
+
+def test_removed_files_are_told_by_their_number(corpus, run):
+    source = corpus.source(holdout_percent=0)
+    write_record(run, corpus.record(corpus.task(source)))
+    (corpus.folder / '7.txt').unlink()
+    message = refusal(run, corpus.record(corpus.task(source)))
+    assert f'{len(TEXTS)} + 0 documents' in message
+    assert f'{len(TEXTS) - 1} + 0 documents' in message
+
+
+def test_mixtures_of_other_weights_order_or_parts_are_refused(corpus, run):
+    one = corpus.task(corpus.source('1*.txt', holdout_percent=0))
+    two = corpus.task(corpus.source('2*.txt', holdout_percent=0))
+
+    def mixture(tasks, weights):
+        return corpus.record(Mixture(tasks=tasks, weights=weights))
+
+    write_record(run, mixture([one, two], [1, 3]))
+    assert check_same_as_before(run, mixture([one, two], [2, 6])) == [], 'the same shares'
+    message = refusal(run, mixture([one, two], [1, 2]))
+    assert 'weight 0.25' in message
+    assert 'weight 0.333' in message
+    refusal(run, mixture([two, one], [3, 1]))
+    refusal(run, mixture([one], [1]))
+    refusal(run, mixture([one, two, two], [1, 1, 2]))
+
+
+@pytest.mark.parametrize(
+    ('kind', 'settings'),
+    [
+        (CausalLM, {'packing': 'pack'}),
+        (SpanCorruption, {}),
+        (SpanCorruption, {'noise_density': 0.3}),
+    ],
+    ids=repr,
+)
+def test_rows_made_otherwise_of_the_same_documents_are_told(corpus, run, kind, settings):
+    # The record is of "what decides the rows of every step", and so does how they are made.
+    write_record(run, corpus.record(corpus.task(kind=SpanCorruption, noise_density=0.2)))
+    if kind is CausalLM:
+        write_record(run, corpus.record())
+    try:
+        told = check_same_as_before(run, corpus.record(corpus.task(kind=kind, **settings)))
+    except ConfigError as error:
+        told = [str(error)]
+    assert told, 'nothing is said'
+
+
+@pytest.mark.parametrize('name', SETTINGS)
+def test_changed_settings_are_told_and_go_on(corpus, run, name):
+    write_record(run, corpus.record())
+    changed = corpus.record() | {'settings': SETTINGS | {name: 99}}
+    (told,) = check_same_as_before(run, changed)
+    assert name in told
+    assert f'{SETTINGS[name]}' in told
+    assert '99' in told
+
+
+def test_a_setting_that_comes_or_goes_is_no_change(corpus, run):
+    # Another version of the program may note more, or less.
+    write_record(run, corpus.record())
+    fewer = {name: value for name, value in SETTINGS.items() if name != 'seed'}
+    assert check_same_as_before(run, corpus.record() | {'settings': fewer}) == []
+    assert check_same_as_before(run, corpus.record() | {'settings': SETTINGS | {'new': 1}}) == []
+
+
+@pytest.mark.parametrize(
+    'content',
+    [
+        b'',
+        b'garbage',
+        b'\xff\xfe',
+        b'{"tokenizer": "bytes"',
+        b'[]',
+        b'7',
+        b'null',
+        b'{}',
+        b'{"settings": {}, "tokenizer": "bytes", "parts": [7]}',
+        b'{"settings": {}, "tokenizer": null, "parts": [{}]}',
+        b'{"settings": {}, "tokenizer": "bytes", "parts": null}',
+        'settings are null',
+        'settings are a list',
+    ],
+)
+def test_a_record_that_cannot_be_read_is_to_be_deleted(corpus, run, content):
+    record = corpus.record()
+    if isinstance(content, str):
+        settings = None if content.endswith('null') else [['seed', 0]]
+        content = json.dumps(record | {'settings': settings}).encode()
+    (run / FILE).write_bytes(content)
+    assert 'delete' in refusal(run, record)
+
+
+def test_the_record_is_json_a_person_can_read(corpus, run):
+    write_record(run, corpus.record())
+    text = (run / FILE).read_text()
+    assert json.loads(text) == corpus.record()
+    assert text.endswith('\n')
+    assert len(text.splitlines()) > 5
+
+
+def test_sources_of_every_kind_have_a_record(corpus, run, tmp_path):
+    (corpus.folder / 'a.jsonl').write_text('{"text": "a"}')
+    lines = JsonLines(pattern=['a.jsonl'], root=str(corpus.folder), holdout_percent=0)
+    mixture = Mixture(
+        tasks=[
+            corpus.task(lines),
+            corpus.task(Records(records=TEXTS, holdout_percent=0)),
+        ],
+        weights=[1, 1],
+    )
+    write_record(run, corpus.record(mixture))
+    assert check_same_as_before(run, corpus.record(mixture)) == []
+    first, second = corpus.record(mixture)['parts']
+    assert 'a.jsonl' in first['source']
+    assert second['source'] == 'Records'
+    assert (first['documents'], second['documents']) == (1, len(TEXTS))
