@@ -34,6 +34,8 @@ benchmarks: $(DEV)/.dev
 	$(DEV)/bin/python benchmarks/dispatch.py
 	$(DEV)/bin/python benchmarks/mesh_scale.py
 	$(DEV)/bin/python benchmarks/resolve.py
+	$(DEV)/bin/python benchmarks/layout_scale.py
+	$(DEV)/bin/python benchmarks/input.py
 
 $(VENV)/.python $(DEV)/.python:
 	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; name one: make PYTHON=/path/to/python3"; exit 1; }

@@ -59,8 +59,10 @@ def refusal(cache, open_source, tokenizer=None):
     Args:
       open_source: makes the source, or is it.
     """
-    temporary = set(os.listdir(tempfile.gettempdir()))
-    with pytest.raises(ConfigError) as caught:
+    temporary = cache.with_name(f'{cache.name} temporary')
+    temporary.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
+        patch.setattr(tempfile, 'tempdir', str(temporary))
         source = open_source() if callable(open_source) else open_source
         open_index(source, tokenizer or ByteTokenizer(), str(cache), lambda *progress: None)
     # gin adds a second line, which the command line takes off again.
@@ -69,9 +71,8 @@ def refusal(cache, open_source, tokenizer=None):
     assert len(message) < 500, message
     if cache.is_dir():
         assert [p.name for p in cache.iterdir() if p.suffix != '.lock'] == []
-    del caught
-    left = set(os.listdir(tempfile.gettempdir())) - temporary
-    assert not [name for name in left if name.startswith('meshwright')]
+    del caught  # and with it the frames that hold a temporary folder
+    assert list(temporary.iterdir()) == []
     return message
 
 

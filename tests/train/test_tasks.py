@@ -137,9 +137,7 @@ def test_the_data_of_one_part_do_not_move_the_rows_of_another(lm):
 
 
 def test_parts_of_equal_data_have_orders_of_their_own(lm):
-    documents = numbered('', 30)
-    documents = [b'a' + d for d in documents], [b'b' + d for d in documents]
-    tasks = [lm([d[:1] + d[2:] for d in part]) for part in documents]
+    tasks = [lm(numbered('a', 30)), lm(numbered('b', 30))]
     rows = Mixture(tasks=tasks, weights=[1, 1]).open(LENGTH).training(seed=5)
     read = [name_of(rows[i]) for i in range(60)]
     a, b = ([row[1:] for row in read if row[0] == name] for name in 'ab')

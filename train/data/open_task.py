@@ -89,18 +89,19 @@ class OpenTask:
     Attributes:
       tokenizer: of all its text.
       parts: one for each source.
+      training_rows: of each part, each row once.
       rows_per_epoch: training rows until each part has been seen whole.
-      row_features: shape and type of each array of a row.
     """
 
     def __init__(self, tokenizer: Tokenizer, parts: Sequence[Part]):
         self.tokenizer = tokenizer
         self.parts = tuple(parts)
-        self._rows = [part.rows(part.index.training) for part in parts]
+        self.training_rows = [part.rows(part.index.training) for part in parts]
         self.rows_per_epoch = max(
-            math.ceil(len(rows) / part.weight) for rows, part in zip(self._rows, parts, strict=True)
+            math.ceil(len(rows) / part.weight)
+            for rows, part in zip(self.training_rows, parts, strict=True)
         )
-        for rows, part in zip(self._rows, parts, strict=True):
+        for rows, part in zip(self.training_rows, parts, strict=True):
             if len(rows) > MOST_ROWS:
                 raise ConfigError(
                     f'{part.name} makes {len(rows)} rows: {MOST_ROWS} can be shuffled'
@@ -120,9 +121,9 @@ class OpenTask:
                     f'{part.index.held_out.num_documents} held out; see holdout_percent'
                 )
         if len(self.parts) == 1:
-            return self._rows[0].shuffled(seed)
+            return self.training_rows[0].shuffled(seed)
         seeds = np.random.SeedSequence(seed).generate_state(len(self.parts)).tolist()
-        datasets = [rows.shuffled(s) for rows, s in zip(self._rows, seeds, strict=True)]
+        datasets = [rows.shuffled(s) for rows, s in zip(self.training_rows, seeds, strict=True)]
         names = [part.name for part in self.parts]
         _check_features(list(zip(names, (features(d[0]) for d in datasets), strict=True)))
         return grain.MapDataset.mix(datasets, [part.weight for part in self.parts])

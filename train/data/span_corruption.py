@@ -53,8 +53,10 @@ class Corruption:
         return longest
 
     def spans(self, length: int, rng: np.random.Generator) -> np.ndarray:
-        """Lengths of what stays and what is cut out, in turn: int64 [2 * spans]."""
+        """Lengths of what stays and what is cut out, in turn: int64 [2 * spans]; one if none is."""
         noise, spans = self.counts(length)
+        if not spans:
+            return np.array([length])
         parts = [_random_parts(total, spans, rng) for total in (length - noise, noise)]
         return np.stack(parts, axis=1).ravel()
 
@@ -93,22 +95,19 @@ class CorruptSpans:
     first_sentinel: int
 
     def __call__(self, text: np.ndarray, rng: np.random.Generator) -> Row:
-        if len(text) < 2:
-            return self._row([text], [])
-        ends = np.cumsum(self.corruption.spans(len(text), rng))[:-1]
-        parts = np.split(text, ends)
-        sentinels = np.split(self.first_sentinel - np.arange(len(parts) // 2), len(parts) // 2)
-        encoder: list[np.ndarray] = []
-        decoder: list[np.ndarray] = []
-        for kept, cut, sentinel in zip(parts[::2], parts[1::2], sentinels, strict=True):
-            encoder += [kept, sentinel]
-            decoder += [sentinel, cut]
-        return self._row(encoder, decoder)
-
-    def _row(self, encoder: list[np.ndarray], decoder: list[np.ndarray]) -> Row:
+        lengths = self.corruption.spans(len(text), rng)
+        cut = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
+        first = cut & ~np.concatenate([[False], cut[:-1]])  # of its span
+        sentinels = self.first_sentinel - np.arange(len(lengths) // 2)
+        encoder = text.copy()
+        encoder[first] = sentinels
+        spans = np.cumsum(lengths[1::2]) - lengths[1::2]  # where they begin in what is cut out
+        decoder = np.insert(text[cut], spans, sentinels)
         end = np.array([self.separator])
-        inputs, segments = self._filled(np.concatenate([*encoder, end]), self.encoder_length)
-        targets, weights = self._filled(np.concatenate([*decoder, end]), self.decoder_length)
+        inputs, segments = self._filled(
+            np.concatenate([encoder[~cut | first], end]), self.encoder_length
+        )
+        targets, weights = self._filled(np.concatenate([decoder, end]), self.decoder_length)
         return {
             'encoder_input_tokens': inputs,
             'encoder_segment_ids': segments,

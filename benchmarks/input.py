@@ -1,0 +1,211 @@
+"""How many tokens a process reads in a second, beside a plain grain.DataLoader over the same text.
+
+  python benchmarks/input.py
+
+The text is the sources of Python's standard library, about 12 MB; rows of 1,024 tokens, 32 in a
+batch, on the host, without devices. For bytes and for a SentencePiece model of 8,000 tokens trained
+on the same text: rows cut from the stream, rows of packed documents, and span corruption. The
+peers, in turns with ours, medians:
+
+  rows     a grain.DataLoader with a shuffling IndexSampler over the same rows of our token index
+  text     the same over the files, which tokenizes each when it is read, and cuts or pads it to a row
+
+Tokens are those with weight, not the padding, whose share is the last column. Then: how long a step
+waits for its batch at the rate at which one host of a machine would train an 8 B model.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+import grain
+import jax
+
+jax.config.update('jax_num_cpu_devices', 8)
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import sentencepiece
+
+from partitioning import CHIPS, PjitPartitioner
+from train.data import (
+    ByteTokenizer,
+    CausalLM,
+    Feed,
+    LocalBatches,
+    SentencePieceTokenizer,
+    SpanCorruption,
+    Tokenizer,
+    open_index,
+    python_library,
+)
+
+LENGTH, BATCH, STEPS, ROUNDS = 1024, 32, 60, 5
+SOURCE = python_library()
+# Of the peak: what well-tuned runs of this size reach.
+MODEL_FLOPS_UTILIZATION = 0.5
+FLOPS_PER_TOKEN = 6 * 8.0e9
+
+
+class Documents:
+    """The files, tokenized when they are read: a row of each, cut or padded."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._paths = [Path(SOURCE.root) / name for name, *_ in SOURCE.listing().signature['files']]
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        [tokens] = self._tokenizer.encode([''], [self._paths[index].read_bytes()])
+        row = np.full(LENGTH + 1, self._tokenizer.separator, np.int32)
+        row[: len(tokens)] = tokens[: LENGTH + 1]
+        weights = (np.arange(LENGTH) < len(tokens)).astype(np.float32)
+        return {
+            'decoder_input_tokens': row[:-1],
+            'decoder_target_tokens': row[1:],
+            'decoder_loss_weights': weights,
+        }
+
+
+def train_sentencepiece(folder: Path) -> SentencePieceTokenizer:
+    """A model of 8,000 tokens of the same text."""
+    lines = (
+        line
+        for name, *_ in SOURCE.listing().signature['files']
+        for line in (Path(SOURCE.root) / name).read_text(errors='replace').splitlines()[::4]
+        if line.strip()
+    )
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines,
+        model_prefix=str(folder / 'library'),
+        vocab_size=8000,
+        model_type='bpe',
+        byte_fallback=True,
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return SentencePieceTokenizer(path=str(folder / 'library.model'))
+
+
+def ours(task: Any) -> Callable[[], Iterator[dict[str, np.ndarray]]]:
+    """Local batches of a task, read by the threads that a Feed has."""
+    rows = task.training(seed=0)
+    batches = LocalBatches(rows, BATCH, tuple(range(BATCH)))
+    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
+    return lambda: iter(grain.MapDataset.source(batches).to_iter_dataset(options))
+
+
+def data_loader(source: Any) -> Callable[[], Iterator[dict[str, np.ndarray]]]:
+    """A plain DataLoader over a source of rows."""
+
+    def batches() -> Iterator[dict[str, np.ndarray]]:
+        sampler = grain.samplers.IndexSampler(len(source), shuffle=True, seed=0, num_epochs=None)
+        return iter(
+            grain.DataLoader(
+                data_source=source,
+                sampler=sampler,
+                operations=[grain.transforms.Batch(BATCH, drop_remainder=True)],
+                read_options=grain.ReadOptions(num_threads=2, prefetch_buffer_size=8 * BATCH),
+            )
+        )
+
+    return batches
+
+
+def rate(make: Callable[[], Iterator[dict[str, np.ndarray]]], steps: int) -> tuple[float, float]:
+    """(tokens that count in a second, their share of all places)."""
+    batches = make()
+    next(batches)
+    started, counted, places = time.perf_counter(), 0.0, 0
+    for _ in range(steps):
+        batch = next(batches)
+        for name in ('encoder_segment_ids', 'decoder_loss_weights'):
+            if name in batch:
+                counted += batch[name].astype(bool).sum()
+                places += batch[name].size
+    return counted / (time.perf_counter() - started), counted / places
+
+
+def throughput(cache: str, tokenizers: dict[str, Tokenizer]) -> None:
+    header = ('tokens/s', '/ rows', '/ text', 'not padding')
+    print(f'{"":32}' + ''.join(f'{h:>14}' for h in header))
+    for name, tokenizer in tokenizers.items():
+        common: dict[str, Any] = {'source': SOURCE, 'tokenizer': tokenizer, 'cache_dir': cache}
+        tasks = {
+            'cut from the stream': CausalLM(**common),
+            'packed documents': CausalLM(**common, packing='pack'),
+            'span corruption': SpanCorruption(**common),
+        }
+        opened = {kind: task.open(LENGTH) for kind, task in tasks.items()}
+        rows = [opened['cut from the stream'].training_rows[0].examples]
+        runs: dict[str, tuple[Callable[[], Any], int]] = {
+            **{kind: (ours(task), STEPS) for kind, task in opened.items()},
+            'DataLoader over rows': (data_loader(rows[0]), STEPS),
+            'DataLoader over text': (data_loader(Documents(tokenizer)), STEPS // 10),
+        }
+        figures: dict[str, list[tuple[float, float]]] = {kind: [] for kind in runs}
+        for _ in range(ROUNDS):
+            for kind, (make, steps) in runs.items():
+                figures[kind].append(rate(make, steps))
+        medians = {
+            kind: (statistics.median(f[0] for f in found), statistics.median(f[1] for f in found))
+            for kind, found in figures.items()
+        }
+        for kind, (tokens, share) in medians.items():
+            peers = [tokens / medians[f'DataLoader over {p}'][0] for p in ('rows', 'text')]
+            print(
+                f'{name + ", " + kind:32}{tokens:14,.0f}{peers[0]:14.2f}{peers[1]:14.2f}{share:14.4f}'
+            )
+
+
+def waiting(cache: str) -> None:
+    """The share of the time that steps wait, at the rates of hosts that train an 8 B model."""
+    partitioner = PjitPartitioner(num_partitions=2)
+    task = CausalLM(source=SOURCE, cache_dir=cache, packing='pack').open(8192)
+    rows = task.training(seed=0)
+    indices = partitioner.get_data_layout(8).row_indices
+    print(f'\n{"host that trains 8 B":32}{"tokens/s":>14}{"input wait":>14}')
+    hosts = {'v5p': 4, 'v6e': 8, 'h100': 8, 'tpu7x': 4, 'b200': 8}
+    for kind, chips in hosts.items():
+        flops = CHIPS[kind].peak_flops * chips * MODEL_FLOPS_UTILIZATION
+        seconds = 8 * 8192 / (flops / FLOPS_PER_TOKEN)
+        feed = Feed(LocalBatches(rows, 8, indices), partitioner)
+        with closing(feed):
+            next(feed)
+            waited, started = feed.waited, time.perf_counter()
+            for _ in range(max(3, int(4 / seconds))):
+                time.sleep(seconds)
+                next(feed)
+            share = (feed.waited - waited) / (time.perf_counter() - started)
+        print(f'{f"{chips} {kind}":32}{8 * 8192 / seconds:14,.0f}{share:14.5f}')
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizers = {'bytes': ByteTokenizer(), 'SentencePiece': train_sentencepiece(Path(folder))}
+        cache = f'{folder}/cache'
+        for name, tokenizer in tokenizers.items():
+            started = time.perf_counter()
+            index = open_index(SOURCE, tokenizer, cache, lambda *progress: None)
+            seconds = time.perf_counter() - started
+            size = index.training.num_bytes + index.held_out.num_bytes
+            print(f'index of {name}: {size / 1e6:.1f} MB in {seconds:.2f} s')
+        print()
+        throughput(cache, tokenizers)
+        waiting(cache)
+
+
+if __name__ == '__main__':
+    main()
