@@ -13,8 +13,6 @@ from partitioning.layout import data_layout
 from train.data import CausalLM, FiniteBatches, LocalBatches, Mixture, SpanCorruption
 from train.data.sources import Records
 
-pytestmark = pytest.mark.core
-
 LENGTH = 12
 TASKS = ('split', 'pack', 'spans', 'mixture')
 

@@ -70,9 +70,7 @@ def pieces_of(documents, length):
 def pieces_in(row):
     """(inputs, targets, positions) of every segment of a row."""
     segments = row['decoder_segment_ids']
-    arrays = [
-        row[f'decoder_{name}'] for name in ('input_tokens', 'target_tokens', 'positions')
-    ]
+    arrays = [row[f'decoder_{name}'] for name in ('input_tokens', 'target_tokens', 'positions')]
     return [
         tuple(tuple(array[segments == number].tolist()) for array in arrays)
         for number in range(1, segments.max(initial=0) + 1)

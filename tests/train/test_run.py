@@ -1,63 +1,15 @@
 """A whole run, in this process: compiled once, resumed exactly, stopped when the loss is lost."""
 
-import json
 import os
 import shutil
 import signal
 
-import gin
 import jax
 import pytest
+from small_runs import records
 
 from train import train as train_module
-from train.config import load_config
 from train.errors import ConfigError
-
-SMALL = [
-    'TRAIN_STEPS=6',
-    'EVAL_PERIOD=2',
-    'CHECKPOINT_PERIOD=2',
-    'SEQUENCE_LENGTH=16',
-    'BATCH_SIZE=8',
-    'TransformerConfig.num_layers=1',
-    'TransformerConfig.embed_dim=32',
-    'TransformerConfig.head_dim=8',
-    'TransformerConfig.mlp_dim=64',
-    'CausalLM.source=@TextFiles()',
-    'train.log_period=1',
-    'train.sample=None',
-    'create_learning_rate_scheduler.steps_per_cycle=6',
-]
-
-
-@pytest.fixture
-def texts(tmp_path):
-    folder = tmp_path / 'texts'
-    folder.mkdir()
-    for i in range(20):
-        (folder / f'{i}.txt').write_text(f'file {i} counts: ' + ' '.join(map(str, range(i, 90))))
-    return folder
-
-
-@pytest.fixture
-def run(texts):
-    def run(model_dir, *changes):
-        gin.clear_config()
-        paths = [f"MODEL_DIR='{model_dir}'", f"TextFiles.root='{texts}'"]
-        text = ["TextFiles.pattern='*.txt'", 'TextFiles.holdout_percent=20.0']
-        load_config(['configs/runs/quickstart.gin'], [*SMALL, *paths, *text, *changes])
-        return train_module.train()
-
-    return run
-
-
-def without_times(record):
-    return {k: v for k, v in record.items() if 'second' not in k and 'wait' not in k}
-
-
-def records(model_dir):
-    lines = (model_dir / 'metrics.jsonl').read_text().splitlines()
-    return [without_times(json.loads(line)) for line in lines]
 
 
 def test_the_step_is_traced_once_in_a_run_with_evaluations_and_checkpoints(

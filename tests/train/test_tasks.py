@@ -195,9 +195,7 @@ def test_parts_with_different_tokenizers(lm):
 
 
 def spans(documents, held_out=0.0, **settings):
-    return SpanCorruption(
-        source=Records(records=documents, holdout_percent=held_out), **settings
-    )
+    return SpanCorruption(source=Records(records=documents, holdout_percent=held_out), **settings)
 
 
 def test_parts_whose_rows_have_other_arrays(lm):

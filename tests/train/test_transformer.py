@@ -93,3 +93,22 @@ def test_sampling_keeps_the_prompt_and_the_vocabulary(net_and_params):
 def test_impossible_sizes_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         model(**changes)
+
+
+def test_packed_documents_see_only_themselves(net_and_params):
+    """Documents that share a row give the logits that each gives alone."""
+    net, params = net_and_params
+    lengths = (5, 1, 4)
+    documents = [np.arange(n)[None] * 3 % 11 + 20 * i for i, n in enumerate(lengths)]
+    packed = net.apply(
+        {'params': params},
+        np.concatenate([*documents, np.zeros((1, 2), int)], axis=1),
+        positions_BL=np.concatenate([*map(np.arange, lengths), np.zeros(2, int)])[None],
+        segments_BL=np.repeat([1, 2, 3, 0], [*lengths, 2])[None],
+    )
+    alone = [net.apply({'params': params}, document) for document in documents]
+    expected = np.concatenate(alone, axis=1)
+    np.testing.assert_allclose(packed[:, :10], expected, atol=2e-6)
+    together = net.apply({'params': params}, np.concatenate(documents, axis=1))
+    assert np.abs(together[:, 5:] - expected[:, 5:]).max() > 1e-3, 'borders matter'
+    assert np.isfinite(packed).all()
