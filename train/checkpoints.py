@@ -11,8 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from partitioning.state import path_str
-from train import checks
-from train.errors import ConfigError
+from train.errors import ConfigError, check_counts
 
 
 @gin.configurable
@@ -29,8 +28,8 @@ class CheckpointConfig:
     keep: int = 3
 
     def __post_init__(self) -> None:
-        checks.check_counts(least=0, period=self.period)
-        checks.check_counts(keep=self.keep)
+        check_counts(least=0, period=self.period)
+        check_counts(keep=self.keep)
 
 
 class Checkpoints:

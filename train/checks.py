@@ -18,13 +18,6 @@ from train.errors import ConfigError
 from train.steps import BATCH_ARRAYS
 
 
-def check_counts(least: int = 1, **counts: int) -> None:
-    """Each setting is a whole number of at least `least`."""
-    for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise ConfigError(f'{name} is {count!r}: it must be a whole number of at least {least}')
-
-
 def check_batch(partitioner: BasePartitioner, batch_size: int, num_microbatches: int) -> None:
     """The data axis divides the batch, and each microbatch."""
     partitioner.get_data_layout(batch_size)

@@ -21,6 +21,7 @@ from train.checkpoints import CheckpointConfig, Checkpoints
 from train.console import RunConsole, Throughput
 from train.data import Batch, Feed, FiniteBatches, LocalBatches, Prefetch, Task, record, yardsticks
 from train.data.open_task import features
+from train.errors import check_counts
 from train.machine import asked_to_stop
 from train.metrics import MetricWriter
 from train.optimizers import Optimizer
@@ -78,17 +79,17 @@ def train(
       FloatingPointError: the loss is not finite; the last checkpoint stays.
       KeyboardInterrupt: a signal asked the run to stop; the step at hand is done and saved.
     """
-    checks.check_counts(
+    check_counts(
         total_steps=total_steps,
         batch_size=batch_size,
         sequence_length=sequence_length,
         num_microbatches=num_microbatches,
         log_period=log_period,
     )
-    checks.check_counts(least=0, eval_period=eval_period)
+    check_counts(least=0, eval_period=eval_period)
     if eval_tokens is not None:
-        checks.check_counts(eval_tokens=eval_tokens)
-    checks.check_counts(least=0, seed=seed)
+        check_counts(eval_tokens=eval_tokens)
+    check_counts(least=0, seed=seed)
     checks.check_objects(
         model=(model, nn.Module),
         partitioner=(partitioner, BasePartitioner),

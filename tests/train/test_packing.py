@@ -26,8 +26,8 @@ def stream_of(documents):
     for document in documents:
         tokens += [*document, SEPARATOR]
         starts.append(len(tokens) - 1)
-    size = sum(map(len, documents))
-    return Stream(np.array(tokens, np.uint32), np.array(starts, np.int64), size)
+    sizes = [len(document) for document in documents]
+    return Stream(*map(np.array, (tokens, starts, sizes)))
 
 
 def telling(lengths):

@@ -354,10 +354,10 @@ def test_a_front_end_of_ones_own_may_have_settings_of_any_kind(tmp_path):
         languages: tuple = ('en', 'de')
         words: Path = Path('words')
 
-        def _contents(self, file):
-            for name, content, read in super()._contents(file):
+        def contents(self, file):
+            for number, content, read in super().contents(file):
                 if any(content.startswith(language.encode()) for language in self.languages):
-                    yield name, content, read
+                    yield number, content, read
 
     write(tmp_path, {'a.jsonl': json_lines(['en one', 'fr deux', 'de drei'])})
     where = {'pattern': '*.jsonl', 'root': str(tmp_path), 'holdout_percent': 0}

@@ -250,7 +250,7 @@ def test_the_separator_is_the_likeliest_or_the_one_that_is_named(made):
 def test_a_separator_that_is_not_there(made, name, token, say):
     with pytest.raises(ConfigError, match='separator_token') as caught:
         hugging_face(made, name, separator_token=token).separator  # noqa: B018
-    assert f'{name}.json has no token' in str(caught.value)
+    assert f'{name}.json has no special token' in str(caught.value)
     assert say in str(caught.value)
 
 

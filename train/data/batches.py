@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from train.data.packing import Row
+from train.errors import ConfigError
 
 Batch = dict[str, jax.Array]
 
@@ -45,6 +46,8 @@ class FiniteBatches:
         self._rows = rows
         self.batch_size = batch_size
         self._row_indices = row_indices
+        if not len(rows):
+            raise ConfigError('there are no rows to make batches of')
         self._filler = {name: np.zeros_like(value) for name, value in rows[0].items()}
 
     def __len__(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import grain
 
 from partitioning import BasePartitioner
 from train.data.batches import Batch, FiniteBatches, LocalBatches
-from train.errors import ConfigError
+from train.errors import check_counts
 
 
 @gin.configurable
@@ -32,12 +33,9 @@ class Prefetch:
     device_batches: int = 2
 
     def __post_init__(self) -> None:
-        for name, least in (('workers', 0), ('batches', 1), ('device_batches', 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(
-                    f'Prefetch.{name} is {value!r}: it must be a whole number of at least {least}'
-                )
+        check_counts(least=0, **{'Prefetch.workers': self.workers})
+        for name in ('batches', 'device_batches'):
+            check_counts(**{f'Prefetch.{name}': getattr(self, name)})
 
 
 class Feed:
@@ -65,8 +63,10 @@ class Feed:
         first_step: begin with this step's batch.
         prefetch: how far ahead batches are made.
         """
+        check_counts(least=0, first_step=first_step)
         prefetch = prefetch or Prefetch()
         self.waited = 0.0
+        self._error: Exception | None = None
         steps = grain.MapDataset.source(local_batches)[first_step:]
         ahead = prefetch.batches if prefetch.workers else 0
         options = grain.ReadOptions(num_threads=prefetch.workers, prefetch_buffer_size=ahead)
@@ -76,21 +76,36 @@ class Feed:
             batches = grain.experimental.ThreadPrefetchIterDataset(
                 batches, prefetch_buffer_size=prefetch.device_batches
             )
-        self._iterator: Any = iter(batches)
+        iterator: Any = iter(batches)
         if prefetch.workers:
-            self._iterator.start_prefetch()
+            iterator.start_prefetch()
+        # Ended with the feed or with the program: grain's threads and iterators that live longer
+        # complain when the interpreter goes.
+        self._iterators = [iterator]
+        self._close = weakref.finalize(self, _end, self._iterators)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
+        if self._error is not None:  # what comes behind it would be another step's batch
+            raise self._error
+        if not self._iterators:
+            raise StopIteration
         asked = time.perf_counter()
         try:
-            return next(self._iterator)
+            return next(self._iterators[0])
+        except Exception as error:
+            self._error = error
+            raise
         finally:
             self.waited += time.perf_counter() - asked
 
     def close(self) -> None:
         """Stops the threads; nothing comes after it."""
-        self._iterator.close()
-        self._iterator = iter(())
+        self._close()
+
+
+def _end(iterators: list[Any]) -> None:
+    while iterators:
+        iterators.pop().close()

@@ -11,6 +11,7 @@ import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, BinaryIO
 
 from train.errors import ConfigError
@@ -44,31 +45,49 @@ def find_files(
       root: the folder that patterns start at; '' is the current one.
 
     Raises:
-      ConfigError: no file matches.
+      ConfigError: a pattern that matches no file, or a link to none.
     """
-    patterns = [pattern] if isinstance(pattern, str) else list(pattern)
-    exclude = [exclude] if isinstance(exclude, str) else list(exclude)
+    patterns, exclude = _listed('pattern', pattern), _listed('exclude', exclude)
     folder = Path(os.path.expanduser(root or '.'))
-    matches = (
-        match
-        for p in patterns
-        for match in glob.glob(os.path.expanduser(p), root_dir=folder, recursive=True)
-    )
-    names = {
-        os.path.relpath(match, folder) if os.path.isabs(match) else os.path.normpath(match)
-        for match in matches
-    }
-    files = []
-    for name in sorted(name.replace(os.sep, '/') for name in names):
-        if not any(part in f'/{name}' for part in exclude) and (folder / name).is_file():
-            stat = (folder / name).stat()
-            files.append(File(name, folder / name, stat.st_size, stat.st_mtime_ns))
-    if not files:
-        without = f' without {exclude}' if exclude else ''
-        raise ConfigError(
-            f'empty corpus: no file matches {patterns} in {folder.resolve()}{without}'
-        )
-    return tuple(files)
+    found: dict[str, File] = {}
+    for one in patterns:
+        matches = [
+            file
+            for match in glob.glob(os.path.expanduser(one), root_dir=folder, recursive=True)
+            if (file := _file(folder, match, exclude)) is not None
+        ]
+        if not matches:
+            without = f' without {exclude}' if exclude else ''
+            missing = '' if folder.is_dir() else ', which is no folder'
+            raise ConfigError(
+                f'empty corpus: no file matches {one!r} in {folder.resolve()}{missing}{without}'
+            )
+        found |= {file.name: file for file in matches}
+    return tuple(found[name] for name in sorted(found))
+
+
+def _file(folder: Path, match: str, exclude: Sequence[str]) -> File | None:
+    """The file that a glob has found; None if it is a folder, or left out."""
+    relative = os.path.relpath(match, folder) if os.path.isabs(match) else os.path.normpath(match)
+    name = relative.replace(os.sep, '/')
+    if any(part in f'/{name}' for part in exclude):
+        return None
+    path = folder / name
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError(f'{path} cannot be read: {error.strerror}') from error
+    return File(name, path, status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
+
+
+def _listed(name: str, value: Any) -> list[str]:
+    """One path or several, as strings."""
+    values = [value] if isinstance(value, str | os.PathLike) else value
+    if not isinstance(values, Sequence) or not all(
+        isinstance(v, str | os.PathLike) for v in values
+    ):
+        raise ConfigError(f'{name} is {value!r}: write a path, or a list of them')
+    return [os.fspath(v) for v in values]
 
 
 @contextlib.contextmanager
@@ -83,6 +102,8 @@ def reading(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """
     try:
         with file.path.open('rb') as raw, _decompressed(file, raw) as stream:
+            if not file.size and stream is not raw:
+                raise ConfigError(f'{file.path} is empty: not even a compressed nothing')
             yield stream, raw
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f'{file.path} is no whole gzip file: {error}') from error
@@ -104,28 +125,36 @@ class _Zstandard(io.RawIOBase):
     def __init__(self, file: File, raw: BinaryIO):
         zstandard = needed('zstandard', 'data', f'{file.path}')
         self._file, self._raw = file, raw
-        self._decompressor = zstandard.ZstdDecompressor()
+        # Files of `zstd --long=31` need as much memory to look back into.
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._error = zstandard.ZstdError
         self._frame: Any = None
-        self._pending = b''
+        self._pending = memoryview(b'')
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._pending:
-            chunk = self._raw.read(1 << 17)
+            chunk = self._raw.read(512)  # of text that repeats itself, some megabytes
             if not chunk:
                 if self._frame is not None:
                     raise ConfigError(
                         f'{self._file.path} is no whole zstandard file: it ends early'
                     )
                 return 0
-            self._pending = self._decompress(chunk)
+            self._pending = memoryview(self._decompress(chunk))
         count = min(len(buffer), len(self._pending))
         buffer[:count] = self._pending[:count]
         self._pending = self._pending[count:]
         return count
+
+    def readall(self) -> bytes:
+        pieces = [bytes(self._pending)]
+        self._pending = memoryview(b'')
+        while piece := self.read(1 << 20):
+            pieces.append(piece)
+        return b''.join(pieces)
 
     def _decompress(self, chunk: bytes) -> bytes:
         out = []

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import grain
 import numpy as np
 
+from train.data.order import MOST_ROWS, mixed, shuffled
 from train.data.packing import Row
-from train.data.token_index import Stream, TokenIndex
+from train.data.stream import Stream
+from train.data.token_index import TokenIndex
 from train.data.tokenizers import Tokenizer
-from train.errors import ConfigError
+from train.errors import ConfigError, check_counts
 
-# grain shuffles by 32-bit numbers.
-MOST_ROWS = 1 << 32
 # Yardsticks of evaluation look at the beginning of a text only, so that they take a second or two.
 YARDSTICK_TOKENS = 4 << 20
 
@@ -38,7 +38,7 @@ class Rows:
 
     def shuffled(self, seed: int) -> grain.MapDataset:
         """Rows without an end: each of them once an epoch, in an order of its own."""
-        dataset = grain.MapDataset.source(self.examples).seed(seed).shuffle().repeat()
+        dataset = shuffled(self.examples, seed)
         return dataset if self.make_row is None else dataset.random_map(self.make_row)
 
     def in_order(self) -> grain.MapDataset:
@@ -55,6 +55,7 @@ class Part:
       name: of the source.
       index: its tokens.
       rows: makes rows of a stream of them.
+      settings: what decides, with the tokens, what the rows are.
       scores_bytes: whether the rows' targets are all bytes of the text, each once.
       weight: this part's share of the training rows.
     """
@@ -62,6 +63,7 @@ class Part:
     name: str
     index: TokenIndex
     rows: Callable[[Stream], Rows]
+    settings: Mapping[str, Any]
     scores_bytes: bool
     weight: float = 1.0
 
@@ -110,23 +112,28 @@ class OpenTask:
     def training(self, seed: int) -> grain.MapDataset:
         """The training rows, without an end: row i is a function of the task, `seed` and i alone.
 
+        Args:
+          seed: of the order of the rows, and of what is random in them.
+
         Raises:
           ConfigError: a part has nothing to train on, or rows of one part have other arrays than
             those of another.
         """
+        check_counts(least=0, seed=seed)
+        if seed >= 1 << 32:
+            raise ConfigError(f'seed is {seed}: grain shuffles by numbers below {1 << 32}')
         for part in self.parts:
             if not part.index.training.num_documents:
                 raise ConfigError(
                     f'empty corpus: {part.name} has no document to train on, '
                     f'{part.index.held_out.num_documents} held out; see holdout_percent'
                 )
+        self._check_features([rows.in_order() for rows in self.training_rows])
         if len(self.parts) == 1:
             return self.training_rows[0].shuffled(seed)
         seeds = np.random.SeedSequence(seed).generate_state(len(self.parts)).tolist()
         datasets = [rows.shuffled(s) for rows, s in zip(self.training_rows, seeds, strict=True)]
-        names = [part.name for part in self.parts]
-        _check_features(list(zip(names, (features(d[0]) for d in datasets), strict=True)))
-        return grain.MapDataset.mix(datasets, [part.weight for part in self.parts])
+        return mixed(datasets, [part.weight for part in self.parts])
 
     def evaluation(self, max_targets: int | None = None) -> EvaluationSet:
         """The held-out rows of all parts, each once.
@@ -135,10 +142,12 @@ class OpenTask:
           max_targets: take the first so many held-out tokens, of several parts as many of each.
 
         Raises:
-          ConfigError: nothing is held out.
+          ConfigError: nothing is held out, or rows of one part have other arrays than those of
+            another.
         """
         streams = [part.index.held_out for part in self.parts]
         if max_targets is not None:
+            check_counts(max_targets=max_targets)
             each = max(1, max_targets // len(streams))
             streams = [stream.head(each, self.tokenizer) for stream in streams]
         if not sum(stream.num_bytes for stream in streams):
@@ -148,14 +157,36 @@ class OpenTask:
                 f'out to evaluate, {documents} documents are to train on; see holdout_percent'
             )
         datasets = [p.rows(s).in_order() for p, s in zip(self.parts, streams, strict=True)]
+        datasets = [dataset for dataset in datasets if len(dataset)]
+        self._check_features(datasets)
         scored = all(part.scores_bytes for part in self.parts)
-        beginnings = [stream.tokens[: YARDSTICK_TOKENS // len(streams)] for stream in streams]
+        each = YARDSTICK_TOKENS // len(streams)
+        beginnings = [stream.head(each, self.tokenizer) for stream in streams]
         return EvaluationSet(
-            rows=grain.MapDataset.concatenate([d for d in datasets if len(d)]),
+            rows=grain.MapDataset.concatenate(datasets),
             num_documents=sum(stream.num_documents for stream in streams),
             num_bytes=sum(stream.num_bytes for stream in streams) if scored else None,
-            text=b''.join(map(self.tokenizer.decode, beginnings)),
+            text=b''.join(self.tokenizer.decode(stream.tokens) for stream in beginnings),
         )
+
+    def _check_features(self, datasets: Sequence[Any]) -> None:
+        """The rows of all parts have the same arrays."""
+        expected = features(datasets[0][0])
+        for dataset in datasets[1:]:
+            found = features(dataset[0])
+            if found != expected:
+                differing = sorted(
+                    name
+                    for name in expected.keys() | found.keys()
+                    if expected.get(name) != found.get(name)
+                )
+                shapes = ', '.join(
+                    f'{name} {_described(expected.get(name))} and {_described(found.get(name))}'
+                    for name in differing
+                )
+                raise ConfigError(
+                    f'tasks of a mixture make rows of the same arrays, but they differ in {shapes}'
+                )
 
 
 def features(row: Row) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
@@ -163,11 +194,5 @@ def features(row: Row) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     return {name: (value.shape, value.dtype) for name, value in row.items()}
 
 
-def _check_features(named: Sequence[tuple[str, Any]]) -> None:
-    first, expected = named[0]
-    for name, found in named[1:]:
-        if found != expected:
-            raise ConfigError(
-                f'rows of {first} have {sorted(expected)}, those of {name} have {sorted(found)}: '
-                'tasks of a mixture make the same arrays, of the same lengths'
-            )
+def _described(feature: tuple[tuple[int, ...], np.dtype] | None) -> str:
+    return 'absent' if feature is None else f'{feature[0]} {feature[1]}'

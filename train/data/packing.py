@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from train.data.token_index import Stream
+from train.data.stream import Stream
 
 Row = dict[str, np.ndarray]
 
@@ -130,27 +130,27 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     opened = 0
     for size, first, count in zip((-sizes).tolist(), firsts, counts, strict=True):
         items = order[first : first + count]
-        while len(items) and rooms >> size:
+        while len(items):
             fitting = rooms >> size
-            room = size + (fitting & -fitting).bit_length() - 1  # the least that is enough
-            open_bins = with_room[room].pop()
-            placed, left_over = np.split(open_bins, [len(items)])
-            bins[items[: len(placed)]] = placed
-            items = items[len(placed) :]
-            if len(left_over):
-                with_room[room].append(left_over)
-            elif not with_room[room]:
-                rooms ^= 1 << room
-            rooms = _keep(with_room, rooms, room - size, placed)
-        # New bins for the rest, each filled as far as it goes before the next is opened.
-        each = capacity // size
-        new = opened + np.arange(-(-len(items) // each))
-        bins[items] = opened + np.arange(len(items)) // each
-        opened += len(new)
-        rest = len(items) % each
-        rooms = _keep(with_room, rooms, capacity - each * size, new[: len(items) // each])
-        if rest:
-            rooms = _keep(with_room, rooms, capacity - rest * size, new[-1:])
+            if fitting:
+                room = size + (fitting & -fitting).bit_length() - 1  # the least that is enough
+                candidates = with_room[room].pop()
+                if not with_room[room]:
+                    rooms ^= 1 << room
+            else:
+                room = capacity
+                candidates = opened + np.arange(-(-len(items) // (capacity // size)))
+                opened += len(candidates)
+            # Each bin is filled as far as this size goes before the next one is.
+            each = room // size
+            used = min(len(candidates), -(-len(items) // each))
+            placed, items = np.split(items, [min(len(items), used * each)])
+            bins[placed] = np.repeat(candidates[:used], each)[: len(placed)]
+            full, last = divmod(len(placed), each)
+            rooms = _keep(with_room, rooms, room - each * size, candidates[:full])
+            if last:
+                rooms = _keep(with_room, rooms, room - last * size, candidates[full:used])
+            rooms = _keep(with_room, rooms, room, candidates[used:])
     return bins
 
 

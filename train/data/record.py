@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def data_record(task: OpenTask, **settings: int) -> dict[str, Any]:
             'bytes': part.index.training.num_bytes,
             'content_hash': part.index.content_hash,
             'weight': part.weight,
+            'rows': dict(part.settings),
         }
         for part in task.parts
     ]
@@ -72,18 +74,16 @@ def check_same_as_before(directory: Path, record: dict[str, Any]) -> list[str]:
         return []
     try:
         before = json.loads(path.read_text())
-        settings = before['settings']
-        same = all(before[key] == record[key] for key in ('tokenizer', 'parts'))
-        if not same:
-            raise ConfigError(
-                f'the data has changed since this run began: {_summary(before)} then, '
-                f'{_summary(record)} now. Use the data it was trained on, or another MODEL_DIR; '
-                f'without {path} it goes on with the new data'
-            )
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        same = _what_decides(before) == _what_decides(json.loads(json.dumps(record)))
+        then, settings = _summary(before), {**before['settings']}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f'{path} cannot be read ({error}): delete it to go on') from error
+    if not same:
+        raise ConfigError(
+            f'the data has changed since this run began: {then} then, {_summary(record)} now. Use '
+            f'the data it was trained on, or another MODEL_DIR; without {path} it goes on with the '
+            'new data'
+        )
     return [
         f'{name} was {settings[name]}, and is {value}'
         for name, value in record['settings'].items()
@@ -92,14 +92,27 @@ def check_same_as_before(directory: Path, record: dict[str, Any]) -> list[str]:
 
 
 def write_record(directory: Path, record: dict[str, Any]) -> None:
-    """Notes the data of a run."""
-    (directory / FILE).write_text(json.dumps(record, indent=1) + '\n')
+    """Notes the data of a run; whatever happens, the file is whole."""
+    unfinished = directory / f'{FILE}.unfinished'
+    unfinished.write_text(json.dumps(record, indent=1) + '\n')
+    os.replace(unfinished, directory / FILE)
+
+
+def _what_decides(record: dict[str, Any]) -> Any:
+    """The part of a record that must not change: all but how patterns are spelled."""
+    parts = [{k: v for k, v in part.items() if k != 'source'} for part in record['parts']]
+    return record['tokenizer'], parts
 
 
 def _summary(record: dict[str, Any]) -> str:
     parts = [
         f'{part["source"]} with {part["documents"]} + {part["held_out_documents"]} documents, '
-        f'{part["bytes"]:,} bytes (hash {part["content_hash"][:8]}, weight {part["weight"]:.3g})'
+        f'{part["bytes"]:,} bytes (hash {part["content_hash"][:8]}, weight {part["weight"]:.3g}, '
+        f'{_settings(part["rows"])})'
         for part in record['parts']
     ]
     return f'{", ".join(parts)}, tokenizer {record["tokenizer"][:28]}'
+
+
+def _settings(rows: dict[str, Any]) -> str:
+    return ' '.join(str(value) if k == 'task' else f'{k}={value}' for k, value in rows.items())

@@ -8,9 +8,11 @@ from __future__ import annotations
 import abc
 import dataclasses
 import json
+import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import gin
@@ -28,11 +30,17 @@ class Document:
       name: where it is from; it decides whether the document is held out.
       content: its bytes, of text in UTF-8.
       done: how much of the source has been read by now, in the units of `Listing.size`.
+      where: the place to name in messages; by default `name`.
     """
 
     name: str
     content: bytes
     done: int
+    where: str = ''
+
+    @property
+    def place(self) -> str:
+        return self.where or self.name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +71,8 @@ class Source(abc.ABC):
     holdout_percent: float = 2.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.holdout_percent <= 100:
+        percent = self.holdout_percent
+        if not isinstance(percent, int | float) or not 0 <= percent <= 100:
             raise ConfigError(
                 f'{type(self).__name__}.holdout_percent is {self.holdout_percent!r}: use 0 to 100'
             )
@@ -77,7 +86,9 @@ class Source(abc.ABC):
         """
 
     def is_held_out(self, name: str) -> bool:
-        return zlib.crc32(name.encode()) % 10_000 < self.holdout_percent * 100
+        """Whether the document of this name is held out."""
+        place = zlib.crc32(name.encode(errors='surrogateescape')) / (1 << 32)
+        return place < self.holdout_percent / 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,8 +113,10 @@ class FileSource(Source):
             if field.name not in ('pattern', 'exclude', 'root')
         }
         signature = {
-            'source': type(self).__name__,
+            'source': f'{type(self).__module__}.{type(self).__qualname__}',
             **settings,
+            'holdout_percent': float(self.holdout_percent),
+            'root': str(Path(os.path.expanduser(self.root)).resolve()),
             'files': [[f.name, f.size, f.modified] for f in files],
         }
         return Listing(signature, sum(f.size for f in files), self._documents(files))
@@ -111,13 +124,18 @@ class FileSource(Source):
     def _documents(self, files: Sequence[File]) -> Iterator[Document]:
         before = 0
         for file in files:
-            for name, content, read in self._contents(file):
-                yield Document(name, content, before + min(read, file.size))
+            for number, content, read in self.contents(file):
+                name = file.name if number is None else f'{file.name}:{number}'
+                where = str(file.path) if number is None else f'{file.path}:{number}'
+                yield Document(name, content, before + min(read, file.size), where)
             before += file.size
 
     @abc.abstractmethod
-    def _contents(self, file: File) -> Iterator[tuple[str, bytes, int]]:
-        """(name, content, bytes of the file read by then) of each document of a file."""
+    def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
+        """(number in the file, content, bytes of it read by then) of each document of a file.
+
+        The number is None where the file is the document.
+        """
 
 
 @gin.configurable
@@ -125,9 +143,9 @@ class FileSource(Source):
 class TextFiles(FileSource):
     """Files of text, each a document. Names that end in .gz or .zst are decompressed."""
 
-    def _contents(self, file: File) -> Iterator[tuple[str, bytes, int]]:
+    def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
         with reading(file) as (stream, _):
-            yield file.name, stream.read(), file.size
+            yield None, stream.read(), file.size
 
 
 @gin.configurable
@@ -141,12 +159,12 @@ class JsonLines(FileSource):
 
     field: str = 'text'
 
-    def _contents(self, file: File) -> Iterator[tuple[str, bytes, int]]:
+    def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
         with reading(file) as (stream, raw):
             for number, line in enumerate(stream, 1):
                 if line.strip():
                     content = text_of_json(line, self.field, f'{file.path}:{number}')
-                    yield f'{file.name}:{number}', content, raw.tell()
+                    yield number, content, raw.tell()
 
 
 @gin.configurable
@@ -160,27 +178,27 @@ class ParquetFiles(FileSource):
 
     column: str = 'text'
 
-    def _contents(self, file: File) -> Iterator[tuple[str, bytes, int]]:
+    def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
         arrow = needed('pyarrow', 'data', f'ParquetFiles ({file.path})')
         parquet = needed('pyarrow.parquet', 'data', f'ParquetFiles ({file.path})')
+        number = 0
         try:
-            table = parquet.ParquetFile(file.path)
-        except (arrow.ArrowException, OSError) as error:
-            raise ConfigError(f'{file.path} is no Parquet file: {_first_line(error)}') from error
-        with table:
-            if self.column not in table.schema_arrow.names:
-                raise ConfigError(missing(f'{file.path}', self.column, table.schema_arrow.names))
-            rows, number = table.metadata.num_rows, 0
-            try:
+            with parquet.ParquetFile(file.path) as table:
+                if self.column not in table.schema_arrow.names:
+                    raise ConfigError(
+                        missing(str(file.path), self.column, table.schema_arrow.names)
+                    )
+                rows = table.metadata.num_rows
                 for batch in table.iter_batches(batch_size=1024, columns=[self.column]):
-                    for value in batch.column(0).to_pylist():
-                        content = as_content(value, f'{file.path}: row {number}')
-                        yield f'{file.name}:{number}', content, file.size * (number + 1) // rows
+                    for value in _as_bytes(arrow, batch.column(0)).to_pylist():
+                        where = f'{file.path}: row {number}: {self.column!r}'
+                        content = as_content(value, where)
+                        yield number, content, file.size * (number + 1) // rows
                         number += 1
-            except (arrow.ArrowException, OSError) as error:
-                raise ConfigError(
-                    f'{file.path} is damaged after row {number}: {_first_line(error)}'
-                ) from error
+        except (arrow.ArrowException, OSError) as error:
+            raise ConfigError(
+                f'{file.path} cannot be read as Parquet after {number} rows: {_first_line(error)}'
+            ) from error
 
 
 @gin.configurable
@@ -194,23 +212,25 @@ class ArrayRecords(FileSource):
 
     field: str | None = None
 
-    def _contents(self, file: File) -> Iterator[tuple[str, bytes, int]]:
+    def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
         module = needed('array_record.python.array_record_module', 'train', 'ArrayRecords')
+        number = 0
         try:
             reader = module.ArrayRecordReader(str(file.path))
             count = reader.num_records()
             for first in range(0, count, 1024):
-                last = min(first + 1024, count)
-                for number, record in enumerate(reader.read(first, last), first):
+                for record in reader.read(first, min(first + 1024, count)):
                     where = f'{file.path}: record {number}'
                     text = record if self.field is None else text_of_json(record, self.field, where)
-                    yield f'{file.name}:{number}', text, file.size * (number + 1) // count
+                    yield number, text, file.size * (number + 1) // count
+                    number += 1
             reader.close()
+        except ConfigError:
+            raise
         except (RuntimeError, ValueError, IndexError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(
-                f'{file.path} is no ArrayRecord file: {_first_line(error)}'
+                f'{file.path} cannot be read as ArrayRecord after {number} records: '
+                f'{_first_line(error)}'
             ) from error
 
 
@@ -231,10 +251,11 @@ class Records(Source):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not hasattr(self.records, '__len__') or not hasattr(self.records, '__getitem__'):
+        indexed = hasattr(self.records, '__len__') and hasattr(self.records, '__getitem__')
+        if not indexed or isinstance(self.records, str | bytes | Mapping):
             raise ConfigError(
-                f'Records.records is {type(self.records).__name__}, which has no __len__ and '
-                '__getitem__'
+                f'Records.records is a {type(self.records).__name__}: give a sequence of texts, '
+                'with __len__ and __getitem__ by number'
             )
 
     def listing(self) -> Listing:
@@ -244,7 +265,7 @@ class Records(Source):
                 'source': 'Records',
                 'key': self.cache_key,
                 'field': self.field,
-                'holdout_percent': self.holdout_percent,
+                'holdout_percent': float(self.holdout_percent),
             }
         return Listing(signature, len(self.records), self._documents())
 
@@ -254,8 +275,8 @@ class Records(Source):
             if isinstance(value, Mapping):
                 if self.field not in value:
                     raise ConfigError(missing(where, self.field, value))
-                value = value[self.field]
-            yield Document(f'{i}', as_content(value, where), i + 1)
+                where, value = f'{where}: {self.field!r}', value[self.field]
+            yield Document(f'{i}', as_content(value, where), i + 1, where)
 
 
 @gin.configurable
@@ -275,12 +296,11 @@ def text_of_json(line: bytes, field: str, where: str) -> bytes:
         record = json.loads(line)
     except UnicodeDecodeError as error:
         raise ConfigError(f'{where} is not UTF-8: {error.reason} at byte {error.start}') from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f'{where} is not JSON: {error}') from error
     if not isinstance(record, dict):
-        raise ConfigError(
-            f'{where} is a JSON {type(record).__name__}, not an object with {field!r}'
-        )
+        shown = line.decode().strip()
+        raise ConfigError(f'{where} is {shown[:40]}, not an object with {field!r}')
     if field not in record:
         raise ConfigError(missing(where, field, record))
     return as_content(record[field], f'{where}: {field!r}')
@@ -305,6 +325,16 @@ def missing(where: str, field: str, fields: Any) -> str:
     names = list(map(str, fields))
     shown = ', '.join(map(repr, names[:8])) + (', ...' if len(names) > 8 else '')
     return f'{where} has no {field!r}, only {shown or "nothing"}.{nearest(field, names)}'
+
+
+def _as_bytes(arrow: Any, column: Any) -> Any:
+    """A column of text as bytes, which nobody decodes on the way."""
+    kinds = arrow.types
+    if kinds.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if kinds.is_string(column.type) or kinds.is_large_string(column.type):
+        return column.cast(arrow.large_binary())
+    return column
 
 
 def _first_line(error: Exception) -> str:

@@ -16,7 +16,7 @@ import math
 import numpy as np
 
 from train.data.packing import Row
-from train.data.token_index import Stream
+from train.data.stream import Stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +46,15 @@ class Corruption:
 
     def longest_text(self, encoder_length: int) -> int:
         """The longest text whose encoder's part is at most so long; 0 if there is none."""
-        longest = 0
-        for length in range(2, 2 * math.ceil(encoder_length / (1 - self.density)) + 2):
-            if self.lengths(length)[0] <= encoder_length:
-                longest = length
-        return longest
+        # Longer texts never make shorter parts.
+        fits, too_long = 0, math.ceil((encoder_length + 2) / (1 - self.density)) + 2
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            if self.lengths(middle)[0] <= encoder_length:
+                fits = middle
+            else:
+                too_long = middle
+        return fits if fits >= 2 else 0
 
     def spans(self, length: int, rng: np.random.Generator) -> np.ndarray:
         """Lengths of what stays and what is cut out, in turn: int64 [2 * spans]; one if none is."""

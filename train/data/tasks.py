@@ -14,11 +14,14 @@ from train.data.open_task import OpenTask, Part, Rows
 from train.data.packing import SplitRows, pack
 from train.data.sources import Source
 from train.data.span_corruption import Corruption, CorruptSpans, Texts
-from train.data.token_index import Progress, Stream, open_index
+from train.data.stream import Stream
+from train.data.token_index import Progress, open_index
 from train.data.tokenizers import ByteTokenizer, Tokenizer
-from train.errors import ConfigError
+from train.errors import ConfigError, check_counts
 
 Packing = Literal['split', 'pack']
+# The least share of a mixture that a task may have is one in so many.
+MOST_UNLIKE = 1_000_000
 
 
 def tell_nobody(name: str, done: int, total: int) -> None:
@@ -76,10 +79,20 @@ class SourceTask(Task):
                 )
 
     def open(self, length: int, progress: Progress = tell_nobody) -> OpenTask:
+        check_counts(length=length)
         rows = self._rows(length)
         index = open_index(self.source, self.tokenizer, self.cache_dir, progress)
         name = str(getattr(self.source, 'pattern', type(self.source).__name__))
-        return OpenTask(self.tokenizer, [Part(name, index, rows, self._scores_bytes)])
+        kept = {'source', 'tokenizer', 'cache_dir'}
+        settings = {
+            'task': type(self).__name__,
+            **{
+                f.name: getattr(self, f.name)
+                for f in dataclasses.fields(self)
+                if f.name not in kept
+            },
+        }
+        return OpenTask(self.tokenizer, [Part(name, index, rows, settings, self._scores_bytes)])
 
     _scores_bytes = True
 
@@ -134,9 +147,11 @@ class SpanCorruption(SourceTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.noise_density < 1:
+        check_counts(num_sentinels=self.num_sentinels)
+        density, span = self.noise_density, self.mean_noise_span_length
+        if not isinstance(density, float) or not 0 < density < 1:
             raise ConfigError(f'noise_density is {self.noise_density!r}: use one between 0 and 1')
-        if not self.mean_noise_span_length >= 1:
+        if not isinstance(span, int | float) or not 1 <= span < math.inf:
             raise ConfigError(
                 f'mean_noise_span_length is {self.mean_noise_span_length!r}: use 1 or more'
             )
@@ -182,16 +197,18 @@ class Mixture(Task):
     weights: Sequence[float]
 
     def __post_init__(self) -> None:
-        if not self.tasks or not all(isinstance(task, Task) for task in self.tasks):
+        tasks, weights = self.tasks, self.weights
+        listed = isinstance(tasks, Sequence) and isinstance(weights, Sequence)
+        if not listed or not tasks or not all(isinstance(task, Task) for task in tasks):
             raise ConfigError(
-                f'Mixture.tasks is {self.tasks!r}: give a list of tasks; in a gin file write '
-                '[@one/CausalLM(), @two/CausalLM()]'
+                f'Mixture.tasks is {tasks!r} and Mixture.weights {weights!r}: give a list of each; '
+                'in a gin file write [@one/CausalLM(), @two/CausalLM()]'
             )
-        usable = all(math.isfinite(weight) and weight > 0 for weight in self.weights)
-        if len(self.tasks) != len(self.weights) or not usable:
+        numbers = all(isinstance(w, int | float) and 0 < w < math.inf for w in weights)
+        if len(tasks) != len(weights) or not numbers or min(weights) < sum(weights) / MOST_UNLIKE:
             raise ConfigError(
-                f'Mixture.weights is {self.weights!r}: give each of the {len(self.tasks)} tasks a '
-                'weight above 0'
+                f'Mixture.weights is {weights!r}: give each of the {len(tasks)} tasks a weight '
+                'above 0, none below a millionth of all'
             )
 
     @property

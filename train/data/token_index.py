@@ -1,9 +1,4 @@
-"""The tokens of a source on disk: built once, memory-mapped, read at any place.
-
-Every document stands between two separators, and one stream of tokens holds them all:
-
-    separator  document 0  separator  document 1  separator
-"""
+"""The token index of a source: built once, kept in a cache, read at any place."""
 
 from __future__ import annotations
 
@@ -19,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from train.data.sources import Document, Listing, Records, Source
+from train.data.stream import Stream, StreamWriter, open_stream, writing
 from train.data.tokenizers import Tokenizer
 from train.errors import ConfigError
 
@@ -32,38 +26,6 @@ PARTS = ('training', 'held_out')
 
 # Told how much of a source has been read: (name, done, total).
 Progress = Callable[[str, int, int], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Stream:
-    """The tokens of documents, one after another.
-
-    Attributes:
-      tokens: uint16 or uint32 [tokens], a separator before each document and one at the end.
-      starts: int64 [documents + 1], where those separators are.
-      num_bytes: bytes of the documents.
-    """
-
-    tokens: np.ndarray
-    starts: np.ndarray
-    num_bytes: int
-
-    @property
-    def num_documents(self) -> int:
-        return len(self.starts) - 1
-
-    @property
-    def num_targets(self) -> int:
-        """Tokens that follow another one: the last of each document is the separator behind it."""
-        return len(self.tokens) - 1
-
-    def head(self, num_targets: int, tokenizer: Tokenizer) -> Stream:
-        """The first so many targets; the last of their documents may be cut short."""
-        if num_targets >= self.num_targets:
-            return self
-        tokens = self.tokens[: num_targets + 1]
-        starts = np.append(self.starts[self.starts < num_targets], num_targets)
-        return Stream(tokens, starts, len(tokenizer.decode(tokens)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +77,8 @@ def open_index(
         directory = Path(temporary.name) / 'index'
         _build(source, listing, tokenizer, directory, {}, progress)
         return _open(directory, {}, keep=temporary)
-    settings = {'format': FORMAT, 'tokenizer': tokenizer.identity, **listing.signature}
+    described = {'format': FORMAT, 'tokenizer': tokenizer.identity, 'source': listing.signature}
+    settings = json.loads(json.dumps(described, default=str))  # as it comes back from the file
     key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=12).hexdigest()
     cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     directory = cache / key
@@ -140,31 +103,44 @@ def _build(
     """Writes an index beside its place, and moves it there when it is whole."""
     unfinished = directory.with_name(f'{directory.name}.unfinished')
     shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     try:
-        with contextlib.ExitStack() as stack:
-            writers = {
-                part: stack.enter_context(contextlib.closing(_Writer(unfinished / part, tokenizer)))
-                for part in PARTS
-            }
-            content = hashlib.blake2b(digest_size=16)
-            for group in _groups(listing.documents):
-                encoded = tokenizer.encode([d.name for d in group], [d.content for d in group])
-                for document, tokens in zip(group, encoded, strict=True):
-                    part = PARTS[source.is_held_out(document.name)]
-                    writers[part].add(tokens, len(document.content))
-                    content.update(f'{part} {len(document.content)} '.encode() + document.content)
-                progress(_name(source), group[-1].done, listing.size)
-            parts = {part: writer.finish() for part, writer in writers.items()}
-        if not any(part['num_bytes'] for part in parts.values()):
-            documents = sum(part['num_documents'] for part in parts.values())
-            raise ConfigError(f'empty corpus: {_name(source)} has {documents} documents, all empty')
-        meta = {'settings': settings, 'content_hash': content.hexdigest(), 'parts': parts}
-        (unfinished / 'index.json').write_text(json.dumps(meta, indent=1))
-        unfinished.rename(directory)
+        with writing(unfinished):
+            unfinished.mkdir(parents=True)
+        meta = {'settings': settings, **_write(source, listing, tokenizer, unfinished, progress)}
+        with writing(unfinished):
+            (unfinished / 'index.json').write_text(json.dumps(meta, indent=1))
+            unfinished.rename(directory)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def _write(
+    source: Source, listing: Listing, tokenizer: Tokenizer, directory: Path, progress: Progress
+) -> dict[str, Any]:
+    """Writes the streams of an index; what they hold, as JSON."""
+    content, name, done = hashlib.blake2b(digest_size=16), _name(source), 0
+    with contextlib.ExitStack() as stack:
+        writers = {
+            part: stack.enter_context(contextlib.closing(StreamWriter(directory / part, tokenizer)))
+            for part in PARTS
+        }
+        for group in _groups(listing.documents):
+            encoded = tokenizer.encode([d.place for d in group], [d.content for d in group])
+            for document, tokens in zip(group, encoded, strict=True):
+                part = PARTS[source.is_held_out(document.name)]
+                writers[part].add(document.place, tokens, len(document.content))
+                content.update(f'{part} {len(document.content)} '.encode() + document.content)
+            done = group[-1].done
+            progress(name, done, listing.size)
+        if done < listing.size:
+            progress(name, listing.size, listing.size)
+        parts = {part: writer.finish() for part, writer in writers.items()}
+    if not any(part['num_bytes'] for part in parts.values()):
+        documents = sum(part['num_documents'] for part in parts.values())
+        what = f'only empty documents, {documents} of them' if documents else 'no documents'
+        raise ConfigError(f'empty corpus: {name} has {what}')
+    return {'content_hash': content.hexdigest(), 'parts': parts}
 
 
 def _open(directory: Path, settings: Any, keep: Any = None) -> TokenIndex:
@@ -174,56 +150,17 @@ def _open(directory: Path, settings: Any, keep: Any = None) -> TokenIndex:
             raise ConfigError(
                 f'token index {directory} is of other settings than its name says: delete it'
             )
-        streams = {part: _open_stream(directory / part, meta['parts'][part]) for part in PARTS}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+        streams = {part: open_stream(directory / part, meta['parts'][part]) for part in PARTS}
+        return TokenIndex(
+            **streams, content_hash=meta['content_hash'], directory=directory, keep=keep
+        )
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise ConfigError(
             f'token index {directory} is damaged: delete it, and the next run builds it again '
-            f'({str(error).splitlines()[0]})'
+            f'({(str(error).splitlines() or [type(error).__name__])[0]})'
         ) from error
-    return TokenIndex(**streams, content_hash=meta['content_hash'], directory=directory, keep=keep)
-
-
-def _open_stream(path: Path, part: Any) -> Stream:
-    tokens = np.memmap(path.with_suffix('.tokens'), part['dtype'], mode='r')
-    starts = np.load(path.with_suffix('.starts.npy'), mmap_mode='r')
-    if len(tokens) != part['num_tokens'] or len(starts) != part['num_documents'] + 1:
-        raise ValueError(f'{path.name} has {len(tokens)} tokens, not {part["num_tokens"]}')
-    # As plain arrays: slices of memory maps are slow to make.
-    return Stream(np.asarray(tokens), np.asarray(starts), part['num_bytes'])
-
-
-class _Writer:
-    """Writes a stream document by document."""
-
-    def __init__(self, path: Path, tokenizer: Tokenizer):
-        self._path = path
-        self._dtype = np.dtype('uint16' if tokenizer.num_tokens <= 1 << 16 else 'uint32')
-        self._separator = np.array([tokenizer.separator], self._dtype).tobytes()
-        self._file = path.with_suffix('.tokens').open('wb')
-        self._starts = [0]
-        self._num_bytes = 0
-
-    def add(self, tokens: np.ndarray, num_bytes: int) -> None:
-        self._file.write(self._separator)
-        self._file.write(tokens.astype(self._dtype).tobytes())
-        self._starts.append(self._starts[-1] + 1 + len(tokens))
-        self._num_bytes += num_bytes
-
-    def finish(self) -> dict[str, Any]:
-        """Completes the files; what `_open_stream` needs to know of them."""
-        self._file.write(self._separator)
-        np.save(self._path.with_suffix('.starts.npy'), np.array(self._starts, np.int64))
-        return {
-            'dtype': self._dtype.name,
-            'num_tokens': self._starts[-1] + 1,
-            'num_documents': len(self._starts) - 1,
-            'num_bytes': self._num_bytes,
-        }
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
@@ -243,14 +180,9 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 @contextlib.contextmanager
 def _locked(cache: Path, key: str) -> Iterator[None]:
     """Only one process at a time is in here; the lock of one that dies is free."""
-    try:
+    with writing(cache / key):
         cache.mkdir(parents=True, exist_ok=True)
         file = (cache / f'{key}.lock').open('w')
-    except OSError as error:
-        raise ConfigError(
-            f'the cache of token indices {cache} cannot be written: {error.strerror}. Name another '
-            'as cache_dir'
-        ) from error
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

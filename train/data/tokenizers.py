@@ -35,11 +35,11 @@ class Tokenizer(abc.ABC):
     identity: str
 
     @abc.abstractmethod
-    def encode(self, names: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
+    def encode(self, places: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
         """The tokens of each document, without separators.
 
         Args:
-          names: of the documents, for messages.
+          places: of the documents, for messages.
           contents: their bytes.
 
         Raises:
@@ -48,7 +48,7 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def decode(self, tokens: np.ndarray) -> bytes:
-        """The bytes of tokens, in UTF-8 where they are text; separators leave nothing."""
+        """The bytes of documents, in UTF-8 where they are text; separators leave nothing."""
 
 
 @gin.configurable
@@ -60,7 +60,7 @@ class ByteTokenizer(Tokenizer):
     separator = 256
     identity = 'bytes'
 
-    def encode(self, names: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
+    def encode(self, places: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(content, np.uint8) for content in contents]
 
     def decode(self, tokens: np.ndarray) -> bytes:
@@ -82,10 +82,14 @@ class SentencePieceTokenizer(Tokenizer):
     @functools.cached_property
     def _model(self) -> Any:
         module = needed('sentencepiece', 'tokenizers', 'SentencePieceTokenizer')
+        content = _read(self.path)
         try:
-            return module.SentencePieceProcessor(model_proto=_read(self.path))
-        except RuntimeError as error:
-            raise ConfigError(f'{self.path} is no SentencePiece model') from error
+            model = module.SentencePieceProcessor(model_proto=content) if content else None
+        except RuntimeError:
+            model = None
+        if model is None:
+            raise ConfigError(f'{self.path} is no SentencePiece model')
+        return model
 
     @functools.cached_property
     def num_tokens(self) -> int:  # type: ignore[override]
@@ -102,14 +106,14 @@ class SentencePieceTokenizer(Tokenizer):
     def identity(self) -> str:  # type: ignore[override]
         return f'sentencepiece {hashlib.sha256(_read(self.path)).hexdigest()}'
 
-    def encode(self, names: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
-        texts = as_texts(names, contents)
+    def encode(self, places: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
+        texts = as_texts(places, contents)
         # Threads of its own: the model lets go of Python's lock.
         encoded = self._model.encode(texts, num_threads=os.cpu_count() or 1)
         return [np.array(tokens, np.uint32) for tokens in encoded]
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        return self._model.decode(np.asarray(tokens).tolist()).encode()
+        return ''.join(map(self._model.decode, documents_of(tokens, self.separator))).encode()
 
 
 @gin.configurable
@@ -129,8 +133,9 @@ class HuggingFaceTokenizer(Tokenizer):
     @functools.cached_property
     def _tokenizer(self) -> Any:
         module = needed('tokenizers', 'tokenizers', 'HuggingFaceTokenizer')
+        content = _read(self.path)
         try:
-            tokenizer = module.Tokenizer.from_str(_read(self.path).decode())
+            tokenizer = module.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises plain Exceptions
             raise ConfigError(f'{self.path} is no tokenizer.json: {error}') from error
         # Documents are encoded whole, and what looks like a special token in them is text.
@@ -145,13 +150,18 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def separator(self) -> int:  # type: ignore[override]
+        # Only special tokens: text never makes them, and decoding leaves them out.
+        special = {
+            token.content: number
+            for number, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        }
         wanted = SEPARATORS if self.separator_token is None else (self.separator_token,)
-        ids = [self._tokenizer.token_to_id(token) for token in wanted]
-        found = [i for i in ids if i is not None]
+        found = [special[token] for token in wanted if token in special]
         if not found:
             raise ConfigError(
-                f'{self.path} has no token {" or ".join(map(repr, wanted))} to separate documents: '
-                'name one of its own as separator_token'
+                f'{self.path} has no special token {" or ".join(map(repr, wanted))} to separate '
+                f'documents: name one as separator_token ({", ".join(special) or "it has none"})'
             )
         return found[0]
 
@@ -160,28 +170,34 @@ class HuggingFaceTokenizer(Tokenizer):
         content = hashlib.sha256(_read(self.path)).hexdigest()
         return f'tokenizers {content} {self.separator}'
 
-    def encode(self, names: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
-        encoded = self._tokenizer.encode_batch(as_texts(names, contents), add_special_tokens=False)
+    def encode(self, places: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
+        encoded = self._tokenizer.encode_batch(as_texts(places, contents), add_special_tokens=False)
         return [np.array(e.ids, np.uint32) for e in encoded]
 
     def decode(self, tokens: np.ndarray) -> bytes:
-        text = self._tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
-        return text.encode()
+        return ''.join(map(self._tokenizer.decode, documents_of(tokens, self.separator))).encode()
 
 
-def as_texts(names: Sequence[str], contents: Sequence[bytes]) -> list[str]:
+def documents_of(tokens: np.ndarray, separator: int) -> list[list[int]]:
+    """The tokens of each document, which decoders take for a text of its own."""
+    tokens = np.asarray(tokens)
+    pieces = np.split(tokens, np.flatnonzero(tokens == separator))
+    return [[t for t in piece.tolist() if t != separator] for piece in pieces]
+
+
+def as_texts(places: Sequence[str], contents: Sequence[bytes]) -> list[str]:
     """Documents as text.
 
     Raises:
       ConfigError: the first that is not UTF-8, and where.
     """
     texts = []
-    for name, content in zip(names, contents, strict=True):
+    for place, content in zip(places, contents, strict=True):
         try:
             texts.append(content.decode())
         except UnicodeDecodeError as error:
             raise ConfigError(
-                f'{name} is not UTF-8: {error.reason} at byte {error.start}. Leave it out, or use '
+                f'{place} is not UTF-8: {error.reason} at byte {error.start}. Leave it out, or use '
                 'ByteTokenizer, which takes any bytes'
             ) from error
     return texts

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from partitioning import constrain
-from train.checks import check_counts
+from train.errors import check_counts
 
 Remat = Literal['none', 'dots', 'full']
 
