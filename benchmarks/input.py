@@ -8,7 +8,7 @@ on the same text: rows cut from the stream, rows of packed documents, and span c
 peers, in turns with ours, medians:
 
   rows     a grain.DataLoader with a shuffling IndexSampler over the same rows of our token index
-  text     the same over the files, which tokenizes each when it is read, and cuts or pads it to a row
+  text     the same over the files, each tokenized when it is read, and cut or padded to a row
 
 Tokens are those with weight, not the padding, whose share is the last column. Then: how long a step
 waits for its batch at the rate at which one host of a machine would train an 8 B model.
@@ -165,9 +165,8 @@ def throughput(cache: str, tokenizers: dict[str, Tokenizer]) -> None:
         }
         for kind, (tokens, share) in medians.items():
             peers = [tokens / medians[f'DataLoader over {p}'][0] for p in ('rows', 'text')]
-            print(
-                f'{name + ", " + kind:32}{tokens:14,.0f}{peers[0]:14.2f}{peers[1]:14.2f}{share:14.4f}'
-            )
+            ratios = ''.join(f'{ratio:14.2f}' for ratio in peers)
+            print(f'{name + ", " + kind:32}{tokens:14,.0f}{ratios}{share:14.4f}')
 
 
 def waiting(cache: str) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from jax.sharding import AxisType, Mesh
 
 from partitioning import BasePartitioner
-from train.data.open_task import features
-from train.data.packing import Row
+from train.data.rows.open_task import features
+from train.data.rows.packing import Row
 from train.errors import ConfigError
 from train.steps import BATCH_ARRAYS
 

@@ -10,9 +10,9 @@ import optax
 
 import partitioning
 import train.data.feed
-import train.data.sources
-import train.data.tasks
-import train.data.tokenizers
+import train.data.rows.tasks
+import train.data.text.sources
+import train.data.text.tokenizers
 import train.machine
 import train.models.transformer
 import train.optimizers

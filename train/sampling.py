@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from partitioning import BasePartitioner
-from train.data.tokenizers import Tokenizer
+from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError
 from train.models.decoding import decode
 

@@ -20,7 +20,7 @@ from train import checks
 from train.checkpoints import CheckpointConfig, Checkpoints
 from train.console import RunConsole, Throughput
 from train.data import Batch, Feed, FiniteBatches, LocalBatches, Prefetch, Task, record, yardsticks
-from train.data.open_task import features
+from train.data.rows.open_task import features
 from train.errors import check_counts
 from train.machine import asked_to_stop
 from train.metrics import MetricWriter

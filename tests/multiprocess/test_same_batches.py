@@ -16,7 +16,7 @@ import pytest
 
 from partitioning import PjitPartitioner
 from train.data import CausalLM, Feed, LocalBatches, Mixture, SpanCorruption
-from train.data.sources import Records
+from train.data.text.sources import Records
 
 BATCH, LENGTH, SEED = 16, 32, 11
 MODEL_WAYS = (1, 2, 4)  # meshes of 8 devices: 8x1, 4x2, 2x4

@@ -45,7 +45,7 @@ class TakesText(Tokenizer):
     identity = 'text'
 
     def encode(self, names, contents):
-        from train.data.tokenizers import as_texts
+        from train.data.text.tokenizers import as_texts
 
         return ByteTokenizer().encode(names, [t.encode() for t in as_texts(names, contents)])
 

@@ -11,7 +11,7 @@ from mock_devices import mesh_of_processes
 
 from partitioning.layout import data_layout
 from train.data import CausalLM, FiniteBatches, LocalBatches, Mixture, SpanCorruption
-from train.data.sources import Records
+from train.data.text.sources import Records
 
 LENGTH = 12
 TASKS = ('split', 'pack', 'spans', 'mixture')

@@ -99,6 +99,7 @@ def test_a_run_writes_its_files(finished):
     assert result.returncode == 0, result.stderr
     assert {p.name for p in model_dir.iterdir()} == {
         'config.gin',
+        'data.json',
         'model-info.txt',
         'metrics.jsonl',
         'tensorboard',

@@ -22,7 +22,7 @@ from partitioning import TrainState, unbox
 from train import schedules
 from train.config import load_config
 from train.config.load import REPOSITORY
-from train.data.sources import TextFiles
+from train.data.text.sources import TextFiles
 from train.errors import ConfigError
 from train.models.transformer import Transformer, TransformerConfig
 from train.optimizers import Optimizer
@@ -648,7 +648,7 @@ PLAIN = """
 NAMED_BY_MODULE = """
     from __gin__ import dynamic_registration
     import optax
-    import train.data.sources
+    import train.data.text.sources
     import train.models.transformer as t
     from train import optimizers
     from train import schedules
@@ -666,7 +666,7 @@ NAMED_BY_MODULE = """
     optimizers.Optimizer.learning_rate = @warm/schedules.create_learning_rate_scheduler()
     warm/schedules.create_learning_rate_scheduler.warmup_steps = 7
     optax.contrib.muon.ns_steps = 3
-    train.data.sources.TextFiles.pattern = ['a', 'b']
+    train.data.text.sources.TextFiles.pattern = ['a', 'b']
     """
 
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from train.data.packing import SplitRows, best_fit, pack
-from train.data.token_index import Stream
+from train.data.rows.packing import SplitRows, best_fit, pack
+from train.data.text.token_index import Stream
 
 pytestmark = pytest.mark.core
 

@@ -32,7 +32,7 @@ from train.data import (
     python_library,
     yardsticks,
 )
-from train.data.sources import Listing
+from train.data.text.sources import Listing
 
 pytestmark = pytest.mark.core
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train.data import ByteTokenizer, SpanCorruption
-from train.data.sources import Records
-from train.data.span_corruption import Corruption, CorruptSpans
+from train.data.rows.span_corruption import Corruption, CorruptSpans
+from train.data.text.sources import Records
 from train.errors import ConfigError
 
 pytestmark = pytest.mark.core

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from train.data import ByteTokenizer, CausalLM, Mixture, SpanCorruption
-from train.data.sources import Records
+from train.data.text.sources import Records
 from train.errors import ConfigError
 
 pytestmark = pytest.mark.core

@@ -32,9 +32,9 @@ from train.data import (
     TokenIndex,
     Tokenizer,
     open_index,
-    token_index,
 )
-from train.data.sources import Listing
+from train.data.text import token_index
+from train.data.text.sources import Listing
 from train.errors import ConfigError
 
 pytestmark = pytest.mark.core
@@ -44,8 +44,9 @@ CONTENTS = [b'one', b'', b'two three', b'\x00\xff', b'four']
 # A source that tells how often it is read, slowly. Other processes run it, and so does this one.
 SLOW = """
 import dataclasses, pathlib, sys, time
-from train.data import ByteTokenizer, Document, Source, open_index, token_index
-from train.data.sources import Listing
+from train.data import ByteTokenizer, Document, Source, open_index
+from train.data.text import token_index
+from train.data.text.sources import Listing
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slow(Source):

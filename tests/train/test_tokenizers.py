@@ -19,7 +19,7 @@ from train.data import (
     SentencePieceTokenizer,
     open_index,
 )
-from train.data.tokenizers import SEPARATORS
+from train.data.text.tokenizers import SEPARATORS
 from train.errors import ConfigError
 
 pytestmark = pytest.mark.core

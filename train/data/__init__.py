@@ -5,8 +5,9 @@ source --(tokenizer)--> token index --(task)--> rows --(layout)--> local batches
 
 from train.data.batches import Batch, FiniteBatches, LocalBatches
 from train.data.feed import Feed, Prefetch
-from train.data.open_task import EvaluationSet, OpenTask
-from train.data.sources import (
+from train.data.rows.open_task import EvaluationSet, OpenTask
+from train.data.rows.tasks import CausalLM, Mixture, SpanCorruption, Task
+from train.data.text.sources import (
     ArrayRecords,
     Document,
     JsonLines,
@@ -16,9 +17,8 @@ from train.data.sources import (
     TextFiles,
     python_library,
 )
-from train.data.tasks import CausalLM, Mixture, SpanCorruption, Task
-from train.data.token_index import TokenIndex, open_index
-from train.data.tokenizers import (
+from train.data.text.token_index import TokenIndex, open_index
+from train.data.text.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from train.data.packing import Row
+from train.data.rows.packing import Row
 from train.errors import ConfigError
 
 Batch = dict[str, jax.Array]

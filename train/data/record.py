@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from train.data.open_task import OpenTask
+from train.data.rows.open_task import OpenTask
 from train.errors import ConfigError
 
 FILE = 'data.json'

@@ -10,11 +10,11 @@ from typing import Any
 import grain
 import numpy as np
 
-from train.data.order import MOST_ROWS, mixed, shuffled
-from train.data.packing import Row
-from train.data.stream import Stream
-from train.data.token_index import TokenIndex
-from train.data.tokenizers import Tokenizer
+from train.data.rows.order import MOST_ROWS, mixed, shuffled
+from train.data.rows.packing import Row
+from train.data.text.stream import Stream
+from train.data.text.token_index import TokenIndex
+from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError, check_counts
 
 # Yardsticks of evaluation look at the beginning of a text only, so that they take a second or two.

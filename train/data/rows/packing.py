@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from train.data.stream import Stream
+from train.data.text.stream import Stream
 
 Row = dict[str, np.ndarray]
 

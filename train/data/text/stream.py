@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from train.data.tokenizers import Tokenizer
+from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError
 
 

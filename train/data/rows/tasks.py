@@ -10,13 +10,13 @@ from typing import Literal, get_args
 
 import gin
 
-from train.data.open_task import OpenTask, Part, Rows
-from train.data.packing import SplitRows, pack
-from train.data.sources import Source
-from train.data.span_corruption import Corruption, CorruptSpans, Texts
-from train.data.stream import Stream
-from train.data.token_index import Progress, open_index
-from train.data.tokenizers import ByteTokenizer, Tokenizer
+from train.data.rows.open_task import OpenTask, Part, Rows
+from train.data.rows.packing import SplitRows, pack
+from train.data.rows.span_corruption import Corruption, CorruptSpans, Texts
+from train.data.text.sources import Source
+from train.data.text.stream import Stream
+from train.data.text.token_index import Progress, open_index
+from train.data.text.tokenizers import ByteTokenizer, Tokenizer
 from train.errors import ConfigError, check_counts
 
 Packing = Literal['split', 'pack']

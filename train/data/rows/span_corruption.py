@@ -15,8 +15,8 @@ import math
 
 import numpy as np
 
-from train.data.packing import Row
-from train.data.stream import Stream
+from train.data.rows.packing import Row
+from train.data.text.stream import Stream
 
 
 @dataclasses.dataclass(frozen=True)

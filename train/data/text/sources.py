@@ -18,7 +18,7 @@ from typing import Any
 import gin
 
 from partitioning.rules import nearest
-from train.data.files import File, find_files, needed, reading
+from train.data.text.files import File, find_files, needed, reading
 from train.errors import ConfigError
 
 

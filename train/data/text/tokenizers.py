@@ -14,7 +14,7 @@ from typing import Any
 import gin
 import numpy as np
 
-from train.data.files import needed
+from train.data.text.files import needed
 from train.errors import ConfigError
 
 # What Hugging Face tokenizers call the token between two documents, the likeliest first.

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from train.data.sources import Document, Listing, Records, Source
-from train.data.stream import Stream, StreamWriter, open_stream, writing
-from train.data.tokenizers import Tokenizer
+from train.data.text.sources import Document, Listing, Records, Source
+from train.data.text.stream import Stream, StreamWriter, open_stream, writing
+from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError
 
 FORMAT = 1
