@@ -114,17 +114,23 @@ def train(
     checks.check_vocabulary(model, task.num_tokens)
     with console.tokenizing() as progress:
         opened = task.open(sequence_length, progress)
-        evaluations = {
-            name: t.open(sequence_length, progress).evaluation(eval_tokens)
-            for name, t in (eval_tasks or {'': task}).items()
-        }
+        evaluated = {'': opened}
+        if eval_tasks:
+            evaluated = {name: t.open(sequence_length, progress) for name, t in eval_tasks.items()}
     rows = opened.training(seed)
+    evaluations = {name: t.evaluation(eval_tokens) for name, t in evaluated.items()}
     checks.check_rows(rows[0], {name: e.rows[0] for name, e in evaluations.items()})
     data = record.data_record(
         opened, batch_size=batch_size, sequence_length=sequence_length, seed=seed
     )
     record.check_same_everywhere(data)
+    saved = Checkpoints(directory, checkpoints)
+    first_step = saved.latest_step() or 0
+    if first_step:
+        for change in record.check_same_as_before(directory, data):
+            console.say(f'since this run began, {change}: the rows of its steps are others')
     console.data(opened, evaluations, total_steps * batch_size / opened.rows_per_epoch)
+    beside = {name: yardsticks.of(e.text) for name, e in evaluations.items()}
     prompt = None if sample is None else prompt_tokens(sample, opened.tokenizer)
 
     layout = partitioner.get_data_layout(batch_size)
@@ -181,11 +187,6 @@ def train(
     console.say(f'compiled train and eval steps in {time.perf_counter() - started:.1f} s')
 
     # ---- state: the newest checkpoint, or parameters born on their devices
-    saved = Checkpoints(directory, checkpoints)
-    first_step = saved.latest_step() or 0
-    if first_step:
-        for change in record.check_same_as_before(directory, data):
-            console.say(f'since this run began, {change}: the rows of its steps are others')
     checks.make_writable(directory)
     if first_step:
         state = saved.restore(first_step, abstract_state)
@@ -202,20 +203,20 @@ def train(
         console.say(f'dropped {writer.num_dropped} records of metrics after step {first_step}')
 
     # ---- loop
-    def evaluated(step: int) -> dict[str, float]:
+    def evaluate_all(step: int) -> dict[str, float]:
         results: dict[str, float] = {}
         for name, held_out in evaluations.items():
             batches = FiniteBatches(held_out.rows, batch_size, layout.row_indices)
             with closing(Feed(batches, partitioner, prefetch=prefetch)) as feed:
                 scores = evaluate(eval_step, state.params, feed, held_out.num_bytes)
-            console.evaluation(step, name, scores, yardsticks.of(held_out.text))
+            console.evaluation(step, name, scores, beside[name])
             prefix = f'eval/{name}/' if name else 'eval/'
             results |= {prefix + metric: value for metric, value in scores.items()}
         return results
 
     if first_step >= total_steps:
         console.say(f'nothing left to train: total_steps is {total_steps}; a larger one goes on')
-        evaluated(first_step)
+        evaluate_all(first_step)
     # Whatever ends the loop, a save that has begun is finished.
     with (
         closing(saved),
@@ -249,7 +250,7 @@ def train(
                 console.advance(step)
             paused = time.perf_counter()
             if evaluating:
-                writer.write(step, evaluated(step))
+                writer.write(step, evaluate_all(step))
             if saving:
                 saved.save(step, state)
             if stopped:

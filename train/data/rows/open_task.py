@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -85,29 +86,28 @@ class EvaluationSet:
     text: bytes
 
 
+@dataclasses.dataclass(frozen=True)
 class OpenTask:
     """A task whose tokens are at hand.
 
     Attributes:
       tokenizer: of all its text.
       parts: one for each source.
-      training_rows: of each part, each row once.
-      rows_per_epoch: training rows until each part has been seen whole.
     """
 
-    def __init__(self, tokenizer: Tokenizer, parts: Sequence[Part]):
-        self.tokenizer = tokenizer
-        self.parts = tuple(parts)
-        self.training_rows = [part.rows(part.index.training) for part in parts]
-        self.rows_per_epoch = max(
-            math.ceil(len(rows) / part.weight)
-            for rows, part in zip(self.training_rows, parts, strict=True)
-        )
-        for rows, part in zip(self.training_rows, parts, strict=True):
-            if len(rows) > MOST_ROWS:
-                raise ConfigError(
-                    f'{part.name} makes {len(rows)} rows: {MOST_ROWS} can be shuffled'
-                )
+    tokenizer: Tokenizer
+    parts: Sequence[Part]
+
+    @functools.cached_property
+    def training_rows(self) -> list[Rows]:
+        """The training rows of each part, each row once."""
+        return [part.rows(part.index.training) for part in self.parts]
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """Training rows until every part has been seen whole."""
+        rows_and_parts = zip(self.training_rows, self.parts, strict=True)
+        return max(math.ceil(len(rows) / part.weight) for rows, part in rows_and_parts)
 
     def training(self, seed: int) -> grain.MapDataset:
         """The training rows, without an end: row i is a function of the task, `seed` and i alone.
@@ -122,13 +122,9 @@ class OpenTask:
         check_counts(least=0, seed=seed)
         if seed >= 1 << 32:
             raise ConfigError(f'seed is {seed}: grain shuffles by numbers below {1 << 32}')
-        for part in self.parts:
-            if not part.index.training.num_documents:
-                raise ConfigError(
-                    f'empty corpus: {part.name} has no document to train on, '
-                    f'{part.index.held_out.num_documents} held out; see holdout_percent'
-                )
-        self._check_features([rows.in_order() for rows in self.training_rows])
+        for part, rows in zip(self.parts, self.training_rows, strict=True):
+            _check_trainable(part, len(rows))
+        _check_features([rows.in_order() for rows in self.training_rows])
         if len(self.parts) == 1:
             return self.training_rows[0].shuffled(seed)
         seeds = np.random.SeedSequence(seed).generate_state(len(self.parts)).tolist()
@@ -158,7 +154,7 @@ class OpenTask:
             )
         datasets = [p.rows(s).in_order() for p, s in zip(self.parts, streams, strict=True)]
         datasets = [dataset for dataset in datasets if len(dataset)]
-        self._check_features(datasets)
+        _check_features(datasets)
         scored = all(part.scores_bytes for part in self.parts)
         each = YARDSTICK_TOKENS // len(streams)
         beginnings = [stream.head(each, self.tokenizer) for stream in streams]
@@ -169,29 +165,43 @@ class OpenTask:
             text=b''.join(self.tokenizer.decode(stream.tokens) for stream in beginnings),
         )
 
-    def _check_features(self, datasets: Sequence[Any]) -> None:
-        """The rows of all parts have the same arrays."""
-        expected = features(datasets[0][0])
-        for dataset in datasets[1:]:
-            found = features(dataset[0])
-            if found != expected:
-                differing = sorted(
-                    name
-                    for name in expected.keys() | found.keys()
-                    if expected.get(name) != found.get(name)
-                )
-                shapes = ', '.join(
-                    f'{name} {_described(expected.get(name))} and {_described(found.get(name))}'
-                    for name in differing
-                )
-                raise ConfigError(
-                    f'tasks of a mixture make rows of the same arrays, but they differ in {shapes}'
-                )
-
 
 def features(row: Row) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """Shape and type of each array of a row."""
     return {name: (value.shape, value.dtype) for name, value in row.items()}
+
+
+def _check_trainable(part: Part, num_rows: int) -> None:
+    if not num_rows:
+        raise ConfigError(
+            f'empty corpus: {part.name} has no document to train on, '
+            f'{part.index.held_out.num_documents} held out; see holdout_percent'
+        )
+    if num_rows > MOST_ROWS:
+        raise ConfigError(
+            f'{part.name} makes {num_rows} rows, more than the {MOST_ROWS} that grain can shuffle: '
+            'use longer rows'
+        )
+
+
+def _check_features(datasets: Sequence[Any]) -> None:
+    """The rows of all parts have the same arrays."""
+    expected = features(datasets[0][0])
+    for dataset in datasets[1:]:
+        found = features(dataset[0])
+        if found != expected:
+            differing = sorted(
+                name
+                for name in expected.keys() | found.keys()
+                if expected.get(name) != found.get(name)
+            )
+            shapes = ', '.join(
+                f'{name} {_described(expected.get(name))} and {_described(found.get(name))}'
+                for name in differing
+            )
+            raise ConfigError(
+                f'tasks of a mixture make rows of the same arrays, but they differ in {shapes}'
+            )
 
 
 def _described(feature: tuple[tuple[int, ...], np.dtype] | None) -> str:

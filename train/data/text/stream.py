@@ -7,6 +7,7 @@ Every document stands between two separators:
 
 from __future__ import annotations
 
+import array
 import contextlib
 import dataclasses
 import functools
@@ -74,8 +75,9 @@ class StreamWriter:
         self._separator = np.array([tokenizer.separator], self._dtype).tobytes()
         with writing(path.parent):
             self._file = path.with_suffix('.tokens').open('wb')
-        self._starts = [0]
-        self._sizes: list[int] = []
+        # Not lists: there may be very many documents.
+        self._starts = array.array('q', [0])
+        self._sizes = array.array('q')
 
     def add(self, place: str, tokens: np.ndarray, num_bytes: int) -> None:
         """Adds a document.
@@ -104,8 +106,8 @@ class StreamWriter:
         with writing(self._path.parent):
             self._file.write(self._separator)
             self._file.close()
-            np.save(self._path.with_suffix('.starts.npy'), np.array(self._starts, np.int64))
-            np.save(self._path.with_suffix('.sizes.npy'), np.array(self._sizes, np.int64))
+            np.save(self._path.with_suffix('.starts.npy'), np.asarray(self._starts))
+            np.save(self._path.with_suffix('.sizes.npy'), np.asarray(self._sizes))
         return {
             'dtype': self._dtype.name,
             'num_tokens': self._starts[-1] + 1,

@@ -130,7 +130,8 @@ def _write(
             for document, tokens in zip(group, encoded, strict=True):
                 part = PARTS[source.is_held_out(document.name)]
                 writers[part].add(document.place, tokens, len(document.content))
-                content.update(f'{part} {len(document.content)} '.encode() + document.content)
+                content.update(f'{part} {len(document.content)} '.encode())
+                content.update(document.content)
             done = group[-1].done
             progress(name, done, listing.size)
         if done < listing.size:
