@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -118,8 +118,8 @@ def axes_of(mesh_axes: Any) -> Axes:
     Raises:
       ValueError: a string, whose letters are no axes, or a dimension without a decision.
     """
-    partitions = mesh_axes.partitions if hasattr(mesh_axes, 'partitions') else mesh_axes
-    if isinstance(partitions, str) or not isinstance(partitions, Sequence):
+    partitions = tuple(mesh_axes) if isinstance(mesh_axes, PartitionSpec) else mesh_axes
+    if not isinstance(partitions, tuple | list):
         raise ValueError(f"{mesh_axes!r} must have an entry a dimension, such as ('data', None)")
     for axes in partitions:
         if not isinstance(axes, str | tuple | list | None):
