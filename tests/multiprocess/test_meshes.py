@@ -1,12 +1,8 @@
 """Meshes of real CPU processes: all of them see the same one, 'model' inside a process first."""
 
-import json
-import socket
-import subprocess
-import sys
-
 import numpy as np
 import pytest
+from processes import what_they_say
 
 # Eight devices in all. Each process prints its meshes, and what a sum over one of them gives.
 PROGRAM = """
@@ -45,32 +41,9 @@ print(json.dumps(said))
 """
 
 
-def what_they_say(count):
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, '-c', PROGRAM, str(port), str(count), str(index)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
-    said = []
-    for process in processes:
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err[-3000:]
-        # The collectives speak on stdout, too.
-        [line] = [line for line in out.splitlines() if line.startswith('{')]
-        said.append(json.loads(line))
-    return said
-
-
 @pytest.mark.parametrize('count', [2, 4, 8])
 def test_meshes_of_processes(count):
-    said = what_they_say(count)
+    said = what_they_say(PROGRAM, count)
     local = 8 // count
     for one in said[1:]:
         assert {k: v for k, v in one.items() if k != 'layout'} == {

@@ -1,11 +1,7 @@
 """Rows of real processes: each feeds its own, whatever the order of devices, and gets them back."""
 
-import json
-import socket
-import subprocess
-import sys
-
 import pytest
+from processes import what_they_say
 
 # Eight devices in all. Each process checks its part by itself, from the numbers of the devices, and
 # prints what it held. Errors of a process are raised there: the test shows them.
@@ -148,38 +144,10 @@ print(json.dumps(said))
 """
 
 
-def what_they_say(count):
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, '-c', PROGRAM, str(port), str(count), str(index)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
-    said, errors = [], []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=240)
-            errors.append(err[-3000:] if process.returncode else '')
-            # The collectives speak on stdout, too.
-            said += [json.loads(line) for line in out.splitlines() if line.startswith('{')]
-    finally:
-        for process in processes:  # those that wait for one that has failed
-            process.kill()
-    assert not any(errors), '\n'.join(filter(None, errors))
-    assert len(said) == count
-    return said
-
-
 @pytest.fixture(scope='module', params=[2, 4, 8])
 def said(request):
     """What the processes print, started once for all tests of their number."""
-    return what_they_say(request.param)
+    return what_they_say(PROGRAM, request.param)
 
 
 def test_every_row_has_readers_and_every_shard_one_first(said):

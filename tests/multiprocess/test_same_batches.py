@@ -3,8 +3,6 @@
 import functools
 import hashlib
 import json
-import socket
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from processes import what_they_say
 
 from partitioning import PjitPartitioner
 from train.data import CausalLM, Feed, LocalBatches, Mixture, SpanCorruption
@@ -25,7 +24,7 @@ RUNS = ((0, 6), (1, 1), (3, 2), (5, 1), (100_000, 1))
 COUNTS = (1, 2, 4, 8)
 
 # Each process is this file once more.
-PROGRAM = 'import sys; sys.path.append(sys.argv[1]); import test_same_batches as t; t.main()'
+PROGRAM = 'import sys; sys.path.append(sys.argv[4]); import test_same_batches as t; t.main()'
 
 
 def tasks(cache):
@@ -66,7 +65,7 @@ def held(batch):
 
 def main():
     """What a process does: all runs on all meshes, and prints what it held."""
-    _, _, port, count, index, cache = sys.argv
+    _, port, count, index, _, cache = sys.argv
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_num_cpu_devices', 8 // int(count))
     if int(count) > 1:
@@ -99,32 +98,8 @@ def summed(array):
 
 
 def start(count, cache):
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    folder = str(Path(__file__).parent)
-    processes = [
-        subprocess.Popen(
-            [sys.executable, '-c', PROGRAM, folder, *map(str, (port, count, index)), cache],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
-    said, errors = [], []
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=240)
-            errors.append(err[-3000:] if process.returncode else '')
-            # The collectives speak on stdout, too.
-            said += [json.loads(line)['rows'] for line in out.splitlines() if line.startswith('{')]
-    finally:
-        for process in processes:  # those that wait for one that has failed
-            process.kill()
-    assert not any(errors), '\n'.join(filter(None, errors))
-    assert len(said) == count
-    return said
+    said = what_they_say(PROGRAM, count, Path(__file__).parent, cache)
+    return [one['rows'] for one in said]
 
 
 @pytest.fixture(scope='module')
