@@ -1,0 +1,81 @@
+"""Sources and tokenizers that count how they are used, for tests of the token index."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from train.data import (
+    ByteTokenizer,
+    Document,
+    Source,
+    Tokenizer,
+    open_index,
+)
+from train.data.text.sources import Listing
+from train.errors import ConfigError
+
+CONTENTS = [b'one', b'', b'two three', b'\x00\xff', b'four']
+
+
+def quiet(*progress):
+    pass
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listed(Source):
+    """Documents with a signature, and a count of how often they are read."""
+
+    contents: list
+    signature: object = 'listed'
+    holdout_percent: float = 0
+    reads: list = dataclasses.field(default_factory=list)
+
+    def listing(self):
+        return Listing(self.signature, len(self.contents), self._documents())
+
+    def _documents(self):
+        self.reads.append(1)
+        for i, content in enumerate(self.contents):
+            if isinstance(content, BaseException):
+                raise content
+            yield Document(f'{i}', content, i + 1)
+
+
+@dataclasses.dataclass
+class Counted(Tokenizer):
+    """Two tokens a byte, of a vocabulary as large as one likes."""
+
+    num_tokens: int = 1000
+    identity: str = 'counted'
+    offset: int = 0
+    groups: list = dataclasses.field(default_factory=list)
+
+    @property
+    def separator(self):
+        return self.num_tokens - 1
+
+    def encode(self, names, contents):
+        self.groups.append([len(content) for content in contents])
+        return [
+            np.repeat(np.frombuffer(c, np.uint8), 2).astype(int) + self.offset for c in contents
+        ]
+
+    def decode(self, tokens):
+        tokens = np.asarray(tokens)
+        return tokens[tokens < 256].astype(np.uint8).tobytes()[::2]
+
+
+def listed(contents=CONTENTS, signature=None, **settings):
+    return Listed(contents=list(contents), signature=signature or {'v': 1}, **settings)
+
+
+def refusal(cache, source, tokenizer=None):
+    with pytest.raises(ConfigError) as caught:
+        open_index(source, tokenizer or ByteTokenizer(), str(cache), quiet)
+    assert '\n' not in str(caught.value)
+    return str(caught.value)
+
+
+def left_in(cache):
+    return [path.name for path in cache.iterdir() if path.suffix != '.lock']

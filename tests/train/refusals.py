@@ -1,0 +1,69 @@
+"""What a bad source is refused with."""
+
+import tempfile
+
+import pytest
+from array_record.python.array_record_module import ArrayRecordWriter
+
+from train.data import (
+    ByteTokenizer,
+    Tokenizer,
+    open_index,
+)
+from train.errors import ConfigError
+
+
+class TakesText(Tokenizer):
+    """Refuses as every tokenizer of text does, without a model."""
+
+    num_tokens = 257
+    separator = 256
+    identity = 'text'
+
+    def encode(self, names, contents):
+        from train.data.text.tokenizers import as_texts
+
+        return ByteTokenizer().encode(names, [t.encode() for t in as_texts(names, contents)])
+
+    def decode(self, tokens):
+        return ByteTokenizer().decode(tokens)
+
+
+def refusal(cache, open_source, tokenizer=None):
+    """The message; nothing but locks may be left in the cache, nor anything among temporary files.
+
+    Args:
+      open_source: makes the source, or is it.
+    """
+    temporary = cache.with_name(f'{cache.name} temporary')
+    temporary.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
+        patch.setattr(tempfile, 'tempdir', str(temporary))
+        source = open_source() if callable(open_source) else open_source
+        open_index(source, tokenizer or ByteTokenizer(), str(cache), lambda *progress: None)
+    # gin adds a second line, which the command line takes off again.
+    message = str(caught.value).split('\n  In call to configurable')[0]
+    assert len(message.splitlines()) == 1, message
+    assert len(message) < 500, message
+    if cache.is_dir():
+        assert [p.name for p in cache.iterdir() if p.suffix != '.lock'] == []
+    del caught  # and with it the frames that hold a temporary folder
+    assert list(temporary.iterdir()) == []
+    return message
+
+
+def file_refusal(tmp_path, kind, name, content, **settings):
+    """The message for a file with this content."""
+    (tmp_path / 'data').mkdir()
+    (tmp_path / 'data' / name).write_bytes(content)
+    source = kind(pattern='*', root=str(tmp_path / 'data'), holdout_percent=0, **settings)
+    message = refusal(tmp_path / 'cache', source)
+    assert name in message
+    return message
+
+
+def write_array_record(path, records):
+    writer = ArrayRecordWriter(str(path), 'group_size:1')
+    for record in records:
+        writer.write(record)
+    writer.close()

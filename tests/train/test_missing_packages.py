@@ -1,0 +1,101 @@
+"""Packages and tokenizer files that are not there: one clear line names them."""
+
+import gzip
+import importlib
+import sys
+
+import numpy as np
+import pytest
+import zstandard
+from refusals import refusal
+
+from train.data import (
+    ArrayRecords,
+    HuggingFaceTokenizer,
+    JsonLines,
+    ParquetFiles,
+    Records,
+    SentencePieceTokenizer,
+    TextFiles,
+)
+from train.errors import ConfigError
+
+pytestmark = pytest.mark.core
+
+# Random, so that a part of it cannot be told from the rest.
+TEXT = np.random.default_rng(0).integers(32, 127, 5000, np.uint8).tobytes()
+GZIP = gzip.compress(TEXT, mtime=0)
+ZSTANDARD = zstandard.ZstdCompressor(write_checksum=True).compress(TEXT)
+
+
+# Packages that are not installed.
+
+
+def without(monkeypatch, *packages):
+    load = importlib.import_module
+
+    def missing(name, *args):
+        if name.split('.')[0] in packages:
+            raise ImportError(f'No module named {name!r}')
+        return load(name, *args)
+
+    monkeypatch.setattr(importlib, 'import_module', missing)
+    for name in [n for n in sys.modules if n.split('.')[0] in packages]:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.parametrize(
+    ('kind', 'package', 'extra', 'name'),
+    [
+        (ParquetFiles, 'pyarrow', 'data', 'a.parquet'),
+        (TextFiles, 'zstandard', 'data', 'a.zst'),
+        (JsonLines, 'zstandard', 'data', 'a.jsonl.zst'),
+        (ArrayRecords, 'array_record', 'train', 'a.array_record'),
+    ],
+)
+def test_a_source_without_its_package_names_the_extra(
+    tmp_path, monkeypatch, kind, package, extra, name
+):
+    (tmp_path / name).write_bytes(ZSTANDARD)
+    without(monkeypatch, package)
+    message = refusal(tmp_path / 'cache', kind(pattern='*', root=str(tmp_path)))
+    assert package in message
+    assert f"pip install 'meshwright[{extra}]'" in message
+
+
+@pytest.mark.parametrize(
+    ('kind', 'package'),
+    [(SentencePieceTokenizer, 'sentencepiece'), (HuggingFaceTokenizer, 'tokenizers')],
+)
+def test_a_tokenizer_without_its_package_names_the_extra(tmp_path, monkeypatch, kind, package):
+    (tmp_path / 'model').write_bytes(b'{}')
+    without(monkeypatch, package)
+    source = Records(records=['a'], cache_key='a')
+    message = refusal(tmp_path / 'cache', source, kind(path=str(tmp_path / 'model')))
+    assert f'the package {package}' in message
+    assert "pip install 'meshwright[tokenizers]'" in message
+
+
+# Files of tokenizers.
+
+
+@pytest.mark.parametrize('content', [None, 'folder', b'', b'garbage', b'\xff\xfe', b'{}'], ids=repr)
+@pytest.mark.parametrize(
+    ('kind', 'say'),
+    [(SentencePieceTokenizer, 'no SentencePiece model'), (HuggingFaceTokenizer, 'no tokenizer')],
+)
+def test_a_file_that_is_no_tokenizer(tmp_path, kind, say, content):
+    path = tmp_path / 'model'
+    if content == 'folder':
+        path.mkdir()
+    elif content is not None:
+        path.write_bytes(content)
+    expected = {None: 'No such file', 'folder': 'Is a directory'}.get(content, say)
+    source = Records(records=['a'], cache_key='a')
+    messages = [refusal(tmp_path / 'cache', source, kind(path=str(path)))]
+    with pytest.raises(ConfigError) as caught:
+        print(kind(path=str(path)).num_tokens)
+    messages.append(str(caught.value))
+    for message in messages:
+        assert expected in message
+        assert message.count(str(path)) == 1, 'told twice'
