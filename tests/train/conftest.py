@@ -1,6 +1,7 @@
 """Runs of a small model on small texts, in this process."""
 
 import gin
+import jax
 import pytest
 from small_runs import SMALL
 
@@ -27,3 +28,12 @@ def run(texts):
         return train_module.train()
 
     return run
+
+
+@pytest.fixture(autouse=True, scope='package')
+def _programs_are_compiled_once(tmp_path_factory):
+    """Runs of the same small model share their compiled programs."""
+    jax.config.update('jax_compilation_cache_dir', str(tmp_path_factory.mktemp('programs')))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+    yield
+    jax.config.update('jax_compilation_cache_dir', None)
