@@ -269,6 +269,7 @@ def train(
             'metrics': writer.path,
             'TensorBoard': writer.tensorboard_dir,
             'layout of every array': directory / 'model-info.txt',
+            'data': directory / record.FILE,
             'configuration': directory / 'config.gin',
         }
     )
