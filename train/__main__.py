@@ -76,6 +76,10 @@ def explain(error: Exception) -> str | None:
     """
     if isinstance(error, TypeError) and 'No values supplied by Gin' in str(error):
         return f'a gin file gives no value: {str(error).splitlines()[0]}'
+    if isinstance(error, TypeError) and 'In call to configurable' in str(error):
+        missing = str(error).split('\n')[0].partition(' missing ')[2]
+        name = str(error).partition("In call to configurable '")[2].partition("'")[0]
+        return f'{name} is missing {missing}: give a value in a gin file' if missing else None
     if not isinstance(error, ValueError | OSError | FloatingPointError):
         return None
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)

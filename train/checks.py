@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import AxisType, Mesh
 
 from partitioning import BasePartitioner
+from train.data import OpenTask, Task
 from train.data.rows.open_task import features
 from train.data.rows.packing import Row
 from train.errors import ConfigError
@@ -59,9 +60,30 @@ def check_rows(row: Row, evaluated: Mapping[str, Row]) -> None:
     for name, other in evaluated.items():
         if features(other) != features(row):
             raise ConfigError(
-                f'rows of the evaluation {name!r} have {sorted(other)}, those of the training '
-                f'{sorted(row)}: use the same kind of task and packing'
+                f'rows of the evaluation {name!r} have {_shapes(other)}, those of the training '
+                f'{_shapes(row)}: use the same kind of task and packing'
             )
+
+
+def check_tasks(tasks: Any) -> None:
+    """Evaluations are tasks, by name."""
+    if not isinstance(tasks, Mapping) or not tasks:
+        raise ConfigError(f"train.eval_tasks is {tasks!r}: write {{'name': @Task(), ...}}, or None")
+    check_objects(**{f'eval_tasks[{name!r}]': (task, Task) for name, task in tasks.items()})
+
+
+def check_evaluated(training: OpenTask, evaluated: Mapping[str, OpenTask]) -> None:
+    """Evaluations are of the same tokens as the training."""
+    for name, task in evaluated.items():
+        if task.tokenizer.identity != training.tokenizer.identity:
+            raise ConfigError(
+                f'the evaluation {name!r} has another tokenizer than the training: '
+                f'{task.tokenizer.identity[:28]}, not {training.tokenizer.identity[:28]}'
+            )
+
+
+def _shapes(row: Row) -> str:
+    return ', '.join(f'{name} {shape}' for name, (shape, _) in sorted(features(row).items()))
 
 
 def check_finite(

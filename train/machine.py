@@ -12,10 +12,12 @@ from types import FrameType
 
 import gin
 import jax
+import numpy as np
 
 from train.errors import ConfigError
 
 DEFAULT_CPU_DEVICES = 8
+LONGEST_MESSAGE = 1000  # bytes
 
 
 def use_virtual_devices(count: int | None) -> None:
@@ -70,11 +72,41 @@ def join_processes(
 
 
 @contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+    """What one of several processes fails at, all of them hear of: none waits for one that is gone.
+
+    All processes enter it together; within it they do not wait for each other.
+
+    Raises:
+      ConfigError: as within; on the other processes, naming the first that failed.
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+    from jax.experimental import multihost_utils
+
+    message, failure = b'', None
+    try:
+        yield
+    except ConfigError as error:
+        message, failure = str(error).encode() or b'?', error
+    told = np.zeros(LONGEST_MESSAGE, np.uint8)
+    told[: len(message)] = np.frombuffer(message[:LONGEST_MESSAGE], np.uint8)
+    messages = np.asarray(multihost_utils.process_allgather(told))
+    if failure is not None:
+        raise failure
+    for process in np.flatnonzero(messages.any(axis=1)).tolist():
+        said = messages[process].tobytes().rstrip(b'\0').decode(errors='replace')
+        raise ConfigError(f'process {process} failed: {said}')
+
+
+@contextlib.contextmanager
 def asked_to_stop() -> Iterator[Callable[[], bool]]:
     """Turns Ctrl-C and SIGTERM into a question that the training loop asks after each step.
 
     So the step at hand is finished and saved; a second signal stops the run at once. Several
-    processes would have to agree on the step: there, signals do what they always do.
+    processes would have to agree on the step: there, Ctrl-C stops at once, and jax keeps SIGTERM to
+    itself.
 
     Yields:
       A function that says whether a signal has come.

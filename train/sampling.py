@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from partitioning import BasePartitioner
 from train.data.text.tokenizers import Tokenizer
-from train.errors import ConfigError
+from train.errors import ConfigError, check_counts
 from train.models.decoding import decode
 
 
@@ -32,7 +32,10 @@ class SampleConfig:
     temperature: float = 0.8
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
+        check_counts(**{'SampleConfig.length': self.length})
+        if not isinstance(self.prompt, str):
+            raise ConfigError(f'SampleConfig.prompt is {self.prompt!r}: it must be a string')
+        if not isinstance(self.temperature, int | float) or not self.temperature >= 0:
             raise ConfigError(f'SampleConfig.temperature is {self.temperature!r}: use 0 or more')
 
 

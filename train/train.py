@@ -22,7 +22,7 @@ from train.console import RunConsole, Throughput
 from train.data import Batch, Feed, FiniteBatches, LocalBatches, Prefetch, Task, record, yardsticks
 from train.data.rows.open_task import features
 from train.errors import check_counts
-from train.machine import asked_to_stop
+from train.machine import asked_to_stop, failing_together
 from train.metrics import MetricWriter
 from train.optimizers import Optimizer
 from train.sampling import SampleConfig, prompt_tokens, sample_text
@@ -77,7 +77,8 @@ def train(
     Raises:
       ConfigError, ValueError: settings that cannot be honoured, before anything is written.
       FloatingPointError: the loss is not finite; the last checkpoint stays.
-      KeyboardInterrupt: a signal asked the run to stop; the step at hand is done and saved.
+      KeyboardInterrupt: a signal asked the run to stop; the step at hand is done and, where there
+        is one process, saved.
     """
     check_counts(
         total_steps=total_steps,
@@ -101,6 +102,8 @@ def train(
         checks.check_objects(sample=(sample, SampleConfig))
     if prefetch is not None:
         checks.check_objects(prefetch=(prefetch, Prefetch))
+    if eval_tasks is not None:
+        checks.check_tasks(eval_tasks)
     directory = checks.check_writable(model_dir)
     console = RunConsole()
 
@@ -111,23 +114,25 @@ def train(
     console.mesh(mesh)
 
     # ---- input: rows at any place, of which each step reads its own
-    checks.check_vocabulary(model, task.num_tokens)
-    with console.tokenizing() as progress:
+    for one in (task, *(eval_tasks or {}).values()):
+        checks.check_vocabulary(model, one.num_tokens)
+    with console.tokenizing() as progress, failing_together():
         opened = task.open(sequence_length, progress)
         evaluated = {'': opened}
         if eval_tasks:
             evaluated = {name: t.open(sequence_length, progress) for name, t in eval_tasks.items()}
-    rows = opened.training(seed)
-    evaluations = {name: t.evaluation(eval_tokens) for name, t in evaluated.items()}
-    checks.check_rows(rows[0], {name: e.rows[0] for name, e in evaluations.items()})
+        rows = opened.training(seed)
+        evaluations = {name: t.evaluation(eval_tokens) for name, t in evaluated.items()}
+        checks.check_evaluated(opened, evaluated)
+        checks.check_rows(rows[0], {name: e.rows[0] for name, e in evaluations.items()})
     data = record.data_record(
-        opened, batch_size=batch_size, sequence_length=sequence_length, seed=seed
+        opened, evaluated, batch_size=batch_size, sequence_length=sequence_length, seed=seed
     )
-    record.check_same_everywhere(data)
+    record.check_same_everywhere(data | {'eval_tokens': eval_tokens})
     saved = Checkpoints(directory, checkpoints)
     first_step = saved.latest_step() or 0
     if first_step:
-        for change in record.check_same_as_before(directory, data):
+        for change in record.check_same_as_before(directory, data, first_step):
             console.say(f'since this run began, {change}: the rows of its steps are others')
     console.data(opened, evaluations, total_steps * batch_size / opened.rows_per_epoch)
     beside = {name: yardsticks.of(e.text) for name, e in evaluations.items()}

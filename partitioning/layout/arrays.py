@@ -48,6 +48,7 @@ def local_to_global(
             batch_size = shape[0] // len(mine) * ways
         check_spec(spec, mesh, name, shape)
         _check_columns(name, shape, axes, mesh)
+        _check_kept(name, leaf)
     sharding = NamedSharding(mesh, spec)
     return jax.tree.map(lambda leaf: _global_array(leaf, sharding, mine, ways), local_batch)
 
@@ -123,6 +124,17 @@ def _check_columns(name: str, shape: tuple[int, ...], axes: Axes, mesh: Mesh) ->
                 f'{name} {shape}: dimension {dim} does not divide by {ways}, the size of mesh axes '
                 f'{dim_axes}'
             )
+
+
+def _check_kept(name: str, leaf: Any) -> None:
+    """jax makes 32 bits of 64 where these are not enabled: whole numbers must fit."""
+    array = np.asarray(leaf)
+    kept = jax.dtypes.canonicalize_dtype(array.dtype) if array.dtype.kind in 'iu' else array.dtype
+    if kept != array.dtype and array.size and (array.astype(kept) != array).any():
+        raise ValueError(
+            f'{name} {array.dtype} {array.shape} has numbers beyond {kept}, which jax would cut: '
+            "use smaller ones, or jax.config.update('jax_enable_x64', True)"
+        )
 
 
 def _global_array(

@@ -73,10 +73,14 @@ class Held:
 
     def check_holds(self, process: Any, mesh: Mesh) -> None:
         """The process has devices in the mesh, and so parts of the array."""
-        if process not in self.parts:
+        if isinstance(process, bool | float) or process not in self.parts:
+            known = sorted(self.parts)
+            which = f'processes {known}'
+            if len(known) > 16:
+                which = f'{len(known)} processes, {known[0]} to {known[-1]}'
             raise ValueError(
                 f'process {process!r} holds no device of the mesh {describe_axes(mesh.shape)}; it '
-                f'has processes {sorted(self.parts)}'
+                f'has {which}'
             )
 
 

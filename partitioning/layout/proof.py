@@ -44,10 +44,12 @@ class LayoutProof:
             return str(least) if least == most else f'{least} to {most}'
 
         shards = 'shard' if self.num_shards == 1 else 'shards'
+        several = f'{self.num_processes} processes read'
+        processes = '1 process reads' if self.num_processes == 1 else several
         return (
             f'{self.batch_size} rows in {self.num_shards} {shards}'
             f'{"" if self.is_even else " that share rows or differ in size"}: '
-            f'{self.num_processes} processes read {span(self.rows_per_process)} rows each, '
+            f'{processes} {span(self.rows_per_process)} rows each, '
             f'{self.num_strided} of them strided; a row is read by '
             f'{span(self.readers_per_row)} of them'
         )

@@ -270,3 +270,12 @@ def test_a_column_that_does_not_divide_names_its_array():
 def test_what_has_no_rows_on_devices(array):
     with pytest.raises(ValueError, match='loss'):
         global_to_local({'loss': array})
+
+
+def test_whole_numbers_that_32_bits_cannot_hold_are_refused():
+    """jax makes 32 bits of 64 without a word."""
+    small = local_to_global(np.arange(8, dtype=np.int64), MESH, P('data'))
+    assert small.dtype == np.int32
+    large = {'ids': np.full(8, 2**40 + 7)}
+    with pytest.raises(ValueError, match=r'ids int64 \(8,\) has numbers beyond int32'):
+        local_to_global(large, MESH, P('data'))

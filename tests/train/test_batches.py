@@ -213,3 +213,37 @@ def test_evaluation_batches_weigh_every_target_once(tmp_path, packing, batch_siz
     assert sorted(targets) == sorted(expected)
     if packing == 'split':
         assert targets == expected
+
+
+def test_numbers_of_numpy_are_numbers():
+    """Far out, too, where 64 bits are not enough for what is made of them."""
+    source = Records(records=['abc ' * 50, 'xyz ' * 50], holdout_percent=0)
+    tasks = [CausalLM(source=source), CausalLM(source=source)]
+    rows = Mixture(tasks=tasks, weights=[2, 1]).open(8).training(0)
+    step = 2**40
+    expected = LocalBatches(rows, 8, range(8))[step]
+    found = LocalBatches(rows, 8, np.arange(8))[np.int64(step)]
+    np.testing.assert_equal(found, expected)
+
+
+@pytest.mark.parametrize('row_indices', [[], [0, 8], [-1, 0]])
+def test_rows_that_a_batch_does_not_have(row_indices):
+    rows = [{'x': np.zeros(2)}] * 9
+    for kind in (LocalBatches, FiniteBatches):
+        with pytest.raises(ValueError, match='row_indices must be of 0 to 7'):
+            kind(rows, 8, row_indices)
+
+
+@pytest.mark.parametrize('batch_size', [0, -8, 16.0, True])
+def test_batch_sizes_that_are_no_counts(batch_size):
+    for kind in (LocalBatches, FiniteBatches):
+        with pytest.raises(ValueError, match='batch_size is'):
+            kind([{'x': np.zeros(2)}], batch_size, [0])
+
+
+def test_there_is_no_batch_behind_the_last():
+    batches = FiniteBatches([{'x': np.zeros(2)}] * 9, 8, range(8))
+    assert len(list(batches)) == 2
+    for step in (-1, 2):
+        with pytest.raises(IndexError):
+            batches[step]

@@ -45,7 +45,7 @@ class Corpus:
         return kind(source=source or self.source(), cache_dir=self.cache, **settings)
 
     def record(self, task=None):
-        return data_record((task or self.task()).open(length=16), **SETTINGS)
+        return data_record((task or self.task()).open(length=16), {}, **SETTINGS)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def run(tmp_path):
 def refusal(run, record):
     before = (run / FILE).read_bytes()
     with pytest.raises(ConfigError) as caught:
-        check_same_as_before(run, record)
+        check_same_as_before(run, step=10, record=record)
     message = str(caught.value)
     assert '\n' not in message
     assert str(run / FILE) in message, 'what to delete to go on'
@@ -72,9 +72,9 @@ def refusal(run, record):
 
 
 def test_the_same_data_passes(corpus, run):
-    assert check_same_as_before(run, corpus.record()) == [], 'a new run'
+    assert check_same_as_before(run, step=10, record=corpus.record()) == [], 'a new run'
     write_record(run, corpus.record())
-    assert check_same_as_before(run, corpus.record()) == []
+    assert check_same_as_before(run, step=10, record=corpus.record()) == []
 
 
 def test_the_record_counts_the_documents_and_bytes(corpus):
@@ -103,7 +103,7 @@ def several(corpus):
 def test_the_same_documents_found_another_way_are_the_same_data(corpus, run, change):
     # A corpus is often mounted elsewhere when a run goes on, on other machines.
     write_record(run, corpus.record())
-    assert check_same_as_before(run, corpus.record(change(corpus))) == []
+    assert check_same_as_before(run, step=10, record=corpus.record(change(corpus))) == []
 
 
 def remove(corpus):
@@ -167,7 +167,9 @@ def test_mixtures_of_other_weights_order_or_parts_are_refused(corpus, run):
         return corpus.record(Mixture(tasks=tasks, weights=weights))
 
     write_record(run, mixture([one, two], [1, 3]))
-    assert check_same_as_before(run, mixture([one, two], [2, 6])) == [], 'the same shares'
+    assert check_same_as_before(run, step=10, record=mixture([one, two], [2, 6])) == [], (
+        'the same shares'
+    )
     message = refusal(run, mixture([one, two], [1, 2]))
     assert 'weight 0.25' in message
     assert 'weight 0.333' in message
@@ -191,7 +193,9 @@ def test_rows_made_otherwise_of_the_same_documents_are_told(corpus, run, kind, s
     if kind is CausalLM:
         write_record(run, corpus.record())
     try:
-        told = check_same_as_before(run, corpus.record(corpus.task(kind=kind, **settings)))
+        told = check_same_as_before(
+            run, step=10, record=corpus.record(corpus.task(kind=kind, **settings))
+        )
     except ConfigError as error:
         told = [str(error)]
     assert told, 'nothing is said'
@@ -201,7 +205,7 @@ def test_rows_made_otherwise_of_the_same_documents_are_told(corpus, run, kind, s
 def test_changed_settings_are_told_and_go_on(corpus, run, name):
     write_record(run, corpus.record())
     changed = corpus.record() | {'settings': SETTINGS | {name: 99}}
-    (told,) = check_same_as_before(run, changed)
+    (told,) = check_same_as_before(run, step=10, record=changed)
     assert name in told
     assert f'{SETTINGS[name]}' in told
     assert '99' in told
@@ -211,8 +215,13 @@ def test_a_setting_that_comes_or_goes_is_no_change(corpus, run):
     # Another version of the program may note more, or less.
     write_record(run, corpus.record())
     fewer = {name: value for name, value in SETTINGS.items() if name != 'seed'}
-    assert check_same_as_before(run, corpus.record() | {'settings': fewer}) == []
-    assert check_same_as_before(run, corpus.record() | {'settings': SETTINGS | {'new': 1}}) == []
+    assert check_same_as_before(run, step=10, record=corpus.record() | {'settings': fewer}) == []
+    assert (
+        check_same_as_before(
+            run, step=10, record=corpus.record() | {'settings': SETTINGS | {'new': 1}}
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,7 +270,7 @@ def test_sources_of_every_kind_have_a_record(corpus, run, tmp_path):
         weights=[1, 1],
     )
     write_record(run, corpus.record(mixture))
-    assert check_same_as_before(run, corpus.record(mixture)) == []
+    assert check_same_as_before(run, step=10, record=corpus.record(mixture)) == []
     first, second = corpus.record(mixture)['parts']
     assert 'a.jsonl' in first['source']
     assert second['source'] == 'Records'

@@ -121,6 +121,11 @@ def test_a_run_with_other_rows_says_so(run, tmp_path, capsys):
             ],
             "rows of the evaluation 'packed' have .*decoder_segment_ids",
         ),
+        (['train.eval_tasks=@CausalLM()'], 'eval_tasks is .*write '),
+        (["train.eval_tasks={'a': @CausalLM}"], r"eval_tasks\['a'\] is the class CausalLM"),
+        (['CausalLM.cache_dir=5'], 'cache_dir is 5'),
+        (['TextFiles.root=5'], 'root is 5: write a path'),
+        (['TextFiles.pattern=[]'], 'pattern is empty'),
         (
             [
                 'CausalLM.tokenizer=@SentencePieceTokenizer()',
@@ -135,4 +140,16 @@ def test_a_run_with_other_rows_says_so(run, tmp_path, capsys):
 def test_settings_of_the_input_that_cannot_be_honoured(run, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         run(tmp_path / 'model', *changes)
+    assert not (tmp_path / 'model').exists()
+
+
+def test_an_evaluation_of_other_tokens(run, tmp_path, sentencepiece_model):
+    with pytest.raises(ConfigError, match="the evaluation 'own' has another tokenizer"):
+        run(
+            tmp_path / 'model',
+            "train.eval_tasks={'own': @own/CausalLM()}",
+            'own/CausalLM.source=@TextFiles()',
+            'own/CausalLM.tokenizer=@SentencePieceTokenizer()',
+            f"SentencePieceTokenizer.path='{sentencepiece_model}'",
+        )
     assert not (tmp_path / 'model').exists()

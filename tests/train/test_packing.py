@@ -271,3 +271,12 @@ def test_split_rows_follow_the_stream(documents, length):
     assert joined['target_tokens'][:count].tolist() == stream.tokens[1:].tolist()
     assert joined['loss_weights'].tolist() == [1] * count + [0] * (len(rows) * length - count)
     assert set(joined['target_tokens'][count:].tolist()) <= {SEPARATOR}
+
+
+def test_there_is_no_row_behind_the_last_and_none_before_the_first():
+    stream = stream_of([[1, 2, 3], [4]])
+    for rows in (SplitRows(stream, 4, SEPARATOR), pack(stream, 4, SEPARATOR)):
+        assert len(list(rows)) == len(rows), 'iterating ends'
+        for index in (-1, len(rows)):
+            with pytest.raises(IndexError, match=f'row {index} of {len(rows)}'):
+                rows[index]

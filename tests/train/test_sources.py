@@ -250,6 +250,18 @@ def test_the_share_held_out_is_about_the_percentage(percent):
     assert abs(held_out - expected) <= 5 * deviation
 
 
+def test_the_current_folder_decides_nothing_about_absolute_patterns(tmp_path, monkeypatch):
+    write(tmp_path / 'texts', {f'{i}.txt': b'%d' % i for i in range(40)})
+    hashes = set()
+    for folder in ('texts', 'elsewhere', 'elsewhere/below'):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / folder)
+        source = TextFiles(pattern=str(tmp_path / 'texts/*.txt'), holdout_percent=30)
+        hashes.add(index_of(source, tmp_path / 'cache').content_hash)
+    assert len(hashes) == 1
+    assert len([p for p in (tmp_path / 'cache').iterdir() if p.is_dir()]) == 1, 'and one index'
+
+
 # The same documents through every front end.
 
 

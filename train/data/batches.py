@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from train.data.rows.packing import Row
-from train.errors import ConfigError
+from train.data.rows.packing import Row, check_within
+from train.errors import ConfigError, check_counts
 
 Batch = dict[str, jax.Array]
 
@@ -29,13 +29,14 @@ class LocalBatches:
         """
         self._rows = rows
         self.batch_size = batch_size
-        self._row_indices = row_indices
+        self._row_indices = _checked(row_indices, batch_size)
 
     def __len__(self) -> int:
         return np.iinfo(np.int64).max // self.batch_size
 
     def __getitem__(self, step: int) -> Row:
-        first = step * self.batch_size
+        check_within(step, self)
+        first = int(step) * self.batch_size
         return stack([self._rows[first + r] for r in self._row_indices])
 
 
@@ -45,7 +46,7 @@ class FiniteBatches:
     def __init__(self, rows: Sequence[Row], batch_size: int, row_indices: Sequence[int]):
         self._rows = rows
         self.batch_size = batch_size
-        self._row_indices = row_indices
+        self._row_indices = _checked(row_indices, batch_size)
         if not len(rows):
             raise ConfigError('there are no rows to make batches of')
         self._filler = {name: np.zeros_like(value) for name, value in rows[0].items()}
@@ -54,8 +55,21 @@ class FiniteBatches:
         return math.ceil(len(self._rows) / self.batch_size)
 
     def __getitem__(self, step: int) -> Row:
+        check_within(step, self)
         indices = [step * self.batch_size + r for r in self._row_indices]
         return stack([self._rows[i] if i < len(self._rows) else self._filler for i in indices])
+
+
+def _checked(row_indices: Sequence[int], batch_size: int) -> tuple[int, ...]:
+    """Rows of a batch, as a DataLayout has them."""
+    check_counts(batch_size=batch_size)
+    rows = tuple(map(int, row_indices))
+    if not rows or not 0 <= min(rows) <= max(rows) < batch_size:
+        raise ConfigError(
+            f'row_indices must be of 0 to {batch_size - 1}, the rows of a batch of {batch_size}: '
+            'they are those of partitioner.get_data_layout(batch_size)'
+        )
+    return rows
 
 
 def stack(rows: Sequence[Row]) -> Row:

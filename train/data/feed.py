@@ -88,10 +88,10 @@ class Feed:
         return self
 
     def __next__(self) -> Batch:
-        if self._error is not None:  # what comes behind it would be another step's batch
-            raise self._error
         if not self._iterators:
             raise StopIteration
+        if self._error is not None:  # what comes behind it would be another step's batch
+            raise self._error
         asked = time.perf_counter()
         try:
             return next(self._iterators[0])

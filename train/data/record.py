@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,26 @@ from train.errors import ConfigError
 FILE = 'data.json'
 
 
-def data_record(task: OpenTask, **settings: int) -> dict[str, Any]:
-    """What decides the rows of every step.
+def data_record(
+    task: OpenTask, evaluations: Mapping[str, OpenTask], **settings: int | None
+) -> dict[str, Any]:
+    """What decides the rows of every step, and those that are evaluated.
 
     Args:
       task: the training data.
+      evaluations: the tasks whose held-out parts are evaluated, by name.
       settings: the numbers that decide, with the data, which rows a step has.
     """
-    parts = [
+    return {
+        'tokenizer': task.tokenizer.identity,
+        'parts': _parts(task),
+        'evaluations': {name: _parts(evaluated) for name, evaluated in evaluations.items()},
+        'settings': settings,
+    }
+
+
+def _parts(task: OpenTask) -> list[dict[str, Any]]:
+    return [
         {
             'source': part.name,
             'documents': part.index.training.num_documents,
@@ -36,7 +49,6 @@ def data_record(task: OpenTask, **settings: int) -> dict[str, Any]:
         }
         for part in task.parts
     ]
-    return {'tokenizer': task.tokenizer.identity, 'parts': parts, 'settings': settings}
 
 
 def check_same_everywhere(record: dict[str, Any]) -> None:
@@ -54,13 +66,19 @@ def check_same_everywhere(record: dict[str, Any]) -> None:
     differing = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
     if differing:
         raise ConfigError(
-            f'processes {differing} read other data than process 0: the same files must be on all '
-            f'hosts; process {jax.process_index()} has {_summary(record)}'
+            f'processes {differing} read other data, to train on or to evaluate, than process 0: '
+            'the same files must be on all hosts, and the same settings; process '
+            f'{jax.process_index()} has {_summary(record)}'
         )
 
 
-def check_same_as_before(directory: Path, record: dict[str, Any]) -> list[str]:
+def check_same_as_before(directory: Path, record: dict[str, Any], step: int) -> list[str]:
     """The data of a run that goes on is what it was when the run began.
+
+    Args:
+      directory: of the run.
+      record: its data now.
+      step: the one it goes on from.
 
     Returns:
       The settings that have changed, in words: rows of later steps are others than they would have
@@ -84,11 +102,16 @@ def check_same_as_before(directory: Path, record: dict[str, Any]) -> list[str]:
             f'the data it was trained on, or another MODEL_DIR; without {path} it goes on with the '
             'new data'
         )
-    return [
-        f'{name} was {settings[name]}, and is {value}'
-        for name, value in record['settings'].items()
-        if name in settings and settings[name] != value
-    ]
+    changes = []
+    for name, value in record['settings'].items():
+        if name in settings and settings[name] != value:
+            rows = ''
+            if name == 'batch_size':
+                rows = (
+                    f' (it goes on with row {step * value}, after row {step * settings[name] - 1})'
+                )
+            changes.append(f'{name} was {settings[name]}, and is {value}{rows}')
+    return changes
 
 
 def write_record(directory: Path, record: dict[str, Any]) -> None:

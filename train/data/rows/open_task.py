@@ -146,7 +146,7 @@ class OpenTask:
             check_counts(max_targets=max_targets)
             each = max(1, max_targets // len(streams))
             streams = [stream.head(each, self.tokenizer) for stream in streams]
-        if not sum(stream.num_bytes for stream in streams):
+        if not sum(stream.num_documents for stream in streams):
             documents = sum(part.index.training.num_documents for part in self.parts)
             raise ConfigError(
                 f'empty corpus: of {", ".join(part.name for part in self.parts)} nothing is held '

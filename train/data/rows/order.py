@@ -53,7 +53,7 @@ class _Permuted:
         return NO_END
 
     def __getitem__(self, index: int) -> Any:
-        epoch, place = divmod(index, len(self.rows))
+        epoch, place = divmod(int(index), len(self.rows))
         return self.rows[_permutation(self.seed, epoch, len(self.rows))[place]]
 
 
@@ -74,7 +74,8 @@ class _Mixed:
         return NO_END
 
     def __getitem__(self, index: int) -> Any:
-        # In whole numbers: floating point would lose or repeat rows far out.
+        # In Python's whole numbers: others would lose or repeat rows far out.
+        index = int(index)
         before = index * self.units // WEIGHT_UNITS
         if (index + 1) * self.units // WEIGHT_UNITS > before:
             return self.first[before]

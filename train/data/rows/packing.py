@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sized
 
 import numpy as np
 
@@ -28,7 +29,8 @@ class SplitRows:
         return math.ceil(self.stream.num_targets / self.length)
 
     def __getitem__(self, index: int) -> Row:
-        start = index * self.length
+        check_within(index, self)
+        start = int(index) * self.length
         row = self.stream.tokens[start : start + self.length + 1].astype(np.int32)
         weights = np.zeros(self.length, np.float32)
         weights[: len(row) - 1] = 1
@@ -68,6 +70,7 @@ class PackedRows:
         return len(self.first_pieces) - 1
 
     def __getitem__(self, index: int) -> Row:
+        check_within(index, self)
         inputs, targets = np.full((2, self.length), self.separator, np.int32)
         segments, positions = np.zeros((2, self.length), np.int32)
         place = 0
@@ -86,6 +89,12 @@ class PackedRows:
             'decoder_segment_ids': segments,
             'decoder_positions': positions,
         }
+
+
+def check_within(index: int, rows: Sized) -> None:
+    """Behind the last row there is none."""
+    if not 0 <= index < len(rows):
+        raise IndexError(f'row {index} of {len(rows)}')
 
 
 def pack(stream: Stream, length: int, separator: int) -> PackedRows:

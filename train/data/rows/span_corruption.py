@@ -1,8 +1,11 @@
 """T5's span corruption: spans of a text are cut out for the decoder to write.
 
     text      the  quick brown fox jumps over the lazy dog
-    encoder   the  <0>         fox jumps <1>  the lazy dog  end
-    decoder   <0>  quick brown <1> over  end
+    encoder   the  <0>         fox jumps over the <1>       end
+    decoder   <0>  quick brown                    <1>  lazy dog  end
+
+A text begins with what stays and ends with what is cut out. Texts run over the ends of documents:
+the separators between them are tokens like others.
 
 Source of the numbers: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified
 Text-to-Text Transformer" (2020), section 3.1.4 and appendix: 15 % in spans of 3 tokens.
@@ -15,7 +18,7 @@ import math
 
 import numpy as np
 
-from train.data.rows.packing import Row
+from train.data.rows.packing import Row, check_within
 from train.data.text.stream import Stream
 
 
@@ -76,8 +79,9 @@ class Texts:
         return math.ceil(self.stream.num_targets / self.length)
 
     def __getitem__(self, index: int) -> np.ndarray:
+        check_within(index, self)
         # The separator before the first document is nobody's end.
-        start = 1 + index * self.length
+        start = 1 + int(index) * self.length
         return self.stream.tokens[start : start + self.length].astype(np.int32)
 
 

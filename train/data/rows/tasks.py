@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
@@ -77,6 +78,8 @@ class SourceTask(Task):
                     f'{type(self).__name__}.{name} is {getattr(self, name)!r}, no {kind.__name__}; '
                     'in a gin file write @Name(), with the brackets'
                 )
+        if not isinstance(self.cache_dir, str | os.PathLike | None):
+            raise ConfigError(f'cache_dir is {self.cache_dir!r}: it must be the path of a folder')
 
     def open(self, length: int, progress: Progress = tell_nobody) -> OpenTask:
         check_counts(length=length)
@@ -201,8 +204,8 @@ class Mixture(Task):
         listed = isinstance(tasks, Sequence) and isinstance(weights, Sequence)
         if not listed or not tasks or not all(isinstance(task, Task) for task in tasks):
             raise ConfigError(
-                f'Mixture.tasks is {tasks!r} and Mixture.weights {weights!r}: give a list of each; '
-                'in a gin file write [@one/CausalLM(), @two/CausalLM()]'
+                f'Mixture.tasks is {str(tasks)[:60]} and Mixture.weights {weights!r}: give a list '
+                'of each; in a gin file write [@one/CausalLM(), @two/CausalLM()]'
             )
         numbers = all(isinstance(w, int | float) and 0 < w < math.inf for w in weights)
         if len(tasks) != len(weights) or not numbers or min(weights) < sum(weights) / MOST_UNLIKE:

@@ -22,7 +22,7 @@ class File:
     """A file of a corpus.
 
     Attributes:
-      name: its path below the root of the corpus, with slashes.
+      name: its path below the root of the corpus, with slashes; whole where it is elsewhere.
       path: where it is.
       size: in bytes, as it lies there.
       modified: time of the last change, in nanoseconds.
@@ -48,17 +48,22 @@ def find_files(
       ConfigError: a pattern that matches no file, or a link to none.
     """
     patterns, exclude = _listed('pattern', pattern), _listed('exclude', exclude)
-    folder = Path(os.path.expanduser(root or '.'))
+    if not patterns:
+        raise ConfigError('pattern is empty: write a path, or a list of them')
+    [below] = _listed('root', root)
+    folder = Path(os.path.expanduser(below or '.'))
     found: dict[str, File] = {}
     for one in patterns:
         matches = [
             file
             for match in glob.glob(os.path.expanduser(one), root_dir=folder, recursive=True)
-            if (file := _file(folder, match, exclude)) is not None
+            if (file := _file(folder, match, exclude, named_below=bool(below))) is not None
         ]
         if not matches:
             without = f' without {exclude}' if exclude else ''
             missing = '' if folder.is_dir() else ', which is no folder'
+            if (folder / os.path.expanduser(one)).is_dir():
+                missing = f', only a folder: write {one.rstrip("/")}/**/*.txt or the like'
             raise ConfigError(
                 f'empty corpus: no file matches {one!r} in {folder.resolve()}{missing}{without}'
             )
@@ -66,13 +71,15 @@ def find_files(
     return tuple(found[name] for name in sorted(found))
 
 
-def _file(folder: Path, match: str, exclude: Sequence[str]) -> File | None:
+def _file(folder: Path, match: str, exclude: Sequence[str], named_below: bool) -> File | None:
     """The file that a glob has found; None if it is a folder, or left out."""
-    relative = os.path.relpath(match, folder) if os.path.isabs(match) else os.path.normpath(match)
+    path, relative = folder / match, os.path.normpath(match)
+    if os.path.isabs(match) and named_below:
+        below = os.path.relpath(match, folder)
+        relative = relative if below.startswith(os.pardir) else below
     name = relative.replace(os.sep, '/')
     if any(part in f'/{name}' for part in exclude):
         return None
-    path = folder / name
     try:
         status = path.stat()
     except OSError as error:

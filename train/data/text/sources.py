@@ -12,7 +12,6 @@ import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import gin
@@ -95,6 +94,9 @@ class Source(abc.ABC):
 class FileSource(Source):
     """Documents in files.
 
+    A subclass of your own says what the `contents` of a file are. Its fields are part of what names
+    the token index: when `contents` is changed, change one, such as a `version`.
+
     Attributes:
       pattern: a glob, or several; `**` crosses folders.
       exclude: parts of paths that leave a file out, such as '/test/'.
@@ -116,8 +118,7 @@ class FileSource(Source):
             'source': f'{type(self).__module__}.{type(self).__qualname__}',
             **settings,
             'holdout_percent': float(self.holdout_percent),
-            'root': str(Path(os.path.expanduser(self.root)).resolve()),
-            'files': [[f.name, f.size, f.modified] for f in files],
+            'files': [[f.name, os.path.abspath(f.path), f.size, f.modified] for f in files],
         }
         return Listing(signature, sum(f.size for f in files), self._documents(files))
 
@@ -296,6 +297,8 @@ def text_of_json(line: bytes, field: str, where: str) -> bytes:
         record = json.loads(line)
     except UnicodeDecodeError as error:
         raise ConfigError(f'{where} is not UTF-8: {error.reason} at byte {error.start}') from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f'{where} is not JSON: {error.msg} at column {error.colno}') from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f'{where} is not JSON: {error}') from error
     if not isinstance(record, dict):

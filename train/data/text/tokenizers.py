@@ -206,5 +206,7 @@ def as_texts(places: Sequence[str], contents: Sequence[bytes]) -> list[str]:
 def _read(path: str) -> bytes:
     try:
         return Path(os.path.expanduser(path)).read_bytes()
+    except TypeError as error:
+        raise ConfigError(f'tokenizer {path!r} is not the path of a file') from error
     except OSError as error:
         raise ConfigError(f'tokenizer {path} cannot be read: {error.strerror}') from error
