@@ -11,6 +11,7 @@ import optax
 import partitioning
 import train.data.feed
 import train.data.rows.tasks
+import train.data.text.record_files
 import train.data.text.sources
 import train.data.text.tokenizers
 import train.machine

@@ -7,11 +7,10 @@ from train.data.batches import Batch, FiniteBatches, LocalBatches
 from train.data.feed import Feed, Prefetch
 from train.data.rows.open_task import EvaluationSet, OpenTask
 from train.data.rows.tasks import CausalLM, Mixture, SpanCorruption, Task
+from train.data.text.record_files import ArrayRecords, ParquetFiles
 from train.data.text.sources import (
-    ArrayRecords,
     Document,
     JsonLines,
-    ParquetFiles,
     Records,
     Source,
     TextFiles,

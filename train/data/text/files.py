@@ -76,7 +76,7 @@ def _file(folder: Path, match: str, exclude: Sequence[str], named_below: bool) -
     path, relative = folder / match, os.path.normpath(match)
     if os.path.isabs(match) and named_below:
         below = os.path.relpath(match, folder)
-        relative = relative if below.startswith(os.pardir) else below
+        relative = relative if below.split(os.sep)[0] == os.pardir else below
     name = relative.replace(os.sep, '/')
     if any(part in f'/{name}' for part in exclude):
         return None
@@ -110,7 +110,7 @@ def reading(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     try:
         with file.path.open('rb') as raw, _decompressed(file, raw) as stream:
             if not file.size and stream is not raw:
-                raise ConfigError(f'{file.path} is empty: not even a compressed nothing')
+                raise ConfigError(f'{file.path} is empty, which no compressed file is')
             yield stream, raw
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f'{file.path} is no whole gzip file: {error}') from error

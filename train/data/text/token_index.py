@@ -75,7 +75,11 @@ def open_index(
     if listing.signature is None:
         temporary = tempfile.TemporaryDirectory(prefix='meshwright-tokens-')
         directory = Path(temporary.name) / 'index'
-        _build(source, listing, tokenizer, directory, {}, progress)
+        try:
+            _build(source, listing, tokenizer, directory, {}, progress)
+        except BaseException:
+            temporary.cleanup()
+            raise
         return _open(directory, {}, keep=temporary)
     described = {'format': FORMAT, 'tokenizer': tokenizer.identity, 'source': listing.signature}
     settings = json.loads(json.dumps(described, default=str))  # as it comes back from the file

@@ -1,0 +1,94 @@
+"""Files of records: Parquet and ArrayRecord."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import gin
+
+from train.data.text.files import File, needed
+from train.data.text.sources import FileSource, as_content, missing, text_of_json
+from train.errors import ConfigError
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParquetFiles(FileSource):
+    """Parquet files, each row a document. They need the package pyarrow.
+
+    Attributes:
+      column: the one that holds the text, as strings or bytes.
+    """
+
+    column: str = 'text'
+
+    def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
+        arrow = needed('pyarrow', 'data', f'ParquetFiles ({file.path})')
+        parquet = needed('pyarrow.parquet', 'data', f'ParquetFiles ({file.path})')
+        number = 0
+        try:
+            with parquet.ParquetFile(file.path) as table:
+                if self.column not in table.schema_arrow.names:
+                    raise ConfigError(
+                        missing(str(file.path), self.column, table.schema_arrow.names)
+                    )
+                rows = table.metadata.num_rows
+                for batch in table.iter_batches(batch_size=1024, columns=[self.column]):
+                    for value in _as_bytes(arrow, batch.column(0)).to_pylist():
+                        where = f'{file.path}: row {number}: {self.column!r}'
+                        content = as_content(value, where)
+                        yield number, content, file.size * (number + 1) // rows
+                        number += 1
+        except (arrow.ArrowException, OSError) as error:
+            raise ConfigError(
+                f'{file.path} cannot be read as Parquet after {number} rows: {_first_line(error)}'
+            ) from error
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayRecords(FileSource):
+    """ArrayRecord files, each record a document.
+
+    Attributes:
+      field: records are JSON objects, and this is the field with the text; None: records are text.
+    """
+
+    field: str | None = None
+
+    def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
+        module = needed('array_record.python.array_record_module', 'train', 'ArrayRecords')
+        number = 0
+        try:
+            reader = module.ArrayRecordReader(str(file.path))
+            count = reader.num_records()
+            for first in range(0, count, 1024):
+                for record in reader.read(first, min(first + 1024, count)):
+                    where = f'{file.path}: record {number}'
+                    text = record if self.field is None else text_of_json(record, self.field, where)
+                    yield number, text, file.size * (number + 1) // count
+                    number += 1
+            reader.close()
+        except ConfigError:
+            raise
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise ConfigError(
+                f'{file.path} cannot be read as ArrayRecord after {number} records: '
+                f'{_first_line(error)}'
+            ) from error
+
+
+def _as_bytes(arrow: Any, column: Any) -> Any:
+    """A column of text as bytes, which nobody decodes on the way."""
+    kinds = arrow.types
+    if kinds.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if kinds.is_string(column.type) or kinds.is_large_string(column.type):
+        return column.cast(arrow.large_binary())
+    return column
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
