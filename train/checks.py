@@ -69,7 +69,8 @@ def check_tasks(tasks: Any) -> None:
     """Evaluations are tasks, by name."""
     if not isinstance(tasks, Mapping) or not tasks:
         raise ConfigError(
-            f"train.eval_tasks is a {type(tasks).__name__}: write {{'name': @CausalLM(), ...}}, or None"
+            f'train.eval_tasks is a {type(tasks).__name__}: write '
+            "{'name': @CausalLM(), ...}, or None"
         )
     check_objects(**{f'eval_tasks[{name!r}]': (task, Task) for name, task in tasks.items()})
 
