@@ -3,8 +3,9 @@
 from processes import what_they_say
 
 PROGRAM = """
-import json, sys
+import sys
 import jax
+from processes import say
 
 port, count, index = map(int, sys.argv[1:])
 jax.config.update('jax_platforms', 'cpu')
@@ -30,12 +31,12 @@ def compare(texts):
     task = CausalLM(source=Records(records=texts, holdout_percent=0)).open(8)
     check_same_everywhere(data_record(task, {'own': task}, seed=0))
 
-print(json.dumps({
+say({
     'none': said(lambda: fail(None)),
     'second': said(lambda: fail(1)),
     'same': said(lambda: compare(['a', 'b'])),
     'other': said(lambda: compare(['a', 'b' if index else 'c'])),
-}))
+})
 """
 
 

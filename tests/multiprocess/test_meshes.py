@@ -6,8 +6,9 @@ from processes import what_they_say
 
 # Eight devices in all. Each process prints its meshes, and what a sum over one of them gives.
 PROGRAM = """
-import json, sys
+import sys
 import jax
+from processes import say
 import jax.numpy as jnp
 
 port, count, index = map(int, sys.argv[1:])
@@ -37,7 +38,7 @@ partitioner = PjitPartitioner(num_partitions=2)
 rows = partitioner.partition(lambda: jnp.arange(8.0), None, partitioner.data_partition_spec)()
 said['sum'] = float(partitioner.partition(jnp.sum, partitioner.data_partition_spec, None)(rows))
 said['layout'] = [partitioner.get_data_layout(8).shard_id, partitioner.data_shards]
-print(json.dumps(said))
+say(said)
 """
 
 

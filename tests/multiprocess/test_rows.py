@@ -6,8 +6,9 @@ from processes import what_they_say
 # Eight devices in all. Each process checks its part by itself, from the numbers of the devices, and
 # prints what it held. Errors of a process are raised there: the test shows them.
 PROGRAM = """
-import json, sys
+import sys
 import jax
+from processes import say
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -140,7 +141,7 @@ if index:
             call()
         except Exception as error:
             said.setdefault('errors', []).append([type(error).__name__, str(error)])
-print(json.dumps(said))
+say(said)
 """
 
 

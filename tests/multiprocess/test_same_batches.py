@@ -2,16 +2,14 @@
 
 import functools
 import hashlib
-import json
 import sys
 from contextlib import closing
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import what_they_say
+from processes import say, what_they_say
 
 from partitioning import PjitPartitioner
 from train.data import CausalLM, Feed, LocalBatches, Mixture, SpanCorruption
@@ -24,7 +22,7 @@ RUNS = ((0, 6), (1, 1), (3, 2), (5, 1), (100_000, 1))
 COUNTS = (1, 2, 4, 8)
 
 # Each process is this file once more.
-PROGRAM = 'import sys; sys.path.append(sys.argv[4]); import test_same_batches as t; t.main()'
+PROGRAM = 'import test_same_batches; test_same_batches.main()'
 
 
 def tasks(cache):
@@ -65,7 +63,7 @@ def held(batch):
 
 def main():
     """What a process does: all runs on all meshes, and prints what it held."""
-    _, port, count, index, _, cache = sys.argv
+    _, port, count, index, cache = sys.argv
     jax.config.update('jax_platforms', 'cpu')
     jax.config.update('jax_num_cpu_devices', 8 // int(count))
     if int(count) > 1:
@@ -88,7 +86,7 @@ def main():
                         batch = next(feed)
                         key = f'{name} {ways} {first} {step}'
                         said.append([key, held(batch), int(total(batch))])
-    print(json.dumps({'rows': said}))
+    say({'rows': said})
 
 
 def summed(array):
@@ -98,7 +96,7 @@ def summed(array):
 
 
 def start(count, cache):
-    said = what_they_say(PROGRAM, count, Path(__file__).parent, cache)
+    said = what_they_say(PROGRAM, count, cache)
     return [one['rows'] for one in said]
 
 
