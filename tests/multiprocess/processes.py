@@ -35,8 +35,7 @@ def what_they_say(program, count, *args):
         processes = [
             subprocess.Popen(
                 [sys.executable, '-c', program, *map(str, (port, count, index, *args))],
-                env=os.environ
-                | {'SAID': str(file), 'PYTHONPATH': os.pathsep.join((os.getcwd(), here))},
+                env=os.environ | {'SAID': str(file), 'PYTHONPATH': modules},
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
