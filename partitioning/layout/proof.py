@@ -104,7 +104,7 @@ def verify(mesh: Mesh, spec: PartitionSpec | Sequence[MeshAxes], batch: int) -> 
         num_processes=len(held),
         num_shards=len(numbers),
         rows_per_process=(min(sizes), max(sizes)),
-        readers_per_row=(int(readers.min()), int(readers.max())),
+        readers_per_row=(int(np.min(readers)), int(np.max(readers))),
         num_strided=sum(rows[-1] - rows[0] >= len(rows) for rows in held.values()),
         is_even=is_even,
     )
