@@ -11,6 +11,8 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
+from train.errors import first_line
+
 _GIN_FILE = flags.DEFINE_multi_string(
     'gin_file', [], 'A gin file. Repeatable: later files override earlier ones.'
 )
@@ -75,7 +77,7 @@ def explain(error: Exception) -> str | None:
     Their messages are written to be read alone. An error from deeper down keeps its traceback.
     """
     if isinstance(error, TypeError) and 'No values supplied by Gin' in str(error):
-        return f'a gin file gives no value: {str(error).splitlines()[0]}'
+        return f'a gin file gives no value: {first_line(error)}'
     if isinstance(error, TypeError) and 'In call to configurable' in str(error):
         missing = str(error).split('\n')[0].partition(' missing ')[2]
         name = str(error).partition("In call to configurable '")[2].partition("'")[0]

@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from partitioning.state import path_str
-from train.errors import ConfigError, check_counts
+from train.errors import ConfigError, check_counts, first_line
 
 
 @gin.configurable
@@ -79,7 +79,7 @@ class Checkpoints:
         except Exception as error:  # Orbax and tensorstore raise of every kind for a missing file
             raise ConfigError(
                 f'checkpoint {self.directory / str(step)} is damaged; delete it to go on from the '
-                f'one before ({str(error).splitlines()[0]})'
+                f'one before ({first_line(error)})'
             ) from error
 
     def is_due(self, step: int) -> bool:

@@ -14,7 +14,7 @@ import gin
 import jax
 import numpy as np
 
-from train.errors import ConfigError
+from train.errors import ConfigError, first_line
 
 DEFAULT_CPU_DEVICES = 8
 LONGEST_MESSAGE = 1000  # bytes
@@ -66,7 +66,7 @@ def join_processes(
             jax.distributed.initialize(coordinator_address, process_count, process_index)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(
-                f'the processes did not find each other ({str(error).splitlines()[0]}): give '
+                f'the processes did not find each other ({first_line(error)}): give '
                 '--coordinator_address, --process_count and --process_index'
             ) from error
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from partitioning.layout.held import Axes, axes_of, check_rows_divide, held_parts
+from partitioning.layout.held import Axes, axes_of, bounds_of, check_rows_divide, held_parts
 from partitioning.rules import check_spec, describe_axes, replicate_none
 
 
@@ -156,7 +156,7 @@ def _global_array(
 def _local_rows(path: Any, array: Any) -> np.ndarray:
     if not isinstance(array, jax.Array) or not array.ndim:
         raise ValueError(f'{_name(path)} is {array!r}, not a jax.Array [batch, ...]')
-    shards = {_ranges(s.index, array.shape): s for s in array.addressable_shards}
+    shards = {bounds_of(s.index, array.shape): s for s in array.addressable_shards}
     blocks = sorted({ranges[0] for ranges in shards})
     place, local_rows = {}, 0
     for start, stop in blocks:
@@ -177,7 +177,3 @@ def _local_rows(path: Any, array: Any) -> np.ndarray:
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator='/') or 'the batch'
-
-
-def _ranges(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))

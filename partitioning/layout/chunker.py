@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.layout.held import Axes, Held, axes_of, check_axes, held_parts
+from partitioning.layout.held import Axes, Held, axes_of, held_parts
 from partitioning.rules import MeshAxes, as_tuple
 
 Indivisible = Literal['error', 'pad']
@@ -162,7 +162,6 @@ class LocalChunker:
                 f'{len(axes)} mesh axes {tuple(mesh_axes)} for an array of {len(shape)} dimensions '
                 f'{shape}'
             )
-        check_axes(self.global_mesh, tuple(a for dimension in axes for a in dimension))
         held = held_parts(self.global_mesh, axes)
         for dim, (size, ways) in enumerate(zip(shape, held.ways, strict=True)):
             if size % ways and on_indivisible == 'error':

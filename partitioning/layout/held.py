@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from partitioning.rules import as_tuple, describe_axes, nearest
+from partitioning.rules import as_tuple, describe_axes, is_count, nearest
 
 # The mesh axes of each dimension of an array.
 Axes = tuple[tuple[str, ...], ...]
@@ -133,12 +133,15 @@ def axes_of(mesh_axes: Any) -> Axes:
     return tuple(as_tuple(axes) for axes in partitions)
 
 
+def bounds_of(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Start and stop of an index in each dimension of an array."""
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+
+
 def check_rows_divide(batch_size: Any, ways: int, mesh: Mesh) -> None:
     """The batch is a positive whole number of rows that its mesh axes divide."""
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
+    if not is_count(batch_size):
         raise ValueError(f'batch size {batch_size!r} must be a positive whole number')
-    if batch_size < 1:
-        raise ValueError(f'batch size {batch_size} must be a positive whole number')
     if batch_size % ways:
         above = -(-batch_size // ways) * ways
         fits = f'{above - ways} or {above}' if above > ways else above

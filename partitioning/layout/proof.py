@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.layout.chunker import LocalChunker
-from partitioning.layout.held import axes_of, check_axes, check_rows_divide
+from partitioning.layout.held import axes_of, bounds_of, check_axes, check_rows_divide
 from partitioning.layout.rows import data_layout
 from partitioning.rules import MeshAxes, describe_axes
 
@@ -140,7 +140,7 @@ def verify_chunks(
     elements = {}
     for process, held in _blocks_by_place(mesh, axes, shape).items():
         blocks = LocalChunker(mesh, process).get_local_chunks(shape, axes, 'pad')
-        given = {_bounds(block.slice, shape) for block in blocks}
+        given = {bounds_of(block.slice, shape) for block in blocks}
         if given != held:
             raise ValueError(
                 f'process {process} is given blocks {sorted(given)} of {tuple(shape)}, but its '
@@ -202,10 +202,6 @@ def _part_by_place(mesh: Mesh, axes: tuple[str, ...]) -> tuple[np.ndarray, int]:
         part = part * mesh.shape[axis] + places[mesh.axis_names.index(axis)]
         ways *= mesh.shape[axis]
     return part, ways
-
-
-def _bounds(index: Sequence[slice], shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
 def _abridged(numbers: Sequence[int]) -> str:

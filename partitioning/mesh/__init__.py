@@ -1,6 +1,5 @@
 """Devices -> Mesh, for every machine."""
 
-from partitioning.mesh.checks import is_count
 from partitioning.mesh.create import AxisTypes, check_axis_types, create_hybrid_mesh, create_mesh
 from partitioning.mesh.default import (
     MESH_AXES,
@@ -31,6 +30,5 @@ __all__ = [
     'get_cpu_mesh',
     'get_gpu_mesh',
     'get_mesh',
-    'is_count',
     'mesh_table',
 ]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import numpy as np
 
 from partitioning.hardware import JaxDevice
+from partitioning.rules import is_count
 
 
 def check_devices(
@@ -58,12 +59,6 @@ def as_tuple_of(value: Any, setting: str) -> tuple[Any, ...]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f'{setting}={value!r} must be a sequence, for example (2, 4)')
     return tuple(value)
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """True for a whole number of 1 or more, numpy's too."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole and value >= 1  # type: ignore[operator]
 
 
 def check_names(axis_names: Sequence[str], sizes: Sequence[Any], setting: str) -> tuple[str, ...]:

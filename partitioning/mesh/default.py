@@ -10,11 +10,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import HardwareMesh, JaxDevice, has_coords
-from partitioning.mesh.checks import as_tuple_of, check_devices, check_names, divisors, is_count
+from partitioning.mesh.checks import as_tuple_of, check_devices, check_names, divisors
 from partitioning.mesh.create import AxisTypes, create_hybrid_mesh, create_mesh, make_mesh
 from partitioning.mesh.granules import check_same_size, granules_of
 from partitioning.mesh.order import order_devices
 from partitioning.mesh.t5x import default_tile, tiled_grid
+from partitioning.rules import is_count
 
 MESH_AXES = ('data', 'model')
 MULTISLICE_MESH_AXES = ('replica', 'data', 'model')

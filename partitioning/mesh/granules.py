@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from partitioning.hardware import JaxDevice, has_coords, num_slices, slice_of
-from partitioning.mesh.checks import is_count
 from partitioning.mesh.order import order_devices
+from partitioning.rules import is_count
 
 
 def granules_of(

@@ -19,9 +19,10 @@ from partitioning.hardware import (
     num_slices,
     places_in_processes,
 )
-from partitioning.mesh.checks import as_tuple_of, is_count
+from partitioning.mesh.checks import as_tuple_of
 from partitioning.mesh.create import make_mesh
 from partitioning.mesh.order import TWO_CORES
+from partitioning.rules import is_count
 
 _ONE_DEVICE = ('TPU v4', 'TPU v4 lite')  # both cores of a chip one device (megacore)
 

@@ -24,7 +24,7 @@ from partitioning.layout import (
     local_to_global,
     verify,
 )
-from partitioning.mesh import AxisTypes, check_axis_types, check_mesh_settings, is_count
+from partitioning.mesh import AxisTypes, check_axis_types, check_mesh_settings
 from partitioning.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
@@ -34,6 +34,7 @@ from partitioning.rules import (
     MeshAxes,
     as_tuple,
     describe_axes,
+    is_count,
     nearest,
     spec_of,
 )

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import HardwareMesh, JaxDevice
-from partitioning.mesh import AxisTypes, default_moe_mesh, is_count
+from partitioning.mesh import AxisTypes, default_moe_mesh
 from partitioning.partitioner.pjit import PjitPartitioner
-from partitioning.rules import LogicalAxisRules, OnIndivisible, OnUnmatched
+from partitioning.rules import LogicalAxisRules, OnIndivisible, OnUnmatched, is_count
 from partitioning.state import PathRules
 
 

@@ -17,6 +17,7 @@ from partitioning.rules.names import (
     axis_sizes,
     check_rules,
     describe_axes,
+    is_count,
     nearest,
     remove_axis,
 )
@@ -62,6 +63,7 @@ __all__ = [
     'check_spec',
     'describe_axes',
     'fsdp_logical_axis_rules',
+    'is_count',
     'logical_to_mesh_axes',
     'nearest',
     'raise_problem',

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
+import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 MeshAxes = str | tuple[str, ...] | None
@@ -80,6 +81,12 @@ def axis_sizes(mesh: MeshLike) -> Mapping[str, int]:
     if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
         raise ValueError(f'{mesh!r} is neither a mesh nor the sizes of its axes, by name')
     return mesh if isinstance(mesh, Mapping) else mesh.shape
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """True for a whole number of 1 or more, numpy's too."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and value >= 1  # type: ignore[operator]
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

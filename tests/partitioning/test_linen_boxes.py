@@ -5,13 +5,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from boxed_states import KEY, RULES, box, of_one, ones, partitioner_of
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from partitioning import (
     AxisNames,
-    PjitPartitioner,
     TrainState,
     create_mesh,
     get_logical_axes,
@@ -20,24 +20,6 @@ from partitioning import (
 from partitioning.state.linen import LogicallyPartitioned
 
 pytestmark = pytest.mark.core
-
-KEY = jax.random.key(0)
-RULES = [('batch', 'data'), ('embed', 'data'), ('mlp', 'model'), ('layers', None)]
-ones = nn.initializers.ones
-
-
-def partitioner_of(rules=(), **settings):
-    return PjitPartitioner(2, logical_axis_rules=rules, **settings)
-
-
-def of_one(array, rules, **settings):
-    """The spec of a state with one array."""
-    return partitioner_of(rules, **settings).get_mesh_axes({'params': {'w': array}})['params']['w']
-
-
-def box(shape, *names, kind=nn.LogicallyPartitioned, **fields):
-    return kind(jnp.zeros(shape), names, **fields)
-
 
 # Names of boxes: those of mesh axes in Partitioned, logical ones in LogicallyPartitioned.
 

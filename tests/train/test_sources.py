@@ -15,9 +15,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from array_record.python.array_record_module import ArrayRecordWriter
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import write_array_record
 
 from train.data import (
     ArrayRecords,
@@ -58,13 +58,6 @@ def json_lines(documents, field='text', **how):
 def write_parquet(path, column, name='text', **how):
     table = pyarrow.table({'id': list(range(len(column))), name: column})
     pyarrow.parquet.write_table(table, path, **how)
-
-
-def write_array_record(path, records):
-    writer = ArrayRecordWriter(str(path), 'group_size:1')
-    for record in records:
-        writer.write(record)
-    writer.close()
 
 
 def index_of(source, cache):

@@ -11,7 +11,7 @@ import gin
 from gin import config as gin_internals
 
 from train.config import check, parse
-from train.errors import ConfigError
+from train.errors import ConfigError, first_line
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -50,7 +50,7 @@ def load_config(
                 list(files), list(bindings), skip_unknown=False, print_includes_and_imports=False
             )
     except Exception as error:  # whatever the checks above let pass, gin says in its own words
-        raise ConfigError(f'gin: {str(error).splitlines()[0]}') from error
+        raise ConfigError(f'gin: {first_line(error)}') from error
 
 
 @contextlib.contextmanager

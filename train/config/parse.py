@@ -11,7 +11,7 @@ from typing import Any
 
 from gin import config_parser
 
-from train.errors import ConfigError
+from train.errors import ConfigError, first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,5 +173,5 @@ def _parse(text: io.StringIO, file: str) -> list[Statement]:
             f'{file}:{line_number}: syntax error: {message}; is a bracket or a quote open?'
         ) from error
     except ValueError as error:
-        raise ConfigError(f'{file}: {str(error).splitlines()[0]}') from error
+        raise ConfigError(f'{file}: {first_line(error)}') from error
     return statements

@@ -10,7 +10,7 @@ import gin
 
 from train.data.text.files import File, needed
 from train.data.text.sources import FileSource, as_content, missing, text_of_json
-from train.errors import ConfigError
+from train.errors import ConfigError, first_line
 
 
 @gin.configurable
@@ -43,7 +43,7 @@ class ParquetFiles(FileSource):
                         number += 1
         except (arrow.ArrowException, OSError) as error:
             raise ConfigError(
-                f'{file.path} cannot be read as Parquet after {number} rows: {_first_line(error)}'
+                f'{file.path} cannot be read as Parquet after {number} rows: {first_line(error)}'
             ) from error
 
 
@@ -76,7 +76,7 @@ class ArrayRecords(FileSource):
         except (RuntimeError, ValueError, IndexError) as error:
             raise ConfigError(
                 f'{file.path} cannot be read as ArrayRecord after {number} records: '
-                f'{_first_line(error)}'
+                f'{first_line(error)}'
             ) from error
 
 
@@ -88,7 +88,3 @@ def _as_bytes(arrow: Any, column: Any) -> Any:
     if kinds.is_string(column.type) or kinds.is_large_string(column.type):
         return column.cast(arrow.large_binary())
     return column
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

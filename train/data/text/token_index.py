@@ -17,7 +17,7 @@ from typing import Any
 from train.data.text.sources import Document, Listing, Records, Source
 from train.data.text.stream import Stream, StreamWriter, open_stream, writing
 from train.data.text.tokenizers import Tokenizer
-from train.errors import ConfigError
+from train.errors import ConfigError, first_line
 
 FORMAT = 1
 # Documents are tokenized together, about so many bytes at a time.
@@ -164,7 +164,7 @@ def _open(directory: Path, settings: Any, keep: Any = None) -> TokenIndex:
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise ConfigError(
             f'token index {directory} is damaged: delete it, and the next run builds it again '
-            f'({(str(error).splitlines() or [type(error).__name__])[0]})'
+            f'({first_line(error)})'
         ) from error
 
 
