@@ -23,11 +23,11 @@ def layout_table(layouts: Sequence[ArrayLayout], mesh: Mesh) -> str:
     rows = [
         (
             row.path,
-            _sizes(row.shape),
+            shape_str(row.shape),
             row.dtype,
             ', '.join(str(name) for name in row.logical_axes) or '-',
             spec_str(row.spec),
-            _sizes(row.shard_shape),
+            shape_str(row.shard_shape),
             f'{row.bytes_per_device:,}',
         )
         for row in layouts
@@ -37,7 +37,7 @@ def layout_table(layouts: Sequence[ArrayLayout], mesh: Mesh) -> str:
         [
             f'mesh: {describe_axes(mesh.shape)} ({mesh.size} devices)',
             '',
-            *_lines(head, rows),
+            *text_table(head, rows),
             '',
             f'{len(layouts)} arrays, {total:,} bytes; {held:,} bytes per device '
             f'({held / max(total, 1):.1%} of the whole; evenly sharded {1 / mesh.size:.1%})',
@@ -50,7 +50,7 @@ def audit_text(audit: Audit) -> str:
     """All of an audit as plain text."""
     parts = [layout_table(audit.arrays, audit.mesh)]
     for title, head, rows in _tables(audit):
-        parts.append('\n'.join([title, '', *_lines(head, rows), '']))
+        parts.append('\n'.join([title, '', *text_table(head, rows), '']))
     return '\n'.join(parts)
 
 
@@ -105,7 +105,7 @@ def _tables(audit: Audit) -> list[_Table]:
     return [table for table in tables if table[2]]
 
 
-def _lines(head: tuple[str, ...], rows: Rows) -> list[str]:
+def text_table(head: tuple[str, ...], rows: Rows) -> list[str]:
     """Columns of equal width, numbers to the right."""
     widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
     lines = [
@@ -118,5 +118,6 @@ def _lines(head: tuple[str, ...], rows: Rows) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _sizes(shape: tuple[int, ...]) -> str:
+def shape_str(shape: Sequence[int]) -> str:
+    """A shape as text: `16 x 64`."""
     return ' x '.join(map(str, shape)) or 'scalar'

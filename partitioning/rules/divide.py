@@ -25,12 +25,14 @@ def _sizes_that_fit(size: int, ways: int) -> tuple[int, ...]:
 def indivisible(resolved: ResolvedDimension, dim: int, shape: Sequence[int], ways: int) -> Problem:
     axes = resolved.mesh_axes
     fits = ' or '.join(map(str, _sizes_that_fit(shape[dim], ways)))
+    named = isinstance(resolved.name, str)
+    instead = f'({resolved.name!r}, None) in place of the rule' if named else 'None for it'
     return Problem(
         'indivisible',
-        f'dimension {dim} ({resolved.name!r}) of shape {tuple(shape)}: {shape[dim]} does not '
-        f'divide by {ways}, the size of mesh {"axes" if isinstance(axes, tuple) else "axis"} '
-        f'{axes!r}. Use {fits}, another mesh, ({resolved.name!r}, None) in place of the rule, or '
-        "on_indivisible='replicate', 'drop_axis' or 'pad'.",
+        f'dimension {dim}{f" ({resolved.name!r})" if named else ""} of shape {tuple(shape)}: '
+        f'{shape[dim]} does not divide by {ways}, the size of mesh '
+        f'{"axes" if isinstance(axes, tuple) else "axis"} {axes!r}. Use {fits}, another mesh, '
+        f"{instead}, or on_indivisible='replicate', 'drop_axis' or 'pad'.",
     )
 
 

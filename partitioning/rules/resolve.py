@@ -204,7 +204,8 @@ def _explain(
 ) -> ResolvedDimension:
     axes: MeshAxes
     if given is not None:
-        axes, reason = given, 'the name is a mesh axis'
+        by_name = isinstance(name, str)
+        axes, reason = given, 'the name is a mesh axis' if by_name else 'its mesh axes are given'
     elif not isinstance(name, str):  # None, or PartitionSpec.UNCONSTRAINED
         axes, reason = name, 'no logical name'
     elif rule is not None:

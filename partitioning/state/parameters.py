@@ -112,7 +112,7 @@ def _candidates(
 
 
 def _parameters(
-    names: Mapping[Path, tuple[str | None, ...]], arrays: Mapping[Path, Any]
+    names: Mapping[Path, tuple[Any, ...]], arrays: Mapping[Path, Any]
 ) -> dict[Path, Parameter]:
     return {path: Parameter(path, n, shape_of(array_of(arrays[path]))) for path, n in names.items()}
 

@@ -21,10 +21,12 @@ from partitioning.state.boxes import (
     shape_of,
 )
 
-PathRules = Sequence[tuple[str, Sequence[str | None]]]
+# A name, the mesh axes themselves in a tuple, or None for each dimension.
+PathNames = Sequence[str | tuple[str, ...] | None]
+PathRules = Sequence[tuple[str, PathNames]]
 
 
-def check_path_rules(rules: Iterable[Any]) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
+def check_path_rules(rules: Iterable[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """Path rules as pairs of a regular expression and a tuple of names.
 
     Raises:
@@ -34,18 +36,24 @@ def check_path_rules(rules: Iterable[Any]) -> tuple[tuple[str, tuple[str | None,
         raise ValueError(
             f"{rules!r} are no path rules: write [('.*/kernel', ('embed', 'mlp')), ...]"
         )
-    checked: list[tuple[str, tuple[str | None, ...]]] = []
+    checked: list[tuple[str, tuple[Any, ...]]] = []
     for rule in rules:
         match rule:
-            case (str(pattern), [*names]) if all(n is None or isinstance(n, str) for n in names):
+            case (str(pattern), [*names]) if all(map(_is_name, names)):
                 _compiled(pattern)
                 checked.append((pattern, tuple(names)))
             case _:
                 raise ValueError(
                     f"{rule!r} is no path rule: write ('regular expression', ('name', None, ...)), "
-                    'with one name or None a dimension'
+                    'with one name or None a dimension (or a tuple of mesh axes)'
                 )
     return tuple(checked)
+
+
+def _is_name(name: Any) -> bool:
+    if isinstance(name, tuple):
+        return all(isinstance(axis, str) for axis in name)
+    return name is None or isinstance(name, str)
 
 
 Texts = Sequence[str]  # what a pattern may match for one array, the best to show last
@@ -53,14 +61,14 @@ Texts = Sequence[str]  # what a pattern may match for one array, the best to sho
 
 def match_paths(
     arrays: Mapping[Path, Texts], rules: PathRules
-) -> tuple[dict[Path, tuple[str | None, ...]], set[int]]:
+) -> tuple[dict[Path, tuple[Any, ...]], set[int]]:
     """The names that path rules give arrays, and the places of the rules that gave some.
 
     Args:
       arrays: for each path the strings that a pattern may match.
       rules: path rules; the first that matches all of a string wins.
     """
-    found: dict[Path, tuple[str | None, ...]] = {}
+    found: dict[Path, tuple[Any, ...]] = {}
     used: set[int] = set()
     for path, texts in arrays.items():
         for place, (pattern, names) in enumerate(rules):
@@ -146,7 +154,7 @@ def override_params_axes_names(params: Any, rules: PathRules) -> Any:
 
 def _match(
     arrays: Mapping[Path, Texts], rules: PathRules, unnamed: Sequence[Path]
-) -> dict[Path, tuple[str | None, ...]]:
+) -> dict[Path, tuple[Any, ...]]:
     found, used = match_paths(arrays, rules)
     check_all_named(['/'.join(path) for path in unnamed if path not in found])
     check_all_used(arrays, rules, used)

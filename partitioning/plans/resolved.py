@@ -1,0 +1,196 @@
+"""A plan with every decision made: one row for each array, which a reviewer can read."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from partitioning.audit.arrays import spec_str
+from partitioning.audit.table import shape_str, text_table
+from partitioning.plans.rows import PlannedArray, planned_array, reason_of
+from partitioning.rules import (
+    AxisRules,
+    MeshLike,
+    OnIndivisible,
+    as_tuple,
+    axis_sizes,
+    describe_axes,
+    nearest,
+)
+from partitioning.state import (
+    PathRules,
+    ResolvedState,
+    RuleSet,
+    key_names,
+    resolve_state,
+    shape_of,
+)
+from partitioning.state.boxes import array_of, is_carrier, is_metadata
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedPlan:
+    """The layout of every array, decided for meshes of one shape; see `to_json`.
+
+    Usage:
+      plan = ShardingPlan({'fc1/kernel': PartitionSpec(None, 'model')}).resolve(params, mesh)
+      print(plan)
+      partitioner = PjitPartitioner(mesh=mesh, params_axes_names_override=plan.path_rules)
+
+    Attributes:
+      mesh: the size of each mesh axis, in the order of the mesh.
+      arrays: a row for each array, by path.
+    """
+
+    mesh: Mapping[str, int]
+    arrays: tuple[PlannedArray, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, 'mesh', dict(axis_sizes(self.mesh)))
+        rows = sorted(self.arrays, key=lambda row: row.path.split('/'))
+        object.__setattr__(self, 'arrays', tuple(rows))
+
+    @classmethod
+    def of(cls, resolved: ResolvedState) -> ResolvedPlan:
+        """The plan that logical axis rules make: of what `PjitPartitioner.resolve` returns."""
+        rows = []
+        for x in resolved.arrays:
+            leaf, spec = x.leaf, PartitionSpec() if x.spec is None else x.spec
+            if leaf.array is None:
+                continue  # a state that names axes of what is not there
+            follows = leaf.parameter is not None
+            reason = reason_of(x.dimensions) if follows or not leaf.dims else 'it has no names'
+            rows.append(
+                planned_array(
+                    '/'.join(leaf.path),
+                    leaf.array,
+                    spec,
+                    resolved.mesh,
+                    logical_axes=_logical(leaf.names) if follows else None,
+                    category=leaf.role,
+                    reason=reason,
+                )
+            )
+        return cls(axis_sizes(resolved.mesh), tuple(rows))
+
+    @property
+    def bytes_per_device(self) -> int:
+        """What one device holds of all arrays."""
+        return sum(row.bytes_per_device for row in self.arrays)
+
+    @property
+    def bytes_total(self) -> int:
+        """Of the global arrays."""
+        return sum(row.bytes_total for row in self.arrays)
+
+    def __getitem__(self, path: str) -> PlannedArray:
+        for row in self.arrays:
+            if row.path == path:
+                return row
+        known = [row.path for row in self.arrays]
+        raise KeyError(f'{path} is not in the plan.{nearest(path, known)}')
+
+    @property
+    def path_rules(self) -> PathRules:
+        """The parameters' layouts as `params_axes_names_override` of a partitioner takes them.
+
+        A state of any optimizer is laid out by them, as its parameters are. Where an array is to
+        be padded the partitioner needs on_indivisible='pad'.
+        """
+        rows = [row for row in self.arrays if row.category == 'parameters']
+        return tuple(
+            (
+                re.escape(row.path),
+                tuple(as_tuple(axes) or None for axes in row.padded_spec or row.spec),
+            )
+            for row in rows
+        )
+
+    def resolve_state(self, state: Any, mesh: Mesh) -> ResolvedState:
+        """The layout of a train state whose parameters are those of the plan.
+
+        Args:
+          state: a pytree, abstract or not: the parameters, or all of a state with what the
+            optimizer keeps, which follows them.
+          mesh: one of the plan's shape.
+
+        Raises:
+          ValueError: another mesh, other parameters or shapes.
+        """
+        self.check_mesh(mesh)
+        padded = any(row.padded_spec is not None for row in self.arrays)
+        policy: OnIndivisible = 'pad' if padded else 'error'
+        rules = RuleSet(rules=AxisRules((), on_indivisible=policy), overrides=self.path_rules)
+        return resolve_state(state, rules, mesh)
+
+    def mesh_axes(self, state: Any) -> Any:
+        """The tree of a state with the PartitionSpec of each of its arrays.
+
+        Args:
+          state: a pytree of just the arrays of the plan, abstract or not.
+
+        Raises:
+          ValueError: an array that the plan lacks, one that it has more, or another shape.
+        """
+        rows = {row.path: row for row in self.arrays}
+
+        def spec(path: Any, x: Any) -> Any:
+            if is_metadata(x):
+                return x
+            name, shape = '/'.join(key_names(path)), shape_of(array_of(x))
+            if name not in rows:
+                raise ValueError(f'{name} is not in the plan.{nearest(name, rows)}')
+            row = rows.pop(name)
+            if row.shape != shape:
+                raise ValueError(f'{name} has shape {shape}, but {row.shape} in the plan')
+            return row.mesh_axes
+
+        specs = jax.tree_util.tree_map_with_path(spec, state, is_leaf=is_carrier)
+        if rows:
+            raise ValueError(
+                f'{len(rows)} arrays of the plan are not there, {next(iter(rows))} first'
+            )
+        return specs
+
+    def check_mesh(self, mesh: MeshLike) -> None:
+        """Raises ValueError unless the mesh has the axes that the plan is for, in their sizes."""
+        sizes = axis_sizes(mesh)
+        if dict(sizes) != dict(self.mesh):
+            raise ValueError(
+                f'the plan is for the mesh {describe_axes(self.mesh)}, not {describe_axes(sizes)}: '
+                'resolve it again for this one'
+            )
+
+    def __str__(self) -> str:
+        head = ('array', 'shape', 'spec', 'shard shape', 'bytes per device', 'reason')
+        rows = [
+            (
+                row.path,
+                shape_str(row.shape),
+                spec_str(row.spec) + _padded_str(row),
+                shape_str(row.shard_shape),
+                f'{row.bytes_per_device:,}',
+                row.reason,
+            )
+            for row in self.arrays
+        ]
+        total = (
+            f'{len(self.arrays)} arrays, {self.bytes_total:,} bytes; {self.bytes_per_device:,} '
+            f'bytes per device of the mesh {describe_axes(self.mesh)}'
+        )
+        return '\n'.join([*text_table(head, rows), '', total])
+
+
+def _logical(names: Sequence[Any]) -> tuple[str | None, ...] | None:
+    """Names that a file can hold; of mesh axes in their place, none."""
+    kept = tuple(name if isinstance(name, str) else None for name in names)
+    return kept if any(kept) else None
+
+
+def _padded_str(row: PlannedArray) -> str:
+    return '' if row.padded_spec is None else f', inside {spec_str(row.padded_spec)}'

@@ -1,0 +1,126 @@
+"""One array of a plan: its layout, in numbers, and the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from partitioning.rules import (
+    MeshLike,
+    PaddedSpec,
+    ResolvedDimension,
+    as_tuple,
+    axis_sizes,
+    check_spec,
+    describe_axes,
+)
+from partitioning.state import Role, nbytes, shape_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedArray:
+    """One array of a plan.
+
+    Attributes:
+      path: its place among the parameters, `decoder/embedding`, or in the state.
+      shape: global shape.
+      dtype: its type, `float32`.
+      logical_axes: a name or None for each dimension; None: it has no names.
+      spec: the mesh axes of each dimension.
+      padded_spec: those inside partitioned functions, of an array that is padded there; None:
+        `spec`.
+      shard_shape: what one device holds.
+      bytes_total: of the global array.
+      bytes_per_device: of one device's shard.
+      category: 'parameters', 'optimizer' or 'other'.
+      reason: why the layout is what it is.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    logical_axes: tuple[str | None, ...] | None
+    spec: PartitionSpec
+    padded_spec: PartitionSpec | None = None
+    shard_shape: tuple[int, ...]
+    bytes_total: int
+    bytes_per_device: int
+    category: Role = 'parameters'
+    reason: str
+
+    @property
+    def mesh_axes(self) -> PartitionSpec | PaddedSpec:
+        """What `PjitPartitioner.partition` takes for the array."""
+        return self.spec if self.padded_spec is None else PaddedSpec(self.spec, self.padded_spec)
+
+
+def planned_array(
+    path: str,
+    array: Any,
+    mesh_axes: PartitionSpec | PaddedSpec,
+    mesh: MeshLike,
+    *,
+    logical_axes: Sequence[str | None] | None = None,
+    category: Role = 'parameters',
+    reason: str,
+) -> PlannedArray:
+    """The row of an array, or of a ShapeDtypeStruct, that `mesh_axes` lay out."""
+    padded = mesh_axes.inside if isinstance(mesh_axes, PaddedSpec) else None
+    shape = shape_of(array)
+    spec = _whole(mesh_axes.outside if isinstance(mesh_axes, PaddedSpec) else mesh_axes, shape)
+    shard_shape = shard_shape_of(path, shape, spec, mesh)
+    total = nbytes(array)
+    return PlannedArray(
+        path=path,
+        shape=shape,
+        dtype=str(getattr(array, 'dtype', type(array).__name__)),
+        logical_axes=None if logical_axes is None else tuple(logical_axes),
+        spec=spec,
+        padded_spec=None if padded is None else _whole(padded, shape),
+        shard_shape=shard_shape,
+        bytes_total=total,
+        bytes_per_device=total * math.prod(shard_shape) // max(math.prod(shape), 1),
+        category=category,
+        reason=reason,
+    )
+
+
+def _whole(spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
+    """A spec with an entry for every dimension, each one written in one way."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    axes = [as_tuple(entry) for entry in entries]
+    return PartitionSpec(*(a[0] if len(a) == 1 else a or None for a in axes))
+
+
+def shard_shape_of(
+    path: str, shape: Sequence[int], spec: PartitionSpec, mesh: MeshLike
+) -> tuple[int, ...]:
+    """What one device holds of an array.
+
+    Raises:
+      ValueError: a spec that the mesh or the shape cannot have.
+    """
+    check_spec(spec, mesh, path, shape)
+    sizes = axis_sizes(mesh)
+    ways = [math.prod(sizes[a] for a in as_tuple(entry)) for entry in spec]
+    for dim, (size, parts) in enumerate(zip(shape, ways, strict=False)):
+        if size % parts:
+            raise ValueError(
+                f'{path}: dimension {dim} of shape {tuple(shape)}: {size} does not divide by '
+                f'{parts}, the size of {spec[dim]!r} on the mesh {describe_axes(sizes)}'
+            )
+    return tuple(size // parts for size, parts in zip(shape, ways, strict=True))
+
+
+def reason_of(dimensions: Sequence[ResolvedDimension | None]) -> str:
+    """Why the dimensions of an array are laid out as they are, in one line."""
+    whys: dict[str, list[str]] = {}
+    for place, dim in enumerate(dimensions):
+        named = dim is not None and isinstance(dim.name, str)
+        why = 'no dimension of its parameter' if dim is None else dim.reason
+        whys.setdefault(why, []).append(str(dim.name) if dim and named else f'dimension {place}')
+    return '; '.join(f'{", ".join(names)}: {why}' for why, names in whys.items()) or 'a scalar'
