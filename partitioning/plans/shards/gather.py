@@ -1,0 +1,81 @@
+"""Shards of any cut -> one array of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding
+
+from partitioning.layout.held import bounds_of
+from partitioning.plans.shards.metadata import ShardMetadata, check_tensor
+
+Blocks = Sequence[tuple[ShardMetadata, Any]]
+
+
+def array_from_shards(
+    blocks: Blocks, shape: Sequence[int], sharding: Sharding, dtype: Any = None
+) -> jax.Array:
+    """A sharded array out of blocks of it, however these were cut.
+
+    Usage:
+      shards = ChunkShardingSpec(0, range(3)).build_metadata((10, 16))
+      x = array_from_shards([(s, load(s.placement)) for s in shards], (10, 16), sharding)
+
+    Args:
+      blocks: each shard with its array, or with a function that reads it; a process reads only
+        those that its devices hold some of, each once.
+      shape: of the whole array.
+      sharding: how it is laid out.
+      dtype: its type; by default that of the first block.
+
+    Returns:
+      A jax.Array of that shape and sharding.
+
+    Raises:
+      ValueError: shards that do not make an array of this shape, or blocks of other sizes or types
+        than they say.
+    """
+    check_tensor([shard for shard, _ in blocks], shape)
+    read: dict[int, np.ndarray] = {}
+
+    def block(i: int) -> np.ndarray:
+        if i not in read:
+            read[i] = _checked(*blocks[i])
+        return read[i]
+
+    kind = np.dtype(block(0).dtype if dtype is None else dtype)
+
+    def part(index: Any) -> np.ndarray:
+        bounds = bounds_of(index, shape)
+        made = np.empty([stop - start for start, stop in bounds], kind)
+        for i, (shard, _) in enumerate(blocks):
+            places = [
+                (max(start, s.start), min(stop, s.stop))
+                for (start, stop), s in zip(bounds, shard.index, strict=True)
+            ]
+            if all(low < high for low, high in places):
+                if block(i).dtype != kind:
+                    raise ValueError(f'shard {shard} is {block(i).dtype}, the array {kind}')
+                made[_within(places, [start for start, _ in bounds])] = block(i)[
+                    _within(places, shard.shard_offsets)
+                ]
+        return made
+
+    return jax.make_array_from_callback(tuple(shape), sharding, part)
+
+
+def _within(places: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
+    """Places in a tensor, counted from the origin of a part of it."""
+    return tuple(
+        slice(low - first, high - first) for (low, high), first in zip(places, origin, strict=True)
+    )
+
+
+def _checked(shard: ShardMetadata, given: Any | Callable[[], Any]) -> np.ndarray:
+    array = np.asarray(given() if callable(given) else given)
+    if array.shape != shard.shard_sizes:
+        raise ValueError(f'shard {shard} comes as an array of shape {array.shape}')
+    return array
