@@ -1,37 +1,39 @@
-"""`python -m partitioning.plans`: shows a plan, or what changes from one to another.
+"""Shows a plan, or what changes from one to another.
 
 python -m partitioning.plans plan.json
-python -m partitioning.plans before.json after.json    # exit status 1 where they differ, as diff
+python -m partitioning.plans before.json after.json
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
 from partitioning.plans import diff, load_plan
 
 
-def main(paths: Sequence[str]) -> int:
-    """Prints the plan of one file, or the difference of two; 0: shown or the same, 1: they differ.
-
-    A file that is no plan is one line on stderr, and 2.
-    """
-    if len(paths) not in (1, 2) or any(path.startswith('-') for path in paths):
-        print(__doc__, file=sys.stderr if not {'-h', '--help'} & {*paths} else sys.stdout)
-        return 0 if {'-h', '--help'} & {*paths} else 2
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; 1 where two plans differ, 2 for files that are none."""
+    parser = argparse.ArgumentParser(
+        prog='python -m partitioning.plans', description=__doc__.partition('\n')[0]
+    )
+    parser.add_argument('plan', help='a file that save_plan wrote')
+    parser.add_argument('after', nargs='?', help='another one, to compare it with')
+    flags = parser.parse_args(arguments)
     try:
-        plans = [load_plan(path) for path in paths]
+        plan = load_plan(flags.plan)
+        after = None if flags.after is None else load_plan(flags.after)
     except (OSError, ValueError) as error:
         print(f'error: {error}', file=sys.stderr)
         return 2
-    if len(plans) == 1:
-        print(plans[0])
+    if after is None:
+        print(plan)
         return 0
-    changes = diff(*plans)
+    changes = diff(plan, after)
     print(changes)
     return int(bool(changes))
 
 
 if __name__ == '__main__':
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
