@@ -25,7 +25,7 @@ def layout_table(layouts: Sequence[ArrayLayout], mesh: Mesh) -> str:
             row.path,
             shape_str(row.shape),
             row.dtype,
-            ', '.join(str(name) for name in row.logical_axes) or '-',
+            ', '.join(_name(name) for name in row.logical_axes) or '-',
             spec_str(row.spec),
             shape_str(row.shard_shape),
             f'{row.bytes_per_device:,}',
@@ -116,6 +116,11 @@ def text_table(head: tuple[str, ...], rows: Rows) -> list[str]:
         for line in [head, tuple('-' * w for w in widths), *rows]
     ]
     return [line.rstrip() for line in lines]
+
+
+def _name(name: Any) -> str:
+    """Mesh axes in the place of a name are none: the spec says them."""
+    return name if isinstance(name, str) else 'None'
 
 
 def shape_str(shape: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import HardwareMesh, JaxDevice
 from partitioning.mesh import AxisTypes, default_moe_mesh
-from partitioning.partitioner.pjit import PjitPartitioner
+from partitioning.partitioner.pjit import PjitPartitioner, Plan
 from partitioning.rules import LogicalAxisRules, OnIndivisible, OnUnmatched, is_count
 from partitioning.state import PathRules
 
@@ -37,6 +37,7 @@ class MoePjitPartitioner(PjitPartitioner):
         on_unmatched: OnUnmatched | None = None,
         on_indivisible: OnIndivisible | None = None,
         params_axes_names_override: PathRules = (),
+        plan: Plan | None = None,
     ):
         """Args as those of PjitPartitioner by these names, and:
         num_expert_partitions: size of the 'expert' axis, taken out of the data axis; where that is
@@ -55,6 +56,7 @@ class MoePjitPartitioner(PjitPartitioner):
             on_unmatched=on_unmatched,
             on_indivisible=on_indivisible,
             params_axes_names_override=params_axes_names_override,
+            plan=plan,
         )
         if not is_count(num_expert_partitions):
             raise ValueError(

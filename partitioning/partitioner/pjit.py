@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from absl import logging
@@ -44,6 +44,14 @@ from partitioning.state import (
     resolve_state,
     unbox,
 )
+
+
+class Plan(Protocol):
+    """What a partitioner asks of a `partitioning.plans.ResolvedPlan`."""
+
+    @property
+    def path_rules(self) -> PathRules: ...
+    def check_mesh(self, mesh: Mesh) -> None: ...
 
 
 class BasePjitPartitioner(BasePartitioner):
@@ -133,6 +141,7 @@ class PjitPartitioner(BasePjitPartitioner):
         on_unmatched: OnUnmatched | None = None,
         on_indivisible: OnIndivisible | None = None,
         params_axes_names_override: PathRules = (),
+        plan: Plan | None = None,
     ):
         """Args as those of BasePartitioner, and:
         logical_axis_rules: (logical axis, mesh axis or axes or None) pairs in order of priority; by
@@ -145,6 +154,8 @@ class PjitPartitioner(BasePjitPartitioner):
         on_indivisible: the same of sizes that their mesh axes do not divide.
         params_axes_names_override: (regular expression, names) pairs that name parameters by their
           paths, such as 'decoder/mlp/kernel'; see `override_params_axes_names`.
+        plan: a `partitioning.plans.ResolvedPlan`, such as load_plan reads: the layout of every
+          parameter, whatever the rules say; the rules lay out the batch and activations.
         """
         super().__init__(
             num_partitions=num_partitions,
@@ -169,7 +180,12 @@ class PjitPartitioner(BasePjitPartitioner):
         self._optimizer_rules = None
         if optimizer_axis_rules is not None:
             self._optimizer_rules = self._as_rules(optimizer_axis_rules)
-        self._overrides = check_path_rules(params_axes_names_override)
+        if plan is not None and params_axes_names_override:
+            raise ValueError('plan and params_axes_names_override both name parameters: keep one')
+        self._plan = plan
+        self._overrides = check_path_rules(
+            params_axes_names_override if plan is None else plan.path_rules
+        )
 
     @functools.cached_property
     def logical_axis_rules(self) -> AxisRules:
@@ -235,6 +251,8 @@ class PjitPartitioner(BasePjitPartitioner):
 
     def resolve(self, train_state: Any) -> ResolvedState:
         self._check_default_rules()
+        if self._plan is not None:
+            self._plan.check_mesh(self.mesh)
         return resolve_state(train_state, self.rule_set, self.mesh)
 
     def get_logical_axes(self, train_state: Any) -> Any:

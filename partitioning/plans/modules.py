@@ -31,7 +31,7 @@ def shard_module(
     """A model with its parameters laid out over a mesh.
 
     Where parameters are too large to be whole anywhere, have them born in their shards:
-    `PjitPartitioner(mesh=mesh, params_axes_names_override=plan.resolve(...).path_rules).init`.
+    `PjitPartitioner(mesh=mesh, plan=plan.resolve(...)).init`.
 
     Args:
       module: parameters, which may be linen variables; or an nnx module.

@@ -40,7 +40,7 @@ class ResolvedPlan:
     Usage:
       plan = ShardingPlan({'fc1/kernel': PartitionSpec(None, 'model')}).resolve(params, mesh)
       print(plan)
-      partitioner = PjitPartitioner(mesh=mesh, params_axes_names_override=plan.path_rules)
+      partitioner = PjitPartitioner(mesh=mesh, plan=plan)
 
     Attributes:
       mesh: the size of each mesh axis, in the order of the mesh.
