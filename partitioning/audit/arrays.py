@@ -10,7 +10,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from partitioning.rules import AxisNames, ResolvedDimension, as_tuple, describe_axes, spec_of
+from partitioning.rules import (
+    AxisNames,
+    ResolvedDimension,
+    as_tuple,
+    describe_axes,
+    spec_of,
+    spec_str,
+)
 from partitioning.state import (
     Path,
     ResolvedLeaf,
@@ -58,11 +65,6 @@ class ArrayLayout:
     policy: str
     policy_bytes_per_device: int
     misplaced: bool
-
-
-def spec_str(spec: PartitionSpec) -> str:
-    """A spec as code: `P(None, 'model')`."""
-    return f'P({", ".join(repr(axes) for axes in spec)})'
 
 
 def sharding_str(sharding: Any) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from partitioning.audit.arrays import ArrayLayout, array_layouts, spec_str
+from partitioning.audit.arrays import ArrayLayout, array_layouts
 from partitioning.audit.table import audit_text, rich_audit
+from partitioning.rules import spec_str
 from partitioning.state import ResolvedState
 
 CATEGORIES = ('parameters', 'optimizer', 'other')

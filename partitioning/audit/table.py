@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
-from partitioning.audit.arrays import ArrayLayout, spec_str
-from partitioning.rules import describe_axes
+from partitioning.audit.arrays import ArrayLayout
+from partitioning.rules import describe_axes, spec_str
 
 if TYPE_CHECKING:
     from partitioning.audit.report import Audit

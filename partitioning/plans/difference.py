@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from partitioning.audit.arrays import spec_str
 from partitioning.audit.table import shape_str
 from partitioning.plans.resolved import ResolvedPlan
 from partitioning.plans.rows import PlannedArray
-from partitioning.rules import describe_axes
+from partitioning.rules import describe_axes, spec_str
 
 
 @dataclasses.dataclass(frozen=True)

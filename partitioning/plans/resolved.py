@@ -10,7 +10,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from partitioning.audit.arrays import spec_str
 from partitioning.audit.table import shape_str, text_table
 from partitioning.plans.rows import PlannedArray, planned_array, reason_of
 from partitioning.rules import (
@@ -21,6 +20,7 @@ from partitioning.rules import (
     axis_sizes,
     describe_axes,
     nearest,
+    spec_str,
 )
 from partitioning.state import (
     PathRules,

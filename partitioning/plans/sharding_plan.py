@@ -288,7 +288,10 @@ def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any
             )
         entry = entry.spec
     elif hasattr(entry, 'to_partition_spec'):
-        entry = entry.to_partition_spec(mesh, shape)
+        try:
+            entry = entry.to_partition_spec(mesh, shape)
+        except ValueError as error:
+            raise ValueError(f'{path}: {error}') from error
     if not isinstance(entry, PartitionSpec):
         return tuple(entry)
     if PartitionSpec.UNCONSTRAINED in tuple(entry):

@@ -32,6 +32,7 @@ from partitioning.rules.outcome import (
     raise_problem,
     replicate_none,
     spec_of,
+    spec_str,
     to_spec,
 )
 from partitioning.rules.resolve import logical_to_mesh_axes, resolve_axes, try_resolve
@@ -71,6 +72,7 @@ __all__ = [
     'replicate_none',
     'resolve_axes',
     'spec_of',
+    'spec_str',
     'standard_logical_axis_rules',
     'to_spec',
     'try_resolve',

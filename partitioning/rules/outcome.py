@@ -104,6 +104,11 @@ def spec_of(spec: Any) -> Any:
     return spec.outside if isinstance(spec, PaddedSpec) else spec
 
 
+def spec_str(spec: PartitionSpec) -> str:
+    """A spec as code, the same on every jax: `P(None, 'model')`."""
+    return f'P({", ".join(repr(axes) for axes in spec)})'
+
+
 def check_spec(
     spec: PartitionSpec, mesh: MeshLike, where: str, shape: Sequence[int] | None = None
 ) -> None:
@@ -117,18 +122,19 @@ def check_spec(
     """
     sizes = axis_sizes(mesh)
     partitions = spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
+    shown = f'{where}: {spec_str(spec)}'
     axes = [a for p in partitions if isinstance(p, str | tuple) for a in as_tuple(p)]
     for axis in axes:
         if axis not in sizes:
             raise ValueError(
-                f'{where}: {spec} names mesh axis {axis!r}, but the mesh is {describe_axes(sizes)}.'
+                f'{shown} names mesh axis {axis!r}, but the mesh is {describe_axes(sizes)}.'
                 f'{nearest(axis, sizes)}'
             )
         if axes.count(axis) > 1:
-            raise ValueError(f'{where}: {spec} names mesh axis {axis!r} twice: it can only be once')
+            raise ValueError(f'{shown} names mesh axis {axis!r} twice: it can only be once')
     if shape is not None and len(partitions) > len(shape):
         raise ValueError(
-            f'{where}: {spec} is for {len(partitions)} dimensions, but the array has {len(shape)}, '
+            f'{shown} is for {len(partitions)} dimensions, but the array has {len(shape)}, '
             f'{tuple(shape)}'
         )
 

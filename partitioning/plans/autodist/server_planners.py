@@ -91,7 +91,8 @@ class UnevenPartitionedPS(ServerPlanner):
 class Parallax(ServerPlanner):
     """Variables with sparse gradients whole on servers, by load; all others all-reduced.
 
-    On a mesh both are replicated, as jax's gradients of embedding tables are dense.
+    On a mesh the sparse ones, the tables of embeddings, are split by rows over the axis, and the
+    others replicated.
 
     Attributes:
       chunk_size: so many variables in a row, sparse ones counted, share a collective group.

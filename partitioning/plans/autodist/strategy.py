@@ -86,7 +86,8 @@ class Strategy:
         """The strategy on a mesh.
 
         A mesh axis splits a variable over all of its devices, however many shards the strategy
-        cuts it in; a mesh has no servers, so what is whole is on every device.
+        cuts it in; a mesh has no servers, so what is whole is on every device. Only of a variable
+        with sparse gradients that servers hold a device needs but some rows: it is split by rows.
 
         Args:
           mesh: the mesh, or the sizes of its axes.
@@ -101,13 +102,7 @@ class Strategy:
           ValueError: no such mesh axis, or several that could be it.
         """
         axis = split_axis(axis_sizes(mesh), mesh_axis)
-        specs = {
-            node.variable.name: PartitionSpec()
-            if node.config is None
-            else PartitionSpec(*[None] * node.config.axis, axis)
-            for node in self.node_config
-        }
-        return ShardingPlan(specs)
+        return ShardingPlan({node.variable.name: _spec(node, axis) for node in self.node_config})
 
     def report(self) -> str:
         """A table of the variables, and what each server would hold."""
@@ -164,6 +159,13 @@ class Strategy:
         except ValueError as error:
             raise ValueError(f'{path}: {error}') from error
         return dataclasses.replace(held, path=str(path))
+
+
+def _spec(node: NodeConfig, mesh_axis: str) -> PartitionSpec:
+    if node.config is not None:
+        return PartitionSpec(*[None] * node.config.axis, mesh_axis)
+    by_rows = node.variable.sparse and node.synchronizer == 'PS'
+    return PartitionSpec(mesh_axis) if by_rows else PartitionSpec()
 
 
 def _groups(node: NodeConfig) -> str:
