@@ -1,5 +1,6 @@
 # make quickstart   train a small language model on this machine, from nothing
 # make test         lint, type-check and test
+# make notebooks    execute the notebooks and write what they show into them
 #
 # Each makes its own virtual environment: the one for tests also holds the compilers for TPUs and
 # GPUs, which jax would look for devices with. Choose the interpreter with PYTHON=python3.12.
@@ -11,7 +12,7 @@ MODEL_DIR ?= runs/quickstart
 DEV ?= $(VENV)-dev
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test lint format benchmarks clean
+.PHONY: quickstart test lint format notebooks benchmarks clean
 
 quickstart: $(VENV)/.train
 	$(VENV)/bin/python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'$(MODEL_DIR)'"
@@ -27,6 +28,9 @@ lint: $(DEV)/.dev
 format: $(DEV)/.dev
 	$(DEV)/bin/ruff check --fix .
 	$(DEV)/bin/ruff format .
+
+notebooks: $(DEV)/.dev
+	$(DEV)/bin/python notebooks/execute.py $(NOTEBOOKS)
 
 benchmarks: export JAX_PLATFORMS ?= cpu
 benchmarks: $(DEV)/.dev

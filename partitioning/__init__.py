@@ -10,9 +10,12 @@ from typing import Any
 from partitioning.audit import (
     ArrayLayout,
     Audit,
+    ShardingPicture,
     check_compiled_once,
     check_fixed_point,
+    draw_audit,
     layout_table,
+    visualize_sharding,
 )
 from partitioning.constrain import constrain, global_mesh_defined, with_sharding_constraint
 from partitioning.hardware import (
@@ -80,16 +83,26 @@ from partitioning.state import (
     unbox,
 )
 
-_OF_FLAX = ('LogicallyPartitioned', 'with_logical_partitioning')
+_OF_LINEN = (
+    'LogicallyPartitioned',
+    'Partitioned',
+    'with_logical_partitioning',
+    'with_partitioning',
+)
+_OF_CONVERSION = ('to_linen_boxes', 'to_nnx_state', 'to_params_axes')
 
 
 def __getattr__(name: str) -> Any:
-    """The boxes for linen, with which flax is imported."""
-    if name not in _OF_FLAX:
-        raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-    from partitioning.state import linen
+    """What is for flax alone, with which flax is imported."""
+    if name in _OF_LINEN:
+        from partitioning.state import linen
 
-    return getattr(linen, name)
+        return getattr(linen, name)
+    if name in _OF_CONVERSION:
+        from partitioning.state import conversion
+
+        return getattr(conversion, name)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 
 __all__ = [
@@ -116,10 +129,12 @@ __all__ = [
     'MoePjitPartitioner',
     'OtherMesh',
     'PaddedSpec',
+    'Partitioned',
     'PartitionedCallable',
     'PjitPartitioner',
     'PjittedFnWithContext',
     'ResolvedDimension',
+    'ShardingPicture',
     'Topology',
     'TpuMesh',
     'TrainState',
@@ -134,6 +149,7 @@ __all__ = [
     'default_mesh',
     'default_moe_mesh',
     'describe_topology',
+    'draw_audit',
     'draw_mesh',
     'fsdp_logical_axis_rules',
     'get_coords',
@@ -151,7 +167,12 @@ __all__ = [
     'remove_axis',
     'resolve_axes',
     'standard_logical_axis_rules',
+    'to_linen_boxes',
+    'to_nnx_state',
+    'to_params_axes',
     'unbox',
+    'visualize_sharding',
     'with_logical_partitioning',
+    'with_partitioning',
     'with_sharding_constraint',
 ]

@@ -1,4 +1,4 @@
-"""linen's box for axis names, right under `python -O`, negative axes and Explicit meshes.
+"""linen's boxes for axis names, right under `python -O`, negative axes and Explicit meshes.
 
 A module of its own because it imports flax. The boxes of flax itself remove a dimension inside an
 `assert`, which `python -O` leaves out, take a negative index for a place before the last, and fail
@@ -15,42 +15,73 @@ import flax.linen as nn
 import jax
 from flax import errors
 from flax.core import spmd
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from partitioning.constrain import with_sharding_constraint
-from partitioning.rules import AxisRules, add_axis, remove_axis, to_spec, try_resolve
+from partitioning.rules import (
+    AxisRules,
+    LogicalAxisRules,
+    add_axis,
+    check_rules,
+    describe_axes,
+    remove_axis,
+    spec_of,
+    to_spec,
+    try_resolve,
+)
 
 
-class LogicallyPartitioned(nn.LogicallyPartitioned):
-    """`flax.linen.LogicallyPartitioned` whose `remove_axis` undoes its `add_axis`.
+class _Named:
+    """What both boxes do in their own way."""
 
-    Usage:
-      kernel = LogicallyPartitioned(jnp.zeros((8, 4)), ('embed', 'mlp'))
-      stacked = kernel.add_axis(0, {nn.PARTITION_NAME: 'layers'})  # ('layers', 'embed', 'mlp')
-    """
+    names: Any
+    value: Any
+    mesh: Mesh | None
+    replace: Callable[..., Any]
+    _axes_as_names: bool
 
-    def add_axis(self, index: int, params: dict[Any, Any]) -> LogicallyPartitioned:
+    def add_axis(self, index: int, params: dict[Any, Any]) -> Any:
         """With the name of a new dimension at `index`; see `partitioning.rules.add_axis`."""
-        return self._renamed(add_axis(self.names, index, self._name(params)))
+        return self.replace(names=tuple(add_axis(self.names, index, self._name(params))))
 
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> LogicallyPartitioned:
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> Any:
         """Without the name at `index`; see `partitioning.rules.remove_axis`."""
-        return self._renamed(remove_axis(self.names, index, self._name(params)))
+        return self.replace(names=tuple(remove_axis(self.names, index, self._name(params))))
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """The array, laid out by its names inside a mesh, of Auto or of Explicit axes.
+        """The array, laid out by its names, over Auto or Explicit axes of the mesh around.
 
-        Names that cannot be resolved are left to where the state is: there the path is known.
+        Without a mesh around it is laid out over the box's own, if it has one. Names that cannot
+        be resolved are left to where the state is: there the path is known.
+
+        Raises:
+          ValueError: the box is for another mesh than that around.
         """
-        rules = self.rules or spmd.get_logical_axis_rules()
-        mesh = jax.sharding.get_abstract_mesh()
-        if not apply_constraint or not rules or mesh.empty:
+        around = jax.sharding.get_abstract_mesh()
+        mesh = around if self.mesh is None else self.mesh
+        rules = getattr(self, 'rules', None) or spmd.get_logical_axis_rules()
+        if not apply_constraint or mesh.empty or not (rules or self._axes_as_names):
             return self.value
-        shape = self.value.shape
-        resolved, problems = try_resolve(self.names, AxisRules(rules), mesh=mesh, shape=shape)
-        return self.value if problems else with_sharding_constraint(self.value, to_spec(resolved))
-
-    def _renamed(self, names: Sequence[str | None]) -> LogicallyPartitioned:
-        return self.replace(names=tuple(names))
+        if self.mesh is not None and not around.empty and self.mesh.abstract_mesh != around:
+            raise ValueError(
+                f'a box with names {self.names} is for the mesh {describe_axes(mesh.shape)}, but '
+                f'the mesh around is {describe_axes(around.shape)}, or its axes are of other types'
+            )
+        resolved, problems = try_resolve(
+            self.names,
+            AxisRules(rules),
+            mesh=mesh,
+            shape=self.value.shape,
+            axes_as_names=self._axes_as_names,
+        )
+        if problems:
+            return self.value
+        if not around.empty:
+            return with_sharding_constraint(self.value, to_spec(resolved))
+        sharding = NamedSharding(mesh, spec_of(to_spec(resolved)))
+        if AxisType.Explicit in mesh.axis_types:
+            return jax.sharding.reshard(self.value, sharding)
+        return jax.lax.with_sharding_constraint(self.value, sharding)
 
     def _name(self, params: dict[Any, Any]) -> str | None:
         if nn.PARTITION_NAME not in params:
@@ -58,19 +89,75 @@ class LogicallyPartitioned(nn.LogicallyPartitioned):
         return params[nn.PARTITION_NAME]
 
 
-def with_logical_partitioning(
-    init: Callable[..., jax.Array], names: Sequence[str | None]
-) -> Callable[..., LogicallyPartitioned]:
-    """An initializer whose array comes in a LogicallyPartitioned with these names.
+class Partitioned(_Named, nn.Partitioned):
+    """`flax.linen.Partitioned`, names of mesh axes, whose `remove_axis` undoes its `add_axis`.
+
+    Usage:
+      kernel = Partitioned(jnp.zeros((8, 4)), ('data', 'model'))
+      stacked = kernel.add_axis(0, {nn.PARTITION_NAME: None})  # (None, 'data', 'model')
+    """
+
+    _axes_as_names = True
+
+
+class LogicallyPartitioned(_Named, nn.LogicallyPartitioned):
+    """`flax.linen.LogicallyPartitioned` whose `remove_axis` undoes its `add_axis`.
+
+    Usage:
+      kernel = LogicallyPartitioned(jnp.zeros((8, 4)), ('embed', 'mlp'))
+      stacked = kernel.add_axis(0, {nn.PARTITION_NAME: 'layers'})  # ('layers', 'embed', 'mlp')
+    """
+
+    _axes_as_names = False
+
+
+def with_partitioning(
+    init: Callable[..., jax.Array], names: Sequence[Any], mesh: Mesh | None = None
+) -> Callable[..., Partitioned]:
+    """An initializer whose array comes in a Partitioned with these mesh axes.
+
+    Args:
+      init: the initializer.
+      names: a mesh axis, several in a tuple, or None, one a dimension.
+      mesh: the only mesh that the array is for; None: any.
 
     Raises:
       ValueError: `names` is no tuple of them.
     """
+    return _boxed(init, functools.partial(Partitioned, names=_checked(names), mesh=mesh))
+
+
+def with_logical_partitioning(
+    init: Callable[..., jax.Array],
+    names: Sequence[str | None],
+    mesh: Mesh | None = None,
+    rules: LogicalAxisRules | None = None,
+) -> Callable[..., LogicallyPartitioned]:
+    """An initializer whose array comes in a LogicallyPartitioned with these names.
+
+    Args:
+      init: the initializer.
+      names: a logical axis name or None, one a dimension.
+      mesh: the only mesh that the array is for; None: any.
+      rules: of this array alone, tried before all others.
+
+    Raises:
+      ValueError: `names` is no tuple of them; `rules` are none.
+    """
+    own = None if rules is None else check_rules(rules)
+    box = functools.partial(LogicallyPartitioned, names=_checked(names), mesh=mesh, rules=own)
+    return _boxed(init, box)
+
+
+def _checked(names: Any) -> tuple[Any, ...]:
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ValueError(f'{names!r} are no names: write a tuple, such as ({names!r},)')
+    return tuple(names)
 
+
+def _boxed(init: Callable[..., jax.Array], box: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(init)
-    def boxed(*args: Any, **kwargs: Any) -> LogicallyPartitioned:
-        return LogicallyPartitioned(init(*args, **kwargs), tuple(names))
+    def boxed(*args: Any, **kwargs: Any) -> Any:
+        return box(init(*args, **kwargs))
 
     return boxed

@@ -1,0 +1,336 @@
+"""Names between linen's boxes, nnx's variables and T5X's params_axes, there and back."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from boxed_states import KEY, RULES, box, partitioner_of
+from flax import nnx, struct
+from flax.core import freeze
+from flax.linen import partitioning as t5x
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from partitioning import (
+    LogicallyPartitioned,
+    Partitioned,
+    create_mesh,
+    get_logical_axes,
+    to_linen_boxes,
+    to_nnx_state,
+    to_params_axes,
+    unbox,
+)
+
+pytestmark = pytest.mark.core
+
+MESH = create_mesh((4, 2), ('data', 'model'))
+
+
+def is_box(x):
+    return hasattr(x, 'unbox')
+
+
+def boxes(tree):
+    """Each array of a tree of boxes with all that its box says."""
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
+    return {
+        jax.tree_util.keystr(path): (
+            (type(x), x.names, x.mesh, getattr(x, 'rules', None), id(x.value))
+            if is_box(x)
+            else (None, id(x))
+        )
+        for path, x in flat
+    }
+
+
+def variables(state):
+    """Each variable of a state with all that it says."""
+    return {
+        path: (type(v), v.get_metadata('out_sharding', None), id(v.get_value()))
+        for path, v in nnx.to_flat_state(state)
+    }
+
+
+BOXES = {
+    'params': {
+        'Dense_0': {
+            'kernel': box((8, 4), 'embed', 'mlp'),
+            'bias': box((4,), 'mlp', rules=(('mlp', None),)),
+        },
+        'Dense_1': {'kernel': box((4, 8), 'model', 'data', kind=nn.Partitioned, mesh=MESH)},
+        'ours': {
+            'kernel': box((8, 4), 'embed', 'mlp', kind=LogicallyPartitioned, rules=tuple(RULES)),
+            'wide': box((8, 4), ('data', 'model'), None, kind=Partitioned),
+        },
+        'unnamed': jnp.zeros(3),
+    },
+    'batch_stats': {'norm': {'mean': box((4,), 'mlp'), 'var': jnp.ones(4)}},
+}
+
+
+def test_boxes_to_variables_and_back():
+    state = to_nnx_state(BOXES)
+    assert to_nnx_state(state) is state
+    assert boxes(to_linen_boxes(state)) == boxes(BOXES)
+    assert boxes(to_linen_boxes(BOXES)) == boxes(BOXES)
+    assert boxes(to_linen_boxes(to_nnx_state(freeze(BOXES)))) == boxes(BOXES)
+
+
+def test_what_variables_say():
+    state = to_nnx_state(BOXES)
+    kernel, bias = state['Dense_0']['kernel'], state['Dense_0']['bias']
+    assert type(kernel) is nnx.Param and type(state['norm']['mean']) is nnx.BatchStat
+    assert kernel.get_value() is BOXES['params']['Dense_0']['kernel'].value
+    assert kernel.get_metadata()['out_sharding'] == ('embed', 'mlp')
+    assert bias.get_metadata()['sharding_rules'] == (('mlp', None),)
+    assert state['Dense_1']['kernel'].get_metadata()['mesh'] is MESH
+    assert 'out_sharding' not in state['unnamed'].get_metadata()
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        def names(*names):
+            return {'out_sharding': names}
+
+        self.layers = nnx.List(
+            nnx.Linear(8, 8, rngs=rngs, kernel_metadata=names('embed', axis)) for axis in 'xy'
+        )
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        own = {'sharding_rules': (('embed', 'data'),), 'mesh': MESH}
+        self.head = nnx.Linear(8, 4, rngs=rngs, kernel_metadata={**names('embed', None), **own})
+
+
+def block_state():
+    with nnx.use_eager_sharding(False):
+        return nnx.state(Block(nnx.Rngs(0)), (nnx.Param, nnx.BatchStat))
+
+
+def test_variables_to_boxes_and_back():
+    state = block_state()
+    linen = to_linen_boxes(state)
+    assert variables(to_nnx_state(linen)) == variables(state)
+    assert boxes(to_linen_boxes(to_nnx_state(linen))) == boxes(linen)
+
+
+def test_what_boxes_say():
+    linen = to_linen_boxes(block_state())
+    assert {*linen} == {'params', 'batch_stats'}
+    kernel = linen['params']['layers'][1]['kernel']  # the keys of lists stay numbers
+    assert type(kernel) is Partitioned and kernel.names == ('embed', 'y')
+    head = linen['params']['head']['kernel']
+    assert type(head) is LogicallyPartitioned
+    assert (head.rules, head.mesh) == ((('embed', 'data'),), MESH)
+    assert not is_box(linen['batch_stats']['norm']['mean'])
+
+
+def test_a_named_sharding_is_names_and_a_mesh():
+    sharding = NamedSharding(MESH, P('data', None))
+    with nnx.use_eager_sharding(False):
+        state = nnx.State({'w': nnx.Param(jnp.zeros((8, 4)), out_sharding=sharding)})
+    made = to_linen_boxes(state)['params']['w']
+    assert (made.names, made.mesh) == (('data', None), MESH)
+
+
+def named_params():
+    """One model's parameters with logical names, which all three can carry."""
+    return {
+        'params': {
+            'up': {'kernel': box((8, 4), 'embed', 'mlp'), 'bias': box((4,), 'mlp')},
+            'down': {'kernel': box((4, 8), 'mlp', None)},
+        }
+    }
+
+
+def test_layouts_are_those_of_every_carrier():
+    partitioner = partitioner_of(RULES)
+    linen = named_params()
+    expected = partitioner.get_mesh_axes(linen)['params']
+    assert expected['up']['kernel'] == P('data', 'model')
+    beside = partitioner.get_mesh_axes(to_params_axes(linen))
+    assert beside['params'] == expected
+    state = partitioner.get_mesh_axes(to_nnx_state(linen))
+    found = {path: getattr(v, 'value', v) for path, v in nnx.to_flat_state(state)}
+    assert found == {
+        ('up', 'kernel'): P('data', 'model'),
+        ('up', 'bias'): P('model'),
+        ('down', 'kernel'): P('model', None),
+    }
+
+
+class T5xModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.ones
+        up = t5x.param_with_axes('kernel', init, (8, 4), jnp.float32, axes=('embed', 'mlp'))
+        t5x.variable_with_axes('batch_stats', 'mean', jnp.zeros, (4,), axes=('mlp',))
+        return x @ up
+
+
+def test_params_axes_to_boxes_and_back():
+    made = T5xModel().init(KEY, jnp.ones((2, 8)))
+    linen = to_linen_boxes(made)
+    kernel = linen['params']['kernel']
+    assert type(kernel) is LogicallyPartitioned and kernel.names == ('embed', 'mlp')
+    assert kernel.value is made['params']['kernel']
+    assert linen['batch_stats']['mean'].names == ('mlp',)
+    again = to_params_axes(linen)
+    assert get_logical_axes(again) == get_logical_axes(made)
+    assert jax.tree.structure(again) == jax.tree.structure(dict(made))
+    names = again['params_axes']['kernel_axes']
+    assert type(names) is t5x.AxisMetadata and tuple(names.names) == ('embed', 'mlp')
+    through_nnx = to_params_axes(to_nnx_state(made))
+    assert jax.tree.structure(through_nnx) == jax.tree.structure(again)
+
+
+def test_a_linen_model_goes_on_as_an_nnx_model():
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ('embed', 'mlp'))
+            return nn.Dense(4, kernel_init=init, name='up')(x)
+
+    class Nnx(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(8, 4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.up(x)
+
+    x = jax.random.normal(KEY, (2, 8))
+    made, model = Linen().init(KEY, x), Nnx(nnx.Rngs(1))
+    nnx.update(model, to_nnx_state(made))
+    np.testing.assert_array_equal(model(x), Linen().apply(unbox(made), x))
+    assert model.up.kernel.get_metadata()['out_sharding'] == ('embed', 'mlp')
+
+
+@pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
+def test_nothing_is_moved_inside_a_mesh(axis_type):
+    linen = named_params()
+    with jax.set_mesh(create_mesh((4, 2), ('data', 'model'), axis_types=axis_type)):
+        state = to_nnx_state(linen)
+        assert state['up']['kernel'].get_value().sharding.num_devices == 1
+        assert to_linen_boxes(state)['params']['up']['kernel'].names == ('embed', 'mlp')
+
+
+def test_states_without_arrays():
+    abstract = jax.eval_shape(named_params)
+    kernel = to_nnx_state(abstract)['up']['kernel']
+    assert kernel.get_value() is abstract['params']['up']['kernel'].value
+    assert to_linen_boxes(to_nnx_state(abstract)) == abstract
+
+
+NAMES = st.lists(st.sampled_from(['a', 'b', 'c', None]), max_size=3, unique=True).map(tuple)
+KINDS = st.sampled_from([nn.Partitioned, nn.LogicallyPartitioned, Partitioned])
+TREES = st.recursive(
+    st.tuples(NAMES, KINDS),
+    lambda below: st.dictionaries(st.sampled_from('pqr'), below, min_size=1, max_size=3),
+    max_leaves=6,
+).filter(lambda tree: isinstance(tree, dict))
+
+
+@settings(max_examples=40, deadline=None)
+@given(TREES)
+def test_any_tree_comes_back(tree):
+    params = jax.tree.map(
+        lambda leaf: leaf[1](jax.ShapeDtypeStruct((2,) * len(leaf[0]), 'float32'), leaf[0]),
+        tree,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    made = {'params': params}
+    assert boxes(to_linen_boxes(to_nnx_state(made))) == boxes(made)
+
+
+# What cannot be converted.
+
+
+class Tagged(nn.Partitioned):
+    tag: str = struct.field(default='mine', pytree_node=False)
+
+
+def variable(**metadata):
+    with nnx.use_eager_sharding(False):
+        return nnx.State({'w': nnx.Param(jnp.zeros((8, 4)), **metadata)})
+
+
+def nested():
+    return box((8, 4), 'embed', 'mlp').replace_boxed(box((8, 4), 'embed', 'mlp'))
+
+
+@pytest.mark.parametrize(
+    'convert, tree, message',
+    [
+        (to_nnx_state, lambda: {'params': {'w': nested()}}, 'params/w is a box in a box'),
+        (
+            to_nnx_state,
+            lambda: {'params': {'w': nn.Partitioned({'k': jnp.zeros(3)}, ('data',))}},
+            'params/w.*around several arrays',
+        ),
+        (
+            to_nnx_state,
+            lambda: {'params': {'w': Tagged(jnp.zeros(3), ('data',))}},
+            'params/w.*no place for tag',
+        ),
+        (
+            to_nnx_state,
+            lambda: {'params': {'w': jnp.zeros(3)}, 'cache': {'w': jnp.zeros(3)}},
+            'cache/w and params/w have one place',
+        ),
+        (
+            to_nnx_state,
+            lambda: {'params': {'w': jnp.zeros(3)}, 'cache': {'w': {'k': jnp.zeros(3)}}},
+            'cache/w/k and params/w have one place',
+        ),
+        (to_nnx_state, lambda: {'params': box((3,), 'mlp')}, 'params and its collection'),
+        (to_nnx_state, lambda: [jnp.zeros(3)], r'list is neither a dict.*nnx\.state\(model\)'),
+        (to_nnx_state, lambda: Block(nnx.Rngs(0)), 'Block is neither'),
+        (
+            to_linen_boxes,
+            lambda: {'params': dict(variable())},
+            'params/w is a Param, which has no place',
+        ),
+        (
+            to_linen_boxes,
+            lambda: variable(out_sharding=(None, None), optimizer_sharding=('data', None)),
+            'params/w.*no place for optimizer_sharding',
+        ),
+        (to_linen_boxes, lambda: variable(tag='mine'), 'params/w.*no place for tag'),
+        (
+            to_linen_boxes,
+            lambda: nnx.state(nnx.Dropout(0.5, rngs=nnx.Rngs(0))),
+            r'rngs/count is a RngCount.*nnx\.state\(model, nnx\.Param\)',
+        ),
+        (
+            to_linen_boxes,
+            lambda: variable(
+                out_sharding=('a', None),
+                sharding_rules=(('a', 'data'),),
+                linen_meta_type=nn.Partitioned,
+            ),
+            'params/w: Partitioned has no place for rules',
+        ),
+        (
+            to_params_axes,
+            lambda: {'params': {'w': box((3,), 'mlp', rules=(('mlp', 'data'),))}},
+            r"params/w: names \('mlp',\) with rules of their own",
+        ),
+        (
+            to_params_axes,
+            lambda: {'params': {'w': box((3,), 'mlp', mesh=MESH)}},
+            'params/w.*with a mesh of their own',
+        ),
+        (
+            to_params_axes,
+            lambda: variable(out_sharding=(('data', 'model'), None)),
+            'params/w.*with mesh axes of their own',
+        ),
+    ],
+)
+def test_what_cannot_be_converted(convert, tree, message):
+    with nnx.use_eager_sharding(False):
+        made = tree()
+    with pytest.raises(ValueError, match=message):
+        convert(made)
