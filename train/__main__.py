@@ -1,4 +1,4 @@
-"""`python -m train`: reads gin files and trains.
+"""`python -m train`: reads gin files and runs what they configure: training, or an evaluation.
 
 python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'/tmp/run'"
 """
@@ -54,9 +54,9 @@ def _listed(values: list[str]) -> list[str]:
 
 
 def run() -> None:
-    """Configures and trains, by the flags."""
+    """Configures and runs, by the flags."""
     from train import machine  # jax and all else load after the flags are known to be right
-    from train.config import check_complete, load_config
+    from train.config import check_complete, find_entry, load_config
 
     machine.use_virtual_devices(_CPU_DEVICES.value)
     machine.join_processes(
@@ -65,10 +65,9 @@ def run() -> None:
     load_config(
         _GIN_FILE.value, _GIN_BINDINGS.value, _listed(_SEARCH_PATHS.value), _listed(_ALLOW.value)
     )
-    check_complete('train')
-    from train.train import train
-
-    train()
+    entry = find_entry()
+    check_complete(entry)
+    entry()
 
 
 def explain(error: Exception) -> str | None:

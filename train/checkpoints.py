@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import gin
 import jax
@@ -21,23 +23,82 @@ class CheckpointConfig:
 
     Attributes:
       period: steps between two checkpoints; 0: only at the end of the run.
-      keep: the newest so many stay.
+      keep: the newest so many stay; None: all do.
+      steps: steps that are saved beside those of the period.
     """
 
     period: int = 1000
-    keep: int = 3
+    keep: int | None = 3
+    steps: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         check_counts(least=0, period=self.period)
-        check_counts(keep=self.keep)
+        if isinstance(self.steps, str) or not isinstance(self.steps, Sequence):
+            raise ConfigError(f'CheckpointConfig.steps is {self.steps!r}: it must be a list')
+        check_counts(**{f'steps[{i}]': step for i, step in enumerate(self.steps)})
+        if self.keep is not None:
+            check_counts(keep=self.keep)
+
+
+RestoreMode = Literal['latest', 'specific']
+
+
+@gin.configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestoreConfig:
+    """The checkpoint of another run that a run begins with.
+
+    Attributes:
+      path: with mode 'specific' one checkpoint, `<model_dir>/checkpoints/<step>`; with 'latest' the
+        folder of a run or of its checkpoints, whose newest whole one is taken.
+      mode: see `path`.
+    """
+
+    path: str
+    mode: RestoreMode = 'latest'
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise ConfigError(
+                f'RestoreConfig.path is {self.path!r}: it must be the path of a folder'
+            )
+        if self.mode not in get_args(RestoreMode):
+            raise ConfigError(f"RestoreConfig.mode is {self.mode!r}: use 'latest' or 'specific'")
+
+    def find(self) -> tuple[Checkpoints, int]:
+        """The checkpoints that `path` is of, and the step to restore of them.
+
+        Raises:
+          ConfigError: there is no such checkpoint, or it is not whole.
+        """
+        path = Path(os.path.expanduser(self.path))
+        folder = path.parent if self.mode == 'specific' else path
+        if self.mode == 'latest' and (path / 'checkpoints').is_dir():
+            folder = path / 'checkpoints'
+        if not path.is_dir():
+            raise ConfigError(f'RestoreConfig.path {path}: there is no such folder')
+        if self.mode == 'specific' and not path.name.isdecimal():
+            raise ConfigError(
+                f"RestoreConfig.path {path} is no checkpoint, whose folder has its step's number: "
+                "add that, or use mode 'latest'"
+            )
+        found = Checkpoints(folder, CheckpointConfig(keep=None))
+        steps = found.whole_steps()
+        step = int(path.name) if self.mode == 'specific' else max(steps, default=None)
+        if step not in steps:
+            raise ConfigError(
+                f'RestoreConfig.path {path}: there is no whole checkpoint; {folder} has those of '
+                f'the steps {steps}'
+            )
+        return found, step
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `<model_dir>/checkpoints/<step>`."""
+    """The checkpoints of one run, in `<directory>/<step>`."""
 
-    def __init__(self, model_dir: Path, config: CheckpointConfig):
-        self.directory = model_dir.resolve() / 'checkpoints'
-        self._period = config.period
+    def __init__(self, directory: Path, config: CheckpointConfig):
+        self.directory = directory.resolve()
+        self._period, self._steps = config.period, frozenset(config.steps)
         self._manager = ocp.CheckpointManager(
             self.directory,
             item_handlers={'state': ocp.StandardCheckpointHandler()},
@@ -48,13 +109,17 @@ class Checkpoints:
         )
 
     def latest_step(self) -> int | None:
-        """The newest step whose checkpoint is whole.
+        """The newest step whose checkpoint is whole."""
+        return max(self.whole_steps(), default=None)
+
+    def whole_steps(self) -> list[int]:
+        """The steps whose checkpoints are whole, in their order.
 
         Orbax takes any directory named by a number for a checkpoint; one without the metadata that
         a finished save writes is passed over.
         """
         self._manager.wait_until_finished()
-        return max(filter(self._is_whole, self._manager.all_steps()), default=None)
+        return sorted(filter(self._is_whole, self._manager.all_steps()))
 
     def _is_whole(self, step: int) -> bool:
         return (self.directory / str(step) / '_CHECKPOINT_METADATA').is_file()
@@ -77,14 +142,36 @@ class Checkpoints:
         except ConfigError:
             raise
         except Exception as error:  # Orbax and tensorstore raise of every kind for a missing file
-            raise ConfigError(
-                f'checkpoint {self.directory / str(step)} is damaged; delete it to go on from the '
-                f'one before ({first_line(error)})'
-            ) from error
+            raise self._damaged(step, error) from error
+
+    def restore_params(self, step: int, abstract_params: Any) -> Any:
+        """The parameters of a step, without what the optimizer keeps; as `restore`."""
+        wanted = {'params': abstract_params}
+        args = ocp.args.PyTreeRestore(
+            item=wanted,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=True,
+        )
+        try:
+            self._compare(step, wanted, of='params/')
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                return checkpointer.restore(self.directory / str(step) / 'state', args=args)[
+                    'params'
+                ]
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise self._damaged(step, error) from error
+
+    def _damaged(self, step: int, error: Exception) -> ConfigError:
+        return ConfigError(
+            f'checkpoint {self.directory / str(step)} is damaged; delete it to go on from the '
+            f'one before ({first_line(error)})'
+        )
 
     def is_due(self, step: int) -> bool:
-        """Whether the period ends with this step."""
-        return bool(self._period) and step % self._period == 0
+        """Whether the period ends with this step, or it is one of those to save."""
+        return step in self._steps or (bool(self._period) and step % self._period == 0)
 
     def save(self, step: int, state: Any) -> None:
         """Begins to save; the write goes on beside the training."""
@@ -98,10 +185,15 @@ class Checkpoints:
         """Waits until everything is written."""
         self._manager.close()
 
-    def _compare(self, step: int, abstract_state: Any) -> None:
-        """Compares names, shapes and types before any array is read (Orbax casts silently)."""
+    def _compare(self, step: int, abstract_state: Any, of: str = '') -> None:
+        """Compares names, shapes and types before any array is read (Orbax casts silently).
+
+        Args:
+          of: only of arrays whose paths begin so.
+        """
         metadata = self._manager.item_metadata(step)['state']
         saved = _described(metadata.tree if hasattr(metadata, 'tree') else metadata)
+        saved = {path: value for path, value in saved.items() if path.startswith(of)}
         wanted = _described(abstract_state)
         differing = sorted(k for k in saved.keys() | wanted.keys() if saved.get(k) != wanted.get(k))
         if differing:

@@ -14,6 +14,7 @@ import train.data.rows.tasks
 import train.data.text.record_files
 import train.data.text.sources
 import train.data.text.tokenizers
+import train.evaluation
 import train.machine
 import train.models.transformer
 import train.optimizers

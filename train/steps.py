@@ -7,14 +7,19 @@ and `decoder_loss_weights` (float32, 0 where a target does not count); of packed
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
+import gin
 import jax
 import jax.numpy as jnp
 import optax
 
 from partitioning import TrainState, with_sharding_constraint
+from partitioning.state import path_str
+from train.errors import ConfigError
 from train.optimizers import Optimizer
 
 BATCH_ARRAYS = frozenset(
@@ -26,11 +31,56 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-def loss_sums(
-    model: Any, params: Any, batch: Batch, dropout_rng: jax.Array | None = None
-) -> tuple[jax.Array, Metrics]:
-    """Sums over the targets that count: (nats, {'nats', 'weight', 'correct'}).
+@gin.configurable
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+    """What training minimizes beside the cross-entropy, and what divides its sum over a batch.
 
+    Metrics and evaluations stay in nats for each target, whatever this says.
+
+    Attributes:
+      z_loss: so many times the squared logarithm of the softmax's sum is added, for each target.
+      label_smoothing: the part of a target's probability that is spread over all other tokens.
+      divisor: 'weights', the targets that count; 'targets', all of them, padding too; or a number.
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    divisor: Literal['weights', 'targets'] | float = 'weights'
+
+    def __post_init__(self) -> None:
+        for name, most in (('z_loss', math.inf), ('label_smoothing', 1.0)):
+            if not _is_number(value := getattr(self, name)) or not 0 <= value < most:
+                below = '' if most == math.inf else f', below {most:g}'
+                raise ConfigError(f'LossConfig.{name} is {value!r}: use 0 or more{below}')
+        divisor: Any = self.divisor
+        positive = _is_number(divisor) and 0 < divisor < math.inf
+        if not positive and divisor not in ('weights', 'targets'):
+            raise ConfigError(
+                f"LossConfig.divisor is {divisor!r}: use 'weights', 'targets' or a number above 0"
+            )
+
+    def divide_by(self, sums: Metrics, batch: Batch) -> jax.Array | float:
+        """What divides the sums over a whole batch."""
+        if self.divisor == 'weights':
+            return sums['weight']
+        return batch['decoder_target_tokens'].size if self.divisor == 'targets' else self.divisor
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def loss_sums(
+    model: Any,
+    params: Any,
+    batch: Batch,
+    dropout_rng: jax.Array | None = None,
+    loss: LossConfig | None = None,
+) -> tuple[jax.Array, Metrics]:
+    """Sums over the targets that count: (loss, {'nats', 'weight', 'correct'}).
+
+    The loss is that of `loss`, the nats alone where it is None; with a z-loss that is a sum too.
     The one-hot product of the cross-entropy fuses with the softmax; gathering the target's logit
     would keep a second copy of the logits.
     """
@@ -47,14 +97,24 @@ def loss_sums(
     )
     targets_BL, weights_BL = batch['decoder_target_tokens'], batch['decoder_loss_weights']
     one_hot_BLV = jax.nn.one_hot(targets_BL, logits_BLV.shape[-1], dtype=logits_BLV.dtype)
-    nats_BL = jax.nn.logsumexp(logits_BLV, axis=-1) - jnp.sum(one_hot_BLV * logits_BLV, axis=-1)
+    log_z_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
+    logit_BL = jnp.sum(one_hot_BLV * logits_BLV, axis=-1)
+    nats_BL = log_z_BL - logit_BL
     correct_BL = jnp.argmax(logits_BLV, axis=-1) == targets_BL
     sums = {
         'nats': jnp.sum(nats_BL * weights_BL),
         'weight': jnp.sum(weights_BL),
         'correct': jnp.sum(correct_BL * weights_BL),
     }
-    return sums['nats'], sums
+    total = sums['nats']
+    if loss is not None and loss.z_loss:
+        sums['z_loss'] = loss.z_loss * jnp.sum(jnp.square(log_z_BL) * weights_BL)
+        total += sums['z_loss']
+    if loss is not None and loss.label_smoothing:
+        each = loss.label_smoothing / (logits_BLV.shape[-1] - 1)  # of every other token
+        moved_BL = (loss.label_smoothing + each) * logit_BL - each * jnp.sum(logits_BLV, axis=-1)
+        total += jnp.sum(moved_BL * weights_BL)
+    return total, sums
 
 
 def make_train_step(
@@ -64,6 +124,8 @@ def make_train_step(
     seed: int,
     num_microbatches: int,
     data_spec: jax.sharding.PartitionSpec,
+    loss: LossConfig | None = None,
+    weight_metrics: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The function that does one update.
 
@@ -73,13 +135,16 @@ def make_train_step(
       seed: dropout of step n uses fold_in(key(seed), n), so a resumed run repeats it.
       num_microbatches: parts of a batch whose gradients are summed, in float32, before the update.
       data_spec: PartitionSpec of the batch, which microbatches keep.
+      loss: what is minimized; None: `LossConfig()`.
+      weight_metrics: the metrics have those of every parameter too.
     """
+    loss = loss or LossConfig()
     tx = optimizer.build()
     use_dropout = getattr(getattr(model, 'config', None), 'dropout_rate', 0.0) > 0
 
     def gradients(params: Any, batch: Batch, rng: jax.Array) -> tuple[Any, Metrics]:
         grad = jax.grad(loss_sums, argnums=1, has_aux=True)
-        grads, sums = grad(model, params, batch, rng if use_dropout else None)
+        grads, sums = grad(model, params, batch, rng if use_dropout else None, loss)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -97,7 +162,8 @@ def make_train_step(
             shapes = jax.eval_shape(gradients, state.params, first, rng)
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             (grads, sums), _ = jax.lax.scan(add, zeros, (parts, jnp.arange(num_microbatches)))
-        grads = jax.tree.map(lambda g, p: (g / sums['weight']).astype(p.dtype), grads, state.params)
+        divisor = loss.divide_by(sums, batch)
+        grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), grads, state.params)
         new_state = state.apply_gradients(grads, tx)
         metrics = {
             'loss': sums['nats'] / sums['weight'],
@@ -106,9 +172,34 @@ def make_train_step(
             'parameter_norm': optax.tree.norm(new_state.params),
             'learning_rate': optimizer.rate(state.step),
         }
+        if 'z_loss' in sums:
+            metrics['z_loss'] = sums['z_loss'] / sums['weight']
+        if weight_metrics:
+            metrics |= _of_every_parameter(state.params, grads, new_state.params)
         return new_state, metrics
 
     return train_step
+
+
+def _of_every_parameter(before: Any, grads: Any, after: Any) -> Metrics:
+    """T5X's: root mean squares of weights, gradients and updates, and the largest weight."""
+
+    def rms(x: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
+    updates = jax.tree.map(jnp.subtract, after, before)
+    measured = {
+        'weight_rms': jax.tree.map(rms, after),
+        'weight_gradient_rms': jax.tree.map(rms, grads),
+        'weight_update_rms': jax.tree.map(rms, updates),
+        'weight_max': jax.tree.map(lambda x: jnp.max(jnp.abs(x)), after),
+    }
+    leaves = jax.tree_util.tree_leaves_with_path
+    return {
+        f'{name}/{path_str(path)}': value
+        for name, tree in measured.items()
+        for path, value in leaves(tree)
+    }
 
 
 def make_eval_step(model: Any) -> Callable[[Any, Batch], Metrics]:

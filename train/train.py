@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
@@ -17,16 +16,16 @@ from jax.sharding import NamedSharding
 from partitioning import BasePartitioner, TrainState, check_fixed_point, unbox
 from partitioning.audit import audit_state
 from train import checks
-from train.checkpoints import CheckpointConfig, Checkpoints
+from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig
 from train.console import RunConsole, Throughput
-from train.data import Batch, Feed, FiniteBatches, LocalBatches, Prefetch, Task, record, yardsticks
-from train.data.rows.open_task import features
+from train.data import Feed, LocalBatches, Prefetch, Task, record
 from train.errors import check_counts
+from train.evaluation import HeldOut, abstract_batch
 from train.machine import asked_to_stop, failing_together
 from train.metrics import MetricWriter
 from train.optimizers import Optimizer
 from train.sampling import SampleConfig, prompt_tokens, sample_text
-from train.steps import make_eval_step, make_train_step
+from train.steps import LossConfig, make_eval_step, make_train_step
 
 
 @gin.configurable
@@ -44,7 +43,10 @@ def train(
     checkpoints: CheckpointConfig,
     eval_tasks: Mapping[str, Task] | None = None,
     eval_tokens: int | None = None,
+    restore: RestoreConfig | None = None,
+    loss: LossConfig | None = None,
     num_microbatches: int = 1,
+    weight_metrics: bool = False,
     log_period: int = 10,
     seed: int = 0,
     sample: SampleConfig | None = None,
@@ -65,7 +67,11 @@ def train(
       checkpoints: when to save and what to keep.
       eval_tasks: tasks whose held-out parts are evaluated, by name; None: that of `task`.
       eval_tokens: evaluate on the first so many held-out tokens of each; None: on all.
+      restore: the checkpoint of another run that this one begins with, its step included, where
+        `model_dir` has none; None: parameters of its own.
+      loss: what is minimized; None: `LossConfig()`, the cross-entropy.
       num_microbatches: parts of a batch that are computed one after another.
+      weight_metrics: training metrics have those of every parameter too.
       log_period: steps between records of training metrics.
       seed: of the initial parameters, the order of the data, and dropout.
       sample: text to write at the end; None: none.
@@ -98,10 +104,13 @@ def train(
         task=(task, Task),
         checkpoints=(checkpoints, CheckpointConfig),
     )
-    if sample is not None:
-        checks.check_objects(sample=(sample, SampleConfig))
-    if prefetch is not None:
-        checks.check_objects(prefetch=(prefetch, Prefetch))
+    given = {
+        'sample': (sample, SampleConfig),
+        'prefetch': (prefetch, Prefetch),
+        'restore': (restore, RestoreConfig),
+        'loss': (loss, LossConfig),
+    }
+    checks.check_objects(**{name: pair for name, pair in given.items() if pair[0] is not None})
     if eval_tasks is not None:
         checks.check_tasks(eval_tasks)
     directory = checks.check_writable(model_dir)
@@ -129,22 +138,25 @@ def train(
         opened, evaluated, batch_size=batch_size, sequence_length=sequence_length, seed=seed
     )
     record.check_same_everywhere(data | {'eval_tokens': eval_tokens})
-    saved = Checkpoints(directory, checkpoints)
-    first_step = saved.latest_step() or 0
-    if first_step:
+    saved = Checkpoints(directory / 'checkpoints', checkpoints)
+    source, first_step = saved, saved.latest_step() or 0
+    if restore is not None and not first_step:
+        source, first_step = restore.find()
+    if source is saved and first_step:
         for change in record.check_same_as_before(directory, data, first_step):
             console.say(f'since this run began, {change}: the rows of its steps are others')
     console.data(opened, evaluations, total_steps * batch_size / opened.rows_per_epoch)
-    beside = {name: yardsticks.of(e.text) for name, e in evaluations.items()}
+    held_out = HeldOut(
+        sets=evaluations,
+        partitioner=partitioner,
+        batch_size=batch_size,
+        console=console,
+        prefetch=prefetch,
+    )
     prompt = None if sample is None else prompt_tokens(sample, opened.tokenizer)
 
     layout = partitioner.get_data_layout(batch_size)
-    abstract_batch = {
-        name: jax.ShapeDtypeStruct(
-            (batch_size, *shape), dtype, sharding=NamedSharding(mesh, data_spec)
-        )
-        for name, (shape, dtype) in features(rows[0]).items()
-    }
+    batch = abstract_batch(rows[0], batch_size, NamedSharding(mesh, data_spec))
 
     # ---- model and optimizer, abstract: which arrays there are, and where each of them goes
     tx = optimizer.build()
@@ -176,26 +188,29 @@ def train(
                 seed=seed,
                 num_microbatches=num_microbatches,
                 data_spec=data_spec,
+                loss=loss,
+                weight_metrics=weight_metrics,
             ),
             in_axis_resources=(axes, data_spec),
             out_axis_resources=(axes, None),
             donate_argnums=(0,),
         ),
         abstract_state,
-        abstract_batch,
+        batch,
     )
     eval_step = partitioner.compile(
         partitioner.partition(make_eval_step(model), (axes.params, data_spec), None),
         abstract_state.params,
-        abstract_batch,
+        batch,
     )
     console.say(f'compiled train and eval steps in {time.perf_counter() - started:.1f} s')
 
-    # ---- state: the newest checkpoint, or parameters born on their devices
+    # ---- state: the newest checkpoint, that of another run, or parameters born on their devices
     checks.make_writable(directory)
     if first_step:
-        state = saved.restore(first_step, abstract_state)
-        console.say(f'resumed from step {first_step} of {saved.directory}', style='bold')
+        state = source.restore(first_step, abstract_state)
+        verb = 'resumed' if source is saved else 'restored'
+        console.say(f'{verb} from step {first_step} of {source.directory}', style='bold')
     else:
         state = partitioner.partition(lambda k: unbox(init(k)), (None,), axes)(key)
     check_fixed_point(state, axes, mesh)
@@ -208,20 +223,9 @@ def train(
         console.say(f'dropped {writer.num_dropped} records of metrics after step {first_step}')
 
     # ---- loop
-    def evaluate_all(step: int) -> dict[str, float]:
-        results: dict[str, float] = {}
-        for name, held_out in evaluations.items():
-            batches = FiniteBatches(held_out.rows, batch_size, layout.row_indices)
-            with closing(Feed(batches, partitioner, prefetch=prefetch)) as feed:
-                scores = evaluate(eval_step, state.params, feed, held_out.num_bytes)
-            console.evaluation(step, name, scores, beside[name])
-            prefix = f'eval/{name}/' if name else 'eval/'
-            results |= {prefix + metric: value for metric, value in scores.items()}
-        return results
-
     if first_step >= total_steps:
         console.say(f'nothing left to train: total_steps is {total_steps}; a larger one goes on')
-        evaluate_all(first_step)
+        held_out.evaluate(eval_step, state.params, first_step)
     # Whatever ends the loop, a save that has begun is finished.
     with (
         closing(saved),
@@ -251,11 +255,11 @@ def train(
                 writer.write(step, scalars)
                 console.step(step, total_steps, scalars)
             else:
-                jax.block_until_ready(metrics)  # no step runs ahead: see `evaluate`
+                jax.block_until_ready(metrics)  # no step runs ahead: see `mean_scores`
                 console.advance(step)
             paused = time.perf_counter()
             if evaluating:
-                writer.write(step, evaluate_all(step))
+                writer.write(step, held_out.evaluate(eval_step, state.params, step))
             if saving:
                 saved.save(step, state)
             if stopped:
@@ -279,28 +283,3 @@ def train(
         }
     )
     return state
-
-
-def evaluate(
-    eval_step: Callable[[Any, Batch], dict[str, jax.Array]],
-    params: Any,
-    batches: Iterable[Batch],
-    num_bytes: int | None,
-) -> dict[str, float]:
-    """Means over held-out rows: `loss` in nats, `accuracy`, and `bits_per_byte` of text.
-
-    Every nat counts, those of the separators between documents too, but only bytes divide them.
-    """
-    total = {'nats': 0.0, 'weight': 0.0, 'correct': 0.0}
-    for batch in batches:
-        # Read one by one: processes whose programs run ahead of each other can wait for ever for
-        # their peers' collectives (measured on CPU).
-        sums = eval_step(params, batch)
-        total = {name: value + float(sums[name]) for name, value in total.items()}
-    scores = {
-        'loss': total['nats'] / total['weight'],
-        'accuracy': total['correct'] / total['weight'],
-    }
-    if num_bytes:
-        scores['bits_per_byte'] = total['nats'] / math.log(2) / num_bytes
-    return scores

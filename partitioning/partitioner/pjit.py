@@ -51,7 +51,7 @@ class Plan(Protocol):
 
     @property
     def path_rules(self) -> PathRules: ...
-    def check_mesh(self, mesh: Mesh) -> None: ...
+    def check(self, state: Any, mesh: Mesh) -> None: ...
 
 
 class BasePjitPartitioner(BasePartitioner):
@@ -182,6 +182,10 @@ class PjitPartitioner(BasePjitPartitioner):
             self._optimizer_rules = self._as_rules(optimizer_axis_rules)
         if plan is not None and params_axes_names_override:
             raise ValueError('plan and params_axes_names_override both name parameters: keep one')
+        if plan is not None and not hasattr(plan, 'path_rules'):
+            raise ValueError(
+                f'plan={plan!r} is no ResolvedPlan: give plan.resolve(params, mesh), or load_plan'
+            )
         self._plan = plan
         self._overrides = check_path_rules(
             params_axes_names_override if plan is None else plan.path_rules
@@ -252,7 +256,7 @@ class PjitPartitioner(BasePjitPartitioner):
     def resolve(self, train_state: Any) -> ResolvedState:
         self._check_default_rules()
         if self._plan is not None:
-            self._plan.check_mesh(self.mesh)
+            self._plan.check(train_state, self.mesh)
         return resolve_state(train_state, self.rule_set, self.mesh)
 
     def get_logical_axes(self, train_state: Any) -> Any:

@@ -14,6 +14,7 @@ Equal plans are equal files, so that version control shows what has changed.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import typing
 from collections.abc import Mapping
@@ -50,22 +51,20 @@ def from_json(text: str) -> ResolvedPlan:
         what the spec makes it.
     """
     try:
-        held = json.loads(text)
+        held = json.loads(text, object_pairs_hook=_once)
     except json.JSONDecodeError as error:
         raise ValueError(f'a plan is JSON, but this is none: {error}') from error
     if not isinstance(held, Mapping) or held.get('format') != FORMAT:
         found = held.get('format') if isinstance(held, Mapping) else held
         raise ValueError(f'a plan has "format": "{FORMAT}", this has {found!r}')
+    if extra := sorted(held.keys() - {'format', 'mesh', 'arrays'}):
+        raise ValueError(f'a plan has "format", "mesh" and "arrays", and no {extra[0]!r}')
     mesh, rows = held.get('mesh'), held.get('arrays')
-    if not isinstance(mesh, Mapping) or not all(map(is_count, mesh.values())):
+    if not isinstance(mesh, Mapping) or not mesh or not all(map(is_count, mesh.values())):
         raise ValueError(f'"mesh" must be the size of each axis, as {{"data": 4}}, not {mesh!r}')
     if not isinstance(rows, list):
         raise ValueError(f'"arrays" must be a list of rows, not {rows!r}')
-    arrays = tuple(_row_from_json(row, mesh) for row in rows)
-    paths = [row.path for row in arrays]
-    if twice := sorted({path for path in paths if paths.count(path) > 1}):
-        raise ValueError(f'{twice[0]} has {paths.count(twice[0])} rows in the plan')
-    return ResolvedPlan(mesh, arrays)
+    return ResolvedPlan(mesh, tuple(_row_from_json(row, mesh) for row in rows))
 
 
 def save_plan(plan: ResolvedPlan, path: str | Path) -> None:
@@ -84,6 +83,15 @@ def load_plan(path: str | Path) -> ResolvedPlan:
         return from_json(Path(path).read_text())
     except ValueError as error:
         raise ValueError(f'{path}: {error}') from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, which has each of its keys once."""
+    held = dict(pairs)
+    for key in held:
+        if sum(other == key for other, _ in pairs) > 1:
+            raise ValueError(f'{key!r} is there twice, beside {dict(pairs)}')
+    return held
 
 
 def _row_to_json(row: PlannedArray) -> dict[str, Any]:
@@ -109,6 +117,8 @@ def _row_from_json(row: Any, mesh: Mapping[str, int]) -> PlannedArray:
     if absent:
         raise ValueError(f'{path}: the row has no {", ".join(absent)}')
     spec, padded = (_spec_from_json(path, row[name]) for name in ('spec', 'padded_spec'))
+    if not isinstance(row['reason'], str):
+        raise ValueError(f'{path}: "reason" must be a text, not {row["reason"]!r}')
     if spec is None:
         raise ValueError(f'{path}: "spec" is null: write [] for an array that is replicated')
     made = planned_array(
@@ -118,7 +128,7 @@ def _row_from_json(row: Any, mesh: Mapping[str, int]) -> PlannedArray:
         mesh,
         logical_axes=_logical_axes(path, row),
         category=_category(path, row['category']),
-        reason=str(row['reason']),
+        reason=row['reason'],
     )
     figures = _row_to_json(made)
     for name in ('shard_shape', 'bytes_total', 'bytes_per_device'):
@@ -139,9 +149,13 @@ def _shape(path: str, shape: Any) -> tuple[int, ...]:
 
 def _dtype(path: str, name: Any) -> Any:
     """The type of a name as arrays write it, those of random keys included."""
+    for impl in ('threefry2x32', 'rbg', 'unsafe_rbg'):
+        key = jax.eval_shape(functools.partial(jax.random.key, 0, impl=impl))
+        if str(key.dtype) == name:
+            return key.dtype
     try:
-        return jax.random.key(0, impl=name[4:-1]).dtype if name[:4] == 'key<' else jnp.dtype(name)
-    except (TypeError, ValueError) as error:
+        return jnp.dtype(name)
+    except TypeError as error:
         raise ValueError(f'{path}: "dtype" {name!r} is no type of arrays') from error
 
 
@@ -149,7 +163,8 @@ def _logical_axes(path: str, row: Mapping[str, Any]) -> list[str | None] | None:
     names = row['logical_axes']
     if names is None:
         return None
-    if not isinstance(names, list) or len(names) != len(row['shape']):
+    texts = isinstance(names, list) and all(n is None or isinstance(n, str) for n in names)
+    if not texts or len(names) != len(row['shape']):
         raise ValueError(
             f'{path}: "logical_axes" {names!r} must be null, or a name or null for each dimension '
             f'of {row["shape"]}'

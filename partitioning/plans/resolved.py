@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +33,7 @@ from partitioning.state import (
     shape_of,
 )
 from partitioning.state.boxes import array_of, is_carrier, is_metadata
+from partitioning.state.parameters import parameter_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +54,13 @@ class ResolvedPlan:
     arrays: tuple[PlannedArray, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, 'mesh', dict(axis_sizes(self.mesh)))
+        # Ordered ones are equal only in the same order, as the files of plans are.
+        object.__setattr__(self, 'mesh', collections.OrderedDict(axis_sizes(self.mesh)))
         rows = sorted(self.arrays, key=lambda row: row.path.split('/'))
         object.__setattr__(self, 'arrays', tuple(rows))
+        for row, following in itertools.pairwise(rows):
+            if row.path == following.path:
+                raise ValueError(f'two arrays of the plan have the path {row.path}')
 
     @classmethod
     def of(cls, resolved: ResolvedState) -> ResolvedPlan:
@@ -122,11 +129,46 @@ class ResolvedPlan:
         Raises:
           ValueError: another mesh, other parameters or shapes.
         """
-        self.check_mesh(mesh)
+        self.check(state, mesh)
         padded = any(row.padded_spec is not None for row in self.arrays)
         policy: OnIndivisible = 'pad' if padded else 'error'
         rules = RuleSet(rules=AxisRules((), on_indivisible=policy), overrides=self.path_rules)
         return resolve_state(state, rules, mesh)
+
+    def check(self, state: Any, mesh: MeshLike) -> None:
+        """Raises ValueError unless mesh and parameters are those that the plan is for.
+
+        Args:
+          state: a pytree, abstract or not, of parameters alone or with what an optimizer keeps.
+          mesh: it has the axes of the plan, in their sizes.
+        """
+        sizes = axis_sizes(mesh)
+        if dict(sizes) != dict(self.mesh):
+            raise ValueError(
+                f'the plan is for the mesh {describe_axes(self.mesh)}, not {describe_axes(sizes)}: '
+                'resolve it again for this one'
+            )
+        flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
+        entries = [(key_names(path), x) for path, x in flat]
+        arrays = {path: array_of(x) for path, x in entries}
+        rows = {row.path: row for row in self.arrays if row.category == 'parameters'}
+        known = [*rows]
+        for path, within in parameter_names(entries).items():
+            name = '/'.join(path if '/'.join(path) in rows else within)
+            row = rows.pop(name, None)
+            if row is None and shape_of(arrays[path]):
+                raise ValueError(
+                    f'{"/".join(path)} is not in the plan.{nearest(name, known)} Resolve it again '
+                    'for these parameters'
+                )
+            if row is not None and row.shape != shape_of(arrays[path]):
+                raise ValueError(
+                    f'{"/".join(path)} has shape {shape_of(arrays[path])}, but {row.shape} in the '
+                    'plan: resolve it again for these parameters'
+                )
+        if rows:
+            first = next(iter(rows))
+            raise ValueError(f'{len(rows)} parameters of the plan are not there, {first} first')
 
     def mesh_axes(self, state: Any) -> Any:
         """The tree of a state with the PartitionSpec of each of its arrays.
@@ -156,15 +198,6 @@ class ResolvedPlan:
                 f'{len(rows)} arrays of the plan are not there, {next(iter(rows))} first'
             )
         return specs
-
-    def check_mesh(self, mesh: MeshLike) -> None:
-        """Raises ValueError unless the mesh has the axes that the plan is for, in their sizes."""
-        sizes = axis_sizes(mesh)
-        if dict(sizes) != dict(self.mesh):
-            raise ValueError(
-                f'the plan is for the mesh {describe_axes(self.mesh)}, not {describe_axes(sizes)}: '
-                'resolve it again for this one'
-            )
 
     def __str__(self) -> str:
         head = ('array', 'shape', 'spec', 'shard shape', 'bytes per device', 'reason')

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from partitioning.rules import (
@@ -17,6 +18,7 @@ from partitioning.rules import (
     axis_sizes,
     check_spec,
     describe_axes,
+    spec_of,
 )
 from partitioning.state import Role, nbytes, shape_of
 
@@ -69,18 +71,22 @@ def planned_array(
     reason: str,
 ) -> PlannedArray:
     """The row of an array, or of a ShapeDtypeStruct, that `mesh_axes` lay out."""
-    padded = mesh_axes.inside if isinstance(mesh_axes, PaddedSpec) else None
     shape = shape_of(array)
-    spec = _whole(mesh_axes.outside if isinstance(mesh_axes, PaddedSpec) else mesh_axes, shape)
+    if not hasattr(array, 'dtype'):  # one of Python's numbers
+        array = jax.ShapeDtypeStruct(shape, jax.dtypes.result_type(array))
+    spec, padded = _whole(spec_of(mesh_axes), shape), None
     shard_shape = shard_shape_of(path, shape, spec, mesh)
+    if isinstance(mesh_axes, PaddedSpec):
+        padded = _whole(mesh_axes.inside, shape)
+        _check_padded(path, shape, spec, padded, mesh)
     total = nbytes(array)
     return PlannedArray(
         path=path,
         shape=shape,
-        dtype=str(getattr(array, 'dtype', type(array).__name__)),
+        dtype=str(array.dtype),
         logical_axes=None if logical_axes is None else tuple(logical_axes),
         spec=spec,
-        padded_spec=None if padded is None else _whole(padded, shape),
+        padded_spec=padded,
         shard_shape=shard_shape,
         bytes_total=total,
         bytes_per_device=total * math.prod(shard_shape) // max(math.prod(shape), 1),
@@ -114,6 +120,28 @@ def shard_shape_of(
                 f'{parts}, the size of {spec[dim]!r} on the mesh {describe_axes(sizes)}'
             )
     return tuple(size // parts for size, parts in zip(shape, ways, strict=True))
+
+
+def _check_padded(
+    path: str,
+    shape: Sequence[int],
+    spec: PartitionSpec,
+    padded: PartitionSpec,
+    mesh: MeshLike,
+) -> None:
+    """Raises ValueError unless the two specs differ only where a size does not divide."""
+    check_spec(padded, mesh, f'{path}, padded', shape)
+    if padded == spec:
+        raise ValueError(f'{path}: padded_spec is the spec, so nothing is padded: leave it out')
+    sizes = axis_sizes(mesh)
+    for dim, (outside, inside) in enumerate(zip(spec, padded, strict=True)):
+        ways = math.prod(sizes[a] for a in as_tuple(inside))
+        if outside != inside and (outside is not None or shape[dim] % ways == 0):
+            raise ValueError(
+                f'{path}: spec has {outside!r} and padded_spec {inside!r} for dimension {dim} of '
+                f'shape {tuple(shape)}: only what does not divide by {ways} is padded, and None '
+                'in the spec'
+            )
 
 
 def reason_of(dimensions: Sequence[ResolvedDimension | None]) -> str:

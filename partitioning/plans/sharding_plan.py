@@ -1,64 +1,20 @@
-"""PyTorch's words: what a plan says, who makes one, and what it comes to on a mesh."""
+"""PyTorch's words: what a plan says, and who makes one."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from partitioning.plans.entries import apply_entries, are_names
 from partitioning.plans.resolved import ResolvedPlan
-from partitioning.plans.rows import PlannedArray, planned_array, reason_of
-from partitioning.plans.trees import (
-    is_nnx_module,
-    parameters,
-    replace_subtree,
-    split_path,
-    subtree,
-)
-from partitioning.rules import (
-    AxisRules,
-    LogicalAxisRules,
-    OnIndivisible,
-    OnUnmatched,
-    as_tuple,
-    check_spec,
-    describe_axes,
-    to_spec,
-    try_resolve,
-)
-from partitioning.state import Path, nbytes, shape_of
-from partitioning.state.boxes import array_of, carried_names, is_carrier
-from partitioning.state.resolved import SMALL
-
-
-class Sharder(abc.ABC):
-    """Lays out all of a module by a rule of its own.
-
-    Usage:
-      class FirstRowsThenColumns(Sharder):
-          def shard(self, module, mesh):
-              specs = {'bag_0': P('model'), 'bag_1': P(None, 'model')}
-              return {name: place(bag, mesh, specs[name]) for name, bag in module.items()}
-    """
-
-    @abc.abstractmethod
-    def shard(self, module: Any, mesh: Mesh) -> Any:
-        """The module with its arrays laid out.
-
-        Args:
-          module: the subtree of parameters below the path, arrays or ShapeDtypeStructs; of an nnx
-            module, the submodule.
-          mesh: the mesh.
-
-        Returns:
-          What takes the place of `module`, of another structure if that is wanted. Each array has
-          the NamedSharding it is to have: `place` gives it one. Arrays without one on the mesh are
-          like those that a plan does not name.
-        """
+from partitioning.plans.sharder import Sharder
+from partitioning.plans.trees import is_nnx_module
+from partitioning.rules import AxisRules, LogicalAxisRules, OnIndivisible, OnUnmatched
+from partitioning.state import Path
 
 
 class ShardingPlanner(abc.ABC):
@@ -122,191 +78,51 @@ class ShardingPlan:
             'error', or 'replicate'.
           on_indivisible: of sizes that their mesh axes do not divide; see `resolve_axes`.
 
+        Returns:
+          The layouts of the parameters. Of outputs it says nothing.
+
         Raises:
           TypeError: an entry that is no layout.
           ValueError: a path that does not exist, with the nearest ones; entries for the same
             array; a layout that the mesh or the array cannot have.
         """
-        copied = module
-        if is_nnx_module(module) and any(isinstance(x, Sharder) for x in self.plan.values()):
+        self.outputs()
+        policies = AxisRules(rules or (), on_unmatched, on_indivisible)
+        sharders = isinstance(self.plan, Mapping) and any(
+            isinstance(entry, Sharder) for entry in self.plan.values()
+        )
+        if sharders and is_nnx_module(module):
             from flax import nnx  # imported already, or there would be no such module
 
-            copied = nnx.clone(module)
-        planned = apply_sharders(self, copied, mesh)
-        return planned.resolve(mesh, AxisRules(rules or (), on_unmatched, on_indivisible))
+            module = nnx.clone(module)  # which Sharders change
+        return apply_entries(self.plan, module, mesh).resolve(mesh, policies)
 
+    def outputs(self) -> dict[Path, tuple[str, Any]]:
+        """The modules of output_plan by path, each with its name there and its layout.
 
-class Planned(NamedTuple):
-    """A model after the Sharders of a plan, and what the plan says of its arrays.
-
-    Attributes:
-      module: the model, with what the Sharders have returned in it.
-      entries: by path, the entry of each array, and whose it is.
-    """
-
-    module: Any
-    entries: dict[Path, tuple[Any, str]]
-
-    def resolve(self, mesh: Mesh, policies: AxisRules) -> ResolvedPlan:
-        """What that comes to; see `ShardingPlan.resolve`."""
-        rows = (
-            _row(path, leaf, self.entries.get(path), policies, mesh)
-            for path, leaf in parameters(self.module).items()
-        )
-        return ResolvedPlan(mesh.shape, tuple(rows))
-
-
-def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Arrays laid out over a mesh; of ShapeDtypeStructs, such with that sharding."""
-    sharding = NamedSharding(mesh, spec)
-
-    def one(x: Any) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        return jax.device_put(x, sharding)
-
-    return jax.tree.map(one, tree)
-
-
-def apply_sharders(plan: ShardingPlan, module: Any, mesh: Mesh) -> Planned:
-    """The model with the Sharders of a plan applied; an nnx module is changed in place.
-
-    Raises:
-      TypeError, ValueError: as `ShardingPlan.resolve`, for everything but the layouts themselves.
-    """
-    if not isinstance(plan, ShardingPlan):
-        raise TypeError(f'{plan!r} is no ShardingPlan')
-    for name, spec in (plan.output_plan or {}).items():
-        check_output(name, spec)
-    known = parameters(module)
-    found: dict[Path, str] = {}
-    for name, entry in plan.plan.items():
-        _check_entry(name, entry)
-        path = split_path(name, known)
-        if path not in known and not isinstance(entry, Sharder):
-            below = ', '.join('/'.join(p) for p in known if p[: len(path)] == path)
-            raise ValueError(f'{name!r} is a module; a layout is for one parameter of it: {below}')
-        _check_apart(path, name, found)
-        found[path] = name
-    entries: dict[Path, tuple[Any, str]] = {}
-    prefix = ('params',) if isinstance(module, Mapping) and 'params' in module else ()
-    for path, name in found.items():
-        entry = plan.plan[name]
-        if not isinstance(entry, Sharder):
-            entries[path] = (entry, 'the plan')
-            continue
-        made = entry.shard(subtree(module, (*prefix, *path)), mesh)
-        module = replace_subtree(module, (*prefix, *path), made)
-        for deeper, leaf in parameters(module).items():
-            sharding = getattr(array_of(leaf), 'sharding', None)
-            if deeper[: len(path)] == path and _is_on(sharding, mesh):
-                entries[deeper] = (sharding, type(entry).__name__)
-    return Planned(module, entries)
-
-
-def check_output(name: str, spec: Any) -> None:
-    """Raises TypeError for what is no layout of an output."""
-    if not isinstance(spec, PartitionSpec | NamedSharding) and not _are_names(spec):
-        raise TypeError(
-            f'Only a PartitionSpec, logical names or a NamedSharding is supported as output_plan '
-            f'for {name!r}, not {spec!r}'
-        )
-
-
-def _check_entry(name: str, entry: Any) -> None:
-    layout = isinstance(entry, PartitionSpec | NamedSharding | Sharder) or _are_names(entry)
-    if not layout and not hasattr(entry, 'to_partition_spec'):
-        raise TypeError(
-            f'Only a PartitionSpec, logical names, a NamedSharding or a Sharder is supported to '
-            f'shard {name!r}, not {type(entry).__name__} {entry!r}'
-        )
-    if not name:
-        raise ValueError(
-            "'' is no path: a Sharder is for a module or parameter below the top, such as 'decoder'"
-        )
-
-
-def _are_names(entry: Any) -> bool:
-    """Whether an entry has a logical name, mesh axes or None for each dimension."""
-    return isinstance(entry, tuple | list) and all(
-        name is None or isinstance(name, str | tuple) for name in entry
-    )
-
-
-def _check_apart(path: Path, name: str, found: Mapping[Path, str]) -> None:
-    """Raises ValueError where another entry is for the same arrays."""
-    for other, called in found.items():
-        shared = min(len(path), len(other))
-        if path[:shared] == other[:shared]:
-            both = 'both are the same array' if path == other else 'one is within the other'
-            raise ValueError(
-                f'the plan has {called!r} and {name!r}, of which only one can be: {both}'
-            )
-
-
-def _is_on(sharding: Any, mesh: Mesh) -> bool:
-    return isinstance(sharding, NamedSharding) and sharding.mesh.shape == mesh.shape
-
-
-def _row(
-    path: Path, leaf: Any, entry: tuple[Any, str] | None, policies: AxisRules, mesh: Mesh
-) -> PlannedArray:
-    """The row of one array, laid out by its entry, by the names it carries, or not at all."""
-    name, array = '/'.join(path), array_of(leaf)
-    shape = shape_of(array)
-    carried = carried_names(leaf).names if is_carrier(leaf) else None
-    if entry is None and policies and carried is not None:
-        entry = (carried, 'the parameter')
-    if entry is None:
-        _check_small(name, array, mesh, policies.on_unmatched)
-        names, reason = (None,) * len(shape), 'not in the plan, so replicated'
-    else:
-        names, reason = _names(name, entry[0], shape, mesh), f'{entry[1]} says so'
-    dimensions, problems = try_resolve(names, policies, mesh=mesh, shape=shape, axes_as_names=True)
-    if problems:
-        raise ValueError(f'{name}: {problems[0].message}')
-    if any(d.policy or isinstance(d.name, str) for d in dimensions):
-        reason = reason_of(dimensions)
-    logical = [n if isinstance(n, str) else None for n in names]
-    return planned_array(
-        name,
-        array,
-        to_spec(dimensions),
-        mesh,
-        logical_axes=logical if any(logical) else None,
-        reason=reason,
-    )
-
-
-def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any, ...]:
-    """What an entry says of each dimension: a name, a tuple of mesh axes, or None."""
-    if isinstance(entry, NamedSharding):
-        if entry.mesh.shape != mesh.shape:
-            raise ValueError(
-                f'{path}: its NamedSharding is for the mesh {describe_axes(entry.mesh.shape)}, but '
-                f'this one is {describe_axes(mesh.shape)}'
-            )
-        entry = entry.spec
-    elif hasattr(entry, 'to_partition_spec'):
-        try:
-            entry = entry.to_partition_spec(mesh, shape)
-        except ValueError as error:
-            raise ValueError(f'{path}: {error}') from error
-    if not isinstance(entry, PartitionSpec):
-        return tuple(entry)
-    if PartitionSpec.UNCONSTRAINED in tuple(entry):
-        raise ValueError(f'{path}: {entry} decides nothing for some dimension: write None or axes')
-    check_spec(entry, mesh, path, shape)
-    partitions = [*entry, *[None] * (len(shape) - len(entry))]
-    return tuple(as_tuple(axes) or None for axes in partitions)
-
-
-def _check_small(name: str, array: Any, mesh: Mesh, on_unmatched: OnUnmatched) -> None:
-    """Nothing of size is replicated without a word."""
-    if nbytes(array) > SMALL and on_unmatched == 'error':
-        shape = shape_of(array)
-        raise ValueError(
-            f'{name} of shape {shape} is not in the plan, so all of its {nbytes(array):,} bytes '
-            f'would be on each of the {mesh.size} devices ({describe_axes(mesh.shape)}). Add '
-            f"'{name}': P(...), with P() to mean it, or on_unmatched='replicate'"
-        )
+        Raises:
+          TypeError: what is no layout.
+          ValueError: a module twice; one of return_local_tensor without a layout.
+        """
+        found: dict[Path, tuple[str, Any]] = {}
+        for name, layout in (self.output_plan or {}).items():
+            if not isinstance(layout, PartitionSpec | NamedSharding) and not are_names(layout):
+                raise TypeError(
+                    'Only a PartitionSpec, logical names or a NamedSharding is supported as '
+                    f'output_plan for {name!r}, not {layout!r}'
+                )
+            path = tuple(name.replace('.', '/').split('/')) if name else ()
+            if path in found:
+                raise ValueError(
+                    f'output_plan has {found[path][0]!r} and {name!r}, the same module'
+                )
+            found[path] = (name, tuple(layout) if isinstance(layout, list) else layout)
+        if isinstance(self.return_local_tensor, str):
+            raise ValueError(f'return_local_tensor={self.return_local_tensor!r} must be a list')
+        for name in self.return_local_tensor or ():
+            if name not in (self.output_plan or {}):
+                raise ValueError(
+                    f'return_local_tensor names {name!r}, which has no layout in output_plan: add '
+                    f"{{'{name}': P('data')}}, and each process reads its rows of the output"
+                )
+        return found

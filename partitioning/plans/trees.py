@@ -10,7 +10,7 @@ import jax
 
 from partitioning.rules import nearest
 from partitioning.state import Path, key_names
-from partitioning.state.boxes import is_carrier, is_metadata, is_parameter_variable
+from partitioning.state.boxes import array_of, is_carrier, is_metadata, is_parameter_variable
 
 
 def is_nnx_module(x: Any) -> bool:
@@ -23,49 +23,70 @@ def parameters(module: Any) -> dict[Path, Any]:
     """The arrays to plan, in whatever carries their names, by path.
 
     Of linen variables those below 'params', by the path below it; of an nnx module or state its
-    Params; of any other pytree all arrays.
+    Params, one that several attributes share once; of any other pytree all arrays.
 
     Raises:
       ValueError: there are none.
     """
-    flat = jax.tree_util.tree_leaves_with_path(held_parameters(module), is_leaf=is_carrier)
-    leaves = [(key_names(path), x) for path, x in flat if not is_metadata(x)]
-    variables = [(path, x) for path, x in leaves if is_parameter_variable(x)]
-    found = dict(variables or leaves)
+    held = module['params'] if is_variables(module) else module
+    if is_nnx_module(module):
+        from flax import nnx  # imported already, or there would be no such module
+
+        held = nnx.state(module)
+    leaves = [(path, x) for path, x in _leaves(held) if not is_metadata(x) and _is_array(x)]
+    found = dict([(path, x) for path, x in leaves if is_parameter_variable(x)] or leaves)
     if not found:
         raise ValueError(f'a {type(module).__name__} without any arrays has nothing to plan')
     return found
 
 
-def held_parameters(module: Any) -> Any:
-    """The tree of parameters: what is below 'params' of linen variables, else all of it."""
-    return module['params'] if isinstance(module, Mapping) and 'params' in module else module
+def is_variables(module: Any) -> bool:
+    """True for linen's variables, whose parameters are one collection of several."""
+    return isinstance(module, Mapping) and not is_nnx_module(module) and 'params' in module
 
 
-def split_path(name: str, known: Iterable[Path]) -> Path:
-    """A path as a plan writes it, with '/' or with '.' between its keys.
+def other_names(module: Any, known: Iterable[Path]) -> dict[Path, Path]:
+    """For each path by which an nnx module has a parameter again, that of `parameters`."""
+    if not is_nnx_module(module):
+        return {}
+    leaves = [(path, x) for path, x in _leaves(module) if is_parameter_variable(x)]
+    paths = {*known}
+    first = {id(x): path for path, x in leaves if path in paths}
+    return {path: first[id(x)] for path, x in leaves if path not in paths}
 
-    Raises:
-      ValueError: it is the beginning of none of the known paths; with the nearest ones.
-    """
-    paths = [*known]
-    inner = {path[:n] for path in paths for n in range(1, len(path) + 1)}
-    for separator in '/', '.':
-        path = tuple(name.split(separator))
-        path = path[1:] if path[0] == 'params' and path not in inner else path
-        if path in inner:
-            return path
-    names = ['/'.join(path) for path in inner]
-    listed = ', '.join(sorted('/'.join(path) for path in paths)[:6])
-    more = f' and {len(paths) - 6} more' if len(paths) > 6 else ''
-    hint = nearest(name.replace('.', '/'), names)
-    raise ValueError(f'{name!r} is no parameter or module.{hint} There are {listed}{more}')
+
+class Places:
+    """The paths of parameters and of the modules that hold them, to look up by their names."""
+
+    def __init__(self, paths: Iterable[Path]):
+        self._paths = [*paths]
+        self._inner = {path[:n] for path in self._paths for n in range(1, len(path) + 1)}
+
+    def find(self, name: str) -> Path:
+        """The path of a name, which has '/' or '.' between its keys.
+
+        Raises:
+          ValueError: it is no parameter and no module; with the nearest one.
+        """
+        for separator in '/', '.':
+            path = tuple(name.split(separator))
+            path = path[1:] if path[0] == 'params' and path not in self._inner else path
+            if path in self._inner:
+                return path
+        hint = nearest(name.replace('.', '/'), map('/'.join, self._inner))
+        listed = ', '.join(sorted(map('/'.join, self._paths))[:6])
+        more = f' and {len(self._paths) - 6} more' if len(self._paths) > 6 else ''
+        raise ValueError(f'{name!r} is no parameter or module.{hint} There are {listed}{more}')
 
 
 def subtree(tree: Any, path: Sequence[str]) -> Any:
-    """What is at a path of nested mappings, sequences and nnx modules."""
+    """What is at a path of a pytree or an nnx module.
+
+    Raises:
+      LookupError: nothing is there.
+    """
     for key in path:
-        tree = _child(tree, key)
+        tree = _children(tree)[key]
     return tree
 
 
@@ -74,22 +95,34 @@ def replace_subtree(tree: Any, path: Sequence[str], new: Any) -> Any:
     if not path:
         return new
     key, rest = path[0], path[1:]
-    below = replace_subtree(_child(tree, key), rest, new)
-    if is_nnx_module(tree):
-        if isinstance(tree, Sequence):
-            tree[int(key)] = below  # type: ignore[index]
-        else:
-            setattr(tree, key, below)
-        return tree
+    children = _children(tree)
+    below = replace_subtree(children[key], rest, new)
+    if not is_nnx_module(tree):
+        structure: Any = jax.tree.structure(tree, is_leaf=lambda x: x is not tree)
+        return structure.unflatten({**children, key: below}.values())
+    if is_carrier(children[key]) and not is_carrier(below):
+        below = children[key].replace(below)  # an array: it stays the parameter that it was
     if isinstance(tree, Mapping):
-        made = {k: below if str(k) == key else x for k, x in tree.items()}
-        return made if type(tree) is dict else type(tree)(made)  # type: ignore[call-arg]
-    return type(tree)(below if str(i) == key else x for i, x in enumerate(tree))
+        tree[key] = below  # type: ignore[index]
+    elif isinstance(tree, Sequence):
+        tree[int(key)] = below  # type: ignore[index]
+    else:
+        setattr(tree, key, below)
+    return tree
 
 
-def _child(tree: Any, key: str) -> Any:
-    if isinstance(tree, Mapping):
-        return next(x for k, x in tree.items() if str(k) == key)
-    if isinstance(tree, Sequence):
-        return tree[int(key)]
-    return getattr(tree, key)
+def _children(tree: Any) -> dict[str, Any]:
+    """What a node of a pytree holds, by key."""
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
+    return {key_names(path)[0]: child for path, child in flat if path}
+
+
+def _leaves(tree: Any) -> list[tuple[Path, Any]]:
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_carrier)
+    return [(key_names(path), x) for path, x in flat]
+
+
+def _is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array or a number, and not a text that a tree holds beside them."""
+    array = array_of(leaf)
+    return hasattr(array, 'shape') or isinstance(array, int | float | complex)

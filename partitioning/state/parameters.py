@@ -82,6 +82,12 @@ def named_arrays(entries: Entries, overrides: PathRules) -> NamedArrays:
     return known._replace(overridden=_parameters(given_others, arrays))
 
 
+def parameter_names(entries: Entries) -> dict[Path, Path]:
+    """The parameters of a state with or without names, each with its path in its own tree."""
+    roots = _roots(*_candidates(entries, {}, True))
+    return {path: path[len(root) :] for path, root in roots.items()}
+
+
 def _known(
     parameters: Mapping[Path, Parameter],
     roots: Mapping[Path, Path],

@@ -70,13 +70,30 @@ def match_paths(
     """
     found: dict[Path, tuple[Any, ...]] = {}
     used: set[int] = set()
+    literal: dict[str, int] = {}  # rules for one text need no search among thousands
+    patterns: list[int] = []
+    for place, (pattern, _) in enumerate(rules):
+        if (text := _literal(pattern)) is None:
+            patterns.append(place)
+        else:
+            literal.setdefault(text, place)
     for path, texts in arrays.items():
-        for place, (pattern, names) in enumerate(rules):
-            if any(_compiled(pattern).fullmatch(text) for text in texts):
-                found[path] = tuple(names)
-                used.add(place)
+        first = min((literal[text] for text in texts if text in literal), default=len(rules))
+        for place in patterns:
+            if place < first and any(_compiled(rules[place][0]).fullmatch(text) for text in texts):
+                first = place
                 break
+        if first < len(rules):
+            found[path] = tuple(rules[first][1])
+            used.add(first)
     return found, used
+
+
+@functools.cache
+def _literal(pattern: str) -> str | None:
+    """The one text that a regular expression matches, if it is that text escaped."""
+    text = re.sub(r'\\(.)', r'\1', pattern)
+    return text if re.escape(text) == pattern else None
 
 
 def check_all_named(missing: Sequence[str]) -> None:

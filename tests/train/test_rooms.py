@@ -1,4 +1,7 @@
-"""A row passes every room of the input once: text, rows, feeding. No arrow runs back."""
+"""A row passes every room of the input once: text, rows, feeding. No arrow runs back.
+
+T5X's names stand over the whole trainer: they lead to it, and nothing of it leads to them.
+"""
 
 import ast
 from pathlib import Path
@@ -32,3 +35,26 @@ def test_imports_go_down(path):
 def test_the_rooms_are_seen():
     assert {path.parent.name for path in FILES} == set(BELOW)
     assert len(FILES) > 12
+
+
+TRAIN = DATA.parent
+
+
+@pytest.mark.parametrize(
+    'path',
+    [p for p in sorted(TRAIN.rglob('*.py')) if p.parent.name != 't5x'],
+    ids=lambda p: str(p.relative_to(TRAIN)),
+)
+def test_nothing_needs_the_names_of_t5x(path):
+    imported = [
+        name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (getattr(node, 'module', None), *(alias.name for alias in node.names))
+    ]
+    assert not [name for name in imported if name and name.startswith(('train.t5x', 't5x'))]
+
+
+def test_the_names_of_t5x_are_seen():
+    names = {path.stem for path in (TRAIN / 't5x').glob('*.py')}
+    assert {'train_script', 'eval_script', 'configs', 'trainer', 'models', 'network'} < names

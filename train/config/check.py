@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import gin
@@ -33,6 +33,12 @@ REFUSED_MODULES = (
     'train.__main__',
 )
 REFUSED_NAMES = ('load', 'save', 'savez')  # of jax.numpy
+# Packages of T5X's gin files -> what to import in their place.
+_OF_T5X = {
+    't5x': "'import partitioning', 'from train.t5x import configs as utils', trainer, ...",
+    'seqio': "'from train.t5x import seqio'",
+    '__main__': "'from train.t5x import train_script', or eval_script",
+}
 _DYNAMIC_REGISTRATION = '__gin__.dynamic_registration'
 _GIN_OWN = ('macro', 'gin.macro', 'singleton', 'gin.singleton', 'gin.constant', 'constant')
 
@@ -86,8 +92,10 @@ def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> N
     macros = {name for s in statements if (name := _macro_bound(s))}
     used = {r.name for s in statements for r in s.references if r.is_macro}
     modules = _dynamic_modules(statements)
+    imported = {name: module for names in modules.values() for name, module in names.items()}
     for statement in statements:
-        parsed, names = statement.parsed, modules.get(statement.file)
+        parsed = statement.parsed
+        names = imported if statement.from_flag else modules.get(statement.file)
         if macro := _macro_bound(statement):
             if statement.from_flag and macro not in used:
                 raise ConfigError(
@@ -100,22 +108,23 @@ def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> N
             _resolve(parsed.selector, names, statement, allow)
         for reference in statement.references:
             _check_reference(reference, names, statement, macros, allow)
+    _check_required({m: s for s in statements if (m := _macro_bound(s))}, used)
 
 
-def check_complete(configurable: str) -> None:
+def check_complete(configurable: Callable[..., Any]) -> None:
     """Checks that every parameter of a configurable that needs a value has one.
 
     Raises:
       ConfigError: with the names of those that have none.
     """
-    parameters = inspect.signature(gin.get_configurable(configurable)).parameters.values()
+    parameters = inspect.signature(configurable).parameters.values()
     needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
     bound = gin.get_bindings(configurable, resolve_references=False)
     missing = [name for name in needed if name not in bound]
     if missing:
+        names = ', '.join(f'{configurable.__name__}.{name}' for name in missing)
         raise ConfigError(
-            f'no value for {", ".join(f"{configurable}.{name}" for name in missing)}: include a '
-            'gin file that sets it, as those of configs/ do'
+            f'no value for {names}: include a gin file that sets it, as those of configs/ do'
         )
 
 
@@ -126,6 +135,11 @@ def _allowed(module: str, allow: Sequence[str]) -> bool:
 
 def _refusal(statement: Statement, what: str, module: str) -> ConfigError:
     package = module.split('.')[0]
+    if package in _OF_T5X:
+        return ConfigError(
+            f"{statement.place}: {what} is refused: T5X's names are in train.t5x. Write "
+            f'{_OF_T5X[package]}; configs/t5x/MIGRATION.md has every name'
+        )
     return ConfigError(
         f'{statement.place}: {what} is refused: gin files run code, and only modules under '
         f'{", ".join(ALLOWED_PACKAGES)} are allowed. If you trust it, add --gin_allow={package}'
@@ -142,6 +156,32 @@ def _macro_bound(statement: Statement) -> str | None:
     if parsed.arg_name:
         return None
     return f'{parsed.scope}/{parsed.selector}' if parsed.scope else parsed.selector
+
+
+def _check_required(last: Mapping[str, Statement], used: Iterable[str]) -> None:
+    """No macro that is used is left as `NAME = %gin.REQUIRED`.
+
+    Args:
+      last: the statement of each macro that wins.
+      used: macros that have a reference.
+    """
+    for macro, statement in last.items():
+        if macro in used and any(r.name == 'gin.REQUIRED' for r in statement.references):
+            raise ConfigError(
+                f'{statement.place}: {macro} needs a value: add --gin.{macro}=... or a line '
+                f'{macro} = ... behind this one'
+            )
+
+
+def dynamic_imports(statements: Iterable[Statement]) -> dict[str, Statement]:
+    """What files with dynamic registration import, by the names it has there."""
+    imports = [s for s in statements if isinstance(s.parsed, config_parser.ImportStatement)]
+    dynamic = {s.file for s in imports if s.parsed.module == _DYNAMIC_REGISTRATION}
+    return {
+        s.parsed.bound_name(): s
+        for s in imports
+        if s.file in dynamic and s.parsed.module != _DYNAMIC_REGISTRATION
+    }
 
 
 def _dynamic_modules(statements: Iterable[Statement]) -> dict[str, dict[str, str]]:
@@ -177,7 +217,10 @@ def _resolve(
     if selector in _GIN_OWN:
         return None
     head, _, rest = selector.partition('.')
-    if modules is not None:
+    registered = gin_internals._REGISTRY.matching_selectors(selector)
+    # A flag stands in no file: what is registered comes before what the files import.
+    by_registry = statement.from_flag and (registered or head not in (modules or {}))
+    if modules is not None and not by_registry:
         if head not in modules:
             raise ConfigError(
                 f'{statement.place}: {head!r} is not imported: with dynamic registration a file '
@@ -185,9 +228,13 @@ def _resolve(
             )
         found = _attribute(f'{modules[head]}.{rest}' if rest else modules[head])
         if found is None:
-            raise ConfigError(f'{statement.place}: {selector!r} does not exist in {modules[head]}')
+            members = [n for n in dir(_attribute(modules[head])) if not n.startswith('_')]
+            raise ConfigError(
+                f'{statement.place}: {selector!r} does not exist in {modules[head]}.'
+                f'{nearest(rest, members)}'
+            )
     else:
-        matches = gin_internals._REGISTRY.matching_selectors(selector)
+        matches = registered
         if not matches:
             raise ConfigError(
                 f'{statement.place}: no configurable {selector!r}.{nearest(selector, _known())}'

@@ -38,7 +38,8 @@ def load_config(
     if not files:
         raise ConfigError('no gin file: add --gin_file=configs/runs/quickstart.gin')
     sources = parse.read_files(files, paths)
-    statements = [*sources.statements, *parse.read_bindings(bindings)]
+    flags = parse.read_bindings(bindings)
+    statements = [*sources.statements, *flags]
     check.check_imports(statements, allow)
     import train.configurables  # noqa: F401  # registers what gin files may name
 
@@ -47,10 +48,28 @@ def load_config(
     try:
         with _gin_reads(sources.texts):
             gin.parse_config_files_and_bindings(
-                list(files), list(bindings), skip_unknown=False, print_includes_and_imports=False
+                list(files), None, finalize_config=False, print_includes_and_imports=False
             )
+            for binding in bindings:
+                own = [flag for flag in flags if flag.place == f'--gin.{binding}']
+                gin.parse_config(_with_imports(binding, own, sources.statements))
+            gin.finalize()
     except Exception as error:  # whatever the checks above let pass, gin says in its own words
         raise ConfigError(f'gin: {first_line(error)}') from error
+
+
+def _with_imports(
+    binding: str, flags: Sequence[parse.Statement], statements: Sequence[parse.Statement]
+) -> str:
+    """A binding, with the imports of files with dynamic registration if it has names of theirs."""
+    imports = check.dynamic_imports(statements)
+    names = [r.selector for flag in flags for r in flag.references if not r.is_macro]
+    names += [flag.parsed.selector for flag in flags if getattr(flag.parsed, 'arg_name', None)]
+    registered = gin_internals._REGISTRY.matching_selectors
+    if all(registered(name) or name.split('.')[0] not in imports for name in names):
+        return binding
+    lines = [statement.parsed.format() for statement in imports.values()]
+    return '\n'.join(['from __gin__ import dynamic_registration', *lines, binding])
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ V vocab. Every parameter is born with its logical axes, every activation is cons
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import flax.linen as nn
 import gin
@@ -18,6 +18,7 @@ from partitioning import constrain
 from train.errors import check_counts
 
 Remat = Literal['none', 'dots', 'full']
+Activation = Literal['silu', 'gelu', 'relu']
 
 
 @gin.configurable
@@ -39,6 +40,7 @@ class TransformerConfig:
       remat: what the backward pass computes again: 'none', 'dots' (all but matmul results), 'full'.
       scan_layers: one traced layer with stacked parameters, instead of one trace a layer.
       tie_embeddings: the output layer is the embedding's transpose.
+      activation: of the gate of the hidden layer.
       rope_max_wavelength: longest wavelength of the rotary positions, in positions.
     """
 
@@ -55,6 +57,7 @@ class TransformerConfig:
     remat: Remat = 'none'
     scan_layers: bool = True
     tie_embeddings: bool = False
+    activation: Activation = 'silu'
     rope_max_wavelength: float = 10_000.0
 
     def __post_init__(self) -> None:
@@ -81,6 +84,8 @@ class TransformerConfig:
             raise ValueError(f'head_dim ({self.head_dim}) must be even for rotary positions')
         if self.remat not in ('none', 'dots', 'full'):
             raise ValueError(f"remat ({self.remat!r}) must be 'none', 'dots' or 'full'")
+        if self.activation not in get_args(Activation):
+            raise ValueError(f"activation ({self.activation!r}) must be 'silu', 'gelu' or 'relu'")
 
 
 def _param(module: nn.Module, name: str, init: Any, names: tuple[str, ...], *shape: int) -> Any:
@@ -181,7 +186,7 @@ def _same_segment(segments_BL: jax.Array | None) -> jax.Array | None:
 
 
 class SwiGLU(nn.Module):
-    """silu(x gate) * (x up), down to the width of x."""
+    """act(x gate) * (x up), down to the width of x; SwiGLU where act is silu."""
 
     config: TransformerConfig
 
@@ -193,7 +198,7 @@ class SwiGLU(nn.Module):
         up_DF = _param(self, 'up', _fan_in(1, 1), ('embed', 'mlp'), d, f).astype(c.dtype)
         down_init = _fan_in(1, 1, scale=1 / (2 * c.num_layers))
         down_FD = _param(self, 'down', down_init, ('mlp', 'embed'), f, d).astype(c.dtype)
-        hidden_BLF = jax.nn.silu(x_BLD @ gate_DF) * (x_BLD @ up_DF)
+        hidden_BLF = getattr(jax.nn, c.activation)(x_BLD @ gate_DF) * (x_BLD @ up_DF)
         return constrain(hidden_BLF, ('batch', 'length', 'mlp')) @ down_FD
 
 

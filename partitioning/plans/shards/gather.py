@@ -29,7 +29,7 @@ def array_from_shards(
         those that its devices hold some of, each once.
       shape: of the whole array.
       sharding: how it is laid out.
-      dtype: its type; by default that of the first block.
+      dtype: its type; by default that of the blocks.
 
     Returns:
       A jax.Array of that shape and sharding.
@@ -40,28 +40,35 @@ def array_from_shards(
     """
     check_tensor([shard for shard, _ in blocks], shape)
     read: dict[int, np.ndarray] = {}
+    kind = None if dtype is None else np.dtype(dtype)
 
     def block(i: int) -> np.ndarray:
         if i not in read:
             read[i] = _checked(*blocks[i])
+            first = next(iter(read))
+            if read[i].dtype != (kind or read[first].dtype):
+                what = f'the array {kind}' if kind else f'{blocks[first][0]} {read[first].dtype}'
+                raise ValueError(f'shard {blocks[i][0]} is {read[i].dtype}, {what}')
         return read[i]
-
-    kind = np.dtype(block(0).dtype if dtype is None else dtype)
 
     def part(index: Any) -> np.ndarray:
         bounds = bounds_of(index, shape)
-        made = np.empty([stop - start for start, stop in bounds], kind)
+        pieces = []
         for i, (shard, _) in enumerate(blocks):
             places = [
                 (max(start, s.start), min(stop, s.stop))
                 for (start, stop), s in zip(bounds, shard.index, strict=True)
             ]
             if all(low < high for low, high in places):
-                if block(i).dtype != kind:
-                    raise ValueError(f'shard {shard} is {block(i).dtype}, the array {kind}')
-                made[_within(places, [start for start, _ in bounds])] = block(i)[
-                    _within(places, shard.shard_offsets)
-                ]
+                pieces.append((places, i))
+        made = np.empty(
+            [stop - start for start, stop in bounds],
+            kind or block(pieces[0][1] if pieces else 0).dtype,
+        )
+        for places, i in pieces:
+            made[_within(places, [start for start, _ in bounds])] = block(i)[
+                _within(places, blocks[i][0].shard_offsets)
+            ]
         return made
 
     return jax.make_array_from_callback(tuple(shape), sharding, part)

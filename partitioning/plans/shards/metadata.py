@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from partitioning.mesh.checks import as_tuple_of
 from partitioning.rules import is_count
 
 
@@ -27,7 +28,8 @@ class ShardMetadata:
     placement: int | str | None = None
 
     def __post_init__(self) -> None:
-        offsets, sizes = tuple(self.shard_offsets), tuple(self.shard_sizes)
+        offsets = as_tuple_of(self.shard_offsets, 'shard_offsets')
+        sizes = as_tuple_of(self.shard_sizes, 'shard_sizes')
         if len(offsets) != len(sizes):
             raise ValueError(
                 'shard_offsets and shard_sizes must have the same number of elements, but '
@@ -61,6 +63,9 @@ class ShardMetadata:
 
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
     """Raises ValueError for no shards, shards of several ranks, or two that share an element."""
+    for shard in shards:
+        if not isinstance(shard, ShardMetadata):
+            raise ValueError(f'{shard!r} is no ShardMetadata: write ShardMetadata(offsets, sizes)')
     if not shards:
         raise ValueError('Empty shard list provided: a tensor has one shard at least')
     ranks = {len(shard.shard_offsets): shard for shard in shards}
@@ -69,8 +74,9 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
         raise ValueError(f'Found inconsistent ranks for shards: {listed}')
     # One shard against all that follow it: quick for the thousands that checkpoints have.
     full = [shard for shard in shards if shard.num_elements]
-    starts = np.array([shard.shard_offsets for shard in full]).reshape(len(full), -1)
-    stops = np.array([shard.stops for shard in full]).reshape(len(full), -1)
+    rank = next(iter(ranks))
+    starts = np.array([shard.shard_offsets for shard in full]).reshape(len(full), rank)
+    stops = np.array([shard.stops for shard in full]).reshape(len(full), rank)
     for i, shard in enumerate(full):
         shared = (starts[i + 1 :] < stops[i]) & (starts[i] < stops[i + 1 :])
         overlapping = np.flatnonzero(shared.all(axis=1))

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from partitioning.mesh.checks import as_tuple_of
 from partitioning.plans.shards.metadata import (
     ShardMetadata,
     check_tensor,
@@ -42,9 +43,17 @@ def get_chunk_sharding_params(
 ) -> tuple[int, int]:
     """(start, size) of what a rank holds: its place among the placements decides, not its number.
 
+    Args:
+      sharding_dim_size: of the dimension.
+      world_size: how many chunks there are.
+      spec: who holds them.
+      rank: one of these.
+
     Raises:
-      ValueError: a rank that holds nothing.
+      ValueError: a rank that holds nothing, placements for another number of chunks.
     """
+    if world_size != len(spec.placements):
+        raise ValueError(f'{world_size} chunks for {len(spec.placements)} placements')
     ranks = [_rank(placement) for placement in spec.placements]
     if rank not in ranks:
         raise ValueError(f'rank {rank} is none of the placements {list(spec.placements)}')
@@ -75,10 +84,7 @@ class ChunkShardingSpec:
             )
         if isinstance(self.dim, bool) or not isinstance(self.dim, int | np.integer):
             raise ValueError(f'Sharding dim needs to be an integer, found: {self.dim!r}')
-        placements = tuple(self.placements)
-        if not placements or len({*placements}) < len(placements):
-            raise ValueError(f'placements {list(placements)} must be one or more, none twice')
-        object.__setattr__(self, 'placements', placements)
+        object.__setattr__(self, 'placements', _check_placements(self.placements))
 
     def build_metadata(self, shape: Sequence[int]) -> tuple[ShardMetadata, ...]:
         """The shards of a tensor of this shape, in the order of the placements."""
@@ -93,23 +99,18 @@ class ChunkShardingSpec:
         return tuple(shards)
 
     def to_partition_spec(self, mesh: MeshLike, shape: Sequence[int]) -> PartitionSpec:
-        """The spec over the one mesh axis of as many devices as there are chunks.
+        """The spec over the mesh axis of as many devices as there are chunks; see `axes_of_ways`.
 
         Sizes that do not divide are what `on_indivisible` of a plan is for.
 
         Raises:
-          ValueError: no mesh axis of that size, or several; chunks that are not in the order of
-            their ranks, which is a matter of the mesh here.
+          ValueError: no such mesh axis, or several; chunks that are not in the order of their
+            ranks, which is a matter of the mesh here.
         """
-        ranks = [_rank(placement) for placement in self.placements]
-        if ranks != sorted(ranks):
-            raise ValueError(
-                f'placements {list(self.placements)} are not in the order of their ranks: a spec '
-                'has no order; give the mesh that of its devices (spmd.mesh_from_device_ids)'
-            )
-        if len(ranks) == 1:
-            return PartitionSpec()
-        return PartitionSpec(*[None] * self._dim(shape), _axis_of_size(len(ranks), mesh))
+        _check_order(self.placements)
+        ways = [1] * len(shape)
+        ways[self._dim(shape)] = len(self.placements)
+        return axes_of_ways(ways, mesh)
 
     def _dim(self, shape: Sequence[int]) -> int:
         if not -len(shape) <= self.dim < len(shape):
@@ -131,6 +132,11 @@ class GridShardingSpec:
     grid_size: int | tuple[int, ...]
     placements: Sequence[Placement]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.grid_size, int):
+            object.__setattr__(self, 'grid_size', tuple(self.grid_size))
+        object.__setattr__(self, 'placements', _check_placements(self.placements))
+
     def build_metadata(self, shape: Sequence[int]) -> tuple[ShardMetadata, ...]:
         """The shards of a tensor of this shape, in the order of the placements.
 
@@ -146,11 +152,13 @@ class GridShardingSpec:
 
     def to_partition_spec(self, mesh: MeshLike, shape: Sequence[int]) -> PartitionSpec:
         """The spec that cuts a tensor of this shape into the same blocks; see `axes_of_ways`."""
-        return axes_of_ways(self._blocks(shape)[1], mesh)
+        ways = self._blocks(shape)[1]
+        _check_order(self.placements)
+        return axes_of_ways(ways, mesh)
 
     def _blocks(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         given = self.grid_size
-        sizes = (given,) * len(shape) if isinstance(given, int) else tuple(given)
+        sizes = (given,) * len(shape) if isinstance(given, int) else given
         if len(sizes) != len(shape) or not all(map(is_count, sizes)):
             raise ValueError(f'grid_size {given!r} must be a size for each of {tuple(shape)}')
         for dim, (size, block) in enumerate(zip(shape, sizes, strict=True)):
@@ -206,46 +214,67 @@ class EnumerableShardingSpec:
         return axes_of_ways([size // max(block, 1) for size, block in pairs], mesh)
 
 
-def _axis_of_size(chunks: int, mesh: MeshLike) -> str:
-    """The one mesh axis of as many devices as there are chunks."""
-    sizes = axis_sizes(mesh)
-    fitting = [axis for axis, size in sizes.items() if size == chunks]
-    if len(fitting) != 1:
-        found = f'{" and ".join(fitting)} have' if fitting else 'no axis has'
-        raise ValueError(
-            f'{chunks} chunks take one mesh axis of size {chunks}, but of the mesh '
-            f'{describe_axes(sizes)} {found} it: use another mesh, or a PartitionSpec'
-        )
-    return fitting[0]
-
-
 def axes_of_ways(ways: Sequence[int], mesh: MeshLike) -> PartitionSpec:
     """The spec that cuts dimensions in so many parts each, by whole mesh axes.
 
-    Axes are taken in the order of the mesh; a dimension may take several that follow each other.
+    A dimension takes one axis where there is one of its size, else several in the order of the
+    mesh, as long as the other dimensions find theirs.
 
     Raises:
-      ValueError: the sizes of the axes do not make these parts.
+      ValueError: the sizes of the axes do not make these parts; one dimension is cut, and several
+        axes are of its size.
     """
-    left = [(axis, size) for axis, size in axis_sizes(mesh).items() if size > 1]
-    entries: list[Any] = []
-    for parts in ways:
-        runs = [
-            left[i:j]
-            for i in range(len(left))
-            for j in range(i + 1, len(left) + 1)
-            if math.prod(size for _, size in left[i:j]) == parts
-        ]
-        if parts > 1 and not runs:
-            raise ValueError(
-                f'parts {tuple(ways)} along the dimensions: no axes of the mesh '
-                f'{describe_axes(axis_sizes(mesh))} make {parts}; use another mesh'
-            )
-        taken = runs[0] if parts > 1 else []
-        left = [pair for pair in left if pair not in taken]
-        names = tuple(axis for axis, _ in taken)
-        entries.append(names[0] if len(names) == 1 else names or None)
-    return PartitionSpec(*entries)
+    sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
+    cut = [parts for parts in ways if parts > 1]
+    fitting = [axis for axis, size in sizes.items() if cut == [size]]
+    shown = describe_axes(axis_sizes(mesh))
+    if len(fitting) > 1:
+        raise ValueError(
+            f'{cut[0]} parts could be over {" or ".join(fitting)} of the mesh {shown}: write a '
+            'PartitionSpec'
+        )
+    found = _take_axes(tuple(ways), tuple(sizes), sizes)
+    if found is None:
+        raise ValueError(
+            f'parts {tuple(ways)} along the dimensions: the axes of the mesh {shown} do not make '
+            'them; use another mesh, or a PartitionSpec'
+        )
+    last = max((dim for dim, axes in enumerate(found) if axes), default=-1)
+    return PartitionSpec(*(a[0] if len(a) == 1 else a or None for a in found[: last + 1]))
+
+
+def _take_axes(
+    ways: tuple[int, ...], left: tuple[str, ...], sizes: Mapping[str, int]
+) -> list[tuple[str, ...]] | None:
+    """The axes of each dimension, out of those that are left; None: there are no such."""
+    if not ways:
+        return []
+    for number in range(len(left) + 1):
+        for axes in itertools.combinations(left, number):
+            if math.prod(sizes[axis] for axis in axes) == ways[0]:
+                rest = tuple(axis for axis in left if axis not in axes)
+                if (others := _take_axes(ways[1:], rest, sizes)) is not None:
+                    return [axes, *others]
+    return None
+
+
+def _check_placements(placements: Any) -> tuple[Placement, ...]:
+    found = as_tuple_of(placements, 'placements')
+    if not found or len({*found}) < len(found):
+        raise ValueError(f'placements {list(found)} must be one or more, none twice')
+    return found
+
+
+def _check_order(placements: Sequence[Placement]) -> None:
+    """Raises ValueError for ranks in another order than their numbers have."""
+    ranks = [_rank(placement) for placement in placements]
+    if len({*map(type, ranks)}) > 1:
+        raise ValueError(f'placements {list(placements)} are ranks of several kinds: write one')
+    if isinstance(ranks[0], int) and ranks != sorted(ranks):
+        raise ValueError(
+            f'placements {list(placements)} are not in the order of their ranks: a spec has no '
+            'order; give the mesh that of its devices (spmd.mesh_from_device_ids)'
+        )
 
 
 def _rank(placement: Placement) -> Any:

@@ -1,0 +1,167 @@
+"""Outputs of modules laid out as a plan says, whenever the modules run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from partitioning.constrain import constrain, with_sharding_constraint
+from partitioning.plans.sharding_plan import ShardingPlan
+from partitioning.plans.trees import is_nnx_module, subtree
+from partitioning.rules import (
+    as_tuple,
+    check_spec,
+    describe_axes,
+    logical_to_mesh_axes,
+    nearest,
+)
+from partitioning.spmd import mark_sharding
+from partitioning.state import Path
+
+Outputs = Mapping[Path, tuple[str, Any]]
+
+
+@contextlib.contextmanager
+def constrain_outputs(plan: ShardingPlan, mesh: Mesh | None = None) -> Iterator[None]:
+    """Inside it, linen modules lay out what they return as the plan's `output_plan` says.
+
+    Usage:
+      @jax.jit
+      def loss(params, x):
+          with constrain_outputs(plan, mesh):
+              return jnp.mean(model.apply({'params': params}, x))
+
+    The outputs keep their global shapes.
+
+    Args:
+      plan: the plan.
+      mesh: by default the one around, of a partitioned function or of `jax.set_mesh`; without
+        either nothing is laid out. Logical names take the rules around, too.
+
+    Raises:
+      TypeError: no plan, or an entry of output_plan that is no layout.
+      ValueError: a layout that an output cannot have; on leaving, a module of output_plan that was
+        not called, with the nearest that was.
+    """
+    import flax.linen as nn  # heavy, and only those who have linen modules need it
+
+    if not isinstance(plan, ShardingPlan):
+        raise TypeError(
+            f'constrain_outputs takes a ShardingPlan, which has an output_plan, not a '
+            f'{type(plan).__name__}'
+        )
+    outputs = plan.outputs()
+    called: dict[Path, None] = {}
+
+    def laid_out(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        output = next_fun(*args, **kwargs)
+        if context.method_name != '__call__':
+            return output
+        path = tuple(context.module.path)
+        called[path] = None
+        return _lay_out(*outputs[path], output, mesh) if path in outputs else output
+
+    with nn.intercept_methods(laid_out):
+        yield
+    for path, (name, _) in outputs.items():
+        if path not in called:
+            raise ValueError(f'output_plan names {name!r}, {_not_called(name, called)}')
+
+
+def check_submodules(module: Any, outputs: Outputs) -> None:
+    """Raises ValueError unless an nnx module has all of these submodules, to be called."""
+    for path, (name, _) in outputs.items():
+        _submodule(module, path, name)
+
+
+def constrain_submodules(module: Any, outputs: Outputs, mesh: Mesh) -> None:
+    """Makes submodules of an nnx module lay out their outputs, by classes of their own.
+
+    nnx looks for `__call__` in the class, and rebuilds modules from their classes.
+    """
+    for path, (name, layout) in outputs.items():
+        submodule = _submodule(module, path, name)
+        submodule.__class__ = _laying_out(type(submodule), name, layout, mesh)  # type: ignore[arg-type]
+
+
+def _submodule(module: Any, path: Path, name: str) -> Any:
+    from flax import nnx  # imported already, or there would be no such module
+
+    try:
+        found = subtree(module, path)
+    except LookupError:
+        found = None
+    if is_nnx_module(found) and callable(found):
+        return found
+    known = ['/'.join(map(str, p)) for p, m in nnx.iter_modules(module) if callable(m)]
+    raise ValueError(
+        f'output_plan names {name!r}, but the model has no such module that is called.'
+        f'{nearest(name, known)} It has {", ".join(map(repr, known))}'
+    )
+
+
+@functools.cache
+def _laying_out(cls: Any, name: str, layout: Any, mesh: Mesh) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _lay_out(name, layout, cls.__call__(self, *args, **kwargs), mesh)
+
+    return type(cls.__name__, (cls,), {'__call__': __call__, '__module__': cls.__module__})
+
+
+def _lay_out(name: str, layout: Any, output: Any, mesh: Mesh | None) -> Any:
+    """The arrays of an output, each laid out; what is no array stays as it is."""
+
+    def one(x: Any) -> Any:
+        try:
+            return _constrained(x, layout, mesh) if isinstance(x, jax.Array) else x
+        except ValueError as error:
+            raise ValueError(f'output_plan of {name!r}: {error}') from error
+
+    return jax.tree.map(one, output)
+
+
+def _constrained(x: jax.Array, layout: Any, mesh: Mesh | None) -> jax.Array:
+    around = jax.sharding.get_abstract_mesh()
+    if isinstance(layout, NamedSharding):
+        for other in (around, mesh):
+            if other is not None and not other.empty and other.shape != layout.mesh.shape:
+                raise ValueError(
+                    f'its NamedSharding is for the mesh {describe_axes(layout.mesh.shape)}, but '
+                    f'this one is {describe_axes(other.shape)}'
+                )
+        if mesh is None and around.empty and isinstance(layout.mesh, Mesh):
+            mesh = layout.mesh
+        layout = layout.spec
+    elif not isinstance(layout, PartitionSpec):
+        return constrain(x, layout)
+    sizes = around if mesh is None else mesh
+    if sizes.empty:
+        return x
+    check_spec(layout, sizes, 'its output', x.shape)
+    axes = _entries(x, layout)
+    logical_to_mesh_axes(axes, (), mesh=sizes, shape=x.shape)  # raises what does not divide
+    return with_sharding_constraint(x, layout) if mesh is None else mark_sharding(x, mesh, axes)
+
+
+def _entries(x: jax.Array, spec: PartitionSpec) -> tuple[Any, ...]:
+    """The mesh axes of each dimension of an array."""
+    axes = [as_tuple(entry) or None for entry in spec]
+    return (*axes, *[None] * (x.ndim - len(spec)))
+
+
+def _not_called(name: str, called: Mapping[Path, None]) -> str:
+    if not called:
+        return (
+            'but no such module was called, and no other: a function that jax has traced before '
+            'is not traced again, so enter constrain_outputs within the function that is jitted'
+        )
+    names = ['/'.join(path) for path in called]
+    return (
+        f'but no such module was called.{nearest(name, names)} Called were '
+        f'{", ".join(map(repr, names))}'
+    )

@@ -1,0 +1,47 @@
+"""What lays out a part of a model by a rule of its own."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+class Sharder(abc.ABC):
+    """Lays out all of a module by a rule of its own.
+
+    Usage:
+      class FirstRowsThenColumns(Sharder):
+          def shard(self, module, mesh):
+              specs = {'bag_0': P('model'), 'bag_1': P(None, 'model')}
+              return {name: place(bag, mesh, specs[name]) for name, bag in module.items()}
+    """
+
+    @abc.abstractmethod
+    def shard(self, module: Any, mesh: Mesh) -> Any:
+        """The module with its arrays laid out.
+
+        Args:
+          module: the subtree of parameters below the path, arrays or ShapeDtypeStructs; of an nnx
+            module, the submodule.
+          mesh: the mesh.
+
+        Returns:
+          What takes the place of `module`, of another structure if that is wanted. Each array has
+          the NamedSharding it is to have: `place` gives it one. Arrays without one are like those
+          that a plan does not name.
+        """
+
+
+def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Arrays laid out over a mesh; of ShapeDtypeStructs, such with that sharding."""
+    sharding = NamedSharding(mesh, spec)
+
+    def one(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.device_put(x, sharding)
+
+    return jax.tree.map(one, tree)

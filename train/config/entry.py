@@ -1,0 +1,45 @@
+"""What a command runs: the one entry point that its gin files configure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import gin
+
+from train.errors import ConfigError
+
+# (module, function); a module that no gin file has imported is not loaded for this.
+ENTRY_POINTS = (
+    ('train.train', 'train'),
+    ('train.evaluation', 'evaluate_checkpoint'),
+    ('train.t5x.train_script', 'train'),
+    ('train.t5x.eval_script', 'evaluate'),
+)
+
+
+def find_entry() -> Callable[..., Any]:
+    """The entry point that the loaded configuration has settings of; `train.train` if none.
+
+    Raises:
+      ConfigError: it has settings of several.
+    """
+    functions = [
+        getattr(sys.modules[module], name) for module, name in ENTRY_POINTS if module in sys.modules
+    ]
+    configured = [function for function in functions if _has_settings(function)]
+    if len(configured) > 1:
+        names = ' and '.join(f'{one.__module__}.{one.__name__}' for one in configured)
+        raise ConfigError(
+            f'the gin files have settings of {names}: a command runs one of them, so leave the '
+            'others out'
+        )
+    return gin.get_configurable((configured or functions)[0])
+
+
+def _has_settings(function: Callable[..., Any]) -> bool:
+    try:
+        return bool(gin.get_bindings(function, resolve_references=False))
+    except ValueError:  # no gin file names it
+        return False

@@ -1,0 +1,117 @@
+"""T5X's `adafactor`, as optax has it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import optax
+
+from train.optimizers import Optimizer
+from train.schedules import Schedule
+from train.t5x.refusals import off, only, refusal
+
+
+@dataclasses.dataclass(frozen=True)
+class StandardFactorRules:
+    """Which dimensions of a parameter are factored: optax's choice, the two largest of each."""
+
+
+def standard_logical_factor_rules(rules: Any = None) -> StandardFactorRules:
+    """T5X's rules by logical axes; second moments are factored by optax's choice instead.
+
+    Args:
+      rules: rules of one's own, which cannot be honoured.
+
+    Raises:
+      ConfigError: rules.
+    """
+    why = 'optax factors the two largest dimensions of a parameter'
+    off('adafactor.standard_logical_factor_rules.rules', rules, why)
+    return StandardFactorRules()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adafactor:
+    """The optimizer of T5X's configurations; its learning rate is the trainer's.
+
+    Attributes:
+      learning_rate: None: `trainer.Trainer.learning_rate_fn` decides it.
+      factored: second moments of large matrices as rows and columns.
+      multiply_by_parameter_scale: updates are scaled by the root mean square of the parameter.
+      beta1: of the momentum; None: none is kept.
+      decay_rate: exponent of the decay of second moments.
+      step_offset: the step that counts as 0 for that decay.
+      clipping_threshold: of the root mean square of an update.
+      weight_decay_rate: part of a weight that an update takes off; None: nothing.
+      min_dim_size_to_factor: smaller dimensions are not factored.
+      epsilon1: added to squared gradients.
+      epsilon2: the least scale of a parameter.
+      dtype_momentum: of the momentum.
+      factor_map, logical_factor_rules: which dimensions are factored.
+      weight_decay_rate_lr_exponent, max_parameter_scale, skip_nan_updates: off.
+      global_norm_clip_threshold: gradients are scaled down to this global norm; None: never.
+    """
+
+    learning_rate: float | None = None
+    factored: bool = True
+    multiply_by_parameter_scale: bool = True
+    beta1: float | None = None
+    decay_rate: float = 0.8
+    step_offset: int = 0
+    clipping_threshold: float | None = 1.0
+    weight_decay_rate: float | None = None
+    min_dim_size_to_factor: int = 128
+    epsilon1: float = 1e-30
+    epsilon2: float = 1e-3
+    dtype_momentum: Any = 'float32'
+    factor_map: Any = None
+    logical_factor_rules: StandardFactorRules | None = None
+    weight_decay_rate_lr_exponent: float | None = None
+    global_norm_clip_threshold: float | None = None
+    max_parameter_scale: float | None = None
+    skip_nan_updates: bool = False
+
+    def __post_init__(self) -> None:
+        key = 'adafactor.Adafactor'
+        trainer = 'the learning rate is that of trainer.Trainer.learning_rate_fn'
+        off(f'{key}.learning_rate', self.learning_rate, trainer)
+        why = 'the least scale of a parameter is 0.001 in optax'
+        only(f'{key}.epsilon2', self.epsilon2, (1e-3,), why)
+        scaled = self.multiply_by_parameter_scale
+        why = 'it is for all parameters or for none'
+        only(f'{key}.multiply_by_parameter_scale', scaled, (True, False), why)
+        factoring = 'optax factors the two largest dimensions of a parameter'
+        off(f'{key}.factor_map', self.factor_map, factoring)
+        rules = self.logical_factor_rules
+        if rules is not None and not isinstance(rules, StandardFactorRules):
+            raise refusal(f'{key}.logical_factor_rules', rules, f'{factoring}; leave it out')
+        exponent = self.weight_decay_rate_lr_exponent
+        off(f'{key}.weight_decay_rate_lr_exponent', exponent, 'weight decay has one rate in optax')
+        scale = self.max_parameter_scale
+        off(f'{key}.max_parameter_scale', scale, 'optax has no largest scale of a parameter')
+        why = 'a run stops where the loss is not finite'
+        off(f'{key}.skip_nan_updates', self.skip_nan_updates, why)
+
+    def optimizer(self, learning_rate: Schedule) -> Optimizer:
+        """The optimizer of a run with this learning rate."""
+        return Optimizer(
+            transform=self._transform,
+            learning_rate=learning_rate,
+            clip_norm=self.global_norm_clip_threshold,
+        )
+
+    def _transform(self, learning_rate: Schedule) -> optax.GradientTransformation:
+        return optax.adafactor(
+            learning_rate,
+            min_dim_size_to_factor=self.min_dim_size_to_factor,
+            decay_rate=self.decay_rate,
+            decay_offset=self.step_offset,
+            multiply_by_parameter_scale=self.multiply_by_parameter_scale,
+            clipping_threshold=self.clipping_threshold,
+            momentum=self.beta1,
+            dtype_momentum=self.dtype_momentum,
+            weight_decay_rate=self.weight_decay_rate,
+            eps=self.epsilon1,
+            factored=self.factored,
+        )

@@ -1,0 +1,24 @@
+"""T5X's `gin_utils`: what becomes of the configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from train.t5x.refusals import refusal
+
+
+def summarize_gin_config(
+    model_dir: str | None = None, summary_writer: Any = None, step: int = 0
+) -> None:
+    """Writes the configuration: every run does, to `<model_dir>/config.gin`."""
+
+
+def check_summarize(key: str, function: Any) -> None:
+    """A run writes its configuration by itself; nothing else can be called in its place.
+
+    Raises:
+      ConfigError: another function.
+    """
+    if function is not None and getattr(function, '__name__', '') != summarize_gin_config.__name__:
+        why = 'every run writes its configuration to config.gin; use '
+        raise refusal(key, function, why + '@gin_utils.summarize_gin_config')

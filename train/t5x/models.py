@@ -1,0 +1,134 @@
+"""T5X's `models`: a network with its vocabulary, optimizer and loss."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from train.data import Mixture, Task, Tokenizer
+from train.errors import ConfigError
+from train.models.transformer import Transformer
+from train.optimizers import Optimizer
+from train.schedules import Schedule
+from train.steps import LossConfig
+from train.t5x.adafactor import Adafactor
+from train.t5x.network import ONLY_DECODER, DecoderWrapper
+from train.t5x.refusals import expect, off, refusal
+
+# What T5X calls the divisors of a loss -> what they are here.
+_DIVISORS: dict[str, Any] = {
+    'NUM_REAL_TARGET_TOKENS': 'weights',
+    'NUM_TOTAL_TARGET_TOKENS': 'targets',
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderOnlyModel:
+    """A decoder-only language model.
+
+    Attributes:
+      module: its network.
+      vocabulary: the tokenizer of its tasks.
+      optimizer_def: what updates its parameters.
+      decode_fn: how it decodes; nothing is decoded here.
+      inputs_bidirectional_attention: off.
+      feature_converter_cls: off.
+      label_smoothing: the part of a target's probability that is spread over other tokens.
+      z_loss: weight of the squared logarithm of the softmax's sum.
+      loss_normalizing_factor: divides the sum of the loss over a batch: a number, None (1),
+        'NUM_REAL_TARGET_TOKENS' or 'NUM_TOTAL_TARGET_TOKENS'.
+    """
+
+    module: DecoderWrapper
+    vocabulary: Tokenizer
+    optimizer_def: Adafactor
+    decode_fn: Any = None
+    inputs_bidirectional_attention: bool = False
+    feature_converter_cls: Any = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    loss_normalizing_factor: float | str | None = None
+
+    def __post_init__(self) -> None:
+        key = 'models.DecoderOnlyModel'
+        expect(f'{key}.module', self.module, DecoderWrapper, '@network.DecoderWrapper()')
+        written = '@seqio.SentencePieceVocabulary()'
+        expect(f'{key}.vocabulary', self.vocabulary, Tokenizer, written)
+        expect(f'{key}.optimizer_def', self.optimizer_def, Adafactor, '@adafactor.Adafactor()')
+        why = 'the model attends to what comes before only'
+        bidirectional = self.inputs_bidirectional_attention
+        off(f'{key}.inputs_bidirectional_attention', bidirectional, why)
+        why = 'rows are made by tasks of train.data'
+        off(f'{key}.feature_converter_cls', self.feature_converter_cls, why)
+
+    def transformer(self) -> Transformer:
+        """The network."""
+        return self.module.config.transformer()
+
+    def optimizer(self, learning_rate: Schedule) -> Optimizer:
+        """What updates the parameters, at the rates of the trainer."""
+        return self.optimizer_def.optimizer(learning_rate)
+
+    def loss(self) -> LossConfig:
+        """What is minimized.
+
+        Raises:
+          ConfigError: a loss_normalizing_factor that there is no equal of.
+        """
+        factor = self.loss_normalizing_factor
+        if isinstance(factor, str):
+            if factor.upper() not in _DIVISORS:
+                raise refusal(
+                    'models.DecoderOnlyModel.loss_normalizing_factor',
+                    factor,
+                    f'use one of {", ".join(_DIVISORS)}, a number, or None',
+                )
+            divisor = _DIVISORS[factor.upper()]
+        else:
+            divisor = 1.0 if factor is None else factor
+        try:
+            return LossConfig(
+                z_loss=self.z_loss, label_smoothing=self.label_smoothing, divisor=divisor
+            )
+        except ConfigError as error:
+            raise ConfigError(f'models.DecoderOnlyModel: {error}') from error
+
+    def predict_batch_with_aux(
+        self, num_decodes: int = 1, return_all_decodes: bool = False
+    ) -> None:
+        """How T5X decodes a batch: named in gin files, and not called, as no text is decoded."""
+
+    def check_vocabulary(self, task: Task) -> None:
+        """The task makes its tokens by this model's vocabulary.
+
+        Raises:
+          ConfigError: by another one.
+        """
+        for part in task.tasks if isinstance(task, Mixture) else [task]:
+            if isinstance(part, Mixture):
+                self.check_vocabulary(part)
+            elif (tokenizer := getattr(part, 'tokenizer', None)) is not None:
+                ours, theirs = self.vocabulary.identity, tokenizer.identity
+                if ours != theirs:
+                    raise ConfigError(
+                        f'models.DecoderOnlyModel.vocabulary is {ours[:28]}, but the task has '
+                        f'{theirs[:28]}: give both the same'
+                    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderDecoderModel:
+    """An encoder-decoder; refused."""
+
+    module: Any = None
+    input_vocabulary: Any = None
+    output_vocabulary: Any = None
+    optimizer_def: Any = None
+    decode_fn: Any = None
+    feature_converter_cls: Any = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    loss_normalizing_factor: float | str | None = None
+
+    def __post_init__(self) -> None:
+        raise ConfigError(f'models.EncoderDecoderModel: {ONLY_DECODER}')
