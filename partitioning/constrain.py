@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.rules import (
     LogicalAxisRules,
@@ -42,6 +42,8 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     if mesh.empty:
         return x
     specs = jax.tree.map(_inside, axis_resources, is_leaf=_is_spec)
+    if (outside := _mesh_outside_traces(x)) is not None:
+        return _move(x, specs, outside)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if set(types.values()) == {AxisType.Auto}:
         return jax.lax.with_sharding_constraint(x, specs)
@@ -100,6 +102,36 @@ def constrain(
             f"constrain{tuple(names)}: on_indivisible='pad' needs Auto mesh axes, not Explicit ones"
         )
     return with_sharding_constraint(x, spec)
+
+
+def _mesh_outside_traces(x: Any) -> Mesh | None:
+    """The mesh that `jax.set_mesh` has set; None while a function of the arrays is traced."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
+        return None
+    try:
+        mesh = jax.sharding.get_mesh()
+    except ValueError:  # jax allows it outside traces only
+        return None
+    return None if mesh.empty else mesh
+
+
+def _move(x: Any, specs: Any, mesh: Mesh) -> Any:
+    """Arrays moved to their layouts, wherever they were, over axes of any types."""
+
+    def one(array: Any, spec: PartitionSpec) -> Any:
+        if PartitionSpec.UNCONSTRAINED in tuple(spec):
+            now = getattr(getattr(array, 'sharding', None), 'spec', ())
+            kept = (*now, *[None] * len(spec))
+            free = PartitionSpec.UNCONSTRAINED
+            spec = PartitionSpec(*(k if s is free else s for s, k in zip(spec, kept, strict=False)))
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    return jax.tree.map(
+        lambda spec, below: jax.tree.map(lambda array: one(array, spec), below),
+        specs,
+        x,
+        is_leaf=_is_spec,
+    )
 
 
 def _is_spec(x: Any) -> bool:

@@ -9,6 +9,7 @@ import gin
 import optax
 
 import partitioning
+import partitioning.plans
 import train.data.feed
 import train.data.rows.tasks
 import train.data.text.record_files
@@ -31,6 +32,7 @@ for _name in (
     'standard_logical_axis_rules',
 ):
     gin.external_configurable(getattr(partitioning, _name), module='partitioning')
+gin.external_configurable(partitioning.plans.load_plan, module='partitioning.plans')
 
 for _name in (
     *('adabelief', 'adadelta', 'adafactor', 'adagrad', 'adam', 'adamax', 'adamaxw', 'adamw'),

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from partitioning import BasePartitioner, TrainState, check_fixed_point, unbox
 from partitioning.audit import audit_state
+from partitioning.plans import ResolvedPlan, save_plan
 from train import checks
 from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig
 from train.console import RunConsole, Throughput
@@ -217,6 +218,7 @@ def train(
     if jax.process_index() == 0:
         (directory / 'config.gin').write_text(gin.operative_config_str())
         (directory / 'model-info.txt').write_text(str(audit))
+        save_plan(ResolvedPlan.of(resolved), directory / 'plan.json')
         record.write_record(directory, data)
     writer = MetricWriter(directory, first_step)
     if writer.num_dropped:
@@ -278,6 +280,7 @@ def train(
             'metrics': writer.path,
             'TensorBoard': writer.tensorboard_dir,
             'layout of every array': directory / 'model-info.txt',
+            'layout as a plan': directory / 'plan.json',
             'data': directory / record.FILE,
             'configuration': directory / 'config.gin',
         }

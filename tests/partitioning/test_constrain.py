@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from partitioning import (
     PjitPartitioner,
     constrain,
+    create_mesh,
     global_mesh_defined,
     with_sharding_constraint,
 )
@@ -123,3 +124,18 @@ def test_indivisible(axis_type):
         pytest.raises(ValueError, match='6 does not divide by 4'),
     ):
         jax.jit(lambda x: constrain(x[:6], ('batch', 'embed'), RULES))(X)
+
+
+@pytest.mark.parametrize('types', ['auto', 'explicit', ('explicit', 'auto'), ('auto', 'explicit')])
+def test_outside_a_function_arrays_are_moved(types):
+    """From wherever they were made, and along every axis of the spec."""
+    mesh, made_before = create_mesh((4, 2), ('x', 'y'), axis_types=types), jnp.ones((8, 4))
+    with jax.set_mesh(mesh):
+        for spec in (P('x', None), P(None, 'y'), P('x', 'y'), P('y', 'x')):
+            for x in (made_before, jnp.zeros((8, 4)), np.ones((8, 4))):
+                moved = with_sharding_constraint(x, spec)
+                assert moved.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+                np.testing.assert_array_equal(moved, x)
+        sharded = with_sharding_constraint(made_before, P('x', None))
+        kept = with_sharding_constraint(sharded, P(P.UNCONSTRAINED, 'y'))
+        assert kept.sharding.is_equivalent_to(NamedSharding(mesh, P('x', 'y')), 2)

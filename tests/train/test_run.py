@@ -8,6 +8,8 @@ import jax
 import pytest
 from small_runs import records
 
+from partitioning.plans import load_plan
+from partitioning.state import path_str
 from train import train as train_module
 from train.errors import ConfigError
 
@@ -47,6 +49,29 @@ def test_resuming_on_another_mesh(run, tmp_path):
     state = run(tmp_path / 'model', 'NUM_PARTITIONS=4')
     assert dict(jax.tree.leaves(state.params)[0].sharding.mesh.shape) == {'data': 2, 'model': 4}
     one, two = records(tmp_path / 'straight'), records(tmp_path / 'model')
+    assert one[-1]['eval/loss'] == pytest.approx(two[-1]['eval/loss'], rel=1e-5)
+
+
+def test_the_plan_of_a_run_lays_out_another(run, tmp_path):
+    """The parameters and what the optimizer keeps of them, whatever the rules of the other say."""
+    first = run(tmp_path / 'first', 'TRAIN_STEPS=2')
+    file = tmp_path / 'first' / 'plan.json'
+    planned = {row.path: row.spec for row in load_plan(file).arrays}
+    held = jax.tree_util.tree_leaves_with_path(first)
+    assert planned.keys() == {path_str(path) for path, _ in held}
+    for path, x in held:
+        spec = jax.sharding.NamedSharding(x.sharding.mesh, planned[path_str(path)])
+        assert x.sharding.is_equivalent_to(spec, x.ndim)
+    rules = [(name, None) for name in ('vocab', 'heads', 'kv_heads', 'mlp', 'embed', 'kv')]
+    rules += [('batch', 'data'), ('length', None), ('layers', None)]
+    changes = ['TRAIN_STEPS=2', f'PjitPartitioner.logical_axis_rules={rules}']
+    plan = ['PjitPartitioner.plan=@load_plan()', f"load_plan.path='{file}'"]
+    whole = run(tmp_path / 'whole', *changes)
+    second = run(tmp_path / 'second', *changes, *plan)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(whole.params))
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    one, two = records(tmp_path / 'first'), records(tmp_path / 'second')
     assert one[-1]['eval/loss'] == pytest.approx(two[-1]['eval/loss'], rel=1e-5)
 
 
