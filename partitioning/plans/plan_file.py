@@ -148,15 +148,20 @@ def _shape(path: str, shape: Any) -> tuple[int, ...]:
 
 
 def _dtype(path: str, name: Any) -> Any:
+    try:
+        return _dtype_of(name)
+    except TypeError as error:
+        raise ValueError(f'{path}: "dtype" {name!r} is no type of arrays') from error
+
+
+@functools.cache
+def _dtype_of(name: str) -> Any:
     """The type of a name as arrays write it, those of random keys included."""
     for impl in ('threefry2x32', 'rbg', 'unsafe_rbg'):
         key = jax.eval_shape(functools.partial(jax.random.key, 0, impl=impl))
         if str(key.dtype) == name:
             return key.dtype
-    try:
-        return jnp.dtype(name)
-    except TypeError as error:
-        raise ValueError(f'{path}: "dtype" {name!r} is no type of arrays') from error
+    return jnp.dtype(name)
 
 
 def _logical_axes(path: str, row: Mapping[str, Any]) -> list[str | None] | None:
