@@ -1,127 +1,40 @@
-"""Sharding plans: what entries mean, for every kind of model, and what is refused."""
-
-from typing import Any, NamedTuple
+"""Sharding plans: what entries mean, for every kind of model."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from flax.core import freeze
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from planned_models import (
+    ENTRIES,
+    KEY,
+    MESH,
+    MODELS,
+    OF_MODELS,
+    ONE,
+    RULES,
+    SHAPES,
+    SHARDS,
+    SPECS,
+    ByData,
+    NnxMlp,
+    Returns,
+    held,
+    linen,
+    params,
+    resolve,
+)
 
-from partitioning import PaddedSpec, PjitPartitioner, TrainState, create_mesh
-from partitioning.plans import Sharder, ShardingPlan, diff, parameters, place, shard_module
+from partitioning import PjitPartitioner, create_mesh
+from partitioning.plans import ShardingPlan, place, shard_module
 from partitioning.plans.shards import ChunkShardingSpec
 
 pytestmark = pytest.mark.core
-
-KEY = jax.random.key(0)
-MESH = create_mesh((4, 2), ('data', 'model'))
-RULES = [('embed', 'data'), ('mlp', 'model')]
-SHAPES = {'fc1/bias': (64,), 'fc1/kernel': (16, 64), 'fc2/bias': (16,), 'fc2/kernel': (64, 16)}
-ENTRIES = {'fc1/kernel': P(None, 'model'), 'fc2/kernel': P(('model', 'data'))}
-SPECS = {
-    'fc1/bias': P(None),
-    'fc1/kernel': P(None, 'model'),
-    'fc2/bias': P(None),
-    'fc2/kernel': P(('model', 'data'), None),
-}
-SHARDS = {'fc1/bias': (64,), 'fc1/kernel': (16, 32), 'fc2/bias': (16,), 'fc2/kernel': (8, 16)}
-
-
-def params() -> Any:
-    rng = np.random.default_rng(0)
-    flat = {path: rng.normal(size=shape).astype('float32') for path, shape in SHAPES.items()}
-    return {m: {k: flat[f'{m}/{k}'] for k in ('bias', 'kernel')} for m in ('fc1', 'fc2')}
-
-
-class Mlp(nn.Module):
-    """With names in boxes for the kernels, if they are wanted."""
-
-    names: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        init = nn.initializers.lecun_normal()
-        up, down = init, init
-        if self.names:
-            up = nn.with_logical_partitioning(init, ('embed', 'mlp'))
-            down = nn.with_logical_partitioning(init, ('mlp', 'embed'))
-        x = nn.relu(nn.Dense(64, name='fc1', kernel_init=up)(x))
-        return nn.Dense(16, name='fc2', kernel_init=down)(x)
-
-
-class NnxMlp(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.fc1 = nnx.Linear(16, 64, rngs=rngs)
-        self.fc2 = nnx.Linear(64, 16, rngs=rngs)
-        self.drop = nnx.Dropout(0.5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.fc2(self.drop(nnx.relu(self.fc1(x))))
-
-
-class Pair(NamedTuple):
-    fc1: Any
-    fc2: Any
-
-
-def linen(names=False):
-    return Mlp(names).init(KEY, jnp.ones((2, 16)))
-
-
-MODELS = {
-    'a dict': params,
-    'a FrozenDict': lambda: freeze(params()),
-    'a NamedTuple': lambda: Pair(**params()),
-    'linen variables': linen,
-    'linen parameters': lambda: linen()['params'],
-    'linen boxes': lambda: linen(names=True),
-    'an nnx module': lambda: NnxMlp(nnx.Rngs(0)),
-    'an nnx state': lambda: nnx.state(NnxMlp(nnx.Rngs(0)), nnx.Param),
-}
-OF_MODELS = pytest.mark.parametrize('model', MODELS)
-
-
-def held(module):
-    """The arrays of parameters that are not planned any more, by path."""
-    return {
-        '/'.join(path): x[...] if isinstance(x, nnx.Variable) else x
-        for path, x in parameters(module).items()
-    }
-
-
-class ByData(Sharder):
-    """All of a module by rows over 'data'."""
-
-    def shard(self, module, mesh):
-        if isinstance(module, nnx.Module):
-            nnx.update(module, place(nnx.state(module, nnx.Param), mesh, P('data')))
-            return module
-        return place(module, mesh, P('data'))
-
-
-class Returns(Sharder):
-    """Whatever a function of the module and the mesh makes of it."""
-
-    def __init__(self, function):
-        self.function = function
-
-    def shard(self, module, mesh):
-        return self.function(module, mesh)
-
-
-def resolve(plan, module=None, mesh=MESH, rules=None, **policies):
-    return ShardingPlan(plan).resolve(
-        params() if module is None else module, mesh, rules, **policies
-    )
-
 
 # What a plan comes to.
 
@@ -209,9 +122,6 @@ def test_lists_and_numbers_as_keys():
     specs = {row.path: row.spec for row in resolved.arrays}
     by_data = dict.fromkeys(['layers/0/w', 'layers/1/0', 'layers/1/1'], P('data'))
     assert specs == {'by_number/3': P('model'), **by_data}
-
-
-ONE = create_mesh((4, 1, 2), ('data', 'one', 'model'))
 
 
 @pytest.mark.parametrize(
@@ -460,167 +370,6 @@ def test_two_layouts_for_one_shared_parameter():
         shard_module(Tied(nnx.Rngs(0)), plan, MESH)
 
 
-# A plan drives a partitioner.
-
-OPTIMIZERS = {
-    'adamw': lambda: optax.adamw(1e-2),
-    'adafactor': lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
-}
-NAMES = [
-    ('fc1/kernel', ('embed', 'mlp')),
-    ('fc2/kernel', ('mlp', 'embed')),
-    ('.*/bias', ('other',)),
-]
-BY_RULES = {'fc1/kernel': P('data', 'model'), 'fc2/kernel': P('model', 'data')}
-
-
-def by_path(tree):
-    is_leaf = lambda x: isinstance(x, P | PaddedSpec)  # noqa: E731
-    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf)
-    return {jax.tree_util.keystr(p, simple=True, separator='/'): x for p, x in flat}
-
-
-def driven(plan, how):
-    if how == 'plan':
-        return PjitPartitioner(mesh=MESH, plan=plan)
-    return PjitPartitioner(mesh=MESH, params_axes_names_override=plan.path_rules)
-
-
-@pytest.mark.parametrize('how', ['plan', 'path_rules'])
-@pytest.mark.parametrize('tx', OPTIMIZERS)
-def test_states_are_born_as_equivalent_rules_bear_them(tx, how):
-    def init(key):
-        tree = jax.tree.map(lambda x: jax.random.normal(key, x.shape), params())
-        return TrainState.create(tree, OPTIMIZERS[tx]())
-
-    rules = PjitPartitioner(
-        mesh=MESH,
-        logical_axis_rules=[('batch', 'data'), *RULES, ('other', None)],
-        params_axes_names_override=NAMES,
-    )
-    resolved = resolve(BY_RULES)
-    state, expected = driven(resolved, how).init(init, KEY), rules.init(init, KEY)
-    shardings = by_path(jax.tree.map(lambda x: x.sharding, state))
-    assert shardings == by_path(jax.tree.map(lambda x: x.sharding, expected))
-    assert len(shardings) > 2 * len(SHAPES)
-    followed = [path for path in shardings if path.startswith('opt_state') and 'kernel' in path]
-    assert any('data' in str(shardings[path].spec) for path in followed)
-    jax.tree.map(np.testing.assert_array_equal, state, expected)
-    axes = resolved.resolve_state(jax.eval_shape(init, KEY), MESH).mesh_axes
-    assert by_path(axes) == {path: sharding.spec for path, sharding in shardings.items()}
-
-
-def test_factored_statistics_keep_the_axes_of_their_dimensions():
-    """By hand: rows of a kernel are over its first axes, columns over its second."""
-    state = TrainState.create(params(), OPTIMIZERS['adafactor']())
-    axes = by_path(resolve(BY_RULES).resolve_state(state, MESH).mesh_axes)
-    of = {path.removeprefix('opt_state/0/'): spec for path, spec in axes.items()}
-    # optax reduces the largest dimension for v_row and the second largest for v_col.
-    assert of['v_row/fc1/kernel'] == P('data') and of['v_col/fc1/kernel'] == P('model')
-    assert of['v_row/fc2/kernel'] == P('data') and of['v_col/fc2/kernel'] == P('model')
-
-
-def test_the_audit_of_a_plan():
-    resolved = resolve(BY_RULES)
-    partitioner = PjitPartitioner(mesh=MESH, plan=resolved)
-    state = partitioner.init(lambda: TrainState.create(_born(), OPTIMIZERS['adamw']()))
-    audit = partitioner.audit(state)
-    assert audit.by_category['parameters'] == resolved.bytes_per_device
-    assert not audit.misplaced
-    rows = {row.path.removeprefix('params/'): row for row in audit.arrays}
-    for row in resolved.arrays:
-        assert rows[row.path].spec == row.spec
-        assert rows[row.path].shard_shape == row.shard_shape
-    moved = jax.device_put(state, NamedSharding(MESH, P()))
-    misplaced = {row.path for row in partitioner.audit(moved).misplaced}
-    assert {'params/fc1/kernel', 'params/fc2/kernel'} <= misplaced
-
-
-def _born():
-    return jax.tree.map(jnp.zeros_like, params())
-
-
-def test_gradients_are_those_of_one_device():
-    def gradients(p, x):
-        def loss(p):
-            y = jnp.tanh(x @ p['fc1']['kernel'] + p['fc1']['bias'])
-            return jnp.mean((y @ p['fc2']['kernel'] + p['fc2']['bias'] - x) ** 2)
-
-        return jax.value_and_grad(loss)(p)
-
-    resolved, x = resolve(BY_RULES), np.ones((8, 16), 'float32')
-    axes = resolved.mesh_axes(params())
-    partitioner = PjitPartitioner(mesh=MESH, plan=resolved)
-    run = partitioner.partition(gradients, (axes, P('data')), (None, axes))
-    loss, grads = run(shard_module(params(), resolved, MESH), x)
-    assert {path: g.sharding.spec for path, g in by_path(grads).items()} == by_path(axes)
-    expected = jax.jit(gradients)(params(), x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), (loss, grads), expected)
-
-
-def test_padded_parameters():
-    tree = {'w': np.ones((29, 12), 'float32'), 'v': np.ones(12, 'float32')}
-    resolved = resolve({'w': P('data'), 'v': P('data')}, tree, on_indivisible='pad')
-    padded = PaddedSpec(P(None, None), P('data', None))
-    expected = {'w': padded, 'v': P('data')}
-    assert resolved['w'].mesh_axes == padded
-    assert resolved.mesh_axes(tree) == expected
-    assert resolved.resolve_state(tree, MESH).mesh_axes == expected
-    partitioner = PjitPartitioner(mesh=MESH, plan=resolved, on_indivisible='pad')
-    assert partitioner.get_mesh_axes({'params': tree})['params'] == expected
-    with pytest.raises(ValueError, match=r"w: .*29 does not divide by 4.*'pad'"):
-        PjitPartitioner(mesh=MESH, plan=resolved).get_mesh_axes({'params': tree})
-
-
-def test_padding_needs_auto_axes():
-    """No plan is made that no partitioner can follow."""
-    mesh = create_mesh((4, 2), ('data', 'model'), axis_types=AxisType.Explicit)
-    with pytest.raises(ValueError, match="'pad' needs Auto mesh axes"):
-        resolve({'w': P('data')}, {'w': np.ones(29)}, mesh, on_indivisible='pad')
-
-
-USES = {
-    'mesh_axes': lambda plan, tree: plan.mesh_axes(tree),
-    'resolve_state': lambda plan, tree: plan.resolve_state(tree, MESH),
-    'shard_module': lambda plan, tree: shard_module(tree, plan, MESH),
-    'plan=': lambda plan, tree: PjitPartitioner(mesh=MESH, plan=plan).get_mesh_axes(
-        {'params': tree}
-    ),
-}
-
-
-@pytest.mark.parametrize('use', USES)
-def test_models_that_are_not_those_of_the_plan(use):
-    """Another shape would be laid out by numbers that nobody has reviewed."""
-    plan = resolve(ENTRIES)
-    other = params()
-    other['fc1']['kernel'] = np.zeros((8, 32), 'float32')
-    more = params() | {'fc3': {'kernel': np.zeros((8, 8), 'float32')}}
-    less = {'fc1': params()['fc1']}
-    for tree, message in (
-        (other, r'fc1/kernel.*\(8, 32\).*\(16, 64\)'),
-        (more, 'fc3/kernel.*plan|plan.*fc3/kernel'),
-        (less, 'fc2/bias.*plan|plan.*fc2/bias'),
-    ):
-        with pytest.raises(ValueError, match=message):
-            USES[use](plan, tree)
-
-
-def test_other_meshes():
-    plan, other = resolve(ENTRIES), create_mesh((2, 4), ('data', 'model'))
-    message = 'the plan is for the mesh data 4 x model 2, not data 2 x model 4'
-    for use in (
-        lambda: plan.resolve_state(params(), other),
-        lambda: shard_module(params(), plan, other),
-        lambda: PjitPartitioner(mesh=other, plan=plan).get_mesh_axes({'params': params()}),
-        lambda: plan.check(params(), other),
-    ):
-        with pytest.raises(ValueError, match=message):
-            use()
-    plan.check(params(), MESH.abstract_mesh)
-    assert resolve(ENTRIES, mesh=MESH.abstract_mesh) == plan
-
-
 # Anything that the mesh can have.
 
 SIZES = st.sampled_from([0, 1, 2, 4, 8, 24])
@@ -652,114 +401,3 @@ def test_rows_are_what_jax_does(of, dtype):
     assert row.bytes_per_device == int(np.prod(row.shard_shape)) * jnp.dtype(dtype).itemsize
     assert NamedSharding(ONE, row.spec).is_equivalent_to(sharding, len(shape))
     assert len(row.spec) == len(shape)
-
-
-# Held wrong.
-
-
-def mine(spec):
-    """An entry that gives something other than a spec."""
-    return type('Mine', (), {'to_partition_spec': lambda self, mesh, shape: spec})()
-
-
-BIAS, KERNEL = 'fc1/bias', 'fc1/kernel'
-WRONG = {
-    'no such parameter': ({'fc1/kernal': P()}, "'fc1/kernal'.*Did you mean 'fc1/kernel'"),
-    'no such module': ({'fc7': ByData()}, "'fc7'.*fc1/bias"),
-    'a slash before the path': ({'/fc1/bias': P()}, "'/fc1/bias'.*Did you mean 'fc1/bias'"),
-    'a layout for a module': ({'fc1': P('data')}, "'fc1' is a module.*fc1/bias, fc1/kernel"),
-    'one array twice': ({BIAS: P(), 'fc1.bias': P()}, "'fc1/bias' and 'fc1.bias'.*same array"),
-    'a part of a module': ({'fc1': ByData(), BIAS: P()}, "'fc1' and 'fc1/bias'.*within the other"),
-    'an unknown mesh axis': ({BIAS: P('modle')}, "fc1/bias.*'modle'.*data 4 x model 2.*'model'"),
-    'a mesh axis twice': ({KERNEL: P('data', 'data')}, "fc1/kernel.*'data' twice"),
-    'too many dimensions': ({BIAS: P(None, 'data')}, r'fc1/bias.*2 dimensions.*\(64,\)'),
-    'too few names': ({KERNEL: ('embed',)}, r"fc1/kernel.*\('embed',\).*\(16, 64\)"),
-    'a name without a rule': ({KERNEL: ('embed', 'heads')}, r"fc1/kernel.*\('heads', None\)"),
-    'an axis of a scalar': ({'scalar': P('data')}, 'scalar: .*1 dimensions.*has 0'),
-    'a size that does not divide': ({'odd': P('data')}, 'odd: .*29.*28 or 32.*on_indivisible'),
-    'a spec that decides nothing': ({BIAS: P(P.UNCONSTRAINED)}, 'fc1/bias.*decides nothing'),
-    'another mesh': ({BIAS: NamedSharding(ONE, P('one'))}, 'fc1/bias.*one 1.*data 4 x model 2'),
-    'a spec that is a text': ({BIAS: mine('model')}, "fc1/bias.*'model'"),
-    'a spec that is None': ({BIAS: mine(None)}, 'fc1/bias.*None'),
-    'a path that is no text': ({('fc1', 'bias'): P()}, r"\('fc1', 'bias'\)"),
-    'a plan that is a list': ([(BIAS, P())], 'plan'),
-}
-WRONG_SETTINGS = {
-    'a rule to no mesh axis': ({'rules': [('a', 'dta')]}, "fc1/bias.*'dta'.*Did you mean 'data'"),
-    'rules without an order': ({'rules': {'a': 'data'}}, 'no order'),
-    'no policy': ({'on_indivisible': 'pads'}, "on_indivisible must be .*'pad', not 'pads'"),
-    'no policy of names': (
-        {'on_unmatched': 'drop'},
-        "on_unmatched must be .*'replicate', not 'drop'",
-    ),
-    'no mesh': ({'mesh': {'data': 4}}, 'mesh'),
-    'no arrays': ({'module': {'a': {}}}, 'a dict without any arrays'),
-}
-
-
-@pytest.mark.parametrize('name', WRONG)
-def test_held_wrong(name):
-    plan, message = WRONG[name]
-    tree = {**params(), 'odd': np.zeros(29), 'scalar': np.zeros(())}
-    with pytest.raises((TypeError, ValueError), match=message):
-        resolve(plan, tree, rules=RULES)
-
-
-@pytest.mark.parametrize('name', WRONG_SETTINGS)
-def test_settings_held_wrong(name):
-    settings_given, message = WRONG_SETTINGS[name]
-    with pytest.raises((TypeError, ValueError), match=message):
-        resolve({BIAS: ('a',)}, **settings_given)
-
-
-@pytest.mark.parametrize('plan', [ENTRIES, None, ENTRIES.items()])
-def test_what_is_no_plan(plan):
-    with pytest.raises((TypeError, ValueError), match='ShardingPlan'):
-        shard_module(params(), plan, MESH)
-
-
-def test_a_partitioner_takes_a_resolved_plan():
-    with pytest.raises((TypeError, ValueError), match='resolve'):
-        PjitPartitioner(mesh=MESH, plan=ShardingPlan(ENTRIES))
-    with pytest.raises(ValueError, match='plan and params_axes_names_override'):
-        plan = resolve(ENTRIES)
-        PjitPartitioner(mesh=MESH, plan=plan, params_axes_names_override=plan.path_rules)
-
-
-@pytest.mark.parametrize(
-    'setting', [{'rules': RULES}, {'on_indivisible': 'pad'}, {'on_unmatched': 'replicate'}]
-)
-def test_a_resolved_plan_takes_no_settings(setting):
-    """They are decided; what is given too late would be ignored."""
-    with pytest.raises(ValueError, match=next(iter(setting))):
-        shard_module(params(), resolve(ENTRIES), MESH, **setting)
-
-
-def test_local_tensors_that_have_no_layout():
-    for names in ['fc2'], ['fc1', 'fc2']:
-        plan = ShardingPlan(ENTRIES, {'fc1': P('data')}, names)
-        for use in shard_module, ShardingPlan.resolve:
-            arguments = (params(), plan) if use is shard_module else (plan, params())
-            with pytest.raises(ValueError, match=r"return_local_tensor names 'fc2'.*output_plan"):
-                use(*arguments, MESH)
-
-
-def test_local_tensors_as_one_text():
-    plan = ShardingPlan(ENTRIES, {'fc1': P('data')}, 'fc1')
-    with pytest.raises((TypeError, ValueError), match=r"return_local_tensor.*'fc1'"):
-        shard_module(params(), plan, MESH)
-
-
-def test_a_row_that_is_not_there():
-    with pytest.raises(KeyError, match=r"fc1/kernal is not in the plan. Did you mean 'fc1/kernel'"):
-        resolve(ENTRIES)['fc1/kernal']
-
-
-def test_a_plan_as_text():
-    text = str(resolve(ENTRIES))
-    line = next(line for line in text.splitlines() if line.startswith('fc2/kernel'))
-    assert "P(('model', 'data'), None)" in line and '8 x 16' in line and ' 512 ' in line
-    assert text.splitlines()[-1] == (
-        '4 arrays, 8,512 bytes; 2,880 bytes per device of the mesh data 4 x model 2'
-    )
-    assert not diff(resolve(ENTRIES), resolve(dict(reversed(ENTRIES.items()))))
