@@ -6,19 +6,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.rules import (
     LogicalAxisRules,
     OnIndivisible,
     PaddedSpec,
     as_tuple,
+    check_layout,
     logical_to_mesh_axes,
+    names_of,
 )
 
 
 def global_mesh_defined() -> bool:
-    """True inside a mesh context: a partitioned function or `jax.set_mesh`."""
+    """True inside a mesh context: a partitioned function or `jax.set_mesh`.
+
+    The `with mesh:` of old is none: jax sets nothing by it that programs can see.
+    """
     return not jax.sharding.get_abstract_mesh().empty
 
 
@@ -35,25 +41,19 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
       defined. No platform is skipped: a layout that is wrong on TPU is wrong on CPU.
 
     Raises:
-      ValueError: a spec names a Manual axis, that of a shard_map around, or an Auto axis before an
-        Explicit one.
+      ValueError: a spec that the mesh or an array cannot have, sizes that do not divide (which jax
+        would leave whole without a word); a spec names a Manual axis, that of a shard_map around,
+        or an Auto axis before an Explicit one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
-    specs = jax.tree.map(_inside, axis_resources, is_leaf=_is_spec)
-    if (outside := _mesh_outside_traces(x)) is not None:
-        return _move(x, specs, outside)
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if set(types.values()) == {AxisType.Auto}:
-        return jax.lax.with_sharding_constraint(x, specs)
-    if set(types.values()) == {AxisType.Explicit}:
-        return jax.sharding.reshard(x, specs)
+    outside = _mesh_outside_traces(x)
 
-    def place(spec: PartitionSpec, below: Any) -> Any:
-        return jax.tree.map(lambda array: _place(array, spec, types), below)
+    def place(resource: Any, below: Any) -> Any:
+        return jax.tree.map(lambda array: _lay_out(array, resource, mesh, outside), below)
 
-    return jax.tree.map(place, specs, x, is_leaf=_is_spec)
+    return jax.tree.map(place, axis_resources, x, is_leaf=_is_spec)
 
 
 def constrain(
@@ -115,37 +115,42 @@ def _mesh_outside_traces(x: Any) -> Mesh | None:
     return None if mesh.empty else mesh
 
 
-def _move(x: Any, specs: Any, mesh: Mesh) -> Any:
-    """Arrays moved to their layouts, wherever they were, over axes of any types."""
-
-    def one(array: Any, spec: PartitionSpec) -> Any:
-        if PartitionSpec.UNCONSTRAINED in tuple(spec):
-            now = getattr(getattr(array, 'sharding', None), 'spec', ())
-            kept = (*now, *[None] * len(spec))
-            free = PartitionSpec.UNCONSTRAINED
-            spec = PartitionSpec(*(k if s is free else s for s, k in zip(spec, kept, strict=False)))
-        return jax.device_put(array, NamedSharding(mesh, spec))
-
-    return jax.tree.map(
-        lambda spec, below: jax.tree.map(lambda array: one(array, spec), below),
-        specs,
-        x,
-        is_leaf=_is_spec,
-    )
-
-
-def _is_spec(x: Any) -> bool:
-    return x is None or isinstance(x, PartitionSpec)
-
-
-def _inside(resource: Any) -> Any:
-    if isinstance(resource, PaddedSpec):
-        return resource.inside
+def _lay_out(x: Any, resource: Any, mesh: AbstractMesh, outside: Mesh | None) -> jax.Array:
+    """One array laid out over a mesh; outside of traces moved, from wherever it is."""
     if isinstance(resource, str):
         raise ValueError(
             f'{resource!r} is no PartitionSpec; logical axis names are for `constrain`'
         )
-    return PartitionSpec() if resource is None else resource
+    spec = PartitionSpec() if resource is None else resource
+    if isinstance(spec, PaddedSpec):  # there is no padding outside of programs
+        spec = spec.inside if outside is None else spec.outside
+    elif AxisType.Manual not in mesh.axis_types:
+        check_layout(spec, mesh, f'a constraint of {np.shape(x)}', np.shape(x))
+    if outside is not None:
+        return jax.device_put(x, NamedSharding(outside, _with_what_is(x, spec, outside)))
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if set(types.values()) == {AxisType.Auto}:
+        return jax.lax.with_sharding_constraint(x, spec)
+    if set(types.values()) == {AxisType.Explicit}:
+        return jax.sharding.reshard(x, spec)
+    return _place(x, spec, types)
+
+
+def _with_what_is(x: Any, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """A spec whose unconstrained dimensions stay as they are, as far as its axes are not taken."""
+    free = PartitionSpec.UNCONSTRAINED
+    if free not in tuple(spec):
+        return spec
+    held = getattr(x, 'sharding', None)
+    same = isinstance(held, NamedSharding) and held.mesh.shape == mesh.shape
+    now = names_of(held.spec, len(spec)) if same else (None,) * len(spec)
+    taken = {axis for entry in spec if entry is not free for axis in as_tuple(entry)}
+    kept = (axes if axes and not taken & {*axes} else None for axes in now)
+    return PartitionSpec(*(k if s is free else s for s, k in zip(spec, kept, strict=False)))
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, PartitionSpec)
 
 
 def _place(x: jax.Array, spec: PartitionSpec, types: Mapping[str, AxisType]) -> jax.Array:

@@ -22,9 +22,9 @@ from partitioning.rules import (
     AxisRules,
     OnUnmatched,
     PaddedSpec,
-    as_tuple,
     check_spec,
     describe_axes,
+    names_of,
     to_spec,
     try_resolve,
 )
@@ -183,8 +183,7 @@ def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any
     if PartitionSpec.UNCONSTRAINED in tuple(entry):
         raise ValueError(f'{path}: {entry} decides nothing for some dimension: write None or axes')
     check_spec(entry, mesh, path, shape)
-    partitions = [*entry, *[None] * (len(shape) - len(entry))]
-    return tuple(as_tuple(axes) or None for axes in partitions)
+    return names_of(entry, len(shape))
 
 
 def _converted(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:

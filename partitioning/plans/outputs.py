@@ -13,13 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from partitioning.constrain import constrain, with_sharding_constraint
 from partitioning.plans.sharding_plan import ShardingPlan
 from partitioning.plans.trees import is_nnx_module, subtree
-from partitioning.rules import (
-    as_tuple,
-    check_spec,
-    describe_axes,
-    logical_to_mesh_axes,
-    nearest,
-)
+from partitioning.rules import check_layout, describe_axes, names_of, nearest
 from partitioning.spmd import mark_sharding
 from partitioning.state import Path
 
@@ -142,16 +136,10 @@ def _constrained(x: jax.Array, layout: Any, mesh: Mesh | None) -> jax.Array:
     sizes = around if mesh is None else mesh
     if sizes.empty:
         return x
-    check_spec(layout, sizes, 'its output', x.shape)
-    axes = _entries(x, layout)
-    logical_to_mesh_axes(axes, (), mesh=sizes, shape=x.shape)  # raises what does not divide
-    return with_sharding_constraint(x, layout) if mesh is None else mark_sharding(x, mesh, axes)
-
-
-def _entries(x: jax.Array, spec: PartitionSpec) -> tuple[Any, ...]:
-    """The mesh axes of each dimension of an array."""
-    axes = [as_tuple(entry) or None for entry in spec]
-    return (*axes, *[None] * (x.ndim - len(spec)))
+    check_layout(layout, sizes, 'its output', x.shape)
+    if mesh is None:
+        return with_sharding_constraint(x, layout)
+    return mark_sharding(x, mesh, names_of(layout, x.ndim))
 
 
 def _not_called(name: str, called: Mapping[Path, None]) -> str:

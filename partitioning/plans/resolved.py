@@ -18,9 +18,9 @@ from partitioning.rules import (
     AxisRules,
     MeshLike,
     OnIndivisible,
-    as_tuple,
     axis_sizes,
     describe_axes,
+    names_of,
     nearest,
     spec_str,
 )
@@ -111,10 +111,7 @@ class ResolvedPlan:
         """
         rows = [row for row in self.arrays if row.category == 'parameters']
         return tuple(
-            (
-                re.escape(row.path),
-                tuple(as_tuple(axes) or None for axes in row.padded_spec or row.spec),
-            )
+            (re.escape(row.path), names_of(row.padded_spec or row.spec, len(row.shape)))
             for row in rows
         )
 

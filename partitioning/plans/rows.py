@@ -16,8 +16,8 @@ from partitioning.rules import (
     ResolvedDimension,
     as_tuple,
     axis_sizes,
+    check_layout,
     check_spec,
-    describe_axes,
     spec_of,
 )
 from partitioning.state import Role, nbytes, shape_of
@@ -110,15 +110,9 @@ def shard_shape_of(
     Raises:
       ValueError: a spec that the mesh or the shape cannot have.
     """
-    check_spec(spec, mesh, path, shape)
+    check_layout(spec, mesh, path, shape)
     sizes = axis_sizes(mesh)
-    ways = [math.prod(sizes[a] for a in as_tuple(entry)) for entry in spec]
-    for dim, (size, parts) in enumerate(zip(shape, ways, strict=False)):
-        if size % parts:
-            raise ValueError(
-                f'{path}: dimension {dim} of shape {tuple(shape)}: {size} does not divide by '
-                f'{parts}, the size of {spec[dim]!r} on the mesh {describe_axes(sizes)}'
-            )
+    ways = (math.prod(sizes[axis] for axis in as_tuple(entry)) for entry in spec)
     return tuple(size // parts for size, parts in zip(shape, ways, strict=True))
 
 

@@ -29,13 +29,14 @@ from partitioning.rules.outcome import (
     ResolvedDimension,
     Rule,
     check_spec,
+    names_of,
     raise_problem,
     replicate_none,
     spec_of,
     spec_str,
     to_spec,
 )
-from partitioning.rules.resolve import logical_to_mesh_axes, resolve_axes, try_resolve
+from partitioning.rules.resolve import check_layout, logical_to_mesh_axes, resolve_axes, try_resolve
 from partitioning.rules.standard import (
     STANDARD_MESH_AXES,
     fsdp_logical_axis_rules,
@@ -60,12 +61,14 @@ __all__ = [
     'add_axis',
     'as_tuple',
     'axis_sizes',
+    'check_layout',
     'check_rules',
     'check_spec',
     'describe_axes',
     'fsdp_logical_axis_rules',
     'is_count',
     'logical_to_mesh_axes',
+    'names_of',
     'nearest',
     'raise_problem',
     'remove_axis',

@@ -139,6 +139,12 @@ def check_spec(
         )
 
 
+def names_of(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
+    """What `resolve_axes` takes for a spec: a tuple of mesh axes or None for each dimension."""
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return tuple(as_tuple(e) or None if isinstance(e, str | tuple) else e for e in entries)
+
+
 def replicate_none(specs: Any) -> Any:
     """A pytree of PartitionSpecs with every None in it made the spec that replicates."""
     return jax.tree.map(
