@@ -142,8 +142,9 @@ def _with_what_is(x: Any, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     if free not in tuple(spec):
         return spec
     held = getattr(x, 'sharding', None)
-    same = isinstance(held, NamedSharding) and held.mesh.shape == mesh.shape
-    now = names_of(held.spec, len(spec)) if same else (None,) * len(spec)
+    now: tuple[Any, ...] = (None,) * len(spec)
+    if isinstance(held, NamedSharding) and held.mesh.shape == mesh.shape:
+        now = names_of(held.spec, len(spec))
     taken = {axis for entry in spec if entry is not free for axis in as_tuple(entry)}
     kept = (axes if axes and not taken & {*axes} else None for axes in now)
     return PartitionSpec(*(k if s is free else s for s, k in zip(spec, kept, strict=False)))

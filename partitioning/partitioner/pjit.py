@@ -49,9 +49,7 @@ from partitioning.state import (
 class Plan(Protocol):
     """What a partitioner asks of a `partitioning.plans.ResolvedPlan`."""
 
-    @property
-    def path_rules(self) -> PathRules: ...
-    def check(self, state: Any, mesh: Mesh) -> None: ...
+    def resolve_state(self, state: Any, mesh: Mesh) -> ResolvedState: ...
 
 
 class BasePjitPartitioner(BasePartitioner):
@@ -154,8 +152,8 @@ class PjitPartitioner(BasePjitPartitioner):
         on_indivisible: the same of sizes that their mesh axes do not divide.
         params_axes_names_override: (regular expression, names) pairs that name parameters by their
           paths, such as 'decoder/mlp/kernel'; see `override_params_axes_names`.
-        plan: a `partitioning.plans.ResolvedPlan`, such as load_plan reads: the layout of every
-          parameter, whatever the rules say; the rules lay out the batch and activations.
+        plan: a `partitioning.plans.ResolvedPlan`, such as load_plan reads: the layout of the
+          state, whatever the rules say; the rules lay out the batch and activations.
         """
         super().__init__(
             num_partitions=num_partitions,
@@ -180,16 +178,20 @@ class PjitPartitioner(BasePjitPartitioner):
         self._optimizer_rules = None
         if optimizer_axis_rules is not None:
             self._optimizer_rules = self._as_rules(optimizer_axis_rules)
-        if plan is not None and params_axes_names_override:
-            raise ValueError('plan and params_axes_names_override both name parameters: keep one')
-        if plan is not None and not hasattr(plan, 'path_rules'):
+        self._overrides = check_path_rules(params_axes_names_override)
+        beside = {
+            'params_axes_names_override': params_axes_names_override,
+            'optimizer_axis_rules': optimizer_axis_rules,
+        }
+        given = [name for name, value in beside.items() if value]
+        if plan is not None and given:
+            raise ValueError(f'plan decides what {", ".join(given)} would: leave out')
+        if plan is not None and not hasattr(plan, 'resolve_state'):
             raise ValueError(
-                f'plan={plan!r} is no ResolvedPlan: give plan.resolve(params, mesh), or load_plan'
+                f'plan= takes a ResolvedPlan, not a {type(plan).__name__}: give '
+                'plan.resolve(params, mesh), or load_plan(path)'
             )
         self._plan = plan
-        self._overrides = check_path_rules(
-            params_axes_names_override if plan is None else plan.path_rules
-        )
 
     @functools.cached_property
     def logical_axis_rules(self) -> AxisRules:
@@ -241,7 +243,7 @@ class PjitPartitioner(BasePjitPartitioner):
 
     def _check_default_rules(self) -> None:
         """Rules that were not chosen must not leave a mesh axis without use."""
-        if self._given_rules is None:
+        if self._given_rules is None and self._plan is None:
             standard_logical_axis_rules(mesh_axes=self._axes_in_use)
 
     @functools.cached_property
@@ -254,12 +256,14 @@ class PjitPartitioner(BasePjitPartitioner):
         )
 
     def resolve(self, train_state: Any) -> ResolvedState:
-        self._check_default_rules()
         if self._plan is not None:
-            self._plan.check(train_state, self.mesh)
+            return self._plan.resolve_state(train_state, self.mesh)
+        self._check_default_rules()
         return resolve_state(train_state, self.rule_set, self.mesh)
 
     def get_logical_axes(self, train_state: Any) -> Any:
+        if self._plan is not None:
+            return self.resolve(train_state).logical_axes
         return get_logical_axes(train_state, self.rule_set.overrides)
 
     def eval_shape(self, fn: Callable[..., Any], *args: Any) -> Any:
@@ -325,7 +329,7 @@ class PjitPartitioner(BasePjitPartitioner):
         found = lint(
             self.logical_axis_rules,
             self.mesh,
-            train_state,
+            train_state if self._plan is None else None,  # the rules are for other arrays then
             optimizer_axis_rules=self._optimizer_rules,
             params_axes_names_override=self._overrides,
         )

@@ -28,7 +28,8 @@ class Change:
     def fields(self) -> tuple[str, ...]:
         """The names of what differs."""
         names = (field.name for field in dataclasses.fields(PlannedArray))
-        return tuple(n for n in names if getattr(self.before, n) != getattr(self.after, n))
+        compared = (name for name in names if name not in ('logical_axes', 'reason'))
+        return tuple(n for n in compared if getattr(self.before, n) != getattr(self.after, n))
 
     def __str__(self) -> str:
         whats = [
@@ -79,7 +80,14 @@ class PlanDiff:
 
 
 def diff(before: ResolvedPlan, after: ResolvedPlan) -> PlanDiff:
-    """What changes from one plan to another."""
+    """What changes from one plan to another: layouts and figures, not names and reasons.
+
+    Raises:
+      TypeError: no ResolvedPlans.
+    """
+    for plan in before, after:
+        if not isinstance(plan, ResolvedPlan):
+            raise TypeError(f'a {type(plan).__name__} is no ResolvedPlan: give plan.resolve(...)')
     old = {row.path: row for row in before.arrays}
     new = {row.path: row for row in after.arrays}
     return PlanDiff(
@@ -90,7 +98,7 @@ def diff(before: ResolvedPlan, after: ResolvedPlan) -> PlanDiff:
         changed=tuple(
             Change(path, row, new[path])
             for path, row in old.items()
-            if path in new and new[path] != row
+            if path in new and Change(path, row, new[path]).fields
         ),
     )
 

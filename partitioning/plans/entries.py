@@ -12,6 +12,8 @@ from partitioning.plans.rows import PlannedArray, planned_array, reason_of
 from partitioning.plans.sharder import Sharder
 from partitioning.plans.trees import (
     Places,
+    arrays_by_path,
+    buffers,
     is_variables,
     other_names,
     parameters,
@@ -28,7 +30,7 @@ from partitioning.rules import (
     to_spec,
     try_resolve,
 )
-from partitioning.state import Path, nbytes, shape_of
+from partitioning.state import Path, Role, nbytes, shape_of
 from partitioning.state.boxes import array_of, carried_names, is_carrier
 from partitioning.state.resolved import SMALL
 
@@ -46,9 +48,14 @@ class Planned(NamedTuple):
 
     def resolve(self, mesh: Mesh, policies: AxisRules) -> ResolvedPlan:
         """What that comes to, array by array; see `ShardingPlan.resolve`."""
+        of_roles: dict[Role, dict[Path, Any]] = {
+            'parameters': parameters(self.module),
+            'other': buffers(self.module),
+        }
         rows = (
-            _row(path, leaf, self.entries.get(path), policies, mesh)
-            for path, leaf in parameters(self.module).items()
+            _row(path, leaf, self.entries.get(path), policies, mesh, role)
+            for role, leaves in of_roles.items()
+            for path, leaf in leaves.items()
         )
         return ResolvedPlan(mesh.shape, tuple(rows))
 
@@ -67,24 +74,25 @@ def apply_entries(given: Mapping[str, Any], module: Any, mesh: Mesh) -> Planned:
     for name, entry in given.items():
         _check_entry(name, entry)
     found = _find(given, module)
-    prefix = ('params',) if is_variables(module) else ()
+    others = Places(buffers(module))
     entries: dict[Path, tuple[Any, str]] = {}
     for path, name in found.items():
         entry = given[name]
         if not isinstance(entry, Sharder):
             entries[path] = (entry, 'the plan')
             continue
-        made = entry.shard(subtree(module, (*prefix, *path)), mesh)
+        place = ('params', *path) if is_variables(module) and path not in others else path
+        made = entry.shard(subtree(module, place), mesh)
         if made is None:
             raise TypeError(
                 f'{type(entry).__name__}.shard of {name!r} has returned None: it must return what '
                 'takes the place of the module'
             )
-        module = replace_subtree(module, (*prefix, *path), made)
-        for deeper, leaf in parameters(module).items():
+        module = replace_subtree(module, place, made)
+        for below, leaf in arrays_by_path(made):
             sharding = getattr(array_of(leaf), 'sharding', None)
-            if deeper[: len(path)] == path and isinstance(sharding, NamedSharding):
-                entries[deeper] = (sharding, type(entry).__name__)
+            if isinstance(sharding, NamedSharding):
+                entries[*path, *below] = (sharding, type(entry).__name__)
     return Planned(module, entries)
 
 
@@ -116,7 +124,7 @@ def _find(given: Mapping[str, Any], module: Any) -> dict[Path, str]:
     Raises:
       ValueError: a path that does not exist, a layout for a module, two for one array.
     """
-    known = parameters(module)
+    known = {**buffers(module), **parameters(module)}
     again = other_names(module, known)
     places = Places([*known, *again])
     found: dict[Path, str] = {}
@@ -140,13 +148,19 @@ def _find(given: Mapping[str, Any], module: Any) -> dict[Path, str]:
 
 
 def _row(
-    path: Path, leaf: Any, entry: tuple[Any, str] | None, policies: AxisRules, mesh: Mesh
+    path: Path,
+    leaf: Any,
+    entry: tuple[Any, str] | None,
+    policies: AxisRules,
+    mesh: Mesh,
+    role: Role,
 ) -> PlannedArray:
     """The row of one array, laid out by its entry, by the names it carries, or not at all."""
     name, array = '/'.join(path), array_of(leaf)
     shape = shape_of(array)
     carried = carried_names(leaf) if entry is None and is_carrier(leaf) else None
-    if carried is not None and carried.names is not None and (policies or carried.rules):
+    by_rules = carried is not None and (policies or carried.rules or carried.axes_as_names)
+    if carried is not None and carried.names is not None and by_rules:
         entry = (carried.names, 'the parameter')
         policies = policies.with_rules((*carried.rules, *policies))
     if entry is None:
@@ -164,7 +178,7 @@ def _row(
         raise ValueError(f"{name}: on_indivisible='pad' needs Auto mesh axes, not Explicit ones")
     logical = [n if isinstance(n, str) else None for n in names]
     kept = logical if any(logical) else None
-    return planned_array(name, array, spec, mesh, logical_axes=kept, reason=reason)
+    return planned_array(name, array, spec, mesh, logical_axes=kept, category=role, reason=reason)
 
 
 def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any, ...]:
@@ -175,6 +189,7 @@ def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any
                 f'{path}: its NamedSharding is for the mesh {describe_axes(entry.mesh.shape)}, but '
                 f'this one is {describe_axes(mesh.shape)}'
             )
+        _check_devices(path, entry, mesh)
         entry = entry.spec
     elif hasattr(entry, 'to_partition_spec'):
         entry = _converted(path, entry, shape, mesh)
@@ -184,6 +199,23 @@ def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any
         raise ValueError(f'{path}: {entry} decides nothing for some dimension: write None or axes')
     check_spec(entry, mesh, path, shape)
     return names_of(entry, len(shape))
+
+
+def _check_devices(path: str, sharding: NamedSharding, mesh: Mesh) -> None:
+    """Raises ValueError for what a spec on this mesh would not say."""
+    own = sharding.mesh
+    if isinstance(own, Mesh) and isinstance(mesh, Mesh):
+        if own.devices.tolist() != mesh.devices.tolist():
+            raise ValueError(
+                f'{path}: its NamedSharding is for other devices than this mesh has, or for these '
+                'in another order: make both of one mesh'
+            )
+        usual = NamedSharding(mesh, PartitionSpec()).memory_kind
+        if sharding.memory_kind not in (None, usual):
+            raise ValueError(
+                f'{path}: its NamedSharding is for {sharding.memory_kind!r} memory, but a plan '
+                f'lays out over that of the devices, {usual!r}'
+            )
 
 
 def _converted(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:

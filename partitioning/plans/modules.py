@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from partitioning.plans.entries import apply_entries
 from partitioning.plans.outputs import check_submodules, constrain_submodules
 from partitioning.plans.resolved import ResolvedPlan
 from partitioning.plans.sharding_plan import ShardingPlan
-from partitioning.plans.trees import is_nnx_module
+from partitioning.plans.trees import is_array, is_nnx_module
 from partitioning.rules import AxisRules, LogicalAxisRules, OnIndivisible, OnUnmatched
-from partitioning.state import key_names, unbox
-from partitioning.state.boxes import array_of, is_carrier
+from partitioning.state import unbox
+from partitioning.state.boxes import array_of, is_carrier, is_metadata
 
 
 def shard_module(
@@ -38,10 +38,11 @@ def shard_module(
       rules, on_unmatched, on_indivisible: as of `ShardingPlan.resolve`.
 
     Returns:
-      The parameters, without linen boxes. An nnx module is changed in place: its variables hold
-      the sharded arrays, and its submodules lay out their outputs by the plan's `output_plan`,
-      which of linen modules `constrain_outputs` does. (A submodule with an output plan has a class
-      of its own, which pickle does not find.)
+      The parameters, without linen boxes; what is beside them is laid out, too, replicated where
+      the plan does not name it. An nnx module is changed in place: its variables hold the sharded
+      arrays, and its submodules lay out their outputs by the plan's `output_plan`, which of linen
+      modules `constrain_outputs` does. (A submodule with an output plan has a class of its own,
+      which pickle does not find.)
 
     Raises:
       TypeError: no plan; as `ShardingPlan.resolve`.
@@ -57,11 +58,11 @@ def shard_module(
     outputs = plan.outputs()
     if outputs and is_nnx_module(module):
         check_submodules(module, outputs)  # before anything is changed
-    planned = apply_entries(plan.plan, module, mesh)
     policies = AxisRules(rules or (), on_unmatched, on_indivisible)
+    planned = apply_entries(plan.plan, module, mesh)
     placed = _place(planned.module, planned.resolve(mesh, policies), mesh)
     if outputs and is_nnx_module(placed):
-        constrain_submodules(placed, outputs, mesh)
+        constrain_submodules(placed, outputs, mesh, policies)
     return placed
 
 
@@ -71,20 +72,26 @@ def _place(module: Any, plan: ResolvedPlan, mesh: Mesh) -> Any:
             'the parameters are ShapeDtypeStructs, without any arrays to lay out: '
             'plan.resolve(params, mesh) says how they would be'
         )
-    if not is_nnx_module(module):
-        held = unbox(module)
-        return jax.device_put(held, plan.resolve_state(held, mesh).shardings)
-    from flax import nnx  # imported already, or there would be no such module
+    state = module
+    if is_nnx_module(module):
+        from flax import nnx  # imported already, or there would be no such module
 
-    held = nnx.state(module, nnx.Param)
-    plan.check(held, mesh)
-
-    def placed(path: Any, variable: Any) -> Any:
-        sharding = NamedSharding(mesh, plan['/'.join(key_names(path))].spec)
-        return variable.replace(jax.device_put(array_of(variable), sharding))
-
-    nnx.update(module, jax.tree_util.tree_map_with_path(placed, held, is_leaf=is_carrier))
+        state = nnx.state(module)
+    held = unbox(state)
+    shardings = plan.resolve_state(held, mesh).shardings
+    placed = jax.tree.map(_moved, held, shardings, is_leaf=is_carrier)
+    if state is module:
+        return placed
+    nnx.update(module, placed)
     return module
+
+
+def _moved(x: Any, sharding: Any) -> Any:
+    """An array, also one in a variable, at its place; texts and T5X's names stay what they are."""
+    if is_metadata(x) or not is_array(x):
+        return x
+    array = jax.device_put(array_of(x), sharding)
+    return x.replace(array) if is_carrier(x) else array
 
 
 def _leaves(module: Any) -> list[Any]:

@@ -10,10 +10,20 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from partitioning.constrain import constrain, with_sharding_constraint
+from partitioning.constrain import with_sharding_constraint
 from partitioning.plans.sharding_plan import ShardingPlan
 from partitioning.plans.trees import is_nnx_module, subtree
-from partitioning.rules import check_layout, describe_axes, names_of, nearest
+from partitioning.rules import (
+    AxisRules,
+    LogicalAxisRules,
+    check_layout,
+    describe_axes,
+    names_of,
+    nearest,
+    resolve_axes,
+    spec_of,
+    to_spec,
+)
 from partitioning.spmd import mark_sharding
 from partitioning.state import Path
 
@@ -21,7 +31,9 @@ Outputs = Mapping[Path, tuple[str, Any]]
 
 
 @contextlib.contextmanager
-def constrain_outputs(plan: ShardingPlan, mesh: Mesh | None = None) -> Iterator[None]:
+def constrain_outputs(
+    plan: ShardingPlan, mesh: Mesh | None = None, rules: LogicalAxisRules | None = None
+) -> Iterator[None]:
     """Inside it, linen modules lay out what they return as the plan's `output_plan` says.
 
     Usage:
@@ -35,7 +47,8 @@ def constrain_outputs(plan: ShardingPlan, mesh: Mesh | None = None) -> Iterator[
     Args:
       plan: the plan.
       mesh: by default the one around, of a partitioned function or of `jax.set_mesh`; without
-        either nothing is laid out. Logical names take the rules around, too.
+        either nothing is laid out.
+      rules: for logical names, of which one may be a mesh axis; by default those around.
 
     Raises:
       TypeError: no plan, or an entry of output_plan that is no layout.
@@ -49,7 +62,7 @@ def constrain_outputs(plan: ShardingPlan, mesh: Mesh | None = None) -> Iterator[
             f'constrain_outputs takes a ShardingPlan, which has an output_plan, not a '
             f'{type(plan).__name__}'
         )
-    outputs = plan.outputs()
+    outputs, own = plan.outputs(), AxisRules(rules or ())
     called: dict[Path, None] = {}
 
     def laid_out(next_fun: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -58,7 +71,7 @@ def constrain_outputs(plan: ShardingPlan, mesh: Mesh | None = None) -> Iterator[
             return output
         path = tuple(context.module.path)
         called[path] = None
-        return _lay_out(*outputs[path], output, mesh) if path in outputs else output
+        return _lay_out(*outputs[path], output, mesh, own) if path in outputs else output
 
     with nn.intercept_methods(laid_out):
         yield
@@ -73,14 +86,15 @@ def check_submodules(module: Any, outputs: Outputs) -> None:
         _submodule(module, path, name)
 
 
-def constrain_submodules(module: Any, outputs: Outputs, mesh: Mesh) -> None:
+def constrain_submodules(module: Any, outputs: Outputs, mesh: Mesh, rules: AxisRules) -> None:
     """Makes submodules of an nnx module lay out their outputs, by classes of their own.
 
     nnx looks for `__call__` in the class, and rebuilds modules from their classes.
     """
     for path, (name, layout) in outputs.items():
         submodule = _submodule(module, path, name)
-        submodule.__class__ = _laying_out(type(submodule), name, layout, mesh)  # type: ignore[arg-type]
+        kind: Any = type(submodule)
+        submodule.__class__ = _laying_out(kind, name, layout, mesh, rules)
 
 
 def _submodule(module: Any, path: Path, name: str) -> Any:
@@ -100,26 +114,28 @@ def _submodule(module: Any, path: Path, name: str) -> Any:
 
 
 @functools.cache
-def _laying_out(cls: Any, name: str, layout: Any, mesh: Mesh) -> Any:
+def _laying_out(cls: Any, name: str, layout: Any, mesh: Mesh, rules: AxisRules) -> Any:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _lay_out(name, layout, cls.__call__(self, *args, **kwargs), mesh)
+        return _lay_out(name, layout, cls.__call__(self, *args, **kwargs), mesh, rules)
 
     return type(cls.__name__, (cls,), {'__call__': __call__, '__module__': cls.__module__})
 
 
-def _lay_out(name: str, layout: Any, output: Any, mesh: Mesh | None) -> Any:
+def _lay_out(name: str, layout: Any, output: Any, mesh: Mesh | None, rules: AxisRules) -> Any:
     """The arrays of an output, each laid out; what is no array stays as it is."""
 
     def one(x: Any) -> Any:
         try:
-            return _constrained(x, layout, mesh) if isinstance(x, jax.Array) else x
+            return _constrained(x, layout, mesh, rules) if isinstance(x, jax.Array) else x
         except ValueError as error:
             raise ValueError(f'output_plan of {name!r}: {error}') from error
 
     return jax.tree.map(one, output)
 
 
-def _constrained(x: jax.Array, layout: Any, mesh: Mesh | None) -> jax.Array:
+def _constrained(x: jax.Array, layout: Any, mesh: Mesh | None, rules: AxisRules) -> jax.Array:
+    from flax.core import spmd  # the rules around; imported already by those who have modules
+
     around = jax.sharding.get_abstract_mesh()
     if isinstance(layout, NamedSharding):
         for other in (around, mesh):
@@ -131,11 +147,13 @@ def _constrained(x: jax.Array, layout: Any, mesh: Mesh | None) -> jax.Array:
         if mesh is None and around.empty and isinstance(layout.mesh, Mesh):
             mesh = layout.mesh
         layout = layout.spec
-    elif not isinstance(layout, PartitionSpec):
-        return constrain(x, layout)
     sizes = around if mesh is None else mesh
     if sizes.empty:
         return x
+    if not isinstance(layout, PartitionSpec):
+        known = rules or AxisRules(spmd.get_logical_axis_rules())
+        dims = resolve_axes(layout, known, mesh=sizes, shape=x.shape, axes_as_names=True)
+        layout = spec_of(to_spec(dims))
     check_layout(layout, sizes, 'its output', x.shape)
     if mesh is None:
         return with_sharding_constraint(x, layout)

@@ -68,7 +68,13 @@ def from_json(text: str) -> ResolvedPlan:
 
 
 def save_plan(plan: ResolvedPlan, path: str | Path) -> None:
-    """Writes a plan to a file."""
+    """Writes a plan to a file.
+
+    Raises:
+      TypeError: no ResolvedPlan.
+    """
+    if not isinstance(plan, ResolvedPlan):
+        raise TypeError(f'a {type(plan).__name__} is no ResolvedPlan: give plan.resolve(...)')
     Path(path).write_text(to_json(plan))
 
 
@@ -161,6 +167,8 @@ def _dtype_of(name: str) -> Any:
         key = jax.eval_shape(functools.partial(jax.random.key, 0, impl=impl))
         if str(key.dtype) == name:
             return key.dtype
+    if not isinstance(name, str) or jnp.dtype(name).kind == 'O':
+        raise TypeError(name)
     return jnp.dtype(name)
 
 

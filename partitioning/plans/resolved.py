@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,14 +13,14 @@ import jax
 from jax.sharding import Mesh, PartitionSpec
 
 from partitioning.audit.table import shape_str, text_table
-from partitioning.plans.rows import PlannedArray, planned_array, reason_of
+from partitioning.plans.matching import rows_of
+from partitioning.plans.rows import PlannedArray, path_rule, planned_array, reason_of
 from partitioning.rules import (
     AxisRules,
     MeshLike,
     OnIndivisible,
     axis_sizes,
     describe_axes,
-    names_of,
     nearest,
     spec_str,
 )
@@ -33,7 +33,6 @@ from partitioning.state import (
     shape_of,
 )
 from partitioning.state.boxes import array_of, is_carrier, is_metadata
-from partitioning.state.parameters import parameter_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,76 +95,63 @@ class ResolvedPlan:
         return sum(row.bytes_total for row in self.arrays)
 
     def __getitem__(self, path: str) -> PlannedArray:
-        for row in self.arrays:
-            if row.path == path:
-                return row
-        known = [row.path for row in self.arrays]
-        raise KeyError(f'{path} is not in the plan.{nearest(path, known)}')
+        if path not in self._by_path:
+            raise KeyError(f'{path} is not in the plan.{nearest(path, self._by_path)}')
+        return self._by_path[path]
+
+    @functools.cached_property
+    def _by_path(self) -> dict[str, PlannedArray]:
+        return {row.path: row for row in self.arrays}
 
     @property
     def path_rules(self) -> PathRules:
-        """The parameters' layouts as `params_axes_names_override` of a partitioner takes them.
+        """The layouts as `params_axes_names_override` of a partitioner takes them.
 
-        A state of any optimizer is laid out by them, as its parameters are. Where an array is to
-        be padded the partitioner needs on_indivisible='pad'.
+        What an optimizer keeps is left to follow the parameters. Where an array is to be padded
+        the partitioner needs on_indivisible='pad'.
         """
-        rows = [row for row in self.arrays if row.category == 'parameters']
-        return tuple(
-            (re.escape(row.path), names_of(row.padded_spec or row.spec, len(row.shape)))
-            for row in rows
-        )
+        rows = (row for row in self.arrays if row.category == 'parameters' or row.shape)
+        return tuple(path_rule(row.path, row) for row in rows if row.category != 'optimizer')
 
     def resolve_state(self, state: Any, mesh: Mesh) -> ResolvedState:
         """The layout of a train state whose parameters are those of the plan.
 
         Args:
           state: a pytree, abstract or not: the parameters, or all of a state with what the
-            optimizer keeps, which follows them.
+            optimizer keeps. That is as the plan says where it says so, and follows the parameters
+            where it is of parameters alone.
           mesh: one of the plan's shape.
 
         Raises:
-          ValueError: another mesh, other parameters or shapes.
+          ValueError: another mesh; other parameters, shapes or types.
         """
-        self.check(state, mesh)
+        self.check_mesh(mesh)
+        flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
+        rows = rows_of([(key_names(path), x) for path, x in flat], self.arrays)
         padded = any(row.padded_spec is not None for row in self.arrays)
         policy: OnIndivisible = 'pad' if padded else 'error'
-        rules = RuleSet(rules=AxisRules((), on_indivisible=policy), overrides=self.path_rules)
-        return resolve_state(state, rules, mesh)
+        overrides = tuple(
+            path_rule('/'.join(path), row)
+            for path, row in rows.items()
+            if row.category == 'parameters' or (row.category == 'other' and row.shape)
+        )
+        rules = RuleSet(rules=AxisRules((), on_indivisible=policy), overrides=overrides)
+        resolved = resolve_state(state, rules, mesh)
 
-    def check(self, state: Any, mesh: MeshLike) -> None:
-        """Raises ValueError unless mesh and parameters are those that the plan is for.
+        def as_planned(x: Any) -> Any:
+            row = None if is_metadata(x) else rows.get(x.leaf.path)
+            return x if row is None else x._replace(spec=row.mesh_axes)
 
-        Args:
-          state: a pytree, abstract or not, of parameters alone or with what an optimizer keeps.
-          mesh: it has the axes of the plan, in their sizes.
-        """
+        return dataclasses.replace(resolved, leaves=tuple(map(as_planned, resolved.leaves)))
+
+    def check_mesh(self, mesh: MeshLike) -> None:
+        """Raises ValueError unless the mesh has the axes that the plan is for, in their sizes."""
         sizes = axis_sizes(mesh)
         if dict(sizes) != dict(self.mesh):
             raise ValueError(
                 f'the plan is for the mesh {describe_axes(self.mesh)}, not {describe_axes(sizes)}: '
                 'resolve it again for this one'
             )
-        flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
-        entries = [(key_names(path), x) for path, x in flat]
-        arrays = {path: array_of(x) for path, x in entries}
-        rows = {row.path: row for row in self.arrays if row.category == 'parameters'}
-        known = [*rows]
-        for path, within in parameter_names(entries).items():
-            name = '/'.join(path if '/'.join(path) in rows else within)
-            row = rows.pop(name, None)
-            if row is None and shape_of(arrays[path]):
-                raise ValueError(
-                    f'{"/".join(path)} is not in the plan.{nearest(name, known)} Resolve it again '
-                    'for these parameters'
-                )
-            if row is not None and row.shape != shape_of(arrays[path]):
-                raise ValueError(
-                    f'{"/".join(path)} has shape {shape_of(arrays[path])}, but {row.shape} in the '
-                    'plan: resolve it again for these parameters'
-                )
-        if rows:
-            first = next(iter(rows))
-            raise ValueError(f'{len(rows)} parameters of the plan are not there, {first} first')
 
     def mesh_axes(self, state: Any) -> Any:
         """The tree of a state with the PartitionSpec of each of its arrays.
@@ -191,9 +177,7 @@ class ResolvedPlan:
 
         specs = jax.tree_util.tree_map_with_path(spec, state, is_leaf=is_carrier)
         if rows:
-            raise ValueError(
-                f'{len(rows)} arrays of the plan are not there, {next(iter(rows))} first'
-            )
+            raise ValueError(f'{_count(len(rows))} of the plan not there, {next(iter(rows))} first')
         return specs
 
     def __str__(self) -> str:
@@ -210,7 +194,7 @@ class ResolvedPlan:
             for row in self.arrays
         ]
         total = (
-            f'{len(self.arrays)} arrays, {self.bytes_total:,} bytes; {self.bytes_per_device:,} '
+            f'{_count(len(self.arrays))}, {self.bytes_total:,} bytes; {self.bytes_per_device:,} '
             f'bytes per device of the mesh {describe_axes(self.mesh)}'
         )
         return '\n'.join([*text_table(head, rows), '', total])
@@ -220,6 +204,10 @@ def _logical(names: Sequence[Any]) -> tuple[str | None, ...] | None:
     """Names that a file can hold; of mesh axes in their place, none."""
     kept = tuple(name if isinstance(name, str) else None for name in names)
     return kept if any(kept) else None
+
+
+def _count(arrays: int) -> str:
+    return f'{arrays} array{"s" if arrays != 1 else ""}'
 
 
 def _padded_str(row: PlannedArray) -> str:

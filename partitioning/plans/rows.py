@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from partitioning.rules import (
     axis_sizes,
     check_layout,
     check_spec,
+    names_of,
     spec_of,
 )
 from partitioning.state import Role, nbytes, shape_of
@@ -146,3 +148,8 @@ def reason_of(dimensions: Sequence[ResolvedDimension | None]) -> str:
         why = 'no dimension of its parameter' if dim is None else dim.reason
         whys.setdefault(why, []).append(str(dim.name) if dim and named else f'dimension {place}')
     return '; '.join(f'{", ".join(names)}: {why}' for why, names in whys.items()) or 'a scalar'
+
+
+def path_rule(path: str, row: PlannedArray) -> tuple[str, tuple[Any, ...]]:
+    """The path rule that gives the array at a path the layout of a row."""
+    return re.escape(path), names_of(row.padded_spec or row.spec, len(row.shape))

@@ -8,6 +8,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from partitioning.rules import check_layout
+from partitioning.state import path_str, shape_of
+
 
 class Sharder(abc.ABC):
     """Lays out all of a module by a rule of its own.
@@ -36,12 +39,19 @@ class Sharder(abc.ABC):
 
 
 def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Arrays laid out over a mesh; of ShapeDtypeStructs, such with that sharding."""
+    """Arrays laid out over a mesh; of ShapeDtypeStructs, such with that sharding.
+
+    Raises:
+      ValueError: a spec that the mesh or an array cannot have, with its path.
+    """
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(f'{spec!r} is no PartitionSpec: write P({spec!r})')
     sharding = NamedSharding(mesh, spec)
 
-    def one(x: Any) -> Any:
+    def one(path: Any, x: Any) -> Any:
+        check_layout(spec, mesh, path_str(path) or 'the array', shape_of(x))
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         return jax.device_put(x, sharding)
 
-    return jax.tree.map(one, tree)
+    return jax.tree_util.tree_map_with_path(one, tree)

@@ -104,8 +104,12 @@ class ShardingPlan:
           TypeError: what is no layout.
           ValueError: a module twice; one of return_local_tensor without a layout.
         """
+        if not isinstance(self.output_plan, Mapping | None):
+            raise TypeError(f'output_plan has layouts by path, not {self.output_plan!r}')
         found: dict[Path, tuple[str, Any]] = {}
         for name, layout in (self.output_plan or {}).items():
+            if not isinstance(name, str):
+                raise TypeError(f'output_plan names modules by path, not {name!r}')
             if not isinstance(layout, PartitionSpec | NamedSharding) and not are_names(layout):
                 raise TypeError(
                     'Only a PartitionSpec, logical names or a NamedSharding is supported as '
@@ -117,7 +121,7 @@ class ShardingPlan:
                     f'output_plan has {found[path][0]!r} and {name!r}, the same module'
                 )
             found[path] = (name, tuple(layout) if isinstance(layout, list) else layout)
-        if isinstance(self.return_local_tensor, str):
+        if not isinstance(self.return_local_tensor, list | tuple | None):
             raise ValueError(f'return_local_tensor={self.return_local_tensor!r} must be a list')
         for name in self.return_local_tensor or ():
             if name not in (self.output_plan or {}):

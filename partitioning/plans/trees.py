@@ -28,16 +28,33 @@ def parameters(module: Any) -> dict[Path, Any]:
     Raises:
       ValueError: there are none.
     """
-    held = module['params'] if is_variables(module) else module
-    if is_nnx_module(module):
-        from flax import nnx  # imported already, or there would be no such module
-
-        held = nnx.state(module)
-    leaves = [(path, x) for path, x in _leaves(held) if not is_metadata(x) and _is_array(x)]
-    found = dict([(path, x) for path, x in leaves if is_parameter_variable(x)] or leaves)
+    if is_variables(module):
+        found = dict(arrays_by_path(module['params']))
+    else:
+        leaves = arrays_by_path(_state(module))
+        found = dict([(path, x) for path, x in leaves if is_parameter_variable(x)] or leaves)
     if not found:
         raise ValueError(f'a {type(module).__name__} without any arrays has nothing to plan')
     return found
+
+
+def buffers(module: Any) -> dict[Path, Any]:
+    """The arrays beside the parameters: caches, statistics, states of random numbers.
+
+    Of linen variables those of the other collections, 'cache/key'; of an nnx module or state its
+    other variables; of any other pytree none.
+    """
+    if is_variables(module):
+        leaves = arrays_by_path(module)
+        return {path: x for path, x in leaves if path[0] != 'params'}
+    leaves = arrays_by_path(_state(module))
+    others = {path: x for path, x in leaves if not is_parameter_variable(x)}
+    return others if len(others) < len(leaves) else {}
+
+
+def arrays_by_path(tree: Any) -> list[tuple[Path, Any]]:
+    """The arrays and numbers of a tree with their paths, in whatever carries their names."""
+    return [(path, x) for path, x in _leaves(tree) if not is_metadata(x) and is_array(x)]
 
 
 def is_variables(module: Any) -> bool:
@@ -55,6 +72,12 @@ def other_names(module: Any, known: Iterable[Path]) -> dict[Path, Path]:
     return {path: first[id(x)] for path, x in leaves if path not in paths}
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array or a number, and not a text that a tree holds beside them."""
+    array = array_of(leaf)
+    return hasattr(array, 'shape') or isinstance(array, int | float | complex)
+
+
 class Places:
     """The paths of parameters and of the modules that hold them, to look up by their names."""
 
@@ -62,14 +85,17 @@ class Places:
         self._paths = [*paths]
         self._inner = {path[:n] for path in self._paths for n in range(1, len(path) + 1)}
 
+    def __contains__(self, path: Path) -> bool:
+        return path in self._inner
+
     def find(self, name: str) -> Path:
         """The path of a name, which has '/' or '.' between its keys.
 
         Raises:
           ValueError: it is no parameter and no module; with the nearest one.
         """
-        for separator in '/', '.':
-            path = tuple(name.split(separator))
+        for keys in (name.split('/'), name.split('.'), name.replace('.', '/').split('/')):
+            path = tuple(keys)
             path = path[1:] if path[0] == 'params' and path not in self._inner else path
             if path in self._inner:
                 return path
@@ -111,6 +137,14 @@ def replace_subtree(tree: Any, path: Sequence[str], new: Any) -> Any:
     return tree
 
 
+def _state(module: Any) -> Any:
+    if not is_nnx_module(module):
+        return module
+    from flax import nnx  # imported already, or there would be no such module
+
+    return nnx.state(module)
+
+
 def _children(tree: Any) -> dict[str, Any]:
     """What a node of a pytree holds, by key."""
     flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
@@ -120,9 +154,3 @@ def _children(tree: Any) -> dict[str, Any]:
 def _leaves(tree: Any) -> list[tuple[Path, Any]]:
     flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_carrier)
     return [(key_names(path), x) for path, x in flat]
-
-
-def _is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array or a number, and not a text that a tree holds beside them."""
-    array = array_of(leaf)
-    return hasattr(array, 'shape') or isinstance(array, int | float | complex)

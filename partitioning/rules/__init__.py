@@ -4,6 +4,7 @@
 their mesh axes do not divide; `outcome`: reasons and specs; `standard`: rule sets.
 """
 
+from partitioning.rules.divide import check_layout
 from partitioning.rules.names import (
     AxisNames,
     AxisRules,
@@ -36,7 +37,7 @@ from partitioning.rules.outcome import (
     spec_str,
     to_spec,
 )
-from partitioning.rules.resolve import check_layout, logical_to_mesh_axes, resolve_axes, try_resolve
+from partitioning.rules.resolve import logical_to_mesh_axes, resolve_axes, try_resolve
 from partitioning.rules.standard import (
     STANDARD_MESH_AXES,
     fsdp_logical_axis_rules,

@@ -8,8 +8,16 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from partitioning.rules.names import OnIndivisible, as_tuple
-from partitioning.rules.outcome import Problem, ResolvedDimension
+from jax.sharding import PartitionSpec
+
+from partitioning.rules.names import (
+    MeshLike,
+    OnIndivisible,
+    as_tuple,
+    axis_sizes,
+    describe_axes,
+)
+from partitioning.rules.outcome import Problem, ResolvedDimension, check_spec, spec_str
 
 
 def sharded_over(mesh_axes: Any) -> tuple[str, ...]:
@@ -34,6 +42,24 @@ def indivisible(resolved: ResolvedDimension, dim: int, shape: Sequence[int], way
         f'{"axes" if isinstance(axes, tuple) else "axis"} {axes!r}. Use {fits}, another mesh, '
         f"{instead}, or on_indivisible='replicate', 'drop_axis' or 'pad'.",
     )
+
+
+def check_layout(spec: PartitionSpec, mesh: MeshLike, where: str, shape: Sequence[int]) -> None:
+    """Raises ValueError for a spec that an array of this shape cannot have on the mesh.
+
+    As `check_spec`, and for sizes that their mesh axes do not divide.
+    """
+    check_spec(spec, mesh, where, shape)
+    sizes = axis_sizes(mesh)
+    for dim, (size, axes) in enumerate(zip(shape, spec, strict=False)):
+        ways = math.prod(sizes[axis] for axis in sharded_over(axes))
+        if size % ways:
+            fits = ' or '.join(map(str, _sizes_that_fit(size, ways)))
+            raise ValueError(
+                f'{where}: {spec_str(spec)}: dimension {dim} of shape {tuple(shape)}: {size} does '
+                f'not divide by {ways}, the size of {axes!r} on the mesh {describe_axes(sizes)}. '
+                f'Use {fits}, another mesh, or None for it'
+            )
 
 
 def give_way(

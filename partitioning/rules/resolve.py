@@ -27,14 +27,7 @@ from partitioning.rules.names import (
     describe_axes,
     nearest,
 )
-from partitioning.rules.outcome import (
-    Problem,
-    ResolvedDimension,
-    Rule,
-    check_spec,
-    names_of,
-    to_spec,
-)
+from partitioning.rules.outcome import Problem, ResolvedDimension, Rule, to_spec
 
 
 def resolve_axes(
@@ -159,16 +152,6 @@ def logical_to_mesh_axes(
         on_indivisible=on_indivisible,
     )
     return to_spec(resolved)
-
-
-def check_layout(spec: PartitionSpec, mesh: MeshLike, where: str, shape: Sequence[int]) -> None:
-    """Raises ValueError for a spec that an array of this shape cannot have on the mesh.
-
-    As `check_spec`, and for sizes that their mesh axes do not divide.
-    """
-    check_spec(spec, mesh, where, shape)
-    for problem in try_resolve(names_of(spec, len(shape)), (), mesh=mesh, shape=shape)[1]:
-        raise ValueError(f'{where}: {problem.message}')
 
 
 def _names_mesh_axes(

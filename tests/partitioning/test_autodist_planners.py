@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import time
 
 import flax.linen as nn
 import jax
@@ -25,6 +26,7 @@ from partitioning.plans.autodist import (
     GraphConfig,
     NodeConfig,
     Parallax,
+    PartitionedAR,
     PartitionedPS,
     PartitionerConfig,
     RandomAxisPartitionAR,
@@ -35,6 +37,7 @@ from partitioning.plans.autodist import (
     compress_gradients,
     describe_variables,
     split_axis,
+    split_offsets,
     split_rows,
     split_sizes,
 )
@@ -160,6 +163,53 @@ def test_the_report():
     assert sum(int(load.replace(',', '')) for load in loads.values()) == 1600
     assert 'balance' in report
     assert 'all-reduce group 0' in AllReduce().build(PARAMS, ['A']).report()
+
+
+def test_the_report_of_very_many_shards():
+    emb = [Variable('emb', (32_003, 4))]
+    served = PartitionedPS().build(emb, ['A', 'B']).report()
+    assert re.search(r'32003,1 +A, B in turns\n', served)
+    many = PartitionedPS().build(emb, [f's{i}' for i in range(9)]).report()
+    assert 's0, s1, s2, s3, s4, s5 and 3 more in turns' in many
+    reduced = PartitionedAR(chunk_size=1).build(emb, ['A']).report()
+    assert 'all-reduce groups 0, 1, 2, 3, 4, 5 and 31997 more' in reduced
+    assert max(map(len, f'{served}{many}{reduced}'.splitlines())) < 120
+    node = PartitionedPS().build([Variable('w', (7,))], ['A', 'B']).node_config[0]
+    moved = dataclasses.replace(node, servers=('A',) * 6 + ('B',))
+    graph = GraphConfig(planner='mine', servers=('A', 'B'))
+    assert 'A, B in another order' in Strategy(node_config=(moved,), graph_config=graph).report()
+
+
+@pytest.mark.parametrize('planner', [AllReduce, PartitionedAR, RandomAxisPartitionAR, Parallax])
+def test_settings_of_all_reduces(planner):
+    assert planner(all_reduce_spec='AUTO', compressor='NoneCompressor') == planner()
+    with pytest.raises(ValueError, match="all_reduce_spec 'NCCL' cannot be had: XLA chooses"):
+        planner(all_reduce_spec='NCCL')
+    with pytest.raises(ValueError, match=r"'HorovodCompressor'.*compress_gradients\("):
+        planner(compressor='HorovodCompressor')
+
+
+def test_strategies_are_files(tmp_path):
+    strategy = PS().build(PARAMS, ['A'])
+    with pytest.raises(ValueError, match=f"takes the file to write, such as '{strategy.id}.json'"):
+        strategy.serialize()
+    with pytest.raises(FileNotFoundError, match='not the id of a strategy'):
+        Strategy.deserialize(strategy.id)
+    path = tmp_path / 'strategy.json'
+    assert strategy.serialize(path=path).path == str(path)
+    assert Strategy.deserialize(path) == strategy
+
+
+def test_variables_in_any_sequence():
+    named = {'emb': Variable('emb', (32, 8)), 'w': Variable('w', (8,))}
+    strategy = PartitionedPS().build([*named.values()], ['A'])
+    for given_variables in (iter(named.values()), named.values(), tuple(named.values())):
+        assert PartitionedPS().build(given_variables, ['A']) == strategy
+    for wrong in (named['emb'], named, [named['emb'], jnp.ones(3)], iter([jnp.ones(3)])):
+        with pytest.raises(TypeError, match=r'Variables: give a list, \[Variable'):
+            PS().build(wrong, ['A'])
+    with pytest.raises(ValueError, match='no variables'):
+        PS().build(iter([]), ['A'])
 
 
 def test_strategies_of_one_content_have_one_id():
@@ -341,10 +391,94 @@ def test_whoever_decides(decided):
         'resolved': PartitionedPS().build_plan(PARAMS, mesh).resolve(PARAMS, mesh),
         'strategy': strategy,
     }[decided]
-    laid_out = VariablePartitioner(mesh, mesh_axis='model').apply(held(), config)
+    axis = 'model' if decided == 'strategy' else None
+    laid_out = VariablePartitioner(mesh, mesh_axis=axis).apply(held(), config)
     rows = {'plan': 8, 'resolved': 16, 'strategy': 8}[decided]
     mu = laid_out.state['opt_state'][0].mu['emb']
     assert mu.sharding.shard_shape(mu.shape) == (rows, 8)
+
+
+@pytest.mark.parametrize(
+    'config, settings, message',
+    [
+        (PartitionedPS(), {'mesh_axis': 'model'}, r'PartitionedPS has its own: PartitionedPS\('),
+        ({'emb': '2,1'}, {'mesh_axis': 'model'}, "mesh_axis='model' is for a Strategy"),
+        (ShardingPlan({}), {'mesh_axis': 'model'}, 'a ShardingPlan says itself'),
+        ('resolved', {'mesh_axis': 'model'}, 'a ResolvedPlan says itself'),
+        ('resolved', {'on_unmatched': 'replicate'}, "on_unmatched='replicate' decides nothing"),
+        ('resolved', {'on_indivisible': 'pad'}, "on_indivisible='pad' decides nothing"),
+    ],
+)
+def test_settings_that_would_be_ignored(config, settings, message):
+    mesh = mesh_of(2, 4)
+    if config == 'resolved':
+        config = PartitionedPS().build_plan(PARAMS, mesh).resolve(PARAMS, mesh)
+    with pytest.raises(ValueError, match=message):
+        VariablePartitioner(mesh, **settings).apply(held(), config)
+
+
+@pytest.mark.parametrize('mesh', [None, {'data': 8}])
+def test_meshes_that_are_none(mesh):
+    with pytest.raises(TypeError, match='takes the mesh to lay out over, not'):
+        VariablePartitioner(mesh)
+
+
+@pytest.mark.parametrize(
+    'variables, message',
+    [
+        (
+            {**PARAMS, 'emb': jnp.ones((16, 8))},
+            r'emb is of shape \(32, 8\), .* built for \(16, 8\)',
+        ),
+        ({'fc1': PARAMS['fc1']}, 'has nothing of emb'),
+        ([Variable('fc1', (8, 16)), Variable('emb', (32, 8))], 'fc1 is a module'),
+        ({**PARAMS, 'embd': jnp.ones(3)}, "'embd' is no parameter"),
+    ],
+)
+def test_strategies_for_other_parameters(variables, message):
+    strategy = PartitionedPS().build(variables, ['A'])
+    with pytest.raises(ValueError, match=message):
+        VariablePartitioner(mesh_of(2, 4)).apply(held(), strategy)
+
+
+def test_strategies_of_names_with_dots():
+    shapes = {'params.fc1.kernel': (8, 16), 'fc1.bias': (16,), 'emb': (32, 8)}
+    strategy = PartitionedPS().build([Variable(*item) for item in shapes.items()], ['A'])
+    laid_out = VariablePartitioner(mesh_of(2, 4)).apply(held(), strategy)
+    assert laid_out.state['params']['fc1']['kernel'].sharding.spec[0] == 'data'
+
+
+def test_gradients_below_others():
+    mesh = mesh_of(2, 4)
+    params = (
+        {'kernel': jnp.ones((8, 4)), 'sub': {'kernel': jnp.ones((4, 8))}},
+        {'rest': jnp.ones(8)},
+    )
+    laid_out = VariablePartitioner(mesh).apply(
+        params, {'0/kernel': P('data'), '0/sub/kernel': P('model')}
+    )
+    found = jax.jit(laid_out.shard_gradients)(params[0])
+    assert (found['kernel'].sharding.spec, found['sub']['kernel'].sharding.spec) == (
+        P('data'),
+        P('model'),
+    )
+
+
+def test_gradients_of_one_of_several():
+    params = {name: {'kernel': jnp.ones((8, 4))} for name in ('down', 'up')}
+    laid_out = VariablePartitioner(mesh_of(2, 4)).apply(params, PartitionedPS())
+    with pytest.raises(ValueError, match='any of down/kernel, up/kernel'):
+        laid_out.shard_gradients({'kernel': jnp.ones((8, 4))})
+
+
+def test_very_many_gradients_and_shards():
+    """What grows with the square of these numbers takes minutes."""
+    start = time.perf_counter()
+    params = {f'w{i}': jax.ShapeDtypeStruct((8,), 'float32') for i in range(10_000)}
+    rows = VariablePartitioner(mesh_of(8)).apply(params, {'w0': P('data')})
+    assert {rows._row(name).path for name in params} == {*params}
+    assert split_offsets(200_003, 200_003) == tuple(range(200_003))
+    assert time.perf_counter() - start < 15
 
 
 ODD = {'emb': jnp.arange(20.0).reshape(10, 2)}

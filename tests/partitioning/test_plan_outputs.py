@@ -491,7 +491,7 @@ def test_names_of_another_number(use):
 
 @BOTH
 def test_names_without_rules(use):
-    with pytest.raises(ValueError, match=r'fc2.*logical axis rules'):
+    with pytest.raises(ValueError, match=r"fc2.*no rule for logical axis 'batch'"):
         use(outputs(fc2=('batch', None)))
     with (
         nn.logical_axis_rules([('batch', 'data')]),

@@ -44,13 +44,14 @@ pytestmark = pytest.mark.core
 def test_rows(model, separator):
     plan = {path.replace('/', separator): spec for path, spec in ENTRIES.items()}
     resolved = resolve(plan, MODELS[model]())
-    rows = {row.path: row for row in resolved.arrays}
+    rows = {row.path: row for row in resolved.arrays if row.category == 'parameters'}
     assert {path: row.spec for path, row in rows.items()} == SPECS
     assert {path: row.shape for path, row in rows.items()} == SHAPES
     assert {path: row.shard_shape for path, row in rows.items()} == SHARDS
-    assert {row.dtype for row in resolved.arrays} == {'float32'}
-    assert resolved.bytes_per_device == 4 * sum(np.prod(s) for s in SHARDS.values())
-    assert resolved.bytes_total == 4 * sum(np.prod(s) for s in SHAPES.values())
+    assert {row.dtype for row in rows.values()} == {'float32'}
+    beside = sum(row.bytes_total for row in resolved.arrays if row.category == 'other')
+    assert resolved.bytes_per_device == 4 * sum(np.prod(s) for s in SHARDS.values()) + beside
+    assert resolved.bytes_total == 4 * sum(np.prod(s) for s in SHAPES.values()) + beside
     assert resolved['fc1/kernel'].reason == 'the plan says so'
     assert 'not in the plan' in resolved['fc1/bias'].reason
 
@@ -90,13 +91,17 @@ def test_nothing_is_needed_but_shapes_of_an_nnx_module():
         assert resolve(plan, abstract) == resolve(plan, NnxMlp(nnx.Rngs(0)))
 
 
-def test_only_parameters_are_laid_out():
-    """Random keys of an nnx module and statistics of linen variables are none."""
+def test_what_is_beside_the_parameters():
+    """Random keys of an nnx module and statistics of linen variables are whole on every device."""
     module = shard_module(NnxMlp(nnx.Rngs(0)), ShardingPlan(ENTRIES), MESH)
-    assert module.drop.rngs.key[...].sharding.num_devices == 1
+    key = module.drop.rngs.key[...]
+    assert key.sharding.is_fully_replicated and key.sharding.num_devices == 8
     variables = {'params': params(), 'batch_stats': {'mean': jnp.zeros(8)}}
     resolved = resolve(ENTRIES, variables)
-    assert {row.path for row in resolved.arrays} == {*SHAPES}
+    assert {row.path: row.category for row in resolved.arrays} == {
+        **dict.fromkeys(SHAPES, 'parameters'),
+        'batch_stats/mean': 'other',
+    }
     placed = shard_module(variables, ShardingPlan(ENTRIES), MESH)
     assert placed['batch_stats']['mean'].sharding.is_fully_replicated
 
@@ -244,7 +249,7 @@ def test_rules_that_a_box_has_of_its_own():
 def test_a_sharder(model):
     module = MODELS[model]()
     resolved = resolve({'fc1': ByData(), 'fc2.kernel': P('model')}, module)
-    specs = {row.path: row.spec for row in resolved.arrays}
+    specs = {row.path: row.spec for row in resolved.arrays if row.category == 'parameters'}
     assert specs == {
         'fc1/bias': P('data'),
         'fc1/kernel': P('data', None),
@@ -297,7 +302,8 @@ def test_a_sharder_may_return_another_nnx_module():
     assert isinstance(module.fc1, nnx.Linear), 'to resolve changes nothing'
     placed = shard_module(module, plan, MESH)
     assert isinstance(placed.fc1, Two) and placed is module
-    assert {*held(placed)} == {row.path for row in resolved.arrays}
+    rows = {row.path for row in resolved.arrays if row.category == 'parameters'}
+    assert {*held(placed)} == rows
     assert 'fc1/second' in held(placed)
 
 

@@ -76,7 +76,7 @@ def test_what_is_no_plan(plan):
 def test_a_partitioner_takes_a_resolved_plan():
     with pytest.raises((TypeError, ValueError), match='resolve'):
         PjitPartitioner(mesh=MESH, plan=ShardingPlan(ENTRIES))
-    with pytest.raises(ValueError, match='plan and params_axes_names_override'):
+    with pytest.raises(ValueError, match='plan decides what params_axes_names_override would'):
         plan = resolve(ENTRIES)
         PjitPartitioner(mesh=MESH, plan=plan, params_axes_names_override=plan.path_rules)
 

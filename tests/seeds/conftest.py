@@ -1,7 +1,16 @@
-"""Every run that collects this folder says what has become of the rows."""
+"""Every run that collects this folder says what it has seen of the rows."""
 
-from seed_rows import seed_rows
+from seed_rows import HERE, outcomes_of, seed_rows
+
+OUTCOMES = ('passed', 'failed', 'error', 'skipped', 'xfailed', 'xpassed')
 
 
 def pytest_terminal_summary(terminalreporter):
-    terminalreporter.write_line(str(seed_rows()))
+    root = terminalreporter.config.rootpath
+    reports = [
+        (report.nodeid, outcome)
+        for outcome in OUTCOMES
+        for report in terminalreporter.stats.get(outcome, ())
+        if (root / report.nodeid.partition('::')[0]).parent == HERE
+    ]
+    terminalreporter.write_line(str(outcomes_of(reports, seed_rows())))

@@ -1,11 +1,13 @@
 """The behaviours of the five systems that Meshwright follows, by id, and which of them are tested.
 
-A row is tested where the name of a test in this folder has its id (`test_B7_...`), and not
-applicable where `tests/not_applicable.md` has a line `- <id>: reason`.
+A row has a test where the name of one in this folder has its id (`test_B7_...`), and is not
+applicable where `tests/not_applicable.md` has a line `- <id>: reason`. What a run of the tests says
+of a row is another matter: `outcomes_of`.
 """
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,27 +27,63 @@ _LINE = re.compile(r'- ([A-E]\d+): (\S.*)')
 
 @dataclass(frozen=True)
 class Rows:
-    """What has become of the rows.
+    """What the files say of the rows.
 
     Attributes:
-      tested: ids in the names of tests.
+      tests: ids in the names of tests.
       not_applicable: the reason of each that cannot apply to JAX.
     """
 
-    tested: frozenset[str]
+    tests: frozenset[str]
     not_applicable: dict[str, str]
 
     @property
     def left(self) -> list[str]:
-        """Rows that are neither."""
-        return [row for row in IDS if row not in self.tested and row not in self.not_applicable]
+        """Rows that have neither a test nor a reason."""
+        return [row for row in IDS if row not in self.tests and row not in self.not_applicable]
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What one run of tests says of the rows, each list in the order of the ids.
+
+    Attributes:
+      rows: what the files say of them.
+      tested: a test has passed, and none failed.
+      failed: a test has failed, or did not do what it was marked to.
+      skipped: all tests were skipped.
+    """
+
+    rows: Rows
+    tested: list[str]
+    failed: list[str]
+    skipped: list[str]
+
+    @property
+    def not_run(self) -> list[str]:
+        """Rows that have tests, of which none has run."""
+        seen = {*self.tested, *self.failed, *self.skipped}
+        return [row for row in IDS if row in self.rows.tests and row not in seen]
 
     def __str__(self) -> str:
-        here = [row for row in IDS if row in self.tested]
-        return (
-            f'seed behaviours: {len(here)} tested, {len(self.not_applicable)} not applicable, '
-            f'{len(self.left)} left{": " if self.left else ""}{", ".join(self.left)}'
-        )
+        """One line; of a run of everything it ends with what is left, which is nothing."""
+        left = self.rows.left
+        parts = [
+            f'{len(self.tested)} tested, {len(self.rows.not_applicable)} not applicable, '
+            f'{len(left)} left{_listed(left)}'
+        ]
+        if self.failed:
+            parts.append(f'{len(self.failed)} failed{_listed(self.failed)}')
+        if self.skipped:
+            parts.append(f'{len(self.skipped)} skipped{_listed(self.skipped)}')
+        if self.not_run:
+            parts.append(f'{len(self.not_run)} not in this run')
+        return 'seed behaviours: ' + '; '.join(parts)
+
+
+def ids_in_name(test: str) -> list[str]:
+    """The ids in the name of a test, or in its node id; what parameters have in theirs is none."""
+    return _ID.findall(test.partition('[')[0].rpartition('::')[2])
 
 
 def ids_in_tests(source: str) -> set[str]:
@@ -55,7 +93,7 @@ def ids_in_tests(source: str) -> set[str]:
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.FunctionDef) and node.name.startswith('test_')
         if not any(_never_runs(decorator) for decorator in node.decorator_list)
-        for found in _ID.findall(node.name)
+        for found in ids_in_name(node.name)
     }
 
 
@@ -65,10 +103,33 @@ def ids_with_reasons(text: str) -> dict[str, str]:
 
 
 def seed_rows() -> Rows:
-    """What has become of the rows, as the files of this folder say; nothing is run."""
-    tested = {row for path in HERE.glob('test_*.py') for row in ids_in_tests(path.read_text())}
-    return Rows(frozenset(tested), ids_with_reasons(NOT_APPLICABLE.read_text()))
+    """What the files of this folder say of the rows; nothing is run."""
+    tests = {row for path in HERE.glob('test_*.py') for row in ids_in_tests(path.read_text())}
+    return Rows(frozenset(tests), ids_with_reasons(NOT_APPLICABLE.read_text()))
+
+
+def outcomes_of(reports: Iterable[tuple[str, str]], rows: Rows) -> Outcomes:
+    """What has become of the rows in a run.
+
+    Args:
+      reports: node id and outcome of each test, in pytest's words: 'passed', 'skipped', or any
+        other, which is a failure. A test may have several.
+      rows: what the files say of them.
+    """
+    seen: dict[str, set[str]] = {}
+    for test, outcome in reports:
+        for row in ids_in_name(test):
+            seen.setdefault(row, set()).add(outcome)
+    here = {row: seen[row] for row in IDS if row in seen}
+    failed = [row for row, outcomes in here.items() if outcomes - {'passed', 'skipped'}]
+    skipped = [row for row, outcomes in here.items() if outcomes == {'skipped'}]
+    tested = [row for row in here if row not in {*failed, *skipped}]
+    return Outcomes(rows, tested, failed, skipped)
 
 
 def _never_runs(decorator: ast.expr) -> bool:
     return bool(re.search(r'\bmark\.(skip|xfail)\b', ast.unparse(decorator)))
+
+
+def _listed(rows: list[str]) -> str:
+    return ': ' + ', '.join(rows) if rows else ''

@@ -277,11 +277,17 @@ def test_A13_gradients_of_each_seed():
             np.testing.assert_allclose((grads['W'], grads['b'], loss), numbers, rtol=1e-12)
 
 
+# What W and b are after one step on the whole set of one seed, or of both: from 5 and 0.
+AFTER_A_STEP = {(123,): (4.95768529, 0.04175035), (123, 456): (4.95938883, 0.04115171)}
+
+
+@pytest.mark.parametrize('seeds', AFTER_A_STEP, ids=str)
 @pytest.mark.parametrize('shape', MESHES, ids=str)
 @pytest.mark.parametrize('planner', [AllReduce(), PartitionedPS(), Parallax()], ids=repr)
-def test_A13_one_step_on_a_mesh(shape, planner):
+def test_A13_one_step_on_a_mesh(shape, planner, seeds):
     mesh, tx = mesh_of(shape), optax.sgd(0.01)
-    points = [np.concatenate(x).astype('float32') for x in zip(line(123), line(456), strict=True)]
+    sets = zip(*map(line, seeds), strict=True)
+    points = [np.concatenate(x).astype('float32') for x in sets]
     x, y = jax.device_put(points, NamedSharding(mesh, P('data')))
     state = TrainState.create({'W': jnp.float32(5), 'b': jnp.float32(0)}, tx)
     laid_out = VariablePartitioner(mesh).apply(state, planner)
@@ -292,27 +298,36 @@ def test_A13_one_step_on_a_mesh(shape, planner):
         return state.apply_gradients(laid_out.shard_gradients(grads), tx)
 
     params = step(laid_out.state, x, y).params
-    np.testing.assert_allclose(params['b'], 0.01 * (4.175034879 + 4.055307076) / 2, rtol=1e-5)
-    np.testing.assert_allclose(params['W'], 5 - 0.01 * (4.231471367 + 3.890762518) / 2, rtol=1e-5)
+    w, b = AFTER_A_STEP[seeds]
+    np.testing.assert_allclose(params['b'], b, rtol=1e-5)
+    np.testing.assert_allclose(params['W'], w, rtol=1e-6)
 
 
-def test_A13_workers_of_different_sizes():
-    """Two devices of the first seed's data and one of the second's: the mean of three gradients."""
-    mesh = mesh_of((3,), ('data',))
+@pytest.mark.parametrize('ratio, b', [((2, 1), 0.0413512), ((1, 3), 0.0408524)], ids=str)
+def test_A13_workers_of_different_sizes(ratio, b):
+    """Devices of one worker have its whole set each: the mean of gradients is by devices."""
+    mesh = mesh_of((sum(ratio),), ('data',))
     x, y = (
-        np.stack([a, a, b]).astype('float32') for a, b in zip(line(123), line(456), strict=True)
+        np.stack([*[a] * ratio[0], *[b] * ratio[1]]).astype('float32')
+        for a, b in zip(line(123), line(456), strict=True)
     )
+    tx = optax.chain(compress_gradients('float32', axis_name='data'), optax.sgd(0.01))
+    params = {'W': jnp.float32(5), 'b': jnp.float32(0)}
 
+    @jax.jit
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(P(), P('data'), P('data')), out_specs=P()
     )
-    def gradient(b, x, y):
-        grads = jax.grad(lambda b: objective({'W': 5.0, 'b': b}, x, y))(
-            jax.lax.pcast(b, 'data', to='varying')
-        )
-        return jax.lax.pmean(grads, 'data')
+    def step(params, x, y):
+        own = jax.lax.pcast(params, 'data', to='varying')
+        updates, _ = tx.update(jax.grad(objective)(own, x, y), tx.init(params))
+        return optax.apply_updates(params, updates)
 
-    np.testing.assert_allclose(-0.01 * jax.jit(gradient)(0.0, x, y), 0.0413512, rtol=1e-5)
+    stepped = step(params, x, y)
+    np.testing.assert_allclose(stepped['b'], b, rtol=1e-5)
+    means = [np.average(d, weights=ratio) for d in ((4.231471, 3.890763), (-4.175035, -4.055307))]
+    np.testing.assert_allclose(stepped['W'], 5 - 0.01 * means[0], rtol=1e-6)
+    np.testing.assert_allclose(stepped['b'], -0.01 * means[1], rtol=1e-5)
 
 
 def test_A14_saved_sharded_restored_anywhere(tmp_path):
@@ -329,6 +344,21 @@ def test_A14_saved_sharded_restored_anywhere(tmp_path):
     held = state.state_dict()
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / 'saved', held)
+    with ocp.StandardCheckpointer() as checkpointer:
+        described = checkpointer.metadata(tmp_path / 'saved')
+    written = {
+        jax.tree_util.keystr(path, simple=True, separator='/'): tuple(x.shape)
+        for path, x in jax.tree_util.tree_leaves_with_path(
+            described.item_metadata.tree, is_leaf=lambda x: hasattr(x, 'shape')
+        )
+    }
+    shapes = {'emb': (32, 8), 'dense/kernel': (8, 32), 'dense/bias': (32,)}
+    assert written == {
+        **{f'params/{name}': shape for name, shape in shapes.items()},
+        **{f'opt_state/0/mu/{name}': shape for name, shape in shapes.items()},
+        **{f'opt_state/0/nu/{name}': shape for name, shape in shapes.items()},
+        **{'opt_state/0/count': (), 'step': ()},
+    }, 'the names of the whole variables, and no part of any'
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held)
     alone = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     other = VariablePartitioner(mesh_of((2, 4))).apply(
@@ -435,6 +465,41 @@ def test_A15_gradients_are_rounded_and_cast_back(dtype):
     )
     np.testing.assert_array_equal(rounded['n'], np.arange(3))
     assert (dtype == 'float32') == bool((rounded['w'] == grads['w']).all())
+
+
+def test_A15_doubles_travel_as_floats():
+    """HorovodCompressor, which casts float64 to float32 and back; float32 it leaves as it is."""
+    with jax.enable_x64(True):
+        gradients = np.random.default_rng(0).normal(size=64)
+        grads = {'w': jnp.asarray(gradients), 'single': jnp.ones(3, 'float32') / 3}
+        tx = compress_gradients('float32')
+        found, _ = tx.update(grads, tx.init(grads))
+        assert (found['w'].dtype, found['single'].dtype) == ('float64', 'float32')
+        np.testing.assert_array_equal(found['w'], gradients.astype('float32').astype('float64'))
+        assert (np.asarray(found['w']) != gradients).any()
+        np.testing.assert_array_equal(found['single'], grads['single'])
+
+        tx = compress_gradients('float32', error_feedback=True)
+        state, error = tx.init(grads), np.zeros(64)
+        for _ in range(3):
+            found, state = tx.update(grads, state)
+            sent = (gradients + error).astype('float32').astype('float64')
+            error = gradients + error - sent
+            np.testing.assert_array_equal(found['w'], sent)
+            np.testing.assert_array_equal(state.error['w'], error[None])
+        assert state.error['w'].dtype == 'float64' and error.any()
+
+
+def test_A15_no_compressor():
+    """NoneCompressor: nothing is rounded, and nothing is kept."""
+    with jax.enable_x64(True):
+        grads = {'w': jnp.asarray(np.random.default_rng(0).normal(size=64)), 'n': jnp.arange(3)}
+        tx = optax.identity()
+        found, state = tx.update(grads, tx.init(grads))
+        assert not jax.tree.leaves(state)
+        for name, gradient in grads.items():
+            assert found[name].dtype == gradient.dtype
+            np.testing.assert_array_equal(found[name], gradient)
 
 
 def test_A15_error_feedback():

@@ -10,8 +10,9 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mock_devices import mesh_of_processes
 
-from partitioning import PjitPartitioner, create_mesh
+from partitioning import LocalChunker, PjitPartitioner, create_mesh
 from partitioning.plans import (
     Sharder,
     ShardingPlan,
@@ -111,6 +112,18 @@ def test_C4_unknown_modules_and_parameters(four):
         ShardingPlan({'fc1.biass': P()}).resolve(arrays(TWO_LAYERS), four)
     with pytest.raises(ValueError, match=r"'fc3.weight' is no parameter.*fc1/weight.*fc2/weight"):
         ShardingPlan({'fc3.weight': P()}).resolve(arrays(TWO_LAYERS), four)
+
+
+def test_C4_unknown_modules_of_outputs(four):
+    plan = ShardingPlan({}, output_plan={'fc3': P('model')})
+    model, x = Mlp(), np.ones((4, 16), 'float32')
+    variables = model.init(KEY, x)
+    message = "output_plan names 'fc3', but no such module was called.*Did you mean 'fc.'.*'fc1'"
+    with jax.set_mesh(four), pytest.raises(ValueError, match=message), constrain_outputs(plan):
+        model.apply(variables, x)
+    message = r"output_plan names 'fc3', but the model has no such module.*It has .*'tables/0'"
+    with pytest.raises(ValueError, match=message):
+        shard_module(Bags(nnx.Rngs(0)), plan, four)
 
 
 class RowsOrColumns(Sharder):
@@ -249,9 +262,25 @@ def test_C8_a_sharder_of_an_nnx_module(four):
 
 
 def test_C8_a_module_that_the_sharder_does_not_know(four):
-    plan = ShardingPlan({'bags': RowsOrColumns(2)})
-    with pytest.raises(TypeError, match='list is no dict of tables'):
-        shard_module({'bags': [np.ones((8, 8))]}, plan, four)
+    """Its own refusal arrives as it is, and the model stays as it was."""
+    plan, tree = ShardingPlan({'bags': RowsOrColumns(2)}), {'bags': [np.ones((8, 8))]}
+    for lay_out in (shard_module, lambda tree, plan, mesh: plan.resolve(tree, mesh)):
+        with pytest.raises(TypeError, match=r'^list is no dict of tables$'):
+            lay_out(tree, plan, four)
+    assert type(tree['bags'][0]) is np.ndarray
+
+
+def test_C8_a_sharder_gets_its_module_and_must_return_one(four):
+    tree, given = arrays({'bags': BAGS, 'top': (8, 8)}), []
+
+    class Forgetful(Sharder):
+        def shard(self, module, mesh):
+            given.append((module, mesh))
+
+    with pytest.raises(TypeError, match=r"Forgetful\.shard of 'bags' has returned None"):
+        shard_module(tree, ShardingPlan({'bags': Forgetful()}), four)
+    [(module, mesh)] = given
+    assert {*module} == {*BAGS} and mesh is four
 
 
 # Chunks.
@@ -436,9 +465,14 @@ class Mlp(nn.Module):
 
 
 def test_C17_a_local_tensor_is_a_part_of_the_global_one(four):
-    """jax squeezes nothing: 4 rows over 4 devices stay (4, 16), in shards of (1, 16)."""
-    model, x = Mlp(), np.ones((4, 16), 'float32')
+    """jax squeezes nothing: 4 rows over 4 devices stay (4, 16), in blocks of (1, 16).
+
+    One process has all devices, so the rows that it reads are all rows; which of them each of four
+    processes would read, its layout says.
+    """
+    model, x = Mlp(), np.random.default_rng(0).normal(size=(4, 16)).astype('float32')
     variables = model.init(KEY, x)
+    expected = np.asarray(model.apply(variables, x))
     plan = ShardingPlan({}, {'fc2': P('model')}, return_local_tensor=['fc2'])
     partitioner = PjitPartitioner(mesh=four)
 
@@ -451,8 +485,26 @@ def test_C17_a_local_tensor_is_a_part_of_the_global_one(four):
     with jax.set_mesh(four):
         out = jax.jit(run)(variables, x)
     assert out.shape == (4, 16)
-    assert {s.data.shape for s in out.addressable_shards} == {(1, 16)}
-    np.testing.assert_allclose(partitioner.to_local(out), model.apply(variables, x), rtol=1e-5)
+    blocks = {s.device.id: s.data for s in out.addressable_shards}
+    assert {*blocks} == {0, 1, 2, 3}
+    for row, block in blocks.items():
+        assert block.shape == (1, 16)
+        np.testing.assert_allclose(block, expected[row : row + 1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(partitioner.to_local(out), expected, rtol=1e-5, atol=1e-6)
+    each = mesh_of_processes(range(4), ('model',))
+    for process in range(4):
+        [chunk] = LocalChunker(each, process).get_local_chunks((4, 16), P('model', None))
+        assert chunk.slice == (slice(process, process + 1), slice(None))
+
+
+@pytest.mark.parametrize('outputs', [None, {'fc1': P('model')}])
+def test_C17_a_local_tensor_of_no_layout(four, outputs):
+    plan = ShardingPlan({}, outputs, return_local_tensor=['fc2'])
+    message = "return_local_tensor names 'fc2', which has no layout in output_plan"
+    with pytest.raises(ValueError, match=message):
+        plan.resolve(arrays(TWO_LAYERS), four, on_unmatched='replicate')
+    with pytest.raises(ValueError, match=message), constrain_outputs(plan):
+        pass
 
 
 def test_C18_arrays_are_global_and_in_any_memory_order(four):

@@ -7,11 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mock_devices import SliceDevice, cpus, ids, tpu_slices, tpus, v3_4x4
 
-from partitioning import create_hybrid_mesh, create_mesh, describe_topology
+from partitioning import (
+    constrain,
+    create_hybrid_mesh,
+    create_mesh,
+    describe_topology,
+    with_sharding_constraint,
+)
 from partitioning.spmd import (
     HybridMesh,
     ShardingSpec,
@@ -122,48 +129,69 @@ def test_D2_global_mesh(xy):
 
 # Tiles.
 
-# (mesh shape, spec, groups of devices by tile, HLO)
+EACH_HALF = [[half] for half in HALVES]
+EACH_PAIR = [[pair] for pair in PAIRS]
+MAJOR_LAST = [0, 4, 1, 5, 2, 6, 3, 7]
+# (mesh shape, spec, ids by tile: nested by dimension, innermost the holders of one tile where
+# there are several, HLO)
 PARTITIONS = [
-    ((8,), (0,), [[i] for i in range(8)], '{devices=[8]<=[8]}'),
+    ((8,), (0,), IN_ORDER, '{devices=[8]<=[8]}'),
     ((8,), (None,), [IN_ORDER], '{replicated}'),
-    ((1, 8), (0, 1), [[i] for i in range(8)], '{devices=[1,8]<=[8]}'),
-    ((4, 2), (0, None), PAIRS, '{devices=[4,1,2]<=[8] last_tile_dim_replicate}'),
+    ((1, 8), (0, 1), [IN_ORDER], '{devices=[1,8]<=[8]}'),
+    ((4, 2), (0, None), EACH_PAIR, '{devices=[4,1,2]<=[8] last_tile_dim_replicate}'),
     (
-        *((4, 2), (None, 1), [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        *((4, 2), (None, 1), [[[0, 2, 4, 6], [1, 3, 5, 7]]]),
         '{devices=[1,2,4]<=[4,2]T(1,0) last_tile_dim_replicate}',
     ),
-    ((2, 4), (0, None), HALVES, '{devices=[2,1,4]<=[8] last_tile_dim_replicate}'),
-    ((2, 4), (1, 0), [[i] for i in np.ravel(ACROSS)], '{devices=[4,2]<=[2,4]T(1,0)}'),
-    ((2, 4), ((0, 1),), [[i] for i in range(8)], '{devices=[8]<=[8]}'),
-    ((2, 4), (None, 0, 1), [[i] for i in range(8)], '{devices=[1,2,4]<=[8]}'),
+    ((2, 4), (0, None), EACH_HALF, '{devices=[2,1,4]<=[8] last_tile_dim_replicate}'),
+    ((2, 4), (1, 0), ACROSS, '{devices=[4,2]<=[2,4]T(1,0)}'),
+    ((2, 4), ((0, 1),), IN_ORDER, '{devices=[8]<=[8]}'),
+    ((2, 4), (None, 0, 1), [HALVES], '{devices=[1,2,4]<=[8]}'),
     (
-        *((2, 4, 1), (2, 1), ACROSS),
+        *((2, 4, 1), (2, 1), [ACROSS]),
         '{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}',
     ),
-    ((1, 2, 4), ((0, 1), None), HALVES, '{devices=[2,1,4]<=[8] last_tile_dim_replicate}'),
-    ((1, 2, 4), (None, (1, 2)), [[i] for i in range(8)], '{devices=[1,8]<=[8]}'),
+    ((1, 2, 4), ((0, 1), None), EACH_HALF, '{devices=[2,1,4]<=[8] last_tile_dim_replicate}'),
+    ((1, 2, 4), (None, (1, 2)), [IN_ORDER], '{devices=[1,8]<=[8]}'),
     (
-        *((1, 2, 4), (None, (0, 2)), ACROSS),
+        *((1, 2, 4), (None, (0, 2)), [ACROSS]),
         '{devices=[1,4,2]<=[2,4]T(1,0) last_tile_dim_replicate}',
     ),
-    ((1, 2, 4), (None, (2, 1)), [[i] for i in np.ravel(ACROSS)], '{devices=[1,8]<=[2,4]T(1,0)}'),
+    ((1, 2, 4), (None, (2, 1)), [MAJOR_LAST], '{devices=[1,8]<=[2,4]T(1,0)}'),
 ]
 
 
-@pytest.mark.parametrize('shape, spec, groups, hlo', PARTITIONS)
-def test_D3_tile_assignments(shape, spec, groups, hlo):
+def groups_of(tiles, spec):
+    """The holders of each tile, one after another."""
+    by_tile = np.array(tiles)
+    holders = by_tile.shape[-1] if by_tile.ndim > len(spec) else 1
+    return by_tile.reshape(-1, holders).tolist()
+
+
+@pytest.mark.parametrize('shape, spec, tiles, hlo', PARTITIONS)
+def test_D3_tile_assignments(shape, spec, tiles, hlo):
     mesh = mesh_of(shape)
-    assert replication_groups(mesh, spec) == groups
+    assert tile_assignment(mesh, spec).tolist() == tiles
+    assert replication_groups(mesh, spec) == groups_of(tiles, spec)
     assert hlo_sharding(mesh, spec) == hlo
     named = NamedSharding(mesh, resolve_partition_spec(mesh, spec))
     assert str(named._to_xla_hlo_sharding(len(spec))) == hlo
 
 
-def test_D3_shapes_of_tile_assignments(xy):
-    assert tile_assignment(mesh_of((1, 8)), (0, 1)).tolist() == [IN_ORDER]
-    assert tile_assignment(mesh_of((2, 4)), (1, 0)).tolist() == ACROSS
-    assert tile_assignment(mesh_of((2, 4)), (None, 0, 1)).tolist() == [HALVES]
-    assert tile_assignment(xy, ('x', None)).tolist() == [[pair] for pair in PAIRS]
+@pytest.mark.parametrize('shape, spec, tiles, hlo', PARTITIONS)
+def test_D3_tiles_are_where_jax_puts_them(shape, spec, tiles, hlo):
+    """What NamedSharding gives each device of an array of 8 along each dimension."""
+    mesh, size = mesh_of(shape), (8,) * len(spec)
+    named = NamedSharding(mesh, resolve_partition_spec(mesh, spec)).devices_indices_map(size)
+    made = tile_assignment(mesh, spec)
+    ways = made.shape[: len(spec)]
+    for device, index in named.items():
+        place = tuple((s.start or 0) * n // 8 for s, n in zip(index, ways, strict=True))
+        assert device.id in np.ravel(made[place])
+
+
+def test_D3_tiles_by_the_names_of_axes(xy):
+    assert tile_assignment(xy, ('x', None)).tolist() == EACH_PAIR
     assert tile_assignment(xy, (None, 'y')).tolist() == [[[0, 2, 4, 6], [1, 3, 5, 7]]]
     assert tile_assignment(xy, (None,)).tolist() == [IN_ORDER]
 
@@ -236,12 +264,12 @@ def test_D6_iota_arguments():
         iota_tile_assignment(mesh_of((8,), ids=IN_ORDER[::-1]), (0,))
 
 
-@pytest.mark.parametrize('shape, spec, groups, hlo', PARTITIONS)
-def test_D6_iota_arguments_make_the_tiles(shape, spec, groups, hlo):
+@pytest.mark.parametrize('shape, spec, tiles, hlo', PARTITIONS)
+def test_D6_iota_arguments_make_the_tiles(shape, spec, tiles, hlo):
     dims, reshape_dims, transpose_perm, subgroup = iota_tile_assignment(mesh_of(shape), spec)
     made = np.arange(8).reshape(reshape_dims).transpose(transpose_perm).reshape(dims)
-    assert made.reshape(len(groups), -1).tolist() == groups
-    assert subgroup == ([ShardingType.REPLICATED] if len(groups) < 8 else [])
+    assert made.tolist() == tiles
+    assert subgroup == ([ShardingType.REPLICATED] if made.ndim > len(spec) else [])
 
 
 @pytest.mark.parametrize(
@@ -276,6 +304,18 @@ def test_D7_nearest_name():
     mesh = mesh_of((4, 2), ('data', 'model'))
     with pytest.raises(ValueError, match="Did you mean 'model'"):
         resolve_partition_spec(mesh, (None, 'modle'))
+
+
+def test_D7_meshes_of_some_devices():
+    """'Not mappable over 8 devices' in torch_xla: in its words here, too; jax's meshes may be."""
+    with pytest.raises(ValueError, match=r'4 device ids \[0, 1, 2, 3\] for 8 devices'):
+        mesh_from_device_ids(IN_ORDER[:4], (4,), ('x',))
+    with pytest.raises(ValueError, match=r'\(4, 4\) has product 16, .* device ids is 8'):
+        mesh_of((4, 4), ('x', 'y'))
+    some = create_mesh((4,), ('x',), devices=jax.devices()[4:])
+    assert held(local_shards(mark_sharding(np.arange(8), some, ('x',)))) == {
+        4 + i: ([(2 * i, 2 * i + 2)], 0) for i in range(4)
+    }
 
 
 def test_D7_specs(xy):
@@ -350,6 +390,25 @@ def test_D9_uneven_sizes_are_an_error_unless_asked_for():
         jax.jit(lambda t: mark_sharding(t, mesh, (0,)))(np.arange(9))
     x = mark_sharding(np.arange(9), mesh, (0,), on_indivisible='replicate')
     assert x.sharding == NamedSharding(mesh, P(None))
+
+
+@pytest.mark.parametrize('types', ['auto', 'explicit'])
+def test_D9_constraints_of_uneven_sizes_are_an_error_too(types):
+    """jax leaves the array whole over Auto axes, without a word."""
+    mesh = mesh_of((8,), ('x',))
+    mesh = explicit(mesh) if types == 'explicit' else mesh
+    message = r'dimension 0 .*of shape \(9,\): 9 does not divide by 8, .* Use 8 or 16'
+    with jax.set_mesh(mesh):
+        for constrained in (
+            lambda t: with_sharding_constraint(t, P('x')),
+            jax.jit(lambda t: with_sharding_constraint(t, P('x'))),
+            jax.jit(lambda t: constrain(t, ('rows',), [('rows', 'x')])),
+        ):
+            with pytest.raises(ValueError, match=message):
+                constrained(jnp.arange(9))
+        if types == 'auto':
+            silent = jax.jit(lambda t: jax.lax.with_sharding_constraint(t, P('x')))
+            assert silent(jnp.arange(9)).sharding.is_fully_replicated
 
 
 def test_D10_from_shards(xy):
@@ -435,12 +494,20 @@ def test_D12_reduce_scatter(dim, spec):
     assert disable_manual_sharding(summed).tolist() == np.full((8, 8), 8.0).tolist()
 
 
-@pytest.mark.parametrize('scale, expected', [(1.0, 8.0), (0.25, 2.0)])
-def test_D12_all_reduce(scale, expected):
+@pytest.mark.parametrize('scale, of_ones, of_ranks', [(1.0, 8.0, 36.0), (0.25, 2.0, 9.0)])
+def test_D12_all_reduce(scale, of_ones, of_ranks):
+    """Of ones, and of what differs from device to device; torch_xla's `scale` is a product."""
     shards = enable_manual_sharding(jnp.ones((8, 8)), mesh_of((1, 8)), (None, None))
-    summed = shards.apply(lambda block: jax.lax.psum(block, '1') * scale)
-    assert summed.shape == (8, 8)
-    assert disable_manual_sharding(summed).tolist() == np.full((8, 8), expected).tolist()
+
+    def of_rank(block):
+        return block * (1 + jax.lax.axis_index('1'))
+
+    for rank, expected in ((lambda block: block, of_ones), (of_rank, of_ranks)):
+        summed = shards.apply(lambda block, rank=rank: jax.lax.psum(rank(block), '1') * scale)
+        assert summed.shape == (8, 8)
+        whole = disable_manual_sharding(summed)
+        assert whole.tolist() == np.full((8, 8), expected).tolist()
+        assert whole.sharding.is_fully_replicated
 
 
 def test_D12_results_that_differ_where_they_should_be_one():
@@ -475,6 +542,26 @@ def test_D13_clear_sharding_within_a_program(xy):
     marked, cleared = jax.make_jaxpr(program)(jnp.ones((8, 2))).eqns
     assert not marked.params['unconstrained_dims']
     assert cleared.params['unconstrained_dims'] == {0, 1}
+
+
+def test_D13_clear_sharding_over_explicit_axes(xy):
+    """There an array always has a layout: within a program, the one that is whole everywhere."""
+    mesh = explicit(xy)
+    x = mark_sharding(np.arange(16).reshape(8, 2), mesh, ('x', 'y'))
+    assert {d.id for d in clear_sharding(x).sharding.device_set} == {0}
+    seen = []
+
+    @jax.jit
+    def program(t):
+        before, cleared = jax.typeof(t).sharding.spec, clear_sharding(t)
+        seen.append((before, jax.typeof(cleared).sharding.spec))
+        return cleared
+
+    with jax.set_mesh(mesh):
+        cleared = program(x)
+    assert seen == [(P('x', 'y'), P(None, None))]
+    assert cleared.sharding == NamedSharding(mesh, P(None, None))
+    assert cleared.tolist() == np.arange(16).reshape(8, 2).tolist()
 
 
 def test_D13_marks_again(xy):
@@ -657,6 +744,17 @@ def test_D18_orders_on_a_torus(kind, bounds, expected):
     sizes = np.shape(expected)
     names = 'xyz'[: len(sizes)]
     assert ids(create_mesh(sizes, tuple(names), devices=tpus(bounds, kind))) == expected
+
+
+def test_D18_an_axis_that_splits_a_dimension():
+    """jax has no order of 2 x 2 x 4 for a mesh of 2, 2 and 4 before it may split; here it may."""
+    devices = tpus((2, 2, 4), 'TPU v4')
+    with pytest.raises(NotImplementedError, match='Failed to find assignment'):
+        mesh_utils.create_device_mesh((2, 2, 4), devices)
+    split = mesh_utils.create_device_mesh((2, 2, 4), devices, allow_split_physical_axes=True)
+    expected = [[[0, 2, 1, 3], [4, 6, 5, 7]], [[8, 10, 9, 11], [12, 14, 13, 15]]]
+    assert [[[d.id for d in row] for row in plane] for plane in split] == expected
+    assert ids(create_mesh((2, 2, 4), ('x', 'y', 'z'), devices=devices)) == expected
 
 
 def test_D18_orders_of_two_cores():

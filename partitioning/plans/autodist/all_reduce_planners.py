@@ -15,7 +15,7 @@ from partitioning.plans.autodist.planner import (
     AutoDistPlanner,
     all_reduced,
     along,
-    check_chunk_size,
+    check_all_reduce,
     even_rows,
     whole,
 )
@@ -31,12 +31,16 @@ class AllReducePlanner(AutoDistPlanner):
     Attributes:
       chunk_size: so many shards in a row share a collective group in the strategy. (XLA combines
         collectives by rules of its own.)
+      all_reduce_spec: 'AUTO': XLA chooses the all-reduce.
+      compressor: 'NoneCompressor'; see `compress_gradients` for others.
     """
 
     chunk_size: int = 128
+    all_reduce_spec: str = 'AUTO'
+    compressor: str = 'NoneCompressor'
 
     def __post_init__(self) -> None:
-        check_chunk_size(self.chunk_size)
+        check_all_reduce(self.chunk_size, self.all_reduce_spec, self.compressor)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

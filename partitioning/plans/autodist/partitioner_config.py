@@ -157,7 +157,7 @@ def _checked(counts: Any) -> list[int]:
     if not cut:
         raise ValueError(
             f'partitioner {counts} is trivial -- num_split is 1 on every axis; leave the '
-            'variable without one'
+            "variable without one, which is '' for a VariablePartitioner"
         )
     if cut > 1:
         raise ValueError(

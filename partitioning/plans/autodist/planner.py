@@ -19,7 +19,7 @@ from partitioning.plans.autodist.partitioner_config import PartitionerConfig
 from partitioning.plans.autodist.placement import check_servers, place_shards, servers_of
 from partitioning.plans.autodist.splits import even_shards, uneven_shards
 from partitioning.plans.autodist.strategy import Strategy
-from partitioning.plans.autodist.variables import Variable, are_variables, describe_variables
+from partitioning.plans.autodist.variables import Variable, describe_variables, given_variables
 from partitioning.plans.sharding_plan import ShardingPlan, ShardingPlanner
 from partitioning.rules import is_count
 
@@ -46,18 +46,21 @@ class AutoDistPlanner(ShardingPlanner):
         """What AutoDist decides.
 
         Args:
-          variables: `Variable`s, in the order in which the model creates them; or a pytree of
-            parameters, in its order, which for dicts is that of the sorted keys.
+          variables: `Variable`s, a sequence or an iterator, in the order in which the model
+            creates them; or a pytree of parameters, in its order, which for dicts is that of the
+            sorted keys.
           servers: names of the parameter servers, in their order; all-reduces need none, but one
             must be given.
 
         Raises:
+          TypeError: a `Variable` alone, or in anything but a sequence or an iterator of them.
           ValueError: no variables or servers, or two of one name; an entry of `sparse` that names
             no variable.
         """
         names = check_servers(servers)
-        described = variables if are_variables(variables) else self._describe(variables)
-        nodes = tuple(self._nodes(tuple(described), names))
+        given = given_variables(variables)
+        described = self._describe(variables) if given is None else given
+        nodes = tuple(self._nodes(described, names))
         graph = GraphConfig(planner=type(self).__name__, servers=names)
         return Strategy(node_config=nodes, graph_config=graph)
 
@@ -136,7 +139,17 @@ def all_reduced(variables: Sequence[Variable], cut: Cut, chunk_size: int) -> Ite
         first += shards
 
 
-def check_chunk_size(chunk_size: Any) -> None:
-    """Raises ValueError unless groups have a size."""
+def check_all_reduce(chunk_size: Any, all_reduce_spec: Any, compressor: Any) -> None:
+    """Raises ValueError for groups without a size, and for what XLA and optax decide instead."""
     if not is_count(chunk_size):
         raise ValueError(f'chunk_size {chunk_size!r} must be a whole number greater than zero')
+    if all_reduce_spec != 'AUTO':
+        raise ValueError(
+            f'all_reduce_spec {all_reduce_spec!r} cannot be had: XLA chooses the all-reduce. '
+            "Leave it at 'AUTO'."
+        )
+    if compressor != 'NoneCompressor':
+        raise ValueError(
+            f'compressor {compressor!r}: compressors are optax transformations here. Leave it at '
+            "'NoneCompressor', and put compress_gradients(...) first of the optimizer's chain."
+        )

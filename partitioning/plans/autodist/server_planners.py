@@ -11,7 +11,7 @@ from absl import logging
 from partitioning.plans.autodist.nodes import NodeConfig
 from partitioning.plans.autodist.planner import (
     AutoDistPlanner,
-    check_chunk_size,
+    check_all_reduce,
     even_rows,
     on_servers,
     uneven_rows,
@@ -96,17 +96,21 @@ class Parallax(ServerPlanner):
 
     Attributes:
       chunk_size: so many variables in a row, sparse ones counted, share a collective group.
+      all_reduce_spec: 'AUTO': XLA chooses the all-reduce.
+      compressor: 'NoneCompressor'; see `compress_gradients` for others.
       sparse: paths, or regular expressions of whole paths, of variables with sparse gradients,
         where `build` is given parameters; `Variable`s say it themselves. By default a
         guess, which is logged: those with a name that has 'embedding' in it.
     """
 
     chunk_size: int = 128
+    all_reduce_spec: str = 'AUTO'
+    compressor: str = 'NoneCompressor'
     sparse: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_chunk_size(self.chunk_size)
+        check_all_reduce(self.chunk_size, self.all_reduce_spec, self.compressor)
 
     def _describe(self, params: Any) -> tuple[Variable, ...]:
         if self.sparse is not None:

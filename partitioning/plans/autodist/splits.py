@@ -6,6 +6,7 @@ padding fill shards up instead, 4, 4 and 2, so what lies where differs where siz
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ def split_sizes(size: int, num_shards: int) -> tuple[int, ...]:
 def split_offsets(size: int, num_shards: int) -> tuple[int, ...]:
     """The first row of each shard of a dimension; arguments and errors as of `split_sizes`."""
     sizes = split_sizes(size, num_shards)
-    return tuple(sum(sizes[:shard]) for shard in range(num_shards))
+    return tuple(itertools.accumulate(sizes[:-1], initial=0))
 
 
 def split_rows(

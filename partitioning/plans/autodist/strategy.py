@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
@@ -12,7 +15,12 @@ from partitioning.plans.autodist.nodes import GraphConfig, NodeConfig
 from partitioning.plans.autodist.placement import split_axis
 from partitioning.plans.autodist.strategy_file import digest, from_json, to_json
 from partitioning.plans.sharding_plan import ShardingPlan
+from partitioning.plans.trees import Places, parameters
 from partitioning.rules import MeshLike, axis_sizes, nearest
+from partitioning.state import shape_of
+from partitioning.state.boxes import array_of
+
+_LISTED = 6  # servers or groups of one variable in a report
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +112,24 @@ class Strategy:
         axis = split_axis(axis_sizes(mesh), mesh_axis)
         return ShardingPlan({node.variable.name: _spec(node, axis) for node in self.node_config})
 
+    def check_parameters(self, params: Any) -> None:
+        """Raises ValueError unless the strategy is of these parameters, by name and shape."""
+        arrays = parameters(params)
+        places, seen = Places(arrays), set()
+        for variable in (node.variable for node in self.node_config):
+            path = places.find(variable.name)
+            if path not in arrays or (shape := shape_of(array_of(arrays[path]))) != variable.shape:
+                found = f'is of shape {shape}' if path in arrays else 'is a module'
+                raise ValueError(
+                    f'{variable.name} {found}, and the strategy was built for {variable.shape}: '
+                    'build it for these parameters'
+                )
+            seen.add(path)
+        if absent := ['/'.join(path) for path in arrays if path not in seen]:
+            raise ValueError(
+                f'the strategy has nothing of {_few(absent)}: build it for these parameters'
+            )
+
     def report(self) -> str:
         """A table of the variables, and what each server would hold."""
         head = ('variable', 'shape', 'bytes', 'sparse', 'shards', 'partitioner', 'held by')
@@ -115,7 +141,7 @@ class Strategy:
                 'yes' if node.variable.sparse else '',
                 str(node.num_shards),
                 node.partitioner or '-',
-                ', '.join(node.servers) or f'all-reduce {_groups(node)}',
+                _held_by(node),
             )
             for node in self.node_config
         ]
@@ -140,8 +166,14 @@ class Strategy:
         nodes, graph, path = from_json(text)
         return cls(node_config=nodes, graph_config=graph, path=path)
 
-    def serialize(self, path: str | Path) -> Strategy:
-        """Writes the strategy to a file, and returns it with its path."""
+    def serialize(self, path: str | Path | None = None) -> Strategy:
+        """Writes the strategy to a file, and returns it with its path.
+
+        Raises:
+          ValueError: no path: AutoDist's folder of strategies is none of ours.
+        """
+        if path is None:
+            raise ValueError(f"serialize takes the file to write, such as '{self.id}.json'")
         written = dataclasses.replace(self, path=str(path))
         Path(path).write_text(written.to_json())
         return written
@@ -151,11 +183,16 @@ class Strategy:
         """The strategy of a file.
 
         Raises:
-          OSError: there is no such file.
+          FileNotFoundError: there is no such file, as where the id of a strategy is given.
           ValueError: as `from_json`, with the path.
         """
         try:
             held = cls.from_json(Path(path).read_text())
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"there is no file '{path}': deserialize takes the path that serialize wrote, not "
+                'the id of a strategy'
+            ) from error
         except ValueError as error:
             raise ValueError(f'{path}: {error}') from error
         return dataclasses.replace(held, path=str(path))
@@ -168,6 +205,18 @@ def _spec(node: NodeConfig, mesh_axis: str) -> PartitionSpec:
     return PartitionSpec(mesh_axis) if by_rows else PartitionSpec()
 
 
-def _groups(node: NodeConfig) -> str:
-    groups = sorted(set(node.groups))
-    return f'{"group" if len(groups) == 1 else "groups"} {", ".join(map(str, groups))}'
+def _held_by(node: NodeConfig) -> str:
+    """The servers or groups of a variable, in few words however many shards it has."""
+    if node.synchronizer == 'AllReduce':
+        groups = sorted(set(node.groups))
+        return f'all-reduce {"group" if len(groups) == 1 else "groups"} {_few(groups)}'
+    turns = tuple(dict.fromkeys(node.servers))
+    if len(node.servers) <= max(_LISTED, len(turns)):
+        return _few(node.servers)
+    rounds = itertools.islice(itertools.cycle(turns), len(node.servers))
+    return f'{_few(turns)} {"in turns" if tuple(rounds) == node.servers else "in another order"}'
+
+
+def _few(names: Sequence[Any]) -> str:
+    rest = len(names) - _LISTED
+    return ', '.join(map(str, names[:_LISTED])) + (f' and {rest} more' if rest > 0 else '')

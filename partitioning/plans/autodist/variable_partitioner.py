@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,8 +18,10 @@ from partitioning.plans.autodist.compression import (
 )
 from partitioning.plans.autodist.partitioner_config import PartitionerConfig
 from partitioning.plans.autodist.placement import split_axis
+from partitioning.plans.autodist.planner import AutoDistPlanner
 from partitioning.plans.autodist.strategy import Strategy
 from partitioning.plans.resolved import ResolvedPlan
+from partitioning.plans.rows import PlannedArray
 from partitioning.plans.sharding_plan import ShardingPlan, ShardingPlanner
 from partitioning.rules import (
     OnIndivisible,
@@ -57,7 +61,7 @@ class PartitionedVariables:
           grads: of all the parameters or of some, a tree like them.
 
         Raises:
-          ValueError: a gradient of no parameter, or of another shape.
+          ValueError: a gradient of no parameter, of one of several, or of another shape.
         """
 
         def shard(path: Any, x: Any) -> Any:
@@ -67,13 +71,7 @@ class PartitionedVariables:
         return jax.tree_util.tree_map_with_path(shard, grads, is_leaf=is_carrier)
 
     def _shard(self, name: str, gradient: Any) -> Any:
-        name = name.removeprefix('params/')
-        # The parameters of a module may be below others in the state: `0/kernel` of (module, ...).
-        found = [x for x in self.plan.arrays if f'/{x.path}'.endswith(f'/{name}')]
-        row = min(found, key=lambda x: x.path.count('/'), default=None)
-        if row is None:
-            hint = nearest(name, [x.path for x in self.plan.arrays])
-            raise ValueError(f'{name} is the gradient of no parameter of the plan.{hint}')
+        row = self._row(name.removeprefix('params/'))
         if row.shape != shape_of(gradient):
             raise ValueError(
                 f'{name}: a gradient of shape {shape_of(gradient)} of a parameter of {row.shape}'
@@ -83,6 +81,35 @@ class PartitionedVariables:
         if AxisType.Explicit in self.mesh.axis_types:
             return jax.sharding.reshard(gradient, sharding)
         return jax.lax.with_sharding_constraint(gradient, sharding)
+
+    def _row(self, name: str) -> PlannedArray:
+        """The layout of the parameter of a gradient."""
+        found = self._rows.get(name)
+        if found is None:
+            hint = nearest(name, [row.path for row in self.plan.arrays])
+            raise ValueError(f'{name} is the gradient of no parameter of the plan.{hint}')
+        # Of `0/kernel` and `0/sub/kernel` it is the first: the second would be `sub/kernel`.
+        roots = [row.path.removesuffix(name) for row in found]
+        if not all(root.startswith(roots[0]) for root in roots):
+            listed = ', '.join(row.path for row in found[:6])
+            raise ValueError(
+                f'{name} may be the gradient of any of {listed}: give gradients in a tree like '
+                'that of the parameters'
+            )
+        return found[0]
+
+    @functools.cached_property
+    def _rows(self) -> dict[str, list[PlannedArray]]:
+        """The arrays by the ends of their paths, those with the least before them first.
+
+        The parameters of a module may be below others in the state: `0/kernel` of (module, ...).
+        """
+        rows = collections.defaultdict(list)
+        for row in sorted(self.plan.arrays, key=lambda row: row.path.count('/')):
+            keys = row.path.split('/')
+            for first in range(len(keys)):
+                rows['/'.join(keys[first:])].append(row)
+        return dict(rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +133,22 @@ class VariablePartitioner:
         their own; see `split_axis`. Planners have a setting of their own.
       on_unmatched, on_indivisible: as of `ShardingPlan.resolve`. 'pad' splits rows that an axis
         does not divide, inside functions of `PjitPartitioner.partition`.
+
+    Raises:
+      TypeError: no mesh.
     """
 
     mesh: Mesh
     mesh_axis: str | None = dataclasses.field(default=None, kw_only=True)
     on_unmatched: OnUnmatched | None = dataclasses.field(default=None, kw_only=True)
     on_indivisible: OnIndivisible | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise TypeError(
+                f'VariablePartitioner takes the mesh to lay out over, not {self.mesh!r}: '
+                "create_mesh((4, 2), ('data', 'model')) makes one"
+            )
 
     def apply(
         self,
@@ -130,10 +167,11 @@ class VariablePartitioner:
         Raises:
           TypeError: a config that is none of these.
           ValueError: a path that does not exist, with the nearest ones; a layout that the mesh or
-            an array cannot have.
+            an array cannot have; a Strategy for other parameters; a setting that has no say here.
         """
         params = unbox(getattr(state, 'params', state))
         held = unbox(state)
+        self._check_settings(config, bool(_error_arrays(held)))
         plan = self._resolve(params, config)
         resolved = plan.resolve_state(held, self.mesh)
         mesh_axes = self._split_errors(held, resolved.mesh_axes)
@@ -147,6 +185,7 @@ class VariablePartitioner:
         if isinstance(config, ResolvedPlan):
             return config
         if isinstance(config, Strategy):
+            config.check_parameters(params)
             config = config.to_plan(self.mesh, self.mesh_axis)
         elif isinstance(config, ShardingPlanner):
             config = config.build_plan(params, self.mesh)
@@ -163,11 +202,27 @@ class VariablePartitioner:
             on_indivisible=self.on_indivisible,
         )
 
+    def _check_settings(self, config: Any, has_errors: bool) -> None:
+        """Raises ValueError for a setting that would be ignored."""
+        kind = type(config).__name__
+        if self.mesh_axis is not None and not isinstance(config, Strategy) and not has_errors:
+            own = isinstance(config, AutoDistPlanner)
+            raise ValueError(
+                f'mesh_axis={self.mesh_axis!r} is for a Strategy, and for the errors of '
+                f'compress_gradients, of which the state has none; a {kind} '
+                + (f'has its own: {kind}(mesh_axis=...)' if own else 'says itself what is split')
+            )
+        policies = {'on_unmatched': self.on_unmatched, 'on_indivisible': self.on_indivisible}
+        for name, policy in policies.items():
+            if policy is not None and isinstance(config, ResolvedPlan):
+                raise ValueError(
+                    f'{name}={policy!r} decides nothing of a ResolvedPlan, where all is decided: '
+                    f'resolve(..., {name}={policy!r}) makes it so'
+                )
+
     def _split_errors(self, state: Any, mesh_axes: Any) -> Any:
         """The specs of a state, each worker's rounding errors at the worker."""
-        held = jax.tree.leaves(state, is_leaf=is_compression_state)
-        errors = jax.tree.leaves([x.error for x in held if isinstance(x, CompressionState)])
-        workers = {error.shape[0] for error in errors} - {1}
+        workers = {error.shape[0] for error in _error_arrays(state)} - {1}
         if not workers:
             return mesh_axes
         axis = split_axis(self.mesh.shape, self.mesh_axis)
@@ -178,6 +233,12 @@ class VariablePartitioner:
                 'make it with compress_gradients(mesh=) of this mesh, or choose mesh_axis='
             )
         return compression_specs(state, axis, mesh_axes)
+
+
+def _error_arrays(state: Any) -> list[Any]:
+    """The rounding errors that a state keeps."""
+    held = jax.tree.leaves(state, is_leaf=is_compression_state)
+    return jax.tree.leaves([x.error for x in held if isinstance(x, CompressionState)])
 
 
 def _entry(name: str, entry: Any) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, ValuesView
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from partitioning.plans.trees import parameters
@@ -64,9 +65,26 @@ def describe_variables(params: Any, sparse: Sequence[str] = ()) -> tuple[Variabl
     )
 
 
-def are_variables(x: Any) -> bool:
-    """True for a sequence of `Variable`s, and not for a tree of parameters."""
-    return isinstance(x, list | tuple) and bool(x) and all(isinstance(v, Variable) for v in x)
+def given_variables(x: Any) -> tuple[Variable, ...] | None:
+    """The `Variable`s of a sequence or an iterator of them; None of a tree of parameters.
+
+    Raises:
+      TypeError: a Variable alone, or in anything else; an iterator of anything else.
+      ValueError: an iterator of nothing.
+    """
+    once = isinstance(x, Iterator | ValuesView)
+    held = tuple(x) if once else x
+    found = [isinstance(leaf, Variable) for leaf in jax.tree.leaves(held)]
+    if not any(found) and not once:
+        return None
+    if once and not held:
+        raise ValueError('there are no variables: the iterator is at its end')
+    if isinstance(held, list | tuple) and all(isinstance(v, Variable) for v in held):
+        return tuple(held)
+    raise TypeError(
+        f'{sum(found)} of the {len(found)} leaves of a {type(x).__name__} are Variables: give a '
+        'list, [Variable(...), ...], or a pytree of parameters without any'
+    )
 
 
 def _named(patterns: Sequence[str], names: Iterable[str]) -> frozenset[str]:
