@@ -1,10 +1,10 @@
 """Plans of layouts: made by hand or by planners, read by people, kept in files.
 
 `sharding_plan`, `sharder`: PyTorch's ShardingPlan, ShardingPlanner and Sharder; `entries`: what a
-plan says of each array; `resolved`, `rows`, `matching`: what that comes to on a mesh, and for a state; `modules`, `outputs`:
-models laid out by a plan; `plan_file`, `difference`: plans as JSON, and what changes from one to
-another; `trees`: parameters by path. `shards`: tensors that others have cut; `autodist`: AutoDist's
-planners.
+plan says of each array; `resolved`, `rows`, `matching`: what that comes to on a mesh, and for a
+state; `modules`, `outputs`: models laid out by a plan; `plan_file`, `difference`: plans as JSON,
+and what changes from one to another; `trees`: parameters by path. `shards`: tensors that others
+have cut; `autodist`: AutoDist's planners.
 """
 
 from partitioning.plans.difference import Change, PlanDiff, diff

@@ -334,3 +334,18 @@ def test_what_cannot_be_converted(convert, tree, message):
         made = tree()
     with pytest.raises(ValueError, match=message):
         convert(made)
+
+
+@pytest.mark.parametrize('turn', [to_nnx_state, to_linen_boxes, to_params_axes])
+def test_one_collection_instead_of_all(turn):
+    model = nn.Dense(4, name='OnlyHere')
+    made = model.init(jax.random.key(0), jnp.ones((1, 3)))
+    given = {'OnlyHere_0': made['params']}
+    for tree in (given, freeze(given), made['params']):
+        with pytest.raises(ValueError, match=r"Give all variables, \{'params': ...\}"):
+            turn(tree)
+    with pytest.raises(ValueError):  # no type of variables was made of the name
+        nnx.variable_type_from_name('OnlyHere_0')
+    turn(made)
+    turn({'batch_stats': given})
+    turn({})

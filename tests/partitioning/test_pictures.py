@@ -22,6 +22,7 @@ from partitioning import (
     visualize_sharding,
 )
 from partitioning.audit.blocks import compact_ids
+from partitioning.spmd import mark_sharding
 
 pytestmark = pytest.mark.core
 
@@ -274,3 +275,54 @@ def test_a_file_of_the_memory(tmp_path):
     figure = draw_audit(audit_of(), tmp_path / 'memory.png', title='mine')
     assert (tmp_path / 'memory.png').read_bytes()[:4] == figure._repr_png_()[:4] == PNG
     assert figure.get_suptitle() == 'mine'
+
+
+@pytest.mark.parametrize(
+    'x, dims, message',
+    [
+        ((24.0, 4), None, r'shape \(24.0, 4\) must be whole numbers'),
+        ((-8, 4), None, 'must be whole numbers of 0 or more'),
+        ((True, 4), None, 'must be whole numbers'),
+        (jax.ShapeDtypeStruct((24.0, 4), 'float32'), None, 'must be whole numbers'),
+        (8, None, 'is no array and no shape'),
+        ('ab', None, 'is no array and no shape'),
+        ((24, 4), 1, 'dims=1 must be the numbers of two'),
+        ((24, 4), (0.0, 1), 'must be the numbers of two'),
+        ((24, 4), (0, 2), 'two different dimensions'),
+    ],
+)
+def test_shapes_and_dimensions_that_are_none(x, dims, message):
+    sharding = NamedSharding(SQUARE, P('data'))
+    with pytest.raises(ValueError, match=message):
+        visualize_sharding(x, sharding, dims=dims)
+    # Nothing of it stays with jax, which takes 24.0 and 24 for one shape.
+    bounds = visualize_sharding((np.int64(24), 4), sharding).ranges[0]
+    assert bounds[0] == (0, 6) and all(type(bound) is int for bound in bounds[0])
+
+
+def test_padded_arrays_are_drawn_with_or_without():
+    padded = mark_sharding(np.ones((9, 2)), SQUARE, ('data', None), on_indivisible='pad')
+    with pytest.raises(ValueError, match=r'draw its .array .*or .unpadded\(\)'):
+        visualize_sharding(padded)
+    assert visualize_sharding(padded.array).ranges[0] == ((0, 3), (3, 6), (6, 9), (9, 12))
+
+
+def test_what_budgets_are():
+    names = [('w', (None,))]
+    partitioner = PjitPartitioner(mesh=FLAT, params_axes_names_override=names)
+    audit = partitioner.audit({'w': jax.ShapeDtypeStruct((8,), 'float32')})
+    for budget in (np.int64(2**30), np.float32(2**30), 2.0**30):
+        audit.check_budget(budget)
+        draw_audit(audit, budget=budget)
+    with pytest.raises(ValueError, match='more than the budget of 4'):
+        audit.check_budget(np.int64(4))
+    for budget in (float('inf'), np.inf, float('nan'), 0, True, '1', 1j):
+        with pytest.raises(ValueError, match='budget='):
+            audit.check_budget(budget)
+        with pytest.raises(ValueError, match='budget='):
+            draw_audit(audit, budget=budget)
+
+
+def test_states_are_audited_before_they_are_drawn():
+    with pytest.raises(TypeError, match=r'not a dict: give it partitioner.audit\(state\)'):
+        draw_audit({'w': jnp.ones(8)})

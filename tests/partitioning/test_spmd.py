@@ -444,3 +444,75 @@ def test_specs_in_programs():
     mesh = mesh_of()
     made = jax.jit(lambda b: shard_batch(b, {'x': ('x', None)}, mesh))({'x': np.ones((8, 8))})
     assert made['x'].sharding.is_equivalent_to(NamedSharding(mesh, P('x')), 2)
+
+
+# What is said of padding, and of what cannot be.
+
+
+def test_padding_is_known_from_the_shards():
+    mesh, x = mesh_of(), np.arange(18.0).reshape(9, 2)
+    padded = mark_sharding(x, mesh, ('x', None), on_indivisible='pad')
+    shards = local_shards(padded)
+    assert {shard.global_shape for shard in shards} == {(9, 2)}
+    for shape in (None, (9, 2)):
+        back = global_from_shards(shards[::-1], mesh, ('x', None), shape)
+        assert isinstance(back, PaddedArray)
+        np.testing.assert_array_equal(back.unpadded(), x)
+    even = local_shards(padded.array)
+    assert global_from_shards(even, mesh, ('x', None)).shape == (12, 2)
+    with pytest.raises(ValueError, match=r'of shape \(9, 2\), \(12, 2\): give those of one array'):
+        global_from_shards((*shards[:4], *even[4:]), mesh, ('x', None))
+    with pytest.raises(ValueError, match=r'\(9, 2\), and global_shape is \(10, 2\)'):
+        global_from_shards(shards, mesh, ('x', None), (10, 2))
+
+
+def test_padded_arrays_say_what_they_are():
+    padded = mark_sharding(np.ones((9, 2), 'int8'), mesh_of(), ('x', None), on_indivisible='pad')
+    assert (padded.shape, padded.ndim, padded.dtype) == ((9, 2), 2, np.dtype('int8'))
+
+
+@pytest.mark.parametrize(
+    'fn',
+    [
+        lambda block: jax.lax.psum(block, 'z'),
+        lambda block: jax.lax.ppermute(block, 'z', [(0, 1)]),
+        lambda block: jax.lax.all_gather(block, 'z'),
+    ],
+)
+def test_collectives_over_axes_that_are_none(fn):
+    shards = enable_manual_sharding(np.ones((8, 8)), mesh_of(), ('x', None))
+    with pytest.raises(ValueError, match='x 4 x y 2'):
+        shards.apply(fn)
+
+
+def test_errors_of_the_function_stay_what_they_are():
+    shards = enable_manual_sharding(np.ones((8, 8)), mesh_of(), ('x', None))
+
+    def fails(block):
+        raise AssertionError('of my own')
+
+    with pytest.raises(AssertionError, match='of my own'):
+        shards.apply(fails)
+    with pytest.raises(NameError, match='unknown'):
+        shards.apply(lambda block: unknown)  # noqa: F821
+
+
+def test_the_way_out_of_an_all_gather():
+    mesh, x = mesh_of(), np.arange(64.0).reshape(8, 8)
+    shards = enable_manual_sharding(x, mesh, ('x', None))
+    gather = functools.partial(jax.lax.all_gather, axis_name='x', tiled=True)
+    with pytest.raises(ValueError, match='disable_manual_sharding and mark_sharding with None'):
+        shards.apply(gather, partition_spec=(None, None))
+    whole = mark_sharding(disable_manual_sharding(shards), mesh, (None, None))
+    np.testing.assert_array_equal(local_shards(whole)[0].data, x)
+
+
+def test_sizes_that_do_not_divide_where_nothing_pads():
+    mesh = mesh_of()
+    with pytest.raises(ValueError, match=r'9 does not divide by 4.* or give it mark_sharding\('):
+        enable_manual_sharding(np.ones(9), mesh, ('x',))
+    array = mark_sharding(np.ones(9), mesh, ('x',), on_indivisible='pad').array
+    assert enable_manual_sharding(array, mesh, ('x',)).shape == (3,)
+    with pytest.raises(ValueError, match=r'9 does not divide by 4.*drop or fill up') as error:
+        shard_batch({'rows': np.ones(9)}, {'rows': ('x',)}, mesh)
+    assert 'on_indivisible' not in str(error.value)

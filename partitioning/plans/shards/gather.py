@@ -7,10 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from partitioning.layout.held import bounds_of
 from partitioning.plans.shards.metadata import ShardMetadata, check_tensor
+from partitioning.rules import check_layout
 
 Blocks = Sequence[tuple[ShardMetadata, Any]]
 
@@ -29,7 +30,7 @@ def array_from_shards(
         those that its devices hold some of, each once.
       shape: of the whole array.
       sharding: how it is laid out.
-      dtype: its type; by default that of the blocks.
+      dtype: its type, to which the blocks are cast; by default that of the blocks.
 
     Returns:
       A jax.Array of that shape and sharding.
@@ -39,16 +40,17 @@ def array_from_shards(
         than they say.
     """
     check_tensor([shard for shard, _ in blocks], shape)
+    if isinstance(sharding, NamedSharding):
+        check_layout(sharding.spec, sharding.mesh, 'the array', shape)
     read: dict[int, np.ndarray] = {}
     kind = None if dtype is None else np.dtype(dtype)
 
     def block(i: int) -> np.ndarray:
         if i not in read:
             read[i] = _checked(*blocks[i])
-            first = next(iter(read))
-            if read[i].dtype != (kind or read[first].dtype):
-                what = f'the array {kind}' if kind else f'{blocks[first][0]} {read[first].dtype}'
-                raise ValueError(f'shard {blocks[i][0]} is {read[i].dtype}, {what}')
+            if kind is not None:
+                read[i] = read[i].astype(kind, casting='same_kind')
+            _check_type(blocks[i][0], read[i], *next((blocks[j][0], x) for j, x in read.items()))
         return read[i]
 
     def part(index: Any) -> np.ndarray:
@@ -72,6 +74,18 @@ def array_from_shards(
         return made
 
     return jax.make_array_from_callback(tuple(shape), sharding, part)
+
+
+def _check_type(shard: ShardMetadata, block: np.ndarray, first: ShardMetadata, of: Any) -> None:
+    """Raises ValueError for blocks of two types, and for one that jax would change."""
+    if block.dtype != of.dtype:
+        raise ValueError(f'shard {shard} is {block.dtype}, {first} {of.dtype}: give dtype=')
+    kept = jax.dtypes.canonicalize_dtype(block.dtype)
+    if kept != block.dtype:
+        raise ValueError(
+            f"shard {shard} is {block.dtype}, which jax would make {kept}: give dtype='{kept}' to "
+            "mean it, or jax.config.update('jax_enable_x64', True)"
+        )
 
 
 def _within(places: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:

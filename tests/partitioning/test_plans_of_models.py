@@ -1,0 +1,135 @@
+"""Plans of whole models and states: buffers, boxes, nnx, outputs by name, and whose mesh it is."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from planned_models import KEY, MESH
+
+from partitioning import PjitPartitioner, TrainState, create_mesh
+from partitioning.plans import ShardingPlan, constrain_outputs, shard_module
+from partitioning.plans.shards import ChunkShardingSpec, array_from_shards
+
+pytestmark = pytest.mark.core
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.fc = nnx.Linear(16, 64, rngs=rngs)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.fc(x))
+
+
+def test_statistics_of_an_nnx_module_come_along():
+    """On one device they would stop the next step, as after a restore."""
+    module = Normed(nnx.Rngs(0))
+    expected = module(jnp.ones((8, 16)))
+    nnx.update(module, jax.device_put(nnx.state(module), jax.devices()[0]))
+    shard_module(module, ShardingPlan({'fc/kernel': P(None, 'model')}), MESH)
+    assert module.norm.mean[...].sharding.is_fully_replicated
+    result = nnx.jit(lambda module, x: module(x))(module, jnp.ones((8, 16)))
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_buffers_of_linen_variables():
+    """A large one is laid out by the plan, or not silently replicated."""
+    variables = {'params': {'w': jnp.ones((4, 4))}, 'cache': {'k': jnp.ones((100, 100))}}
+    with pytest.raises(
+        ValueError, match=r'cache/k of shape \(100, 100\) is not in the plan.*40,000'
+    ):
+        shard_module(variables, ShardingPlan({'w': P('data')}), MESH)
+    for spec in (P('data'), P('data', 'model'), P()):
+        placed = shard_module(variables, ShardingPlan({'w': P('data'), 'cache/k': spec}), MESH)
+        assert placed['cache']['k'].sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
+    boxed = {**variables, 'cache': {'k': nn.Partitioned(jnp.ones((100, 100)), ('data', None))}}
+    placed = shard_module(boxed, ShardingPlan({'w': P('data')}), MESH)
+    assert placed['cache']['k'].sharding.is_equivalent_to(NamedSharding(MESH, P('data')), 2)
+    resolved = ShardingPlan({'w': P('data')}).resolve(variables, MESH, on_unmatched='replicate')
+    assert resolved['cache/k'].category == 'other'
+    assert shard_module(variables, resolved, MESH)['cache']['k'].sharding.is_fully_replicated
+
+
+def test_boxes_that_name_mesh_axes_need_no_rules():
+    tree = {'w': nn.Partitioned(jnp.ones((8, 8)), ('data', 'model'))}
+    assert ShardingPlan({}).resolve(tree, MESH)['w'].spec == P('data', 'model')
+
+
+def test_a_plan_of_a_model_drives_model_and_optimizer():
+    model = Normed(nnx.Rngs(0))
+    plan = ShardingPlan({'fc/kernel': P(None, 'model')}).resolve(model, MESH)
+
+    def init():
+        model = Normed(nnx.Rngs(0))
+        return nnx.state((model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)))
+
+    state = PjitPartitioner(mesh=MESH, plan=plan).init(init)
+    over_model = NamedSharding(MESH, P(None, 'model'))
+    kernels = [
+        x
+        for path, x in jax.tree_util.tree_leaves_with_path(state)
+        if 'kernel' in str(path) and x.ndim == 2
+    ]
+    assert len(kernels) == 3, 'of the model, and both moments'
+    assert all(x.sharding.is_equivalent_to(over_model, 2) for x in kernels)
+
+
+def test_a_plan_needs_no_rules_for_the_axes_it_uses():
+    mesh = create_mesh((4, 2), ('x', 'y'))
+    state = TrainState.create({'w': jnp.ones((8, 8))}, optax.sgd(0.1))
+    plan = ShardingPlan({'w': P('x', 'y')}).resolve(state.params, mesh)
+    assert PjitPartitioner(mesh=mesh, plan=plan).get_mesh_axes(state).params == {'w': P('x', 'y')}
+
+
+@pytest.mark.parametrize('names', [('batch', 'embed'), ('data', None), ('batch', None)])
+def test_outputs_by_name(names):
+    """With the rules that are given, inside a mesh or not; a name may be a mesh axis."""
+    rules, x = [('batch', 'data'), ('embed', None)], jnp.ones((8, 16))
+    plan = ShardingPlan({}, {'fc': names})
+    module = shard_module(Normed(nnx.Rngs(0)), plan, MESH, rules)
+    over_data = NamedSharding(MESH, P('data'))
+    assert module.fc(x).sharding.is_equivalent_to(over_data, 2)
+
+    linen = nn.Sequential([nn.Dense(8)])
+    variables = linen.init(KEY, x)
+    with constrain_outputs(ShardingPlan({}, {'layers_0': names}), MESH, rules):
+        assert linen.apply(variables, x).sharding.is_equivalent_to(over_data, 2)
+    wrong = ShardingPlan({}, {'fc': ('btach', None)})
+    with pytest.raises(ValueError, match=r"output_plan of 'fc': no rule.*Did you mean 'batch'"):
+        shard_module(Normed(nnx.Rngs(0)), wrong, MESH, rules).fc(x)
+
+
+def test_what_a_spec_would_not_say():
+    reversed_mesh = Mesh(MESH.devices[::-1], MESH.axis_names)
+    host = NamedSharding(MESH, P('data'), memory_kind='pinned_host')
+    for entry, message in (
+        (NamedSharding(reversed_mesh, P('data')), 'w: .*in another order'),
+        (host, "w: .*'pinned_host' memory"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ShardingPlan({'w': entry}).resolve({'w': jnp.ones(8)}, MESH)
+
+
+def test_arrays_of_another_type():
+    plan = ShardingPlan({'w': P('data')}).resolve({'w': jnp.ones(8, jnp.float32)}, MESH)
+    with pytest.raises(ValueError, match='w is bfloat16, but float32 in the plan'):
+        shard_module({'w': jnp.ones(8, jnp.bfloat16)}, plan, MESH)
+
+
+def test_blocks_that_jax_would_make_smaller():
+    shards = ChunkShardingSpec(0, range(2)).build_metadata((8,))
+    whole, over_data = np.arange(8.0), NamedSharding(MESH, P('data'))
+    blocks = [(shard, whole[shard.index]) for shard in shards]
+    with pytest.raises(ValueError, match='float64, which jax would make float32: give dtype='):
+        array_from_shards(blocks, (8,), over_data)
+    cast = array_from_shards(blocks, (8,), over_data, dtype='float32')
+    np.testing.assert_array_equal(cast, whole.astype('float32'))
+    odd = ChunkShardingSpec(0, range(2)).build_metadata((9,))
+    with pytest.raises(ValueError, match=r'the array: .*9 does not divide by 4.*8 or 12'):
+        array_from_shards([(s, np.ones(s.shard_sizes, 'int32')) for s in odd], (9,), over_data)
