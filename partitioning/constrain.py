@@ -23,7 +23,7 @@ from partitioning.rules import (
 def global_mesh_defined() -> bool:
     """True inside a mesh context: a partitioned function or `jax.set_mesh`.
 
-    The `with mesh:` of old is none: jax sets nothing by it that programs can see.
+    The deprecated `with mesh:` is none: jax shows its mesh to its own functions only.
     """
     return not jax.sharding.get_abstract_mesh().empty
 
@@ -41,12 +41,14 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
       defined. No platform is skipped: a layout that is wrong on TPU is wrong on CPU.
 
     Raises:
-      ValueError: a spec that the mesh or an array cannot have, sizes that do not divide (which jax
+      ValueError: the deprecated `with mesh:` in the place of `jax.set_mesh`; a spec that the mesh or
+        an array cannot have, sizes that do not divide (which jax
         would leave whole without a word); a spec names a Manual axis, that of a shard_map around,
         or an Auto axis before an Explicit one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
+        _check_no_old_context()
         return x
     outside = _mesh_outside_traces(x)
 
@@ -84,6 +86,7 @@ def constrain(
         raise ValueError(f'constrain takes one array and its names, not {x!r} and {names!r}')
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
+        _check_no_old_context()
         return x
     if rules is None:
         from flax.core import spmd  # the context that linen models read; heavy, so not at import
@@ -102,6 +105,18 @@ def constrain(
             f"constrain{tuple(names)}: on_indivisible='pad' needs Auto mesh axes, not Explicit ones"
         )
     return with_sharding_constraint(x, spec)
+
+
+def _check_no_old_context() -> None:
+    """Raises ValueError inside `with mesh:`, where this would do nothing without a word."""
+    try:
+        jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
+    except RuntimeError:  # jax sees no mesh either
+        return
+    raise ValueError(
+        'inside `with mesh:`, which jax has deprecated, only jax itself sees the mesh, and nothing '
+        'would be laid out here: write `with jax.set_mesh(mesh):`'
+    )
 
 
 def _mesh_outside_traces(x: Any) -> Mesh | None:

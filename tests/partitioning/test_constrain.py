@@ -139,3 +139,34 @@ def test_outside_a_function_arrays_are_moved(types):
         sharded = with_sharding_constraint(made_before, P('x', None))
         kept = with_sharding_constraint(sharded, P(P.UNCONSTRAINED, 'y'))
         assert kept.sharding.is_equivalent_to(NamedSharding(mesh, P('x', 'y')), 2)
+
+
+@pytest.mark.filterwarnings('ignore::DeprecationWarning')
+def test_the_context_of_old_is_an_error():
+    x, old = jnp.ones((8, 8)), mesh_of(AxisType.Auto)
+    with old:
+        for use in (
+            lambda x: with_sharding_constraint(x, P('data')),
+            lambda x: constrain(x, ('batch', 'embed'), RULES),
+        ):
+            for call in (use, jax.jit(use)):
+                with pytest.raises(ValueError, match=r'with jax\.set_mesh\(mesh\)'):
+                    call(x)
+    assert with_sharding_constraint(x, P('data')) is x
+
+
+@MESHES
+def test_what_an_array_cannot_have(axis_type):
+    """jax would leave out the constraint in jit, over Auto axes, and raise an error of its own else."""
+    with jax.set_mesh(mesh_of(axis_type)):
+        for spec, message in (
+            (P('data'), r'9 does not divide by 4.*8 or 12'),
+            (P(None, 'data'), r'is for 2 dimensions, but the array has 1'),
+            (P('dta'), r"'dta'.*Did you mean 'data'"),
+        ):
+            for call in (
+                lambda x, spec=spec: with_sharding_constraint(x, spec),
+                jax.jit(lambda x, spec=spec: with_sharding_constraint(x, spec)),
+            ):
+                with pytest.raises(ValueError, match=message):
+                    call(jnp.ones(9))
