@@ -1,7 +1,7 @@
 """Executes notebooks in place, each in a fresh kernel on eight virtual CPU devices.
 
     python notebooks/execute.py            # all of this folder
-    python notebooks/execute.py tour.ipynb
+    python notebooks/execute.py tour.ipynb  # of this folder, or a path to any other
 
 What is written depends on nothing but the notebook: no times, no paths, no names of machines.
 """
@@ -26,7 +26,7 @@ _CELL_SECONDS = 120
 
 
 def executed(path: Path) -> NotebookNode:
-    """A notebook with the outputs of running it now.
+    """A notebook with the outputs of running it now, in the folder where it lies.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell raises.
@@ -42,7 +42,7 @@ def executed(path: Path) -> NotebookNode:
             timeout=_CELL_SECONDS,
             record_timing=False,
             coalesce_streams=True,
-            resources={'metadata': {'path': str(FOLDER)}},
+            resources={'metadata': {'path': str(path.resolve().parent)}},
             # Sockets that are files: no ports that others may listen on.
             config=Config(KernelManager={'transport': 'ipc', 'ip': f'{sockets}/kernel'}),
         ).execute(env={**os.environ, **environment})
@@ -70,9 +70,22 @@ def shown(cell: NotebookNode) -> tuple[list[str], int]:
     return [line.rstrip() for line in '\n'.join(texts).splitlines() if line.strip()], len(images)
 
 
+def found(name: str) -> Path:
+    """The notebook of a path, or of a name in this folder.
+
+    Raises:
+      SystemExit: there is none, in one line.
+    """
+    for path in (Path(name), FOLDER / name):
+        if path.is_file():
+            return path
+    known = ', '.join(sorted(path.name for path in FOLDER.glob('*.ipynb')))
+    raise SystemExit(f'there is no notebook {name!r}; in {FOLDER} there are {known}')
+
+
 def main(names: list[str]) -> None:
-    """Executes notebooks of this folder, by default all, and writes them where they are."""
-    paths = [FOLDER / Path(name).name for name in names] or sorted(FOLDER.glob('*.ipynb'))
+    """Executes notebooks, by default all of this folder, and writes them where they are."""
+    paths = [found(name) for name in names] or sorted(FOLDER.glob('*.ipynb'))
     for path in paths:
         print(f'executing {path.name}', flush=True)
         nbformat.write(executed(path), path)

@@ -41,10 +41,10 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
       defined. No platform is skipped: a layout that is wrong on TPU is wrong on CPU.
 
     Raises:
-      ValueError: the deprecated `with mesh:` in the place of `jax.set_mesh`; a spec that the mesh or
-        an array cannot have, sizes that do not divide (which jax
-        would leave whole without a word); a spec names a Manual axis, that of a shard_map around,
-        or an Auto axis before an Explicit one.
+      ValueError: the deprecated `with mesh:` in the place of `jax.set_mesh`; a spec that the mesh
+        or an array cannot have, sizes that do not divide (which jax would leave whole without a
+        word); a spec names a Manual axis, that of a shard_map around, or an Auto axis before an
+        Explicit one.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import gin
 import jax
@@ -14,6 +15,7 @@ import orbax.checkpoint as ocp
 
 from partitioning.state import path_str
 from train.errors import ConfigError, check_counts, first_line
+from train.machine import failing_together
 
 
 @gin.configurable
@@ -56,17 +58,18 @@ class RestoreConfig:
 
     path: str
     mode: RestoreMode = 'latest'
+    setting: ClassVar[str] = 'RestoreConfig.path'  # what messages call `path`
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
-            raise ConfigError(
-                f'RestoreConfig.path is {self.path!r}: it must be the path of a folder'
-            )
+            raise ConfigError(f'{self.setting} is {self.path!r}: it must be the path of a folder')
         if self.mode not in get_args(RestoreMode):
             raise ConfigError(f"RestoreConfig.mode is {self.mode!r}: use 'latest' or 'specific'")
 
-    def find(self) -> tuple[Checkpoints, int]:
-        """The checkpoints that `path` is of, and the step to restore of them.
+    def find(self) -> tuple[Path, int]:
+        """The folder of checkpoints that `path` is of, and the step to restore of them.
+
+        It looks at files alone, so that processes need not wait for each other.
 
         Raises:
           ConfigError: there is no such checkpoint, or it is not whole.
@@ -75,29 +78,60 @@ class RestoreConfig:
         folder = path.parent if self.mode == 'specific' else path
         if self.mode == 'latest' and (path / 'checkpoints').is_dir():
             folder = path / 'checkpoints'
+        if of_t5x := re.fullmatch(r'checkpoint_(\d+)', path.name):
+            raise ConfigError(
+                f'{self.setting} {path} is named as in T5X, whose checkpoints cannot be read; '
+                f'that of a run of this trainer is {path.parent / "checkpoints" / of_t5x[1]}'
+            )
         if not path.is_dir():
-            raise ConfigError(f'RestoreConfig.path {path}: there is no such folder')
+            raise ConfigError(f'{self.setting} {path}: there is no such folder')
         if self.mode == 'specific' and not path.name.isdecimal():
             raise ConfigError(
-                f"RestoreConfig.path {path} is no checkpoint, whose folder has its step's number: "
+                f"{self.setting} {path} is no checkpoint, whose folder has its step's number: "
                 "add that, or use mode 'latest'"
             )
-        found = Checkpoints(folder, CheckpointConfig(keep=None))
-        steps = found.whole_steps()
+        steps = whole_steps(folder)
         step = int(path.name) if self.mode == 'specific' else max(steps, default=None)
         if step not in steps:
             raise ConfigError(
-                f'RestoreConfig.path {path}: there is no whole checkpoint; {folder} has those of '
+                f'{self.setting} {path}: there is no whole checkpoint; {folder} has those of '
                 f'the steps {steps}'
             )
-        return found, step
+        return folder, step
+
+    def open(self, folder: Path) -> Checkpoints:
+        """The checkpoints of the folder that `find` has found."""
+        return Checkpoints(folder, CheckpointConfig(keep=None), self.setting)
+
+
+def whole_steps(directory: Path) -> list[int]:
+    """The steps whose checkpoints are whole, in their order.
+
+    Orbax takes any directory named by a number for a checkpoint; one without the metadata that a
+    finished save writes is passed over.
+    """
+    if not directory.is_dir():
+        return []
+    steps = (int(path.name) for path in directory.iterdir() if path.name.isdecimal())
+    return sorted(step for step in steps if _is_whole(directory / str(step)))
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    return (checkpoint / '_CHECKPOINT_METADATA').is_file()
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `<directory>/<step>`."""
+    """The checkpoints of one run, in `<directory>/<step>`.
 
-    def __init__(self, directory: Path, config: CheckpointConfig):
+    Args:
+      directory: its folder of checkpoints.
+      config: when to save, and what to keep.
+      restored_by: the setting that names `directory`, where it is another run's.
+    """
+
+    def __init__(self, directory: Path, config: CheckpointConfig, restored_by: str | None = None):
         self.directory = directory.resolve()
+        self._restored_by = restored_by
         self._period, self._steps = config.period, frozenset(config.steps)
         self._manager = ocp.CheckpointManager(
             self.directory,
@@ -110,19 +144,8 @@ class Checkpoints:
 
     def latest_step(self) -> int | None:
         """The newest step whose checkpoint is whole."""
-        return max(self.whole_steps(), default=None)
-
-    def whole_steps(self) -> list[int]:
-        """The steps whose checkpoints are whole, in their order.
-
-        Orbax takes any directory named by a number for a checkpoint; one without the metadata that
-        a finished save writes is passed over.
-        """
         self._manager.wait_until_finished()
-        return sorted(filter(self._is_whole, self._manager.all_steps()))
-
-    def _is_whole(self, step: int) -> bool:
-        return (self.directory / str(step) / '_CHECKPOINT_METADATA').is_file()
+        return max(whole_steps(self.directory), default=None)
 
     def restore(self, step: int, abstract_state: Any) -> Any:
         """The state of a step.
@@ -136,11 +159,9 @@ class Checkpoints:
             be read.
         """
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        self._check(step, abstract_state)
         try:
-            self._compare(step, abstract_state)
             return self._manager.restore(step, args=args)['state']
-        except ConfigError:
-            raise
         except Exception as error:  # Orbax and tensorstore raise of every kind for a missing file
             raise self._damaged(step, error) from error
 
@@ -152,21 +173,31 @@ class Checkpoints:
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
             partial_restore=True,
         )
+        self._check(step, wanted, of='params/')
         try:
-            self._compare(step, wanted, of='params/')
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
                 return checkpointer.restore(self.directory / str(step) / 'state', args=args)[
                     'params'
                 ]
-        except ConfigError:
-            raise
         except Exception as error:
             raise self._damaged(step, error) from error
 
+    def _check(self, step: int, abstract_state: Any, of: str = '') -> None:
+        """Compares as `_compare`, all processes together: the restore itself waits for all."""
+        with failing_together():
+            try:
+                self._compare(step, abstract_state, of)
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise self._damaged(step, error) from error
+
     def _damaged(self, step: int, error: Exception) -> ConfigError:
+        way_out = 'delete it to go on from the one before'
+        if self._restored_by is not None:
+            way_out = f'name another one by {self._restored_by}'
         return ConfigError(
-            f'checkpoint {self.directory / str(step)} is damaged; delete it to go on from the '
-            f'one before ({first_line(error)})'
+            f'checkpoint {self.directory / str(step)} is damaged; {way_out} ({first_line(error)})'
         )
 
     def is_due(self, step: int) -> bool:
@@ -175,7 +206,7 @@ class Checkpoints:
 
     def save(self, step: int, state: Any) -> None:
         """Begins to save; the write goes on beside the training."""
-        if step in self._manager.all_steps() and not self._is_whole(step):
+        if step in self._manager.all_steps() and not _is_whole(self.directory / str(step)):
             self._manager.delete(step)  # what a save that died or a user left there
         if step not in self._manager.all_steps():
             args = ocp.args.Composite(state=ocp.args.StandardSave(state))
@@ -197,12 +228,12 @@ class Checkpoints:
         wanted = _described(abstract_state)
         differing = sorted(k for k in saved.keys() | wanted.keys() if saved.get(k) != wanted.get(k))
         if differing:
-            first = differing[0]
+            first, other = differing[0], self._restored_by or 'MODEL_DIR'
             raise ConfigError(
                 f'checkpoint {self.directory / str(step)} is of another model or optimizer: '
                 f'{len(differing)} arrays differ, first {first}: {saved.get(first, "absent")} in '
                 f'the checkpoint, {wanted.get(first, "absent")} in this run. Use the settings it '
-                'was trained with, or another MODEL_DIR'
+                f'was trained with, or another {other}'
             )
 
 

@@ -9,14 +9,68 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jax.sharding import AxisType, Mesh
+import flax.linen as nn
+from jax.sharding import AxisType
 
 from partitioning import BasePartitioner
-from train.data import OpenTask, Task
+from train.checkpoints import CheckpointConfig, RestoreConfig
+from train.data import OpenTask, Prefetch, Task
 from train.data.rows.open_task import features
 from train.data.rows.packing import Row
-from train.errors import ConfigError
-from train.steps import BATCH_ARRAYS
+from train.errors import ConfigError, check_counts, first_line
+from train.machine import failing_together
+from train.optimizers import Optimizer
+from train.sampling import SampleConfig
+from train.steps import BATCH_ARRAYS, LossConfig
+
+COUNTS = ('total_steps', 'batch_size', 'sequence_length', 'num_microbatches', 'log_period')
+
+
+def check_training(settings: Mapping[str, Any]) -> Path:
+    """The arguments of `train.train.train` mean something, each by itself.
+
+    Returns:
+      The folder of the run, which is not made yet.
+    """
+    check_counts(**{name: settings[name] for name in COUNTS})
+    check_counts(least=0, eval_period=settings['eval_period'], seed=settings['seed'])
+    if settings['eval_tokens'] is not None:
+        check_counts(eval_tokens=settings['eval_tokens'])
+    needed = {
+        'model': nn.Module,
+        'partitioner': BasePartitioner,
+        'optimizer': Optimizer,
+        'task': Task,
+        'checkpoints': CheckpointConfig,
+    }
+    optional = {
+        'sample': SampleConfig,
+        'prefetch': Prefetch,
+        'restore': RestoreConfig,
+        'loss': LossConfig,
+    }
+    given = {name: kind for name, kind in optional.items() if settings[name] is not None}
+    check_objects('train', settings, needed | given)
+    if settings['eval_tasks'] is not None:
+        check_tasks('train.eval_tasks', settings['eval_tasks'])
+    check_partitioner(settings['partitioner'])
+    check_batch(settings['partitioner'], settings['batch_size'], settings['num_microbatches'])
+    return check_writable('MODEL_DIR', settings['model_dir'])
+
+
+def check_evaluation(settings: Mapping[str, Any]) -> Path:
+    """The same of the arguments of `train.evaluation.evaluate_checkpoint`."""
+    check_counts(**{name: settings[name] for name in ('batch_size', 'sequence_length')})
+    if settings['eval_tokens'] is not None:
+        check_counts(eval_tokens=settings['eval_tokens'])
+    kinds = {'model': nn.Module, 'partitioner': BasePartitioner, 'restore': RestoreConfig}
+    if settings['prefetch'] is not None:
+        kinds['prefetch'] = Prefetch
+    check_objects('evaluate_checkpoint', settings, kinds)
+    check_tasks('evaluate_checkpoint.tasks', settings['tasks'])
+    check_partitioner(settings['partitioner'])
+    check_batch(settings['partitioner'], settings['batch_size'], 1)
+    return check_writable('output_dir', settings['output_dir'])
 
 
 def check_batch(partitioner: BasePartitioner, batch_size: int, num_microbatches: int) -> None:
@@ -30,12 +84,25 @@ def check_batch(partitioner: BasePartitioner, batch_size: int, num_microbatches:
         )
 
 
-def check_mesh(mesh: Mesh) -> None:
-    """The models are laid out by constraints, which only Auto axes take."""
-    if any(axis_type is not AxisType.Auto for axis_type in mesh.axis_types):
+def check_partitioner(partitioner: BasePartitioner) -> None:
+    """There is its mesh; models and states are laid out over it as this trainer does.
+
+    Models are laid out by constraints, which only Auto axes take, and parameters are born on their
+    devices or restored to them.
+    """
+    try:
+        axis_types = partitioner.mesh.axis_types
+    except RuntimeError as error:  # jax's, for a backend that is not there
+        raise ConfigError(f'the partitioner has no mesh: {first_line(error)}') from error
+    if any(axis_type is not AxisType.Auto for axis_type in axis_types):
         raise ConfigError(
-            f'the mesh has axis types {mesh.axis_types}: these models need Auto axes, so leave '
+            f'the mesh has axis types {axis_types}: these models need Auto axes, so leave '
             'axis_types out'
+        )
+    if not partitioner.params_on_devices:
+        raise ConfigError(
+            'PjitPartitioner.params_on_devices is False: parameters are born on their devices or '
+            'restored to them, so leave it out'
         )
 
 
@@ -65,14 +132,15 @@ def check_rows(row: Row, evaluated: Mapping[str, Row]) -> None:
             )
 
 
-def check_tasks(tasks: Any) -> None:
+def check_tasks(setting: str, tasks: Any) -> None:
     """Evaluations are tasks, by name."""
     if not isinstance(tasks, Mapping) or not tasks:
         raise ConfigError(
-            f'train.eval_tasks is a {type(tasks).__name__}: write '
-            "{'name': @CausalLM(), ...}, or None"
+            f'{setting} is {"empty" if tasks == {} else f"a {type(tasks).__name__}"}: write '
+            "{'name': @CausalLM(), ...}"
         )
-    check_objects(**{f'eval_tasks[{name!r}]': (task, Task) for name, task in tasks.items()})
+    for name, task in tasks.items():
+        check_object(f'{setting}[{name!r}]', task, Task)
 
 
 def check_evaluated(training: OpenTask, evaluated: Mapping[str, OpenTask]) -> None:
@@ -102,35 +170,58 @@ def check_finite(
             )
 
 
-def check_objects(**objects: tuple[Any, type]) -> None:
-    """Each setting of train() is an object of its type (`@Name` in a gin file is the class)."""
-    for name, (value, expected) in objects.items():
-        if not isinstance(value, expected):
-            what = f'the class {value.__name__}' if isinstance(value, type) else repr(value)
-            raise ConfigError(
-                f'train.{name} is {what}, no object of {expected.__name__}: in a gin file write '
-                f'@{getattr(value, "__name__", expected.__name__)}(), with the brackets'
-            )
+def check_objects(of: str, settings: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    """Each of these settings of a function is an object of its type."""
+    for name, kind in kinds.items():
+        check_object(f'{of}.{name}', settings[name], kind)
 
 
-def check_writable(model_dir: str) -> Path:
-    """The folder of model_dir, which may be unusable: that is found without creating it."""
-    if not isinstance(model_dir, str) or not model_dir.strip() or '://' in model_dir:
-        raise ConfigError(f'MODEL_DIR {model_dir!r} must be the path of a folder, local or mounted')
-    directory = Path(os.path.expanduser(model_dir))
-    existing = next(p for p in [directory, *directory.resolve().parents] if p.exists())
-    if not existing.is_dir():
-        raise ConfigError(f'MODEL_DIR {directory}: {existing} is a file, not a folder')
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f'MODEL_DIR {directory}: no permission to write in {existing}')
+def check_object(setting: str, value: Any, kind: type) -> None:
+    """A setting is an object of its type (`@Name` in a gin file is the class)."""
+    if not isinstance(value, kind):
+        raise ConfigError(
+            f'{setting} is {_shown(value)}, no object of {kind.__name__}: in a gin file write '
+            f'@{getattr(value, "__name__", kind.__name__)}(), with the brackets'
+        )
+
+
+def _shown(value: Any) -> str:
+    return f'the class {value.__name__}' if isinstance(value, type) else repr(value)
+
+
+def check_steps_left(restore: RestoreConfig, restored_step: int, total_steps: int) -> None:
+    """A run that begins with the checkpoint of another one goes beyond its step."""
+    if restored_step >= total_steps:
+        raise ConfigError(
+            f'total_steps is {total_steps}, but the checkpoint of {restore.setting} '
+            f'{restore.path} is of step {restored_step} already: steps count from the beginning '
+            'of that run, so train to '
+            f'{restored_step + total_steps} for {total_steps} steps more'
+        )
+
+
+def check_writable(setting: str, value: Any) -> Path:
+    """The folder that a setting names, which may be unusable: that is found without making it."""
+    if not isinstance(value, str) or not value.strip() or '://' in value:
+        raise ConfigError(f'{setting} {value!r} must be the path of a folder, local or mounted')
+    directory = Path(os.path.expanduser(value))
+    with failing_together():
+        existing = next(p for p in [directory, *directory.resolve().parents] if p.exists())
+        if not existing.is_dir():
+            raise ConfigError(f'{setting} {directory}: {existing} is a file, not a folder')
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(f'{setting} {directory}: no permission to write in {existing}')
     return directory
 
 
-def make_writable(directory: Path) -> None:
-    """Creates model_dir and proves that files can be written there."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise ConfigError(f'MODEL_DIR {directory} cannot be written: {error.strerror}') from error
+def make_writable(setting: str, directory: Path) -> None:
+    """Makes the folder that a setting names, and proves that files can be written there."""
+    with failing_together():
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f'{setting} {directory} cannot be written: {error.strerror}'
+            ) from error

@@ -207,7 +207,7 @@ class RunConsole:
         """Where the run's files are."""
         self.heading('files')
         width = max(map(len, files))
-        for what, path in files.items():
+        for what, path in ((what, path) for what, path in files.items() if path.exists()):
             self.say(f'{what:<{width}}  {path}')
 
     def sample(self, prompt: str, continuation: str) -> None:
@@ -232,8 +232,9 @@ def _sizes(shape: Sequence[int]) -> str:
 def _axes(layout: ArrayLayout) -> str:
     """`embed:data heads:model kv`: each logical axis with the mesh axes it is sharded over."""
     return ' '.join(
-        ':'.join([str(name), '+'.join(as_tuple(mesh_axes))]) if mesh_axes else str(name)
+        ':'.join(part for part in (named, '+'.join(as_tuple(mesh_axes))) if part) or '-'
         for name, mesh_axes in zip(layout.logical_axes, layout.spec, strict=True)
+        for named in [name if isinstance(name, str) else '']
     )
 
 

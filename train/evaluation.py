@@ -9,22 +9,27 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from typing import Any
 
-import flax.linen as nn
 import gin
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
-from partitioning import BasePartitioner, unbox
+from partitioning import BasePartitioner
 from train import checks
+from train.abstract import abstract_arrays, abstract_batch, compile_eval_step
 from train.checkpoints import RestoreConfig
 from train.console import RunConsole
-from train.data import Batch, EvaluationSet, Feed, FiniteBatches, Prefetch, Task, yardsticks
-from train.data.rows.open_task import features
-from train.errors import check_counts
-from train.machine import failing_together
+from train.data import (
+    Batch,
+    EvaluationSet,
+    Feed,
+    FiniteBatches,
+    Prefetch,
+    Task,
+    record,
+    yardsticks,
+)
+from train.machine import check_same_step, failing_together
 from train.metrics import MetricWriter
-from train.steps import make_eval_step
 
 EvalStep = Callable[[Any, Batch], dict[str, jax.Array]]
 
@@ -61,27 +66,13 @@ def evaluate_checkpoint(
     Raises:
       ConfigError, ValueError: settings that cannot be honoured, before anything is written.
     """
-    check_counts(batch_size=batch_size, sequence_length=sequence_length)
-    if eval_tokens is not None:
-        check_counts(eval_tokens=eval_tokens)
-    checks.check_objects(
-        model=(model, nn.Module),
-        partitioner=(partitioner, BasePartitioner),
-        restore=(restore, RestoreConfig),
-    )
-    checks.check_tasks(tasks)
-    directory, console = checks.check_writable(output_dir), RunConsole()
-
-    # ---- mesh
-    mesh, data_spec = partitioner.mesh, partitioner.data_partition_spec
-    checks.check_mesh(mesh)
-    checks.check_batch(partitioner, batch_size, 1)
-    console.mesh(mesh)
+    directory, console = checks.check_evaluation(locals()), RunConsole()
+    console.mesh(partitioner.mesh)
 
     # ---- input
-    for task in tasks.values():
-        checks.check_vocabulary(model, task.num_tokens)
     with console.tokenizing() as progress, failing_together():
+        for task in tasks.values():
+            checks.check_vocabulary(model, task.num_tokens)
         opened = {name: task.open(sequence_length, progress) for name, task in tasks.items()}
         evaluations = {name: task.evaluation(eval_tokens) for name, task in opened.items()}
         rows = {name: held_out.rows[0] for name, held_out in evaluations.items()}
@@ -93,29 +84,28 @@ def evaluate_checkpoint(
         console=console,
         prefetch=prefetch,
     )
-    saved, step = restore.find()
+    with failing_together():
+        folder, step = restore.find()
+        record.check_restored_tokenizer(folder, opened, restore.setting)
+    check_same_step(step)
+    saved = restore.open(folder)
 
     # ---- model, abstract, and its step
     tokens_BL = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
     named = jax.eval_shape(model.init, jax.random.key(0), tokens_BL)['params']
     resolved = partitioner.resolve(named)
-    abstract_params = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        unbox(named),
-        resolved.shardings,
-    )
-    eval_step = partitioner.compile(
-        partitioner.partition(make_eval_step(model), (resolved.mesh_axes, data_spec), None),
-        abstract_params,
-        abstract_batch(next(iter(rows.values())), batch_size, NamedSharding(mesh, data_spec)),
-    )
+    abstract_params = abstract_arrays(named, resolved)
+    batch = abstract_batch(next(iter(rows.values())), batch_size, partitioner)
+    eval_step = compile_eval_step(partitioner, model, resolved.mesh_axes, abstract_params, batch)
 
     # ---- the checkpoint, and its scores
     params = saved.restore_params(step, abstract_params)
     console.say(f'restored step {step} of {saved.directory}', style='bold')
-    checks.make_writable(directory)
-    checks.make_writable(directory / str(step))
-    with closing(MetricWriter(directory / str(step), step - 1)) as writer:
+    checks.make_writable('output_dir', directory)
+    checks.make_writable('output_dir', directory / str(step))
+    with failing_together():
+        metrics = MetricWriter(directory / str(step), step - 1)
+    with closing(metrics) as writer:
         scores = held_out.evaluate(eval_step, params, step)
         writer.write(step, scores)
         if jax.process_index() == 0:
@@ -181,11 +171,3 @@ def mean_scores(
     if num_bytes:
         scores['bits_per_byte'] = total['nats'] / math.log(2) / num_bytes
     return scores
-
-
-def abstract_batch(row: Mapping[str, Any], batch_size: int, sharding: NamedSharding) -> Any:
-    """ShapeDtypeStructs [batch, ...] of batches of such rows."""
-    return {
-        name: jax.ShapeDtypeStruct((batch_size, *shape), dtype, sharding=sharding)
-        for name, (shape, dtype) in features(dict(row)).items()
-    }

@@ -78,18 +78,19 @@ def failing_together() -> Iterator[None]:
     All processes enter it together; within it they do not wait for each other.
 
     Raises:
-      ConfigError: as within; on the other processes, naming the first that failed.
+      Exception: as within; on the other processes a ConfigError, naming the first that failed.
     """
     if jax.process_count() == 1:
         yield
         return
     from jax.experimental import multihost_utils
 
-    message, failure = b'', None
+    message: bytes = b''
+    failure: Exception | None = None
     try:
         yield
-    except ConfigError as error:
-        message, failure = str(error).encode() or b'?', error
+    except Exception as error:  # of any kind: the others would wait for this process for ever
+        message, failure = first_line(error).encode() or b'?', error
     told = np.zeros(LONGEST_MESSAGE, np.uint8)
     told[: len(message)] = np.frombuffer(message[:LONGEST_MESSAGE], np.uint8)
     messages = np.asarray(multihost_utils.process_allgather(told))
@@ -98,6 +99,24 @@ def failing_together() -> Iterator[None]:
     for process in np.flatnonzero(messages.any(axis=1)).tolist():
         said = messages[process].tobytes().rstrip(b'\0').decode(errors='replace')
         raise ConfigError(f'process {process} failed: {said}')
+
+
+def check_same_step(step: int) -> None:
+    """Each process goes on from the same checkpoint; all of them call this together.
+
+    Raises:
+      ConfigError: with the step that each process has found.
+    """
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    steps = np.asarray(multihost_utils.process_allgather(np.int32(step))).tolist()
+    if len(set(steps)) > 1:
+        raise ConfigError(
+            f'the processes find checkpoints of different steps, {steps} by process (0: none): the '
+            'same folder must be on all hosts'
+        )
 
 
 @contextlib.contextmanager

@@ -7,26 +7,24 @@ from collections.abc import Mapping
 from contextlib import closing
 from typing import Any
 
-import flax.linen as nn
 import gin
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 
 from partitioning import BasePartitioner, TrainState, check_fixed_point, unbox
 from partitioning.audit import audit_state
 from partitioning.plans import ResolvedPlan, save_plan
 from train import checks
+from train.abstract import abstract_arrays, abstract_batch, compile_eval_step
 from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig
 from train.console import RunConsole, Throughput
 from train.data import Feed, LocalBatches, Prefetch, Task, record
-from train.errors import check_counts
-from train.evaluation import HeldOut, abstract_batch
-from train.machine import asked_to_stop, failing_together
+from train.evaluation import HeldOut
+from train.machine import asked_to_stop, check_same_step, failing_together
 from train.metrics import MetricWriter
 from train.optimizers import Optimizer
 from train.sampling import SampleConfig, prompt_tokens, sample_text
-from train.steps import LossConfig, make_eval_step, make_train_step
+from train.steps import LossConfig, make_train_step
 
 
 @gin.configurable
@@ -87,46 +85,17 @@ def train(
       KeyboardInterrupt: a signal asked the run to stop; the step at hand is done and, where there
         is one process, saved.
     """
-    check_counts(
-        total_steps=total_steps,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        num_microbatches=num_microbatches,
-        log_period=log_period,
-    )
-    check_counts(least=0, eval_period=eval_period)
-    if eval_tokens is not None:
-        check_counts(eval_tokens=eval_tokens)
-    check_counts(least=0, seed=seed)
-    checks.check_objects(
-        model=(model, nn.Module),
-        partitioner=(partitioner, BasePartitioner),
-        optimizer=(optimizer, Optimizer),
-        task=(task, Task),
-        checkpoints=(checkpoints, CheckpointConfig),
-    )
-    given = {
-        'sample': (sample, SampleConfig),
-        'prefetch': (prefetch, Prefetch),
-        'restore': (restore, RestoreConfig),
-        'loss': (loss, LossConfig),
-    }
-    checks.check_objects(**{name: pair for name, pair in given.items() if pair[0] is not None})
-    if eval_tasks is not None:
-        checks.check_tasks(eval_tasks)
-    directory = checks.check_writable(model_dir)
+    directory = checks.check_training(locals())
     console = RunConsole()
 
     # ---- mesh
     mesh, data_spec = partitioner.mesh, partitioner.data_partition_spec
-    checks.check_mesh(mesh)
-    checks.check_batch(partitioner, batch_size, num_microbatches)
     console.mesh(mesh)
 
     # ---- input: rows at any place, of which each step reads its own
-    for one in (task, *(eval_tasks or {}).values()):
-        checks.check_vocabulary(model, one.num_tokens)
     with console.tokenizing() as progress, failing_together():
+        for one in (task, *(eval_tasks or {}).values()):
+            checks.check_vocabulary(model, one.num_tokens)
         opened = task.open(sequence_length, progress)
         evaluated = {'': opened}
         if eval_tasks:
@@ -140,12 +109,19 @@ def train(
     )
     record.check_same_everywhere(data | {'eval_tokens': eval_tokens})
     saved = Checkpoints(directory / 'checkpoints', checkpoints)
-    source, first_step = saved, saved.latest_step() or 0
-    if restore is not None and not first_step:
-        source, first_step = restore.find()
-    if source is saved and first_step:
-        for change in record.check_same_as_before(directory, data, first_step):
-            console.say(f'since this run began, {change}: the rows of its steps are others')
+    restored, changes = None, list[str]()
+    with failing_together():
+        first_step = saved.latest_step() or 0
+        if first_step:
+            changes = record.check_same_as_before(directory, data, first_step)
+        elif restore is not None:
+            restored, first_step = restore.find()
+            checks.check_steps_left(restore, first_step, total_steps)
+            record.check_restored_tokenizer(restored, {'': opened}, restore.setting)
+    check_same_step(first_step)
+    source = saved if restored is None or restore is None else restore.open(restored)
+    for change in changes:
+        console.say(f'since this run began, {change}: the rows of its steps are others')
     console.data(opened, evaluations, total_steps * batch_size / opened.rows_per_epoch)
     held_out = HeldOut(
         sets=evaluations,
@@ -155,9 +131,8 @@ def train(
         prefetch=prefetch,
     )
     prompt = None if sample is None else prompt_tokens(sample, opened.tokenizer)
-
     layout = partitioner.get_data_layout(batch_size)
-    batch = abstract_batch(rows[0], batch_size, NamedSharding(mesh, data_spec))
+    batch = abstract_batch(rows[0], batch_size, partitioner)
 
     # ---- model and optimizer, abstract: which arrays there are, and where each of them goes
     tx = optimizer.build()
@@ -173,11 +148,7 @@ def train(
     audit = audit_state(named, resolved)
     console.layouts([row for row in audit.arrays if row.category == 'parameters'])
     console.audit(audit)
-    abstract_state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        unbox(named),
-        resolved.shardings,
-    )
+    abstract_state = abstract_arrays(named, resolved)
 
     # ---- steps, compiled before anything is written, and once
     started = time.perf_counter()
@@ -199,15 +170,11 @@ def train(
         abstract_state,
         batch,
     )
-    eval_step = partitioner.compile(
-        partitioner.partition(make_eval_step(model), (axes.params, data_spec), None),
-        abstract_state.params,
-        batch,
-    )
+    eval_step = compile_eval_step(partitioner, model, axes.params, abstract_state.params, batch)
     console.say(f'compiled train and eval steps in {time.perf_counter() - started:.1f} s')
 
     # ---- state: the newest checkpoint, that of another run, or parameters born on their devices
-    checks.make_writable(directory)
+    checks.make_writable('MODEL_DIR', directory)
     if first_step:
         state = source.restore(first_step, abstract_state)
         verb = 'resumed' if source is saved else 'restored'
@@ -215,19 +182,25 @@ def train(
     else:
         state = partitioner.partition(lambda k: unbox(init(k)), (None,), axes)(key)
     check_fixed_point(state, axes, mesh)
-    if jax.process_index() == 0:
-        (directory / 'config.gin').write_text(gin.operative_config_str())
-        (directory / 'model-info.txt').write_text(str(audit))
-        save_plan(ResolvedPlan.of(resolved), directory / 'plan.json')
-        record.write_record(directory, data)
-    writer = MetricWriter(directory, first_step)
+    with failing_together():
+        if jax.process_index() == 0:
+            (directory / 'config.gin').write_text(gin.operative_config_str())
+            (directory / 'model-info.txt').write_text(str(audit))
+            save_plan(ResolvedPlan.of(resolved), directory / 'plan.json')
+            record.write_record(directory, data)
+        writer = MetricWriter(directory, first_step)
     if writer.num_dropped:
         console.say(f'dropped {writer.num_dropped} records of metrics after step {first_step}')
 
-    # ---- loop
+    # ---- nothing left to do: the scores, and no step of the loop
     if first_step >= total_steps:
-        console.say(f'nothing left to train: total_steps is {total_steps}; a larger one goes on')
-        held_out.evaluate(eval_step, state.params, first_step)
+        console.say(
+            f'nothing left to train: total_steps is {total_steps}, and the checkpoint of step '
+            f'{first_step}; a larger one goes on'
+        )
+        writer.write(first_step, held_out.evaluate(eval_step, state.params, first_step))
+
+    # ---- loop
     # Whatever ends the loop, a save that has begun is finished.
     with (
         closing(saved),

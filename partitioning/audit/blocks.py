@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import numbers
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -190,12 +191,12 @@ def visualize_sharding(
       The picture, for `print`, `rich.print`, notebooks, and `figure()`.
 
     Raises:
-      ValueError: `x` does not say its sharding; a sharding that the array cannot have, or that is
-        over no devices; `dims` that are not two different dimensions.
+      ValueError: `x` is no array and no shape, or does not say its sharding; a sharding that the
+        array cannot have, or that is over no devices; `dims` that are not two different dimensions.
       RuntimeError: `png` without matplotlib.
     """
     array = array_of(x)
-    shape = tuple(x) if isinstance(x, tuple | list) else shape_of(array)
+    shape = _shape(x, array)
     sharding = getattr(array, 'sharding', None) if sharding is None else sharding
     if not isinstance(sharding, Sharding):
         raise ValueError(
@@ -257,12 +258,35 @@ def _style(color: Color) -> str:
     return f'{"white" if is_dark(color) else "black"} on rgb({red},{green},{blue})'
 
 
+def _shape(x: Any, array: Any) -> tuple[int, ...]:
+    """The shape of an array, or one that is given."""
+    if hasattr(x, 'unpadded'):
+        raise ValueError(
+            f'a {type(x).__name__} is in tiles that end in padding: draw its .array with the '
+            'padding, or .unpadded() without'
+        )
+    given = isinstance(x, tuple | list)
+    if not given and not hasattr(array, 'shape'):
+        raise ValueError(f'{x!r} is no array and no shape, which is a tuple: (8, 4)')
+    shape = tuple(x) if given else shape_of(array)
+    # jax keeps what it makes of a shape, and takes 8 for 8.0 from then on.
+    if not all(_is_whole(size) and size >= 0 for size in shape):
+        raise ValueError(f'shape {shape} must be whole numbers of 0 or more')
+    return tuple(map(int, shape))
+
+
+def _is_whole(x: object) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
 def _drawn(
     shape: tuple[int, ...], blocks: Sequence[Block], dims: Sequence[int] | None
 ) -> tuple[int | None, int | None]:
     """The dimensions that are drawn downwards and to the right."""
     rank = len(shape)
     if dims is not None:
+        if not isinstance(dims, Sequence) or not all(map(_is_whole, dims)):
+            raise ValueError(f'dims={dims!r} must be the numbers of two dimensions, such as (0, 1)')
         chosen = [dim + rank if dim < 0 else dim for dim in dims]
         if len(set(chosen)) != 2 or len(chosen) != 2 or not {*chosen} <= {*range(rank)}:
             raise ValueError(

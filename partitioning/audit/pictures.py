@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from partitioning.audit.blocks import Panel, Range, ShardingPicture, is_dark, place_str
-from partitioning.audit.report import CATEGORIES, Audit
+from partitioning.audit.report import CATEGORIES, Audit, check_bytes
 from partitioning.rules import describe_axes
 
 if TYPE_CHECKING:
@@ -82,12 +82,17 @@ def draw_audit(
       The matplotlib Figure.
 
     Raises:
+      TypeError: `audit` is none.
       ValueError: `budget` is no number of bytes above 0.
       RuntimeError: matplotlib is not installed.
     """
-    number = isinstance(budget, int | float) and not isinstance(budget, bool)
-    if budget is not None and not (number and budget > 0):
-        raise ValueError(f'budget={budget!r} must be a number of bytes above 0')
+    if not isinstance(audit, Audit):
+        raise TypeError(
+            f'draw_audit takes an Audit, not a {type(audit).__name__}: give it '
+            'partitioner.audit(state)'
+        )
+    if budget is not None:
+        check_bytes(budget)
     ids = sorted(audit.bytes_by_device)
     figure = _figure((min(max(0.3 * len(ids) + 1.2, 5.0), 9.0), 3.4))
     plot = figure.add_subplot()

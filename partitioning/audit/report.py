@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
+import numbers
 from collections.abc import Iterable
 from typing import Any
 
@@ -79,15 +81,14 @@ class Audit:
 
     def check_budget(self, budget: float) -> None:
         """Raises ValueError where a device holds more than `budget` bytes, and says of what."""
-        if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0:
-            raise ValueError(f'budget={budget!r} must be a number of bytes above 0')
+        check_bytes(budget)
         if self.bytes_per_device <= budget:
             return
         largest = sorted(self.arrays, key=lambda row: -row.bytes_per_device)[:3]
         rows = ', '.join(f'{row.path} {row.bytes_per_device:,}' for row in largest)
         raise ValueError(
             f'a device would hold {self.bytes_per_device:,} bytes, '
-            f'{self.bytes_per_device - budget:,.0f} more than the budget of {budget:,.0f}: '
+            f'{self.bytes_per_device - budget:,.0f} more than the budget of {float(budget):,.0f}: '
             f'{", ".join(f"{name} {held:,}" for name, held in self.by_category.items())}; the '
             f'largest arrays: {rows}. {self._way_out()}'
         )
@@ -153,6 +154,13 @@ def audit_state(state: Any, resolved: ResolvedState, *, budget: float | None = N
     if budget is not None:
         audit.check_budget(budget)
     return audit
+
+
+def check_bytes(budget: Any) -> None:
+    """Raises ValueError for a budget that is no number of bytes above 0."""
+    number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
+    if not number or not 0 < budget < math.inf:
+        raise ValueError(f'budget={budget!r} must be a number of bytes above 0')
 
 
 def _bytes(rows: Iterable[ArrayLayout]) -> collections.Counter[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 from absl import logging
@@ -206,6 +207,24 @@ class PjitPartitioner(BasePjitPartitioner):
         return self._given_rules.with_rules(
             [_over_slices(rule, slices) for rule in self._given_rules]
         )
+
+    def with_rules(self, logical_axis_rules: LogicalAxisRules) -> Self:
+        """The same partitioner with other rules: its class, mesh, plan and policies stay.
+
+        Args:
+          logical_axis_rules: as of the constructor.
+        """
+        rules = self._as_rules(logical_axis_rules)
+        kept = {'mesh': self.mesh, '_local_chunker': self._local_chunker}
+        other = copy.copy(self)
+        for name in list(vars(other)):
+            # Whatever else is cached, a subclass's too, may have been made of the rules.
+            if name not in kept and isinstance(
+                getattr(type(self), name, None), functools.cached_property
+            ):
+                delattr(other, name)
+        other._given_rules = rules
+        return other
 
     @property
     def _axes_in_use(self) -> list[str]:

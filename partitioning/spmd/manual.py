@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from partitioning.mesh.checks import as_tuple_of
 from partitioning.rules import describe_axes
-from partitioning.spmd.mark import mark_sharding
+from partitioning.spmd.mark import check_array, check_divisible, mark_sharding
 from partitioning.spmd.meshes import mesh_or_global
 from partitioning.spmd.padded import PaddedArray
 from partitioning.spmd.partition_spec import SpecLike, resolve_partition_spec, ways_of
@@ -68,7 +68,8 @@ class ManualShards:
         Raises:
           ValueError: the results differ along a mesh axis that does not divide the array they
             make (reduce over it, or let it divide one); they are not one array of the rank of
-            `partition_spec`; `others` are no ManualShards of this mesh.
+            `partition_spec`; a collective over an axis that the mesh lacks; `others` are no
+            ManualShards of this mesh.
         """
         for number, other in enumerate(others):
             _check_other(number, other, self.mesh)
@@ -94,15 +95,10 @@ class ManualShards:
         )
         try:
             array = jax.jit(run)(*(operand.array for operand in operands))
-        except ValueError as error:
-            if 'require replication' not in str(error):
+        except (ValueError, AssertionError, NameError) as error:
+            if (message := _explained(error, self.mesh, spec)) is None:
                 raise
-            raise ValueError(
-                f'partition spec {tuple(spec)} leaves out axes of the mesh '
-                f'{describe_axes(self.mesh.shape)} along which the results differ, or may: reduce '
-                'over them in the function (jax.lax.psum, pmean, ...), or name them in '
-                'partition_spec='
-            ) from error
+            raise ValueError(message) from error
         return ManualShards(array=array, mesh=self.mesh, spec=spec)
 
 
@@ -130,9 +126,10 @@ def enable_manual_sharding(t: Any, mesh: Mesh | None, partition_spec: SpecLike) 
             if isinstance(t, PaddedArray)
             else 'these are ManualShards already'
         )
-    array = mark_sharding(t, mesh, partition_spec)
-    spec = resolve_partition_spec(mesh, partition_spec, array.ndim)
-    return ManualShards(array=array, mesh=mesh, spec=spec)
+    shape = check_array(t)
+    spec = resolve_partition_spec(mesh, partition_spec, len(shape))
+    check_divisible(shape, mesh, spec, "or give it mark_sharding(..., on_indivisible='pad').array")
+    return ManualShards(array=mark_sharding(t, mesh, spec), mesh=mesh, spec=spec)
 
 
 def disable_manual_sharding(
@@ -159,6 +156,26 @@ def disable_manual_sharding(
             f'{tuple(full_shape)}'
         )
     return shards.array
+
+
+def _explained(error: Exception, mesh: Mesh, spec: PartitionSpec) -> str | None:
+    """What an error of jax means here, with the way out; None: it says so itself."""
+    axes = describe_axes(mesh.shape)
+    if isinstance(error, ValueError) and 'require replication' in str(error):
+        return (
+            f'partition spec {tuple(spec)} leaves out axes of the mesh {axes} along which the '
+            'results differ, or may: reduce over them in the function (jax.lax.psum, pmean, ...), '
+            'or name them in partition_spec=. Instead of an all-gather, disable_manual_sharding '
+            'and mark_sharding with None in their places'
+        )
+    if isinstance(error, NameError) and 'unbound axis name' in str(error):
+        return f'{error} The mesh is {axes}'
+    if isinstance(error, AssertionError) and not error.args:  # some collectives of jax say no more
+        return (
+            'an assertion without a text fails in the function: one of its own, or that of jax '
+            f'for a collective over an axis that the mesh {axes} lacks'
+        )
+    return None
 
 
 def _check_other(number: int, other: Any, mesh: Mesh) -> None:

@@ -76,9 +76,10 @@ def mark_sharding(
     shape = check_array(array)
     spec = resolve_partition_spec(mesh, partition_spec, len(shape))
     ways = ways_of(mesh, spec)
-    uneven = [dim for dim, (size, n) in enumerate(zip(shape, ways, strict=True)) if size % n]
-    if uneven and on_indivisible == 'error':
-        raise ValueError(_indivisible(uneven[0], shape, spec, ways))
+    uneven = uneven_dims(shape, ways)
+    if on_indivisible == 'error':
+        way_out = "or mark_sharding with on_indivisible='pad' or 'replicate'"
+        check_divisible(shape, mesh, spec, way_out)
     if uneven and on_indivisible == 'pad':
         padded = pad_to_multiple(array, ways)
         return PaddedArray(array=_lay_out(padded, NamedSharding(mesh, spec)), shape=shape)
@@ -130,6 +131,29 @@ def check_array(t: Any) -> tuple[int, ...]:
     )
 
 
+def check_divisible(shape: Sequence[int], mesh: Mesh, spec: PartitionSpec, way_out: str) -> None:
+    """Raises ValueError where the axes of a resolved spec do not divide a size.
+
+    Args:
+      way_out: what else to do where this is called, `or ...`.
+    """
+    ways = ways_of(mesh, spec)
+    for dim in uneven_dims(shape, ways)[:1]:
+        size, n = shape[dim], ways[dim]
+        below = size // n * n
+        fits = f'{below} or {below + n}' if below else n
+        axes = f'axes {spec[dim]}' if isinstance(spec[dim], tuple) else f'axis {spec[dim]!r}'
+        raise ValueError(
+            f'dimension {dim} of shape {tuple(shape)}: {size} does not divide by {n}, the size of '
+            f'mesh {axes}. Use {fits}, {way_out}'
+        )
+
+
+def uneven_dims(shape: Sequence[int], ways: Sequence[int]) -> list[int]:
+    """The dimensions whose sizes do not divide by their ways."""
+    return [dim for dim, (size, n) in enumerate(zip(shape, ways, strict=True)) if size % n]
+
+
 def _lay_out(t: Any, sharding: NamedSharding) -> jax.Array:
     if not isinstance(t, jax.core.Tracer):
         # Within a trace this is an operation of the program, whose result XLA lays out as it likes.
@@ -163,14 +187,3 @@ def _unconstrained(t: jax.Array) -> jax.Array:
         raise ValueError('an array inside a shard_map is the block of one device, without a layout')
     free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * t.ndim)
     return jax.lax.with_sharding_constraint(t, NamedSharding(mesh, free))
-
-
-def _indivisible(dim: int, shape: Sequence[int], spec: PartitionSpec, ways: Sequence[int]) -> str:
-    size, n = shape[dim], ways[dim]
-    below = size // n * n
-    fits = f'{below} or {below + n}' if below else n
-    axes = f'axes {spec[dim]}' if isinstance(spec[dim], tuple) else f'axis {spec[dim]!r}'
-    return (
-        f'dimension {dim} of shape {tuple(shape)}: {size} does not divide by {n}, the size of mesh '
-        f"{axes}. Use {fits}, or mark_sharding with on_indivisible='pad' or 'replicate'"
-    )

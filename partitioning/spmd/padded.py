@@ -19,8 +19,8 @@ class PaddedArray:
     """An array in equal tiles, the last of them filled up with zeros.
 
     jax lays out no array whose size its mesh axes do not divide; torch_xla pads it, and so does
-    this, where it can be seen. A pytree, so it passes jit's door as it is; reductions over `array`
-    see the zeros.
+    this, where it can be seen. A pytree, so it passes jit's door as it is. Its one leaf is `array`:
+    jax.tree.map changes the padding too, and reductions over `array` see it.
 
     Attributes:
       array: the padded jax.Array.
@@ -29,6 +29,16 @@ class PaddedArray:
 
     array: Any
     shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> Any:
+        """The type of the array."""
+        return self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """How many dimensions the array has."""
+        return len(self.shape)
 
     def unpadded(self) -> jax.Array:
         """The array of `shape`, no longer sharded along the dimensions that were padded.

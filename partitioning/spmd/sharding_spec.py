@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.layout import local_to_global
 from partitioning.rules import nearest
-from partitioning.spmd.mark import check_array, mark_sharding
+from partitioning.spmd.mark import check_array, check_divisible, mark_sharding
 from partitioning.spmd.meshes import mesh_or_global
 from partitioning.spmd.partition_spec import SpecLike, resolve_partition_spec
 
@@ -78,6 +78,12 @@ class ShardingSpec:
                 f'{tuple(self.partition_spec)} is for rank {len(self.partition_spec)}'
             )
         if not self.minibatch:
+            check_divisible(
+                check_array(t),
+                self.mesh,
+                self.partition_spec,
+                'drop or fill up a last batch that is too small, or write None for the dimension',
+            )
             return mark_sharding(t, self.mesh, self.partition_spec)
         if isinstance(t, jax.core.Tracer):
             raise ValueError(

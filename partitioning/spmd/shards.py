@@ -29,12 +29,14 @@ class LocalShard:
       index: where the tile is in the array, for each dimension; without the padding, so a tile of
         nothing else has an empty slice.
       replica_id: number of the device among those that hold the same tile.
+      global_shape: of the array, without padding.
     """
 
     device_id: int
     data: jax.Array = dataclasses.field(repr=False)
     index: tuple[slice, ...]
     replica_id: int
+    global_shape: tuple[int, ...]
 
     @property
     def unpadded_data(self) -> jax.Array:
@@ -73,6 +75,7 @@ def local_shards(x: jax.Array | PaddedArray) -> tuple[LocalShard, ...]:
                 )
             ),
             replica_id=shard.replica_id,
+            global_shape=tuple(shape),
         )
         for shard in array.addressable_shards
     )
@@ -95,15 +98,16 @@ def global_from_shards(
         ids, or LocalShards in any order. All have the same shape, padding included.
       mesh: the mesh; None for the global one.
       partition_spec: for each dimension a mesh dimension or name, a tuple of them, or None.
-      global_shape: shape of the array; by default all of what the shards make. A smaller one says
-        that the last tiles end in padding.
+      global_shape: shape of the array; by default what LocalShards say, or all of what the shards
+        make. A smaller one says that the last tiles end in padding.
 
     Returns:
       The array; a PaddedArray where its shards end in padding.
 
     Raises:
       ValueError: too few shards or too many; shards whose shapes or types differ, or that cannot
-        make `global_shape`; devices that should hold the same tile and do not.
+        make `global_shape`; devices that should hold the same tile and do not; LocalShards of
+        arrays of several shapes, or of another than `global_shape`.
     """
     mesh = mesh_or_global(mesh)
     mine: list[JaxDevice] = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
@@ -112,7 +116,8 @@ def global_from_shards(
         raise ValueError(
             f'process {jax.process_index()} holds no device of the mesh {describe_axes(mesh.shape)}'
         )
-    blocks = _in_order(shards, [device.id for device in devices])
+    blocks, said = _in_order(shards, [device.id for device in devices])
+    global_shape = _one_shape(said, global_shape)
     tile = _check_alike(blocks)
     spec = resolve_partition_spec(mesh, partition_spec, len(tile))
     ways = ways_of(mesh, spec)
@@ -125,8 +130,8 @@ def global_from_shards(
     return array if shape == padded else PaddedArray(array=array, shape=shape)
 
 
-def _in_order(shards: Sequence[Any], ids: list[int]) -> list[Any]:
-    """The data of the shards, in the order of the devices."""
+def _in_order(shards: Sequence[Any], ids: list[int]) -> tuple[list[Any], list[Any]]:
+    """The data of the shards, in the order of the devices, and the shapes that LocalShards say."""
     if isinstance(shards, PaddedArray | np.ndarray | jax.Array | str | dict):
         raise ValueError(
             f'shards must be a sequence with one array for each of the {len(ids)} devices of this '
@@ -140,18 +145,35 @@ def _in_order(shards: Sequence[Any], ids: list[int]) -> list[Any]:
         )
     known = [isinstance(block, LocalShard) for block in blocks]
     if not any(known):
-        return [block if isinstance(block, jax.Array) else np.asarray(block) for block in blocks]
+        return [x if isinstance(x, jax.Array) else np.asarray(x) for x in blocks], []
     if not all(known):
         raise ValueError(
             f'{sum(known)} of {len(known)} shards are LocalShards, the others arrays: give either'
         )
-    of_device = {shard.device_id: shard.data for shard in blocks}
+    of_device = {shard.device_id: shard for shard in blocks}
     if sorted(of_device) != ids:
         raise ValueError(
             f'shards of devices {sorted(shard.device_id for shard in blocks)} for a mesh whose '
             f'devices in this process are {ids}'
         )
-    return [of_device[number] for number in ids]
+    ordered = [of_device[number] for number in ids]
+    return [shard.data for shard in ordered], [shard.global_shape for shard in ordered]
+
+
+def _one_shape(
+    said: Sequence[tuple[int, ...]], global_shape: Sequence[int] | None
+) -> Sequence[int] | None:
+    """The shape of the array, by all LocalShards the same, and by what is given."""
+    given = [] if global_shape is None else [as_tuple_of(global_shape, 'global_shape')]
+    shapes = {*said, *given}
+    if said and len(shapes) > 1:
+        by_shards = ', '.join(map(str, sorted({*said})))
+        wanted = f', and global_shape is {given[0]}' if given else ''
+        raise ValueError(
+            f'the shards are of arrays of shape {by_shards}{wanted}: give those of one array, or '
+            'the data of each, in the order of the device ids'
+        )
+    return next(iter(shapes), None)
 
 
 def _check_alike(blocks: Sequence[Any]) -> tuple[int, ...]:

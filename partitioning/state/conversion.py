@@ -1,6 +1,7 @@
 """One carrier of axis names into another: linen's boxes, nnx's variables, T5X's `params_axes`.
 
-A module of its own because it imports flax. Each function takes any of the three.
+A module of its own because it imports flax. Each function takes any of the three, and of dicts
+those of collections, `{'params': ...}`: one that has no collection known to nnx is a ValueError.
 """
 
 from __future__ import annotations
@@ -143,6 +144,11 @@ def _read(tree: Any) -> list[_Array]:
             f"{type(tree).__name__} is neither a dict of collections, as linen's init gives it, "
             'nor an nnx.State, as nnx.state(model) does'
         )
+    if tree and not any(map(_is_collection, tree)):
+        raise ValueError(
+            f"{', '.join(map(str, list(tree)[:3]))}: none of these is a collection of linen's. "
+            "Give all variables, {'params': ...}, not those of one collection"
+        )
     flat = flatten_dict(tree, is_leaf=lambda _, x: is_carrier(x))
     for keys, x in flat.items():
         _check_carrier('/'.join(map(str, keys)), x)
@@ -153,6 +159,15 @@ def _read(tree: Any) -> list[_Array]:
         for keys, (path, x) in zip(flat, entries, strict=True)
         if not is_metadata(x)
     ]
+
+
+def _is_collection(name: Any) -> bool:
+    """Whether nnx has a type of variables for what may be a collection of linen's."""
+    try:
+        nnx.variable_type_from_name(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _of_collection(keys: Keys, x: Any, said: Parameter | None) -> _Array:

@@ -157,7 +157,7 @@ def test_the_context_of_old_is_an_error():
 
 @MESHES
 def test_what_an_array_cannot_have(axis_type):
-    """jax would leave out the constraint in jit, over Auto axes, and raise an error of its own else."""
+    """jax would leave the constraint out in jit, and otherwise raise errors of its own."""
     with jax.set_mesh(mesh_of(axis_type)):
         for spec, message in (
             (P('data'), r'9 does not divide by 4.*8 or 12'),

@@ -551,6 +551,36 @@ def test_a_macro_of_another_scope_has_no_value(refusal, text):
     assert 'has no value' in message
 
 
+SCOPED = """
+    a/b/TextFiles.pattern = 'x'
+    a/CausalLM.source = @a/b/TextFiles()
+    a/TextFiles.root = 'y'
+    train.task = @a/CausalLM()
+"""
+
+
+def test_a_scope_that_a_reference_enters_takes_bindings_of_anything(load):
+    load(SCOPED, "a/JsonLines.field='text'")
+    with gin.config_scope('a/b'):
+        source = gin.get_configurable(TextFiles)()
+    assert (source.pattern, source.root) == ('x', 'y')
+
+
+@pytest.mark.parametrize('scope', ['a/c', 'b', 'a/b/c'])
+def test_a_scope_that_nothing_enters_is_refused(refusal, scope):
+    message = refusal(SCOPED + f"    {scope}/TextFiles.exclude = 'z'\n")
+    assert f'no reference enters the scope {scope!r}' in message
+    assert ':6: ' in message
+
+
+def test_modules_of_the_users_own_may_enter_scopes(load, refusal, intruder):
+    text = 'import intruder\n' + textwrap.dedent(SCOPED)
+    load(text + "entirely/TextFiles.exclude = 'z'\n", allow=['intruder'])
+    assert "Did you mean 'a/b'" in refusal(
+        text + "a/bb/TextFiles.exclude = 'z'\n", allow=['intruder']
+    )
+
+
 def test_a_macro_may_be_set_by_its_long_name(load):
     load('A/macro.value = 3\ntrain.seed = %A\n')
     assert seed() == 3

@@ -196,8 +196,9 @@ def test_parameters_of_another_size_are_not_restored(pretrain, load, tmp_path):
         *('finetune', f"MODEL_DIR='{tmp_path}/tuned'", path, 'TRAIN_STEPS=2', 'BATCH_SIZE=8'),
         'network.TransformerConfig.mlp_dim=128',
     )
-    with pytest.raises(ConfigError, match=r'mlp/down: \(64, 32\) float32 in the checkpoint'):
+    with pytest.raises(ConfigError, match=r'mlp/down: \(64, 32\) float32 in the ch') as error:
         tune()
+    assert 'or another utils.RestoreCheckpointConfig.path' in str(error.value)
     path = [f"CHECKPOINT_PATH='{tmp_path}/model'", f"EVAL_OUTPUT_DIR='{tmp_path}/scores'"]
     path += ["utils.RestoreCheckpointConfig.mode='latest'"]
     with pytest.raises(ConfigError, match=r'(?s)mlp/down: \(64, 32\).*\(128, 32\) float32'):
@@ -208,7 +209,8 @@ def test_parameters_of_another_size_are_not_restored(pretrain, load, tmp_path):
 @pytest.mark.parametrize(
     'path, mode, said',
     [
-        ('nowhere', 'latest', 'nowhere: there is no such folder'),
+        ('nowhere', 'latest', r'RestoreCheckpointConfig\.path \S+nowhere: there is no such folder'),
+        ('model/checkpoint_20', 'specific', r'as in T5X.* is \S+/model/checkpoints/20$'),
         ('model', 'specific', "is no checkpoint.*use mode 'latest'"),
         (
             'model/checkpoints/7',
@@ -270,6 +272,12 @@ def lines(text):
         ('utils.DatasetConfg.pack = True', "Did you mean 'DatasetConfig'?"),
         ('util.DatasetConfig.pack = True', "Did you mean 'utils'?"),
         ('partitioning.PjitPartitoner.num_partitions = 1', "Did you mean 'PjitPartitioner'?"),
+        (
+            'partitioning.ModelBasedPjitPartitioner.num_partitions = 1',
+            'write partitioning.PjitPartitioner',
+        ),
+        ('trian/utils.DatasetConfig.batch_size = 64', "Did you mean 'train'?"),
+        ('somewhere/utils.DatasetConfig:\n  batch_size = 64', 'no reference enters'),
         ('train_script.train.total_steps = %TRAIN_STEP', "Did you mean 'TRAIN_STEPS'?"),
         ('from t5x import utils', 'from train.t5x import configs as utils'),
         ('import seqio', 'from train.t5x import seqio'),
@@ -294,6 +302,7 @@ def test_a_wrong_name_says_the_nearest_right_one(files, tmp_path, line, said):
     [
         ('utils.SaveCheckpointConfig.perid=1', "Did you mean 'period'?"),
         ('train/utils.DatasetConfig.shufle=True', "Did you mean 'shuffle'?"),
+        ('trian/utils.DatasetConfig.batch_size=64', "Did you mean 'train'?"),
         ('TRAIN_STEP=1', "Did you mean 'TRAIN_STEPS'?"),
     ],
 )

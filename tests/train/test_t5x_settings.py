@@ -1,5 +1,6 @@
 """Each setting of T5X is honoured or refused by name; and what this trainer has got for them."""
 
+import functools
 import re
 
 import jax
@@ -17,6 +18,7 @@ from partitioning import (
     standard_logical_axis_rules,
     unbox,
 )
+from partitioning.plans import ResolvedPlan
 from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.data import ByteTokenizer, CausalLM, Mixture, TextFiles
 from train.errors import ConfigError
@@ -56,6 +58,7 @@ REFUSED = {
         ('train_eval_dataset_cfg=@utils.DatasetConfig', 'with the brackets'),
         ('infer_eval_dataset_cfg=@utils.DatasetConfig', 'with the brackets'),
         ('checkpoint_cfg=None', 'write @utils.CheckpointConfig(), with the brackets'),
+        ("actions={'TRAIN': @trainer.TerminateOnNanAction()}", 'it must be a list'),
         ('eval_period=-1', 'at least 0'),
         ('eval_steps=0', 'at least 1'),
         ('stats_period=0', 'at least 1'),
@@ -133,6 +136,9 @@ REFUSED = {
     'network.DecoderWrapper': [('config=@network.TransformerConfig', 'with the brackets')],
     'network.TransformerConfig': [
         ("mlp_activations=('gelu',)", "('silu', 'linear')"),
+        ('mlp_activations=()', "('silu', 'linear')"),
+        ('mlp_activations=3', "('silu', 'linear')"),
+        ("mlp_activations=('gelu', 'linear', 'linear')", "('silu', 'linear')"),
         ("dtype='float16'", "'bfloat16'"),
         ('dropout_rate=1.0', 'dropout_rate'),
         ('head_dim=7', 'head_dim'),
@@ -141,11 +147,28 @@ REFUSED = {
         ('learning_rate=0.1', 'trainer.Trainer.learning_rate_fn'),
         ('multiply_by_parameter_scale=3', 'for all parameters or for none'),
         ('epsilon2=0.01', 'write adafactor.Adafactor.epsilon2 = 0.001'),
+        ('beta1=1.0', 'a number in [0, 1) or None'),
+        ("beta1='0.9'", 'a number in [0, 1) or None'),
+        ('decay_rate=0', 'a number in (0, 1]'),
+        ('decay_rate=None', 'a number in (0, 1]'),
+        ('clipping_threshold=0.0', 'a number in (0, inf) or None'),
+        ('clipping_threshold=True', 'a number in (0, inf) or None'),
+        ('weight_decay_rate=-0.1', 'a number in [0, inf) or None'),
+        ('epsilon1=-1e-30', 'a number in (0, inf)'),
+        ('global_norm_clip_threshold=0', 'a number in (0, inf) or None'),
+        ('step_offset=1.5', 'at least 0'),
+        ('min_dim_size_to_factor=0', 'at least 1'),
+        ("factored='yes'", 'write adafactor.Adafactor.factored = True'),
+        ("dtype_momentum='int8'", "write 'float32'"),
+        ("dtype_momentum='float33'", "write 'float32'"),
         ("factor_map={'a': 1}", 'leave it out'),
         ("logical_factor_rules={'embed': 'row'}", 'leave it out'),
         ('weight_decay_rate_lr_exponent=1.0', 'leave it out'),
         ('max_parameter_scale=2.0', 'leave it out'),
         ('skip_nan_updates=True', 'leave it out'),
+    ],
+    'partitioning.PjitPartitioner': [
+        ('params_on_devices=False', 'so leave it out'),
     ],
     'adafactor.standard_logical_factor_rules': [("rules={'embed': 'row'}", 'leave it out')],
 }
@@ -248,6 +271,57 @@ def test_kv_heads_follow_the_heads():
         assert made.rule_set.optimizer_rules == given.rule_set.optimizer_rules
         assert made.data_partition_spec == given.data_partition_spec
         assert network.with_kv_heads(made) is made
+
+
+class _Named(PjitPartitioner):
+    """A user's own, with a state of its own and something of its own that the rules decide."""
+
+    name = 'none'
+
+    @functools.cached_property
+    def names(self):
+        return [name for name, _ in self.logical_axis_rules]
+
+
+def test_a_partitioner_with_other_rules_is_the_same_otherwise():
+    """Its class, what it has been given since, its mesh, its policies and its plan."""
+    given = _Named(num_partitions=2, logical_axis_rules=[('heads', 'model'), ('batch', 'data')])
+    given.name, given.params_on_devices = 'mine', False
+    assert given.names == ['heads', 'batch'] and given.data_mesh_size == 4
+    other = given.with_rules([('batch', ('data', 'model')), ('kv', None)])
+    assert type(other) is _Named and other.name == 'mine' and not other.params_on_devices
+    assert other.mesh is given.mesh
+    assert other.names == ['batch', 'kv'] and other.data_mesh_size == 8
+    assert [name for name, _ in other.rule_set.rules] == ['batch', 'kv']
+    assert given.names == ['heads', 'batch'] and given.data_mesh_size == 4
+    with pytest.raises(ValueError, match='is no rule'):
+        given.with_rules([('a', 'b', 'c')])
+
+
+def test_kv_heads_keep_a_plan():
+    params = {'w': jax.ShapeDtypeStruct((8, 8), np.float32)}
+    rules = [('heads', 'model'), ('batch', 'data')]
+    named = PjitPartitioner(
+        num_partitions=2,
+        logical_axis_rules=rules,
+        params_axes_names_override=[('w', ('heads', 'batch'))],
+    )
+    plan = ResolvedPlan.of(named.resolve(params))
+    other = [('heads', None), ('batch', 'data')]
+    made = network.with_kv_heads(
+        PjitPartitioner(mesh=named.mesh, logical_axis_rules=other, plan=plan)
+    )
+    assert ('kv_heads', None) in tuple(made.logical_axis_rules)
+    assert made.get_mesh_axes(params)['w'] == jax.sharding.PartitionSpec('model', 'data')
+
+
+def test_one_path_may_be_a_list_of_one():
+    for path in ('/one/path', ['/one/path'], ('/one/path',)):
+        restore = configs.RestoreCheckpointConfig(path=path).translated()
+        assert restore.path == '/one/path'
+        assert restore.setting == 'utils.RestoreCheckpointConfig.path'
+    for none in (None, '', [], ['']):
+        assert configs.RestoreCheckpointConfig(path=none).translated() is None
 
 
 # What training minimizes.

@@ -39,6 +39,8 @@ _OF_T5X = {
     'seqio': "'from train.t5x import seqio'",
     '__main__': "'from train.t5x import train_script', or eval_script",
 }
+# Names of T5X's modules that have another one here.
+_RENAMED = {'ModelBasedPjitPartitioner': 'PjitPartitioner'}
 _DYNAMIC_REGISTRATION = '__gin__.dynamic_registration'
 _GIN_OWN = ('macro', 'gin.macro', 'singleton', 'gin.singleton', 'gin.constant', 'constant')
 
@@ -108,6 +110,7 @@ def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> N
             _resolve(parsed.selector, names, statement, allow)
         for reference in statement.references:
             _check_reference(reference, names, statement, macros, allow)
+    _check_scopes(statements, own_code=bool(allow))
     _check_required({m: s for s in statements if (m := _macro_bound(s))}, used)
 
 
@@ -156,6 +159,39 @@ def _macro_bound(statement: Statement) -> str | None:
     if parsed.arg_name:
         return None
     return f'{parsed.scope}/{parsed.selector}' if parsed.scope else parsed.selector
+
+
+def _check_scopes(statements: Iterable[Statement], own_code: bool) -> None:
+    """Every binding is in a scope that some reference enters: in another it would do nothing.
+
+    gin keeps a scope in all that is called inside it, so the scope of a reference and those around
+    it take bindings of anything.
+
+    Args:
+      statements: those of all files.
+      own_code: modules of the user's own may enter scopes, too: only what is close to a scope of a
+        reference is taken for an error then.
+    """
+    statements = list(statements)
+    entered = {
+        '/'.join(parts[:n])
+        for statement in statements
+        for reference in statement.references
+        if not reference.is_macro
+        for parts in [reference.name.split('/')[:-1]]
+        for n in range(1, len(parts) + 1)
+    }
+    for statement in statements:
+        parsed = statement.parsed
+        scope = getattr(parsed, 'scope', None)
+        if not scope or scope in entered or _macro_bound(statement):
+            continue
+        hint = nearest(scope, entered)
+        if hint or not own_code:
+            raise ConfigError(
+                f'{statement.place}: no reference enters the scope {scope!r}, so nothing in it '
+                f'would be used.{hint} A value @{scope}/{parsed.selector}() enters it'
+            )
 
 
 def _check_required(last: Mapping[str, Statement], used: Iterable[str]) -> None:
@@ -227,6 +263,11 @@ def _resolve(
                 f'names what it imports itself.{nearest(head, modules)}'
             )
         found = _attribute(f'{modules[head]}.{rest}' if rest else modules[head])
+        if found is None and rest in _RENAMED:
+            raise ConfigError(
+                f'{statement.place}: {selector!r} is called {_RENAMED[rest]} here: write '
+                f'{head}.{_RENAMED[rest]}'
+            )
         if found is None:
             members = [n for n in dir(_attribute(modules[head])) if not n.startswith('_')]
             raise ConfigError(

@@ -114,6 +114,34 @@ def check_same_as_before(directory: Path, record: dict[str, Any], step: int) -> 
     return changes
 
 
+def check_restored_tokenizer(
+    checkpoints: Path, tasks: Mapping[str, OpenTask], setting: str
+) -> None:
+    """A restored checkpoint was trained on the tokens of the tasks, as far as its run says so.
+
+    Args:
+      checkpoints: the folder of checkpoints, beside which its run has noted its data.
+      tasks: to train or to evaluate on, by name.
+      setting: what names the checkpoint.
+
+    Raises:
+      ConfigError: with both tokenizers.
+    """
+    path = checkpoints.resolve().parent / FILE
+    if not path.exists():
+        return
+    try:
+        before = json.loads(path.read_text())['tokenizer']
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f'{path} cannot be read ({error}): delete it to go on') from error
+    for name, task in tasks.items():
+        if (now := task.tokenizer.identity) != before:
+            raise ConfigError(
+                f'the checkpoint was trained with the tokenizer {before!r} ({path}), but the task '
+                f'{name + " " if name else ""}has {now!r}: use the same, or another {setting}'
+            )
+
+
 def write_record(directory: Path, record: dict[str, Any]) -> None:
     """Notes the data of a run; whatever happens, the file is whole."""
     unfinished = directory / f'{FILE}.unfinished'

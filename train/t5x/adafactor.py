@@ -5,11 +5,23 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
+from train.errors import check_counts
 from train.optimizers import Optimizer
 from train.schedules import Schedule
-from train.t5x.refusals import off, only, refusal
+from train.t5x.refusals import number, off, only, refusal
+
+# The numbers that mean something, as intervals.
+NUMBERS = {
+    'beta1': '[0, 1) or None',
+    'decay_rate': '(0, 1]',
+    'clipping_threshold': '(0, inf) or None',
+    'weight_decay_rate': '[0, inf) or None',
+    'epsilon1': '(0, inf)',
+    'global_norm_clip_threshold': '(0, inf) or None',
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +102,18 @@ class Adafactor:
         off(f'{key}.weight_decay_rate_lr_exponent', exponent, 'weight decay has one rate in optax')
         scale = self.max_parameter_scale
         off(f'{key}.max_parameter_scale', scale, 'optax has no largest scale of a parameter')
+        for name, allowed in NUMBERS.items():
+            number(f'{key}.{name}', getattr(self, name), allowed)
+        check_counts(least=0, **{f'{key}.step_offset': self.step_offset})
+        check_counts(**{f'{key}.min_dim_size_to_factor': self.min_dim_size_to_factor})
+        only(f'{key}.factored', self.factored, (True, False), 'second moments are, or are not')
+        try:
+            floating = jnp.issubdtype(jnp.dtype(self.dtype_momentum), jnp.floating)
+        except TypeError:
+            floating = False
+        if not floating:
+            why = "write 'float32' or 'bfloat16'"
+            raise refusal(f'{key}.dtype_momentum', self.dtype_momentum, why)
         why = 'a run stops where the loss is not finite'
         off(f'{key}.skip_nan_updates', self.skip_nan_updates, why)
 

@@ -200,15 +200,27 @@ class RestoreCheckpointConfig:
         off(f'{key}.checkpointer_cls', self.checkpointer_cls, 'checkpoints are read by Orbax')
         why = 'one checkpoint is restored'
         only(f'{key}.mode', self.mode, ('latest', 'specific'), why)
-        if self.path and not isinstance(self.path, str):
+        if self.path and self._one_path is None:
             raise refusal(f'{key}.path', self.path, 'one checkpoint is restored: give one path')
 
     def translated(self) -> checkpoints.RestoreConfig | None:
         """The same in this trainer's words; None: nothing is restored."""
-        if not self.path:
+        if not self._one_path:
             return None
         mode: checkpoints.RestoreMode = 'specific' if self.mode == 'specific' else 'latest'
-        return checkpoints.RestoreConfig(path=str(self.path), mode=mode)
+        return _Restore(path=self._one_path, mode=mode)
+
+    @property
+    def _one_path(self) -> str | None:
+        """The path, which T5X's users may write as a list of one."""
+        paths = self.path if isinstance(self.path, list | tuple) else [self.path]
+        return paths[0] if len(paths) == 1 and isinstance(paths[0], str) else None
+
+
+class _Restore(checkpoints.RestoreConfig):
+    """A restore whose messages name the setting that T5X's files have."""
+
+    setting = 'utils.RestoreCheckpointConfig.path'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

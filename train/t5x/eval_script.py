@@ -10,9 +10,11 @@ import json
 from typing import Any
 
 from partitioning import BasePartitioner
+from train.checkpoints import RestoreConfig
 from train.data import record
 from train.errors import ConfigError
 from train.evaluation import evaluate_checkpoint
+from train.machine import failing_together
 from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
 from train.t5x.gin_utils import check_summarize
 from train.t5x.models import DecoderOnlyModel
@@ -62,11 +64,12 @@ def evaluate(
     expect(f'{KEY}.restore_checkpoint_cfg', restore_checkpoint_cfg, kind, written)
     dataset_cfg.check_evaluates('')
     task = dataset_cfg.task
-    model.check_vocabulary(task)
     restore = restore_checkpoint_cfg.translated()
     if restore is None:
         raise ConfigError('utils.RestoreCheckpointConfig.path is empty: name a checkpoint')
-    length = dataset_cfg.sequence_length
+    with failing_together():
+        model.check_vocabulary(task)
+        length = dataset_cfg.sequence_length or _trained_length(restore)
     return inspect.unwrap(evaluate_checkpoint)(
         output_dir=output_dir,
         model=model.transformer(),
@@ -74,14 +77,14 @@ def evaluate(
         tasks={'': task},
         restore=restore,
         batch_size=dataset_cfg.batch_size,
-        sequence_length=_trained_length(restore) if length is None else length,
+        sequence_length=length,
         prefetch=None,
     )
 
 
-def _trained_length(restore: Any) -> int:
+def _trained_length(restore: RestoreConfig) -> int:
     """Tokens of a row that a run noted beside its checkpoints."""
-    path = restore.find()[0].directory.parent / record.FILE
+    path = restore.find()[0].resolve().parent / record.FILE
     try:
         return json.loads(path.read_text())['settings']['sequence_length']
     except (OSError, ValueError, KeyError, TypeError) as error:

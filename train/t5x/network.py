@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from partitioning import PjitPartitioner
+from train.checks import check_partitioner
 from train.errors import ConfigError
 from train.models import transformer
 from train.t5x.refusals import expect, refusal
@@ -57,11 +58,12 @@ class TransformerConfig:
     logits_via_embedding: bool = False
 
     def __post_init__(self) -> None:
-        first, *others = self.mlp_activations
-        if first not in MLP_ACTIVATIONS or others != ['linear']:
+        activations = self.mlp_activations
+        gated = isinstance(activations, list | tuple) and len(activations) == 2
+        if not gated or activations[0] not in MLP_ACTIVATIONS or activations[1] != 'linear':
             raise refusal(
                 'network.TransformerConfig.mlp_activations',
-                self.mlp_activations,
+                activations,
                 "the hidden layer is gated: write ('silu', 'linear'), or 'gelu' or 'relu' first",
             )
 
@@ -132,14 +134,9 @@ def with_kv_heads(partitioner: Any) -> Any:
     """The partitioner with a rule for 'kv_heads', which T5X's rules call 'heads' too."""
     if not isinstance(partitioner, PjitPartitioner):
         return partitioner
+    check_partitioner(partitioner)  # its rules may depend on its mesh
     rules = partitioner.logical_axis_rules
     heads = [('kv_heads', axes) for name, axes in rules if name == 'heads']
     if not heads or any(name == 'kv_heads' for name, _ in rules):
         return partitioner
-    return PjitPartitioner(
-        mesh=partitioner.mesh,
-        params_on_devices=partitioner.params_on_devices,
-        logical_axis_rules=rules.with_rules([*rules, *heads]),
-        optimizer_axis_rules=partitioner.rule_set.optimizer_rules,
-        params_axes_names_override=partitioner.rule_set.overrides,
-    )
+    return partitioner.with_rules(rules.with_rules([*rules, *heads]))

@@ -33,6 +33,30 @@ def only(key: str, value: Any, allowed: Sequence[Any], why: str) -> None:
         raise refusal(key, value, f'{why}; write {key} = {allowed[0]!r}')
 
 
+def number(key: str, value: Any, allowed: str) -> None:
+    """A setting is a number of an interval.
+
+    Args:
+      key: the setting.
+      value: what it is.
+      allowed: the interval in its usual signs, such as `[0, 1)` or `(0, inf)`; `(0, 1] or None`
+        takes None too.
+
+    Raises:
+      ConfigError: it is none, or outside.
+    """
+    interval, _, or_none = allowed.partition(' or ')
+    if value is None and or_none:
+        return
+    least, most = (float(end) for end in interval[1:-1].split(','))
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise refusal(key, value, f'it must be a number in {allowed}')
+    above = value >= least if interval[0] == '[' else value > least
+    below = value <= most if interval[-1] == ']' else value < most
+    if not (above and below):
+        raise refusal(key, value, f'it must be a number in {allowed}')
+
+
 def expect(key: str, value: Any, kind: type, written: str) -> None:
     """A setting is an object of its kind, as `written` makes it in a gin file.
 

@@ -13,6 +13,7 @@ from partitioning import BasePartitioner, TrainState
 from train.console import RunConsole
 from train.data import Task
 from train.errors import ConfigError, check_counts
+from train.machine import failing_together
 from train.t5x.adafactor import Adafactor
 from train.t5x.configs import CheckpointConfig, DatasetConfig
 from train.t5x.gin_utils import check_summarize
@@ -124,8 +125,9 @@ def train(
     training, evaluated = train_dataset_cfg, train_eval_dataset_cfg
     length = _sequence_length(training, evaluated)
     task, eval_tasks = _tasks(training, evaluated)
-    for one in (task, *(eval_tasks or {}).values()):
-        model.check_vocabulary(one)
+    with failing_together():
+        for one in (task, *(eval_tasks or {}).values()):
+            model.check_vocabulary(one)
     eval_tokens = None
     if evaluated is not None and eval_steps is not None:
         eval_tokens = eval_steps * evaluated.batch_size * length

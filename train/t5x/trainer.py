@@ -76,6 +76,9 @@ def check_actions(key: str, actions: Any) -> None:
     if not isinstance(actions, Mapping):
         raise refusal(key, actions, "write {'TRAIN': [@trainer.TerminateOnNanAction()]}, or None")
     for mode, listed in actions.items():
+        if not isinstance(listed, list | tuple):
+            written = f'{{{mode!r}: [@trainer.TerminateOnNanAction()]}}'
+            raise refusal(f'{key}[{mode!r}]', listed, f'it must be a list; write {written}')
         for action in listed:
             if not isinstance(action, TerminateOnNanAction):
                 why = 'only @trainer.TerminateOnNanAction() can be asked for: runs end at their '

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from partitioning.plans.autodist.strategy import Strategy
 from partitioning.plans.resolved import ResolvedPlan
 from partitioning.plans.rows import PlannedArray
 from partitioning.plans.sharding_plan import ShardingPlan, ShardingPlanner
+from partitioning.plans.trees import is_variables
 from partitioning.rules import (
     OnIndivisible,
     OnUnmatched,
@@ -169,7 +171,7 @@ class VariablePartitioner:
           ValueError: a path that does not exist, with the nearest ones; a layout that the mesh or
             an array cannot have; a Strategy for other parameters; a setting that has no say here.
         """
-        params = unbox(getattr(state, 'params', state))
+        params = unbox(_parameters_of(state))
         held = unbox(state)
         self._check_settings(config, bool(_error_arrays(held)))
         plan = self._resolve(params, config)
@@ -233,6 +235,14 @@ class VariablePartitioner:
                 'make it with compress_gradients(mesh=) of this mesh, or choose mesh_axis='
             )
         return compression_specs(state, axis, mesh_axes)
+
+
+def _parameters_of(state: Any) -> Any:
+    """What a planner lays out of a state, whose other arrays follow."""
+    nnx = sys.modules.get('flax.nnx')  # nothing is an nnx state before that is imported
+    if nnx is not None and isinstance(state, nnx.State):
+        return nnx.filter_state(state, nnx.Param)
+    return state['params'] if is_variables(state) else getattr(state, 'params', state)
 
 
 def _error_arrays(state: Any) -> list[Any]:
