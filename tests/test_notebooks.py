@@ -5,7 +5,7 @@ import tempfile
 import nbformat
 import pytest
 
-from notebooks.execute import FOLDER, code_cells, executed, shown
+from notebooks.execute import FOLDER, code_cells, executed, found, shown
 
 NOTEBOOKS = sorted(FOLDER.glob('*.ipynb'))
 pytestmark = pytest.mark.core
@@ -35,3 +35,11 @@ def test_what_goes_wrong_in_a_cell_is_an_error(source, message, tmp_path):
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / 'wrong.ipynb')
     with pytest.raises(Exception, match=message):
         executed(tmp_path / 'wrong.ipynb')
+
+
+def test_notebooks_are_found_by_path_or_name(tmp_path):
+    (tmp_path / 'own.ipynb').write_text('{}')
+    assert found(str(tmp_path / 'own.ipynb')) == tmp_path / 'own.ipynb'
+    assert found('tour.ipynb').resolve() == FOLDER / 'tour.ipynb'
+    with pytest.raises(SystemExit, match="no notebook 'nope.ipynb'"):
+        found('nope.ipynb')

@@ -10,7 +10,13 @@ import jax
 
 from partitioning.rules import nearest
 from partitioning.state import Path, key_names
-from partitioning.state.boxes import array_of, is_carrier, is_metadata, is_parameter_variable
+from partitioning.state.boxes import (
+    array_of,
+    is_carrier,
+    is_metadata,
+    is_optimizer_variable,
+    is_parameter_variable,
+)
 
 
 def is_nnx_module(x: Any) -> bool:
@@ -42,14 +48,27 @@ def buffers(module: Any) -> dict[Path, Any]:
     """The arrays beside the parameters: caches, statistics, states of random numbers.
 
     Of linen variables those of the other collections, 'cache/key'; of an nnx module or state its
-    other variables; of any other pytree none.
+    other variables; of any other pytree none. What an optimizer keeps, whose paths end in those of
+    the parameters, follows them and is none.
     """
     if is_variables(module):
-        leaves = arrays_by_path(module)
-        return {path: x for path, x in leaves if path[0] != 'params'}
-    leaves = arrays_by_path(_state(module))
-    others = {path: x for path, x in leaves if not is_parameter_variable(x)}
-    return others if len(others) < len(leaves) else {}
+        others = [(path, x) for path, x in arrays_by_path(module) if path[0] != 'params']
+    else:
+        leaves = arrays_by_path(_state(module))
+        others = [(path, x) for path, x in leaves if not is_parameter_variable(x)]
+        if len(others) == len(leaves):
+            return {}
+    followed = {*parameters(module)}
+    return {
+        path: x
+        for path, x in others
+        if not is_optimizer_variable(x) and not _follows(path, followed)
+    }
+
+
+def _follows(path: Path, followed: set[Path]) -> bool:
+    """Whether a path ends in one of these, or one key further."""
+    return any(path[n:] in followed or path[n:-1] in followed for n in range(len(path)))
 
 
 def arrays_by_path(tree: Any) -> list[tuple[Path, Any]]:

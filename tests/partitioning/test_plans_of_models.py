@@ -133,3 +133,18 @@ def test_blocks_that_jax_would_make_smaller():
     odd = ChunkShardingSpec(0, range(2)).build_metadata((9,))
     with pytest.raises(ValueError, match=r'the array: .*9 does not divide by 4.*8 or 12'):
         array_from_shards([(s, np.ones(s.shard_sizes, 'int32')) for s in odd], (9,), over_data)
+
+
+def test_a_plan_made_of_a_whole_state():
+    """What the optimizer keeps follows, whatever the state is in."""
+    params = {'w': jnp.ones((8, 8))}
+    plan, tx = ShardingPlan({'w': P('data')}), optax.adam(1e-3)
+    state = {'params': params, 'opt_state': tx.init(params), 'step': jnp.int32(0)}
+    specs = plan.resolve(state, MESH).resolve_state(state, MESH).mesh_axes
+    assert specs['opt_state'][0].mu == specs['params'] == {'w': P('data', None)}
+    model = Normed(nnx.Rngs(0))
+    both = nnx.state((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
+    plan = ShardingPlan({'0/fc/kernel': P(None, 'model')})
+    resolved = plan.resolve(both, MESH).resolve_state(both, MESH)
+    over_model = [x.leaf.path for x in resolved.arrays if x.spec == P(None, 'model')]
+    assert len(over_model) == 3 and all(path[-1] == 'kernel' for path in over_model)

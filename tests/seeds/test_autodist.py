@@ -344,6 +344,7 @@ def test_A14_saved_sharded_restored_anywhere(tmp_path):
     held = state.state_dict()
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / 'saved', held)
+        checkpointer.wait_until_finished()
     with ocp.StandardCheckpointer() as checkpointer:
         described = checkpointer.metadata(tmp_path / 'saved')
     written = {
