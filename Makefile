@@ -17,8 +17,9 @@ PIP := -m pip install --quiet --disable-pip-version-check
 quickstart: $(VENV)/.train
 	$(VENV)/bin/python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'$(MODEL_DIR)'"
 
+# Files of tests go to two workers: more than the tests of several processes would share cores with.
 test: lint
-	$(DEV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(DEV)/.dev
 	$(DEV)/bin/ruff check .

@@ -41,5 +41,5 @@ def test_notebooks_are_found_by_path_or_name(tmp_path):
     (tmp_path / 'own.ipynb').write_text('{}')
     assert found(str(tmp_path / 'own.ipynb')) == tmp_path / 'own.ipynb'
     assert found('tour.ipynb').resolve() == FOLDER / 'tour.ipynb'
-    with pytest.raises(SystemExit, match="no notebook 'nope.ipynb'"):
+    with pytest.raises(SystemExit, match=r"no notebook 'nope.ipynb'"):
         found('nope.ipynb')

@@ -108,20 +108,6 @@ def train(
         opened, evaluated, batch_size=batch_size, sequence_length=sequence_length, seed=seed
     )
     record.check_same_everywhere(data | {'eval_tokens': eval_tokens})
-    saved = Checkpoints(directory / 'checkpoints', checkpoints)
-    restored, changes = None, list[str]()
-    with failing_together():
-        first_step = saved.latest_step() or 0
-        if first_step:
-            changes = record.check_same_as_before(directory, data, first_step)
-        elif restore is not None:
-            restored, first_step = restore.find()
-            checks.check_steps_left(restore, first_step, total_steps)
-            record.check_restored_tokenizer(restored, {'': opened}, restore.setting)
-    check_same_step(first_step)
-    source = saved if restored is None or restore is None else restore.open(restored)
-    for change in changes:
-        console.say(f'since this run began, {change}: the rows of its steps are others')
     console.data(opened, evaluations, total_steps * batch_size / opened.rows_per_epoch)
     held_out = HeldOut(
         sets=evaluations,
@@ -133,6 +119,22 @@ def train(
     prompt = None if sample is None else prompt_tokens(sample, opened.tokenizer)
     layout = partitioner.get_data_layout(batch_size)
     batch = abstract_batch(rows[0], batch_size, partitioner)
+
+    # ---- beginning: its newest checkpoint, that of another run, or step 0
+    saved = Checkpoints(directory / 'checkpoints', checkpoints)
+    restored, changes = None, list[str]()
+    with failing_together():
+        first_step = saved.latest_step() or 0
+        if first_step:
+            changes = record.check_same_as_before(directory, data, first_step)
+        elif restore is not None:
+            restored, first_step = restore.find()
+            checks.check_steps_left(restore, first_step, total_steps)
+            record.check_restored_tokenizer(restored, {'': opened}, restore.setting)
+    check_same_step(first_step)
+    source = restore.open(restored) if restore and restored else saved
+    for change in changes:
+        console.say(f'since this run began, {change}: the rows of its steps are others')
 
     # ---- model and optimizer, abstract: which arrays there are, and where each of them goes
     tx = optimizer.build()

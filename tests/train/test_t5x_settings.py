@@ -169,6 +169,7 @@ REFUSED = {
     ],
     'partitioning.PjitPartitioner': [
         ('params_on_devices=False', 'so leave it out'),
+        ("backend='quark'", 'has no mesh: Unknown backend'),
     ],
     'adafactor.standard_logical_factor_rules': [("rules={'embed': 'row'}", 'leave it out')],
 }
