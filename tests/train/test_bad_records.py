@@ -129,7 +129,9 @@ def test_a_record_that_is_no_text(tmp_path, record, say):
     assert re.search(rf'record 1\b.*({say})', message), message
 
 
-@pytest.mark.parametrize('records', [7, None, iter('ab'), {'a': 'b'}, 'one text'], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize(
+    'records', [7, None, iter('ab'), {'a': 'b'}, 'one text'], ids=lambda x: type(x).__name__
+)
 def test_records_that_are_no_sequence_of_records(tmp_path, records):
     # A mapping has no first item, and a text is one document, not one for each letter.
     message = refusal(tmp_path / 'cache', lambda: Records(records=records))
