@@ -17,7 +17,7 @@ PIP := -m pip install --quiet --disable-pip-version-check
 quickstart: $(VENV)/.train
 	$(VENV)/bin/python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'$(MODEL_DIR)'"
 
-# Files of tests go to two workers: more than the tests of several processes would share cores with.
+# Two workers, a file each at a time; no more, for the tests of several processes need cores too.
 test: lint
 	$(DEV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
