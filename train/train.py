@@ -200,7 +200,7 @@ def train(
             f'nothing left to train: total_steps is {total_steps}, and the checkpoint of step '
             f'{first_step}; a larger one goes on'
         )
-        writer.write(first_step, held_out.evaluate(eval_step, state.params, first_step))
+        held_out.evaluate(eval_step, state.params, first_step)  # metrics.jsonl has these scores
 
     # ---- loop
     # Whatever ends the loop, a save that has begun is finished.

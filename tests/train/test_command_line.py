@@ -101,6 +101,7 @@ def test_a_run_writes_its_files(finished):
         'config.gin',
         'data.json',
         'model-info.txt',
+        'plan.json',
         'metrics.jsonl',
         'tensorboard',
         'checkpoints',

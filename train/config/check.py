@@ -177,8 +177,8 @@ def _check_scopes(statements: Iterable[Statement], own_code: bool) -> None:
         '/'.join(parts[:n])
         for statement in statements
         for reference in statement.references
-        if not reference.is_macro
-        for parts in [reference.name.split('/')[:-1]]
+        # What a macro stands for is called in a scope of the macro's name.
+        for parts in [reference.name.split('/')[: None if reference.is_macro else -1]]
         for n in range(1, len(parts) + 1)
     }
     for statement in statements:
