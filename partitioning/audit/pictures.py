@@ -104,7 +104,7 @@ def draw_audit(
             label = f'{category}, {_amount(max(held.values()))}'
             _draw_bars(plot, base, top, _CATEGORY_COLORS[category], label)
         base = top
-    high = max(base.max(), 1 / unit)
+    high = max(float(np.max(base)), 1 / unit)
     plot.set_ylim(0, 1.12 * high)
     if budget is not None:
         _draw_budget(plot, budget / unit, high, _amount(budget))
