@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.plans.resolved import ResolvedPlan
-from partitioning.plans.rows import PlannedArray, planned_array, reason_of
+from partitioning.plans.rows import PlannedArray, logical_only, planned_array, reason_of
 from partitioning.plans.sharder import Sharder
 from partitioning.plans.trees import (
     Places,
@@ -176,8 +176,7 @@ def _row(
     spec = to_spec(dimensions)
     if isinstance(spec, PaddedSpec) and AxisType.Explicit in mesh.axis_types:
         raise ValueError(f"{name}: on_indivisible='pad' needs Auto mesh axes, not Explicit ones")
-    logical = [n if isinstance(n, str) else None for n in names]
-    kept = logical if any(logical) else None
+    kept = logical_only(names)
     return planned_array(name, array, spec, mesh, logical_axes=kept, category=role, reason=reason)
 
 

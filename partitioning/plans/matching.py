@@ -30,7 +30,7 @@ def rows_of(
     by_end: dict[str, list[PlannedArray]] = {}
     for one in rows:
         whole = one.category == 'optimizer'  # other optimizers have trees of the same ends
-        for end in [one.path] if whole else _ends(tuple(one.path.split('/'))):
+        for end in [one.path] if whole else ends(tuple(one.path.split('/'))):
             by_end.setdefault(end, []).append(one)
     parameters = {*parameter_names(entries)}
     found: dict[Path, PlannedArray] = {}
@@ -40,7 +40,7 @@ def rows_of(
         array, name, is_parameter = array_of(leaf), '/'.join(path), path in parameters
         fitting = (
             row
-            for end in _ends(path)
+            for end in ends(path)
             for row in by_end.get(end, ())
             # One of the two paths is the end of the other.
             if row.path in left
@@ -68,7 +68,7 @@ def rows_of(
     return found
 
 
-def _ends(path: Path) -> list[str]:
+def ends(path: Path) -> list[str]:
     """A path and what it ends in, the longest first."""
     return ['/'.join(path[n:]) for n in range(max(len(path), 1))]
 

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from partitioning.audit.table import shape_str, text_table
 from partitioning.plans.matching import rows_of
-from partitioning.plans.rows import PlannedArray, path_rule, planned_array, reason_of
+from partitioning.plans.rows import (
+    PlannedArray,
+    logical_only,
+    path_rule,
+    planned_array,
+    reason_of,
+)
 from partitioning.rules import (
     AxisRules,
     MeshLike,
@@ -77,7 +83,7 @@ class ResolvedPlan:
                     leaf.array,
                     spec,
                     resolved.mesh,
-                    logical_axes=_logical(leaf.names) if follows else None,
+                    logical_axes=logical_only(leaf.names) if follows else None,
                     category=leaf.role,
                     reason=reason,
                 )
@@ -198,12 +204,6 @@ class ResolvedPlan:
             f'bytes per device of the mesh {describe_axes(self.mesh)}'
         )
         return '\n'.join([*text_table(head, rows), '', total])
-
-
-def _logical(names: Sequence[Any]) -> tuple[str | None, ...] | None:
-    """Names that a file can hold; of mesh axes in their place, none."""
-    kept = tuple(name if isinstance(name, str) else None for name in names)
-    return kept if any(kept) else None
 
 
 def _count(arrays: int) -> str:

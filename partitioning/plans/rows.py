@@ -97,11 +97,16 @@ def planned_array(
     )
 
 
+def logical_only(names: Sequence[Any]) -> tuple[str | None, ...] | None:
+    """Names that a file can hold; of mesh axes in their place, none."""
+    kept = tuple(name if isinstance(name, str) else None for name in names)
+    return kept if any(kept) else None
+
+
 def _whole(spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
     """A spec with an entry for every dimension, each one written in one way."""
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    axes = [as_tuple(entry) for entry in entries]
-    return PartitionSpec(*(a[0] if len(a) == 1 else a or None for a in axes))
+    axes = names_of(spec, len(shape))
+    return PartitionSpec(*(a[0] if a and len(a) == 1 else a for a in axes))
 
 
 def shard_shape_of(

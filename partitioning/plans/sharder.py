@@ -50,8 +50,13 @@ def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
 
     def one(path: Any, x: Any) -> Any:
         check_layout(spec, mesh, path_str(path) or 'the array', shape_of(x))
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        return jax.device_put(x, sharding)
+        return placed(x, sharding)
 
     return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def placed(x: Any, sharding: NamedSharding) -> Any:
+    """An array in its shards; of a ShapeDtypeStruct, such a one with the sharding."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)

@@ -21,8 +21,10 @@ from partitioning.plans.autodist.partitioner_config import PartitionerConfig
 from partitioning.plans.autodist.placement import split_axis
 from partitioning.plans.autodist.planner import AutoDistPlanner
 from partitioning.plans.autodist.strategy import Strategy
+from partitioning.plans.matching import ends
 from partitioning.plans.resolved import ResolvedPlan
 from partitioning.plans.rows import PlannedArray
+from partitioning.plans.sharder import placed
 from partitioning.plans.sharding_plan import ShardingPlan, ShardingPlanner
 from partitioning.plans.trees import is_variables
 from partitioning.rules import (
@@ -108,9 +110,8 @@ class PartitionedVariables:
         """
         rows = collections.defaultdict(list)
         for row in sorted(self.plan.arrays, key=lambda row: row.path.count('/')):
-            keys = row.path.split('/')
-            for first in range(len(keys)):
-                rows['/'.join(keys[first:])].append(row)
+            for end in ends(tuple(row.path.split('/'))):
+                rows[end].append(row)
         return dict(rows)
 
 
@@ -180,8 +181,8 @@ class VariablePartitioner:
         shardings = jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec_of(spec)), mesh_axes, is_leaf=_is_spec
         )
-        placed = jax.tree.map(_place, shardings, held)
-        return PartitionedVariables(placed, mesh_axes, shardings, plan, self.mesh)
+        laid_out = jax.tree.map(_place, shardings, held)
+        return PartitionedVariables(laid_out, mesh_axes, shardings, plan, self.mesh)
 
     def _resolve(self, params: Any, config: Any) -> ResolvedPlan:
         if isinstance(config, ResolvedPlan):
@@ -267,10 +268,4 @@ def _is_spec(x: Any) -> bool:
 
 def _place(sharding: NamedSharding, held: Any) -> Any:
     """An array, also one in an nnx variable, laid out; of a ShapeDtypeStruct, such a one."""
-
-    def one(x: Any) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-        return jax.device_put(x, sharding)
-
-    return jax.tree.map(one, held)
+    return jax.tree.map(lambda x: placed(x, sharding), held)
