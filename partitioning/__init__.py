@@ -7,17 +7,7 @@ Usage:
 
 from typing import Any
 
-from partitioning.audit import (
-    ArrayLayout,
-    Audit,
-    ShardingPicture,
-    check_compiled_once,
-    check_fixed_point,
-    draw_audit,
-    layout_table,
-    visualize_sharding,
-)
-from partitioning.constrain import constrain, global_mesh_defined, with_sharding_constraint
+from partitioning.constraints import constrain, global_mesh_defined, with_sharding_constraint
 from partitioning.hardware import (
     CHIPS,
     Chip,
@@ -37,7 +27,6 @@ from partitioning.layout import (
     LocalChunkInfo,
     host_local_array_to_global_array,
 )
-from partitioning.lint import Finding, lint
 from partitioning.mesh import (
     AxisRing,
     AxisTypes,
@@ -46,16 +35,10 @@ from partitioning.mesh import (
     create_mesh,
     default_mesh,
     default_moe_mesh,
-    draw_mesh,
     get_cpu_mesh,
     get_gpu_mesh,
     get_mesh,
     mesh_table,
-)
-from partitioning.partitioned import (
-    CompiledPartitionedCallable,
-    PartitionedCallable,
-    PjittedFnWithContext,
 )
 from partitioning.partitioner import (
     BasePartitioner,
@@ -63,6 +46,17 @@ from partitioning.partitioner import (
     MoePjitPartitioner,
     PjitPartitioner,
 )
+from partitioning.partitioner.partitioned import (
+    CompiledPartitionedCallable,
+    PartitionedCallable,
+    PjittedFnWithContext,
+)
+from partitioning.pictures import ShardingPicture, draw_audit, draw_mesh, visualize_sharding
+from partitioning.plan.array_layouts import ArrayLayout
+from partitioning.plan.audit import Audit
+from partitioning.plan.findings import Finding, lint
+from partitioning.plan.fixed_point import check_compiled_once, check_fixed_point
+from partitioning.plan.tables import layout_table
 from partitioning.rules import (
     AxisNames,
     AxisRules,

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from partitioning import BasePartitioner, unbox
-from partitioning.partitioned import CompiledPartitionedCallable
-from partitioning.state import ResolvedState
+from partitioning.partitioner.partitioned import CompiledPartitionedCallable
+from partitioning.plan.rule_set import ResolvedState
 from train.data.rows.open_task import features
 from train.steps import make_eval_step
 

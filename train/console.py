@@ -23,7 +23,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from partitioning.audit import ArrayLayout, Audit
+from partitioning.plan.array_layouts import ArrayLayout
+from partitioning.plan.audit import Audit
 from partitioning.rules import as_tuple
 from train.data import EvaluationSet, OpenTask
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from partitioning import BasePartitioner, TrainState, check_fixed_point, unbox
-from partitioning.audit import audit_state
-from partitioning.plans import ResolvedPlan, save_plan
+from partitioning.plan import ResolvedPlan, save_plan
+from partitioning.plan.audit import audit_state
 from train import checks
 from train.abstract import abstract_arrays, abstract_batch, compile_eval_step
 from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig

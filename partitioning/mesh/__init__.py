@@ -10,7 +10,6 @@ from partitioning.mesh.default import (
     get_cpu_mesh,
     get_gpu_mesh,
 )
-from partitioning.mesh.drawing import draw_mesh
 from partitioning.mesh.rings import AxisRing, axis_rings, mesh_table
 from partitioning.mesh.t5x import get_mesh
 
@@ -26,7 +25,6 @@ __all__ = [
     'create_mesh',
     'default_mesh',
     'default_moe_mesh',
-    'draw_mesh',
     'get_cpu_mesh',
     'get_gpu_mesh',
     'get_mesh',

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from partitioning.hardware import Topology, describe_topology
 from partitioning.mesh.create import create_mesh
 from partitioning.mesh.default import default_mesh
-from partitioning.mesh.drawing import draw_mesh
 from partitioning.mesh.rings import mesh_table
+from partitioning.pictures.meshes import draw_mesh
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,11 +25,12 @@ from partitioning.layout import (
     verify,
 )
 from partitioning.mesh import AxisTypes, check_axis_types, check_mesh_settings
-from partitioning.partitioned import (
+from partitioning.partitioner.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
     to_shardings,
 )
+from partitioning.plan.rule_set import ResolvedState
 from partitioning.rules import (
     MeshAxes,
     as_tuple,
@@ -38,7 +39,7 @@ from partitioning.rules import (
     nearest,
     spec_of,
 )
-from partitioning.state import ResolvedState, get_logical_axes
+from partitioning.state import get_logical_axes
 
 
 class BasePartitioner(abc.ABC):

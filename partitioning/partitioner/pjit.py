@@ -11,19 +11,20 @@ import jax
 from absl import logging
 from jax.sharding import AxisType, Mesh
 
-from partitioning.audit import Audit, audit_state
 from partitioning.hardware import HardwareMesh, JaxDevice
 from partitioning.layout import LocalChunker
-from partitioning.lint import Finding, lint
 from partitioning.mesh import AxisTypes, default_mesh
-from partitioning.padded import has_padded, pad_inside
-from partitioning.partitioned import (
+from partitioning.partitioner.base import BasePartitioner
+from partitioning.partitioner.padding import has_padded, pad_inside
+from partitioning.partitioner.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
     partition_function,
     to_shardings,
 )
-from partitioning.partitioner.base import BasePartitioner
+from partitioning.plan.audit import Audit, audit_state
+from partitioning.plan.findings import Finding, lint
+from partitioning.plan.rule_set import ResolvedState, RuleSet, resolve_state
 from partitioning.rules import (
     STANDARD_MESH_AXES,
     AxisRules,
@@ -36,19 +37,11 @@ from partitioning.rules import (
     nearest,
     standard_logical_axis_rules,
 )
-from partitioning.state import (
-    PathRules,
-    ResolvedState,
-    RuleSet,
-    check_path_rules,
-    get_logical_axes,
-    resolve_state,
-    unbox,
-)
+from partitioning.state import PathRules, check_path_rules, get_logical_axes, unbox
 
 
 class Plan(Protocol):
-    """What a partitioner asks of a `partitioning.plans.ResolvedPlan`."""
+    """What a partitioner asks of a `partitioning.plan.ResolvedPlan`."""
 
     def resolve_state(self, state: Any, mesh: Mesh) -> ResolvedState: ...
 
@@ -153,7 +146,7 @@ class PjitPartitioner(BasePjitPartitioner):
         on_indivisible: the same of sizes that their mesh axes do not divide.
         params_axes_names_override: (regular expression, names) pairs that name parameters by their
           paths, such as 'decoder/mlp/kernel'; see `override_params_axes_names`.
-        plan: a `partitioning.plans.ResolvedPlan`, such as load_plan reads: the layout of the
+        plan: a `partitioning.plan.ResolvedPlan`, such as load_plan reads: the layout of the
           state, whatever the rules say; the rules lay out the batch and activations.
         """
         super().__init__(

@@ -5,29 +5,26 @@ what an optimizer keeps; `walk`: all of a state in one walk; `resolved`: the rul
 `train_state`: a state in T5X's manner.
 """
 
-from partitioning.state.boxes import Path, array_leaves, key_names, path_str, shape_of, unbox
+from partitioning.state.boxes import (
+    Path,
+    array_leaves,
+    key_names,
+    nbytes,
+    path_str,
+    shape_of,
+    unbox,
+)
 from partitioning.state.follow import Parameter
 from partitioning.state.path_names import PathRules, check_path_rules, override_params_axes_names
-from partitioning.state.resolved import (
-    ResolvedLeaf,
-    ResolvedState,
-    RuleSet,
-    nbytes,
-    resolve_leaves,
-    resolve_state,
-)
 from partitioning.state.train_state import TrainState
-from partitioning.state.walk import Leaf, Role, get_logical_axes, walk
+from partitioning.state.traversal import Leaf, Role, get_logical_axes, walk
 
 __all__ = [
     'Leaf',
     'Parameter',
     'Path',
     'PathRules',
-    'ResolvedLeaf',
-    'ResolvedState',
     'Role',
-    'RuleSet',
     'TrainState',
     'array_leaves',
     'check_path_rules',
@@ -36,8 +33,6 @@ __all__ = [
     'nbytes',
     'override_params_axes_names',
     'path_str',
-    'resolve_leaves',
-    'resolve_state',
     'shape_of',
     'unbox',
     'walk',

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -98,6 +99,12 @@ def array_of(x: Any) -> Any:
 def shape_of(x: Any) -> tuple[int, ...]:
     """The shape of a leaf, of Python's numbers too."""
     return tuple(getattr(x, 'shape', ()))
+
+
+def nbytes(array: Any) -> int:
+    """Bytes of an array or a ShapeDtypeStruct; of a Python number 4, as jax holds it."""
+    dtype = getattr(array, 'dtype', None)
+    return math.prod(shape_of(array)) * (4 if dtype is None else dtype.itemsize)
 
 
 def carried_names(x: Any) -> CarriedNames:

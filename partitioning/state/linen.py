@@ -17,7 +17,7 @@ from flax import errors
 from flax.core import spmd
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from partitioning.constrain import with_sharding_constraint
+from partitioning.constraints import with_sharding_constraint
 from partitioning.rules import (
     AxisRules,
     LogicalAxisRules,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from partitioning.state.boxes import path_str, rebox, shape_of, unbox
-from partitioning.state.walk import walk
+from partitioning.state.traversal import walk
 
 
 @jax.tree_util.register_dataclass

@@ -12,7 +12,7 @@ from flax.core import freeze
 from jax.sharding import PartitionSpec as P
 
 from partitioning import create_mesh
-from partitioning.plans import Sharder, ShardingPlan, parameters, place
+from partitioning.compat.pytorch import Sharder, ShardingPlan, parameters, place
 
 KEY = jax.random.key(0)
 MESH = create_mesh((4, 2), ('data', 'model'))

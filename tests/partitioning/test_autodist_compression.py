@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from partitioning import create_mesh
-from partitioning.plans.autodist import (
+from partitioning.compat.autodist import (
     CompressionState,
     compress_gradients,
     compression_specs,

@@ -19,8 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from partitioning import PaddedSpec, PjitPartitioner, TrainState, create_mesh
-from partitioning.plans import ShardingPlan, shard_module
-from partitioning.plans.autodist import (
+from partitioning.compat.autodist import (
     PS,
     AllReduce,
     GraphConfig,
@@ -41,6 +40,7 @@ from partitioning.plans.autodist import (
     split_rows,
     split_sizes,
 )
+from partitioning.compat.pytorch import ShardingPlan, shard_module
 
 pytestmark = pytest.mark.core
 

@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from mock_devices import mesh_of_processes
 
 from partitioning import create_mesh
-from partitioning.plans import ShardingPlan
-from partitioning.plans.shards import (
+from partitioning.compat.pytorch import ShardingPlan
+from partitioning.compat.pytorch.shards import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     GridShardingSpec,

@@ -9,7 +9,7 @@ from mock_devices import gpus, tpu_slices, tpus
 
 from partitioning import create_mesh, default_mesh
 from partitioning.mesh.__main__ import main
-from partitioning.mesh.drawing import draw_mesh
+from partitioning.pictures.meshes import draw_mesh
 
 V5E_16X16 = """\
 v5e:16x16, links close to rings along x, y

@@ -21,8 +21,8 @@ from partitioning import (
     unbox,
     visualize_sharding,
 )
-from partitioning.audit.blocks import compact_ids
-from partitioning.spmd import mark_sharding
+from partitioning.compat.torch_xla import mark_sharding
+from partitioning.pictures.shards import compact_ids
 
 pytestmark = pytest.mark.core
 

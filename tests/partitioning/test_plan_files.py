@@ -16,19 +16,18 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from partitioning import PaddedSpec, PjitPartitioner, TrainState, create_mesh
-from partitioning.plans import (
+from partitioning.compat.pytorch import ShardingPlan, shard_module
+from partitioning.plan import (
     PlannedArray,
     ResolvedPlan,
-    ShardingPlan,
     diff,
     from_json,
     load_plan,
     save_plan,
-    shard_module,
     to_json,
 )
-from partitioning.plans.__main__ import main
-from partitioning.plans.rows import planned_array
+from partitioning.plan.__main__ import main
+from partitioning.plan.rows import planned_array
 
 pytestmark = pytest.mark.core
 
@@ -460,10 +459,10 @@ def test_the_command_says_which_file_is_none(files, capsys, name):
 def test_the_command_needs_a_file(capsys):
     with pytest.raises(SystemExit, match='2'):
         main([])
-    assert 'usage: python -m partitioning.plans' in capsys.readouterr().err
+    assert 'usage: python -m partitioning.plan' in capsys.readouterr().err
 
 
 def test_the_module_is_the_command(files):
-    command = [sys.executable, '-m', 'partitioning.plans', files / 'a.json', files / 'b.json']
+    command = [sys.executable, '-m', 'partitioning.plan', files / 'a.json', files / 'b.json']
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 1 and run.stdout.startswith('~ fc1/bias')

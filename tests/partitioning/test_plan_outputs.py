@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from partitioning import PjitPartitioner, create_mesh
-from partitioning.plans import ShardingPlan, constrain_outputs, shard_module
+from partitioning.compat.pytorch import ShardingPlan, constrain_outputs, shard_module
 
 pytestmark = pytest.mark.core
 

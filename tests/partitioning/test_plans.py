@@ -31,8 +31,8 @@ from planned_models import (
 )
 
 from partitioning import PjitPartitioner, create_mesh
-from partitioning.plans import ShardingPlan, place, shard_module
-from partitioning.plans.shards import ChunkShardingSpec
+from partitioning.compat.pytorch import ShardingPlan, place, shard_module
+from partitioning.compat.pytorch.shards import ChunkShardingSpec
 
 pytestmark = pytest.mark.core
 

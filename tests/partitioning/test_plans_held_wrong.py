@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 from planned_models import ENTRIES, MESH, ONE, RULES, ByData, params, resolve
 
 from partitioning import PjitPartitioner
-from partitioning.plans import ShardingPlan, diff, shard_module
+from partitioning.compat.pytorch import ShardingPlan, shard_module
+from partitioning.plan import diff
 
 pytestmark = pytest.mark.core
 

@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from planned_models import KEY, MESH
 
 from partitioning import PjitPartitioner, TrainState, create_mesh
-from partitioning.plans import ShardingPlan, constrain_outputs, shard_module
-from partitioning.plans.shards import ChunkShardingSpec, array_from_shards
+from partitioning.compat.pytorch import ShardingPlan, constrain_outputs, shard_module
+from partitioning.compat.pytorch.shards import ChunkShardingSpec, array_from_shards
 
 pytestmark = pytest.mark.core
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from planned_models import ENTRIES, KEY, MESH, RULES, SHAPES, params, resolve
 
 from partitioning import PaddedSpec, PjitPartitioner, TrainState, create_mesh
-from partitioning.plans import shard_module
+from partitioning.compat.pytorch import shard_module
 
 pytestmark = pytest.mark.core
 

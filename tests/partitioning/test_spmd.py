@@ -15,8 +15,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mock_devices import mesh_of_processes
 
-from partitioning import spmd
-from partitioning.spmd import (
+from partitioning.compat import torch_xla as spmd
+from partitioning.compat.torch_xla import (
     ManualShards,
     PaddedArray,
     ShardingSpec,
@@ -48,8 +48,9 @@ def mesh_of(types='auto', ids=range(8)):
 
 def test_import_loads_nothing_heavy():
     code = (
-        'import sys, partitioning; assert "partitioning.spmd" not in sys.modules;'
-        'import partitioning.spmd; assert not {"flax", "optax", "gin"} & set(sys.modules)'
+        'import sys, partitioning; assert "partitioning.compat.torch_xla" not in sys.modules;'
+        'import partitioning.compat.torch_xla;'
+        'assert not {"flax", "optax", "gin"} & set(sys.modules)'
     )
     subprocess.run([sys.executable, '-c', code], check=True)
 

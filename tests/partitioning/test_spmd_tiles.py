@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mock_devices import MockDevice
 
-from partitioning.spmd import (
+from partitioning.compat.torch_xla import (
     ShardingType,
     hlo_sharding,
     iota_tile_assignment,

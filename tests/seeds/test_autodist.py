@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from partitioning import TrainState, create_mesh
-from partitioning.plans.autodist import (
+from partitioning.compat.autodist import (
     PS,
     AllReduce,
     Parallax,

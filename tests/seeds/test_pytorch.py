@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from mock_devices import mesh_of_processes
 
 from partitioning import LocalChunker, PjitPartitioner, create_mesh
-from partitioning.plans import (
+from partitioning.compat.pytorch import (
     Sharder,
     ShardingPlan,
     ShardingPlanner,
@@ -21,7 +21,7 @@ from partitioning.plans import (
     place,
     shard_module,
 )
-from partitioning.plans.shards import (
+from partitioning.compat.pytorch.shards import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     GridShardingSpec,

@@ -19,7 +19,7 @@ from partitioning import (
     describe_topology,
     with_sharding_constraint,
 )
-from partitioning.spmd import (
+from partitioning.compat.torch_xla import (
     HybridMesh,
     ShardingSpec,
     ShardingType,

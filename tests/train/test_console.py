@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from partitioning import PjitPartitioner
-from partitioning.audit import audit_state
-from partitioning.plans import ResolvedPlan
+from partitioning.plan import ResolvedPlan
+from partitioning.plan.audit import audit_state
 from train.console import RunConsole
 
 pytestmark = pytest.mark.core

@@ -8,7 +8,7 @@ import jax
 import pytest
 from small_runs import records
 
-from partitioning.plans import load_plan
+from partitioning.plan import load_plan
 from partitioning.state import path_str
 from train import train as train_module
 from train.errors import ConfigError

@@ -18,7 +18,7 @@ from partitioning import (
     standard_logical_axis_rules,
     unbox,
 )
-from partitioning.plans import ResolvedPlan
+from partitioning.plan import ResolvedPlan
 from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.data import ByteTokenizer, CausalLM, Mixture, TextFiles
 from train.errors import ConfigError
