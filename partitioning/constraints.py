@@ -15,8 +15,8 @@ from partitioning.rules import (
     PaddedSpec,
     as_tuple,
     check_layout,
+    dimension_axes,
     logical_to_mesh_axes,
-    names_of,
 )
 
 
@@ -159,7 +159,7 @@ def _with_what_is(x: Any, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     held = getattr(x, 'sharding', None)
     now: tuple[Any, ...] = (None,) * len(spec)
     if isinstance(held, NamedSharding) and held.mesh.shape == mesh.shape:
-        now = names_of(held.spec, len(spec))
+        now = dimension_axes(held.spec, len(spec))
     taken = {axis for entry in spec if entry is not free for axis in as_tuple(entry)}
     kept = (axes if axes and not taken & {*axes} else None for axes in now)
     return PartitionSpec(*(k if s is free else s for s, k in zip(spec, kept, strict=False)))

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.layout.held import Axes, axes_of, bounds_of, check_rows_divide, held_parts
-from partitioning.rules import check_spec, describe_axes, replicate_none
+from partitioning.rules import boundary_spec, check_spec, describe_axes
 
 
 def local_to_global(
@@ -84,7 +84,11 @@ def host_local_array_to_global_array(arr_tree: Any, mesh: Mesh, pspecs: Any) -> 
     """
     from jax.experimental import multihost_utils
 
-    specs = replicate_none(pspecs)
+    specs = jax.tree.map(
+        lambda spec: PartitionSpec() if spec is None else boundary_spec(spec),
+        pspecs,
+        is_leaf=lambda spec: spec is None or isinstance(spec, PartitionSpec),
+    )
 
     def check(path: Any, spec: PartitionSpec, below: Any) -> None:
         for deeper, array in jax.tree_util.tree_leaves_with_path(below):

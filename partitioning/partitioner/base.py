@@ -34,10 +34,10 @@ from partitioning.plan.rule_set import ResolvedState
 from partitioning.rules import (
     MeshAxes,
     as_tuple,
+    boundary_spec,
     describe_axes,
     is_count,
     nearest,
-    spec_of,
 )
 from partitioning.state import get_logical_axes
 
@@ -227,7 +227,7 @@ class BasePartitioner(abc.ABC):
         on_indivisible: Indivisible = 'error',
     ) -> LocalChunkInfo:
         """The one chunk of an array that this process holds; see `LocalChunker`."""
-        spec = spec_of(mesh_axes)
+        spec = boundary_spec(mesh_axes)
         return self._local_chunker.get_local_chunk_info(global_shape, spec, on_indivisible)
 
     def get_local_chunks(
@@ -237,7 +237,7 @@ class BasePartitioner(abc.ABC):
         on_indivisible: Indivisible = 'error',
     ) -> tuple[LocalChunkInfo, ...]:
         """Every block of an array that this process holds; see `LocalChunker`."""
-        spec = spec_of(mesh_axes)
+        spec = boundary_spec(mesh_axes)
         return self._local_chunker.get_local_chunks(global_shape, spec, on_indivisible)
 
     # The train state.

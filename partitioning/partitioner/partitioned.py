@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from partitioning.rules import AxisRules, LogicalAxisRules, PaddedSpec, check_spec, spec_of
+from partitioning.rules import AxisRules, LogicalAxisRules, PaddedSpec, boundary_spec, check_spec
 
 CompiledPartitionedCallable = Callable[..., Any]
 
@@ -242,7 +242,7 @@ def to_shardings(resources: Any, mesh: Mesh) -> Any:
     def convert(path: Any, leaf: Any) -> Sharding:
         if isinstance(leaf, Sharding):
             return leaf
-        spec = PartitionSpec() if leaf is None else spec_of(leaf)
+        spec = PartitionSpec() if leaf is None else boundary_spec(leaf)
         where = jax.tree_util.keystr(path, simple=True, separator='/') or 'the resource'
         if not isinstance(spec, PartitionSpec):
             raise ValueError(

@@ -15,8 +15,8 @@ from partitioning.rules import (
     AxisNames,
     ResolvedDimension,
     as_tuple,
+    boundary_spec,
     describe_axes,
-    spec_of,
     spec_str,
 )
 from partitioning.state import Path, Role, array_leaves, nbytes, shape_of
@@ -111,7 +111,7 @@ def _layout(
     path: Path, array: Any, plan: ResolvedLeaf, mesh: Mesh
 ) -> tuple[ArrayLayout, Sharding | None]:
     shape = shape_of(array)
-    spec = spec_of(plan.spec) or PartitionSpec(*[None] * len(shape))
+    spec = boundary_spec(plan.spec) or PartitionSpec(*[None] * len(shape))
     planned = NamedSharding(mesh, spec)
     held = array.sharding if isinstance(array, jax.Array) else planned
     misplaced = not held.is_equivalent_to(planned, len(shape))
@@ -145,7 +145,7 @@ def _layout(
 
 def _reason(plan: ResolvedLeaf, shape: tuple[int, ...], mesh: Mesh) -> str:
     """Why devices along some mesh axes hold the same of an array."""
-    spec = spec_of(plan.spec) or ()
+    spec = boundary_spec(plan.spec) or ()
     used = {axis for axes in spec for axis in as_tuple(axes)}
     free = [axis for axis, size in mesh.shape.items() if size > 1 and axis not in used]
     if plan.leaf.said_none:

@@ -17,10 +17,10 @@ from partitioning.rules import (
     ResolvedDimension,
     as_tuple,
     axis_sizes,
+    boundary_spec,
     check_layout,
     check_spec,
-    names_of,
-    spec_of,
+    dimension_axes,
 )
 from partitioning.state import Role, nbytes, shape_of
 
@@ -76,7 +76,7 @@ def planned_array(
     shape = shape_of(array)
     if not hasattr(array, 'dtype'):  # one of Python's numbers
         array = jax.ShapeDtypeStruct(shape, jax.dtypes.result_type(array))
-    spec, padded = _whole(spec_of(mesh_axes), shape), None
+    spec, padded = _whole(boundary_spec(mesh_axes), shape), None
     shard_shape = shard_shape_of(path, shape, spec, mesh)
     if isinstance(mesh_axes, PaddedSpec):
         padded = _whole(mesh_axes.inside, shape)
@@ -105,7 +105,7 @@ def logical_only(names: Sequence[Any]) -> tuple[str | None, ...] | None:
 
 def _whole(spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
     """A spec with an entry for every dimension, each one written in one way."""
-    axes = names_of(spec, len(shape))
+    axes = dimension_axes(spec, len(shape))
     return PartitionSpec(*(a[0] if a and len(a) == 1 else a for a in axes))
 
 
@@ -157,4 +157,4 @@ def reason_of(dimensions: Sequence[ResolvedDimension | None]) -> str:
 
 def path_rule(path: str, row: PlannedArray) -> tuple[str, tuple[Any, ...]]:
     """The path rule that gives the array at a path the layout of a row."""
-    return re.escape(path), names_of(row.padded_spec or row.spec, len(row.shape))
+    return re.escape(path), dimension_axes(row.padded_spec or row.spec, len(row.shape))

@@ -17,9 +17,9 @@ from partitioning.rules import (
     Report,
     ResolvedDimension,
     axis_sizes,
+    boundary_spec,
     describe_axes,
     raise_problem,
-    spec_of,
     to_spec,
     try_resolve,
 )
@@ -88,7 +88,7 @@ class ResolvedState(StateTree[ResolvedLeaf]):
     def shardings(self) -> Any:
         """The state with NamedShardings for leaves."""
         sharding = functools.cache(functools.partial(NamedSharding, self.mesh))
-        return self.map(lambda x: sharding(spec_of(x.spec) or PartitionSpec()))
+        return self.map(lambda x: sharding(boundary_spec(x.spec) or PartitionSpec()))
 
 
 def resolve_state(state: Any, rules: RuleSet, mesh: Mesh) -> ResolvedState:

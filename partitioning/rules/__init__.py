@@ -1,41 +1,55 @@
-"""Logical axis names -> PartitionSpec, with the reason for every dimension.
+"""Logical axis names -> PartitionSpec, with a reason for every dimension; and every check.
 
-`names`: what names, rules and mesh axes are; `resolve`: the one resolution; `divide`: sizes that
-their mesh axes do not divide; `outcome`: reasons and specs; `standard`: rule sets.
+`axes` describes mesh axes; `names` logical axes and rules; `checks` holds each check of axes, ranks
+and sizes once; `resolve` is the one resolution; `policies` treats sizes that are not divisible;
+`dimensions` is the result; `standard` has ready-made rules.
 """
 
-from partitioning.rules.divide import check_layout
+from partitioning.rules.axes import (
+    MeshAxes,
+    MeshLike,
+    as_tuple,
+    axis_sizes,
+    describe_axes,
+    from_tuple,
+    is_count,
+    nearest,
+    num_shards,
+    sharding_axes,
+)
+from partitioning.rules.checks import (
+    Problem,
+    ProblemError,
+    Report,
+    check_axes,
+    check_layout,
+    check_rank,
+    check_spec,
+    indivisible,
+    names_rank_problem,
+    raise_problem,
+    rank_problem,
+    sizes_that_fit,
+    spec_str,
+)
+from partitioning.rules.dimensions import (
+    PaddedSpec,
+    ResolvedDimension,
+    Rule,
+    Spec,
+    boundary_spec,
+    dimension_axes,
+    to_spec,
+)
 from partitioning.rules.names import (
     AxisNames,
     AxisRules,
     LogicalAxisRules,
-    MeshAxes,
-    MeshLike,
     OnIndivisible,
     OnUnmatched,
     add_axis,
-    as_tuple,
-    axis_sizes,
     check_rules,
-    describe_axes,
-    is_count,
-    nearest,
     remove_axis,
-)
-from partitioning.rules.outcome import (
-    PaddedSpec,
-    Problem,
-    ProblemError,
-    Report,
-    ResolvedDimension,
-    Rule,
-    check_spec,
-    names_of,
-    raise_problem,
-    replicate_none,
-    spec_of,
-    spec_str,
-    to_spec,
 )
 from partitioning.rules.resolve import logical_to_mesh_axes, resolve_axes, try_resolve
 from partitioning.rules.standard import (
@@ -59,23 +73,32 @@ __all__ = [
     'Report',
     'ResolvedDimension',
     'Rule',
+    'Spec',
     'add_axis',
     'as_tuple',
     'axis_sizes',
+    'boundary_spec',
+    'check_axes',
     'check_layout',
+    'check_rank',
     'check_rules',
     'check_spec',
     'describe_axes',
+    'dimension_axes',
+    'from_tuple',
     'fsdp_logical_axis_rules',
+    'indivisible',
     'is_count',
     'logical_to_mesh_axes',
-    'names_of',
+    'names_rank_problem',
     'nearest',
+    'num_shards',
     'raise_problem',
+    'rank_problem',
     'remove_axis',
-    'replicate_none',
     'resolve_axes',
-    'spec_of',
+    'sharding_axes',
+    'sizes_that_fit',
     'spec_str',
     'standard_logical_axis_rules',
     'to_spec',

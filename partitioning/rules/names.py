@@ -1,25 +1,21 @@
-"""Logical axis names, mesh axes, and the rules that join them."""
+"""Logical axis names, and the rules that map them to mesh axes."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, get_args
 
-import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from partitioning.rules.axes import MeshAxes
 
-MeshAxes = str | tuple[str, ...] | None
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
-MeshLike = Mesh | AbstractMesh | Mapping[str, int]
 OnUnmatched = Literal['error', 'replicate']
 OnIndivisible = Literal['error', 'replicate', 'drop_axis', 'pad']
 
 
 class AxisNames(tuple):
-    """The logical axis names of one array, one name (or None) a dimension.
+    """The logical axis names of one array, one name or None per dimension.
 
-    A class of its own so that jax takes it for one leaf of a pytree, not for a node.
+    It is a class of its own so that jax treats it as one leaf of a pytree, not as a node.
     """
 
     __slots__ = ()
@@ -35,69 +31,39 @@ class AxisNames(tuple):
 
 
 def add_axis(names: Sequence[str | None], index: int, name: str | None) -> AxisNames:
-    """The names of an array that gets one more dimension, as a scan over layers adds it.
+    """The names of an array that gains a dimension, as `nn.scan` adds one for its layers.
 
     Args:
-      names: of the array as it is.
-      index: where the new dimension is in the new array; past the end of `names`, dimensions in
-        between have no name; negative, from the end of the new array.
-      name: of the new dimension.
+      names: the names before.
+      index: the number of the new dimension in the new array. Dimensions between the end of
+        `names` and the index get no name. A negative index counts from the end of the new array.
+      name: the name of the new dimension.
 
     Raises:
-      ValueError: a negative index before the first dimension.
+      ValueError: if a negative index lies before the first dimension.
     """
     place = index if index >= 0 else len(names) + 1 + index
     if place < 0:
-        raise ValueError(f'no dimension can be added at {index} of {tuple(names)}')
+        raise ValueError(f'index {index} is out of range for adding a dimension to {tuple(names)}')
     padded = [*names, *[None] * (place - len(names))]
     return AxisNames(*padded[:place], name, *padded[place:])
 
 
 def remove_axis(names: Sequence[str | None], index: int, name: str | None) -> AxisNames:
-    """The names of an array that loses the dimension `name` at `index`: `add_axis` undone.
+    """The names of an array that loses the dimension `name` at `index`; the inverse of `add_axis`.
 
     Raises:
-      ValueError: no dimension there, or one of another name.
+      ValueError: if there is no such dimension, or if it has another name.
     """
     place = index if index >= 0 else len(names) + index
     if not 0 <= place < len(names):
-        raise ValueError(f'{tuple(names)} have no dimension {index} to remove {name!r} from')
+        raise ValueError(f'{tuple(names)} has no dimension {index}, so {name!r} cannot be removed')
     if names[place] != name:
         raise ValueError(
-            f'dimension {index} of {tuple(names)} is {names[place]!r}, not the {name!r} to remove'
+            f'dimension {index} of {tuple(names)} is {names[place]!r}, not {name!r}, which was to '
+            'be removed'
         )
     return AxisNames(*names[:place], *names[place + 1 :])
-
-
-def as_tuple(mesh_axes: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Mesh axes of one dimension as a tuple, empty for None."""
-    if mesh_axes is None:
-        return ()
-    return (mesh_axes,) if isinstance(mesh_axes, str) else tuple(mesh_axes)
-
-
-def axis_sizes(mesh: MeshLike) -> Mapping[str, int]:
-    """The size of each axis of a mesh, which may be given as just that."""
-    if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
-        raise ValueError(f'{mesh!r} is neither a mesh nor the sizes of its axes, by name')
-    return mesh if isinstance(mesh, Mapping) else mesh.shape
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """True for a whole number of 1 or more, numpy's too."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    return whole and value >= 1  # type: ignore[operator]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A hint: ` Did you mean 'x'?` for the known name nearest to `name`, or nothing."""
-    found = difflib.get_close_matches(str(name), [str(k) for k in known], n=1)
-    return f' Did you mean {found[0]!r}?' if found else ''
-
-
-def describe_axes(sizes: Mapping[str, int]) -> str:
-    """Mesh axes in words: `data 4 x model 2`."""
-    return ' x '.join(f'{name} {size}' for name, size in sizes.items())
 
 
 class AxisRules(tuple):
@@ -106,9 +72,15 @@ class AxisRules(tuple):
     Usage:
       AxisRules([('embed', 'data'), ('mlp', 'model')], on_indivisible='drop_axis')
 
-    Attributes:
-      on_unmatched: what becomes of a dimension whose name has no rule.
-      on_indivisible: of one whose size its mesh axes do not divide; see `resolve_axes`.
+    Args:
+      rules: (logical axis, mesh axis or axes or None) pairs in order of priority.
+      on_unmatched: the policy for a dimension whose name has no rule. By default it is the policy
+        of `rules` if these are AxisRules, and otherwise 'error'.
+      on_indivisible: the policy for a size that its mesh axes do not divide, with the same default;
+        see `resolve_axes`.
+
+    Raises:
+      ValueError: if a rule is malformed or a policy does not exist.
     """
 
     on_unmatched: OnUnmatched
@@ -120,26 +92,16 @@ class AxisRules(tuple):
         on_unmatched: OnUnmatched | None = None,
         on_indivisible: OnIndivisible | None = None,
     ) -> AxisRules:
-        """Args:
-        rules: (logical axis, mesh axis or axes or None) pairs in order of priority.
-        on_unmatched, on_indivisible: by default those of `rules`, if they have any, or 'error'.
-
-        Raises:
-          ValueError: what is no rule, and a policy that does not exist.
-        """
         made = tuple.__new__(cls, check_rules(rules))
-        own = rules if isinstance(rules, AxisRules) else None
-        if on_unmatched is None:
-            on_unmatched = 'error' if own is None else own.on_unmatched
-        if on_indivisible is None:
-            on_indivisible = 'error' if own is None else own.on_indivisible
-        made.on_unmatched, made.on_indivisible = on_unmatched, on_indivisible
-        for name, kind in (('on_unmatched', OnUnmatched), ('on_indivisible', OnIndivisible)):
-            if getattr(made, name) not in get_args(kind):
+        for policy, given, kind in (
+            ('on_unmatched', on_unmatched, OnUnmatched),
+            ('on_indivisible', on_indivisible, OnIndivisible),
+        ):
+            value = getattr(rules, policy, 'error') if given is None else given
+            if value not in get_args(kind):
                 *others, last = map(repr, get_args(kind))
-                raise ValueError(
-                    f'{name} must be {", ".join(others)} or {last}, not {getattr(made, name)!r}'
-                )
+                raise ValueError(f'{policy} must be {", ".join(others)} or {last}, not {value!r}')
+            setattr(made, policy, value)
         return made
 
     def with_rules(self, rules: LogicalAxisRules) -> AxisRules:
@@ -157,15 +119,18 @@ class AxisRules(tuple):
 
 
 def check_rules(rules: Iterable[Any]) -> tuple[tuple[str, MeshAxes], ...]:
-    """Rules as pairs, with lists of mesh axes (as configuration files write them) made tuples.
+    """Rules as pairs; lists of mesh axes, as configuration files write them, become tuples.
 
     Raises:
-      ValueError: a rule that is no pair of a name and a mesh axis, several, or None.
+      ValueError: if a rule is not a pair of a name and a mesh axis, several axes, or None.
     """
     if isinstance(rules, set | frozenset | Mapping):
-        raise ValueError(f'{rules!r} have no order, which decides between rules: write a list')
+        raise ValueError(
+            f'rules must be ordered, because the first match wins: write {rules!r} as '
+            'a list of pairs'
+        )
     if isinstance(rules, str) or not isinstance(rules, Iterable):
-        raise ValueError(f"{rules!r} are no rules: write [('logical axis', 'mesh axis'), ...]")
+        raise ValueError(f"rules={rules!r} must be a list, [('logical axis', 'mesh axis'), ...]")
     checked: list[tuple[str, MeshAxes]] = []
     for rule in rules:
         match rule:
@@ -173,11 +138,11 @@ def check_rules(rules: Iterable[Any]) -> tuple[tuple[str, MeshAxes], ...]:
                 checked.append((name, axes))
             case (str(name), [*several]) if all(isinstance(a, str) for a in several):
                 if len(set(several)) < len(several):
-                    raise ValueError(f'rule {rule!r} names a mesh axis twice: use each once')
+                    raise ValueError(f'rule {rule!r} names a mesh axis twice: use each axis once')
                 checked.append((name, tuple(several)))
             case _:
                 raise ValueError(
-                    f"{rule!r} is no rule: write ('logical axis', 'mesh axis'), ('logical axis', "
-                    "('one', 'another')), or ('logical axis', None)"
+                    f"rule {rule!r} is malformed: write ('logical axis', 'mesh axis'), "
+                    "('logical axis', ('one axis', 'another')) or ('logical axis', None)"
                 )
     return tuple(checked)

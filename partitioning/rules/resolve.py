@@ -1,33 +1,36 @@
-"""The one resolution of logical axis rules, T5X's and linen's.
+"""The one resolution of logical axis rules, in the order of T5X and linen.
 
 Rules are tried in order, the first that matches a dimension wins, a mesh axis is used once per
-array, and a rule that names several mesh axes is skipped whole when one of them is taken. Then a
-policy decides what becomes of a size that its mesh axes do not divide.
+array, and a rule that names several mesh axes is skipped entirely if one of them is taken. Then a
+policy decides about sizes that their mesh axes do not divide.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from partitioning.rules.divide import give_way, indivisible, sharded_over
-from partitioning.rules.names import (
-    AxisRules,
-    LogicalAxisRules,
+from partitioning.rules.axes import (
     MeshAxes,
     MeshLike,
-    OnIndivisible,
-    OnUnmatched,
     as_tuple,
     axis_sizes,
-    describe_axes,
     nearest,
+    num_shards,
+    sharding_axes,
 )
-from partitioning.rules.outcome import Problem, ResolvedDimension, Rule, to_spec
+from partitioning.rules.checks import (
+    Problem,
+    axis_problems,
+    indivisible,
+    names_rank_problem,
+)
+from partitioning.rules.dimensions import ResolvedDimension, Rule, to_spec
+from partitioning.rules.names import AxisRules, LogicalAxisRules, OnIndivisible, OnUnmatched
+from partitioning.rules.policies import apply_policy
 
 
 def resolve_axes(
@@ -43,24 +46,25 @@ def resolve_axes(
     """Resolves the logical axes of one array, with the reason for each dimension.
 
     Args:
-      names: one logical name a dimension; None for a dimension that is never sharded; a tuple of
-        mesh axes for one that is sharded over just these.
+      names: one entry per dimension: a logical name; None for a dimension that is never sharded;
+        or a tuple of mesh axes for a dimension that is sharded over exactly these.
       rules: (logical axis, mesh axis or axes or None) pairs in order of priority.
-      mesh: a mesh, abstract or not, or the size of each of its axes. With it, a rule to an axis
+      mesh: a mesh, abstract or not, or the size of each of its axes. With it, a rule for an axis
         that the mesh lacks is an error.
-      shape: the array's global shape. With `mesh`, a dimension that its mesh axes do not divide
-        is found here.
-      on_unmatched: for a name without a rule: 'error', or 'replicate' the dimension. By default
-        the policy of `rules`, which is 'error' unless they are AxisRules that say otherwise.
-      on_indivisible: for a size that its mesh axes do not divide: 'error'; 'replicate' it;
-        'drop_axis', which keeps those of its axes that split it the most; 'pad', which keeps it
-        whole in the state and shards it, padded, inside partitioned functions. By default the
-        policy of `rules`.
-      axes_as_names: a name without a rule may be a mesh axis, as in `flax.linen.Partitioned`.
+      shape: the global shape of the array. With `mesh`, a size that its mesh axes do not divide is
+        found here.
+      on_unmatched: the policy for a name without a rule: 'error', or 'replicate' the dimension.
+        By default it is the policy of `rules`, which is 'error' unless AxisRules say otherwise.
+      on_indivisible: the policy for a size that its mesh axes do not divide: 'error'; 'replicate'
+        the dimension; 'drop_axis', which keeps the axes that divide it into the most shards; or
+        'pad', which keeps the dimension whole in the state and shards it, padded, inside
+        partitioned functions. By default it is the policy of `rules`.
+      axes_as_names: whether a name without a rule may be a mesh axis, as in
+        `flax.linen.Partitioned`.
 
     Raises:
-      ValueError: an unmatched name, a name used twice, a mesh axis that does not exist, names and
-        shape of different length, or an indivisible dimension; each with the way out.
+      ValueError: if a name has no rule or is used twice, if a mesh axis does not exist, if `names`
+        and `shape` differ in length, or if a size is not divisible. The message says what to write.
     """
     resolved, problems = try_resolve(
         names,
@@ -76,57 +80,6 @@ def resolve_axes(
     return resolved
 
 
-def try_resolve(
-    names: Sequence[Any],
-    rules: LogicalAxisRules,
-    *,
-    mesh: MeshLike | None = None,
-    shape: Sequence[int] | None = None,
-    on_unmatched: OnUnmatched | None = None,
-    on_indivisible: OnIndivisible | None = None,
-    axes_as_names: bool = False,
-) -> tuple[tuple[ResolvedDimension, ...], tuple[Problem, ...]]:
-    """What `resolve_axes` gives, and every problem it would raise, in its order.
-
-    Raises:
-      ValueError: arguments that are none: rules without order, a string for the names, a policy
-        that does not exist.
-    """
-    if not isinstance(rules, Sequence):
-        raise ValueError(f'rules must be a list or a tuple of pairs, not {type(rules).__name__}')
-    if not isinstance(rules, AxisRules) or (on_unmatched, on_indivisible) != (None, None):
-        rules = AxisRules(rules, on_unmatched, on_indivisible)
-    if on_indivisible not in (None, 'error') and (mesh is None or shape is None):
-        raise ValueError(f'on_indivisible={on_indivisible!r} needs a mesh and a shape to act on')
-    sizes = None if mesh is None else axis_sizes(mesh)
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ValueError(f'{names!r} are no logical axes: write a tuple, one name a dimension')
-    names = tuple(names)
-    problems = list(_problems_of_names(names, shape))
-    given = {d: n for d, n in enumerate(names) if _names_mesh_axes(n, rules, sizes, axes_as_names)}
-    problems += _problems_of_axes(names, rules, given, sizes)
-    resolved = _match(names, rules, given, sizes or {})
-    known = {rule[0] for rule in rules}
-    for dim, one in enumerate(resolved):
-        if isinstance(one.name, str) and dim not in given and one.name not in known:
-            if rules.on_unmatched == 'error':
-                hints = {*known, *(sizes or ())} if axes_as_names else known
-                problems.append(_unmatched(one.name, names, hints))
-            else:
-                resolved[dim] = dataclasses.replace(one, policy='replicate')
-    # A shape of another rank has been found; sizes without a mesh say nothing.
-    if sizes is not None and shape is not None and len(shape) == len(names):
-        for dim, one in enumerate(resolved):
-            ways = math.prod(sizes.get(a, 1) for a in sharded_over(one.mesh_axes))
-            if shape[dim] % ways == 0:
-                continue
-            if rules.on_indivisible == 'error':
-                problems.append(indivisible(one, dim, shape, ways))
-            else:
-                resolved[dim] = give_way(one, shape[dim], ways, sizes, rules.on_indivisible)
-    return tuple(resolved), tuple(problems)
-
-
 def logical_to_mesh_axes(
     names: Sequence[Any] | None,
     rules: LogicalAxisRules,
@@ -136,10 +89,10 @@ def logical_to_mesh_axes(
     on_unmatched: OnUnmatched | None = None,
     on_indivisible: OnIndivisible | None = None,
 ) -> Any:
-    """The PartitionSpec of an array with these logical axes; None for `names=None`.
+    """The PartitionSpec of an array with these logical axes, or None if `names` is None.
 
-    Arguments and errors are those of `resolve_axes`. Under 'pad' an array that needs it gets a
-    PaddedSpec.
+    The arguments and errors are those of `resolve_axes`. Under the policy 'pad' an array that needs
+    padding gets a PaddedSpec.
     """
     if names is None:
         return None
@@ -154,9 +107,87 @@ def logical_to_mesh_axes(
     return to_spec(resolved)
 
 
-def _names_mesh_axes(
+def try_resolve(
+    names: Sequence[Any],
+    rules: LogicalAxisRules,
+    *,
+    mesh: MeshLike | None = None,
+    shape: Sequence[int] | None = None,
+    on_unmatched: OnUnmatched | None = None,
+    on_indivisible: OnIndivisible | None = None,
+    axes_as_names: bool = False,
+) -> tuple[tuple[ResolvedDimension, ...], tuple[Problem, ...]]:
+    """The dimensions that `resolve_axes` returns, and every problem it would raise, in its order.
+
+    Raises:
+      ValueError: if an argument is malformed: rules without an order, a string as `names`, a policy
+        that does not exist or has nothing to act on.
+    """
+    names = _check_names_are_ordered(names)
+    rules = _with_policies(rules, on_unmatched, on_indivisible)
+    if on_indivisible not in (None, 'error') and (mesh is None or shape is None):
+        raise ValueError(f'on_indivisible={on_indivisible!r} needs a mesh and a shape: pass both')
+    sizes = None if mesh is None else axis_sizes(mesh)
+    given = {d: n for d, n in enumerate(names) if _is_mesh_axes(n, rules, sizes, axes_as_names)}
+    problems = [*_name_problems(names, shape), *_axis_problems(names, rules, given, sizes)]
+    resolved = _match(names, rules, given, sizes or {})
+    known = {rule[0] for rule in rules}
+    for dim, one in enumerate(resolved):
+        if not isinstance(one.name, str) or dim in given or one.name in known:
+            continue
+        if rules.on_unmatched == 'error':
+            hints = {*known, *(sizes or ())} if axes_as_names else known
+            problems.append(_unmatched(one.name, names, hints))
+        else:
+            resolved[dim] = dataclasses.replace(one, policy='replicate')
+    if sizes is not None and shape is not None and len(shape) == len(names):
+        problems += _divide(resolved, shape, sizes, rules.on_indivisible)
+    return tuple(resolved), tuple(problems)
+
+
+def _check_names_are_ordered(names: Any) -> tuple[Any, ...]:
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ValueError(
+            f'logical axes {names!r} must be a tuple with one name or None per dimension'
+        )
+    return tuple(names)
+
+
+def _with_policies(
+    rules: LogicalAxisRules,
+    on_unmatched: OnUnmatched | None,
+    on_indivisible: OnIndivisible | None,
+) -> AxisRules:
+    if not isinstance(rules, Sequence):
+        raise ValueError(f'rules must be a list or a tuple of pairs, not {type(rules).__name__}')
+    if isinstance(rules, AxisRules) and on_unmatched is None and on_indivisible is None:
+        return rules
+    return AxisRules(rules, on_unmatched, on_indivisible)
+
+
+def _divide(
+    resolved: list[ResolvedDimension],
+    shape: Sequence[int],
+    sizes: Mapping[str, int],
+    policy: OnIndivisible,
+) -> Iterator[Problem]:
+    """Applies the policy, in place, to dimensions whose size is not divisible."""
+    for dim, one in enumerate(resolved):
+        axes = [axis for axis in sharding_axes(one.mesh_axes) if axis in sizes]
+        if shape[dim] % num_shards(axes, sizes) == 0:
+            continue
+        if policy == 'error':
+            name = one.name if isinstance(one.name, str) else None
+            policies = ('replicate', 'drop_axis', 'pad')
+            yield indivisible(dim, shape, axes, sizes, name=name, policies=policies)
+        else:
+            resolved[dim] = apply_policy(one, shape[dim], sizes, policy)
+
+
+def _is_mesh_axes(
     name: Any, rules: LogicalAxisRules, sizes: Mapping[str, int] | None, axes_as_names: bool
 ) -> bool:
+    """Whether an entry of the names stands for mesh axes and not for a logical name."""
     if isinstance(name, tuple):
         return True
     if not axes_as_names or sizes is None or not isinstance(name, str) or name not in sizes:
@@ -170,7 +201,7 @@ def _match(
     given: Mapping[int, Any],
     sizes: Mapping[str, int],
 ) -> list[ResolvedDimension]:
-    """The rule that wins each dimension, and what the others lost to."""
+    """For each dimension the rule that wins, and the reason why each other rule lost."""
     dims = {name: dim for dim, name in enumerate(names) if isinstance(name, str)}
     taken = {axis: f'dimension {dim}' for dim, axes in given.items() for axis in as_tuple(axes)}
     won: dict[int, Rule] = {}
@@ -204,70 +235,59 @@ def _explain(
 ) -> ResolvedDimension:
     axes: MeshAxes
     if given is not None:
-        by_name = isinstance(name, str)
-        axes, reason = given, 'the name is a mesh axis' if by_name else 'its mesh axes are given'
+        axes = given
+        reason = 'the name is a mesh axis' if isinstance(name, str) else 'the mesh axes are given'
     elif not isinstance(name, str):  # None, or PartitionSpec.UNCONSTRAINED
         axes, reason = name, 'no logical name'
     elif rule is not None:
-        axes, reason = rule[1], 'a rule says so' if as_tuple(rule[1]) else 'a rule replicates it'
+        axes, reason = rule[1], 'a rule shards it' if as_tuple(rule[1]) else 'a rule replicates it'
     else:
         axes, reason = None, lost[0][1] if lost else 'no rule'
-    split = sharded_over(axes)
+    split = sharding_axes(axes)
     if split and all(sizes.get(a) == 1 for a in split):
-        reason += f', but an axis of size 1 splits nothing: {", ".join(split)}'
+        reason += f', but only over mesh axes of size 1: {", ".join(split)}'
     return ResolvedDimension(name, axes, rule, lost, reason, wanted=axes)
 
 
-def _problems_of_names(names: tuple[Any, ...], shape: Sequence[int] | None) -> list[Problem]:
-    problems = []
+def _name_problems(names: tuple[Any, ...], shape: Sequence[int] | None) -> Iterator[Problem]:
     kinds = (str, tuple, type(None), type(PartitionSpec.UNCONSTRAINED))
-    if not all(isinstance(name, kinds) for name in names):
-        message = f'{names!r} are no logical axes: write one name or None a dimension'
-        problems.append(Problem('names', message))
+    for name in names:
+        if not isinstance(name, kinds):
+            yield Problem(
+                'names',
+                f'{name!r} in logical axes {names!r} must be a name, a tuple of mesh axes or None',
+            )
+            break
     text = [n for n in names if isinstance(n, str)]
     for twice in sorted({n for n in text if text.count(n) > 1}):
-        message = (
-            f'logical axis {twice!r} names two dimensions of {names}: one mesh axis cannot shard '
-            'both; give one of them another name or None'
+        yield Problem(
+            'repeated name',
+            f'logical axis {twice!r} names two dimensions of {names}, but a mesh axis can shard '
+            'only one of them; give one of them another name or None',
         )
-        problems.append(Problem('repeated name', message))
     if shape is not None and len(shape) != len(names):
-        message = (
-            f'{len(names)} logical axes {names} for an array of {len(shape)} dimensions '
-            f'{tuple(shape)}'
-        )
-        problems.append(Problem('rank', message))
-    return problems
+        yield names_rank_problem(names, shape)
 
 
-def _problems_of_axes(
+def _axis_problems(
     names: tuple[Any, ...],
     rules: LogicalAxisRules,
     given: Mapping[int, Any],
     sizes: Mapping[str, int] | None,
-) -> list[Problem]:
-    """Mesh axes that the mesh lacks, and those that dimensions name twice."""
-    problems = []
-    uses = [(f'rule {tuple(rule)!r}', rule[1]) for rule in rules if rule[0] in names]
-    uses += [(f'dimension {dim} of {names}', axes) for dim, axes in given.items()]
-    for user, axes in uses:
-        for axis in as_tuple(axes):
-            if sizes is not None and axis not in sizes:
-                message = (
-                    f'{user} names mesh axis {axis!r}, but the mesh is {describe_axes(sizes)}.'
-                    f'{nearest(axis, sizes)}'
-                )
-                problems.append(Problem('absent axis', message))
+) -> Iterator[Problem]:
+    """Mesh axes in rules and names that the mesh lacks or that appear twice."""
+    for rule in rules if sizes is not None else ():
+        if rule[0] in names:
+            for problem in axis_problems(as_tuple(rule[1]), sizes or {}):
+                yield problem._replace(message=f'rule {tuple(rule)!r}: {problem.message}')
     direct = [axis for axes in given.values() for axis in as_tuple(axes)]
-    for axis in sorted({a for a in direct if direct.count(a) > 1}):
-        message = f'mesh axis {axis!r} is there twice in {names}: it can shard one dimension, once'
-        problems.append(Problem('conflict', message))
-    return problems
+    for problem in axis_problems(direct, dict.fromkeys(direct, 1) if sizes is None else sizes):
+        yield problem._replace(message=f'logical axes {names}: {problem.message}')
 
 
 def _unmatched(name: str, names: tuple[Any, ...], known: set[str]) -> Problem:
     return Problem(
         'unmatched',
         f'no rule for logical axis {name!r} of {names}.{nearest(name, known)} Add ({name!r}, None) '
-        f"to the rules to replicate it, or ({name!r}, '<mesh axis>') to shard it.",
+        f"to the rules to replicate it, or ({name!r}, '<mesh axis>') to shard it",
     )

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from partitioning.rules.names import (
-    AxisRules,
-    LogicalAxisRules,
-    MeshAxes,
-    as_tuple,
-    check_rules,
-    nearest,
-)
+from partitioning.rules.axes import MeshAxes, as_tuple, from_tuple, nearest
+from partitioning.rules.names import AxisRules, LogicalAxisRules, check_rules
 
 _BATCH_AXES = ('replica', 'data', 'fsdp', 'expert')
-# The axes that standard_logical_axis_rules knows.
+# The mesh axes that standard_logical_axis_rules can use.
 STANDARD_MESH_AXES = (*_BATCH_AXES, 'sequence', 'stage', 'model')
 
 
@@ -31,19 +25,20 @@ def standard_logical_axis_rules(
       activation_partitioning_dims: 2 also shards the 'embed' dimension of activations over 'model'.
       parameter_partitioning_dims: 2 also shards the 'embed' dimension of parameters over 'data'
         (fully sharded data parallelism).
-      additional_rules: appended last, so they decide only names that have no rule yet.
-      mesh_axes: axes of the mesh. The batch goes over all of 'replica', 'data', 'fsdp' and
-        'expert' that are there; 'fsdp' shards the 'embed' of parameters, 'sequence' the 'length',
-        'stage' the 'stage', and 'expert' brings T5X's rules for mixtures of experts.
+      additional_rules: further rules. They come last, so they decide only names without a rule.
+      mesh_axes: the axes of the mesh. The batch is sharded over those of 'replica', 'data', 'fsdp'
+        and 'expert' that the mesh has. 'fsdp' also shards the 'embed' dimension of parameters,
+        'sequence' shards 'length', 'stage' shards 'stage', and 'expert' adds T5X's rules for
+        mixtures of experts.
 
     Raises:
-      ValueError: dims other than 1 or 2; a mesh axis that none of these rules would use.
+      ValueError: if dims are neither 1 nor 2, or if no rule would use one of the mesh axes.
     """
     dims = (activation_partitioning_dims, parameter_partitioning_dims)
     if not set(dims) <= {1, 2}:
         raise ValueError(
-            f'activation_partitioning_dims={dims[0]!r}, parameter_partitioning_dims={dims[1]!r} is '
-            'not supported: each is 1 or 2'
+            f'activation_partitioning_dims={dims[0]!r} and parameter_partitioning_dims={dims[1]!r} '
+            'must each be 1 or 2'
         )
     if isinstance(mesh_axes, str) or not isinstance(mesh_axes, Sequence):
         raise ValueError(f'mesh_axes={mesh_axes!r} must be axis names, such as mesh.axis_names')
@@ -54,14 +49,14 @@ def standard_logical_axis_rules(
     for setting, dim, axis in (('activation', dims[0], 'model'), ('parameter', dims[1], 'data')):
         if dim == 2 and axis not in mesh_axes:
             raise ValueError(
-                f'{setting}_partitioning_dims=2 shards over {axis!r}, which the mesh axes '
-                f'{tuple(mesh_axes)} lack'
+                f'{setting}_partitioning_dims=2 shards over mesh axis {axis!r}, but the mesh axes '
+                f'are {tuple(mesh_axes)}: use 1, or add the axis'
             )
     embed: list[MeshAxes] = ['fsdp'] if 'fsdp' in mesh_axes else []
     embed += [model] if dims[0] == 2 else []
     embed += [data] if dims[1] == 2 else []
     rules: list[tuple[str, MeshAxes]] = [
-        ('batch', batch[0] if len(batch) == 1 else batch or None),
+        ('batch', from_tuple(batch)),
         ('vocab', model),
         ('mlp', model),
         ('heads', model),
@@ -94,28 +89,33 @@ def fsdp_logical_axis_rules(
     *,
     names: Sequence[str] = ('embed',),
 ) -> LogicalAxisRules:
-    """`rules`, with arrays sharded over the data axes too.
+    """`rules`, changed so that arrays are also sharded over the data axes.
 
-    As `logical_axis_rules` of a partitioner they make fully sharded data parallelism (FSDP, ZeRO
-    stage 3); as its `optimizer_axis_rules`, with the parameters left to `rules`, ZeRO stage 1.
-    Arrays with none of `names` stay as `rules` say.
+    As the `logical_axis_rules` of a partitioner they give fully sharded data parallelism (FSDP,
+    ZeRO stage 3). As its `optimizer_axis_rules`, next to the original rules for the parameters,
+    they give ZeRO stage 1. Arrays that have none of `names` are laid out as before.
 
     Args:
-      rules: in order of priority. Policies that they have are kept.
+      rules: rules in order of priority. Their policies are kept.
       axes: the data axes of the mesh.
-      names: the logical axes that go over them, the first of an array's in this order. Activations
-        keep theirs: their 'batch' takes the data axes first.
+      names: the logical axes to shard over the data axes; the first of them that an array has is
+        sharded. Activations do not change, because their 'batch' takes the data axes first.
 
     Raises:
-      ValueError: rules that are none, or no names and axes to add.
+      ValueError: if a rule is malformed, if `names` or `axes` is empty, or if a name has no rule.
     """
     given, added = check_rules(rules), check_rules((name, axes) for name in names)
     if isinstance(names, str) or not added or not as_tuple(added[0][1]):
-        raise ValueError(f'names={names!r} over axes={axes!r}: give one or more of each, in a list')
+        raise ValueError(
+            f'names={names!r} and axes={axes!r} must each hold at least one entry, and names must '
+            "be a list, such as ['embed']"
+        )
     known = {name for name, _ in given}
     for name in names:
         if name not in known:
-            raise ValueError(f'no rule for {name!r} to add axes to.{nearest(name, known)}')
+            raise ValueError(
+                f'names={tuple(names)} has {name!r}, which has no rule.{nearest(name, known)}'
+            )
     first = [rule for rule in given if set(as_tuple(rule[1])) & set(as_tuple(axes))]
     first = [rule for rule in first if rule[0] not in names]
     made = [*first, *added, *(rule for rule in given if rule not in first)]
@@ -127,7 +127,7 @@ def _check_all_used(mesh_axes: Sequence[str], added: LogicalAxisRules) -> None:
     for axis in mesh_axes:
         if axis not in used:
             raise ValueError(
-                f'no standard rule uses the mesh axis {axis!r}, so everything would be replicated '
-                f"over it; add one, for example ('mlp', {axis!r}), or call it one of "
+                f'no standard rule uses mesh axis {axis!r}, so every array would be replicated '
+                f"over it. Add a rule, for example ('mlp', {axis!r}), or rename the axis to one of "
                 f'{", ".join(STANDARD_MESH_AXES)}.{nearest(axis, STANDARD_MESH_AXES)}'
             )

@@ -22,10 +22,10 @@ from partitioning.rules import (
     AxisRules,
     LogicalAxisRules,
     add_axis,
+    boundary_spec,
     check_rules,
     describe_axes,
     remove_axis,
-    spec_of,
     to_spec,
     try_resolve,
 )
@@ -78,7 +78,7 @@ class _Named:
             return self.value
         if not around.empty:
             return with_sharding_constraint(self.value, to_spec(resolved))
-        sharding = NamedSharding(mesh, spec_of(to_spec(resolved)))
+        sharding = NamedSharding(mesh, boundary_spec(to_spec(resolved)))
         if AxisType.Explicit in mesh.axis_types:
             return jax.sharding.reshard(self.value, sharding)
         return jax.lax.with_sharding_constraint(self.value, sharding)

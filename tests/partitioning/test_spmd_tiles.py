@@ -49,7 +49,7 @@ def layouts(draw):
     return mesh, tuple(e[0] if len(e) == 1 and draw(st.booleans()) else e or None for e in spec)
 
 
-def names_of(spec):
+def dimension_axes(spec):
     """The spec as jax takes it."""
     entries = [() if e is None else e if isinstance(e, tuple) else (e,) for e in spec]
     return P(*(tuple(a if isinstance(a, str) else NAMES[a] for a in e) or None for e in entries))
@@ -70,7 +70,7 @@ def holders(sharding, size, rank):
 @given(layouts())
 def test_tiles_are_those_of_the_index_map(layout):
     mesh, spec = layout
-    sharding = NamedSharding(mesh, names_of(spec))
+    sharding = NamedSharding(mesh, dimension_axes(spec))
     held, ways = holders(sharding, mesh.size, len(spec))
     tiles, groups = tile_assignment(mesh, spec), replication_groups(mesh, spec)
     assert groups == [held[place] for place in np.ndindex(*ways)]

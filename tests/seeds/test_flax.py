@@ -440,7 +440,7 @@ CUBE = create_mesh((2, 2, 2), ('data', 'model', 'replica'))
 CUBE_XYZ = create_mesh((2, 2, 2), ('X', 'Y', 'Z'))
 
 
-def spec_of(names, rules, mesh=CUBE):
+def boundary_spec(names, rules, mesh=CUBE):
     """The spec that an array with these names gets, whatever carries them."""
     linen = {'params': {'w': box((8,) * len(names), *names)}}
     rules = AxisRules(rules, on_unmatched='replicate')
@@ -457,10 +457,10 @@ XYZ = [('batch', 'X'), ('features', 'X'), ('heads', 'Y'), ('batch', 'Z')]
 
 
 def test_B11_the_first_rule_wins_and_an_axis_is_used_once():
-    assert spec_of(('embed', 'head'), R) == ('data', 'model')
-    assert spec_of(('vocab', 'embed'), R) == (None, 'model')
+    assert boundary_spec(('embed', 'head'), R) == ('data', 'model')
+    assert boundary_spec(('vocab', 'embed'), R) == (None, 'model')
     names = ('batch', 'length', 'heads', 'features')
-    assert spec_of(names, XYZ, CUBE_XYZ) == ('X', None, 'Y', None)
+    assert boundary_spec(names, XYZ, CUBE_XYZ) == ('X', None, 'Y', None)
 
 
 @pytest.mark.parametrize(
@@ -484,7 +484,7 @@ def test_B11_the_first_rule_wins_and_an_axis_is_used_once():
     ],
 )
 def test_B12_table(rules, names, expected):
-    assert spec_of(tuple(names), rules) == expected
+    assert boundary_spec(tuple(names), rules) == expected
 
 
 PRIORITIES = [('foo', 'model'), ('bar', 'model'), ('baz', 'data')]
@@ -499,7 +499,7 @@ PRIORITIES = [('foo', 'model'), ('bar', 'model'), ('baz', 'data')]
     ],
 )
 def test_B13_priorities(names, expected):
-    assert spec_of(names, PRIORITIES) == expected
+    assert boundary_spec(names, PRIORITIES) == expected
 
 
 def test_B13_unconstrained_dimensions():
@@ -509,12 +509,12 @@ def test_B13_unconstrained_dimensions():
 
 def test_B14_what_is_wrong():
     with pytest.raises(ValueError, match=r"'foo'.*two dimensions.*\('foo', 'foo', 'baz'\)"):
-        spec_of(('foo', 'foo', 'baz'), PRIORITIES)
+        boundary_spec(('foo', 'foo', 'baz'), PRIORITIES)
     assert logical_to_mesh_axes(None, PRIORITIES) is None
     with pytest.raises(ValueError, match='must be a list or a tuple of pairs, not generator'):
         logical_to_mesh_axes(('foo',), (rule for rule in PRIORITIES))
     with pytest.raises(ValueError, match=r"'zz'.*data 2 x model 2 x replica 2"):
-        spec_of(('foo',), [('foo', 'zz')])
+        boundary_spec(('foo',), [('foo', 'zz')])
 
 
 # Activations.

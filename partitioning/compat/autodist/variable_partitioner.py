@@ -31,9 +31,9 @@ from partitioning.rules import (
     OnIndivisible,
     OnUnmatched,
     PaddedSpec,
+    boundary_spec,
     describe_axes,
     nearest,
-    spec_of,
 )
 from partitioning.state import key_names, shape_of, unbox
 from partitioning.state.boxes import is_carrier
@@ -179,7 +179,7 @@ class VariablePartitioner:
         resolved = plan.resolve_state(held, self.mesh)
         mesh_axes = self._split_errors(held, resolved.mesh_axes)
         shardings = jax.tree.map(
-            lambda spec: NamedSharding(self.mesh, spec_of(spec)), mesh_axes, is_leaf=_is_spec
+            lambda spec: NamedSharding(self.mesh, boundary_spec(spec)), mesh_axes, is_leaf=_is_spec
         )
         laid_out = jax.tree.map(_place, shardings, held)
         return PartitionedVariables(laid_out, mesh_axes, shardings, plan, self.mesh)

@@ -27,7 +27,7 @@ from partitioning.rules import (
     PaddedSpec,
     check_spec,
     describe_axes,
-    names_of,
+    dimension_axes,
     to_spec,
     try_resolve,
 )
@@ -197,7 +197,7 @@ def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any
     if PartitionSpec.UNCONSTRAINED in tuple(entry):
         raise ValueError(f'{path}: {entry} decides nothing for some dimension: write None or axes')
     check_spec(entry, mesh, path, shape)
-    return names_of(entry, len(shape))
+    return dimension_axes(entry, len(shape))
 
 
 def _check_devices(path: str, sharding: NamedSharding, mesh: Mesh) -> None:

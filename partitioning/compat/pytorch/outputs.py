@@ -17,12 +17,12 @@ from partitioning.constraints import with_sharding_constraint
 from partitioning.rules import (
     AxisRules,
     LogicalAxisRules,
+    boundary_spec,
     check_layout,
     describe_axes,
-    names_of,
+    dimension_axes,
     nearest,
     resolve_axes,
-    spec_of,
     to_spec,
 )
 from partitioning.state import Path
@@ -153,11 +153,11 @@ def _constrained(x: jax.Array, layout: Any, mesh: Mesh | None, rules: AxisRules)
     if not isinstance(layout, PartitionSpec):
         known = rules or AxisRules(spmd.get_logical_axis_rules())
         dims = resolve_axes(layout, known, mesh=sizes, shape=x.shape, axes_as_names=True)
-        layout = spec_of(to_spec(dims))
+        layout = boundary_spec(to_spec(dims))
     check_layout(layout, sizes, 'its output', x.shape)
     if mesh is None:
         return with_sharding_constraint(x, layout)
-    return mark_sharding(x, mesh, names_of(layout, x.ndim))
+    return mark_sharding(x, mesh, dimension_axes(layout, x.ndim))
 
 
 def _not_called(name: str, called: Mapping[Path, None]) -> str:

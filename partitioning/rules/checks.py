@@ -1,0 +1,190 @@
+"""Every check of axes, ranks and sizes, each written once, so that a mistake has one message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+from jax.sharding import PartitionSpec
+
+from partitioning.rules.axes import (
+    MeshLike,
+    axis_sizes,
+    describe_axes,
+    nearest,
+    num_shards,
+    sharding_axes,
+)
+
+ProblemKind = Literal[
+    'names',
+    'repeated name',
+    'rank',
+    'absent axis',
+    'conflict',
+    'unmatched',
+    'indivisible',
+    'policy',
+]
+
+
+class Problem(NamedTuple):
+    """Why an array cannot be laid out: a kind for programs, and a message that says what to do."""
+
+    kind: ProblemKind
+    message: str
+
+
+class ProblemError(ValueError):
+    """A problem on its way to the function that reports it."""
+
+    def __init__(self, problem: Problem):
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+# Receives every problem with the path of its array; `raise_problem` raises the first.
+Report = Callable[[str, Problem], None]
+
+
+def raise_problem(path: str, problem: Problem) -> None:
+    """Raises a problem of an array as a ValueError, which begins with T5X's words."""
+    raise ValueError(f'Failed to map logical axes for {path}: {problem.message}')
+
+
+def check_axes(axes: Iterable[str], mesh: MeshLike, where: str) -> None:
+    """Raises ValueError if the mesh lacks one of the axes, or if one appears twice.
+
+    Args:
+      axes: the mesh axes that shard one array.
+      mesh: the mesh.
+      where: the subject of the message, such as the path of the array.
+    """
+    for problem in axis_problems(axes, mesh):
+        raise ValueError(f'{where}: {problem.message}')
+
+
+def check_spec(
+    spec: PartitionSpec, mesh: MeshLike, where: str, shape: Sequence[int] | None = None
+) -> None:
+    """Raises ValueError for a spec that no array on the mesh can have.
+
+    Args:
+      spec: the mesh axes of each dimension.
+      mesh: the mesh.
+      where: the subject of the message, such as the path of the array.
+      shape: the global shape of the array; by default its rank is not checked.
+    """
+    entries = _entries(spec)
+    shown = f'{where}: {spec_str(spec)}'
+    check_axes([axis for entry in entries for axis in sharding_axes(entry)], mesh, shown)
+    if shape is not None and len(entries) > len(shape):
+        raise ValueError(f'{where}: {rank_problem(spec_str(spec), len(entries), shape).message}')
+
+
+def check_layout(spec: PartitionSpec, mesh: MeshLike, where: str, shape: Sequence[int]) -> None:
+    """Raises ValueError for a spec that an array of this shape cannot have on the mesh.
+
+    It checks what `check_spec` does, and that the shards divide the size of each dimension.
+    """
+    check_spec(spec, mesh, where, shape)
+    for dim, entry in enumerate(_entries(spec)):
+        axes = sharding_axes(entry)
+        if shape[dim] % num_shards(axes, mesh):
+            problem = indivisible(dim, shape, axes, mesh)
+            raise ValueError(f'{where}: {spec_str(spec)}: {problem.message}')
+
+
+def axis_problems(axes: Iterable[str], mesh: MeshLike) -> Iterator[Problem]:
+    """The axes that the mesh lacks, and those that appear twice."""
+    sizes = axis_sizes(mesh)
+    seen: set[str] = set()
+    for axis in axes:
+        if axis not in sizes:
+            yield Problem(
+                'absent axis',
+                f'mesh axis {axis!r} does not exist; the mesh is {describe_axes(sizes)}.'
+                f'{nearest(axis, sizes)}',
+            )
+        if axis in seen:
+            yield Problem(
+                'conflict',
+                f'mesh axis {axis!r} appears twice; a mesh axis can shard only one dimension',
+            )
+        seen.add(axis)
+
+
+def rank_problem(described: str, entries: int, shape: Sequence[int]) -> Problem:
+    """Names or a spec with another number of entries than the array has dimensions."""
+    noun = 'entry' if entries == 1 else 'entries'
+    return Problem(
+        'rank',
+        f'{described} has {entries} {noun}, but the array has {len(shape)} dimensions, '
+        f'{tuple(shape)}; write one entry or None per dimension',
+    )
+
+
+def check_rank(names: Sequence[Any], shape: Sequence[int], where: str) -> None:
+    """Raises ValueError unless there is one logical axis per dimension."""
+    if len(names) != len(shape):
+        raise ValueError(f'{where}: {names_rank_problem(names, shape).message}')
+
+
+def names_rank_problem(names: Sequence[Any], shape: Sequence[int]) -> Problem:
+    """Logical axes whose number is not the rank of the array."""
+    return rank_problem(f'logical axes {tuple(names)}', len(names), shape)
+
+
+def indivisible(
+    dim: int,
+    shape: Sequence[int],
+    axes: Sequence[str],
+    mesh: MeshLike,
+    *,
+    name: str | None = None,
+    policies: Sequence[str] = (),
+) -> Problem:
+    """A dimension whose size the shards over its mesh axes do not divide.
+
+    Args:
+      dim: the number of the dimension.
+      shape: the global shape of the array.
+      axes: the mesh axes of the dimension.
+      mesh: the mesh.
+      name: the logical name of the dimension, if it has one.
+      policies: the values of `on_indivisible` that would accept it, if the caller takes any.
+    """
+    size, shards = shape[dim], num_shards(axes, mesh)
+    over = f'mesh {"axes" if len(axes) > 1 else "axis"} {", ".join(map(repr, axes))}'
+    instead = 'None for the dimension' if name is None else f'({name!r}, None) as its rule'
+    choices = [f'a size of {_either(sizes_that_fit(size, shards))}', 'another mesh', instead]
+    if policies:
+        choices.append(f'on_indivisible={_either(policies)}')
+    called = '' if name is None else f' ({name!r})'
+    return Problem(
+        'indivisible',
+        f'dimension {dim}{called} of shape {tuple(shape)}: size {size} is not divisible by '
+        f'{shards}, the number of shards over {over}. Use {", ".join(choices[:-1])} or '
+        f'{choices[-1]}',
+    )
+
+
+def sizes_that_fit(size: int, shards: int) -> tuple[int, ...]:
+    """The nearest multiples of `shards` below and above a size, without 0."""
+    above = -(-size // shards) * shards
+    return (above - shards, above) if above > shards else (above,)
+
+
+def spec_str(spec: PartitionSpec) -> str:
+    """A spec as code, the same on every jax: `P(None, 'model')`."""
+    return f'P({", ".join(map(repr, _entries(spec)))})'
+
+
+def _entries(spec: PartitionSpec) -> tuple[Any, ...]:
+    return spec.partitions if hasattr(spec, 'partitions') else tuple(spec)
+
+
+def _either(values: Sequence[Any]) -> str:
+    """Values in a sentence: `'replicate', 'drop_axis' or 'pad'`."""
+    *others, last = map(repr, values)
+    return f'{", ".join(others)} or {last}' if others else last

@@ -1,0 +1,90 @@
+"""The result of a resolution: a reason for each dimension, and the specs that dimensions make."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from partitioning.rules.axes import MeshAxes, as_tuple
+from partitioning.rules.names import OnIndivisible, OnUnmatched
+
+Rule = tuple[str, MeshAxes]
+Policy = OnIndivisible | OnUnmatched
+
+
+@dataclasses.dataclass(frozen=True)
+class ResolvedDimension:
+    """Why one dimension of an array is laid out as it is.
+
+    Attributes:
+      name: the logical axis name, or None if the dimension has none.
+      mesh_axes: the mesh axes that shard the dimension, or None if it is replicated.
+      rule: the rule that decided, if a rule did.
+      lost: the rules for this name that did not apply, each with the reason.
+      reason: one phrase that says why `mesh_axes` is what it is.
+      policy: the policy that was applied to a name without a rule or to a size that does not
+        divide; None if no policy was needed.
+      wanted: the mesh axes that the rules give before any policy. Under 'pad' these shard the
+        dimension inside partitioned functions.
+      fits: the nearest sizes, below and above, that need no policy.
+    """
+
+    name: str | None
+    mesh_axes: MeshAxes
+    rule: Rule | None
+    lost: tuple[tuple[Rule, str], ...]
+    reason: str
+    policy: Policy | None = None
+    wanted: MeshAxes = None
+    fits: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        lost = ''.join(f', rule {rule!r} lost: {why}' for rule, why in self.lost)
+        fits = ' or '.join(map(str, self.fits))
+        policy = f', policy {self.policy!r}{f" ({fits} would fit)" if fits else ""}'
+        return f'{self.reason}{lost}{policy if self.policy else ""}'
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddedSpec:
+    """The spec of an array with a size that its mesh axes do not divide, under the policy 'pad'.
+
+    jax accepts no such layout at a jit boundary. The array is therefore whole along that dimension
+    outside, and padded and sharded inside the functions of `PjitPartitioner.partition`.
+
+    Attributes:
+      outside: the spec of the array in a state.
+      inside: the spec of the array inside a partitioned function.
+    """
+
+    outside: PartitionSpec
+    inside: PartitionSpec
+
+
+Spec = PartitionSpec | PaddedSpec
+
+
+def boundary_spec(spec: Any) -> Any:
+    """The spec at a jit boundary: `outside` of a PaddedSpec, and any other value unchanged."""
+    return spec.outside if isinstance(spec, PaddedSpec) else spec
+
+
+def dimension_axes(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
+    """For each of `rank` dimensions the tuple of its mesh axes, or None if it is replicated.
+
+    `resolve_axes` accepts these entries as names.
+    """
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return tuple(as_tuple(e) or None if isinstance(e, str | tuple) else e for e in entries)
+
+
+def to_spec(resolved: Sequence[ResolvedDimension]) -> Spec:
+    """The spec that resolved dimensions make."""
+    outside = PartitionSpec(*(r.mesh_axes for r in resolved))
+    if not any(r.policy == 'pad' for r in resolved):
+        return outside
+    inside = (r.wanted if r.policy == 'pad' else r.mesh_axes for r in resolved)
+    return PaddedSpec(outside, PartitionSpec(*inside))

@@ -1,0 +1,56 @@
+"""The policies for a size that its mesh axes do not divide."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from partitioning.rules.axes import MeshLike, from_tuple, num_shards, sharding_axes
+from partitioning.rules.checks import sizes_that_fit
+from partitioning.rules.dimensions import ResolvedDimension
+from partitioning.rules.names import OnIndivisible
+
+
+def apply_policy(
+    resolved: ResolvedDimension, size: int, mesh: MeshLike, policy: OnIndivisible
+) -> ResolvedDimension:
+    """A dimension whose size its shards do not divide, laid out by a policy.
+
+    Args:
+      resolved: the dimension as the rules lay it out.
+      size: the size of the dimension.
+      mesh: the mesh.
+      policy: 'replicate', 'drop_axis' or 'pad'; see `resolve_axes`.
+    """
+    wanted = sharding_axes(resolved.mesh_axes)
+    shards = num_shards(wanted, mesh)
+    kept = _largest_divisor(size, wanted, mesh) if policy == 'drop_axis' else ()
+    fits = sizes_that_fit(size, shards)
+    why = f'size {size} is not divisible by {shards}'
+    dropped = ', '.join(axis for axis in wanted if axis not in kept)
+    reason = {
+        'replicate': f'{why}, so it is replicated',
+        'drop_axis': f'{why}, so it is not sharded over {dropped}',
+        'pad': f'{why}, so it is whole here and padded to {fits[-1]} inside partitioned functions',
+    }[policy]
+    decides = bool(kept) or policy == 'pad'
+    rule = resolved.rule or (str(resolved.name), resolved.mesh_axes)
+    return dataclasses.replace(
+        resolved,
+        mesh_axes=from_tuple(kept),
+        rule=resolved.rule if decides else None,
+        lost=resolved.lost if decides else (*resolved.lost, (rule, why)),
+        reason=reason,
+        policy=policy,
+        fits=fits,
+    )
+
+
+def _largest_divisor(size: int, axes: tuple[str, ...], mesh: MeshLike) -> tuple[str, ...]:
+    """The subset of the axes that divides the size into the most shards.
+
+    Among equals, the largest subset wins, and then the first.
+    """
+    subsets = (c for n in range(len(axes), -1, -1) for c in itertools.combinations(axes, n))
+    dividing = (subset for subset in subsets if size % num_shards(subset, mesh) == 0)
+    return max(dividing, key=lambda subset: num_shards(subset, mesh))
