@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 
 from partitioning.state import path_str
 from train.errors import ConfigError, check_counts, first_line
-from train.machine import failing_together
+from train.machine import raise_on_all_processes
 
 
 @gin.configurable
@@ -34,7 +34,7 @@ class CheckpointConfig:
     steps: Sequence[int] = ()
 
     def __post_init__(self) -> None:
-        check_counts(least=0, period=self.period)
+        check_counts(minimum=0, period=self.period)
         if isinstance(self.steps, str) or not isinstance(self.steps, Sequence):
             raise ConfigError(f'CheckpointConfig.steps is {self.steps!r}: it must be a list')
         check_counts(**{f'steps[{i}]': step for i, step in enumerate(self.steps)})
@@ -184,7 +184,7 @@ class Checkpoints:
 
     def _check(self, step: int, abstract_state: Any, of: str = '') -> None:
         """Compares as `_compare`, all processes together: the restore itself waits for all."""
-        with failing_together():
+        with raise_on_all_processes():
             try:
                 self._compare(step, abstract_state, of)
             except ConfigError:

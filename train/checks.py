@@ -18,7 +18,7 @@ from train.data import OpenTask, Prefetch, Task
 from train.data.rows.open_task import features
 from train.data.rows.packing import Row
 from train.errors import ConfigError, check_counts, first_line
-from train.machine import failing_together
+from train.machine import raise_on_all_processes
 from train.optimizers import Optimizer
 from train.sampling import SampleConfig
 from train.steps import BATCH_ARRAYS, LossConfig
@@ -33,7 +33,7 @@ def check_training(settings: Mapping[str, Any]) -> Path:
       The folder of the run, which is not made yet.
     """
     check_counts(**{name: settings[name] for name in COUNTS})
-    check_counts(least=0, eval_period=settings['eval_period'], seed=settings['seed'])
+    check_counts(minimum=0, eval_period=settings['eval_period'], seed=settings['seed'])
     if settings['eval_tokens'] is not None:
         check_counts(eval_tokens=settings['eval_tokens'])
     needed = {
@@ -205,7 +205,7 @@ def check_writable(setting: str, value: Any) -> Path:
     if not isinstance(value, str) or not value.strip() or '://' in value:
         raise ConfigError(f'{setting} {value!r} must be the path of a folder, local or mounted')
     directory = Path(os.path.expanduser(value))
-    with failing_together():
+    with raise_on_all_processes():
         existing = next(p for p in [directory, *directory.resolve().parents] if p.exists())
         if not existing.is_dir():
             raise ConfigError(f'{setting} {directory}: {existing} is a file, not a folder')
@@ -216,7 +216,7 @@ def check_writable(setting: str, value: Any) -> Path:
 
 def make_writable(setting: str, directory: Path) -> None:
     """Makes the folder that a setting names, and proves that files can be written there."""
-    with failing_together():
+    with raise_on_all_processes():
         try:
             directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=directory):

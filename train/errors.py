@@ -1,17 +1,25 @@
-"""Errors that a user can mend, told in one line."""
+"""Errors that a user can fix, explained in one line."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be honoured: what, where, and what to write instead."""
+    """A setting that cannot be honoured: what is wrong, where, and what to write instead."""
 
 
-def check_counts(least: int = 1, **counts: int) -> None:
-    """Each setting is a whole number of at least `least`."""
+def check_counts(minimum: int = 1, **counts: int) -> None:
+    """Checks that each setting is an integer of at least `minimum`.
+
+    Args:
+      minimum: the smallest value allowed.
+      counts: the settings by name.
+
+    Raises:
+      ConfigError: if a setting is not an integer, or is smaller.
+    """
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise ConfigError(f'{name} is {count!r}: it must be a whole number of at least {least}')
+        if isinstance(count, bool) or not isinstance(count, int) or count < minimum:
+            raise ConfigError(f'{name} is {count!r}: it must be an integer >= {minimum}')
 
 
 def first_line(error: Exception) -> str:
-    """The first line of what an error says, or its kind if it says nothing."""
+    """Returns the first line of an error's message, or its type if there is no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]

@@ -28,7 +28,7 @@ from train.data import (
     record,
     yardsticks,
 )
-from train.machine import check_same_step, failing_together
+from train.machine import check_same_step, raise_on_all_processes
 from train.metrics import MetricWriter
 
 EvalStep = Callable[[Any, Batch], dict[str, jax.Array]]
@@ -70,7 +70,7 @@ def evaluate_checkpoint(
     console.mesh(partitioner.mesh)
 
     # ---- input
-    with console.tokenizing() as progress, failing_together():
+    with console.tokenizing() as progress, raise_on_all_processes():
         for task in tasks.values():
             checks.check_vocabulary(model, task.num_tokens)
         opened = {name: task.open(sequence_length, progress) for name, task in tasks.items()}
@@ -84,7 +84,7 @@ def evaluate_checkpoint(
         console=console,
         prefetch=prefetch,
     )
-    with failing_together():
+    with raise_on_all_processes():
         folder, step = restore.find()
         record.check_restored_tokenizer(folder, opened, restore.setting)
     check_same_step(step)
@@ -103,7 +103,7 @@ def evaluate_checkpoint(
     console.say(f'restored step {step} of {saved.directory}', style='bold')
     checks.make_writable('output_dir', directory)
     checks.make_writable('output_dir', directory / str(step))
-    with failing_together():
+    with raise_on_all_processes():
         metrics = MetricWriter(directory / str(step), step - 1)
     with closing(metrics) as writer:
         scores = held_out.evaluate(eval_step, params, step)

@@ -1,4 +1,4 @@
-"""The machine a run finds itself on: virtual devices, other processes, a model axis that fits."""
+"""The machine that a run uses: virtual devices, its processes, signals, and how they agree."""
 
 from __future__ import annotations
 
@@ -17,68 +17,79 @@ import numpy as np
 from train.errors import ConfigError, first_line
 
 DEFAULT_CPU_DEVICES = 8
-LONGEST_MESSAGE = 1000  # bytes
+MAX_MESSAGE_BYTES = 1000
 
 
 def use_virtual_devices(count: int | None) -> None:
-    """Splits the CPU into virtual devices, before jax looks at its devices.
+    """Splits the CPU into virtual devices. Call it before jax looks at its devices.
 
-    It matters only where there is nothing but a CPU: jax prefers any other platform.
+    The setting only matters on a machine without accelerators: jax prefers any other platform.
 
     Args:
-      count: how many; None: what XLA_FLAGS or JAX_NUM_CPU_DEVICES say, else 8.
+      count: the number of devices. By default, XLA_FLAGS or JAX_NUM_CPU_DEVICES decide, and
+        without them there are 8.
 
     Raises:
-      ConfigError: a count beside one in the environment.
+      ConfigError: if `count` is given and the environment sets a number of devices, too.
     """
     in_flags = 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
     if not in_flags and 'JAX_NUM_CPU_DEVICES' not in os.environ:
         jax.config.update('jax_num_cpu_devices', count or DEFAULT_CPU_DEVICES)
     elif count is not None:
         where = 'XLA_FLAGS' if in_flags else 'JAX_NUM_CPU_DEVICES'
-        raise ConfigError(f'--cpu_devices={count} and a count in {where}: leave one of them out')
+        raise ConfigError(
+            f'--cpu_devices={count} conflicts with the number of devices in {where}: remove one'
+        )
 
 
 def join_processes(
     coordinator_address: str | None,
     process_count: int | None,
     process_index: int | None,
-    found_out: bool,
+    auto_detect: bool,
 ) -> None:
-    """Makes this process one of several, if it is to be.
+    """Connects this process to the others of a run with several processes.
 
     Args:
       coordinator_address: host:port of process 0.
-      process_count: how many there are.
-      process_index: which of them this one is.
-      found_out: jax finds these three out from the environment (TPU pods, Slurm).
+      process_count: the number of processes.
+      process_index: the index of this process.
+      auto_detect: whether jax reads the three from the environment (TPU pods, Slurm).
 
     Raises:
-      ConfigError: some of the three without the others.
+      ConfigError: if only some of the three are given, if the index is out of range, or if the
+        processes cannot connect.
     """
     given = [x is not None for x in (coordinator_address, process_count, process_index)]
     if any(given) and not all(given):
-        raise ConfigError('--coordinator_address, --process_count and --process_index go together')
+        raise ConfigError(
+            '--coordinator_address, --process_count and --process_index must be given together'
+        )
     if process_count is not None and process_index not in range(process_count):
-        raise ConfigError(f'--process_index={process_index} is not below {process_count}')
-    if all(given) or found_out:
+        raise ConfigError(
+            f'--process_index={process_index} must be from 0 to {process_count - 1}, because '
+            f'--process_count={process_count}'
+        )
+    if all(given) or auto_detect:
         try:
             jax.distributed.initialize(coordinator_address, process_count, process_index)
         except (ValueError, RuntimeError) as error:
             raise ConfigError(
-                f'the processes did not find each other ({first_line(error)}): give '
+                f'this process cannot connect to the others ({first_line(error)}): give '
                 '--coordinator_address, --process_count and --process_index'
             ) from error
 
 
 @contextlib.contextmanager
-def failing_together() -> Iterator[None]:
-    """What one of several processes fails at, all of them hear of: none waits for one that is gone.
+def raise_on_all_processes() -> Iterator[None]:
+    """Raises an error on every process if the body fails on any of them.
 
-    All processes enter it together; within it they do not wait for each other.
+    Without it, the other processes would wait forever for the one that failed. All processes must
+    enter the context together. The body must not contain anything that waits for other processes.
 
     Raises:
-      Exception: as within; on the other processes a ConfigError, naming the first that failed.
+      Exception: the body's own error, on the processes where it failed.
+      ConfigError: on the other processes, with the first process that failed and its message.
     """
     if jax.process_count() == 1:
         yield
@@ -89,23 +100,23 @@ def failing_together() -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # of any kind: the others would wait for this process for ever
+    except Exception as error:  # Any error must reach the other processes.
         message, failure = first_line(error).encode() or b'?', error
-    told = np.zeros(LONGEST_MESSAGE, np.uint8)
-    told[: len(message)] = np.frombuffer(message[:LONGEST_MESSAGE], np.uint8)
-    messages = np.asarray(multihost_utils.process_allgather(told))
+    padded = np.zeros(MAX_MESSAGE_BYTES, np.uint8)
+    padded[: len(message)] = np.frombuffer(message[:MAX_MESSAGE_BYTES], np.uint8)
+    messages = np.asarray(multihost_utils.process_allgather(padded))
     if failure is not None:
         raise failure
     for process in np.flatnonzero(messages.any(axis=1)).tolist():
-        said = messages[process].tobytes().rstrip(b'\0').decode(errors='replace')
-        raise ConfigError(f'process {process} failed: {said}')
+        text = messages[process].tobytes().rstrip(b'\0').decode(errors='replace')
+        raise ConfigError(f'process {process} failed: {text}')
 
 
 def check_same_step(step: int) -> None:
-    """Each process goes on from the same checkpoint; all of them call this together.
+    """Checks that all processes start from the same step. All of them must call it together.
 
     Raises:
-      ConfigError: with the step that each process has found.
+      ConfigError: if they differ, with the step of each process.
     """
     if jax.process_count() == 1:
         return
@@ -114,40 +125,43 @@ def check_same_step(step: int) -> None:
     steps = np.asarray(multihost_utils.process_allgather(np.int32(step))).tolist()
     if len(set(steps)) > 1:
         raise ConfigError(
-            f'the processes find checkpoints of different steps, {steps} by process (0: none): the '
-            'same folder must be on all hosts'
+            f'the processes found checkpoints of different steps: {steps}, in the order of the '
+            'processes (0 means none). MODEL_DIR must be on storage that all hosts share'
         )
 
 
 @contextlib.contextmanager
-def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """Turns Ctrl-C and SIGTERM into a question that the training loop asks after each step.
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Lets the training loop finish its step after Ctrl-C or SIGTERM.
 
-    So the step at hand is finished and saved; a second signal stops the run at once. Several
-    processes would have to agree on the step: there, Ctrl-C stops at once, and jax keeps SIGTERM to
-    itself.
+    The first signal only sets a flag, which the loop reads after each step. A second signal stops
+    the run at once. With several processes the flag would have to be agreed on, so signals are left
+    alone: Ctrl-C stops at once, and jax handles SIGTERM.
 
     Yields:
-      A function that says whether a signal has come.
+      A function that returns whether a signal has arrived.
     """
-    asked = threading.Event()
+    requested = threading.Event()
 
-    def ask(signum: int, frame: FrameType | None) -> None:
-        if asked.is_set():
+    def request_stop(signum: int, frame: FrameType | None) -> None:
+        if requested.is_set():
             raise KeyboardInterrupt
-        asked.set()
+        requested.set()
 
     alone = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
     signals = (signal.SIGINT, signal.SIGTERM) if alone else ()
-    before = {s: signal.signal(s, ask) for s in signals}
+    previous = {s: signal.signal(s, request_stop) for s in signals}
     try:
-        yield asked.is_set
+        yield requested.is_set
     finally:
-        for s, handler in before.items():
+        for s, handler in previous.items():
             signal.signal(s, handler)
 
 
 @gin.configurable
-def num_partitions_that_fit(most: int) -> int:
-    """The largest model axis that divides both `most` and the devices there are: 1 on one GPU."""
-    return math.gcd(most, jax.device_count())
+def num_partitions_that_fit(maximum: int) -> int:
+    """Returns the largest divisor of `maximum` that divides the number of devices, too.
+
+    It is the size of a model axis that fits any machine: 1 on one GPU, for example.
+    """
+    return math.gcd(maximum, jax.device_count())

@@ -20,7 +20,7 @@ from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig
 from train.console import RunConsole, Throughput
 from train.data import Feed, LocalBatches, Prefetch, Task, record
 from train.evaluation import HeldOut
-from train.machine import asked_to_stop, check_same_step, failing_together
+from train.machine import check_same_step, raise_on_all_processes, stop_on_signal
 from train.metrics import MetricWriter
 from train.optimizers import Optimizer
 from train.sampling import SampleConfig, prompt_tokens, sample_text
@@ -93,7 +93,7 @@ def train(
     console.mesh(mesh)
 
     # ---- input: rows at any place, of which each step reads its own
-    with console.tokenizing() as progress, failing_together():
+    with console.tokenizing() as progress, raise_on_all_processes():
         for one in (task, *(eval_tasks or {}).values()):
             checks.check_vocabulary(model, one.num_tokens)
         opened = task.open(sequence_length, progress)
@@ -123,7 +123,7 @@ def train(
     # ---- beginning: its newest checkpoint, that of another run, or step 0
     saved = Checkpoints(directory / 'checkpoints', checkpoints)
     restored, changes = None, list[str]()
-    with failing_together():
+    with raise_on_all_processes():
         first_step = saved.latest_step() or 0
         if first_step:
             changes = record.check_same_as_before(directory, data, first_step)
@@ -184,7 +184,7 @@ def train(
     else:
         state = partitioner.partition(lambda k: unbox(init(k)), (None,), axes)(key)
     check_fixed_point(state, axes, mesh)
-    with failing_together():
+    with raise_on_all_processes():
         if jax.process_index() == 0:
             (directory / 'config.gin').write_text(gin.operative_config_str())
             (directory / 'model-info.txt').write_text(str(audit))
@@ -215,7 +215,7 @@ def train(
                 prefetch=prefetch,
             )
         ) as feed,
-        asked_to_stop() as stopping,
+        stop_on_signal() as stopping,
         console.training(first_step, total_steps),
     ):
         throughput = Throughput(batch_size * sequence_length, first_step)

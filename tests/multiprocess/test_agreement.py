@@ -14,7 +14,7 @@ jax.distributed.initialize(f'127.0.0.1:{port}', count, index)
 from train.data import CausalLM, Records
 from train.data.record import check_same_everywhere, data_record
 from train.errors import ConfigError
-from train.machine import failing_together
+from train.machine import raise_on_all_processes
 
 def said(call):
     try:
@@ -23,7 +23,7 @@ def said(call):
         return str(error)
 
 def fail(where):
-    with failing_together():
+    with raise_on_all_processes():
         if index == where:
             raise ConfigError('no file matches')
 

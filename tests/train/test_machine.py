@@ -1,4 +1,4 @@
-"""Which devices a run takes."""
+"""The devices and processes that a run uses."""
 
 import os
 import subprocess
@@ -9,6 +9,14 @@ import pytest
 
 from train import machine
 from train.errors import ConfigError
+
+COUNTS = ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')
+PROGRAM = """
+import sys, jax
+from train import machine
+machine.use_virtual_devices(eval(sys.argv[1]))
+print(jax.device_count())
+"""
 
 
 @pytest.mark.parametrize(
@@ -21,13 +29,9 @@ from train.errors import ConfigError
     ],
 )
 def test_virtual_devices(argument, environment, devices):
-    code = (
-        'from train import machine; import jax; '
-        f'machine.use_virtual_devices({argument}); print(jax.device_count())'
-    )
-    clean = {k: v for k, v in os.environ.items() if k not in ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')}
+    clean = {k: v for k, v in os.environ.items() if k not in COUNTS}
     run = subprocess.run(
-        [sys.executable, '-c', code],
+        [sys.executable, '-c', PROGRAM, argument],
         capture_output=True,
         text=True,
         env={**clean, 'JAX_PLATFORMS': 'cpu', **environment},
@@ -35,24 +39,26 @@ def test_virtual_devices(argument, environment, devices):
     assert run.stdout.split() == [str(devices)], run.stderr[-2000:]
 
 
-def test_two_counts_of_devices_are_one_too_many(monkeypatch):
+def test_two_device_counts_conflict(monkeypatch):
     monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '3')
-    with pytest.raises(ConfigError, match='--cpu_devices=2 and a count in JAX_NUM_CPU_DEVICES'):
+    with pytest.raises(ConfigError, match=r'--cpu_devices=2 .* JAX_NUM_CPU_DEVICES'):
         machine.use_virtual_devices(2)
 
 
 @pytest.mark.parametrize('given', [('host:1', None, None), (None, 2, 0), ('host:1', 2, None)])
-def test_processes_need_all_three_flags(given):
-    with pytest.raises(ConfigError, match='go together'):
+def test_the_three_flags_of_a_process_belong_together(given):
+    flags = r'--coordinator_address.*--process_count.*--process_index'
+    with pytest.raises(ConfigError, match=flags):
         machine.join_processes(*given, False)
 
 
-def test_a_process_index_beyond_the_count():
-    with pytest.raises(ConfigError, match='--process_index=5 is not below 2'):
-        machine.join_processes('127.0.0.1:1', 2, 5, False)
+@pytest.mark.parametrize('index', [2, 5, -1])
+def test_a_process_index_out_of_range(index):
+    with pytest.raises(ConfigError, match=rf'--process_index={index} .*0 to 1.*count=2'):
+        machine.join_processes('127.0.0.1:1', 2, index, False)
 
 
-@pytest.mark.parametrize('most, fits', [(1, 1), (2, 2), (16, 8), (6, 2)])
-def test_a_model_axis_that_fits(most, fits):
+@pytest.mark.parametrize('maximum, size', [(1, 1), (2, 2), (16, 8), (6, 2)])
+def test_a_model_axis_that_fits(maximum, size):
     assert jax.device_count() == 8
-    assert machine.num_partitions_that_fit(most) == fits
+    assert machine.num_partitions_that_fit(maximum) == size

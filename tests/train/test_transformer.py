@@ -85,7 +85,7 @@ def test_sampling_keeps_the_prompt_and_the_vocabulary(net_and_params):
         ({'num_kv_heads': 3}, r'num_heads \(8\) must be a multiple of num_kv_heads \(3\)'),
         ({'head_dim': 7}, r'head_dim \(7\) must be even'),
         ({'remat': 'some'}, "remat \\('some'\\)"),
-        ({'num_layers': '4'}, "num_layers is '4': it must be a whole number"),
+        ({'num_layers': '4'}, "num_layers is '4': it must be an integer"),
         ({'mlp_dim': 0}, 'mlp_dim is 0'),
         ({'dtype': 'bf16'}, "dtype is 'bf16'.*'bfloat16'"),
     ],

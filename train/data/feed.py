@@ -33,7 +33,7 @@ class Prefetch:
     device_batches: int = 2
 
     def __post_init__(self) -> None:
-        check_counts(least=0, **{'Prefetch.workers': self.workers})
+        check_counts(minimum=0, **{'Prefetch.workers': self.workers})
         for name in ('batches', 'device_batches'):
             check_counts(**{f'Prefetch.{name}': getattr(self, name)})
 
@@ -63,7 +63,7 @@ class Feed:
         first_step: begin with this step's batch.
         prefetch: how far ahead batches are made.
         """
-        check_counts(least=0, first_step=first_step)
+        check_counts(minimum=0, first_step=first_step)
         prefetch = prefetch or Prefetch()
         self.waited = 0.0
         self._error: Exception | None = None

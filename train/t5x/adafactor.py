@@ -104,7 +104,7 @@ class Adafactor:
         off(f'{key}.max_parameter_scale', scale, 'optax has no largest scale of a parameter')
         for name, allowed in NUMBERS.items():
             number(f'{key}.{name}', getattr(self, name), allowed)
-        check_counts(least=0, **{f'{key}.step_offset': self.step_offset})
+        check_counts(minimum=0, **{f'{key}.step_offset': self.step_offset})
         check_counts(**{f'{key}.min_dim_size_to_factor': self.min_dim_size_to_factor})
         only(f'{key}.factored', self.factored, (True, False), 'second moments are, or are not')
         try:

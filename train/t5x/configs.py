@@ -60,7 +60,7 @@ class DatasetConfig:
         key = 'utils.DatasetConfig'
         check_counts(**{f'{key}.batch_size': self.batch_size})
         if self.seed is not None:
-            check_counts(least=0, **{f'{key}.seed': self.seed})
+            check_counts(minimum=0, **{f'{key}.seed': self.seed})
         why = 'rows are packed in one way'
         off(f'{key}.use_custom_packing_ops', self.use_custom_packing_ops, why)
         why = 'rows have the length that is asked for'
@@ -146,7 +146,7 @@ class SaveCheckpointConfig:
     def __post_init__(self) -> None:
         key = 'utils.SaveCheckpointConfig'
         if self.period is not None:
-            check_counts(least=0, **{f'{key}.period': self.period})
+            check_counts(minimum=0, **{f'{key}.period': self.period})
         if self.keep is not None:
             check_counts(**{f'{key}.keep': self.keep})
         for i, step in enumerate(self.checkpoint_steps or ()):

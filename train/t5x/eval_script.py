@@ -14,7 +14,7 @@ from train.checkpoints import RestoreConfig
 from train.data import record
 from train.errors import ConfigError
 from train.evaluation import evaluate_checkpoint
-from train.machine import failing_together
+from train.machine import raise_on_all_processes
 from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
 from train.t5x.gin_utils import check_summarize
 from train.t5x.models import DecoderOnlyModel
@@ -67,7 +67,7 @@ def evaluate(
     restore = restore_checkpoint_cfg.translated()
     if restore is None:
         raise ConfigError('utils.RestoreCheckpointConfig.path is empty: name a checkpoint')
-    with failing_together():
+    with raise_on_all_processes():
         model.check_vocabulary(task)
         length = dataset_cfg.sequence_length or _trained_length(restore)
     return inspect.unwrap(evaluate_checkpoint)(

@@ -13,7 +13,7 @@ from partitioning import BasePartitioner, TrainState
 from train.console import RunConsole
 from train.data import Task
 from train.errors import ConfigError, check_counts
-from train.machine import failing_together
+from train.machine import raise_on_all_processes
 from train.t5x.adafactor import Adafactor
 from train.t5x.configs import CheckpointConfig, DatasetConfig
 from train.t5x.gin_utils import check_summarize
@@ -125,7 +125,7 @@ def train(
     training, evaluated = train_dataset_cfg, train_eval_dataset_cfg
     length = _sequence_length(training, evaluated)
     task, eval_tasks = _tasks(training, evaluated)
-    with failing_together():
+    with raise_on_all_processes():
         for one in (task, *(eval_tasks or {}).values()):
             model.check_vocabulary(one)
     eval_tokens = None
@@ -177,7 +177,7 @@ def _check(settings: Mapping[str, Any]) -> None:
     for name, kind, written in OBJECTS:
         if settings[name] is not None or name not in MAY_BE_NONE:
             expect(f'{KEY}.{name}', settings[name], kind, written)
-    check_counts(least=0, **{f'{KEY}.eval_period': settings['eval_period']})
+    check_counts(minimum=0, **{f'{KEY}.eval_period': settings['eval_period']})
     for name in ('eval_steps', 'stats_period'):
         if settings[name] is not None:
             check_counts(**{f'{KEY}.{name}': settings[name]})

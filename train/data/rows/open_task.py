@@ -119,7 +119,7 @@ class OpenTask:
           ConfigError: a part has nothing to train on, or rows of one part have other arrays than
             those of another.
         """
-        check_counts(least=0, seed=seed)
+        check_counts(minimum=0, seed=seed)
         if seed >= 1 << 32:
             raise ConfigError(f'seed is {seed}: grain shuffles by numbers below {1 << 32}')
         for part, rows in zip(self.parts, self.training_rows, strict=True):

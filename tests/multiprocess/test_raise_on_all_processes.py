@@ -19,7 +19,7 @@ from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.data import CausalLM, Records
 from train.errors import ConfigError
 from train.evaluation import evaluate_checkpoint
-from train.machine import check_same_step, failing_together
+from train.machine import check_same_step, raise_on_all_processes
 from train.models.transformer import Transformer, TransformerConfig
 from train.optimizers import Optimizer
 from train.train import train
@@ -49,7 +49,7 @@ def runs(**changes):
     return said(inspect.unwrap(train), **settings)
 
 def fails_at(kind):
-    with failing_together():
+    with raise_on_all_processes():
         if index == 1:
             raise kind('no such thing')
 
@@ -59,7 +59,7 @@ def kind_of(kind):
     except Exception as error:
         return f'{type(error).__name__}: {error}'
 
-with failing_together():
+with raise_on_all_processes():
     pass  # the folder is there for both
 say({
     'folder': runs(model_dir=whole + '/_CHECKPOINT_METADATA' if index == 0 else mine),
@@ -82,4 +82,4 @@ def test_one_process_that_fails_takes_the_other_with_it(tmp_path):
     assert second['other kinds'] == 'OSError: no such thing'
     assert first['other kinds'] == 'ConfigError: process 1 failed: no such thing'
     assert first['steps'] == second['steps']
-    assert 'of different steps, [0, 1] by process' in first['steps']
+    assert 'different steps: [0, 1]' in first['steps']
