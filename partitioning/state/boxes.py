@@ -1,6 +1,7 @@
-"""What carries axis names in a pytree: linen's boxes, nnx's variables, T5X's AxisMetadata.
+"""The objects that carry axis names in a pytree: linen boxes, nnx variables, T5X's AxisMetadata.
 
-Told apart by what they have, not by their classes: flax is heavy, and `import partitioning` light.
+They are recognized by their attributes, not by their classes, because `import partitioning` must
+not import flax.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ Path = tuple[str, ...]
 
 
 class Carrier(enum.Enum):
-    """The ways to carry axis names."""
+    """The kinds of objects that carry axis names."""
 
     BOX = 'linen box'
     VARIABLE = 'nnx variable'
-    METADATA = 'AxisMetadata'  # beside the array, in a collection of its own
+    METADATA = 'AxisMetadata'  # in a separate collection, next to that of the array
 
 
 class CarriedNames(NamedTuple):
-    """What a carrier says.
+    """The names that a carrier gives to its array.
 
     Attributes:
-      names: one name (or None, or a tuple of mesh axes) a dimension; None: it says nothing.
-      axes_as_names: a name may be a mesh axis, as in `flax.linen.Partitioned` and nnx.
-      rules: rules of the array's own, tried before all others.
-      mesh: the mesh it was made for, if it says.
+      names: one entry per dimension: a name, None, or a tuple of mesh axes. None if the carrier
+        has no names.
+      axes_as_names: whether a name may be a mesh axis, as in `flax.linen.Partitioned` and nnx.
+      rules: rules for this array only, tried before all others.
+      mesh: the mesh that the array was created for, or None.
     """
 
     names: tuple[Any, ...] | None
@@ -55,32 +57,32 @@ def _carrier_of_type(cls: Any) -> Carrier | None:
 
 
 def carrier(x: Any) -> Carrier | None:
-    """How `x` carries axis names; None for anything else."""
+    """The kind of carrier that `x` is, or None if it is not a carrier."""
     return _carrier_of_type(x.__class__)
 
 
 def is_carrier(x: Any) -> bool:
-    """True for a linen box, an nnx variable and an AxisMetadata."""
+    """Whether `x` is a linen box, an nnx variable or an AxisMetadata."""
     return _carrier_of_type(x.__class__) is not None
 
 
 def is_metadata(x: Any) -> bool:
-    """True for an AxisMetadata of T5X, which names an array in another collection."""
+    """Whether `x` is an AxisMetadata of T5X, which names an array in another collection."""
     return _carrier_of_type(x.__class__) is Carrier.METADATA
 
 
 def is_box(x: Any) -> bool:
-    """True for a linen box that carries axis names."""
+    """Whether `x` is a linen box that carries axis names."""
     return _carrier_of_type(x.__class__) is Carrier.BOX
 
 
 def unbox(tree: Any) -> Any:
-    """`tree` with each linen box replaced by what is in it, boxes in boxes included."""
+    """The tree with each linen box, nested or not, replaced by its content."""
     return jax.tree.map(lambda x: unbox(x.value) if is_box(x) else x, tree, is_leaf=is_box)
 
 
 def rebox(boxed: Any, tree: Any) -> Any:
-    """`tree` with its arrays in boxes like those of `boxed`, a tree of the same arrays."""
+    """The tree with its arrays in boxes like those of `boxed`, a tree of the same structure."""
     return jax.tree.map(
         lambda box, below: box.replace(value=rebox(box.value, below)) if is_box(box) else below,
         boxed,
@@ -90,31 +92,31 @@ def rebox(boxed: Any, tree: Any) -> Any:
 
 
 def array_of(x: Any) -> Any:
-    """The array that a carrier holds; anything else as it is."""
+    """The array inside a carrier; anything else is returned unchanged."""
     while (kind := carrier(x)) is Carrier.BOX:
         x = x.value
     return x.get_value() if kind is Carrier.VARIABLE else x
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
-    """The shape of a leaf, of Python's numbers too."""
+    """The shape of a leaf; Python numbers have shape ()."""
     return tuple(getattr(x, 'shape', ()))
 
 
 def nbytes(array: Any) -> int:
-    """Bytes of an array or a ShapeDtypeStruct; of a Python number 4, as jax holds it."""
+    """The size of an array or a ShapeDtypeStruct in bytes; 4 for a Python number, as in jax."""
     dtype = getattr(array, 'dtype', None)
     return math.prod(shape_of(array)) * (4 if dtype is None else dtype.itemsize)
 
 
 def carried_names(x: Any) -> CarriedNames:
-    """The names that a carrier has for its array."""
+    """The names that the carrier `x` gives to its array."""
     if carrier(x) is Carrier.VARIABLE:
         metadata = x.get_metadata()
         names = metadata.get('out_sharding')
-        names = getattr(names, 'spec', names)  # of a NamedSharding
+        names = getattr(names, 'spec', names)  # it may be a NamedSharding
         if names is None and 'optimizer_sharding' in metadata:
-            names = (None,) * len(shape_of(x.get_value()))  # only the optimizer's state is sharded
+            names = (None,) * len(shape_of(x.get_value()))  # only its statistics are sharded
         rules = check_rules(metadata.get('sharding_rules') or ())
         return CarriedNames(
             None if names is None else tuple(names), True, rules, metadata.get('mesh')
@@ -125,20 +127,20 @@ def carried_names(x: Any) -> CarriedNames:
 
 
 def lacks_names(x: Any) -> bool:
-    """Whether a leaf could be a parameter with dimensions, and has no names for them."""
+    """Whether a leaf may be a parameter, has dimensions, and carries no names for them."""
     if carrier(x) is Carrier.VARIABLE:
-        nameless = is_parameter_variable(x) and carried_names(x).names is None
-        return nameless and bool(shape_of(array_of(x)))
+        unnamed = is_parameter_variable(x) and carried_names(x).names is None
+        return unnamed and bool(shape_of(array_of(x)))
     return not is_carrier(x) and bool(shape_of(x))
 
 
 def is_parameter_variable(x: Any) -> bool:
-    """True for an nnx.Param, by whatever subclass."""
+    """Whether `x` is an nnx.Param or an instance of a subclass."""
     return carrier(x) is Carrier.VARIABLE and _has_base(x.__class__, 'Param')
 
 
 def is_optimizer_variable(x: Any) -> bool:
-    """True for what nnx.Optimizer wraps its state in."""
+    """Whether `x` is a variable of the state of an nnx.Optimizer."""
     return carrier(x) is Carrier.VARIABLE and _has_base(x.__class__, 'OptState')
 
 
@@ -149,22 +151,22 @@ def _has_base(cls: Any, name: str) -> bool:
 
 @functools.cache
 def key_name(key: Any) -> str:
-    """One key of a pytree path as a plain string."""
+    """One key of a pytree path as a string."""
     return jax.tree_util.keystr((key,), simple=True)
 
 
 def key_names(path: Sequence[Any]) -> Path:
-    """The keys of a pytree path as plain strings."""
+    """The keys of a pytree path as strings."""
     return tuple(map(key_name, path))
 
 
 def path_str(path: Sequence[Any]) -> str:
-    """A pytree path as a readable name: `params/decoder/wq`."""
+    """A pytree path as one string, such as 'params/decoder/wq'."""
     return '/'.join(key_names(path))
 
 
 def array_leaves(state: Any) -> list[tuple[Path, Any]]:
-    """The arrays of a state with their paths, out of whatever carries their names."""
+    """The (path, array) pairs of a state, with the arrays taken out of their carriers."""
     flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
     return [
         (key_names(path), array_of(x)) for path, x in flat if carrier(x) is not Carrier.METADATA

@@ -1,7 +1,8 @@
-"""One carrier of axis names into another: linen's boxes, nnx's variables, T5X's `params_axes`.
+"""Converts axis names between linen boxes, nnx variables and T5X's `params_axes`.
 
-A module of its own because it imports flax. Each function takes any of the three, and of dicts
-those of collections, `{'params': ...}`: one that has no collection known to nnx is a ValueError.
+Each function accepts all three. A dict must hold collections, as in `{'params': ...}`; a dict
+without any collection that nnx knows is a ValueError. This module imports flax, so `import
+partitioning` loads it on first use only.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from partitioning.state.parameters import named_arrays
 
 Keys = tuple[Any, ...]
 _BOX_FIELDS = {'value', 'names', 'mesh', 'rules'}
-# What of a variable's metadata is a box's, by flax's names for it.
+# The metadata of a variable that a box can hold, by flax's names.
 _VARIABLE_FIELDS = {'out_sharding', 'mesh', 'sharding_rules', 'linen_meta_type'}
 
 
 class _Array(NamedTuple):
-    """One array with what is said of it.
+    """One array with its names.
 
     Attributes:
       collection: 'params', 'batch_stats', ...
-      keys: its place in the collection.
+      keys: its path inside the collection.
       value: the array.
-      names: one a dimension; None: it has none.
-      mesh: the only mesh it is for, if it says.
-      rules: of its own.
-      box: the class of linen's box for it.
+      names: one per dimension, or None if the array has no names.
+      mesh: the mesh that the names are for, or None.
+      rules: rules for this array only.
+      box: the class of the linen box to put it in.
     """
 
     collection: str
@@ -54,72 +55,77 @@ class _Array(NamedTuple):
 
 
 def to_nnx_state(variables: Any) -> nnx.State:
-    """Variables of a linen model as the state of an nnx model.
+    """Converts the variables of a linen model to the state of an nnx model.
 
     Usage:
       state = to_nnx_state(linen_model.init(key, x))
-      nnx.update(nnx_model, state)  # whose attributes have the same names
+      nnx.update(nnx_model, state)  # the attributes of both models have the same names
 
     Args:
-      variables: a dict of collections, with linen's boxes or T5X's `params_axes`.
+      variables: a dict of collections, with linen boxes or T5X's `params_axes`. An nnx.State is
+        returned unchanged.
 
     Returns:
-      The State, with a Param for each array of 'params', a BatchStat for one of 'batch_stats', and
-      so on. Names are `out_sharding`, rules `sharding_rules`, a mesh `mesh`; no array is moved.
-      What is a State already is returned.
+      A State with a Param for each array of 'params', a BatchStat for each array of 'batch_stats',
+      and so on. The metadata holds names as `out_sharding`, rules as `sharding_rules` and a mesh as
+      `mesh`. No array is moved.
 
     Raises:
-      ValueError: with the path, of a box around several arrays or with fields that a variable has
-        no place for; of one place that two collections have.
+      ValueError: if a box contains several arrays or has fields that a variable cannot hold, or if
+        arrays of two collections have the same path. The message contains the path.
     """
     if isinstance(variables, nnx.State):
         return variables
     arrays = _read(variables)
-    _check_places(arrays)
-    with nnx.use_eager_sharding(False):  # the values are laid out where they are used
-        return nnx.from_flat_state([(array.keys, _variable(array)) for array in arrays])
+    _check_distinct_paths(arrays)
+    with nnx.use_eager_sharding(False):  # arrays are laid out where they are used
+        return nnx.from_flat_state([(array.keys, _to_variable(array)) for array in arrays])
 
 
 def to_linen_boxes(state: Any) -> dict[str, Any]:
-    """The state of an nnx model, or variables with T5X's `params_axes`, in linen's boxes.
+    """Converts the state of an nnx model, or variables with T5X's `params_axes`, to linen boxes.
 
     Args:
-      state: a State, as of `nnx.state(model)`; or a dict of collections.
+      state: a State, such as `nnx.state(model)`, or a dict of collections.
 
     Returns:
-      A dict of collections. Arrays with names are in boxes of the class that they came from, or
-      Partitioned, or LogicallyPartitioned where the names are T5X's or have rules of their own.
+      A dict of collections. Each array with names is in a box of the class that it came from. If
+      there was none, it is in a LogicallyPartitioned if its names come from `params_axes` or it has
+      its own rules, and in a Partitioned otherwise.
 
     Raises:
-      ValueError: with the path, of a variable with metadata that a box has no place for, or of a
-        type that is no collection of linen's.
+      ValueError: if a variable has metadata that a box cannot hold, or if its type does not
+        correspond to a linen collection. The message contains the path.
     """
-    return _tree((array, _boxed(array)) for array in _read(state))
+    return _tree((array, _to_box(array)) for array in _read(state))
 
 
 def to_params_axes(state: Any) -> dict[str, Any]:
-    """Variables of a linen model, or the state of an nnx model, with names as T5X keeps them.
+    """Converts linen variables, or the state of an nnx model, to arrays with T5X's `params_axes`.
+
+    Args:
+      state: a State, such as `nnx.state(model)`, or a dict of collections.
 
     Returns:
-      A dict of collections of plain arrays, with a collection of AxisMetadata beside each that has
-      names: `params_axes` beside `params`, where `kernel_axes` has the names of `kernel`.
+      A dict of collections of plain arrays. Each collection with names gets a second one of
+      AxisMetadata: `params_axes` for `params`, where `kernel_axes` holds the names of `kernel`.
 
     Raises:
-      ValueError: with the path, of names with a mesh or rules of their own, or that are tuples of
-        mesh axes: T5X has no place for these.
+      ValueError: if an array has its own mesh or rules, or a dimension has a tuple of mesh axes:
+        AxisMetadata cannot hold these. The message contains the path.
     """
     arrays = _read(state)
     for array in arrays:
-        own = {
-            'mesh axes': any(isinstance(name, tuple) for name in array.names or ()),
+        unsupported = {
+            'tuples of mesh axes': any(isinstance(name, tuple) for name in array.names or ()),
             'a mesh': array.mesh is not None,
             'rules': bool(array.rules),
         }
-        if any(own.values()):
-            extra = ' and '.join(what for what, has in own.items() if has)
+        if any(unsupported.values()):
+            extra = ' and '.join(what for what, has in unsupported.items() if has)
             raise ValueError(
-                f'{array.path}: names {array.names} with {extra} of their own, which T5X has no '
-                'place for beside an array: give them to the partitioner'
+                f'{array.path} has names {array.names} with {extra}, which AxisMetadata cannot '
+                'hold; pass the mesh and the rules to the partitioner'
             )
     names = (
         (
@@ -136,18 +142,18 @@ def to_params_axes(state: Any) -> dict[str, Any]:
 
 
 def _read(tree: Any) -> list[_Array]:
-    """The arrays of a tree, whichever of the three it is."""
+    """The arrays of a tree of any of the three kinds."""
     if isinstance(tree, nnx.State):
-        return [_of_variable(keys, variable) for keys, variable in nnx.to_flat_state(tree)]
+        return [_from_variable(keys, variable) for keys, variable in nnx.to_flat_state(tree)]
     if not isinstance(tree, dict | FrozenDict):
         raise ValueError(
-            f"{type(tree).__name__} is neither a dict of collections, as linen's init gives it, "
-            'nor an nnx.State, as nnx.state(model) does'
+            f'expected a dict of collections (from the init of a linen model) or an nnx.State '
+            f'(from nnx.state(model)), not {type(tree).__name__}'
         )
     if tree and not any(map(_is_collection, tree)):
         raise ValueError(
-            f"{', '.join(map(str, list(tree)[:3]))}: none of these is a collection of linen's. "
-            "Give all variables, {'params': ...}, not those of one collection"
+            f'{", ".join(map(str, list(tree)[:3]))}: none of these keys is a linen collection; '
+            "pass all variables, {'params': ...}, not the content of one collection"
         )
     flat = flatten_dict(tree, is_leaf=lambda _, x: is_carrier(x))
     for keys, x in flat.items():
@@ -155,14 +161,14 @@ def _read(tree: Any) -> list[_Array]:
     entries = [(tuple(map(str, keys)), x) for keys, x in flat.items()]
     carried = named_arrays(entries, ()).carried if any(is_carrier(x) for x in flat.values()) else {}
     return [
-        _of_collection(keys, x, carried.get(path))
+        _from_collection(keys, x, carried.get(path))
         for keys, (path, x) in zip(flat, entries, strict=True)
         if not is_metadata(x)
     ]
 
 
 def _is_collection(name: Any) -> bool:
-    """Whether nnx has a type of variables for what may be a collection of linen's."""
+    """Whether nnx has a variable type for a linen collection of this name."""
     try:
         nnx.variable_type_from_name(name)
     except ValueError:
@@ -170,11 +176,11 @@ def _is_collection(name: Any) -> bool:
     return True
 
 
-def _of_collection(keys: Keys, x: Any, said: Parameter | None) -> _Array:
+def _from_collection(keys: Keys, x: Any, carried: Parameter | None) -> _Array:
     box = type(x) if is_box(x) else LogicallyPartitioned
     array = _Array(keys[0], keys[1:], array_of(x), None, None, (), box)
-    if said is not None:
-        array = array._replace(names=said.names, mesh=said.mesh, rules=said.rules)
+    if carried is not None:
+        array = array._replace(names=carried.names, mesh=carried.mesh, rules=carried.rules)
     if is_box(x):
         _check_fields(array, _field_names(box) - _BOX_FIELDS)
     return array
@@ -182,30 +188,30 @@ def _of_collection(keys: Keys, x: Any, said: Parameter | None) -> _Array:
 
 def _check_carrier(path: str, x: Any) -> None:
     if is_box(x) and is_box(x.value):
-        raise ValueError(f'{path} is a box in a box, which has no place: unbox one of them')
+        raise ValueError(f'{path} is a box inside a box; remove one of them')
     if is_carrier(x) and not is_box(x) and not is_metadata(x):
         raise ValueError(
-            f'{path} is a {type(x).__name__}, which has no place in a dict of collections: give an '
-            'nnx.State'
+            f'{path} is an nnx variable ({type(x).__name__}) in a dict of collections; pass an '
+            'nnx.State instead'
         )
 
 
-def _of_variable(keys: Keys, variable: Any) -> _Array:
+def _from_variable(keys: Keys, variable: Any) -> _Array:
     path = '/'.join(map(str, keys))
     try:
         collection = nnx.variable_name_from_type(type(variable))
     except (AttributeError, ValueError):
         raise ValueError(
-            f"{path} is a {type(variable).__name__}, which is no collection of linen's: leave it "
-            'out, as nnx.state(model, nnx.Param) does, or name one with nnx.register_variable_name'
+            f'{path} is a {type(variable).__name__}, which has no linen collection; leave it out '
+            'with nnx.state(model, nnx.Param), or name one with nnx.register_variable_name'
         ) from None
-    said = carried_names(variable)
+    carried = carried_names(variable)
     metadata = variable.get_metadata()
-    box = metadata.get('linen_meta_type', LogicallyPartitioned if said.rules else Partitioned)
-    mesh = said.mesh
+    box = metadata.get('linen_meta_type', LogicallyPartitioned if carried.rules else Partitioned)
+    mesh = carried.mesh
     if mesh is None:
-        mesh = getattr(metadata.get('out_sharding'), 'mesh', None)  # of a NamedSharding
-    array = _Array(collection, keys, variable.get_value(), said.names, mesh, said.rules, box)
+        mesh = getattr(metadata.get('out_sharding'), 'mesh', None)  # it may be a NamedSharding
+    array = _Array(collection, keys, variable.get_value(), carried.names, mesh, carried.rules, box)
     known = _VARIABLE_FIELDS | nnx.Variable.required_metadata
     _check_fields(array, {k for k, v in metadata.items() if k not in known and v not in (None, ())})
     return array
@@ -214,32 +220,32 @@ def _of_variable(keys: Keys, variable: Any) -> _Array:
 def _check_fields(array: _Array, unknown: Iterable[str]) -> None:
     if extra := sorted(unknown):
         raise ValueError(
-            f'{array.path}: there is no place for {", ".join(extra)} beside names, mesh and rules: '
-            'take them off first'
+            f'{array.path} has {", ".join(extra)}, which cannot be converted (only names, mesh and '
+            'rules can); remove it first'
         )
 
 
-def _check_places(arrays: Iterable[_Array]) -> None:
-    """Raises ValueError where collections, which are types in nnx, have one place for two."""
-    places: dict[Keys, str] = {}
+def _check_distinct_paths(arrays: Iterable[_Array]) -> None:
+    """Raises ValueError if two arrays have the same path once their collections are removed."""
+    paths: dict[Keys, str] = {}
     for array in arrays:
-        if array.keys in places or not array.keys:
-            raise ValueError(_clash(array, places.get(array.keys, 'its collection')))
-        places[array.keys] = array.path
+        if array.keys in paths or not array.keys:
+            raise ValueError(_clash(array, paths.get(array.keys, 'its collection')))
+        paths[array.keys] = array.path
     for array in arrays:
         for n in range(1, len(array.keys)):
-            if array.keys[:n] in places:
-                raise ValueError(_clash(array, places[array.keys[:n]]))
+            if array.keys[:n] in paths:
+                raise ValueError(_clash(array, paths[array.keys[:n]]))
 
 
 def _clash(array: _Array, other: str) -> str:
     return (
-        f'{array.path} and {other} have one place in an nnx model, where collections are types and '
-        'no part of a path: rename one of them'
+        f'{array.path} and {other} have the same path in an nnx model, because nnx paths do not '
+        'contain the collection; rename one of them'
     )
 
 
-def _variable(array: _Array) -> Any:
+def _to_variable(array: _Array) -> Any:
     kind = nnx.variable_type_from_name(array.collection, allow_register=True)
     metadata: dict[str, Any] = {}
     if array.names is not None:
@@ -251,13 +257,16 @@ def _variable(array: _Array) -> Any:
     return kind(array.value, **metadata)
 
 
-def _boxed(array: _Array) -> Any:
+def _to_box(array: _Array) -> Any:
     if array.names is None:
         return array.value
-    own = {'rules': array.rules or None} if 'rules' in _field_names(array.box) else {}
-    if array.rules and not own:
-        raise ValueError(f'{array.path}: {array.box.__name__} has no place for rules of its own')
-    return array.box(array.value, array.names, mesh=array.mesh, **own)
+    rules = {'rules': array.rules or None} if 'rules' in _field_names(array.box) else {}
+    if array.rules and not rules:
+        raise ValueError(
+            f'{array.path} has rules, which a {array.box.__name__} cannot hold; use a '
+            'LogicallyPartitioned, or pass the rules to the partitioner'
+        )
+    return array.box(array.value, array.names, mesh=array.mesh, **rules)
 
 
 def _field_names(box: Any) -> set[str]:

@@ -1,7 +1,7 @@
-"""Which parameter a leaf of an optimizer's state belongs to, and dimension by dimension how.
+"""Finds the parameter that a leaf of an optimizer state belongs to, and matches their dimensions.
 
-optax keeps one tree a statistic, of the parameters' structure, whatever else surrounds it: so the
-path of a statistic ends in the path of its parameter, or one key further (SM3 keeps a list each).
+optax keeps one tree with the structure of the parameters for each statistic. So the path of a
+statistic ends with the path of its parameter, or has one more key (SM3 keeps a list per parameter).
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import numpy as np
 from partitioning.rules import LogicalAxisRules, Problem, ProblemError
 from partitioning.state.boxes import Path
 
+# For each dimension of a leaf, the index of the matching dimension of its parameter, or None.
 Dims = tuple[int | None, ...]
 
 
 class Parameter(NamedTuple):
-    """An array with axis names, which others may follow.
+    """An array with axis names. Statistics of an optimizer may follow it.
 
     Attributes:
-      path: its place in the state.
-      names: one a dimension.
-      shape: global shape; None where a state names its axes without the array.
+      path: its path in the state.
+      names: one per dimension.
+      shape: the global shape, or None if the state gives the names without the array.
       axes_as_names: whether a name may be a mesh axis.
-      rules: of its own, tried before all others.
-      mesh: the mesh that its names are for, if they say.
+      rules: rules for this array only, tried before all others.
+      mesh: the mesh that the names are for, or None.
     """
 
     path: Path
@@ -39,19 +40,20 @@ class Parameter(NamedTuple):
 
 
 class Parameters:
-    """The parameters of a state, to be found by the ends of paths."""
+    """The parameters of a state, looked up by the last keys of a path.
+
+    Args:
+      by_path: the parameters by their path inside their tree. Several trees may have the same
+        path. A state with only one parameter also has it under the empty path.
+    """
 
     def __init__(self, by_path: Mapping[Path, Sequence[Parameter]]):
-        """Args:
-        by_path: by their paths within their own tree, of which there may be several; that of a
-          lone array is empty.
-        """
         self._by_path = by_path
         self._lengths = sorted({len(path) for path in by_path} - {0}, reverse=True)
 
     @functools.cached_property
     def _by_suffix(self) -> dict[Path, list[Parameter]]:
-        """By the ends of their paths."""
+        """The parameters by each proper suffix of their paths."""
         found: dict[Path, list[Parameter]] = {}
         for path, parameters in self._by_path.items():
             for start in range(1, len(path)):
@@ -59,106 +61,118 @@ class Parameters:
         return found
 
     def follow(self, path: Path, shape: tuple[int, ...]) -> tuple[Parameter | None, Dims]:
-        """The parameter that a leaf belongs to, and which of its dimensions each of the leaf's is.
+        """Finds the parameter that a leaf belongs to, and matches the dimensions of both.
+
+        Args:
+          path: the path of the leaf.
+          shape: its shape.
+
+        Returns:
+          The parameter, or None if the leaf belongs to none; and for each dimension of the leaf
+          the index of the matching dimension of the parameter, or None.
 
         Raises:
-          ProblemError: a parameter by its path, but of a shape that does not explain the leaf's;
-            or several that could be it and are laid out in different ways.
+          ProblemError: if the path of the leaf ends with the path of a parameter but their shapes
+            do not match, or if the leaf may belong to several parameters with different layouts.
         """
-        nothing = (None,) * len(shape)
+        no_dims = (None,) * len(shape)
         if 0 in shape or not shape:
-            return None, nothing
-        named = [
+            return None, no_dims
+        candidates = [
             parameters
             for length in self._lengths
             if (parameters := self._by_path.get(path[-length:])) is not None
         ]
-        for parameters in named:
+        for parameters in candidates:
             if same := [p for p in parameters if p.shape == shape]:
-                return _best(path, same), tuple(range(len(shape)))
-        if path[-1].isdecimal() and (owner := self._of_dimension(path, int(path[-1]), shape)):
+                return _nearest_path(path, same), tuple(range(len(shape)))
+        if path[-1].isdecimal() and (owner := self._listed(path, int(path[-1]), shape)):
             return owner, (int(path[-1]),)
         factored = next((key for key in path if key in ('v_row', 'v_col')), None)
-        for parameters in named:
-            derived = [p for p in parameters if _explain(shape, p.shape or (), factored)]
+        for parameters in candidates:
+            derived = [p for p in parameters if _match_dims(shape, p.shape or (), factored)]
             if derived:
-                owner = _best(path, derived)
-                return owner, _explain(shape, owner.shape or (), factored) or nothing
-        if named:
-            raise ProblemError(_unexplained(shape, named[0][0]))
-        return self._guess(path, shape, factored) or (None, nothing)
+                owner = _nearest_path(path, derived)
+                return owner, _match_dims(shape, owner.shape or (), factored) or no_dims
+        if candidates:
+            raise ProblemError(_mismatch(shape, candidates[0][0]))
+        return self._by_partial_path(path, shape, factored) or (None, no_dims)
 
-    def _of_dimension(self, path: Path, dim: int, shape: tuple[int, ...]) -> Parameter | None:
-        """The parameter of a list of statistics, one a dimension, as SM3 keeps them."""
+    def _listed(self, path: Path, dim: int, shape: tuple[int, ...]) -> Parameter | None:
+        """The parameter of entry `dim` of a list with one statistic per dimension, as in SM3."""
         for length in self._lengths:
             for p in self._by_path.get(path[-1 - length : -1], ()):
                 if p.shape is not None and p.shape[dim : dim + 1] == shape:
                     return p
         return None
 
-    def _guess(
+    def _by_partial_path(
         self, path: Path, shape: tuple[int, ...], factored: str | None
     ) -> tuple[Parameter, Dims] | None:
-        """The one that it can be, where the optimizer has a part of a tree, or a lone array."""
+        """The only parameter that fits, if the optimizer got a subtree or a single array."""
         for start in range(len(path) + 1):
             candidates = (self._by_suffix if path[start:] else self._by_path).get(path[start:], ())
             for fits in (
                 [p for p in candidates if p.shape == shape],
                 [p for p in candidates if p.shape is not None and shape[1:] == p.shape],
-                [p for p in candidates if factored and _explain(shape, p.shape or (), factored)],
+                [p for p in candidates if factored and _match_dims(shape, p.shape or (), factored)],
             ):
                 if not fits:
                     continue
                 try:
-                    owner = _best(path, fits)
+                    owner = _nearest_path(path, fits)
                 except ProblemError:
                     return None
-                return owner, _explain(shape, owner.shape or (), factored) or ()
+                return owner, _match_dims(shape, owner.shape or (), factored) or ()
         return None
 
 
-def _best(path: Path, parameters: Sequence[Parameter]) -> Parameter:
-    """The parameter whose path has the most in common with that of a leaf."""
+def _nearest_path(path: Path, parameters: Sequence[Parameter]) -> Parameter:
+    """The parameter whose path shares the most keys with the path of a leaf."""
     if len(parameters) == 1:
         return parameters[0]
     common = [len({*p.path} & {*path}) for p in parameters]
     best = [p for p, n in zip(parameters, common, strict=True) if n == max(common)]
     if len({p[1:] for p in best}) > 1:
         one, other = ('/'.join(p.path) for p in best[:2])
-        message = f'it may belong to {one} or to {other}, which have other axes; {_WAY_OUT}'
+        message = f'it may belong to {one} or to {other}, whose axes differ; {_FIX}'
         raise ProblemError(Problem('names', message))
     return best[0]
 
 
-_WAY_OUT = (
+_FIX = (
     'put it in a flax.linen.LogicallyPartitioned with its own names, or name it in '
     'params_axes_names_override'
 )
 
 
-def _unexplained(shape: tuple[int, ...], parameter: Parameter) -> Problem:
+def _mismatch(shape: tuple[int, ...], parameter: Parameter) -> Problem:
     return Problem(
         'names',
-        f'shape {shape} does not follow from its parameter of shape {parameter.shape}, '
-        f'{"/".join(parameter.path)}, so its layout is unknown; {_WAY_OUT}',
+        f'its shape {shape} cannot be derived from the shape {parameter.shape} of its parameter '
+        f'{"/".join(parameter.path)}, so its layout is unknown; {_FIX}',
     )
 
 
 @functools.lru_cache(maxsize=4096)
-def _explain(
+def _match_dims(
     shape: tuple[int, ...], parameter: tuple[int, ...], factored: str | None
 ) -> Dims | None:
-    """For each dimension of a leaf that of the parameter which it is; None: no way to tell.
+    """Matches the dimensions of a leaf with those of its parameter.
 
     Args:
-      shape: of the leaf.
-      parameter: its shape.
-      factored: 'v_row' or 'v_col' for a leaf that says so.
+      shape: the shape of the leaf.
+      parameter: the shape of the parameter.
+      factored: 'v_row' or 'v_col' if the path of the leaf contains this key.
+
+    Returns:
+      For each dimension of the leaf, the index of the matching dimension of the parameter, or
+      None. None for all if the shape of the leaf cannot be derived.
     """
     whole = tuple(range(len(parameter)))
     if shape == parameter:
         return whole
-    if shape == (1,):  # what factored optimizers keep for a statistic that they do not use
+    if shape == (1,):  # factored optimizers keep this in place of a statistic they do not use
         return (None,)
     if shape[1:] == parameter:  # a history of the parameter, as in L-BFGS
         return (None, *whole)
@@ -169,10 +183,10 @@ def _explain(
 def _kept_dimensions(
     shape: tuple[int, ...], parameter: tuple[int, ...], columns: bool
 ) -> Dims | None:
-    """The parameter's dimensions that a factored statistic keeps: all but one.
+    """The dimensions of the parameter that a factored statistic keeps: all but one.
 
-    optax's Adafactor drops the largest dimension for rows and the second largest for columns, and
-    takes the later of two equal ones for the larger (numpy.argsort).
+    optax's Adafactor drops the largest dimension for rows and the second largest for columns. Of
+    two equal dimensions the later one counts as larger (numpy.argsort).
     """
     rank = len(parameter)
     if len(shape) != rank - 1 or not shape:
@@ -186,7 +200,7 @@ def _kept_dimensions(
 
 
 def _dimensions_of_size(shape: tuple[int, ...], parameter: tuple[int, ...]) -> Dims | None:
-    """The parameter's dimensions by their sizes, for one reduced or projected, as in GaLore."""
+    """Matches dimensions by size, for a statistic that is reduced or projected, as in GaLore."""
     left = dict(enumerate(parameter))
     dims: list[int | None] = []
     for place, size in enumerate(shape):

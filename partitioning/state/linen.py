@@ -1,8 +1,8 @@
-"""linen's boxes for axis names, right under `python -O`, negative axes and Explicit meshes.
+"""linen boxes that work under `python -O`, with negative axes and with Explicit mesh axes.
 
-A module of its own because it imports flax. The boxes of flax itself remove a dimension inside an
-`assert`, which `python -O` leaves out, take a negative index for a place before the last, and fail
-where mesh axes are Explicit.
+The boxes of flax remove a dimension inside an `assert`, which `python -O` skips; they insert at a
+negative index as lists do, not as arrays do; and they fail under Explicit mesh axes. This module
+imports flax, so `import partitioning` loads it on first use only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from partitioning.rules import (
 )
 
 
-class _Named:
-    """What both boxes do in their own way."""
+class _Box:
+    """The methods in which both boxes differ from flax's."""
 
     names: Any
     value: Any
@@ -41,31 +41,36 @@ class _Named:
     _axes_as_names: bool
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> Any:
-        """With the name of a new dimension at `index`; see `partitioning.rules.add_axis`."""
+        """A box with one more name at `index`; see `partitioning.add_axis`."""
         return self.replace(names=tuple(add_axis(self.names, index, self._name(params))))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Any:
-        """Without the name at `index`; see `partitioning.rules.remove_axis`."""
+        """A box without the name at `index`; see `partitioning.remove_axis`."""
         return self.replace(names=tuple(remove_axis(self.names, index, self._name(params))))
 
     def unbox(self, apply_constraint: bool = True) -> Any:
-        """The array, laid out by its names, over Auto or Explicit axes of the mesh around.
+        """The array, laid out by its names over the current mesh.
 
-        Without a mesh around it is laid out over the box's own, if it has one. Names that cannot
-        be resolved are left to where the state is: there the path is known.
+        Without a current mesh, it is laid out over the mesh of the box, if there is one. An array
+        whose names cannot be resolved is returned unchanged: the error is raised where the whole
+        state is resolved, with the path of the array.
+
+        Args:
+          apply_constraint: False returns the array unchanged.
 
         Raises:
-          ValueError: the box is for another mesh than that around.
+          ValueError: if the mesh of the box is not the current mesh.
         """
-        around = jax.sharding.get_abstract_mesh()
-        mesh = around if self.mesh is None else self.mesh
+        current = jax.sharding.get_abstract_mesh()
+        mesh = current if self.mesh is None else self.mesh
         rules = getattr(self, 'rules', None) or spmd.get_logical_axis_rules()
         if not apply_constraint or mesh.empty or not (rules or self._axes_as_names):
             return self.value
-        if self.mesh is not None and not around.empty and self.mesh.abstract_mesh != around:
+        if self.mesh is not None and not current.empty and self.mesh.abstract_mesh != current:
             raise ValueError(
-                f'a box with names {self.names} is for the mesh {describe_axes(mesh.shape)}, but '
-                f'the mesh around is {describe_axes(around.shape)}, or its axes are of other types'
+                f'the box with names {self.names} is for the mesh {describe_axes(mesh.shape)}, but '
+                f'the current mesh is {describe_axes(current.shape)} or has other axis types; '
+                'create the box without mesh='
             )
         resolved, problems = try_resolve(
             self.names,
@@ -76,7 +81,7 @@ class _Named:
         )
         if problems:
             return self.value
-        if not around.empty:
+        if not current.empty:
             return with_sharding_constraint(self.value, to_spec(resolved))
         sharding = NamedSharding(mesh, boundary_spec(to_spec(resolved)))
         if AxisType.Explicit in mesh.axis_types:
@@ -89,8 +94,11 @@ class _Named:
         return params[nn.PARTITION_NAME]
 
 
-class Partitioned(_Named, nn.Partitioned):
-    """`flax.linen.Partitioned`, names of mesh axes, whose `remove_axis` undoes its `add_axis`.
+class Partitioned(_Box, nn.Partitioned):
+    """A `flax.linen.Partitioned`, whose names are mesh axes, with corrected methods.
+
+    It differs in `add_axis` and `remove_axis` (negative indices, `python -O`) and in `unbox`
+    (Explicit mesh axes).
 
     Usage:
       kernel = Partitioned(jnp.zeros((8, 4)), ('data', 'model'))
@@ -100,8 +108,11 @@ class Partitioned(_Named, nn.Partitioned):
     _axes_as_names = True
 
 
-class LogicallyPartitioned(_Named, nn.LogicallyPartitioned):
-    """`flax.linen.LogicallyPartitioned` whose `remove_axis` undoes its `add_axis`.
+class LogicallyPartitioned(_Box, nn.LogicallyPartitioned):
+    """A `flax.linen.LogicallyPartitioned` with corrected methods.
+
+    It differs in `add_axis` and `remove_axis` (negative indices, `python -O`) and in `unbox`
+    (Explicit mesh axes).
 
     Usage:
       kernel = LogicallyPartitioned(jnp.zeros((8, 4)), ('embed', 'mlp'))
@@ -114,17 +125,17 @@ class LogicallyPartitioned(_Named, nn.LogicallyPartitioned):
 def with_partitioning(
     init: Callable[..., jax.Array], names: Sequence[Any], mesh: Mesh | None = None
 ) -> Callable[..., Partitioned]:
-    """An initializer whose array comes in a Partitioned with these mesh axes.
+    """Wraps an initializer so that it returns its array in a Partitioned.
 
     Args:
       init: the initializer.
-      names: a mesh axis, several in a tuple, or None, one a dimension.
-      mesh: the only mesh that the array is for; None: any.
+      names: one entry per dimension: a mesh axis, a tuple of mesh axes, or None.
+      mesh: the mesh that the array is for; by default any mesh.
 
     Raises:
-      ValueError: `names` is no tuple of them.
+      ValueError: if `names` is not a tuple or a list.
     """
-    return _boxed(init, functools.partial(Partitioned, names=_checked(names), mesh=mesh))
+    return _box_result(init, functools.partial(Partitioned, names=_check_names(names), mesh=mesh))
 
 
 def with_logical_partitioning(
@@ -133,29 +144,31 @@ def with_logical_partitioning(
     mesh: Mesh | None = None,
     rules: LogicalAxisRules | None = None,
 ) -> Callable[..., LogicallyPartitioned]:
-    """An initializer whose array comes in a LogicallyPartitioned with these names.
+    """Wraps an initializer so that it returns its array in a LogicallyPartitioned.
 
     Args:
       init: the initializer.
-      names: a logical axis name or None, one a dimension.
-      mesh: the only mesh that the array is for; None: any.
-      rules: of this array alone, tried before all others.
+      names: one logical axis name or None per dimension.
+      mesh: the mesh that the array is for; by default any mesh.
+      rules: rules for this array only, tried before all others.
 
     Raises:
-      ValueError: `names` is no tuple of them; `rules` are none.
+      ValueError: if `names` is not a tuple or a list, or if `rules` are invalid.
     """
-    own = None if rules is None else check_rules(rules)
-    box = functools.partial(LogicallyPartitioned, names=_checked(names), mesh=mesh, rules=own)
-    return _boxed(init, box)
+    checked = None if rules is None else check_rules(rules)
+    box = functools.partial(
+        LogicallyPartitioned, names=_check_names(names), mesh=mesh, rules=checked
+    )
+    return _box_result(init, box)
 
 
-def _checked(names: Any) -> tuple[Any, ...]:
+def _check_names(names: Any) -> tuple[Any, ...]:
     if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ValueError(f'{names!r} are no names: write a tuple, such as ({names!r},)')
+        raise ValueError(f'names must be a tuple, such as ({names!r},), not {names!r}')
     return tuple(names)
 
 
-def _boxed(init: Callable[..., jax.Array], box: Callable[..., Any]) -> Callable[..., Any]:
+def _box_result(init: Callable[..., jax.Array], box: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(init)
     def boxed(*args: Any, **kwargs: Any) -> Any:
         return box(init(*args, **kwargs))

@@ -1,4 +1,4 @@
-"""The arrays of a state that have names, and which of them are the parameters."""
+"""Finds the arrays of a state that have names, and the parameters among them."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from partitioning.state.path_names import (
     match_paths,
 )
 
-Entries = Sequence[tuple[Path, Any]]  # the leaves of a state, whatever carries names as one
+Entries = Sequence[tuple[Path, Any]]  # the leaves of a state, with each carrier as one leaf
 
 
 class NamedArrays(NamedTuple):
-    """What is known of a state before its leaves are looked at one by one.
+    """The names of a state, collected before its leaves are classified one by one.
 
     Attributes:
-      parameters: by their paths.
-      trees: the paths of trees of parameters, where they have one of their own.
-      to_follow: the parameters, to be found by the ends of paths.
-      carried: the names that arrays carry, whatever path rules say.
-      overridden: arrays that are no parameters and follow none, with names by path rules.
+      parameters: the parameters by path.
+      trees: the paths of the trees that contain only parameters, such as ('params',).
+      to_follow: the parameters, for looking up the owner of a statistic.
+      carried: all arrays that carry names, with these names, by path. Path rules are ignored.
+      overridden: the arrays that path rules name but that are neither parameters nor statistics.
     """
 
     parameters: Mapping[Path, Parameter]
@@ -47,20 +47,25 @@ class NamedArrays(NamedTuple):
 
 
 def named_arrays(entries: Entries, overrides: PathRules) -> NamedArrays:
-    """The arrays with names, carried or given by path rules, and the parameters among them.
+    """Finds the arrays that have names, and the parameters among them.
+
+    Args:
+      entries: the leaves of the state.
+      overrides: path rules; the names they give replace those that arrays carry.
 
     Raises:
-      ValueError: none has names; path rules that leave a parameter out, or name nothing.
+      ValueError: if no array has names, if a parameter without names matches no path rule, or if a
+        path rule is never used.
     """
     carried = _carried(entries)
     roots = _roots(*_candidates(entries, carried, bool(overrides)))
     if not roots:
         raise ValueError(
-            'Missing axis names: no parameter of the state carries any. (After init they are gone: '
-            'give partitioner.eval_shape(init, key), to audit() as its `named`.) Create them with '
-            'flax.linen.with_logical_partitioning(init, names) (or nnx.Param with the metadata '
-            "out_sharding), name them by path with params_axes_names_override=[('.*/kernel', "
-            "('embed', 'mlp')), ...], or give the state as_logical_axes()"
+            'Missing axis names: no parameter of the state has any. Pass the state before its '
+            'names are removed, partitioner.eval_shape(init, key); or create parameters with '
+            'flax.linen.with_logical_partitioning(init, names) or nnx.Param(..., out_sharding='
+            "names); or name them by path: params_axes_names_override=[('.*/kernel', ('embed', "
+            "'mlp')), ...]; or give the state a method as_logical_axes()"
         )
     if not overrides:
         return _known({path: carried[path] for path in roots}, roots, carried, {})
@@ -83,7 +88,7 @@ def named_arrays(entries: Entries, overrides: PathRules) -> NamedArrays:
 
 
 def parameter_names(entries: Entries) -> dict[Path, Path]:
-    """The parameters of a state with or without names, each with its path in its own tree."""
+    """The paths of all parameters, with names or without, each with its path inside its tree."""
     roots = _roots(*_candidates(entries, {}, True))
     return {path: path[len(root) :] for path, root in roots.items()}
 
@@ -98,7 +103,7 @@ def _known(
     for path, parameter in parameters.items():
         by_path.setdefault(path[len(roots[path]) :], []).append(parameter)
     if len(roots) == 1 and not any('params' in path for path in roots):
-        # Perhaps a lone array: then its statistics have no key of its own.
+        # If the parameters are a single array, paths of statistics have no key for it.
         by_path.setdefault((), list(next(iter(by_path.values()))))
     trees = set(roots.values()) - {()}
     return NamedArrays(parameters, trees, Parameters(by_path), carried, overridden)
@@ -107,7 +112,7 @@ def _known(
 def _candidates(
     entries: Entries, carried: Mapping[Path, Parameter], overridden: bool
 ) -> tuple[list[Path], Mapping[Path, tuple[int, ...]]]:
-    """Arrays that may be parameters, and the shapes of all that they may be copies of."""
+    """The paths that may be parameters, and the shapes of all arrays that they may be copies of."""
     optimizer = {path for path, x in entries if is_optimizer_variable(x)}
     if not overridden:
         shapes = {path: parameter.shape or () for path, parameter in carried.items()}
@@ -131,14 +136,15 @@ def _follows(path: Path, shape: tuple[int, ...], parameters: Parameters) -> bool
 
 
 def _carried(entries: Entries) -> dict[Path, Parameter]:
-    """The arrays that carry names, or whose collection has names beside it."""
+    """The arrays that carry names, or whose names are in a collection of AxisMetadata."""
     carriers = [(path, leaf) for path, leaf in entries if is_carrier(leaf)]
     held = dict(entries) if any(is_metadata(leaf) for _, leaf in carriers) else {}
     named = {}
     for path, leaf in carriers:
         if isinstance(getattr(leaf, 'names', None), str):
             raise ValueError(
-                f'{"/".join(path)}: {leaf.names!r} are no names: write a tuple, ({leaf.names!r},)'
+                f'{"/".join(path)}: names must be a tuple, such as ({leaf.names!r},), not '
+                f'{leaf.names!r}'
             )
         carried = carried_names(leaf)
         if carried.names is None:
@@ -146,14 +152,14 @@ def _carried(entries: Entries) -> dict[Path, Parameter]:
         target, array = path, array_of(leaf)
         if isinstance(array, dict | list | tuple):
             raise ValueError(
-                f'{"/".join(path)}: a box with names {carried.names} around several arrays; put '
-                'each array in a box of its own'
+                f'{"/".join(path)}: the box with names {carried.names} contains several arrays; '
+                'put each array in a separate box'
             )
         if is_metadata(leaf):
             target = _described(path)
             if target not in held:
                 raise ValueError(
-                    f'{"/".join(path)} names an array that is not there: {"/".join(target)}'
+                    f'{"/".join(path)} names the array {"/".join(target)}, which does not exist'
                 )
             array = array_of(held[target])
         named[target] = Parameter(
@@ -168,14 +174,14 @@ def _carried(entries: Entries) -> dict[Path, Parameter]:
 
 
 def _described(path: Path) -> Path:
-    """The array whose names are at `path`: params_axes/dense/kernel_axes -> params/dense/kernel."""
+    """The path of the array that `path` names: params/dense/kernel for .../dense/kernel_axes."""
     place = next((i for i, key in enumerate(path) if key.endswith('_axes')), len(path) - 1)
     collection, name = path[place].removesuffix('_axes'), path[-1].removesuffix('_axes')
     return (*path[:place], collection, *path[place + 1 : -1], name)
 
 
 def _shared_keys(paths: Sequence[Path]) -> Path:
-    """The keys that all paths begin with, the last of each left out."""
+    """The keys that all paths start with, without the last key of each path."""
     first, *others = (path[:-1] for path in paths)
     differ = (
         next((i for i, key in enumerate(first) if other[i : i + 1] != (key,)), len(first))
@@ -187,8 +193,9 @@ def _shared_keys(paths: Sequence[Path]) -> Path:
 def _roots(paths: Sequence[Path], shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Path]:
     """The parameters among the paths of arrays, each with the path of its tree.
 
-    What is below the first 'params' of a path, as near to the top as there is one: optimizers have
-    states of that name deeper down. Without any, all, in one tree.
+    The parameters are below the key 'params' that is nearest to the top of the state, because
+    states of optimizers may contain that key at greater depth. If no path contains it, all paths
+    are parameters, in one tree.
     """
     depths = {path: path.index('params') + 1 for path in paths if 'params' in path}
     if not depths:
@@ -202,7 +209,7 @@ def _roots(paths: Sequence[Path], shapes: Mapping[Path, tuple[int, ...]]) -> dic
 def _copied(
     roots: Mapping[Path, Path], paths: Sequence[Path], shapes: Mapping[Path, tuple[int, ...]]
 ) -> Path | None:
-    """The tree nearer to the top that these are a copy of, as L-BFGS keeps one of its 'params'."""
+    """The tree nearer to the top that `roots` are a copy of: L-BFGS keeps a copy in 'params'."""
     depth = len(next(iter(roots.values())))
     for root in dict.fromkeys(path[:n] for n in range(1, depth) for path in paths):
         if all(shapes.get((*root, *path[depth:])) == shapes[path] for path in roots):

@@ -1,4 +1,4 @@
-"""Axis names by regular expressions on the paths of arrays, for models that carry none."""
+"""Axis names by regular expressions on the paths of arrays, for models without names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from partitioning.rules import nearest
+from partitioning.rules import check_rank, nearest
 from partitioning.state.boxes import (
     Carrier,
     Path,
@@ -21,20 +21,21 @@ from partitioning.state.boxes import (
     shape_of,
 )
 
-# A name, the mesh axes themselves in a tuple, or None for each dimension.
+# For each dimension a name, a tuple of mesh axes, or None.
 PathNames = Sequence[str | tuple[str, ...] | None]
 PathRules = Sequence[tuple[str, PathNames]]
 
 
 def check_path_rules(rules: Iterable[Any]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
-    """Path rules as pairs of a regular expression and a tuple of names.
+    """Checks path rules and returns them as (regular expression, tuple of names) pairs.
 
     Raises:
-      ValueError: no such pair, or no regular expression.
+      ValueError: if a rule is not such a pair, or its regular expression is invalid.
     """
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise ValueError(
-            f"{rules!r} are no path rules: write [('.*/kernel', ('embed', 'mlp')), ...]"
+            "path rules must be a list such as [('.*/kernel', ('embed', 'mlp')), ...], not "
+            f'{rules!r}'
         )
     checked: list[tuple[str, tuple[Any, ...]]] = []
     for rule in rules:
@@ -44,8 +45,8 @@ def check_path_rules(rules: Iterable[Any]) -> tuple[tuple[str, tuple[Any, ...]],
                 checked.append((pattern, tuple(names)))
             case _:
                 raise ValueError(
-                    f"{rule!r} is no path rule: write ('regular expression', ('name', None, ...)), "
-                    'with one name or None a dimension (or a tuple of mesh axes)'
+                    "a path rule must be ('regular expression', ('name', None, ...)), with a name, "
+                    f'a tuple of mesh axes or None for each dimension, not {rule!r}'
                 )
     return tuple(checked)
 
@@ -56,21 +57,24 @@ def _is_name(name: Any) -> bool:
     return name is None or isinstance(name, str)
 
 
-Texts = Sequence[str]  # what a pattern may match for one array, the best to show last
+Texts = Sequence[str]  # the strings that a pattern may match for one array, the shortest last
 
 
 def match_paths(
     arrays: Mapping[Path, Texts], rules: PathRules
 ) -> tuple[dict[Path, tuple[Any, ...]], set[int]]:
-    """The names that path rules give arrays, and the places of the rules that gave some.
+    """Finds the names that path rules give to arrays.
 
     Args:
       arrays: for each path the strings that a pattern may match.
-      rules: path rules; the first that matches all of a string wins.
+      rules: path rules; the first that matches a whole string wins.
+
+    Returns:
+      The names by path, for the arrays that a rule matches, and the indices of the rules used.
     """
     found: dict[Path, tuple[Any, ...]] = {}
     used: set[int] = set()
-    literal: dict[str, int] = {}  # rules for one text need no search among thousands
+    literal: dict[str, int] = {}  # a lookup instead of a search through thousands of rules
     patterns: list[int] = []
     for place, (pattern, _) in enumerate(rules):
         if (text := _literal(pattern)) is None:
@@ -91,23 +95,23 @@ def match_paths(
 
 @functools.cache
 def _literal(pattern: str) -> str | None:
-    """The one text that a regular expression matches, if it is that text escaped."""
+    """The text that a regular expression is the escaped form of, or None."""
     text = re.sub(r'\\(.)', r'\1', pattern)
     return text if re.escape(text) == pattern else None
 
 
 def check_all_named(missing: Sequence[str]) -> None:
-    """Raises ValueError for arrays that no path rule names."""
+    """Raises ValueError if `missing`, the arrays that no path rule names, is not empty."""
     if missing:
         more = f' and {len(missing) - 3} more' if len(missing) > 3 else ''
         raise ValueError(
-            f'no path rule matches all of {", ".join(missing[:3])}{more}. Add '
+            f'no path rule matches {", ".join(missing[:3])}{more}. Add '
             f"('{re.escape(missing[0])}', (<a name or None for each dimension>))"
         )
 
 
 def check_all_used(arrays: Mapping[Path, Texts], rules: PathRules, used: set[int]) -> None:
-    """Raises ValueError for a path rule that names nothing."""
+    """Raises ValueError if a path rule is not used."""
     for place, (pattern, _) in enumerate(rules):
         if place in used:
             continue
@@ -118,33 +122,32 @@ def check_all_used(arrays: Mapping[Path, Texts], rules: PathRules, used: set[int
             if any(_compiled(pattern).fullmatch(text) for text in texts)
         ]
         why = (
-            f'earlier rules take everything it matches, {taken[0]} first; move it up'
+            f'earlier rules match {taken[0]} and everything else that it matches; move it up'
             if taken
-            else f'it matches all of no path; there are {", ".join(known[:3])}, ... .'
+            else f'no whole path matches it. Paths are {", ".join(known[:3])}, ...'
             f'{nearest(pattern, known)}'
         )
-        raise ValueError(f'path rule {pattern!r} names nothing: {why}')
+        raise ValueError(f'path rule {pattern!r} is never used: {why}')
 
 
 def override_params_axes_names(params: Any, rules: PathRules) -> Any:
-    """Parameters with the names that path rules give them, by T5X's name.
+    """Names parameters by path rules. The function has the same name in T5X.
 
     Args:
-      params: a pytree of parameters, with names or without; or T5X's variables, with 'params' and
-        'params_axes' in a dict.
-      rules: (regular expression, names) pairs; the first that matches all of a path, such as
-        'decoder/layers_0/mlp/kernel', wins. Parameters that no rule matches keep the names that
-        they have.
+      params: a pytree of parameters, with names or without, or a dict of T5X's variables with
+        'params' and 'params_axes'.
+      rules: (regular expression, names) pairs. The first rule that matches a whole path, such as
+        'decoder/layers_0/mlp/kernel', wins. Parameters that no rule matches keep their names.
 
     Returns:
-      `params` with each array that a rule names in a `flax.linen.LogicallyPartitioned`; of T5X's
-      variables, these with the new names in 'params_axes'.
+      `params`, where each array that a rule names is in a `flax.linen.LogicallyPartitioned`. T5X's
+      variables are returned with the new names in 'params_axes'.
 
     Raises:
-      ValueError: a parameter without any names, a rule that names nothing, or names of another
-        number than the array's dimensions.
+      ValueError: if a parameter has no names and no rule matches it, if a rule is never used, or if
+        the number of names is not the number of dimensions.
     """
-    from partitioning.state.linen import LogicallyPartitioned  # of flax, which is heavy
+    from partitioning.state.linen import LogicallyPartitioned  # imports flax, which is slow
 
     checked = check_path_rules(rules)
     if isinstance(params, Mapping) and 'params_axes' in params:
@@ -161,7 +164,7 @@ def override_params_axes_names(params: Any, rules: PathRules) -> Any:
         if path not in found:
             return leaf
         array = array_of(leaf)
-        check_rank('/'.join(path), found[path], shape_of(array))
+        check_rank(found[path], shape_of(array), '/'.join(path))
         if carrier(leaf) is Carrier.VARIABLE:
             return leaf.replace(array, out_sharding=found[path])
         return LogicallyPartitioned(array, found[path])
@@ -178,20 +181,6 @@ def _match(
     return found
 
 
-def check_rank(path: str, names: Sequence[Any], shape: Sequence[int]) -> None:
-    """Raises ValueError unless there is one name a dimension."""
-    if len(names) != len(shape):
-        raise ValueError(f'{path}: {rank_message(names, shape)}')
-
-
-def rank_message(names: Sequence[Any], shape: Sequence[int]) -> str:
-    """What is wrong with names of another number than the dimensions."""
-    return (
-        f'{len(names)} logical axes {tuple(names)} for an array of {len(shape)} dimensions '
-        f'{tuple(shape)}; give one name or None a dimension'
-    )
-
-
 def _override_collection(variables: Mapping[str, Any], rules: PathRules) -> dict[str, Any]:
     from flax.linen.partitioning import AxisMetadata
 
@@ -204,7 +193,7 @@ def _override_collection(variables: Mapping[str, Any], rules: PathRules) -> dict
     unnamed = [path for path in shapes if shapes[path] and metadata_path(path) not in merged]
     found = _match({path: ('/'.join(path),) for path in shapes}, rules, unnamed)
     for path, names in found.items():
-        check_rank('/'.join(path), names, shapes[path])
+        check_rank(names, shapes[path], '/'.join(path))
         merged[metadata_path(path)] = AxisMetadata(names=names)
     nested: dict[str, Any] = {}
     for path, metadata in merged.items():
@@ -214,7 +203,7 @@ def _override_collection(variables: Mapping[str, Any], rules: PathRules) -> dict
 
 
 def metadata_path(path: Path) -> Path:
-    """Where T5X's 'params_axes' has the names of the array at `path` of 'params'."""
+    """The path in T5X's 'params_axes' for the array at `path` in 'params'."""
     return (*path[:-1], f'{path[-1]}_axes')
 
 
@@ -223,4 +212,6 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(f'path rule {pattern!r} is no regular expression: {error}') from error
+        raise ValueError(
+            f'path rule {pattern!r} is not a valid regular expression: {error}'
+        ) from error

@@ -1,4 +1,4 @@
-"""A train state in T5X's manner, for any optax transformation."""
+"""A train state like T5X's, for any optax transformation."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from partitioning.state.traversal import walk
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a step changes, as a pytree of arrays.
+    """The arrays that a training step changes, as a pytree.
 
     Usage:
       state = TrainState.create(model.init(key, x), optax.adamw(1e-3))
       state = state.apply_gradients(grads, tx)
 
     Attributes:
-      step: int32 scalar, the number of updates done.
-      params: parameters.
-      opt_state: statistics of an optax transformation.
-      params_axes: T5X's collection of AxisMetadata, without arrays; None where parameters carry
-        their names in boxes or have none.
-      flax_mutables: collections that the model changes, such as 'batch_stats'.
-      flax_mutables_axes: AxisMetadata of these, as `params_axes`.
+      step: the number of completed updates, an int32 scalar.
+      params: the parameters, in linen boxes or not.
+      opt_state: the state of an optax transformation.
+      params_axes: T5X's collection of AxisMetadata, which contains no arrays. None if the
+        parameters carry their names in boxes or have no names.
+      flax_mutables: the collections that the model changes, such as 'batch_stats', or None.
+      flax_mutables_axes: the AxisMetadata of `flax_mutables`, as in `params_axes`.
     """
 
     step: jax.Array
@@ -39,16 +39,16 @@ class TrainState:
     flax_mutables: Any = None
     flax_mutables_axes: Any = None
 
-    # The optimizer's state follows the parameters, whatever names it has.
+    # Read by the walk over a state: statistics get their axes from their parameters.
     names_follow_parameters = True
 
     @classmethod
     def create(cls, variables: Any, tx: Any) -> TrainState:
-        """The state before the first step.
+        """Creates the state before the first step.
 
         Args:
-          variables: what `model.init` returns, with a collection 'params'; or parameters alone.
-            linen boxes stay on them, and name what the optimizer keeps of them too.
+          variables: the result of `model.init`, with a collection 'params', or only the
+            parameters. linen boxes are kept; their names also apply to the optimizer state.
           tx: an optax transformation.
         """
         if not isinstance(variables, Mapping) or 'params' not in variables:
@@ -66,8 +66,17 @@ class TrainState:
         )
 
     def apply_gradients(self, grads: Any, tx: Any, flax_mutables: Any = None) -> TrainState:
-        """The state after an update by `grads`, a tree like `params`, in boxes or without."""
-        import optax  # heavy, and only tracing needs it
+        """Updates the parameters once.
+
+        Args:
+          grads: the gradients, a tree like `params`, with or without boxes.
+          tx: the optax transformation that the state was created with.
+          flax_mutables: the new `flax_mutables`; None keeps the current ones.
+
+        Returns:
+          The state after the update.
+        """
+        import optax  # slow to import, and needed only here
 
         held = unbox(self.params)
         updates, opt_state = tx.update(unbox(grads), self.opt_state, held)
@@ -76,32 +85,35 @@ class TrainState:
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **changed)
 
     def replace(self, **changes: Any) -> TrainState:
-        """The state with other values for some of its fields."""
+        """A copy of the state with other values for some fields."""
         return dataclasses.replace(self, **changes)
 
     def replace_params(self, params: Any) -> TrainState:
-        """The state with other parameters."""
+        """A copy of the state with other parameters."""
         return self.replace(params=params)
 
     def replace_step(self, step: jax.Array) -> TrainState:
-        """The state at another step."""
+        """A copy of the state with another step number."""
         return self.replace(step=step)
 
     def as_logical_axes(self) -> TrainState:
-        """The state with AxisNames for leaves; see `partitioning.state.get_logical_axes`."""
+        """The state with AxisNames in place of arrays; see `partitioning.get_logical_axes`."""
         return walk(self).map(lambda leaf: leaf.names)
 
     def state_dict(self) -> dict[str, Any]:
-        """The arrays in nested dicts, as `flax.serialization` makes them: for checkpoints."""
+        """The arrays in nested dicts for a checkpoint, in the format of `flax.serialization`."""
         from flax import serialization
 
         return serialization.to_state_dict(self._arrays())
 
     def restore_state(self, state_dict: Mapping[str, Any]) -> TrainState:
-        """The state with the arrays of a `state_dict`.
+        """A copy of the state with the arrays of `state_dict`.
+
+        Args:
+          state_dict: nested dicts of arrays, as `state_dict()` returns them.
 
         Raises:
-          ValueError: the dict has not just the arrays of this state, in their shapes.
+          ValueError: if the paths or shapes of the arrays differ from those of this state.
         """
         from flax import serialization
 
@@ -109,8 +121,8 @@ class TrainState:
         for path in sorted(ours.keys() | theirs.keys()):
             if ours.get(path) != theirs.get(path):
                 raise ValueError(
-                    f'{path} is {_text(theirs.get(path))} in the state to restore, but '
-                    f'{_text(ours.get(path))} in this one'
+                    f'{path} is {_describe(theirs.get(path))} in the state_dict, but '
+                    f'{_describe(ours.get(path))} in this state'
                 )
         restored = serialization.from_state_dict(self._arrays(), dict(state_dict))
         return self.replace(
@@ -118,7 +130,7 @@ class TrainState:
         )
 
     def _arrays(self) -> dict[str, Any]:
-        """The fields that hold arrays, without boxes."""
+        """The fields that hold arrays, without their boxes."""
         names = ('step', 'params', 'opt_state', 'flax_mutables')
         held = {name: unbox(getattr(self, name)) for name in names}
         return {name: value for name, value in held.items() if value is not None}
@@ -132,5 +144,5 @@ def _shapes(state_dict: Any) -> dict[str, tuple[int, ...] | None]:
     }
 
 
-def _text(shape: tuple[int, ...] | None) -> str:
-    return 'no array' if shape is None else f'an array of shape {shape}'
+def _describe(shape: tuple[int, ...] | None) -> str:
+    return 'not an array' if shape is None else f'an array of shape {shape}'

@@ -12,7 +12,14 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
 
-from partitioning.rules import AxisNames, Problem, ProblemError, Report, raise_problem
+from partitioning.rules import (
+    AxisNames,
+    Problem,
+    ProblemError,
+    Report,
+    names_rank_problem,
+    raise_problem,
+)
 from partitioning.state.boxes import (
     Carrier,
     Path,
@@ -26,7 +33,7 @@ from partitioning.state.boxes import (
 )
 from partitioning.state.follow import Dims, Parameter
 from partitioning.state.parameters import NamedArrays, named_arrays
-from partitioning.state.path_names import PathRules, rank_message
+from partitioning.state.path_names import PathRules
 
 Role = Literal['parameters', 'optimizer', 'other']
 
@@ -184,7 +191,7 @@ def _origin(
 
 def _check_rank(own: Parameter, shape: tuple[int, ...]) -> None:
     if len(own.names) != len(shape):
-        raise ProblemError(Problem('rank', rank_message(own.names, shape)))
+        raise ProblemError(names_rank_problem(own.names, shape))
 
 
 def _is_missing(path: Path, leaf: Any, trees: set[Path]) -> bool:
