@@ -1,4 +1,8 @@
-"""Layouts of activations inside a partitioned function, under Auto and Explicit meshes."""
+"""Layouts of arrays inside and outside partitioned functions, on meshes with axes of any type.
+
+`lay_out` is the one place that depends on the types of mesh axes: it constrains an array over Auto
+axes, reshards it over Explicit axes, and refuses Manual axes.
+"""
 
 from __future__ import annotations
 
@@ -14,48 +18,49 @@ from partitioning.rules import (
     OnIndivisible,
     PaddedSpec,
     as_tuple,
+    check_axes,
     check_layout,
+    describe_axes,
     dimension_axes,
     logical_to_mesh_axes,
+    sharding_axes,
 )
 
 
 def global_mesh_defined() -> bool:
-    """True inside a mesh context: a partitioned function or `jax.set_mesh`.
+    """Whether a mesh is set, by a partitioned function or by `jax.set_mesh`.
 
-    The deprecated `with mesh:` is none: jax shows its mesh to its own functions only.
+    The deprecated `with mesh:` does not count: only jax's own functions see its mesh.
     """
     return not jax.sharding.get_abstract_mesh().empty
 
 
 def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
-    """Lays out a pytree of arrays by PartitionSpecs inside the current mesh.
+    """Lays out a pytree of arrays by PartitionSpecs over the mesh that is set.
 
     Args:
       x: a pytree of arrays.
-      axis_resources: PartitionSpecs, a pytree that is a prefix of `x`; None replicates. Of
-        PaddedSpecs, what they are inside partitioned functions.
+      axis_resources: PartitionSpecs, a pytree that is a prefix of `x`. None replicates. A
+        PaddedSpec counts as its `inside` within partitioned functions.
 
     Returns:
-      `x`, constrained over Auto axes, resharded over Explicit ones, and untouched where no mesh is
-      defined. No platform is skipped: a layout that is wrong on TPU is wrong on CPU.
+      `x`, laid out as `lay_out` does it; `x` itself where no mesh is set. No platform is skipped,
+      because a layout that is wrong on TPU is wrong on CPU too.
 
     Raises:
-      ValueError: the deprecated `with mesh:` in the place of `jax.set_mesh`; a spec that the mesh
-        or an array cannot have, sizes that do not divide (which jax would leave whole without a
-        word); a spec names a Manual axis, that of a shard_map around, or an Auto axis before an
-        Explicit one.
+      ValueError: as `lay_out`.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if not global_mesh_defined():
         _check_no_old_context()
         return x
-    outside = _mesh_outside_traces(x)
 
     def place(resource: Any, below: Any) -> Any:
-        return jax.tree.map(lambda array: _lay_out(array, resource, mesh, outside), below)
+        return jax.tree.map(lambda array: lay_out(array, resource), below)
 
-    return jax.tree.map(place, axis_resources, x, is_leaf=_is_spec)
+    def is_spec(leaf: Any) -> bool:
+        return leaf is None or isinstance(leaf, PartitionSpec)
+
+    return jax.tree.map(place, axis_resources, x, is_leaf=is_spec)
 
 
 def constrain(
@@ -69,18 +74,18 @@ def constrain(
 
     Args:
       x: an array.
-      names: one logical axis name (or None) a dimension.
-      rules: logical axis rules; by default those of the context, which a partitioned function
-        and `flax.linen.logical_axis_rules` set.
-      on_indivisible: what becomes of a size that its mesh axes do not divide, by default what the
-        rules say; see `resolve_axes`. Under 'pad' XLA pads the array; it takes Auto axes.
+      names: one logical axis name or None per dimension.
+      rules: logical axis rules. By default these are the rules of the context, which partitioned
+        functions and `flax.linen.logical_axis_rules` set.
+      on_indivisible: the policy for a size that its mesh axes do not divide; by default that of the
+        rules. See `resolve_axes`. Under 'pad' XLA pads the array; this needs Auto axes.
 
     Returns:
-      `x` with the layout that the rules give; `x` itself outside a mesh.
+      `x` in the layout that the rules give; `x` itself where no mesh is set.
 
     Raises:
-      ValueError: a mesh is defined and the rules are missing or do not cover `names`; as
-        `resolve_axes`, for the shape of `x`.
+      ValueError: if a mesh is set and there are no rules, and as `resolve_axes`, for the shape of
+        `x`.
     """
     if names is None or not hasattr(x, 'shape'):
         raise ValueError(f'constrain takes one array and its names, not {x!r} and {names!r}')
@@ -94,65 +99,105 @@ def constrain(
         rules = spmd.get_logical_axis_rules()
     if not rules:
         raise ValueError(
-            f'constrain{tuple(names)}: a mesh is set but no logical axis rules are; call it inside '
-            'a function of PjitPartitioner.partition, or pass rules='
+            f'constrain{tuple(names)}: a mesh is set, but there are no axis rules. Call it in '
+            'a function that PjitPartitioner.partition made, or pass rules='
         )
     spec = logical_to_mesh_axes(
         names, rules, mesh=mesh, shape=x.shape, on_indivisible=on_indivisible
     )
-    if isinstance(spec, PaddedSpec) and AxisType.Explicit in mesh.axis_types:
+    return lay_out(x, spec)
+
+
+def lay_out(x: Any, spec: PartitionSpec | PaddedSpec | None, mesh: Mesh | None = None) -> jax.Array:
+    """Lays out one array over a mesh.
+
+    Args:
+      x: an array.
+      spec: the mesh axes of each dimension; None replicates. UNCONSTRAINED dimensions keep their
+        layout.
+      mesh: the mesh; by default the mesh that is set.
+
+    Returns:
+      Inside a traced function the array constrained over Auto axes and resharded over Explicit
+      axes; elsewhere the array moved to the devices of the mesh. `x` itself where no mesh is given
+      or set.
+
+    Raises:
+      ValueError: if the deprecated `with mesh:` stands in place of `jax.set_mesh`; if the mesh or
+        the array cannot have the spec, sizes that do not divide included, which jax would leave
+        whole without a warning; if the spec names a Manual axis, that of a surrounding shard_map,
+        or an Auto axis before an Explicit one; if `mesh` has axes of several types and is not set.
+    """
+    around, traced = jax.sharding.get_abstract_mesh(), isinstance(x, jax.core.Tracer)
+    over: Mesh | AbstractMesh | None = mesh
+    if over is None:
+        if around.empty:
+            _check_no_old_context()
+            return x
+        over = around if traced else _mesh_set_outside_traces() or around
+    padded = isinstance(spec, PaddedSpec)
+    inner, outer = _inside_and_outside(spec)
+    in_shard_map = AxisType.Manual in around.axis_types
+    if padded and AxisType.Explicit in over.axis_types:
+        raise ValueError("on_indivisible='pad' needs Auto mesh axes, not Explicit ones")
+    if not padded and not in_shard_map:
+        check_layout(inner, over, f'an array of shape {np.shape(x)}', np.shape(x))
+    if isinstance(over, Mesh) and not traced:
+        x = jax.device_put(x, NamedSharding(over, _keep_unconstrained(x, outer, over)))
+        if not isinstance(x, jax.core.Tracer):
+            return x
+        # In a trace this was only an operation of the program: XLA may lay out its result freely.
+    target = inner if over is around else NamedSharding(over, inner)
+    kinds = {*over.axis_types}
+    if not in_shard_map and kinds == {AxisType.Auto}:
+        return jax.lax.with_sharding_constraint(x, target)
+    if not in_shard_map and kinds == {AxisType.Explicit}:
+        return jax.sharding.reshard(x, target)
+    if around.shape != over.shape:
+        types = ', '.join(kind.name for kind in over.axis_types)
         raise ValueError(
-            f"constrain{tuple(names)}: on_indivisible='pad' needs Auto mesh axes, not Explicit ones"
+            f'the mesh {describe_axes(over)} has {types} axes, and the mesh that is set is '
+            f'{describe_axes(around) or "empty"}: call the function under jax.set_mesh(mesh)'
         )
-    return with_sharding_constraint(x, spec)
+    types_of_axes = dict(zip(around.axis_names, around.axis_types, strict=True))
+    return _lay_out_by_type(x, inner, types_of_axes)
+
+
+def _inside_and_outside(spec: Any) -> tuple[PartitionSpec, PartitionSpec]:
+    """The spec inside programs, and the one outside, where nothing can be padded."""
+    if isinstance(spec, PaddedSpec):
+        return spec.inside, spec.outside
+    if isinstance(spec, str):
+        raise ValueError(
+            f'{spec!r} is not a PartitionSpec; `constrain` lays out by logical axis names'
+        )
+    spec = PartitionSpec() if spec is None else spec
+    return spec, spec
 
 
 def _check_no_old_context() -> None:
-    """Raises ValueError inside `with mesh:`, where this would do nothing without a word."""
+    """Raises ValueError inside `with mesh:`, where a constraint would silently do nothing."""
     try:
         jax.lax.with_sharding_constraint(np.float32(0), PartitionSpec())
     except RuntimeError:  # jax sees no mesh either
         return
     raise ValueError(
-        'inside `with mesh:`, which jax has deprecated, only jax itself sees the mesh, and nothing '
-        'would be laid out here: write `with jax.set_mesh(mesh):`'
+        'only jax itself sees the mesh of `with mesh:`, which is deprecated, so nothing would be '
+        'laid out here: write `with jax.set_mesh(mesh):`'
     )
 
 
-def _mesh_outside_traces(x: Any) -> Mesh | None:
-    """The mesh that `jax.set_mesh` has set; None while a function of the arrays is traced."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(x)):
-        return None
+def _mesh_set_outside_traces() -> Mesh | None:
+    """The mesh that `jax.set_mesh` has set, or None inside a trace and where none is set."""
     try:
         mesh = jax.sharding.get_mesh()
-    except ValueError:  # jax allows it outside traces only
+    except ValueError:  # jax allows it only outside traces
         return None
     return None if mesh.empty else mesh
 
 
-def _lay_out(x: Any, resource: Any, mesh: AbstractMesh, outside: Mesh | None) -> jax.Array:
-    """One array laid out over a mesh; outside of traces moved, from wherever it is."""
-    if isinstance(resource, str):
-        raise ValueError(
-            f'{resource!r} is no PartitionSpec; logical axis names are for `constrain`'
-        )
-    spec = PartitionSpec() if resource is None else resource
-    if isinstance(spec, PaddedSpec):  # there is no padding outside of programs
-        spec = spec.inside if outside is None else spec.outside
-    elif AxisType.Manual not in mesh.axis_types:
-        check_layout(spec, mesh, f'a constraint of {np.shape(x)}', np.shape(x))
-    if outside is not None:
-        return jax.device_put(x, NamedSharding(outside, _with_what_is(x, spec, outside)))
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if set(types.values()) == {AxisType.Auto}:
-        return jax.lax.with_sharding_constraint(x, spec)
-    if set(types.values()) == {AxisType.Explicit}:
-        return jax.sharding.reshard(x, spec)
-    return _place(x, spec, types)
-
-
-def _with_what_is(x: Any, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """A spec whose unconstrained dimensions stay as they are, as far as its axes are not taken."""
+def _keep_unconstrained(x: Any, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """A spec whose unconstrained dimensions keep the axes that no other dimension takes."""
     free = PartitionSpec.UNCONSTRAINED
     if free not in tuple(spec):
         return spec
@@ -160,26 +205,22 @@ def _with_what_is(x: Any, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
     now: tuple[Any, ...] = (None,) * len(spec)
     if isinstance(held, NamedSharding) and held.mesh.shape == mesh.shape:
         now = dimension_axes(held.spec, len(spec))
-    taken = {axis for entry in spec if entry is not free for axis in as_tuple(entry)}
+    taken = {axis for entry in spec for axis in sharding_axes(entry)}
     kept = (axes if axes and not taken & {*axes} else None for axes in now)
     return PartitionSpec(*(k if s is free else s for s, k in zip(spec, kept, strict=False)))
 
 
-def _is_spec(x: Any) -> bool:
-    return x is None or isinstance(x, PartitionSpec)
-
-
-def _place(x: jax.Array, spec: PartitionSpec, types: Mapping[str, AxisType]) -> jax.Array:
-    """`x` laid out by `spec` where some mesh axes are Explicit and others are not."""
+def _lay_out_by_type(x: Any, spec: PartitionSpec, types: Mapping[str, AxisType]) -> jax.Array:
+    """`x` inside a trace, over axes of several types: Explicit ones first, then Auto ones."""
     now = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)
     explicit: list[Any] = []
     auto: list[Any] = []
-    for dim, partition in enumerate(spec):
-        if partition is PartitionSpec.UNCONSTRAINED:
+    for dim, entry in enumerate(spec):
+        if entry is PartitionSpec.UNCONSTRAINED:
             explicit.append(now[dim])
-            auto.append(partition)
+            auto.append(entry)
             continue
-        axes = as_tuple(partition)
+        axes = as_tuple(entry)
         _check_types(axes, types)
         explicit.append(tuple(a for a in axes if types[a] == AxisType.Explicit) or None)
         auto.append(tuple(a for a in axes if types[a] == AxisType.Auto) or None)
@@ -188,17 +229,17 @@ def _place(x: jax.Array, spec: PartitionSpec, types: Mapping[str, AxisType]) -> 
 
 
 def _check_types(axes: tuple[str, ...], types: Mapping[str, AxisType]) -> None:
-    """Raises ValueError for mesh axes that no dimension can be over, for their types."""
-    kinds = [types.get(axis) for axis in axes]
+    """Raises ValueError if a dimension cannot be laid out over axes of these types."""
+    check_axes(axes, jax.sharding.get_abstract_mesh(), 'a constraint')
+    kinds = [types[axis] for axis in axes]
     for axis, kind in zip(axes, kinds, strict=True):
-        if kind is None:
-            raise ValueError(f'mesh axis {axis!r} is none of {", ".join(types)}')
         if kind == AxisType.Manual:
             raise ValueError(
-                f'mesh axis {axis!r} is Manual here, inside a shard_map over it: an array is the '
-                'part of one device already, and cannot be laid out over it'
+                f'mesh axis {axis!r} is Manual inside this shard_map: the array is already one '
+                "device's part along it, so it cannot be laid out over it. Remove the axis from "
+                'the spec'
             )
     if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
         raise ValueError(
-            f'a dimension over {axes}: of Auto and Explicit mesh axes the Explicit ones come first'
+            f'a dimension over mesh axes {axes} must name Explicit axes before Auto axes'
         )

@@ -106,7 +106,7 @@ def test_rules_of_the_context():
     [
         (('batch', 'embd'), RULES, "'embd'.*'embed'"),
         (('batch', 'embed'), [('batch', 'data'), ('embed', 'modle')], "'modle'"),
-        (('batch',), RULES, '1 logical axes .* 2 dimensions'),
+        (('batch',), RULES, "'batch',.* has 1 entry.* 2 dimensions, .8, 8"),
         (('batch', 'batch'), RULES, 'two dimensions'),
         (('batch', 'embed'), None, 'rules'),
     ],
