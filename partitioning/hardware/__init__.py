@@ -14,7 +14,7 @@ from partitioning.hardware.devices import (
     slice_bounds,
     slice_of,
 )
-from partitioning.hardware.topology import Topology, describe_topology
+from partitioning.hardware.topology import Topology, describe_topology, parse_topology
 
 __all__ = [
     'CHIPS',
@@ -30,6 +30,7 @@ __all__ = [
     'get_coords',
     'has_coords',
     'num_slices',
+    'parse_topology',
     'places_in_processes',
     'slice_bounds',
     'slice_of',

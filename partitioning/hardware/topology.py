@@ -93,7 +93,7 @@ def describe_topology(
       ValueError: an unknown chip, or a shape or option that makes no machine of it.
       RuntimeError: the compiler of the platform is not installed.
     """
-    chip, shape = _parse(name)
+    chip, shape = parse_topology(name)
     if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
         raise ValueError(f'num_slices={num_slices!r} must be a whole number of 1 or more')
     if chip.platform == 'gpu':
@@ -117,7 +117,7 @@ def describe_topology(
     return Topology(name, devices, chip, bounds, num_slices, closed)
 
 
-def _parse(name: str) -> tuple[Chip, tuple[int, ...]]:
+def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
     kind, _, arrangement = name.partition(':') if isinstance(name, str) else ('', '', '')
     if kind not in CHIPS:
         near = difflib.get_close_matches(kind.lower(), CHIPS, n=1)

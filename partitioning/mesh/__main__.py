@@ -13,8 +13,7 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 from partitioning.hardware import Topology, describe_topology
-from partitioning.mesh.create import create_mesh
-from partitioning.mesh.default import default_mesh
+from partitioning.mesh.aliases import create_mesh, default_mesh
 from partitioning.mesh.rings import mesh_table
 from partitioning.pictures.meshes import draw_mesh
 

@@ -1,4 +1,4 @@
-"""Granules: devices that share fast links, and meshes over several of them."""
+"""Granules: groups of devices that share fast links, and how a mesh covers several of them."""
 
 from __future__ import annotations
 
@@ -18,29 +18,24 @@ def granules_of(
     process_is_granule: bool | None = None,
     granule_size: int | None = None,
 ) -> list[list[JaxDevice]]:
-    """The devices in groups, slower links between the groups than within one.
+    """Groups devices so that the links within a group are faster than those between groups.
 
     Args:
-      devices: in any order.
-      process_is_granule: True groups by process, False by slice. By default slices where there
-        are several, otherwise one group for TPUs and one a process for GPUs and CPUs.
-      granule_size: devices of a group, whole processes next to each other or equal parts of one.
+      devices: the devices, in any order.
+      process_is_granule: True groups by process, False by slice. By default, devices of several
+        slices are grouped by slice, TPUs of one slice form one group, and GPUs and CPUs are
+        grouped by process.
+      granule_size: the number of devices per group: whole neighbouring processes, or equal parts
+        of one.
 
     Returns:
-      The groups, by slice or process number.
+      The groups, in the order of their slice or process numbers.
 
     Raises:
-      ValueError: a size that does not divide the machine, or that the links contradict.
+      ValueError: if `granule_size` does not divide the machine or contradicts its links.
     """
-    if process_is_granule not in (None, True, False):
-        raise ValueError(f'process_is_granule={process_is_granule!r} must be True, False or None')
     if granule_size is not None:
-        if process_is_granule is not None:
-            raise ValueError(
-                f'granule_size={granule_size} and process_is_granule={process_is_granule} each '
-                'decide the granules: keep one of them'
-            )
-        return _of_size(devices, granule_size)
+        return _granules_of_size(devices, granule_size)
     if process_is_granule is None and num_slices(devices) == 1:
         process_is_granule = not has_coords(devices[0])
     groups: dict[int, list[JaxDevice]] = collections.defaultdict(list)
@@ -50,64 +45,98 @@ def granules_of(
 
 
 def same_size(granules: Sequence[Sequence[JaxDevice]]) -> bool:
-    """Whether all groups have as many devices."""
-    return len({len(g) for g in granules}) == 1
+    """Whether all groups have the same number of devices."""
+    return len({len(granule) for granule in granules}) == 1
 
 
 def check_same_size(granules: Sequence[Sequence[JaxDevice]]) -> None:
-    """Refuses groups that no mesh holds side by side.
+    """Checks that a mesh can hold the groups side by side.
 
     Raises:
-      ValueError: they are of different sizes.
+      ValueError: if the groups differ in size.
     """
     if not same_size(granules):
         raise ValueError(
-            f'slices (or processes) of unequal sizes, {[len(g) for g in granules]} devices: choose '
-            'equal ones with devices='
+            f'the slices (or processes) have unequal sizes, {[len(g) for g in granules]} devices: '
+            'choose equal ones with devices='
         )
 
 
-def spread(axis_sizes: Sequence[int], granule: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Splits each axis into a part within a granule and a part over granules.
+def best_grid(
+    devices: Sequence[JaxDevice], sizes: Sequence[int], granule_size: int | None = None
+) -> np.ndarray:
+    """Orders devices so that the later axes of a mesh get the faster links.
+
+    Args:
+      devices: the devices, in any order.
+      sizes: the sizes of the mesh axes, whose product is the number of devices.
+      granule_size: as in `granules_of`.
+
+    Returns:
+      An array of devices of shape `sizes`.
+
+    Raises:
+      ValueError: as `granules_of`, or if TPU slices differ in size.
+    """
+    granules = granules_of(devices, granule_size=granule_size)
+    if has_coords(devices[0]):
+        check_same_size(granules)
+    if len(granules) == 1 or not same_size(granules):
+        return order_devices(devices, sizes)
+    within, over = spread(sizes, len(granules[0]))
+    return join_blocks([order_devices(granule, within) for granule in granules], over)
+
+
+def spread(axis_sizes: Sequence[int], granule_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Splits each axis into a factor within a granule and a factor over granules.
 
     The last axes stay within a granule as far as it reaches.
 
     Args:
-      axis_sizes: sizes of the mesh axes.
-      granule: devices of one granule, a divisor of their product.
+      axis_sizes: the sizes of the mesh axes.
+      granule_size: the number of devices in a granule, which divides the product of the sizes.
 
     Returns:
-      (sizes within a granule, sizes over the granules), whose products are those of `axis_sizes`.
+      The sizes within a granule and the sizes over the granules; their elementwise product is
+      `axis_sizes`.
     """
     within = []
     for size in reversed(axis_sizes):
-        inner = math.gcd(size, granule)
-        granule //= inner
+        inner = math.gcd(size, granule_size)
+        granule_size //= inner
         within.append(inner)
     ici = tuple(reversed(within))
     return ici, tuple(size // inner for size, inner in zip(axis_sizes, ici, strict=True))
 
 
-def hybrid_grid(
-    granules: Sequence[Sequence[JaxDevice]], ici: Sequence[int], dcn: Sequence[int]
-) -> np.ndarray:
-    """Devices of shape `ici * dcn`, each granule a block of shape `ici`."""
-    blocks = np.stack([order_devices(granule, ici) for granule in granules])
-    n = len(ici)
+def join_blocks(blocks: Sequence[np.ndarray], over: Sequence[int]) -> np.ndarray:
+    """Joins the blocks of the granules, all of one shape, to the grid of a mesh.
+
+    Args:
+      blocks: the devices of each granule in their order.
+      over: the number of blocks along each axis.
+
+    Returns:
+      An array of devices of shape `over * shape of a block`.
+    """
+    shape = blocks[0].shape
+    n = len(shape)
     interleaved = [axis for pair in zip(range(n), range(n, 2 * n), strict=True) for axis in pair]
-    sizes = [outer * inner for outer, inner in zip(dcn, ici, strict=True)]
-    return blocks.reshape(*dcn, *ici).transpose(interleaved).reshape(sizes)
+    sizes = [outer * inner for outer, inner in zip(over, shape, strict=True)]
+    return np.stack(blocks).reshape(*over, *shape).transpose(interleaved).reshape(sizes)
 
 
-def _of_size(devices: Sequence[JaxDevice], size: int) -> list[list[JaxDevice]]:
+def _granules_of_size(devices: Sequence[JaxDevice], size: int) -> list[list[JaxDevice]]:
     if has_coords(devices[0]):
-        raise ValueError(f'granule_size={size} is of GPUs and CPUs: TPUs know their slices')
-    local = collections.Counter(d.process_index for d in devices)
-    whole = is_count(size) and len(devices) % size == 0
-    if not whole or any(size % n and n % size for n in local.values()):
+        raise ValueError(
+            f'granule_size={size} applies to GPUs and CPUs only: TPUs know their slices. Remove it'
+        )
+    per_process = collections.Counter(d.process_index for d in devices)
+    divides = is_count(size) and len(devices) % size == 0
+    if not divides or any(size % n and n % size for n in per_process.values()):
         raise ValueError(
             f'granule_size={size!r} must divide the {len(devices)} devices into whole processes '
-            f'of {max(local.values())}, or equal parts of one'
+            f'of {max(per_process.values())} devices, or into equal parts of one process'
         )
     ordered = sorted(devices, key=lambda d: (slice_of(d), d.process_index, d.id))
     granules = [ordered[i : i + size] for i in range(0, len(ordered), size)]
@@ -115,6 +144,6 @@ def _of_size(devices: Sequence[JaxDevice], size: int) -> list[list[JaxDevice]]:
         domains = collections.Counter(slice_of(d) for d in devices)
         raise ValueError(
             f'granule_size={size} does not divide the NVLink domains of '
-            f'{sorted(set(domains.values()))} GPUs, which the devices know'
+            f'{sorted(set(domains.values()))} GPUs that the devices report'
         )
     return granules

@@ -78,9 +78,15 @@ def test_axis_types():
     assert explicit.axis_types == (AxisType.Explicit,) * 3
 
 
-@pytest.mark.parametrize('experts', [3, 5, 6, 0, -2, True, 2.0, '2', None])
+@pytest.mark.parametrize('experts', [0, -2, True, 2.0, '2', None])
+def test_experts_that_are_not_a_positive_integer(experts):
+    with pytest.raises(ValueError, match=f'num_expert_partitions={experts!r} must be an integer'):
+        default_moe_mesh(experts, 2, devices=v3_2x2())
+
+
+@pytest.mark.parametrize('experts', [3, 5, 6])
 def test_experts_that_do_not_fit(experts):
-    """Neither a part of the data axis nor whole times it."""
+    """The number of experts must be a factor or a multiple of the data axis."""
     with pytest.raises(ValueError) as error:
         default_moe_mesh(experts, 2, devices=v3_2x2())
     assert f'num_expert_partitions={experts!r}' in str(error.value)

@@ -66,8 +66,8 @@ def test_import_loads_nothing_heavy():
         (set(range(8)), (4, 2), 'have no order'),
         (8, (4, 2), 'device_ids=8 must be a sequence'),
         (range(8), 8, 'mesh_shape=8 must be a sequence'),
-        (range(8), (), r'mesh_shape=\(\) must be sizes'),
-        (range(8), (8, 0), '0 is no size'),
+        (range(8), (), r'mesh_shape=\(\) must be a sequence of sizes'),
+        (range(8), (8, 0), 'the size 0 must be'),
         (range(8), (-1, -1), '2 sizes of -1'),
     ],
 )

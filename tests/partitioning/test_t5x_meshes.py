@@ -194,7 +194,7 @@ def test_devices_apart_that_are_as_many_as_the_box_of_the_last_of_them():
 
 
 def test_a_tile_is_of_one_slice():
-    with pytest.raises(ValueError, match='2 slices: a tile makes the mesh of one'):
+    with pytest.raises(ValueError, match='one slice, not of 2 slices'):
         get_mesh((2, 2, 1, 1), tpu_slices(2, (2, 2, 2), 'TPU v4'))
 
 

@@ -77,8 +77,8 @@ def explicit(mesh):
 @pytest.mark.parametrize(
     'ids, shape, names, message',
     [
-        (IN_ORDER, (4, 2), ('x', 'y', 'z'), 'mesh_shape has 2 entries for 3 axis names'),
-        (IN_ORDER, (4, 2), ('x', 'x'), "'x' more than once"),
+        (IN_ORDER, (4, 2), ('x', 'y', 'z'), 'mesh_shape has 2 sizes for 3 axis names'),
+        (IN_ORDER, (4, 2), ('x', 'x'), "'x' appears twice"),
         (IN_ORDER, (4, 3), ('x', 'y'), r'\(4, 3\) has product 12, .* device ids is 8'),
         ([*IN_ORDER[:7], 0], (4, 2), ('x', 'y'), 'device id 0 is given 2 times of 8'),
         ([*IN_ORDER[:7], 8], (4, 2), ('x', 'y'), 'device id 8 is of none of the 8 devices'),
@@ -697,7 +697,7 @@ def test_D16_hybrid_meshes(ici, dcn, expected):
 @pytest.mark.parametrize(
     'slices, ici, dcn, message',
     [
-        (2, (2, 2), (2, 1, 1), r'\(2, 2\) has 2 axes and dcn_mesh_shape \(2, 1, 1\) 3'),
+        (2, (2, 2), (2, 1, 1), r'\(2, 2\) has 2 axes and dcn_mesh_shape \(2, 1, 1\) has 3'),
         (2, (2, 2), None, r'2 slices: provide dcn_mesh_shape.* for example \(2, 1\)'),
         (2, (2, 2), (1, 1), r'\(1, 1\) .* product 1, but the number of slices is 2'),
         (1, (2, 2), (2, 1), r'\(2, 1\) .* product 2, but the number of slices is 1'),

@@ -97,12 +97,12 @@ def test_cpu_devices_stay_in_order():
 @pytest.mark.parametrize(
     'shape, axes, message',
     [
-        ((4, 4), ('x', 'y', 'z'), 'axis_sizes has 2 entries for 3 axis names'),
-        ((4, 4), ('x', 'x'), "have 'x' more than once"),
+        ((4, 4), ('x', 'y', 'z'), 'axis_sizes has 2 sizes for 3 axis names'),
+        ((4, 4), ('x', 'x'), "'x' appears twice"),
         ((4, 2), ('x', 'y'), r'\(4, 2\) has product 8, but the number of devices is 16.*\(8, 2\)'),
         ((3, -1), ('x', 'y'), r'needs a multiple of 3, but the number of devices is 16'),
         ((-1, -1), ('x', 'y'), 'only one can be'),
-        ((0, 16), ('x', 'y'), '0 is no size'),
+        ((0, 16), ('x', 'y'), 'the size 0 must be'),
     ],
 )
 def test_shapes_and_names_that_make_no_mesh(shape, axes, message):
@@ -122,7 +122,7 @@ def test_a_device_given_twice(make):
 @pytest.mark.parametrize(
     'ici, dcn, message',
     [
-        ((2, 2), (2, 1, 1), r'\(2, 2\) has 2 axes and dcn_mesh_shape \(2, 1, 1\) 3'),
+        ((2, 2), (2, 1, 1), r'\(2, 2\) has 2 axes and dcn_mesh_shape \(2, 1, 1\) has 3'),
         ((2, 2), (4, 1), r'dcn_mesh_shape \(4, 1\).*has product 4.*number of slices is 2'),
         ((2, 2), (1, 1), r'dcn_mesh_shape \(1, 1\).*has product 1.*number of slices is 2'),
         ((4, 2), (2, 1), r'ici_mesh_shape \(4, 2\).*has product 8.*of the 2 slices is 4'),

@@ -1,4 +1,4 @@
-"""T5X's own meshes of TPU v2, v3 and v4: its table of tiles and its order of devices."""
+"""T5X's order of devices on TPU v2, v3 and v4: its table of tiles and how tiles make a mesh."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import cast
 
-import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import (
     HardwareMesh,
@@ -20,38 +18,45 @@ from partitioning.hardware import (
     places_in_processes,
 )
 from partitioning.mesh.checks import as_tuple_of
-from partitioning.mesh.create import make_mesh
-from partitioning.mesh.order import TWO_CORES
+from partitioning.mesh.granules import best_grid
+from partitioning.mesh.order import TWO_CORES, order_devices
 from partitioning.rules import is_count
 
-_ONE_DEVICE = ('TPU v4', 'TPU v4 lite')  # both cores of a chip one device (megacore)
+_ONE_DEVICE = ('TPU v4', 'TPU v4 lite')  # the two cores of a chip are one device (megacore)
 
 
-def get_mesh(
-    model_parallel_submesh: HardwareMesh,
-    input_devices: Sequence[JaxDevice] = (),
-    input_local_devices: Sequence[JaxDevice] = (),
-    tile_by_host_if_needed: bool = True,
-    backend: str | None = None,
-) -> Mesh:
-    """A ('data', 'model') mesh whose model axis is one tile of the machine, in T5X's order.
+def t5x_grid(
+    devices: Sequence[JaxDevice],
+    num_partitions: int,
+    model_parallel_submesh: HardwareMesh | None = None,
+    granule_size: int | None = None,
+) -> np.ndarray:
+    """Orders the devices of one slice as T5X does where it has an order for them.
 
     Args:
-      model_parallel_submesh: (x, y, z, cores) tile on TPU, (processes, devices) elsewhere; each
-        entry divides that dimension of the machine.
-      input_devices: all devices, by default those of `backend`.
-      input_local_devices: the devices of one process, by default those of the first among
-        `input_devices`; their extent is the tile of one host.
-      tile_by_host_if_needed: order devices so that each process holds one contiguous block of the
-        mesh, which T5X's data layout needs. False keeps the plain torus order.
-      backend: backend of the devices where none are given.
+      devices: the devices of one TPU slice, or all devices of another machine.
+      num_partitions: the size of the model axis, which divides the number of devices.
+      model_parallel_submesh: the tile of the model axis; by default T5X's own, if it has one.
+      granule_size: as in `granules_of`.
+
+    Returns:
+      An array of devices of shape (data, model).
 
     Raises:
-      ValueError: the tile does not divide the machine, or does not fit whole hosts.
+      ValueError: if the tile does not tile the slice, or the devices are not on a TPU torus.
     """
-    devices = list(input_devices or jax.devices(backend))
-    grid = tiled_grid(model_parallel_submesh, devices, input_local_devices, tile_by_host_if_needed)
-    return make_mesh(grid, ('data', 'model'), AxisType.Auto)
+    tile = model_parallel_submesh
+    shape = (len(devices) // num_partitions, num_partitions)
+    if not has_coords(devices[0]):
+        if tile is not None:
+            raise ValueError(
+                f'model_parallel_submesh={tuple(tile)} is a tile of a TPU torus; on '
+                f'{devices[0].platform} set num_partitions={math.prod(tile)} instead'
+            )
+        return best_grid(devices, shape, granule_size)
+    if tile is None:
+        tile = default_tile(devices, num_partitions)
+    return order_devices(devices, shape) if tile is None else tiled_grid(tile, devices)
 
 
 def tiled_grid(
@@ -60,13 +65,28 @@ def tiled_grid(
     local_devices: Sequence[JaxDevice] = (),
     tile_by_host_if_needed: bool = True,
 ) -> np.ndarray:
-    """The devices of `get_mesh`, of shape (data, model)."""
+    """Orders devices so that each row of the model axis is one tile of the machine, as T5X does.
+
+    Args:
+      model_parallel_submesh: the tile: (x, y, z, cores) on TPU, (processes, devices) elsewhere.
+      devices: all devices, in any order.
+      local_devices: the devices of one process, by default of the first; their extent is the tile
+        of a host.
+      tile_by_host_if_needed: whether each process holds one contiguous block of the mesh.
+
+    Returns:
+      An array of devices of shape (data, model).
+
+    Raises:
+      ValueError: if the tile does not divide the machine, or hosts cut through tiles.
+    """
     first = min(d.process_index for d in devices)
     local = list(local_devices or [d for d in devices if d.process_index == first])
     tile = tuple(as_tuple_of(model_parallel_submesh, 'model_parallel_submesh'))
     if num_slices(devices) > 1:
         raise ValueError(
-            f'{num_slices(devices)} slices: a tile makes the mesh of one; use default_mesh'
+            f'get_mesh makes the mesh of one slice, not of {num_slices(devices)} slices: use '
+            'default_mesh'
         )
     places = _places(devices)
     machine, host = _extent(places), _extent(_places(local))
@@ -104,7 +124,7 @@ def tiled_grid(
 
 
 def _places(devices: Sequence[JaxDevice]) -> np.ndarray:
-    """Places in the box of the devices: (x, y, z, core) on TPU, else (process, number in it)."""
+    """The place of each device: (x, y, z, core) on TPU, (process, index in it) elsewhere."""
     if not has_coords(devices[0]):
         return places_in_processes(devices)
     places = np.array([get_coords(device) for device in devices])
@@ -116,14 +136,14 @@ def _extent(places: np.ndarray) -> tuple[int, ...]:
 
 
 def default_tile(devices: Sequence[JaxDevice], num_partitions: int) -> TpuMesh | None:
-    """T5X's tile of one model replica, where it has one and it divides the slice; else None."""
+    """Returns T5X's tile of one model replica, or None if it has none that divides the slice."""
     kind = devices[0].device_kind
     if kind not in TWO_CORES + _ONE_DEVICE:
         return None
     machine = cast(TpuMesh, _extent(_places(devices)))
     x, _, z, cores = machine
     if math.prod(machine) != len(devices) or cores != (2 if kind in TWO_CORES else 1):
-        return None  # a part of a slice, or v4 without megacore
+        return None  # the devices are a part of a slice, or v4 without megacore
     table: dict[int, TpuMesh]
     if kind in TWO_CORES:
         table = {
@@ -156,9 +176,9 @@ def _v4_tile_of_16(x: int, z: int) -> TpuMesh:
 
 
 def _z_major_order(machine: TpuMesh, tile: TpuMesh) -> tuple[int, int, int, int] | None:
-    """The axis order that keeps a host's devices together without tiling, if there is one.
+    """Returns the order of dimensions that keeps a host's devices together without tiling, if any.
 
-    It exists where the tile spans exactly one of x and y, or z and exactly one of them.
+    It exists if the tile spans exactly one of x and y, or z and exactly one of them.
     """
     gx, gy, gz, _ = machine
     mx, my, mz, _ = tile
@@ -170,20 +190,20 @@ def _z_major_order(machine: TpuMesh, tile: TpuMesh) -> tuple[int, int, int, int]
 
 
 def _host_tiling(machine: int, tile: int, host: int) -> tuple[int, int, int, int]:
-    """One machine dimension as (data hosts, data devices, model hosts, model devices)."""
+    """Splits a machine dimension into (data hosts, data devices, model hosts, model devices)."""
     data = machine // tile
     if tile % host == 0:
         return data, 1, tile // host, host
     if host % tile == 0:
         return data // (host // tile), host // tile, 1, tile
     raise ValueError(
-        f'model_parallel_submesh has an entry of {tile} where a host has {host} devices: it must '
-        'be a factor or a multiple of that'
+        f'model_parallel_submesh has an entry of {tile}, but a host has {host} devices along that '
+        'dimension: the entry must be a factor or a multiple of it'
     )
 
 
 def _split(grid: np.ndarray, factors: list[tuple[int, ...]]) -> np.ndarray:
-    """Splits each dimension by `factors` and puts like factors together, outermost first."""
+    """Splits each dimension by `factors`, and groups the n-th factors of all dimensions."""
     width = len(factors[0])
     parts = grid.reshape([f for group in factors for f in group])
     return parts.transpose([width * d + i for i in range(width) for d in range(len(factors))])
