@@ -204,8 +204,9 @@ def check_axis_types(axis_types: AxisTypes) -> tuple[AxisType, ...]:
 
 def _shown(sizes: Sequence[int], setting: str, names: Sequence[str] | None) -> str:
     """Sizes as the caller writes them: as a mapping for MeshConfig, else in a tuple."""
-    mapping = names is not None and setting in ('axes', 'dcn')
-    return str(dict(zip(names, sizes, strict=True)) if mapping else tuple(sizes))
+    if names is None or setting not in ('axes', 'dcn'):
+        return str(tuple(sizes))
+    return str(dict(zip(names, sizes, strict=True)))
 
 
 def _suggestion(sizes: Sequence[int], total: int, setting: str, names: Sequence[str] | None) -> str:

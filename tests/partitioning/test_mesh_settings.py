@@ -221,7 +221,7 @@ def test_submesh_off_the_torus(platform, devices):
 
 @pytest.mark.parametrize('slices', [1, 2])
 def test_granule_size_on_tpus(slices):
-    with pytest.raises(ValueError, match='granule_size=4 .*GPUs and CPUs only'):
+    with pytest.raises(ValueError, match=r'granule_size=4 .*GPUs and CPUs only'):
         default_mesh(2, devices=tpu_slices(slices, (2, 2, 2), 'TPU v4'), granule_size=4)
 
 
