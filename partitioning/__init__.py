@@ -22,7 +22,6 @@ from partitioning.hardware import (
 )
 from partitioning.layout import (
     DataLayout,
-    LayoutProof,
     LocalChunker,
     LocalChunkInfo,
     host_local_array_to_global_array,
@@ -115,7 +114,6 @@ __all__ = [
     'Finding',
     'HardwareMesh',
     'JaxDevice',
-    'LayoutProof',
     'LocalChunkInfo',
     'LocalChunker',
     'LogicalAxisRules',

@@ -1,8 +1,11 @@
-"""Who holds what: each process's part of the batch and of any array, read off the mesh.
+"""Who holds what: the rows and chunks of every process.
 
-What a process holds is what jax's index map of the sharding says its devices hold, never an
-assumption that they are neighbours: orders that suit a torus give a process strided rows, and that
-is fine.
+A shard is one device's part of an array, a chunk is one process's part. What a process holds is
+read from jax's index map of the sharding, never derived from an assumption that its devices are
+neighbours: device orders that suit a torus often give a process strided rows.
+
+`ownership`: the shards that each process holds; `rows`: the rows of the batch that a process reads;
+`chunker`: the chunks of any array; `arrays`: global arrays from the rows of each process, and back.
 """
 
 from partitioning.layout.arrays import (
@@ -11,19 +14,15 @@ from partitioning.layout.arrays import (
     local_to_global,
 )
 from partitioning.layout.chunker import Indivisible, LocalChunker, LocalChunkInfo
-from partitioning.layout.proof import LayoutProof, verify, verify_chunks
 from partitioning.layout.rows import DataLayout, data_layout
 
 __all__ = [
     'DataLayout',
     'Indivisible',
-    'LayoutProof',
     'LocalChunkInfo',
     'LocalChunker',
     'data_layout',
     'global_to_local',
     'host_local_array_to_global_array',
     'local_to_global',
-    'verify',
-    'verify_chunks',
 ]

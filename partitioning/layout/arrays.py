@@ -1,4 +1,4 @@
-"""Global arrays from what each process holds of them, and back."""
+"""Global arrays from the rows or chunks of each process, and back."""
 
 from __future__ import annotations
 
@@ -9,78 +9,79 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from partitioning.layout.held import Axes, axes_of, bounds_of, check_rows_divide, held_parts
-from partitioning.rules import boundary_spec, check_spec, describe_axes
+from partitioning.layout.ownership import axes_per_dimension, index_bounds, shard_ownership
+from partitioning.layout.rows import check_batch_size
+from partitioning.rules import boundary_spec, check_layout, check_spec, describe_axes
 
 
 def local_to_global(
     local_batch: Any, mesh: Mesh, spec: PartitionSpec, batch_size: int | None = None
 ) -> Any:
-    """Puts the rows that each process has read together to sharded global arrays.
+    """Sharded global arrays from the rows that each process has read.
 
     Args:
-      local_batch: pytree of arrays [local rows, ...], the rows of `DataLayout.row_indices` in
-        their order; dimensions but the first are whole, even where `spec` shards them.
+      local_batch: a pytree of arrays [local rows, ...] with the rows of `DataLayout.row_indices`,
+        in their order. Every other dimension is whole, even where `spec` shards it.
       mesh: the mesh.
-      spec: the mesh axes of the first dimension, and of more.
-      batch_size: rows of the global batch; by default what this process's rows make. Give it where
-        there are several processes: none can see what the others have read.
+      spec: the mesh axes of the rows and of further dimensions.
+      batch_size: the number of rows of the global batch; by default, it follows from the number of
+        rows of this process. Pass it if there are several processes, because none of them sees how
+        many rows the others have read.
 
     Returns:
-      A pytree of jax.Arrays [batch_size, ...]. On CPU they may share the memory of numpy arrays, so
-      do not write to those again.
+      A pytree of jax.Arrays [batch_size, ...]. On CPU, they may share the memory of the numpy
+      arrays, so do not write to those again.
 
     Raises:
-      ValueError: a number of rows that is not that of this process, or that differs from leaf to
-        leaf; a spec that the mesh or an array cannot have.
+      ValueError: if an array does not have the rows of this process, if arrays differ in their
+        number of rows, if integers do not fit 32 bits, or if an array cannot have the spec.
     """
     check_spec(spec, mesh, 'the batch')
-    axes = axes_of(spec)
-    held = held_parts(mesh, axes[:1] or ((),))
-    held.check_holds(jax.process_index(), mesh)
-    mine, [ways] = held.parts[jax.process_index()], held.ways
+    axes = axes_per_dimension(spec)
+    ownership = shard_ownership(mesh, axes[:1] or ((),))
+    ownership.check_process(jax.process_index(), mesh)
+    chunk, [num_shards] = ownership.chunks[jax.process_index()], ownership.num_shards
     if batch_size is not None:
-        check_rows_divide(batch_size, ways, mesh)
+        check_batch_size(batch_size, num_shards, mesh)
     for path, leaf in jax.tree_util.tree_leaves_with_path(local_batch):
         name, shape = _name(path), np.shape(leaf)
-        _check_rows(name, shape, batch_size, len(mine), ways, mesh)
+        _check_rows(name, shape, batch_size, len(chunk), num_shards, mesh)
         if batch_size is None:
-            batch_size = shape[0] // len(mine) * ways
-        check_spec(spec, mesh, name, shape)
-        _check_columns(name, shape, axes, mesh)
-        _check_kept(name, leaf)
+            batch_size = shape[0] // len(chunk) * num_shards
+        check_layout(spec, mesh, name, (batch_size, *shape[1:]))
+        _check_integers_fit(name, leaf)
     sharding = NamedSharding(mesh, spec)
-    return jax.tree.map(lambda leaf: _global_array(leaf, sharding, mine, ways), local_batch)
+    return jax.tree.map(lambda leaf: _global_array(leaf, sharding, chunk, num_shards), local_batch)
 
 
 def global_to_local(global_batch: Any) -> Any:
-    """The rows of global arrays that this process holds: `local_to_global` undone.
+    """The rows of global arrays that this process holds; the inverse of `local_to_global`.
 
     Args:
-      global_batch: pytree of jax.Arrays [batch, ...], of any sharding.
+      global_batch: a pytree of jax.Arrays [batch, ...] with any sharding.
 
     Returns:
-      A pytree of numpy arrays [local rows, ...], the rows rising.
+      A pytree of numpy arrays [local rows, ...], in the order of the global rows.
 
     Raises:
-      ValueError: of some row this process holds only a part.
+      ValueError: if this process holds only some columns of a row.
     """
     return jax.tree_util.tree_map_with_path(_local_rows, global_batch)
 
 
 def host_local_array_to_global_array(arr_tree: Any, mesh: Mesh, pspecs: Any) -> Any:
-    """Puts each process's part of every array together to global arrays.
+    """Global arrays from each process's chunk of every array.
 
     Args:
-      arr_tree: pytree of arrays, each this process's part in every dimension.
+      arr_tree: a pytree of arrays, each of which is this process's chunk in every dimension.
       mesh: the global mesh.
-      pspecs: PartitionSpecs, a pytree that is a prefix of `arr_tree`; None: replicated.
+      pspecs: a pytree of PartitionSpecs that is a prefix of `arr_tree`; None replicates.
 
     Returns:
       A pytree of global jax.Arrays.
 
     Raises:
-      ValueError: a spec that the mesh or its array cannot have.
+      ValueError: if an array cannot have its spec on the mesh.
     """
     from jax.experimental import multihost_utils
 
@@ -90,8 +91,8 @@ def host_local_array_to_global_array(arr_tree: Any, mesh: Mesh, pspecs: Any) -> 
         is_leaf=lambda spec: spec is None or isinstance(spec, PartitionSpec),
     )
 
-    def check(path: Any, spec: PartitionSpec, below: Any) -> None:
-        for deeper, array in jax.tree_util.tree_leaves_with_path(below):
+    def check(path: Any, spec: PartitionSpec, subtree: Any) -> None:
+        for deeper, array in jax.tree_util.tree_leaves_with_path(subtree):
             where = jax.tree_util.keystr((*path, *deeper), simple=True, separator='/')
             check_spec(spec, mesh, where or 'the array', np.shape(array))
 
@@ -102,80 +103,76 @@ def host_local_array_to_global_array(arr_tree: Any, mesh: Mesh, pspecs: Any) -> 
 
 
 def _check_rows(
-    name: str, shape: tuple[int, ...], batch_size: int | None, held: int, ways: int, mesh: Mesh
+    name: str,
+    shape: tuple[int, ...],
+    batch_size: int | None,
+    local_shards: int,
+    num_shards: int,
+    mesh: Mesh,
 ) -> None:
+    process = f'process {jax.process_index()}'
     on = f'on the mesh {describe_axes(mesh.shape)}'
     if not shape:
-        raise ValueError(f'{name} is a scalar: the first dimension of a batch is its rows')
-    expected = None if batch_size is None else batch_size // ways * held
-    if expected is None and (not shape[0] or shape[0] % held):
-        raise ValueError(
-            f'{name} has {shape[0]} rows {shape}: process {jax.process_index()} holds {held} of '
-            f'the {ways} parts of the batch {on}, so it must have {held} rows, or {2 * held}, ...'
-        )
-    if expected is not None and shape[0] != expected:
-        raise ValueError(
-            f'{name} has {shape[0]} rows {shape}: of a batch of {batch_size} process '
-            f'{jax.process_index()} holds {expected}, {on} (DataLayout.row_indices says which)'
-        )
-
-
-def _check_columns(name: str, shape: tuple[int, ...], axes: Axes, mesh: Mesh) -> None:
-    for dim, (size, dim_axes) in enumerate(zip(shape[1:], axes[1:], strict=False), 1):
-        ways = math.prod(mesh.shape[axis] for axis in dim_axes)
-        if size % ways:
+        raise ValueError(f'{name} is a scalar, but the first dimension of a batch must be its rows')
+    rows = shape[0]
+    if batch_size is None:
+        if not rows or rows % local_shards:
             raise ValueError(
-                f'{name} {shape}: dimension {dim} does not divide by {ways}, the size of mesh axes '
-                f'{dim_axes}'
+                f'{name} has {rows} rows, shape {shape}, which is not a positive multiple of '
+                f'{local_shards}: {process} holds {local_shards} of the {num_shards} shards of the '
+                f'batch {on}. Pass {local_shards} or {2 * local_shards} rows, for example'
             )
+    elif rows != (expected := batch_size // num_shards * local_shards):
+        raise ValueError(
+            f'{name} has {rows} rows, shape {shape}, but {process} holds {expected} of the '
+            f'{batch_size} rows of the batch {on}. Pass the rows of DataLayout.row_indices'
+        )
 
 
-def _check_kept(name: str, leaf: Any) -> None:
-    """jax makes 32 bits of 64 where these are not enabled: whole numbers must fit."""
+def _check_integers_fit(name: str, leaf: Any) -> None:
+    """Raises ValueError if jax would truncate integers of 64 bits to 32 bits."""
     array = np.asarray(leaf)
     kept = jax.dtypes.canonicalize_dtype(array.dtype) if array.dtype.kind in 'iu' else array.dtype
     if kept != array.dtype and array.size and (array.astype(kept) != array).any():
         raise ValueError(
-            f'{name} {array.dtype} {array.shape} has numbers beyond {kept}, which jax would cut: '
-            "use smaller ones, or jax.config.update('jax_enable_x64', True)"
+            f'{name}, {array.dtype} of shape {array.shape}, has integers beyond {kept}, which jax '
+            "would truncate. Use smaller ones, or jax.config.update('jax_enable_x64', True)"
         )
 
 
 def _global_array(
-    leaf: Any, sharding: NamedSharding, parts: tuple[int, ...], ways: int
+    leaf: Any, sharding: NamedSharding, chunk: tuple[int, ...], num_shards: int
 ) -> jax.Array:
     local = np.asarray(leaf)
-    block = local.shape[0] // len(parts)
-    place = {part: i * block for i, part in enumerate(parts)}
+    rows_per_shard = local.shape[0] // len(chunk)
+    local_start = {shard: i * rows_per_shard for i, shard in enumerate(chunk)}
 
     def rows_of_device(index: Any) -> np.ndarray:
-        # A device holds one part, and parts that follow each other do so locally, too.
-        start = place[(index[0].start or 0) // block]
-        return local[(slice(start, start + block), *index[1:])]
+        start = local_start[(index[0].start or 0) // rows_per_shard]
+        return local[(slice(start, start + rows_per_shard), *index[1:])]
 
-    shape = (block * ways, *local.shape[1:])
+    shape = (rows_per_shard * num_shards, *local.shape[1:])
     return jax.make_array_from_callback(shape, sharding, rows_of_device)
 
 
 def _local_rows(path: Any, array: Any) -> np.ndarray:
     if not isinstance(array, jax.Array) or not array.ndim:
-        raise ValueError(f'{_name(path)} is {array!r}, not a jax.Array [batch, ...]')
-    shards = {bounds_of(s.index, array.shape): s for s in array.addressable_shards}
-    blocks = sorted({ranges[0] for ranges in shards})
-    place, local_rows = {}, 0
-    for start, stop in blocks:
-        place[start, stop] = local_rows
-        local_rows += stop - start
-    local = np.empty((local_rows, *array.shape[1:]), array.dtype)
-    if sum(math.prod(stop - start for start, stop in ranges) for ranges in shards) != local.size:
+        raise ValueError(f'{_name(path)} is {array!r}, but must be a jax.Array [batch, ...]')
+    shards = {index_bounds(s.index, array.shape): s for s in array.addressable_shards}
+    local_start, num_rows = {}, 0
+    for start, stop in sorted({bounds[0] for bounds in shards}):
+        local_start[start, stop] = num_rows
+        num_rows += stop - start
+    local = np.empty((num_rows, *array.shape[1:]), array.dtype)
+    if sum(math.prod(stop - start for start, stop in bounds) for bounds in shards) != local.size:
         raise ValueError(
-            f'{_name(path)} {array.shape}: process {jax.process_index()} holds only a part of some '
-            f'rows ({array.sharding}); gather their columns first'
+            f'{_name(path)}, shape {array.shape}: process {jax.process_index()} holds only some '
+            f'columns of a row under {array.sharding}; gather the columns first'
         )
-    for ranges, shard in shards.items():
-        first = place[ranges[0]]
-        rows = slice(first, first + ranges[0][1] - ranges[0][0])
-        local[(rows, *(slice(*r) for r in ranges[1:]))] = shard.data
+    for bounds, shard in shards.items():
+        first = local_start[bounds[0]]
+        rows = slice(first, first + bounds[0][1] - bounds[0][0])
+        local[(rows, *(slice(*columns) for columns in bounds[1:]))] = shard.data
     return local
 
 

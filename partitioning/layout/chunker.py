@@ -1,30 +1,36 @@
-"""Chunks: the part of any array that a process reads, and who writes each block of it."""
+"""Chunks: the part of any array that a process reads, and which process writes each shard of it."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.layout.held import Axes, Held, axes_of, held_parts
-from partitioning.rules import MeshAxes, as_tuple
+from partitioning.layout.ownership import (
+    Axes,
+    ShardOwnership,
+    axes_per_dimension,
+    shard_ownership,
+)
+from partitioning.rules import MeshAxes, as_tuple, indivisible, rank_problem
 
 Indivisible = Literal['error', 'pad']
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class LocalChunkInfo:
     """A chunk of an array that a process holds.
 
     Attributes:
       slice: its global index range in each dimension.
-      replica_id: number of this process among those that hold the same chunk; 0 writes it.
+      replica_id: the number of this process among those that hold the same chunk. The process with
+        number 0 writes the chunk.
     """
 
     slice: tuple[slice, ...]
@@ -34,33 +40,33 @@ class LocalChunkInfo:
 class LocalChunker:
     """The chunks of arrays that one process of a mesh holds.
 
+    Args:
+      global_mesh: any mesh.
+      process_index: the process to answer for; by default this one.
+
     Attributes:
       global_mesh: the mesh.
-      mesh_axes: its axis names, in order.
+      mesh_axes: the names of its axes, in order.
       process_index: the process it answers for.
+
+    Raises:
+      ValueError: if the process holds no device of the mesh.
     """
 
     def __init__(self, global_mesh: Mesh, process_index: int | None = None):
-        """Args:
-        global_mesh: any mesh.
-        process_index: the process to answer for; by default this one.
-
-        Raises:
-          ValueError: the process holds no device of the mesh.
-        """
         self.global_mesh = global_mesh
         self.process_index = jax.process_index() if process_index is None else process_index
         self.mesh_axes = list(global_mesh.axis_names)
-        held_parts(global_mesh, ()).check_holds(self.process_index, global_mesh)
+        shard_ownership(global_mesh, ()).check_process(self.process_index, global_mesh)
 
     @functools.cached_property
     def num_chunks(self) -> dict[str, int]:
-        """For each mesh axis, into how many sets of parts the processes divide it."""
+        """For each mesh axis, the number of distinct chunks of a dimension sharded over it."""
         return {axis: self.get_num_shards(axis) for axis in self.mesh_axes}
 
     @functools.cached_property
     def chunk_ids(self) -> dict[str, int]:
-        """For each mesh axis, which of those sets this process holds."""
+        """For each mesh axis, the number of the chunk that this process holds."""
         return {axis: self.get_shard_id(axis) for axis in self.mesh_axes}
 
     def get_local_chunk_info(
@@ -69,33 +75,39 @@ class LocalChunker:
         mesh_axes: Sequence[MeshAxes],
         on_indivisible: Indivisible = 'error',
     ) -> LocalChunkInfo:
-        """The one chunk of an array that this process holds.
+        """The chunk of an array that this process holds, if one slice per dimension describes it.
 
         Args:
-          global_shape: the array's shape.
-          mesh_axes: for each dimension the mesh axis, axes or None that shard it.
-          on_indivisible: of a size that its axes do not divide; 'pad' takes the parts that it
-            would have if padded up to the next size that they divide, less the padding.
+          global_shape: the shape of the array.
+          mesh_axes: for each dimension, the mesh axis, axes or None that shard it.
+          on_indivisible: what to do if the shards do not divide the size of a dimension. 'error'
+            raises; 'pad' pads the size to the next one that divides, and leaves the padding out.
 
         Raises:
-          ValueError: ranks differ, an axis does not exist or is used twice, a size does not
-            divide, or what the process holds is not one chunk of its own: `get_local_chunks`
-            then says it block by block.
+          ValueError: if the ranks differ, if an axis does not exist or appears twice, if a size
+            does not divide, or if the shards of this process do not form one rectangular chunk that
+            is disjoint from the others. `get_local_chunks` describes any shards.
         """
-        shape, axes, held = self._held(global_shape, mesh_axes, on_indivisible)
-        mine = held.parts[self.process_index]
-        along = [sorted(set(places)) for places in zip(*map(held.place, mine), strict=True)]
-        if held.overlap or len(mine) != math.prod(map(len, along)):
-            how = 'shared in part with other processes' if held.overlap else 'scattered'
+        shape, axes, ownership = self._ownership(global_shape, mesh_axes, on_indivisible)
+        chunk = ownership.chunks[self.process_index]
+        positions = [
+            sorted(set(along)) for along in zip(*map(ownership.position, chunk), strict=True)
+        ]
+        if ownership.chunks_overlap or len(chunk) != math.prod(map(len, positions)):
+            why = (
+                'some of them also belong to other chunks'
+                if ownership.chunks_overlap
+                else 'they do not form a rectangle'
+            )
             raise ValueError(
-                f'process {self.process_index} holds {len(mine)} blocks of {tuple(mesh_axes)}, '
-                f'{how}, not one chunk: get_local_chunks says which'
+                f'process {self.process_index} holds {len(chunk)} shards over mesh axes '
+                f'{tuple(mesh_axes)}, but {why}: use get_local_chunks, which lists every shard'
             )
         slices = tuple(
-            self._joined(dim, shape[dim], axes[dim], parts, held.ways[dim])
-            for dim, parts in enumerate(along)
+            self._joined_slice(dim, shape[dim], axes[dim], along, ownership.num_shards[dim])
+            for dim, along in enumerate(positions)
         )
-        return LocalChunkInfo(slices, held.replica_ids[self.process_index])
+        return LocalChunkInfo(slices, ownership.replica_ids[self.process_index])
 
     def get_local_chunks(
         self,
@@ -103,93 +115,95 @@ class LocalChunker:
         mesh_axes: Sequence[MeshAxes],
         on_indivisible: Indivisible = 'error',
     ) -> tuple[LocalChunkInfo, ...]:
-        """Every block of an array that this process holds, on any mesh.
+        """Every shard of an array that this process holds, each as a chunk; works on any mesh.
 
-        A block is what one device holds. If each process writes those whose `replica_id` is 0,
-        every element of the array is written once.
+        If each process writes the chunks whose `replica_id` is 0, every element of the array is
+        written exactly once.
 
         Args:
-          global_shape: the array's shape.
-          mesh_axes: for each dimension the mesh axis, axes or None that shard it.
+          global_shape: the shape of the array.
+          mesh_axes: for each dimension, the mesh axis, axes or None that shard it.
           on_indivisible: as in `get_local_chunk_info`.
 
         Raises:
-          ValueError: ranks differ, an axis does not exist or is used twice, or a size does not
-            divide.
+          ValueError: if the ranks differ, if an axis does not exist or appears twice, or if a size
+            does not divide.
         """
-        shape, axes, held = self._held(global_shape, mesh_axes, on_indivisible)
-        blocks = []
-        for part in held.parts[self.process_index]:
+        shape, axes, ownership = self._ownership(global_shape, mesh_axes, on_indivisible)
+        chunks = []
+        for shard in ownership.chunks[self.process_index]:
             slices = tuple(
-                _range(at, at, shape[dim], held.ways[dim]) if axes[dim] else slice(None)
-                for dim, at in enumerate(held.place(part))
+                _elements(at, at, shape[dim], ownership.num_shards[dim])
+                if axes[dim]
+                else slice(None)
+                for dim, at in enumerate(ownership.position(shard))
             )
-            replica_id = held.part_replica_ids[part][self.process_index]
-            blocks.append(LocalChunkInfo(slices, replica_id))
-        return tuple(blocks)
+            replica_id = ownership.shard_replica_ids[shard][self.process_index]
+            chunks.append(LocalChunkInfo(slices, replica_id))
+        return tuple(chunks)
 
     def get_shard_id(self, sharded_mesh_axes: str | Sequence[str]) -> int:
-        """Which part of a dimension sharded over these axes, in their order, this process holds.
+        """The number of this process's chunk of a dimension sharded over these axes in this order.
 
-        Where processes share only some of their parts, each distinct set of parts has a number.
+        If chunks overlap, each distinct chunk still has its own number.
         """
-        held = self._held_of_dimension(sharded_mesh_axes)
-        return held.shards[held.parts[self.process_index]]
+        ownership = self._ownership_of_dimension(sharded_mesh_axes)
+        return ownership.chunk_ids[ownership.chunks[self.process_index]]
 
     def get_num_shards(self, sharded_mesh_axes: str | Sequence[str]) -> int:
-        """Into how many parts (or sets of them) the processes divide such a dimension."""
-        return len(self._held_of_dimension(sharded_mesh_axes).shards)
+        """The number of distinct chunks of a dimension sharded over these axes."""
+        return len(self._ownership_of_dimension(sharded_mesh_axes).chunk_ids)
 
     def get_replica_id(self, sharded_mesh_axes: str | Sequence[str]) -> int:
-        """Number of this process among those that hold the same part of such a dimension."""
-        return self._held_of_dimension(sharded_mesh_axes).replica_ids[self.process_index]
+        """The number of this process among those that hold the same chunk of such a dimension."""
+        return self._ownership_of_dimension(sharded_mesh_axes).replica_ids[self.process_index]
 
-    def _held_of_dimension(self, mesh_axes: str | Sequence[str]) -> Held:
+    def _ownership_of_dimension(self, mesh_axes: str | Sequence[str]) -> ShardOwnership:
         if isinstance(mesh_axes, set | frozenset):
-            raise ValueError(f'{mesh_axes!r} has no order, which numbers the parts: use a tuple')
-        return held_parts(self.global_mesh, (as_tuple(mesh_axes),))
+            raise ValueError(
+                f'mesh axes {mesh_axes!r} have no order, but the order numbers the shards; use a '
+                'tuple'
+            )
+        return shard_ownership(self.global_mesh, (as_tuple(mesh_axes),))
 
-    def _held(
+    def _ownership(
         self, global_shape: Sequence[int], mesh_axes: Sequence[MeshAxes], on_indivisible: str
-    ) -> tuple[tuple[int, ...], Axes, Held]:
-        shape, axes = tuple(global_shape), axes_of(mesh_axes)
+    ) -> tuple[tuple[int, ...], Axes, ShardOwnership]:
+        shape, axes = tuple(global_shape), axes_per_dimension(mesh_axes)
         if not all(isinstance(size, int | np.integer) and size >= 0 for size in shape):
-            raise ValueError(f'shape {shape} must be of whole numbers, 0 or more')
+            raise ValueError(f'shape {shape}: every size must be an integer >= 0')
         if on_indivisible not in get_args(Indivisible):
             raise ValueError(f"on_indivisible must be 'error' or 'pad', not {on_indivisible!r}")
         if len(shape) != len(axes):
-            raise ValueError(
-                f'{len(axes)} mesh axes {tuple(mesh_axes)} for an array of {len(shape)} dimensions '
-                f'{shape}'
-            )
-        held = held_parts(self.global_mesh, axes)
-        for dim, (size, ways) in enumerate(zip(shape, held.ways, strict=True)):
-            if size % ways and on_indivisible == 'error':
-                raise ValueError(
-                    f'dimension {dim}: size {size} does not divide by {ways}, the size of mesh '
-                    f"axes {axes[dim]}. Use {-(-size // ways) * ways}, or on_indivisible='pad'"
-                )
-        return shape, axes, held
+            problem = rank_problem(f'mesh_axes={tuple(mesh_axes)}', len(axes), shape)
+            raise ValueError(f'the array: {problem.message}')
+        ownership = shard_ownership(self.global_mesh, axes)
+        for dim, (size, num_shards) in enumerate(zip(shape, ownership.num_shards, strict=True)):
+            if size % num_shards and on_indivisible == 'error':
+                problem = indivisible(dim, shape, axes[dim], self.global_mesh, policies=('pad',))
+                raise ValueError(f'the array: {problem.message}')
+        return shape, axes, ownership
 
-    def _joined(
-        self, dim: int, size: int, axes: tuple[str, ...], parts: Sequence[int], ways: int
+    def _joined_slice(
+        self, dim: int, size: int, axes: tuple[str, ...], positions: Sequence[int], num_shards: int
     ) -> slice:
-        """The slice that joins parts of a dimension."""
+        """The slice that joins the shards at these positions along a dimension."""
         if not axes:
             return slice(None)
-        steps = set(np.diff(parts).tolist())
+        steps = set(np.diff(positions).tolist())
         if steps <= {1}:
-            return _range(parts[0], parts[-1], size, ways)
-        if len(steps) == 1 and size <= ways:  # a part is one element: a slice with a stride
-            return slice(min(parts[0], size), min(parts[-1] + 1, size), steps.pop())
+            return _elements(positions[0], positions[-1], size, num_shards)
+        if len(steps) == 1 and size <= num_shards:  # A shard is one element: use a stride.
+            return slice(min(positions[0], size), min(positions[-1] + 1, size), steps.pop())
         raise ValueError(
-            f'dimension {dim}: process {self.process_index} holds parts {list(parts)} of {ways}, '
-            'which no slice describes: get_local_chunks has them one by one'
+            f'process {self.process_index} holds shards {list(positions)} of {num_shards} along '
+            f'dimension {dim}, which no slice describes: use get_local_chunks, which lists every '
+            'shard'
         )
 
 
-def _range(first: int, last: int, size: int, ways: int) -> slice:
-    """The elements of parts `first` to `last` of a dimension, without what would be padding."""
+def _elements(first: int, last: int, size: int, num_shards: int) -> slice:
+    """The elements of shards `first` to `last` along a dimension, without the padding."""
     size = int(size)
-    block = -(-size // ways)
-    return slice(min(first * block, size), min((last + 1) * block, size))
+    per_shard = -(-size // num_shards)
+    return slice(min(first * per_shard, size), min((last + 1) * per_shard, size))

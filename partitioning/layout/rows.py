@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from partitioning.layout.held import check_rows_divide, held_parts
-from partitioning.rules import as_tuple
+from partitioning.layout.ownership import shard_ownership
+from partitioning.rules import as_tuple, describe_axes, is_count, sizes_that_fit
 
 
 @dataclasses.dataclass(frozen=True)
 class DataLayout:
-    """One process's part of the batch.
+    """The part of the batch that one process reads, which T5X calls its shard.
 
-    `row_indices` is right on every mesh. A reader that knows only the two numbers of T5X, and takes
-    `batch_size / num_shards` rows, is right where each shard has as many rows and no two share one,
-    as `is_even` says.
+    `row_indices` is right on every mesh. A reader that knows only T5X's two numbers and takes
+    `batch_size / num_shards` rows is right if `is_even` is True.
 
     Attributes:
-      batch_size: rows of the global batch.
-      shard_id: which shard of the batch this process reads.
-      num_shards: number of distinct shards that processes read.
-      is_first_host_in_replica_set: True for one of the processes that read the same shard.
-      row_indices: the global rows of this process, in the order of its local rows; rising.
-      is_even: whether the shards are equal in size and have no row in common.
+      batch_size: the number of rows of the global batch.
+      shard_id: the number of the shard that this process reads.
+      num_shards: the number of distinct shards that processes read.
+      is_first_host_in_replica_set: True for exactly one of the processes that read this shard.
+      row_indices: the global rows of this process in rising order, which is also the order of its
+        local rows.
+      is_even: whether all shards have equal sizes and different shards have no row in common.
     """
 
     batch_size: int
@@ -45,24 +46,40 @@ def data_layout(
     Args:
       mesh: the mesh.
       axes: the mesh axes that the batch is sharded over, in order.
-      batch_size: rows of the global batch.
-      process_index: by default that of this process.
+      batch_size: the number of rows of the global batch.
+      process_index: the process to answer for; by default this one.
 
     Raises:
-      ValueError: the batch is no positive whole number, the axes do not divide it, or the process
-        holds no device of the mesh.
+      ValueError: if `batch_size` is not an integer >= 1 that divides into equal shards, if an axis
+        does not exist or appears twice, or if the process holds no device of the mesh.
     """
     process = jax.process_index() if process_index is None else process_index
-    held = held_parts(mesh, (as_tuple(axes),))
-    [ways] = held.ways
-    check_rows_divide(batch_size, ways, mesh)
-    held.check_holds(process, mesh)
-    mine, block = held.parts[process], batch_size // ways
+    ownership = shard_ownership(mesh, (as_tuple(axes),))
+    [num_shards] = ownership.num_shards
+    check_batch_size(batch_size, num_shards, mesh)
+    ownership.check_process(process, mesh)
+    chunk, rows_per_shard = ownership.chunks[process], batch_size // num_shards
     return DataLayout(
         batch_size=int(batch_size),
-        shard_id=held.shards[mine],
-        num_shards=len(held.shards),
-        is_first_host_in_replica_set=held.replica_ids[process] == 0,
-        row_indices=tuple(row for p in mine for row in range(p * block, (p + 1) * block)),
-        is_even=held.is_even,
+        shard_id=ownership.chunk_ids[chunk],
+        num_shards=len(ownership.chunk_ids),
+        is_first_host_in_replica_set=ownership.replica_ids[process] == 0,
+        row_indices=tuple(
+            row
+            for shard in chunk
+            for row in range(shard * rows_per_shard, (shard + 1) * rows_per_shard)
+        ),
+        is_even=ownership.is_even,
     )
+
+
+def check_batch_size(batch_size: Any, num_shards: int, mesh: Mesh) -> None:
+    """Raises ValueError unless the batch size is an integer >= 1 that the shards divide."""
+    if not is_count(batch_size):
+        raise ValueError(f'batch size {batch_size!r} must be an integer >= 1')
+    if batch_size % num_shards:
+        fits = ' or '.join(map(str, sizes_that_fit(batch_size, num_shards)))
+        raise ValueError(  # The first clause is T5X's.
+            f'Batch size ({batch_size}) must be divisible by corresponding data mesh size '
+            f'({num_shards}); the mesh is {describe_axes(mesh.shape)}. Use {fits}.'
+        )

@@ -15,14 +15,12 @@ from partitioning.hardware import HardwareMesh, JaxDevice
 from partitioning.layout import (
     DataLayout,
     Indivisible,
-    LayoutProof,
     LocalChunker,
     LocalChunkInfo,
     data_layout,
     global_to_local,
     host_local_array_to_global_array,
     local_to_global,
-    verify,
 )
 from partitioning.mesh import AxisTypes, check_axis_types, check_mesh_settings
 from partitioning.partitioner.partitioned import (
@@ -179,15 +177,6 @@ class BasePartitioner(abc.ABC):
         """
         size = self.data_mesh_size if batch_size is None else batch_size
         return data_layout(self.mesh, self._data_axes, size, host_index)
-
-    def verify_data_layout(self, batch_size: int | None = None) -> LayoutProof:
-        """Proves, for all processes, that each row of a batch is read by exactly its holders.
-
-        Raises:
-          ValueError: as `get_data_layout`; what is wrong, were anything wrong.
-        """
-        size = self.data_mesh_size if batch_size is None else batch_size
-        return verify(self.mesh, [self._data_axes], size)
 
     def to_global(
         self, local_batch: Any, batch_size: int | None = None, spec: PartitionSpec | None = None

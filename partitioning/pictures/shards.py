@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from partitioning.layout.held import bounds_of
+from partitioning.layout.ownership import index_bounds
 from partitioning.plan.array_layouts import sharding_str
 from partitioning.rules import check_spec
 from partitioning.state import shape_of
@@ -209,7 +209,7 @@ def visualize_sharding(
         check_spec(sharding.spec, sharding.mesh, 'the array', shape)
     devices: dict[Block, list[int]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        devices.setdefault(bounds_of(index, shape), []).append(device.id)  # type: ignore[attr-defined]
+        devices.setdefault(index_bounds(index, shape), []).append(device.id)  # type: ignore[attr-defined]
     picture = ShardingPicture(
         shape=shape,
         title=f'{shape}, {sharding_str(sharding)}' if title is None else title,

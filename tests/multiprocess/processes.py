@@ -29,7 +29,8 @@ def what_they_say(program, count, *args):
     with socket.socket() as free:
         free.bind(('127.0.0.1', 0))
         port = free.getsockname()[1]
-    modules = os.pathsep.join((os.getcwd(), str(Path(__file__).parent)))
+    here = Path(__file__).parent
+    modules = os.pathsep.join(map(str, (os.getcwd(), here, here.parent / 'partitioning')))
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f'{index}.json' for index in range(count)]
         processes = [

@@ -22,7 +22,7 @@ jax.distributed.initialize(f'127.0.0.1:{port}', count, index)
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from partitioning import LocalChunker, PjitPartitioner
-from partitioning.layout import verify, verify_chunks
+from layout_oracle import check_chunks, check_rows
 
 BATCH, COLUMNS = 16, 4
 known = np.arange(BATCH * COLUMNS, dtype=np.float32).reshape(BATCH, COLUMNS)
@@ -102,12 +102,12 @@ for name, order in orders.items():
             try:
                 back = partitioner.to_local(array)
             except ValueError as error:
-                assert not whole and 'only a part of some rows' in str(error), str(error)
+                assert not whole and 'only some columns of a row' in str(error), str(error)
             else:
                 assert whole
                 np.testing.assert_array_equal(back, known[rows])
-        assert verify(mesh, P('data'), BATCH).num_processes == count
-        assert sum(verify_chunks(mesh, P('data', 'model'), (BATCH, 8)).values()) == BATCH * 8
+        assert len(check_rows(mesh, 'data', BATCH)) == count
+        assert sum(check_chunks(mesh, ('data', 'model'), (BATCH, 8)).values()) == BATCH * 8
 
         # The size of a batch follows from the rows of a process; a wrong one is refused.
         for array in partitioner.to_global([known[mine], known[mine, :2]]):
@@ -116,7 +116,7 @@ for name, order in orders.items():
             try:
                 partitioner.to_global(wrong, size)
             except ValueError as error:
-                assert f'of a batch of {size} process {index} holds {len(mine)}' in str(error)
+                assert f'process {index} holds {len(mine)} of the {size} rows' in str(error)
             else:
                 raise AssertionError('a wrong number of rows was taken')
         said[f'{name} {shape[0]}x{shape[1]}'] = {

@@ -1,22 +1,21 @@
-"""Who reads and writes what on real TPUs: every process of many meshes, device by device."""
+"""Which rows and chunks each process holds on real TPUs, for every process of many meshes."""
 
 import dataclasses
-import math
+import functools
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from described_machines import MACHINES, Machine, described, needs_libtpu
 from jax.experimental import mesh_utils
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
+from layout_oracle import check_chunks, check_rows, count_shards, held_rows, is_even
 
-from partitioning import LocalChunker, create_mesh, default_mesh, get_mesh
-from partitioning.layout import data_layout, verify, verify_chunks
+from partitioning import create_mesh, default_mesh, get_mesh
 
 pytestmark = needs_libtpu
 
-ROWS_OF_A_PART = 3
+ROWS_PER_SHARD = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +29,13 @@ class Case:
     def __str__(self) -> str:
         return f'{self.machine}, {self.what}'
 
+    @functools.cached_property
     def mesh(self) -> Mesh:
         return self.make(list(self.machine.describe().devices))
 
 
 def order_of_jax(slices: int, model: int) -> Callable[[list], Mesh]:
-    """jax's own order for the torus, which knows nothing of processes."""
+    """jax's own order for the torus, which does not consider processes."""
 
     def make(devices):
         shape = (len(devices) // slices // model, model)
@@ -57,6 +57,7 @@ def rolled_ring(devices: list) -> Mesh:
 
 
 def cases_of(machine: Machine) -> list[Case]:
+    """Meshes of a machine in many orders."""
     slices, each = machine.slices, machine.devices // machine.slices
     made = [
         *((f'default {n}', lambda d, n=n: default_mesh(n, devices=d)) for n in (1, 4, 16)),
@@ -89,7 +90,7 @@ def cases_of(machine: Machine) -> list[Case]:
     else:
         made.append(('rolled ring', rolled_ring))
     if slices == 1 and machine.name.startswith(('v2', 'v3', 'v4')):
-        # T5X's two orders of one tile: that of the torus, and that in which hosts are blocks.
+        # T5X has two orders of one tile: the order of the torus, and one with hosts as blocks.
         made += [
             (
                 f'T5X tile {tile}{", hosts as blocks" if by_host else ""}',
@@ -103,146 +104,81 @@ def cases_of(machine: Machine) -> list[Case]:
     return [Case(machine, what, make) for what, make in made]
 
 
+# Machines whose torus differs: v2 is like v3, v6e like v5e.
+BY_NAME = {str(machine): machine for machine in MACHINES}
+SAME_TORUS = ('v2:4x4', 'v6e:16x16', '2 of v6e:16x16')
+LARGE = 'v5p:8x8x8'  # 512 devices; one mesh of them is enough.
 MORE_MACHINES = [
-    dataclasses.replace(machine, name=name, slices=slices, devices=devices)
-    for machine, name, slices, devices in [
-        (MACHINES[3], 'v4:2x2x2', 1, 8),
-        (MACHINES[3], 'v4:4x4x8', 1, 128),
-        (MACHINES[4], 'v5e:8x8', 1, 64),
-        (MACHINES[4], 'v5e:4x4', 4, 64),
-        (MACHINES[0], 'v3:4x4', 2, 64),
+    dataclasses.replace(BY_NAME[like], name=name, slices=slices, devices=devices)
+    for like, name, slices, devices in [
+        ('v4:4x4x4', 'v4:2x2x2', 1, 8),
+        ('v4:4x4x4', 'v4:4x4x8', 1, 128),
+        ('v5e:4x4', 'v5e:8x8', 1, 64),
+        ('v5e:4x4', 'v5e:4x4', 4, 64),
+        ('v3:4x4', 'v3:4x4', 2, 64),
     ]
 ]
-TOO_SMALL = {'v4:2x2x2, default 16'}
+TOO_SMALL = 'v4:2x2x2, default 16'
 CASES = [
     case
     for machine in (*MACHINES, *MORE_MACHINES)
+    if str(machine) not in SAME_TORUS
     for case in cases_of(machine)
-    if str(case) not in TOO_SMALL
+    if str(case) != TOO_SMALL and (str(machine) != LARGE or case.what == 'order of jax 4')
 ]
 
 
-def test_what_these_meshes_are():
-    """Rows that follow each other are the easy case: many of these meshes are not that."""
-    assert len({str(case) for case in CASES}) == len(CASES) == 193
-    assert len({str(case.machine) for case in CASES}) == 18
-    strided = overlapping = 0
-    for case in CASES:
-        mesh = case.mesh()
-        axes = mesh.axis_names[:-1]
-        batch = math.prod(mesh.shape[a] for a in axes)
-        held = rows_by_index_map(mesh, axes, batch).values()
-        strided += any(rows[-1] - rows[0] >= len(rows) for rows in held)
-        overlapping += sum(map(len, set(held))) > batch
-    # The orders of jax may change from version to version: 68 and 11 by the one of today.
-    assert strided > 40
-    assert overlapping > 5
-
-
 def axes_of_rows(mesh: Mesh) -> list[tuple[str, ...]]:
-    """Axes that a batch may be sharded over: none, all but the last, backwards, the last, all."""
+    """Axes to shard a batch over: none, all but the last, the last, and all with the last first."""
     *most, last = mesh.axis_names
-    tuples = [(), tuple(most), tuple(reversed(most)), (most[-1],), (last,), (last, *most)]
-    return list(dict.fromkeys(tuples))
+    return list(dict.fromkeys([(), tuple(most), (last,), (last, *most)]))
 
 
-def rows_by_index_map(mesh: Mesh, axes: tuple[str, ...], batch: int) -> dict[int, tuple[int, ...]]:
-    """For each process the rows that its devices hold, by jax's index map of the batch itself."""
-    held: dict[int, set[int]] = {}
-    sharding = NamedSharding(mesh, P(axes))
-    for device, (rows,) in sharding.devices_indices_map((batch,)).items():
-        held.setdefault(device.process_index, set()).update(range(batch)[rows])
-    return {process: tuple(sorted(rows)) for process, rows in held.items()}
+def specs_of_matrices(mesh: Mesh) -> list[tuple]:
+    """Specs that shard both dimensions, or one."""
+    *most, last = mesh.axis_names
+    return [(tuple(most), last), (last, tuple(reversed(most))), (None, most[-1])]
 
 
 @pytest.mark.parametrize('case', CASES, ids=str)
-def test_every_row_is_read_by_the_processes_that_hold_it(case):
-    mesh = case.mesh()
+def test_every_process_gets_the_rows_and_chunks_of_its_devices(case):
+    mesh = case.mesh
     for axes in axes_of_rows(mesh):
-        ways = math.prod(mesh.shape[a] for a in axes)
-        batch = ROWS_OF_A_PART * ways
-        held = rows_by_index_map(mesh, axes, batch)
-        assert sorted(held) == sorted({d.process_index for d in mesh.devices.flat})
-        sets = sorted(set(held.values()))
-        layouts = {process: data_layout(mesh, axes, batch, process) for process in held}
-        assert {p: layout.row_indices for p, layout in layouts.items()} == held
-        for number, rows in enumerate(sets):
-            same = [layouts[p] for p in held if held[p] == rows]
-            assert {layout.shard_id for layout in same} == {number}
-            assert sum(layout.is_first_host_in_replica_set for layout in same) == 1
-        assert {layout.num_shards for layout in layouts.values()} == {len(sets)}
-        disjoint = sum(map(len, sets)) == batch == len(set().union(*sets))
-        even = disjoint and len(set(map(len, sets))) == 1
-        assert {layout.is_even for layout in layouts.values()} == {even}
-        readers = np.bincount(np.concatenate(list(held.values())), minlength=batch)
-        proof = verify(mesh, P(axes), batch)
-        assert proof.num_processes == len(held)
-        assert proof.num_shards == len(sets)
-        assert proof.readers_per_row == (readers.min(), readers.max())
-        assert proof.num_strided == sum(r[-1] - r[0] + 1 != len(r) for r in held.values())
-        assert proof.is_even == even
+        check_rows(mesh, axes, ROWS_PER_SHARD * count_shards(mesh, axes))
+    for spec in specs_of_matrices(mesh):
+        check_chunks(mesh, spec, tuple(2 * count_shards(mesh, entry) for entry in spec))
 
 
-def arrays_of(mesh: Mesh) -> list[tuple]:
-    """Specs of matrices over one axis, two, all in any order, and none."""
-    *most, last = mesh.axis_names
-    return [
-        (tuple(most), last),
-        (last, tuple(reversed(most))),
-        ((last, *most), None),
-        (None, most[-1]),
-        (None, None),
-    ]
-
-
-@pytest.mark.parametrize('case', CASES, ids=str)
-def test_every_element_is_written_once_by_a_process_that_holds_it(case):
-    mesh = case.mesh()
-    processes = sorted({d.process_index for d in mesh.devices.flat})
-    chunkers = [LocalChunker(mesh, process) for process in processes]
-    for spec in arrays_of(mesh):
-        shape = tuple(
-            2 * math.prod(mesh.shape[a] for a in ((axes,) if isinstance(axes, str) else axes or ()))
-            for axes in spec
-        )
-        index_map = NamedSharding(mesh, P(*spec)).devices_indices_map(shape)
-        written = np.zeros(shape, int)
-        of_process = {process: set() for process in processes}
-        for device, index in index_map.items():
-            of_process[device.process_index].add(corners(index, shape))
-        for process, chunker in zip(processes, chunkers, strict=True):
-            blocks = chunker.get_local_chunks(shape, spec)
-            assert {corners(b.slice, shape) for b in blocks} == of_process[process]
-            assert len(blocks) == len(of_process[process])
-            for block in blocks:
-                written[block.slice] += block.replica_id == 0
-        assert (written == 1).all()
-        assert sum(verify_chunks(mesh, P(*spec), shape).values()) == written.size
-
-
-def corners(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+def test_the_meshes_include_hard_cases():
+    """Contiguous rows are the easy case, so many meshes must have strided or shared rows."""
+    assert len({str(case) for case in CASES}) == len(CASES)
+    strided = uneven = 0
+    for case in CASES:
+        axes = case.mesh.axis_names[:-1]
+        batch_size = count_shards(case.mesh, axes)
+        held = held_rows(case.mesh, axes, batch_size)
+        strided += any(rows[-1] - rows[0] >= len(rows) for rows in held.values())
+        uneven += not is_even(held, batch_size)
+    # jax's orders may change between versions; with jax 0.10 there are 57 and 8.
+    assert strided > 40
+    assert uneven > 5
 
 
 @pytest.mark.parametrize(
-    'name, ici, rows, num_shards',
+    'name, ici, rows_per_device, num_shards',
     [
-        ('v5e:4x4', (1, 16, 1), 2, 8),  # T5X: two processes read the rows of others, four raise
-        ('v5p:4x4x4', (1, 16, 4), 2, 16),  # T5X: every process raises
+        ('v5e:4x4', (1, 16, 1), 2, 8),  # T5X: two processes read wrong rows, four raise.
+        ('v5p:4x4x4', (1, 16, 4), 2, 16),  # T5X: every process raises.
     ],
 )
-def test_two_slices_that_t5x_gets_wrong(name, ici, rows, num_shards):
+def test_two_slices_that_t5x_gets_wrong(name, ici, rows_per_device, num_shards):
     devices = described(name, 2).devices
     mesh = default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=(2, 1, 1), devices=devices)
     assert [d.slice_index for d in mesh.devices[:, 0, 0]] == [0, 1]
-    batch = rows * 2 * ici[1]
-    read = {}
-    for process, expected in rows_by_index_map(mesh, ('replica', 'data'), batch).items():
-        layout = data_layout(mesh, ('replica', 'data'), batch, process)
-        assert layout.row_indices == expected
-        read.setdefault(layout.shard_id, set()).update(layout.row_indices)
-        [slice_index] = {d.slice_index for d in devices if d.process_index == process}
-        half = slice(0, batch // 2) if slice_index == 0 else slice(batch // 2, batch)
-        assert set(expected) <= set(range(batch)[half]), 'a slice holds one half of the batch'
-    assert set().union(*read.values()) == set(range(batch))
-    assert len(read) == num_shards
+    batch_size = rows_per_device * 2 * ici[1]
+    held = check_rows(mesh, ('replica', 'data'), batch_size)
+    assert len(set(held.values())) == num_shards
+    slice_of = {d.process_index: d.slice_index for d in devices}
+    for process, rows in held.items():
+        half = range(slice_of[process] * batch_size // 2, (slice_of[process] + 1) * batch_size // 2)
+        assert set(rows) <= set(half), 'each slice holds one half of the batch'

@@ -14,7 +14,7 @@ from partitioning.compat.torch_xla.meshes import mesh_or_global
 from partitioning.compat.torch_xla.padded_array import PaddedArray
 from partitioning.compat.torch_xla.partition_spec import SpecLike, resolve_partition_spec, ways_of
 from partitioning.hardware import JaxDevice
-from partitioning.layout.held import bounds_of
+from partitioning.layout.ownership import index_bounds
 from partitioning.mesh.checks import as_tuple_of
 from partitioning.rules import describe_axes
 
@@ -71,7 +71,7 @@ def local_shards(x: jax.Array | PaddedArray) -> tuple[LocalShard, ...]:
             index=tuple(
                 slice(min(start, size), min(stop, size))
                 for (start, stop), size in zip(
-                    bounds_of(shard.index, array.shape), shape, strict=True
+                    index_bounds(shard.index, array.shape), shape, strict=True
                 )
             ),
             replica_id=shard.replica_id,
@@ -222,7 +222,7 @@ def _check_replicas(
     held = sharding.devices_indices_map(shape)
     first: dict[Any, int] = {}
     for place, device in enumerate(devices):
-        other = first.setdefault(bounds_of(held[device], shape), place)
+        other = first.setdefault(index_bounds(held[device], shape), place)
         if other != place and _bytes(blocks[other]) != _bytes(blocks[place]):
             raise ValueError(
                 f'shards {other} and {place}, of devices {devices[other].id} and {device.id}, hold '

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from partitioning.compat.pytorch.shards.metadata import ShardMetadata, check_tensor
-from partitioning.layout.held import bounds_of
+from partitioning.layout.ownership import index_bounds
 from partitioning.rules import check_layout
 
 Blocks = Sequence[tuple[ShardMetadata, Any]]
@@ -54,7 +54,7 @@ def array_from_shards(
         return read[i]
 
     def part(index: Any) -> np.ndarray:
-        bounds = bounds_of(index, shape)
+        bounds = index_bounds(index, shape)
         pieces = []
         for i, (shard, _) in enumerate(blocks):
             places = [
