@@ -5,20 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Self, cast, get_args
+from typing import Literal, Self, cast, get_args
 
-import numpy as np
-from absl import logging
 from jax.sharding import AxisType, Mesh
 
-from partitioning.hardware import (
-    HardwareMesh,
-    JaxDevice,
-    describe_topology,
-    has_coords,
-    num_slices,
-    parse_topology,
-)
+from partitioning.hardware import HardwareMesh, JaxDevice, describe_topology, parse_topology
 from partitioning.mesh.checks import (
     AxisSizes,
     AxisTypes,
@@ -26,17 +17,21 @@ from partitioning.mesh.checks import (
     check_axis_types,
     check_count,
     check_devices,
-    divisors,
     fill,
 )
-from partitioning.mesh.granules import best_grid, check_same_size, granules_of, join_blocks
-from partitioning.mesh.order import order_devices
+from partitioning.mesh.granules import best_grid
+from partitioning.mesh.placement import (
+    AxisPairs,
+    grid_over_granules,
+    grid_over_slices,
+    make_mesh,
+    split_experts,
+    wrong_number_of_types,
+)
 from partitioning.mesh.t5x_settings import check_mesh_settings, check_submesh, t5x_axes
-from partitioning.mesh.t5x_tiles import t5x_grid
 from partitioning.rules import nearest
 
 Order = Literal['best', 't5x']
-AxisPairs = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -148,25 +143,17 @@ class MeshConfig:
         Raises:
           ValueError: if no setting decides the mesh, or settings contradict each other.
         """
-        check_mesh_settings(num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape)
-        common: dict[str, Any] = {
-            'backend': backend,
-            'devices': devices,
-            'axis_types': axis_types,
-            'granule_size': granule_size,
-            'topology': topology,
-            'num_slices': num_slices,
-            'num_expert_partitions': num_expert_partitions,
-        }
+        deciding = (num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape)
+        check_mesh_settings(*deciding)
         return cls(
-            **t5x_axes(
-                num_partitions,
-                model_parallel_submesh,
-                ici_mesh_shape,
-                dcn_mesh_shape,
-                mesh_axis_names,
-            ),
-            **common,
+            **t5x_axes(*deciding, mesh_axis_names),
+            axis_types=axis_types,
+            granule_size=granule_size,
+            topology=topology,
+            num_slices=num_slices,
+            devices=devices,
+            backend=backend,
+            num_expert_partitions=num_expert_partitions,
         )
 
     @staticmethod
@@ -191,17 +178,32 @@ class MeshConfig:
           RuntimeError: if `topology` needs a compiler that is not installed.
         """
         devices = self._find_devices()
-        names = self._names
         if self.dcn is not None:
-            grid = self._grid_over_granules(devices)
+            names, grid = grid_over_granules(
+                devices,
+                self._pairs,
+                cast(AxisPairs, self.dcn),
+                self.process_is_granule,
+                self.granule_size,
+                self._setting_names,
+            )
         elif self.slice_axis is not None or self.order == 't5x':
-            names, grid = self._grid_over_slices(devices)
+            names, grid = grid_over_slices(
+                devices,
+                self._pairs,
+                self.slice_axis,
+                self.granule_size,
+                self._setting_names[0],
+                t5x_order=self.order == 't5x',
+                model_parallel_submesh=self.model_parallel_submesh,
+            )
         else:
+            names = self._names
             setting = self._setting_names[0]
             sizes = fill(self._sizes, len(devices), setting, 'devices', names=names)
             grid = best_grid(devices, sizes, self.granule_size)
         if self.num_expert_partitions is not None:
-            names, grid = _split_experts(names, grid, self.num_expert_partitions)
+            names, grid = split_experts(names, grid, self.num_expert_partitions)
         return make_mesh(grid, names, self.axis_types)
 
     def __repr__(self) -> str:
@@ -219,7 +221,7 @@ class MeshConfig:
 
     # Checks without devices.
 
-    def _keep(self, **values: Any) -> None:
+    def _keep(self, **values: object) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -240,7 +242,7 @@ class MeshConfig:
         maximum += self.num_expert_partitions is not None
         types = cast(tuple, self.axis_types)
         if len(types) > max(maximum, 1):
-            raise _wrong_number_of_types(types, names)
+            raise wrong_number_of_types(types, names)
 
     def _check_granules(self) -> None:
         size, by_process = self.granule_size, self.process_is_granule
@@ -324,109 +326,3 @@ class MeshConfig:
         if self.devices is not None:
             return list(self.devices)
         return check_devices(None, self.backend)
-
-    def _grid_over_granules(self, devices: list[JaxDevice]) -> np.ndarray:
-        """The grid of `axes` within granules times `dcn` over them."""
-        over = dict(cast(AxisPairs, self.dcn))
-        names, ici = self._names, self._sizes
-        dcn = tuple(over.get(name, 1) for name in names)
-        ici_name, dcn_name = self._setting_names
-        with_dcn = f' with {dcn_name} {over if dcn_name == "dcn" else dcn}'
-        with_ici = f' with {ici_name} {dict(self._pairs) if ici_name == "axes" else ici}'
-        by_process, several = self.process_is_granule, num_slices(devices) > 1
-        if not (by_process or self.granule_size or several) and all(n == 1 for n in dcn):
-            ici = fill(ici, len(devices), ici_name, 'devices', with_dcn, names)
-            return best_grid(devices, ici)
-        granules = granules_of(devices, by_process, self.granule_size)
-        check_same_size(granules)
-        by_slice = not by_process and (has_coords(devices[0]) or several)
-        counted = 'granules' if self.granule_size else 'slices' if by_slice else 'processes'
-        dcn = fill(dcn, len(granules), dcn_name, counted, with_ici, names)
-        each = f'devices in each of the {len(granules)} {counted}'
-        ici = fill(ici, len(granules[0]), ici_name, each, with_dcn, names)
-        return join_blocks([order_devices(granule, ici) for granule in granules], dcn)
-
-    def _grid_over_slices(self, devices: list[JaxDevice]) -> tuple[tuple[str, ...], np.ndarray]:
-        """The axis names and the grid, in which `slice_axis` spans the TPU slices."""
-        slices = [devices]
-        if has_coords(devices[0]):
-            slices = granules_of(devices, granule_size=self.granule_size)
-            check_same_size(slices)
-        names, sizes, axis = self._names, self._sizes, self.slice_axis
-        if axis not in names and len(slices) > 1:
-            if axis is None:
-                raise ValueError(
-                    f'the axes {names} have no axis for the {len(slices)} slices: name 3 axes, for '
-                    f"example ('replica', 'data', 'model'), or set slice_axis='replica'"
-                )
-            names, sizes = (axis, *names), (1, *sizes)
-        if self.order == 't5x':
-            self._check_last_axis(slices)
-            blocks = [
-                t5x_grid(s, sizes[-1], self.model_parallel_submesh, self.granule_size)
-                for s in slices
-            ]
-        where = 'devices' if len(slices) == 1 else f'devices of each of the {len(slices)} slices'
-        sizes = fill(sizes, len(slices[0]), self._setting_names[0], where, names=names)
-        if self.order == 't5x':
-            blocks = [block.reshape(sizes) for block in blocks]
-        else:
-            blocks = [best_grid(s, sizes, self.granule_size) for s in slices]
-        return names, join_blocks(blocks, [len(slices) if n == axis else 1 for n in names])
-
-    def _check_last_axis(self, slices: Sequence[Sequence[JaxDevice]]) -> None:
-        """Checks that the last axis divides the devices of the machine, or of each slice."""
-        size, total = self._sizes[-1], len(slices[0])
-        if self.model_parallel_submesh is not None or total % size == 0:
-            return
-        where = f'each of the {len(slices)} slices' if len(slices) > 1 else 'the machine'
-        problem, hint = '', f'use one of {", ".join(map(str, divisors(total)))}'
-        if size > total:
-            problem = f': it is larger than {"a slice" if len(slices) > 1 else "the machine"}'
-            if len(slices) > 1 and size <= total * len(slices):
-                axis = self._names[-1]
-                hint += f', or spread {axis!r} over slices with ici_mesh_shape and dcn_mesh_shape'
-        setting = self._setting_names[0]
-        name = setting if setting == 'num_partitions' else f'axis {self._names[-1]!r}'
-        raise ValueError(
-            f'{name}={size} does not divide the {total} devices of {where}{problem}; {hint}'
-        )
-
-
-def make_mesh(
-    grid: np.ndarray, axis_names: Sequence[str], axis_types: AxisTypes = AxisType.Auto
-) -> Mesh:
-    """Returns the mesh of an array of devices, and logs it.
-
-    Raises:
-      ValueError: if there is neither one axis type for all axes nor one per axis.
-    """
-    types = check_axis_types(axis_types)
-    if len(types) not in (1, grid.ndim):
-        raise _wrong_number_of_types(types, axis_names)
-    if len(types) == 1:
-        types *= grid.ndim
-    mesh = Mesh(grid, tuple(axis_names), axis_types=types)
-    logging.info('mesh %s of %d devices', dict(mesh.shape), mesh.size)
-    return mesh
-
-
-def _wrong_number_of_types(types: Sequence[AxisType], names: Sequence[str]) -> ValueError:
-    return ValueError(
-        f'axis_types={tuple(types)} must be one type, or one for each of the axes {tuple(names)}'
-    )
-
-
-def _split_experts(
-    names: tuple[str, ...], grid: np.ndarray, num_experts: int
-) -> tuple[tuple[str, ...], np.ndarray]:
-    place = names.index('data')
-    data = grid.shape[place]
-    if data % num_experts and num_experts % data:
-        raise ValueError(
-            f'num_expert_partitions={num_experts!r} is neither a factor nor a multiple of the '
-            f'{data} devices of the data axis; use one of {", ".join(map(str, divisors(data)))}'
-        )
-    experts = min(num_experts, data)
-    shape = (*grid.shape[:place], data // experts, experts, *grid.shape[place + 1 :])
-    return (*names[: place + 1], 'expert', *names[place + 1 :]), grid.reshape(shape)
