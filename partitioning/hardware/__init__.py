@@ -1,4 +1,4 @@
-"""What machines are: devices and their coordinates, chips and their rates, machines not here."""
+"""Machines: devices and their coordinates, chips and their rates, and described topologies."""
 
 from partitioning.hardware.chips import CHIPS, Chip, chip_of, torus_wrap
 from partitioning.hardware.devices import (

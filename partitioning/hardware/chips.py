@@ -1,9 +1,10 @@
 """Chips: memory, peak rates and links, each with its source.
 
-TPUs: the Cloud TPU documentation of each chip (peak FLOP/s, HBM, ICI and DCN bandwidth; ICI over
-all links and both directions of a chip), papers where it is silent (links of v2, v3 and v4),
-and the compiler's own limit for the memory that a program can use. GPUs: NVIDIA's data sheets,
-dense figures, and memory as CUDA reports it. `Chip.source` says it chip by chip.
+The figures of TPUs are from the Cloud TPU documentation of each chip (peak FLOP/s, HBM, ICI and DCN
+bandwidth; ICI bandwidth is over all links and both directions of a chip), from papers where the
+documentation has none (links of v2, v3 and v4), and from the compiler (the memory that a program
+can use). The figures of GPUs are from NVIDIA's data sheets, without sparsity, and their memory is
+what CUDA reports. `Chip.source` names the source of each chip.
 """
 
 from __future__ import annotations
@@ -12,27 +13,28 @@ import dataclasses
 from collections.abc import Sequence
 
 GIB = 2**30
-GBIT = 1e9 / 8  # bytes/s of 1 Gbit/s
+GBIT = 1e9 / 8  # 1 Gbit/s in bytes/s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """One kind of chip. Every figure is that of a whole chip.
+    """One kind of chip. Every figure is for a whole chip.
 
     Attributes:
-      name: as topologies are named, for example 'v5p'.
+      name: the name in topologies, for example 'v5p'.
       platform: 'tpu' or 'gpu'.
-      device_kind: `device_kind` of its JAX devices.
-      devices: JAX devices of one chip: 2 where each core is a device of its own.
-      dimensions: of the network: 2 or 3 for the torus of a TPU, 0 for GPUs behind switches.
-      hbm_bytes: memory in bytes: what the compiler lets a program use on TPUs, what CUDA reports
-        on GPUs (jax takes three quarters of it, if not told otherwise).
-      peak_flops: bfloat16 matrix FLOP/s, dense.
-      hbm_bandwidth: bytes/s.
-      ici_links: links to neighbouring chips (ICI), or to the switches (NVLink).
-      ici_link_bandwidth: bytes/s of one link in each direction.
-      dcn_bandwidth: bytes/s of a chip's part of the data centre network; None: not published.
-      source: where these figures come from.
+      device_kind: the `device_kind` of its JAX devices.
+      devices: the number of JAX devices of one chip: 2 if each core is a device.
+      dimensions: the dimensions of the network: 2 or 3 for the torus of a TPU, 0 for GPUs, which
+        switches connect.
+      hbm_bytes: the memory in bytes: on TPUs, what the compiler lets a program use; on GPUs, what
+        CUDA reports (by default, JAX takes three quarters of it).
+      peak_flops: the peak rate of bfloat16 matrix products in FLOP/s, without sparsity.
+      hbm_bandwidth: the bandwidth of the memory in bytes/s.
+      ici_links: the number of links to neighbouring chips (ICI), or to the switches (NVLink).
+      ici_link_bandwidth: the bandwidth of one link in each direction, in bytes/s.
+      dcn_bandwidth: a chip's share of the data centre network in bytes/s, or None if not published.
+      source: the source of these figures.
     """
 
     name: str
@@ -50,12 +52,12 @@ class Chip:
 
     @property
     def hbm_bytes_per_device(self) -> int:
-        """Memory of one JAX device, in bytes."""
+        """The memory of one JAX device, in bytes."""
         return self.hbm_bytes // self.devices
 
     @property
     def peak_flops_per_device(self) -> float:
-        """Peak bfloat16 FLOP/s of one JAX device."""
+        """The peak bfloat16 FLOP/s of one JAX device."""
         return self.peak_flops / self.devices
 
 
@@ -68,8 +70,8 @@ _TWO_GENERATIONS = (
 )
 _CLOUD_TPU = 'Cloud TPU documentation, docs.cloud.google.com/tpu/docs/'
 _NVIDIA = (
-    'NVIDIA data sheets of the chip and of its DGX system (one network adapter a GPU). Memory: the '
-    'capacity that CUDA reports'
+    'NVIDIA data sheets of the chip and of its DGX system (one network adapter per GPU). Memory: '
+    'the capacity that CUDA reports'
 )
 
 _TPUS = (
@@ -146,7 +148,7 @@ _TPUS = (
         ici_links=4,
         ici_link_bandwidth=800e9 / (4 * 2),
         dcn_bandwidth=100 * GBIT,
-        source=f'{_CLOUD_TPU}v6e, tpu7x (a table beside v5p). {_COMPILER_LIMIT}',
+        source=f'{_CLOUD_TPU}v6e, tpu7x (a table next to v5p). {_COMPILER_LIMIT}',
     ),
     Chip(
         name='tpu7x',
@@ -218,28 +220,27 @@ _GPUS = (
 )
 CHIPS: dict[str, Chip] = {chip.name: chip for chip in _TPUS + _GPUS}
 
-# The whole pod, along whose full dimensions links close to rings (Cloud TPU documentation:
-# v2 and v3 of 16 x 16 and 32 x 32 chips, v5e and v6e of 16 x 16).
+# The side of a whole pod, along which links close to rings (Cloud TPU documentation: v2 pods have
+# 16 x 16 chips, v3 pods 32 x 32, v5e and v6e pods 16 x 16).
 _POD_SIDE = {'TPU v2': 16, 'TPU v3': 32, 'TPU v5 lite': 16, 'TPU v6 lite': 16}
 _CUBES = ('TPU v4', 'TPU v5', 'TPU v5p', 'TPU7x')
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """The chip whose devices call themselves `device_kind`, if it is a known one."""
+    """Returns the chip whose devices have this `device_kind`, or None if it is unknown."""
     return next((c for c in CHIPS.values() if c.device_kind == device_kind), None)
 
 
 def torus_wrap(device_kind: str, bounds: Sequence[int]) -> tuple[bool, bool, bool]:
-    """Along which dimensions the links of a TPU slice close to a ring.
+    """Returns for each dimension of a TPU slice whether its links close to a ring.
+
+    v4, v5p and 7x slices are built of cubes of 4 x 4 x 4 chips, and have all three rings if they
+    consist of whole cubes. v2, v3, v5e and v6e slices have the ring of a dimension if they are as
+    long as their pod (Cloud TPU documentation).
 
     Args:
-      device_kind: of its devices.
-      bounds: (x, y, z) chips of the slice.
-
-    Returns:
-      One truth value a dimension. v4, v5p and 7x slices are built of cubes of 4 x 4 x 4 chips
-      and have all three rings where they are whole cubes; v2, v3, v5e and v6e slices have the
-      ring of a dimension where they are as long as their pod. (Cloud TPU documentation.)
+      device_kind: the `device_kind` of its devices.
+      bounds: the number of chips of the slice along x, y and z.
     """
     x, y, z = bounds
     if device_kind in _CUBES:

@@ -1,4 +1,4 @@
-"""What machines are: device types and the coordinates of a device in its machine."""
+"""Device types, and the coordinates of a device in its machine."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ import jax
 import numpy as np
 
 JaxDevice: TypeAlias = jax.Device
-# (x, y, z, cores per chip) of a TPU machine, or of a tile of it.
+# The extent of a TPU machine or of a tile of it: (x, y, z, cores per chip).
 TpuMesh: TypeAlias = tuple[int, int, int, int]
-# (processes, devices per process) of any other machine.
+# The extent of any other machine: (processes, devices per process).
 OtherMesh: TypeAlias = tuple[int, int]
 HardwareMesh: TypeAlias = TpuMesh | OtherMesh
 
 
 def has_coords(device: JaxDevice) -> bool:
-    """True where `device` knows its place on a 3-D torus (TPUs do; CPUs and GPUs do not)."""
-    # Described GPUs have coordinates too, of slice, host and number, but no cores.
+    """Whether `device` knows its place on a 3-D torus, as TPUs do and CPUs and GPUs do not."""
+    # Described GPUs also have three coordinates (domain, host, GPU), but no cores.
     on_torus = hasattr(device, 'core_on_chip')
     return on_torus and len(getattr(device, 'coords', None) or ()) == 3
 
 
 def get_coords(device: JaxDevice) -> HardwareMesh:
-    """The coordinates of `device` in its machine.
+    """Returns the coordinates of `device` in its machine.
 
-    Returns:
-      `(x, y, z, core)` on TPU, `(process, index on the process)` elsewhere. The index is the
-      device's id modulo the number of devices of a process, as in T5X.
+    They are `(x, y, z, core)` on TPU and `(process, index in the process)` elsewhere. The index is
+    the device's id modulo the number of devices per process, as in T5X.
     """
     if has_coords(device):
         x, y, z = device.coords
@@ -39,11 +38,10 @@ def get_coords(device: JaxDevice) -> HardwareMesh:
 
 
 def bounds_from_last_device(last_device: JaxDevice) -> HardwareMesh:
-    """The extent of the machine whose highest-coordinate device is `last_device`.
+    """Returns the extent of the machine whose device with the highest coordinates is `last_device`.
 
-    Returns:
-      `(X, Y, Z, cores)` on TPU, `(processes, devices per process)` elsewhere: devices within
-      one process share the fastest links, so the process is the outer dimension.
+    It is `(X, Y, Z, cores)` on TPU and `(processes, devices per process)` elsewhere. The process is
+    the outer dimension because devices within one process share the fastest links.
     """
     if has_coords(last_device):
         x, y, z, core = get_coords(last_device)  # type: ignore[misc]  # has_coords: four of them
@@ -52,7 +50,7 @@ def bounds_from_last_device(last_device: JaxDevice) -> HardwareMesh:
 
 
 def places_in_processes(devices: Sequence[JaxDevice]) -> np.ndarray:
-    """Where devices without coordinates are: (rank of the process, number in it by id) of each."""
+    """Returns an array with the (rank of the process, rank by id in it) of each device."""
     rank = {process: i for i, process in enumerate(sorted({d.process_index for d in devices}))}
     numbers: collections.Counter[int] = collections.Counter()
     places = np.empty((len(devices), 2), dtype=np.int64)
@@ -64,25 +62,24 @@ def places_in_processes(devices: Sequence[JaxDevice]) -> np.ndarray:
 
 
 def slice_of(device: JaxDevice) -> int:
-    """Number of the TPU slice, or of the NVLink domain, that `device` belongs to; 0 for others."""
+    """Returns the number of the TPU slice or NVLink domain of `device`, or 0 if it has none."""
     index = getattr(device, 'slice_index', 0)
     if index == 0 and device.platform == 'gpu':
-        coords = getattr(device, 'coords', None) or (0,)  # (domain, host, GPU), where described
+        coords = getattr(device, 'coords', None) or (0,)  # (domain, host, GPU) if described
         index = coords[0]
     return int(index)
 
 
 def num_slices(devices: Sequence[JaxDevice]) -> int:
-    """The number of TPU slices, or NVLink domains, among `devices`; 1 where they know of none."""
+    """Returns the number of TPU slices or NVLink domains of `devices`, or 1 if they have none."""
     return len({slice_of(d) for d in devices})
 
 
 def slice_bounds(device: JaxDevice) -> tuple[int, int, int] | None:
-    """The (x, y, z) chips of the whole slice of a TPU device.
+    """Returns the number of chips along x, y and z of the whole slice of a TPU device.
 
-    Returns:
-      The bounds, whatever part of the slice is in use; None where the device does not say who
-      else there is, as stand-ins for devices do not.
+    It does not depend on the part of the slice that is in use. It is None for devices without a
+    client, such as the stand-ins of tests.
     """
     client = getattr(device, 'client', None)
     return None if client is None else _bounds_of_slices(client).get(slice_of(device))

@@ -1,4 +1,4 @@
-"""GPUs as the compiler wants them described: a text proto of XLA's GpuTargetConfigProto."""
+"""Descriptions of GPUs for the compiler, as the text of XLA's GpuTargetConfigProto."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from partitioning.hardware.chips import Chip
 
 @dataclasses.dataclass(frozen=True)
 class _Architecture:
-    """What differs between the chips (NVIDIA's white papers of each architecture).
+    """The figures that differ between chips, from NVIDIA's white paper of each architecture.
 
     Attributes:
-      compute_capability: (major, minor).
-      cores: streaming multiprocessors.
-      units_per_core: float32 units of one of them.
-      shared_memory: of one of them, in bytes; a block may ask for 1 KiB less.
-      l2_bytes: the second-level cache.
-      clock_ghz: boost clock.
+      compute_capability: the (major, minor) version.
+      cores: the number of streaming multiprocessors.
+      units_per_core: the number of float32 units per multiprocessor.
+      shared_memory: the shared memory per multiprocessor, in bytes; a block can use 1 KiB less.
+      l2_bytes: the size of the second-level cache, in bytes.
+      clock_ghz: the boost clock.
     """
 
     compute_capability: tuple[int, int]
@@ -37,7 +37,7 @@ _ARCHITECTURES = {
 
 
 def target_config(chip: Chip) -> str:
-    """The text proto for `get_topology_desc(platform='cuda', target_config=...)`."""
+    """Returns the text for `get_topology_desc(platform='cuda', target_config=...)`."""
     a = _ARCHITECTURES[chip.name]
     major, minor = a.compute_capability
     device = {

@@ -1,4 +1,4 @@
-"""Machines that are not here: real device descriptions from libtpu and the CUDA plugin."""
+"""Descriptions of machines that are not here, from libtpu and the CUDA plugin."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from partitioning.hardware.chips import CHIPS, Chip, torus_wrap
 from partitioning.hardware.devices import JaxDevice
 from partitioning.hardware.gpu_targets import target_config
 
-# Without these libtpu asks the network who it is, complains on stderr, and refuses a second
-# process on the machine.
+# Without these variables, libtpu queries a metadata server, writes warnings to stderr, and refuses
+# to be loaded by a second process.
 _LIBTPU_ENVIRONMENT = {
     'TPU_SKIP_MDS_QUERY': '1',
     'TPU_ACCELERATOR_TYPE': 'v5litepod-16',
@@ -24,23 +24,23 @@ _LIBTPU_ENVIRONMENT = {
     'TPU_LOG_DIR': 'disabled',
     'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
 }
-# Describing needs neither a GPU nor the CUDA libraries whose versions the plugin would check.
+# A description needs neither a GPU nor the CUDA libraries whose versions the plugin checks.
 _CUDA_ENVIRONMENT = {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A machine: its devices, though they may be elsewhere, and what they are.
+    """A described machine and its devices, which can be elsewhere.
 
-    It goes where devices are asked for: `create_mesh(..., devices=topology)`.
+    It can be used wherever devices are expected, for example `create_mesh(..., devices=topology)`.
 
     Attributes:
-      name: for example 'v5p:4x4x4' or 'h100:2x8'.
-      devices: JAX devices to make meshes of and compile for; they cannot hold arrays.
-      chip: their chip.
-      bounds: of one slice: (x, y, z) chips of a TPU, (hosts, GPUs of a host).
-      num_slices: slices of a TPU, NVLink domains of several GPU hosts; 1 for one.
-      wrap: for each of `bounds`, whether links close it to a ring. False for GPUs.
+      name: the name, for example 'v5p:4x4x4' or 'h100:2x8'.
+      devices: JAX devices that can make a mesh and be compiled for, but cannot hold arrays.
+      chip: the chip of the devices.
+      bounds: the extent of one slice: chips along (x, y, z) of a TPU, or (hosts, GPUs per host).
+      num_slices: the number of TPU slices, or of NVLink domains of several GPU hosts.
+      wrap: for each dimension of `bounds`, whether links close it to a ring. False for GPUs.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Topology:
 
     @property
     def num_processes(self) -> int:
-        """Processes (hosts) of the machine."""
+        """The number of processes (hosts) of the machine."""
         return len({d.process_index for d in self.devices})
 
     def __iter__(self) -> Iterator[JaxDevice]:
@@ -73,44 +73,46 @@ def describe_topology(
     wrap: Sequence[bool] | None = None,
     chips_per_host_bounds: Sequence[int] | None = None,
 ) -> Topology:
-    """A machine by its name, with no need of the machine.
+    """Describes a machine by its name; the machine does not have to be here.
 
     Args:
-      name: a chip and its arrangement: 'v5e:4x4' (x, y), 'v5p:4x4x8' (x, y, z), 'h100:2x8'
-        (hosts, GPUs of a host).
-      num_slices: TPU slices, joined by the data centre network; for GPUs NVLink domains of
-        several hosts, each of as many as `name` says. With 1, each GPU host is a domain of its
-        own.
-      wrap: for each dimension of a TPU slice, whether its links close to a ring; by default as
-        pods of this chip have it (`torus_wrap`). It is for the compiler: the devices themselves
-        do not show it, so the orders of meshes go by `torus_wrap`.
-      chips_per_host_bounds: (x, y, z) chips of one TPU host; by default 2 x 2 x 1.
+      name: a chip and its arrangement: 'v5e:4x4' (x, y), 'v5p:4x4x8' (x, y, z), or 'h100:2x8'
+        (hosts, GPUs per host).
+      num_slices: the number of TPU slices, which the data centre network joins; for GPUs, the
+        number of NVLink domains, each with the hosts in `name`. With 1, each GPU host is a separate
+        domain.
+      wrap: for each dimension of a TPU slice, whether its links close to a ring; by default as in
+        pods of this chip (`torus_wrap`). Only the compiler uses it: the devices do not show it, so
+        the orders of meshes follow `torus_wrap`.
+      chips_per_host_bounds: the chips of a TPU host along x, y and z, by default 2 x 2 x 1.
 
     Returns:
-      The description. v4 is described with one device a chip (megacore), as its hosts run it.
+      The description. v4 has one device per chip (megacore), as its hosts run it.
 
     Raises:
-      ValueError: an unknown chip, or a shape or option that makes no machine of it.
-      RuntimeError: the compiler of the platform is not installed.
+      ValueError: if the chip is unknown, or no machine of it has this shape or option.
+      RuntimeError: if the compiler of the platform is not installed.
     """
     chip, shape = parse_topology(name)
     if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
-        raise ValueError(f'num_slices={num_slices!r} must be a whole number of 1 or more')
+        raise ValueError(f'num_slices={num_slices!r} must be an integer >= 1')
     if chip.platform == 'gpu':
         if wrap is not None or chips_per_host_bounds is not None:
-            raise ValueError(f'{name} is a GPU machine: wrap and chips_per_host_bounds are of TPUs')
+            raise ValueError(
+                f'{name} is a GPU machine: wrap and chips_per_host_bounds are for TPUs'
+            )
         devices = _cuda_devices(chip, shape, num_slices)
         return Topology(name, devices, chip, shape, num_slices, (False,) * len(shape))
     bounds = (*shape, 1) if len(shape) == 2 else shape
     host = (1, 1, 1) if math.prod(bounds) == 1 else (2, 2, 1)
     if chips_per_host_bounds is not None:
-        host = _three(chips_per_host_bounds, int, 'chips_per_host_bounds', 'whole numbers')
+        host = _three(chips_per_host_bounds, int, 'chips_per_host_bounds', 'integers')
     closed = torus_wrap(chip.device_kind, bounds)
     if wrap is not None:
-        closed = _three(wrap, bool, 'wrap', 'truth values')
+        closed = _three(wrap, bool, 'wrap', 'booleans')
     if any(h < 1 or b % h for b, h in zip(bounds, host, strict=True)):
         raise ValueError(
-            f'{name} is {_by(bounds)} chips, which hosts of {_by(host)} chips do not tile; say '
+            f'{name} has {_by(bounds)} chips, which hosts of {_by(host)} chips do not tile: set '
             'chips_per_host_bounds'
         )
     devices = _tpu_devices(chip, shape, num_slices, closed, host)
@@ -118,18 +120,23 @@ def describe_topology(
 
 
 def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
+    """Returns the chip and the arrangement that a name such as 'v5p:4x4x8' stands for.
+
+    Raises:
+      ValueError: if the chip is unknown, or the arrangement has another number of dimensions.
+    """
     kind, _, arrangement = name.partition(':') if isinstance(name, str) else ('', '', '')
     if kind not in CHIPS:
         near = difflib.get_close_matches(kind.lower(), CHIPS, n=1)
         hint = f' Did you mean {near[0]!r}?' if near else ''
         raise ValueError(
-            f'unknown topology {name!r}: the known chips are {", ".join(CHIPS)}, written for '
-            f"example 'v5e:4x4', 'v5p:4x4x4' or 'h100:2x8'.{hint}"
+            f'unknown topology {name!r}: the known chips are {", ".join(CHIPS)}; write, for '
+            f"example, 'v5e:4x4', 'v5p:4x4x4' or 'h100:2x8'.{hint}"
         )
     chip = CHIPS[kind]
     dimensions = chip.dimensions or 2
     if not re.fullmatch(rf'[1-9]\d*(x[1-9]\d*){{{dimensions - 1}}}', arrangement):
-        meaning = 'hosts x GPUs of a host' if chip.platform == 'gpu' else 'chips'
+        meaning = 'hosts x GPUs per host' if chip.platform == 'gpu' else 'chips'
         raise ValueError(
             f'topology {name!r}: {kind} machines have {dimensions} dimensions ({meaning}), for '
             f'example {kind}:{_by((4,) * dimensions)}'
@@ -138,7 +145,7 @@ def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def _three(values: Any, kind: type, option: str, what: str) -> tuple[Any, Any, Any]:
-    """An option for x, y and z."""
+    """Returns an option with one entry for each of x, y and z."""
     three = tuple(values) if isinstance(values, Sequence) else ()
     if len(three) != 3 or not all(type(value) is kind for value in three):
         raise ValueError(f'{option}={values!r} needs 3 entries, {what} for x, y and z')
@@ -192,7 +199,7 @@ def _cuda_devices(chip: Chip, shape: Sequence[int], num_slices: int) -> tuple[Ja
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Variables read while a compiler is loaded, gone again before real devices are looked for."""
+    """Sets variables while a compiler is loaded, and removes them before devices are looked for."""
     added = {k: v for k, v in variables.items() if k not in os.environ}
     os.environ.update(added)
     try:

@@ -38,8 +38,8 @@ Order = Literal['best', 't5x']
 class MeshConfig:
     """A mesh, described by its axes and the machine that it is for.
 
-    Settings that contradict each other are found here, before any device is looked for; sizes that
-    do not fit the machine are found by `build`.
+    The constructor finds settings that contradict each other, before any device is looked for;
+    `build` finds sizes that do not fit the machine.
 
     Usage:
       MeshConfig(axes={'data': -1, 'fsdp': 4, 'model': 2}).build()
@@ -54,9 +54,9 @@ class MeshConfig:
         axis that is not in it has size 1. One size may be -1. With `dcn`, the sizes in `axes` count
         devices within one slice, and the size of a mesh axis is the product of the two. By default,
         `axes` has the whole sizes, and the last axes stay within slices as far as they reach.
-      slice_axis: the axis that spans the TPU slices, over which a batch is sharded, too. Without
-        `dcn`, its size over slices is their number. If it is not in `axes`, it is the first axis of
-        the mesh on several slices, and absent on one.
+      slice_axis: the axis that spans the TPU slices; partitioners shard the batch over it, too.
+        Without `dcn`, its size over slices is their number. If it is not in `axes`, it is the first
+        axis of the mesh on several slices, and absent on one.
       axis_types: 'auto', 'explicit' or 'manual', or `jax.sharding.AxisType`; one for all axes or
         one per axis. Kept as a tuple.
       granule_size: the number of GPUs that share one NVLink network, if that is not the number of
@@ -71,8 +71,8 @@ class MeshConfig:
         TPU v2, v3 and v4 where T5X has one for the size of the last axis, and 'best' elsewhere.
       model_parallel_submesh: for order='t5x', the (x, y, z, cores) tile of the TPU torus that the
         last axis takes in each slice.
-      num_expert_partitions: the size of an 'expert' axis that is split off the 'data' axis, after
-        which it comes, as in T5X's MoE. If 'data' is smaller, 'expert' takes all of it.
+      num_expert_partitions: the size of an 'expert' axis that is split off the 'data' axis and
+        follows it, as in T5X's MoE. If 'data' is smaller, 'expert' takes all of it.
 
     Raises:
       ValueError: if a setting is malformed, or two settings contradict each other.
@@ -238,10 +238,10 @@ class MeshConfig:
             raise ValueError(f'slice_axis={slices!r} must be the name of an axis')
         if self.dcn is not None and slices is not None and slices not in names:
             raise ValueError(f'slice_axis={slices!r} must be one of the axes {names} if dcn is set')
-        maximum = len(names) + (slices is not None and slices not in names)
-        maximum += self.num_expert_partitions is not None
+        least = len(names) + (self.num_expert_partitions is not None)
+        most = least + (slices is not None and slices not in names)
         types = cast(tuple, self.axis_types)
-        if len(types) > max(maximum, 1):
+        if len(types) not in (1, least, most):
             raise wrong_number_of_types(types, names)
 
     def _check_granules(self) -> None:
@@ -262,10 +262,10 @@ class MeshConfig:
 
     def _check_machine(self) -> None:
         if self.topology is not None:
-            given = {'devices': self.devices, 'backend': self.backend}
-            for name in [name for name, value in given.items() if value is not None]:
+            if self.devices is not None or self.backend is not None:
+                other = 'backend' if self.devices is None else 'devices'
                 raise ValueError(
-                    f'topology={self.topology!r} and {name} each decide the devices: keep one'
+                    f'topology={self.topology!r} and {other} each decide the devices: keep one'
                 )
             parse_topology(self.topology)
         if self.num_slices is not None:

@@ -1,4 +1,4 @@
-"""The order of the devices of one machine in a mesh: links decide, not device numbers."""
+"""The order of the devices of one slice in a mesh, by their links instead of their numbers."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ from absl import logging
 from partitioning.hardware import JaxDevice, has_coords, slice_bounds, torus_wrap
 from partitioning.mesh.torus import Torus, mean_hops, ring_order, snake
 
-TWO_CORES = ('TPU v2', 'TPU v3')  # each core a device
-_TRAYS = ('TPU v5 lite', 'TPU v5e', 'TPU v6 lite', 'TPU7x')  # have rings of their own in jax
-_LARGEST_TRAY = 32  # devices; of more than these jax knows no rings but only whole dimensions
-# jax before 0.11 knows no ring of these eight chips, numbered x fastest, z slowest.
+TWO_CORES = ('TPU v2', 'TPU v3')  # each core is a device
+_TRAYS = ('TPU v5 lite', 'TPU v5e', 'TPU v6 lite', 'TPU7x')  # jax has special rings for them
+_LARGEST_TRAY = 32  # devices; for more, jax assigns whole dimensions only and has no rings
+# The ring of 2 x 2 x 2 chips, numbered with x fastest and z slowest; jax before 0.11 lacks it.
 _V5P_CUBE_RING = (0, 1, 3, 2, 6, 7, 5, 4)
 
 
 def order_devices(devices: Sequence[JaxDevice], axis_sizes: Sequence[int]) -> np.ndarray:
-    """The devices of one TPU slice, or of one group of GPUs or CPUs, as a mesh.
+    """Orders the devices of one TPU slice, or of one group of GPUs or CPUs.
+
+    GPUs and CPUs are ordered by process and id. TPUs are in the order of
+    `jax.experimental.mesh_utils.create_device_mesh` if it has one, and otherwise form the shortest
+    rings of the torus. If chips are missing from the box that the TPUs span, their order follows a
+    path that winds through the box.
 
     Args:
-      devices: in any order.
-      axis_sizes: sizes of the mesh axes, by rising traffic; their product is the devices' number.
+      devices: the devices, in any order.
+      axis_sizes: the sizes of the mesh axes, in ascending order of traffic; their product is the
+        number of devices.
 
     Returns:
-      Devices of shape `axis_sizes`. GPUs and CPUs by process and id. TPUs in the order of
-      `jax.experimental.mesh_utils.create_device_mesh` where it has one, else as the shortest
-      rings of the torus; where chips are missing from the box that the devices span, along a
-      path that winds through it.
+      An array of devices of shape `axis_sizes`.
     """
     shape = tuple(axis_sizes)
     if not all(has_coords(d) for d in devices):
@@ -48,16 +51,20 @@ def order_devices(devices: Sequence[JaxDevice], axis_sizes: Sequence[int]) -> np
 
 
 def as_array(devices: Sequence[JaxDevice]) -> np.ndarray:
-    """A one-dimensional array of devices."""
+    """Returns a one-dimensional array of devices."""
     array = np.empty(len(devices), dtype=object)
     array[:] = devices
     return array
 
 
 def torus_of(device: JaxDevice, bounds: Sequence[int]) -> Torus:
-    """The torus of a box (x, y, z, cores) of chips like `device`, which is one of them.
+    """Returns the torus of a box of chips.
 
-    A dimension closes to a ring where the box has all of its slice along it.
+    A dimension closes to a ring if it does so in the whole slice and the box spans all of it.
+
+    Args:
+      device: a device in the box.
+      bounds: the extent of the box, as (x, y, z, cores).
     """
     x, y, z, cores = bounds
     whole = slice_bounds(device) or (x, y, z)
@@ -68,7 +75,7 @@ def torus_of(device: JaxDevice, bounds: Sequence[int]) -> Torus:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _StandIn:
-    """A device as jax's mesh maker wants to see it, at its place in the box."""
+    """The attributes of a device that jax's `create_device_mesh` reads."""
 
     index: int
     device_kind: str
@@ -78,7 +85,7 @@ class _StandIn:
 
 
 def _order_on_torus(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Indices into a flat grid (x, y, z, core) of devices, of shape `shape`."""
+    """Returns indices into a flattened grid (x, y, z, core) of devices, as an array of `shape`."""
     torus, kind = torus_of(grid.flat[0], grid.shape), grid.flat[0].device_kind
     theirs = _jax_order(grid, shape)
     if theirs is None:
@@ -86,7 +93,7 @@ def _order_on_torus(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     trays = kind in TWO_CORES or (kind in _TRAYS and grid.size <= _LARGEST_TRAY)
     if not trays or _is_ring_of_eight(kind, grid.size, shape):
         return theirs
-    # Rings of a tray are made for one shape of it; other devices of two cores come as they are.
+    # jax's order of a tray suits one mesh shape only, so ours may have shorter rings.
     ours = ring_order(torus, shape, whole_row_major=False)
     pairs = list(zip(mean_hops(torus, ours), mean_hops(torus, theirs), strict=True))
     better = all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
@@ -94,29 +101,29 @@ def _order_on_torus(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _is_ring_of_eight(kind: str, number: int, shape: tuple[int, ...]) -> bool:
-    """Whether the shape is one that users of jax know in its order, ring or not."""
+    """Whether users of jax know the order of this shape, even if it is not the shortest ring."""
     if kind in TWO_CORES:
         return 8 in (number, shape[-1])
     return kind != 'TPU7x' and number == 8 and shape == (2, 4)
 
 
 def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The same by `create_device_mesh`; None where it has no order, or none for this box."""
+    """Returns the order of `create_device_mesh`, or None if it has none for this box."""
     kind, (x, y, _, cores) = grid.flat[0].device_kind, grid.shape
     by_rows = np.arange(grid.size).reshape(grid.shape).transpose(2, 1, 0, 3).ravel()
     if kind in ('TPU v5', 'TPU v5p') and grid.shape == (2, 2, 2, 1):
         return by_rows[list(_V5P_CUBE_RING)].reshape(shape)
     if cores == 2 and kind not in (*TWO_CORES, 'TPU7x'):
-        return None  # it wants one device a chip
+        return None  # jax expects one device per chip
     if kind in TWO_CORES and (x % 2 or y % 2):
-        return None  # it would take other eight devices for a tray of 2 x 2 chips
+        return None  # jax would mistake these eight devices for a tray of 2 x 2 chips
     if grid.size == max(grid.shape) == 8:
-        return None  # and other eight chips for one of 2 x 4
+        return None  # jax would mistake these eight chips for a tray of 2 x 4
     if grid.size > _LARGEST_TRAY and kind not in TWO_CORES and not _takes_whole(grid.shape, shape):
         return None
     from jax.experimental import mesh_utils
 
-    # As jax.devices() is on a pod, and from the origin: some of its rings rely on both.
+    # Some of jax's rings rely on the order of jax.devices() on a pod, and on coordinates from 0.
     processes = np.array([d.process_index for d in grid.flat])
     pod = by_rows[np.argsort(processes[by_rows], kind='stable')]
     places = np.stack(np.unravel_index(pod, grid.shape), axis=-1).tolist()
@@ -126,13 +133,13 @@ def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
     ]
     try:
         ordered = mesh_utils.create_device_mesh(shape, chips)
-    except NotImplementedError:  # an axis that would split a dimension
+    except NotImplementedError:  # an axis would have to split a dimension
         return None
     return np.array([chip.index for chip in ordered.flat]).reshape(shape)
 
 
 def _takes_whole(bounds: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether each axis could have whole dimensions: else there is no need to ask jax."""
+    """Whether each axis could take whole dimensions; if not, jax has no order for the shape."""
     products = {
         math.prod(some)
         for n in range(len(bounds) + 1)
@@ -144,9 +151,10 @@ def _takes_whole(bounds: Sequence[int], shape: Sequence[int]) -> bool:
 def _winding(
     devices: Sequence[JaxDevice], places: np.ndarray, bounds: tuple[int, ...]
 ) -> np.ndarray:
+    """Orders the devices along a path that winds through their box."""
     logging.warning(
-        '%d TPU devices do not fill the %s box they lie in: their mesh winds through it, and its '
-        'rings have detours',
+        '%d TPU devices do not fill the %s box that they span: their mesh winds through it, and '
+        'its rings have detours',
         len(devices),
         'x'.join(map(str, bounds)),
     )

@@ -1,4 +1,4 @@
-"""How far the neighbours along each axis of a mesh are from each other, and over what network."""
+"""The distance between neighbours along each axis of a mesh, and the network between them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ class AxisRing:
     """The rings along one axis of a mesh, from each device to the next and back to the first.
 
     Attributes:
-      axis: name of the axis.
-      size: devices of one ring.
-      network: what its steps run on: 'ICI', 'DCN' or 'ICI + DCN' between TPUs; 'NVLink',
-        'network' or both between GPUs; 'memory' or 'network' between CPUs; '-' for one device.
-      mean_hops: links between neighbours, on average over all steps within a TPU slice, 0 between
-        the two cores of a chip; None without such steps.
-      worst_hops: the most links between two neighbours.
+      axis: the name of the axis.
+      size: the number of devices in one ring.
+      network: the network of its steps: 'ICI', 'DCN' or 'ICI + DCN' between TPUs; 'NVLink',
+        'network' or both between GPUs; 'memory', 'network' or both between CPUs; '-' for an axis of
+        one device.
+      mean_hops: the number of links between neighbours, averaged over all steps within a TPU slice;
+        the two cores of a chip are 0 links apart. None if there are no such steps.
+      worst_hops: the largest number of links between two neighbours, or None.
     """
 
     axis: str
@@ -39,16 +40,19 @@ class AxisRing:
 def axis_rings(
     mesh: Mesh, *, wrap: Sequence[bool] | None = None, granule_size: int | None = None
 ) -> list[AxisRing]:
-    """The rings of each axis of a mesh.
+    """Measures the rings of each axis of a mesh.
 
     Args:
-      mesh: of TPUs, GPUs or CPUs, here or described.
-      wrap: for each of x, y and z, whether links close the mesh's part of a slice to a ring; by
-        default as slices of these TPUs have it.
-      granule_size: GPUs that share NVLink, where they are more than those of a host.
+      mesh: the mesh, of devices that are here or described.
+      wrap: for each of x, y and z, whether links close the mesh's part of a TPU slice to a ring; by
+        default as slices of these TPUs do.
+      granule_size: the number of GPUs that share one NVLink network, by default those of a host.
 
     Returns:
-      One entry an axis, in the order of the mesh.
+      One entry per axis, in the order of the mesh.
+
+    Raises:
+      ValueError: if `wrap` is malformed or the devices are not TPUs.
     """
     devices = mesh.devices.ravel().tolist()
     granules = granules_of(devices, granule_size=granule_size)
@@ -71,20 +75,22 @@ def axis_rings(
 def mesh_table(
     mesh: Mesh, *, wrap: Sequence[bool] | None = None, granule_size: int | None = None
 ) -> str:
-    """A mesh as a table: its devices and processes, and size, network and hops of each axis."""
+    """Returns a table of a mesh: its devices and processes, and each axis with network and hops.
+
+    Args as in `axis_rings`.
+    """
     processes = collections.Counter(d.process_index for d in mesh.devices.flat)
     each = sorted(set(processes.values()))
     kind = mesh.devices.flat[0].device_kind
+    kind = 'CPU' if kind == 'cpu' else kind
     rows = [('axis', 'size', 'network', 'mean hops', 'worst hops')]
     for ring in axis_rings(mesh, wrap=wrap, granule_size=granule_size):
         moves = ring.size > 1 and ring.mean_hops is not None
         mean, worst = (f'{ring.mean_hops:.2f}', f'{ring.worst_hops}') if moves else ('-', '-')
         rows.append((ring.axis, str(ring.size), ring.network, mean, worst))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        f'{_count(mesh.size, "device")} ({kind}) of {_count(len(processes), "process")}, '
-        f'{" or ".join(map(str, each))} each'
-    ]
+    of_each = f' of {" or ".join(map(str, each))}' if len(processes) > 1 else ''
+    lines = [f'{_count(mesh.size, f"{kind} device")}, {_count(len(processes), "process")}{of_each}']
     for axis, size, network, mean, worst in rows:
         cells = (
             axis.ljust(widths[0]),
@@ -103,11 +109,14 @@ def _count(number: int, noun: str) -> str:
 
 
 def _on_torus(mesh: Mesh, wrap: Sequence[bool] | None) -> tuple[Torus | None, np.ndarray]:
-    """The torus of each slice and where its chips lie, `(*mesh, 4)`; None for other machines."""
+    """Returns the torus of each slice, or None for other machines, and the devices' places on it.
+
+    The places have the shape `(*mesh, 4)`.
+    """
     devices = mesh.devices.ravel().tolist()
     on_torus = all(has_coords(d) for d in devices)
     if wrap is not None and (not on_torus or isinstance(wrap, str) or len(tuple(wrap)) != 3):
-        raise ValueError(f'wrap={wrap!r} is of TPUs, a truth value for each of x, y and z')
+        raise ValueError(f'wrap={wrap!r} must be three booleans, for x, y and z, and needs TPUs')
     if not on_torus:
         return None, np.empty((*mesh.devices.shape, 0))
     places = np.array([(*d.coords, 0) for d in devices], dtype=np.int64)
@@ -118,7 +127,7 @@ def _on_torus(mesh: Mesh, wrap: Sequence[bool] | None) -> tuple[Torus | None, np
 
 
 def _networks(mesh: Mesh) -> tuple[str, str]:
-    """The network within a granule and that between granules."""
+    """Returns the network within a granule and the network between granules."""
     device = mesh.devices.flat[0]
     if has_coords(device):
         return 'ICI', 'DCN'

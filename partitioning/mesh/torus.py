@@ -1,9 +1,9 @@
-"""The order of the chips of a torus along the axes of a mesh: every axis a short ring.
+"""The order of the chips of a torus in which every axis of a mesh is a short ring.
 
-Positions only, no devices. Each mesh axis takes a box of the torus: of every dimension a factor,
-at the stride that other axes leave it. An axis that takes a part of a dimension goes through
-its box as a closed ring of neighbours where there is one; an axis of whole dimensions may keep
-them row-major, for collectives can run a ring of their own along each of them.
+This file knows positions only, no devices. Each mesh axis takes a box of the torus: a factor of
+every dimension, at the stride that other axes leave it. An axis that takes part of a dimension
+goes through its box as a closed ring of neighbours if there is one. An axis of whole dimensions may
+keep them row-major, because collectives can run a separate ring along each of them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 Sizes = tuple[int, ...]
-_TRAFFIC_RATIO = 4.0  # of an axis to the one before it
-_LARGEST_SLICE = 2**15  # devices; a larger one is not searched through in every order
+_TRAFFIC_RATIO = 4.0  # the traffic of an axis, relative to the axis before it
+_LARGEST_SLICE = 2**15  # devices; for larger slices not every order of axes is searched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,10 @@ class Torus:
     """A grid of devices with links between neighbours.
 
     Attributes:
-      bounds: devices along each dimension.
-      wrap: whether links close the dimension to a ring.
-      hops: links between neighbours along it: 1, or 0 where they share a chip.
+      bounds: the number of devices along each dimension.
+      wrap: for each dimension, whether links close it to a ring.
+      hops: for each dimension, the number of links between neighbours: 1, or 0 if they share a
+        chip.
     """
 
     bounds: Sizes
@@ -38,7 +39,7 @@ class Torus:
 
 @dataclasses.dataclass(frozen=True)
 class _Box:
-    """What one mesh axis takes of each dimension: so many devices, so far apart."""
+    """The part of each dimension that a mesh axis takes: the number of devices and their stride."""
 
     sizes: Sizes
     strides: Sizes
@@ -47,19 +48,20 @@ class _Box:
 def ring_order(
     torus: Torus, axis_sizes: Sequence[int], *, whole_row_major: bool = True
 ) -> np.ndarray:
-    """Where each position of a mesh lies on the torus.
+    """Returns the place on the torus of each position of a mesh.
 
-    The sum over the axes of the mean hops of their rings is as small as boxes make it, an axis
-    counting four times as much as the one before: axes are ordered by rising traffic (tensor
-    parallelism of an 8B transformer moves 3 to 15 times the bytes of its data axis).
+    It minimizes the weighted sum of the mean hops of the axes' rings over all choices of boxes. An
+    axis weighs four times as much as the axis before it, because axes are in ascending order of
+    traffic: tensor parallelism of an 8B transformer moves 3 to 15 times the bytes of its data axis.
 
     Args:
       torus: the machine.
-      axis_sizes: sizes of the mesh axes, their product that of `torus.bounds`.
-      whole_row_major: an axis of whole dimensions goes through them row-major, not as a ring.
+      axis_sizes: the sizes of the mesh axes, whose product is that of `torus.bounds`.
+      whole_row_major: whether an axis of whole dimensions goes through them row-major instead of as
+        a ring.
 
     Returns:
-      Row-major indices into `torus.bounds`, of shape `axis_sizes`.
+      Row-major indices into `torus.bounds`, as an array of shape `axis_sizes`.
     """
     boxes = _best_boxes(torus, tuple(axis_sizes))
     order = np.zeros((1,) * len(axis_sizes), dtype=np.int64)
@@ -75,15 +77,15 @@ def ring_order(
 
 
 def hops_to_next(torus: Torus, places: np.ndarray, axis: int) -> np.ndarray:
-    """Hops from each position of a mesh to the next along an axis, from the last to the first.
+    """Counts the hops from each position of a mesh to the next along an axis.
 
     Args:
       torus: the machine.
-      places: where each position lies on it, `(*mesh, dimensions)`.
-      axis: of the mesh.
+      places: the coordinates of each position on it, of shape `(*mesh, dimensions)`.
+      axis: the index of the mesh axis; its last position is followed by the first.
 
     Returns:
-      Whole numbers of the mesh's shape.
+      An array of integers with the shape of the mesh.
     """
     away = np.abs(places - np.roll(places, -1, axis=axis))
     shorter = np.where(torus.wrap, np.minimum(away, np.array(torus.bounds) - away), away)
@@ -91,16 +93,16 @@ def hops_to_next(torus: Torus, places: np.ndarray, axis: int) -> np.ndarray:
 
 
 def mean_hops(torus: Torus, order: np.ndarray) -> list[float]:
-    """Mean hops of the rings along each axis of an order of the torus, the way back included."""
+    """Returns the mean hops of the rings along each axis, including the step back to the start."""
     places = np.stack(np.unravel_index(order, torus.bounds), axis=-1)
     return [float(hops_to_next(torus, places, axis).mean()) for axis in range(order.ndim)]
 
 
 def _best_boxes(torus: Torus, axis_sizes: Sizes) -> list[_Box]:
-    """One box an axis, by depth-first search with the better boxes first.
+    """Returns one box per axis, found by depth-first search with the better boxes first.
 
-    A box lies at the strides that those chosen before it leave: the last axis is placed first,
-    and on slices as they are built every other order of the axes is tried as well.
+    A box has the strides that the boxes chosen before it leave. The last axis is placed first; on
+    all but the very largest slices, every other order of the axes is tried as well.
     """
     unit = _Box((1,) * len(torus.bounds), (1,) * len(torus.bounds))
     best: tuple[float, dict[int, _Box]] = math.inf, {}
@@ -128,10 +130,10 @@ def _best_boxes(torus: Torus, axis_sizes: Sizes) -> list[_Box]:
 
 @functools.lru_cache(maxsize=4096)
 def _ranked_boxes(torus: Torus, taken: Sizes, size: int) -> tuple[tuple[float, _Box], ...]:
-    """The boxes of `size` devices, with the mean hops of their rings.
+    """Returns the boxes of `size` devices with the mean hops of their rings, the best box first.
 
-    The shortest ring first; of equal ones that of most whole dimensions, whose links it shares
-    with no other axis, then the one along the first dimensions.
+    A shorter ring is better; then more whole dimensions, whose links no other axis shares; then
+    earlier dimensions.
     """
     free = tuple(b // t for b, t in zip(torus.bounds, taken, strict=True))
     ranked = []
@@ -145,7 +147,7 @@ def _ranked_boxes(torus: Torus, taken: Sizes, size: int) -> tuple[tuple[float, _
 
 
 def _factors(free: Sizes, size: int) -> Iterator[Sizes]:
-    """All ways to write `size` as a product of divisors of `free`, one each."""
+    """Yields all ways to write `size` as a product with one divisor of each entry of `free`."""
     if not free:
         if size == 1:
             yield ()
@@ -156,9 +158,9 @@ def _factors(free: Sizes, size: int) -> Iterator[Sizes]:
                 yield (first, *rest)
 
 
-@functools.lru_cache(maxsize=8)  # as many as a mesh has axes: its slices are alike
+@functools.lru_cache(maxsize=8)  # enough for the axes of a mesh, whose slices are alike
 def _ring(torus: Torus, box: _Box) -> tuple[int, np.ndarray]:
-    """The shortest ring through a box that snakes make: (its hops, where it leads)."""
+    """Returns the hops and the places of the shortest ring that a snake makes through a box."""
     strides = np.array(box.strides)
     used = [d for d, size in enumerate(box.sizes) if size > 1]
     best: tuple[int, np.ndarray] | None = None
@@ -179,7 +181,7 @@ def _ring(torus: Torus, box: _Box) -> tuple[int, np.ndarray]:
 
 
 def snake(sizes: Sequence[int]) -> np.ndarray:
-    """A path through a grid from neighbour to neighbour, the last dimension fastest."""
+    """Returns a path through a grid from neighbour to neighbour, the last dimension fastest."""
     path = np.zeros((1, 0), dtype=np.int64)
     for size in reversed(sizes):
         there_and_back = (path, path[::-1])
@@ -188,9 +190,9 @@ def snake(sizes: Sequence[int]) -> np.ndarray:
 
 
 def _closed_snake(sizes: Sequence[int]) -> np.ndarray:
-    """A closed path of neighbours through a grid whose first size is even.
+    """Returns a closed path of neighbours through a grid whose first size is even.
 
-    It snakes through the rows but for the first place of each, and comes home along those.
+    It snakes through all places of the rows except the first of each, and returns along those.
     """
     rows = snake([sizes[0], math.prod(sizes[1:]) - 1])
     row = snake(sizes[1:])

@@ -9,18 +9,18 @@ from mock_devices import gpus, tpu_slices, tpus
 
 from partitioning import create_mesh, default_mesh
 from partitioning.mesh.__main__ import main
-from partitioning.pictures.meshes import draw_mesh
+from partitioning.pictures.mesh_drawing import draw_mesh
 
 V5E_16X16 = """\
-v5e:16x16, links close to rings along x, y
-256 devices (TPU v5 lite) of 64 processes, 4 each
+v5e:16x16, links form rings along x, y
+256 TPU v5 lite devices, 64 processes of 4
 axis   size  network  mean hops  worst hops
 data     32  ICI           2.25           4
 model     8  ICI           1.00           1
 """
 HERE = """\
 this machine
-8 devices (cpu) of 1 process, 8 each
+8 CPU devices, 1 process
 axis   size  network  mean hops  worst hops
 data      4  memory           -           -
 model     2  memory           -           -
@@ -54,7 +54,7 @@ def test_as_a_program_of_its_own_it_is_quiet():
     )
     assert done.stderr == ''
     lines = done.stdout.splitlines()
-    assert lines[0] == '2 slices of v5p:4x4x4, links close to rings along x, y'
+    assert lines[0] == '2 slices of v5p:4x4x4, links form rings along x, y'
     assert [line.split()[:3] for line in lines[3:]] == [
         ['replica', '2', 'DCN'],
         ['data', '8', 'ICI'],
@@ -74,7 +74,7 @@ def test_without_settings_everything_is_data(capsys):
 def test_a_picture(capsys, tmp_path):
     status, out, _ = run(capsys, '--axes=data=4,model=2', f'--png={tmp_path}/mesh.png')
     assert status == 0
-    assert out.endswith(f'drawn into {tmp_path}/mesh.png\n')
+    assert out.endswith(f'wrote {tmp_path}/mesh.png\n')
     assert (tmp_path / 'mesh.png').read_bytes().startswith(b'\x89PNG\r\n')
 
 
@@ -83,11 +83,11 @@ def test_a_picture(capsys, tmp_path):
     [
         (['--num_partitions=3'], 'num_partitions=3 does not divide the 8 devices'),
         (['--topology=v7x:4x4x4'], "unknown topology 'v7x:4x4x4'"),
-        (['--num_slices=2'], '--chips_per_host_bounds describe a --topology'),
-        (['--axes=data=4,model=3'], 'the nearest that fits: (4, 2)'),
-        (['--axes=data=8', '--num_partitions=2'], 'that --num_partitions would: leave out'),
+        (['--num_slices=2'], 'num_slices=2 needs topology'),
+        (['--axes=data=4,model=3'], "the nearest that fits: {'data': 4, 'model': 2}"),
+        (['--axes=data=8', '--num_partitions=2'], '--axes already determines --num_partitions'),
         (['--ici_mesh_shape=1,4,2'], 'set both or neither'),
-        (['--png=/nowhere/mesh.png'], 'in a folder that exists'),
+        (['--png=/nowhere/mesh.png'], 'in an existing folder'),
         (['--png=mesh'], 'ends in .png'),
         (['--png='], 'ends in .png'),
     ],
@@ -110,7 +110,7 @@ def test_what_cannot_be_is_one_line(capsys, flags, message):
 def test_flags_say_how_they_are_written(capsys, flag, example):
     with pytest.raises(SystemExit):
         main([flag])
-    assert f'is not like {example}' in capsys.readouterr().err
+    assert f'must be like {example}' in capsys.readouterr().err
 
 
 def pixels(path):

@@ -100,7 +100,7 @@ def test_the_batch_goes_over_the_slices_by_any_name(rule, axes):
 def test_unused_axes_are_no_layout():
     """No rules are better than rules that replicate everything."""
     partitioner = PjitPartitioner(2, mesh_axis_names=('x', 'y'))
-    with pytest.raises(ValueError, match='no logical axis rules are'):
+    with pytest.raises(ValueError, match=r"'mlp', 'embed'.* no axis rules"):
         partitioner.partition(lambda a: constrain(a, ('mlp', 'embed')), None, None)(np.ones((4, 4)))
     double = partitioner.partition(lambda a: a * 2, P('x'), P('y'))  # specs need no rules
     assert double(np.arange(8.0)).tolist() == (np.arange(8.0) * 2).tolist()
@@ -113,7 +113,7 @@ def test_unused_axes_are_no_layout():
         ({'num_partitions': '8'}, "num_partitions='8' must be"),
         ({'num_partitions': 2, 'axis_types': 'bogus'}, "axis_types='bogus'"),
         ({'mesh': 'x'}, "mesh='x' must be a jax.sharding.Mesh"),
-        ({'num_partitions': 2, 'logical_axis_rules': 5}, '5 are no rules'),
+        ({'num_partitions': 2, 'logical_axis_rules': 5}, '5 must be a list'),
     ],
 )
 def test_settings_are_checked_before_any_device_is_looked_for(settings, message):

@@ -148,7 +148,7 @@ def test_networks_of_this_machine():
 def test_table_of_two_slices():
     mesh = default_mesh(4, devices=tpu_slices(2, (2, 2, 2), 'TPU v4'))
     assert mesh_table(mesh).splitlines() == [
-        '16 devices (TPU v4) of 4 processes, 4 each',
+        '16 TPU v4 devices, 4 processes of 4',
         'axis     size  network  mean hops  worst hops',
         'replica     2  DCN              -           -',
         'data        2  ICI           1.00           1',
@@ -160,7 +160,7 @@ def test_table_of_unequal_hosts():
     """No hops without a torus, and every number of devices that a process has."""
     mesh = create_mesh((13, 1), ('data', 'x'), devices=gpus(8, 2)[3:])
     assert mesh_table(mesh).splitlines() == [
-        '13 devices (NVIDIA H100) of 2 processes, 5 or 8 each',
+        '13 NVIDIA H100 devices, 2 processes of 5 or 8',
         'axis  size  network           mean hops  worst hops',
         'data    13  NVLink + network          -           -',
         'x        1  -                         -           -',
@@ -169,7 +169,7 @@ def test_table_of_unequal_hosts():
 
 def test_table_of_one_device():
     first, header, row = mesh_table(create_mesh((1,), 'all', devices=cpus(1, 1))).splitlines()
-    assert first == '1 device (cpu) of 1 process, 1 each'
+    assert first == '1 CPU device, 1 process'
     assert header.split('  ')[0] == 'axis'
     assert row.split() == ['all', '1', '-', '-', '-']
 
@@ -191,5 +191,5 @@ def test_wrap_is_of_three_dimensions(wrap):
 
 
 def test_wrap_is_of_tpus():
-    with pytest.raises(ValueError, match=r'wrap=.* is of TPUs'):
+    with pytest.raises(ValueError, match=r'wrap=.* TPUs'):
         axis_rings(create_mesh((8,), ('x',)), wrap=(True, True, True))

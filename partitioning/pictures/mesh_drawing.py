@@ -1,4 +1,4 @@
-"""A mesh as a picture: devices at their places in the machine, in the colour of their position."""
+"""Drawings of meshes: devices at their places in the machine, coloured by position on an axis."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from partitioning.hardware import has_coords, places_in_processes, slice_of
 from partitioning.mesh.rings import AxisRing, axis_rings
 
-_GAP = 0.6  # between planes, slices and hosts, in devices
-_NUMBERED = 512  # a machine of more devices has no room for their numbers
+_GAP = 0.6  # the space between planes, slices and hosts, in devices
+_NUMBERED = 512  # the most devices whose numbers fit into a panel
 _PANEL_INCHES = 4.2
 
 
@@ -28,18 +28,18 @@ def draw_mesh(
 ) -> None:
     """Draws a mesh into a file, one panel for each axis of more than one device.
 
-    TPUs lie at their x and y, planes of equal z beside each other and slices below each other; of
-    other machines a row is a process. Colours and numbers are positions along the axis; the line
-    is the ring of the axis through the first device, dotted where it closes.
+    TPUs are at their x and y, with planes of equal z next to each other and slices below each
+    other. On other machines, each row is a process. Colours and numbers show the position along the
+    axis. The line is the ring of the axis through the first device, and its last step is dotted.
 
     Args:
-      mesh: of devices here or described.
-      path: the file; its ending says the format ('.png').
+      mesh: the mesh, of devices that are here or described.
+      path: the file, whose extension decides the format ('.png').
       title: a line above the panels.
-      wrap, granule_size: as those of `axis_rings`.
+      wrap, granule_size: as in `axis_rings`.
 
     Raises:
-      RuntimeError: matplotlib is not installed.
+      RuntimeError: if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -49,7 +49,7 @@ def draw_mesh(
     rings = axis_rings(mesh, wrap=wrap, granule_size=granule_size)
     axes = [i for i, ring in enumerate(rings) if ring.size > 1] or [len(rings) - 1]
     width, height = np.ptp(places.reshape(-1, 2), axis=0) + 1
-    # Wide machines have their panels below each other.
+    # Put the panels of wide machines below each other.
     columns = len(axes) if width <= 2 * height else 1
     rows = math.ceil(len(axes) / columns)
     inches = _PANEL_INCHES * (1 if columns > 1 or width <= 2 * height else 1.8)
@@ -107,11 +107,11 @@ def _heading(ring: AxisRing) -> str:
 
 
 def _places(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, float, str]]]:
-    """Where to draw what.
+    """Returns where to draw devices and captions.
 
     Returns:
-      (x and y of every device, of the mesh's shape; width of a device over its height; captions
-      with their x and y).
+      The x and y of every device, of shape `(*mesh, 2)`; the ratio of a device's width to its
+      height; and the captions with their x and y.
     """
     devices = mesh.devices.ravel()
     slices = np.array([slice_of(d) for d in devices])
