@@ -1,6 +1,7 @@
-"""`python -m train`: reads gin files and runs what they configure: training, or an evaluation.
+"""`python -m train` reads gin files and starts the training or evaluation that they configure.
 
-python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'/tmp/run'"
+Usage:
+  python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'runs/quickstart'"
 """
 
 from __future__ import annotations
@@ -14,48 +15,52 @@ from absl import app, flags, logging
 from train.errors import first_line
 
 _GIN_FILE = flags.DEFINE_multi_string(
-    'gin_file', [], 'A gin file. Repeatable: later files override earlier ones.'
+    'gin_file', [], 'A gin file. Repeat the flag for more; later files override earlier ones.'
 )
 _GIN_BINDINGS = flags.DEFINE_multi_string(
-    'gin_bindings', [], 'A binding over the files; --gin.NAME=value is short for it.'
+    'gin_bindings', [], 'A binding that overrides the files. --gin.NAME=value is a short form.'
 )
 _SEARCH_PATHS = flags.DEFINE_multi_string(
-    'gin_search_paths', [], 'Folders, with commas between, to look for gin files and includes in.'
+    'gin_search_paths', [], 'Folders with gin files and includes, separated by commas.'
 )
 _ALLOW = flags.DEFINE_multi_string(
-    'gin_allow', [], 'Packages of your own, with commas between, that gin files may name.'
+    'gin_allow', [], 'Your own packages that gin files may name, separated by commas.'
 )
 _CPU_DEVICES = flags.DEFINE_integer(
-    'cpu_devices', None, 'Virtual devices where there is nothing but a CPU; 8.', lower_bound=1
+    'cpu_devices',
+    None,
+    'Number of virtual devices on a machine with only a CPU (8).',
+    lower_bound=1,
 )
 _MULTIHOST = flags.DEFINE_bool(
     'multihost',
     False,
-    'One of several processes, found out from the environment (TPU pods, Slurm).',
+    'Connect to other processes, auto-detected from the environment (TPU pods, Slurm).',
 )
 _COORDINATOR = flags.DEFINE_string(
-    'coordinator_address', None, 'host:port of process 0, for one of several processes.'
+    'coordinator_address', None, 'host:port of process 0, in a run with several processes.'
 )
-_PROCESS_COUNT = flags.DEFINE_integer('process_count', None, 'With --coordinator_address.')
-_PROCESS_INDEX = flags.DEFINE_integer('process_index', None, 'With --coordinator_address.')
-_TRACEBACK = flags.DEFINE_bool('traceback', False, 'Show the whole traceback of an error.')
+_PROCESS_COUNT = flags.DEFINE_integer('process_count', None, 'Number of processes.')
+_PROCESS_INDEX = flags.DEFINE_integer('process_index', None, 'Index of this process.')
+_TRACEBACK = flags.DEFINE_bool('traceback', False, 'Show the traceback of every error.')
 
 
 def rewrite_gin_flags(argv: list[str]) -> list[str]:
-    """`--gin.NAME=value` -> `--gin_bindings=NAME=value`."""
+    """Turns `--gin.NAME=value` into `--gin_bindings=NAME=value`."""
     return [
         f'--gin_bindings={a.removeprefix("--gin.")}' if a.startswith('--gin.') else a for a in argv
     ]
 
 
-def _listed(values: list[str]) -> list[str]:
-    """The entries of a repeatable flag, each with commas between several."""
+def _split(values: list[str]) -> list[str]:
+    """Returns the entries of a repeatable flag whose values are separated by commas."""
     return [entry for value in values for entry in value.split(',') if entry]
 
 
 def run() -> None:
-    """Configures and runs, by the flags."""
-    from train import machine  # jax and all else load after the flags are known to be right
+    """Runs what the flags configure."""
+    # These import jax, so they wait until the flags have been checked.
+    from train import machine
     from train.config import check_complete, find_entry, load_config
 
     machine.use_virtual_devices(_CPU_DEVICES.value)
@@ -63,7 +68,7 @@ def run() -> None:
         _COORDINATOR.value, _PROCESS_COUNT.value, _PROCESS_INDEX.value, _MULTIHOST.value
     )
     load_config(
-        _GIN_FILE.value, _GIN_BINDINGS.value, _listed(_SEARCH_PATHS.value), _listed(_ALLOW.value)
+        _GIN_FILE.value, _GIN_BINDINGS.value, _split(_SEARCH_PATHS.value), _split(_ALLOW.value)
     )
     entry = find_entry()
     check_complete(entry)
@@ -71,30 +76,31 @@ def run() -> None:
 
 
 def explain(error: Exception) -> str | None:
-    """The one line that says what is wrong, for errors that this project raises for its users.
+    """Returns the message of an error that this project raises for its users, in one line.
 
-    Their messages are written to be read alone. An error from deeper down keeps its traceback.
+    Such messages explain themselves. For all other errors it returns None, and the traceback is
+    shown.
     """
     if isinstance(error, TypeError) and 'No values supplied by Gin' in str(error):
-        return f'a gin file gives no value: {first_line(error)}'
+        return f'a gin file is missing a value: {first_line(error)}'
     if isinstance(error, TypeError) and 'In call to configurable' in str(error):
         missing = str(error).split('\n')[0].partition(' missing ')[2]
         name = str(error).partition("In call to configurable '")[2].partition("'")[0]
-        return f'{name} is missing {missing}: give a value in a gin file' if missing else None
+        return f'{name} is missing {missing}: set it in a gin file' if missing else None
     if not isinstance(error, ValueError | OSError | FloatingPointError):
         return None
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     root = Path(__file__).parents[1]
     if not any(raised_in.is_relative_to(root / package) for package in ('partitioning', 'train')):
         return None
-    # gin adds lines that say which configurable was being called.
+    # gin appends lines that name the configurable it was calling.
     message = str(error).split('\n  In call to configurable')[0]
     return ' '.join(message.split())
 
 
 def main(argv: list[str]) -> int:
     if len(argv) > 1:
-        print(f'error: {argv[1]!r} is no flag; see python -m train --help', file=sys.stderr)
+        print(f'error: {argv[1]!r} is not a flag; see python -m train --help', file=sys.stderr)
         return 2
     try:
         run()

@@ -1,4 +1,4 @@
-"""What a run computes with, before there is any array: shapes, types and shardings."""
+"""Shapes, dtypes and shardings of a run, known before any array exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from train.steps import make_eval_step
 
 
 def abstract_arrays(named: Any, resolved: ResolvedState) -> Any:
-    """ShapeDtypeStructs of a state, or of parameters, with the shardings they resolve to."""
+    """Returns the ShapeDtypeStructs of a state or of parameters, with their shardings."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
         unbox(named),
@@ -25,7 +25,7 @@ def abstract_arrays(named: Any, resolved: ResolvedState) -> Any:
 
 
 def abstract_batch(row: Mapping[str, Any], batch_size: int, partitioner: BasePartitioner) -> Any:
-    """ShapeDtypeStructs [batch, ...] of batches of such rows."""
+    """Returns the ShapeDtypeStructs of a batch of such rows, each [batch, ...]."""
     sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
     return {
         name: jax.ShapeDtypeStruct((batch_size, *shape), dtype, sharding=sharding)
@@ -34,18 +34,21 @@ def abstract_batch(row: Mapping[str, Any], batch_size: int, partitioner: BasePar
 
 
 def compile_eval_step(
-    partitioner: BasePartitioner, model: Any, axes: Any, params: Any, batch: Any
+    partitioner: BasePartitioner, model: Any, specs: Any, params: Any, batch: Any
 ) -> CompiledPartitionedCallable:
-    """The evaluation of a batch, compiled.
+    """Compiles the eval step.
 
     Args:
-      partitioner: lays it out.
+      partitioner: lays out the step over the mesh.
       model: the linen module.
-      axes: PartitionSpecs of the parameters.
-      params: the parameters, abstract.
-      batch: a batch, abstract.
+      specs: the PartitionSpecs of the parameters.
+      params: the ShapeDtypeStructs of the parameters.
+      batch: the ShapeDtypeStructs of a batch.
+
+    Returns:
+      The compiled function (params, batch) -> sums over the targets, as in `make_eval_step`.
     """
-    in_axes = (axes, partitioner.data_partition_spec)
+    in_axes = (specs, partitioner.data_partition_spec)
     return partitioner.compile(
         partitioner.partition(make_eval_step(model), in_axes, None), params, batch
     )

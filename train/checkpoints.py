@@ -1,4 +1,4 @@
-"""Checkpoints by Orbax: saved without a mesh, restored onto any."""
+"""Checkpoints by Orbax: saved without a mesh, restored onto any mesh."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from train.machine import raise_on_all_processes
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to save, and what to keep.
+    """When to save checkpoints, and which of them to keep.
 
     Attributes:
-      period: steps between two checkpoints; 0: only at the end of the run.
-      keep: the newest so many stay; None: all do.
-      steps: steps that are saved beside those of the period.
+      period: the number of steps between two checkpoints. 0 saves only at the end of the run.
+      keep: the number of newest checkpoints to keep. None keeps all.
+      steps: steps to save in addition to those of the period.
     """
 
     period: int = 1000
@@ -48,17 +48,17 @@ RestoreMode = Literal['latest', 'specific']
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestoreConfig:
-    """The checkpoint of another run that a run begins with.
+    """The checkpoint of another run that a run starts from.
 
     Attributes:
-      path: with mode 'specific' one checkpoint, `<model_dir>/checkpoints/<step>`; with 'latest' the
-        folder of a run or of its checkpoints, whose newest whole one is taken.
-      mode: see `path`.
+      path: in mode 'specific', one checkpoint, `<model_dir>/checkpoints/<step>`; in mode 'latest',
+        the folder of a run or of its checkpoints, whose newest complete checkpoint is restored.
+      mode: 'latest' or 'specific'.
     """
 
     path: str
     mode: RestoreMode = 'latest'
-    setting: ClassVar[str] = 'RestoreConfig.path'  # what messages call `path`
+    setting: ClassVar[str] = 'RestoreConfig.path'  # the name of `path` in messages
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
@@ -67,56 +67,57 @@ class RestoreConfig:
             raise ConfigError(f"RestoreConfig.mode is {self.mode!r}: use 'latest' or 'specific'")
 
     def find(self) -> tuple[Path, int]:
-        """The folder of checkpoints that `path` is of, and the step to restore of them.
+        """Finds the checkpoint by looking at files only, so processes need not wait for each other.
 
-        It looks at files alone, so that processes need not wait for each other.
+        Returns:
+          The folder of checkpoints, and the step to restore.
 
         Raises:
-          ConfigError: there is no such checkpoint, or it is not whole.
+          ConfigError: if there is no such checkpoint, or it is incomplete.
         """
         path = Path(os.path.expanduser(self.path))
         folder = path.parent if self.mode == 'specific' else path
         if self.mode == 'latest' and (path / 'checkpoints').is_dir():
             folder = path / 'checkpoints'
-        if of_t5x := re.fullmatch(r'checkpoint_(\d+)', path.name):
+        if t5x_name := re.fullmatch(r'checkpoint_(\d+)', path.name):
             raise ConfigError(
-                f'{self.setting} {path} is named as in T5X, whose checkpoints cannot be read; '
-                f'that of a run of this trainer is {path.parent / "checkpoints" / of_t5x[1]}'
+                f'{self.setting} {path} looks like a T5X checkpoint, which cannot be read; a '
+                f'checkpoint of this trainer is {path.parent / "checkpoints" / t5x_name[1]}'
             )
         if not path.is_dir():
-            raise ConfigError(f'{self.setting} {path}: there is no such folder')
+            raise ConfigError(f'{self.setting} {path} does not exist')
         if self.mode == 'specific' and not path.name.isdecimal():
             raise ConfigError(
-                f"{self.setting} {path} is no checkpoint, whose folder has its step's number: "
-                "add that, or use mode 'latest'"
+                f'{self.setting} {path} is not a checkpoint directory (expected '
+                ".../checkpoints/<step>): add the step, or use mode 'latest'"
             )
-        steps = whole_steps(folder)
+        steps = complete_steps(folder)
         step = int(path.name) if self.mode == 'specific' else max(steps, default=None)
         if step not in steps:
             raise ConfigError(
-                f'{self.setting} {path}: there is no whole checkpoint; {folder} has those of '
-                f'the steps {steps}'
+                f'{self.setting} {path} is not a complete checkpoint; {folder} has complete '
+                f'checkpoints of the steps {steps}'
             )
         return folder, step
 
     def open(self, folder: Path) -> Checkpoints:
-        """The checkpoints of the folder that `find` has found."""
+        """Opens the folder that `find` returned."""
         return Checkpoints(folder, CheckpointConfig(keep=None), self.setting)
 
 
-def whole_steps(directory: Path) -> list[int]:
-    """The steps whose checkpoints are whole, in their order.
+def complete_steps(directory: Path) -> list[int]:
+    """Returns the steps of complete checkpoints, in ascending order.
 
-    Orbax takes any directory named by a number for a checkpoint; one without the metadata that a
-    finished save writes is passed over.
+    Orbax takes every directory with a number for a name for a checkpoint. This function skips those
+    without the metadata that a finished save writes.
     """
     if not directory.is_dir():
         return []
     steps = (int(path.name) for path in directory.iterdir() if path.name.isdecimal())
-    return sorted(step for step in steps if _is_whole(directory / str(step)))
+    return sorted(step for step in steps if _is_complete(directory / str(step)))
 
 
-def _is_whole(checkpoint: Path) -> bool:
+def _is_complete(checkpoint: Path) -> bool:
     return (checkpoint / '_CHECKPOINT_METADATA').is_file()
 
 
@@ -124,9 +125,9 @@ class Checkpoints:
     """The checkpoints of one run, in `<directory>/<step>`.
 
     Args:
-      directory: its folder of checkpoints.
-      config: when to save, and what to keep.
-      restored_by: the setting that names `directory`, where it is another run's.
+      directory: the folder of the checkpoints.
+      config: when to save, and which checkpoints to keep.
+      restored_by: the setting that names `directory`, if it belongs to another run.
     """
 
     def __init__(self, directory: Path, config: CheckpointConfig, restored_by: str | None = None):
@@ -143,71 +144,70 @@ class Checkpoints:
         )
 
     def latest_step(self) -> int | None:
-        """The newest step whose checkpoint is whole."""
+        """Returns the step of the newest complete checkpoint, or None."""
         self._manager.wait_until_finished()
-        return max(whole_steps(self.directory), default=None)
+        return max(complete_steps(self.directory), default=None)
 
     def restore(self, step: int, abstract_state: Any) -> Any:
-        """The state of a step.
+        """Restores the state of a step.
 
         Args:
-          step: one that was saved.
-          abstract_state: ShapeDtypeStructs with the shardings to restore to.
+          step: the step of a saved checkpoint.
+          abstract_state: ShapeDtypeStructs with the shardings of the restored arrays.
 
         Raises:
-          ConfigError: the checkpoint holds other arrays, shapes or types than the state, or cannot
-            be read.
+          ConfigError: if the checkpoint has different arrays, shapes or dtypes than the state, or
+            cannot be read.
         """
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
         self._check(step, abstract_state)
         try:
             return self._manager.restore(step, args=args)['state']
-        except Exception as error:  # Orbax and tensorstore raise of every kind for a missing file
+        except Exception as error:  # Orbax and tensorstore raise many types for a missing file.
             raise self._damaged(step, error) from error
 
     def restore_params(self, step: int, abstract_params: Any) -> Any:
-        """The parameters of a step, without what the optimizer keeps; as `restore`."""
+        """Restores the parameters of a step without the optimizer state, like `restore`."""
         wanted = {'params': abstract_params}
         args = ocp.args.PyTreeRestore(
             item=wanted,
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
             partial_restore=True,
         )
-        self._check(step, wanted, of='params/')
+        self._check(step, wanted, prefix='params/')
+        path = self.directory / str(step) / 'state'
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                return checkpointer.restore(self.directory / str(step) / 'state', args=args)[
-                    'params'
-                ]
+                return checkpointer.restore(path, args=args)['params']
         except Exception as error:
             raise self._damaged(step, error) from error
 
-    def _check(self, step: int, abstract_state: Any, of: str = '') -> None:
-        """Compares as `_compare`, all processes together: the restore itself waits for all."""
+    def _check(self, step: int, abstract_state: Any, prefix: str = '') -> None:
+        """Compares the checkpoint with the state, before the restore makes processes wait."""
         with raise_on_all_processes():
             try:
-                self._compare(step, abstract_state, of)
+                self._compare(step, abstract_state, prefix)
             except ConfigError:
                 raise
             except Exception as error:
                 raise self._damaged(step, error) from error
 
     def _damaged(self, step: int, error: Exception) -> ConfigError:
-        way_out = 'delete it to go on from the one before'
+        hint = 'delete it to resume from the one before'
         if self._restored_by is not None:
-            way_out = f'name another one by {self._restored_by}'
+            hint = f'set {self._restored_by} to another one'
         return ConfigError(
-            f'checkpoint {self.directory / str(step)} is damaged; {way_out} ({first_line(error)})'
+            f'checkpoint {self.directory / str(step)} is damaged ({first_line(error)}): {hint}'
         )
 
     def is_due(self, step: int) -> bool:
-        """Whether the period ends with this step, or it is one of those to save."""
+        """Whether a checkpoint is to be saved after this step."""
         return step in self._steps or (bool(self._period) and step % self._period == 0)
 
     def save(self, step: int, state: Any) -> None:
-        """Begins to save; the write goes on beside the training."""
-        if step in self._manager.all_steps() and not _is_whole(self.directory / str(step)):
-            self._manager.delete(step)  # what a save that died or a user left there
+        """Starts to save a state. Writing continues while training does."""
+        if step in self._manager.all_steps() and not _is_complete(self.directory / str(step)):
+            self._manager.delete(step)  # An earlier save did not finish.
         if step not in self._manager.all_steps():
             args = ocp.args.Composite(state=ocp.args.StandardSave(state))
             self._manager.save(step, args=args, force=True)
@@ -216,27 +216,30 @@ class Checkpoints:
         """Waits until everything is written."""
         self._manager.close()
 
-    def _compare(self, step: int, abstract_state: Any, of: str = '') -> None:
-        """Compares names, shapes and types before any array is read (Orbax casts silently).
+    def _compare(self, step: int, abstract_state: Any, prefix: str = '') -> None:
+        """Compares paths, shapes and dtypes before any array is read (Orbax casts silently).
 
         Args:
-          of: only of arrays whose paths begin so.
+          step: the step of the checkpoint.
+          abstract_state: the arrays that are wanted.
+          prefix: only arrays whose paths start with it are compared.
         """
         metadata = self._manager.item_metadata(step)['state']
-        saved = _described(metadata.tree if hasattr(metadata, 'tree') else metadata)
-        saved = {path: value for path, value in saved.items() if path.startswith(of)}
-        wanted = _described(abstract_state)
+        saved = _shapes(metadata.tree if hasattr(metadata, 'tree') else metadata)
+        saved = {path: value for path, value in saved.items() if path.startswith(prefix)}
+        wanted = _shapes(abstract_state)
         differing = sorted(k for k in saved.keys() | wanted.keys() if saved.get(k) != wanted.get(k))
         if differing:
-            first, other = differing[0], self._restored_by or 'MODEL_DIR'
+            first, setting = differing[0], self._restored_by or 'MODEL_DIR'
             raise ConfigError(
-                f'checkpoint {self.directory / str(step)} is of another model or optimizer: '
-                f'{len(differing)} arrays differ, first {first}: {saved.get(first, "absent")} in '
-                f'the checkpoint, {wanted.get(first, "absent")} in this run. Use the settings it '
-                f'was trained with, or another {other}'
+                f'checkpoint {self.directory / str(step)} belongs to another model or optimizer: '
+                f'{len(differing)} arrays differ. The first is {first}: '
+                f'{saved.get(first, "absent")} in the checkpoint, {wanted.get(first, "absent")} in '
+                f'this run. Use the settings it was trained with, or another {setting}'
             )
 
 
-def _described(tree: Any) -> dict[str, str]:
+def _shapes(tree: Any) -> dict[str, str]:
+    """Returns the shape and dtype of every array, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {path_str(p): f'{tuple(x.shape)} {jax.numpy.dtype(x.dtype)}' for p, x in leaves}

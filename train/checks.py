@@ -1,4 +1,4 @@
-"""What a run is checked for before it costs anything."""
+"""Checks of a run's settings, made before the run costs anything."""
 
 from __future__ import annotations
 
@@ -27,16 +27,19 @@ COUNTS = ('total_steps', 'batch_size', 'sequence_length', 'num_microbatches', 'l
 
 
 def check_training(settings: Mapping[str, Any]) -> Path:
-    """The arguments of `train.train.train` mean something, each by itself.
+    """Checks each argument of `train.train.train` by itself.
 
     Returns:
-      The folder of the run, which is not made yet.
+      The folder of the run, which does not have to exist yet.
+
+    Raises:
+      ConfigError, ValueError: if an argument is malformed.
     """
     check_counts(**{name: settings[name] for name in COUNTS})
     check_counts(minimum=0, eval_period=settings['eval_period'], seed=settings['seed'])
     if settings['eval_tokens'] is not None:
         check_counts(eval_tokens=settings['eval_tokens'])
-    needed = {
+    required = {
         'model': nn.Module,
         'partitioner': BasePartitioner,
         'optimizer': Optimizer,
@@ -50,7 +53,7 @@ def check_training(settings: Mapping[str, Any]) -> Path:
         'loss': LossConfig,
     }
     given = {name: kind for name, kind in optional.items() if settings[name] is not None}
-    check_objects('train', settings, needed | given)
+    check_objects('train', settings, required | given)
     if settings['eval_tasks'] is not None:
         check_tasks('train.eval_tasks', settings['eval_tasks'])
     check_partitioner(settings['partitioner'])
@@ -59,7 +62,7 @@ def check_training(settings: Mapping[str, Any]) -> Path:
 
 
 def check_evaluation(settings: Mapping[str, Any]) -> Path:
-    """The same of the arguments of `train.evaluation.evaluate_checkpoint`."""
+    """Checks each argument of `train.evaluation.evaluate_checkpoint`, as `check_training` does."""
     check_counts(**{name: settings[name] for name in ('batch_size', 'sequence_length')})
     if settings['eval_tokens'] is not None:
         check_counts(eval_tokens=settings['eval_tokens'])
@@ -74,40 +77,36 @@ def check_evaluation(settings: Mapping[str, Any]) -> Path:
 
 
 def check_batch(partitioner: BasePartitioner, batch_size: int, num_microbatches: int) -> None:
-    """The data axis divides the batch, and each microbatch."""
+    """Checks that the data axis divides the batch and each microbatch."""
     partitioner.get_data_layout(batch_size)
     parts = partitioner.data_mesh_size * num_microbatches
     if batch_size % parts:
         raise ConfigError(
             f'batch_size {batch_size} does not divide into {num_microbatches} microbatches over a '
-            f'data axis of {partitioner.data_mesh_size}: use a multiple of {parts}'
+            f'data axis of size {partitioner.data_mesh_size}: use a multiple of {parts}'
         )
 
 
 def check_partitioner(partitioner: BasePartitioner) -> None:
-    """There is its mesh; models and states are laid out over it as this trainer does.
-
-    Models are laid out by constraints, which only Auto axes take, and parameters are born on their
-    devices or restored to them.
-    """
+    """Checks that the partitioner has a mesh, and settings that this trainer supports."""
     try:
         axis_types = partitioner.mesh.axis_types
-    except RuntimeError as error:  # jax's, for a backend that is not there
+    except RuntimeError as error:  # jax raises it for a backend that does not exist.
         raise ConfigError(f'the partitioner has no mesh: {first_line(error)}') from error
     if any(axis_type is not AxisType.Auto for axis_type in axis_types):
         raise ConfigError(
-            f'the mesh has axis types {axis_types}: these models need Auto axes, so leave '
-            'axis_types out'
+            f'the mesh has the axis types {axis_types}, but the models of this trainer need Auto '
+            'axes: remove axis_types'
         )
     if not partitioner.params_on_devices:
         raise ConfigError(
-            'PjitPartitioner.params_on_devices is False: parameters are born on their devices or '
-            'restored to them, so leave it out'
+            'PjitPartitioner.params_on_devices is False, but this trainer always creates and '
+            'restores parameters on devices: remove the setting'
         )
 
 
 def check_vocabulary(model: Any, num_tokens: int) -> None:
-    """The model knows every token of the task."""
+    """Checks that the model's vocabulary has every token of the task."""
     vocab_size = model.config.vocab_size
     if vocab_size < num_tokens:
         raise ConfigError(
@@ -117,23 +116,28 @@ def check_vocabulary(model: Any, num_tokens: int) -> None:
 
 
 def check_rows(row: Row, evaluated: Mapping[str, Row]) -> None:
-    """The steps know every array of a row, and evaluations have the same ones."""
+    """Checks that the steps support every array of a row, and that evaluations have the same.
+
+    Args:
+      row: a row to train on.
+      evaluated: a row of each evaluation, by the name of its task.
+    """
     unknown = sorted(row.keys() - BATCH_ARRAYS)
     if unknown:
         raise ConfigError(
-            f'the task makes rows with {", ".join(unknown)}, which this trainer has no model for: '
-            'use CausalLM, or its rows in a trainer of your own'
+            f'the rows of the task contain {", ".join(unknown)}, which no model of this trainer '
+            'uses: use CausalLM, or feed these rows to your own trainer'
         )
     for name, other in evaluated.items():
         if features(other) != features(row):
             raise ConfigError(
-                f'rows of the evaluation {name!r} have {_shapes(other)}, those of the training '
-                f'{_shapes(row)}: use the same kind of task and packing'
+                f'the rows of the evaluation {name!r} have {_shapes(other)}, but the rows of the '
+                f'training have {_shapes(row)}: use the same kind of task and packing for both'
             )
 
 
 def check_tasks(setting: str, tasks: Any) -> None:
-    """Evaluations are tasks, by name."""
+    """Checks that a setting maps names to tasks."""
     if not isinstance(tasks, Mapping) or not tasks:
         raise ConfigError(
             f'{setting} is {"empty" if tasks == {} else f"a {type(tasks).__name__}"}: write '
@@ -144,12 +148,12 @@ def check_tasks(setting: str, tasks: Any) -> None:
 
 
 def check_evaluated(training: OpenTask, evaluated: Mapping[str, OpenTask]) -> None:
-    """Evaluations are of the same tokens as the training."""
+    """Checks that the evaluations use the tokenizer of the training."""
     for name, task in evaluated.items():
         if task.tokenizer.identity != training.tokenizer.identity:
             raise ConfigError(
-                f'the evaluation {name!r} has another tokenizer than the training: '
-                f'{task.tokenizer.identity[:28]}, not {training.tokenizer.identity[:28]}'
+                f'the evaluation {name!r} uses the tokenizer {task.tokenizer.identity[:28]}, but '
+                f'the training uses {training.tokenizer.identity[:28]}: use the same for both'
             )
 
 
@@ -160,50 +164,59 @@ def _shapes(row: Row) -> str:
 def check_finite(
     scalars: Mapping[str, float], step: int, latest_step: Callable[[], int | None]
 ) -> None:
-    """Stops a run that is lost, before it is saved."""
+    """Stops a run whose metrics are not finite, before its state is saved.
+
+    Args:
+      scalars: the metrics of the step.
+      step: the step.
+      latest_step: returns the step of the newest checkpoint, or None.
+
+    Raises:
+      FloatingPointError: if a metric is not finite.
+    """
     for name, value in scalars.items():
         if not math.isfinite(value):
             last = latest_step()
-            kept = 'nothing saved' if last is None else f'the checkpoint of step {last} stays'
+            kept = 'no checkpoint' if last is None else f'the newest checkpoint is of step {last}'
             raise FloatingPointError(
                 f'{name} is {value} at step {step} ({kept}): lower the learning rate or clip_norm'
             )
 
 
-def check_objects(of: str, settings: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
-    """Each of these settings of a function is an object of its type."""
+def check_objects(function: str, settings: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    """Checks that settings of a function are objects of the types in `kinds`."""
     for name, kind in kinds.items():
-        check_object(f'{of}.{name}', settings[name], kind)
+        check_object(f'{function}.{name}', settings[name], kind)
 
 
 def check_object(setting: str, value: Any, kind: type) -> None:
-    """A setting is an object of its type (`@Name` in a gin file is the class)."""
+    """Checks that a setting is an object of its type (in a gin file, `@Name` is the class)."""
     if not isinstance(value, kind):
+        shown = f'the class {value.__name__}' if isinstance(value, type) else repr(value)
         raise ConfigError(
-            f'{setting} is {_shown(value)}, no object of {kind.__name__}: in a gin file write '
-            f'@{getattr(value, "__name__", kind.__name__)}(), with the brackets'
+            f'{setting} is {shown}, but it must be an instance of {kind.__name__}: in a gin file, '
+            f'write @{getattr(value, "__name__", kind.__name__)}(), with parentheses'
         )
 
 
-def _shown(value: Any) -> str:
-    return f'the class {value.__name__}' if isinstance(value, type) else repr(value)
-
-
 def check_steps_left(restore: RestoreConfig, restored_step: int, total_steps: int) -> None:
-    """A run that begins with the checkpoint of another one goes beyond its step."""
+    """Checks that a run that starts from another run's checkpoint has steps left to train."""
     if restored_step >= total_steps:
         raise ConfigError(
             f'total_steps is {total_steps}, but the checkpoint of {restore.setting} '
-            f'{restore.path} is of step {restored_step} already: steps count from the beginning '
-            'of that run, so train to '
-            f'{restored_step + total_steps} for {total_steps} steps more'
+            f'{restore.path} is already at step {restored_step}, and its steps count: use '
+            f'{restored_step + total_steps} to train for {total_steps} more steps'
         )
 
 
 def check_writable(setting: str, value: Any) -> Path:
-    """The folder that a setting names, which may be unusable: that is found without making it."""
+    """Checks that a setting names a folder that can be written, without creating it.
+
+    Returns:
+      The folder.
+    """
     if not isinstance(value, str) or not value.strip() or '://' in value:
-        raise ConfigError(f'{setting} {value!r} must be the path of a folder, local or mounted')
+        raise ConfigError(f'{setting} {value!r} must be the path of a local or mounted folder')
     directory = Path(os.path.expanduser(value))
     with raise_on_all_processes():
         existing = next(p for p in [directory, *directory.resolve().parents] if p.exists())
@@ -215,7 +228,7 @@ def check_writable(setting: str, value: Any) -> Path:
 
 
 def make_writable(setting: str, directory: Path) -> None:
-    """Makes the folder that a setting names, and proves that files can be written there."""
+    """Creates the folder that a setting names, and writes a temporary file to prove it works."""
     with raise_on_all_processes():
         try:
             directory.mkdir(parents=True, exist_ok=True)

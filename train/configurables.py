@@ -1,6 +1,6 @@
-"""What gin files may name beside the trainer's own classes: the partitioner and optax.
+"""Registers everything that gin files may name: the trainer's classes, partitioning and optax.
 
-`partitioning` knows nothing of gin, so its names are given to gin here.
+`partitioning` does not import gin, so its names are registered here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import train.models.transformer
 import train.optimizers
 import train.sampling
 import train.schedules
-import train.train  # noqa: F401  # importing each of these registers its configurables
+import train.train  # noqa: F401  # Importing these modules registers their configurables.
 
 for _name in (
     'MoePjitPartitioner',

@@ -1,4 +1,4 @@
-"""What a run says: tables, progress bars and results on a terminal, plain lines elsewhere."""
+"""The output of a run: tables and progress bars on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -30,32 +30,38 @@ from train.data import EvaluationSet, OpenTask
 
 
 class RunConsole:
-    """Prints a run's progress; silent on every process but the first."""
+    """Prints the progress of a run. Only process 0 prints.
+
+    Args:
+      console: where to print, by default standard output.
+    """
 
     def __init__(self, console: Console | None = None):
         quiet = jax.process_index() != 0
         self._console = console or Console(highlight=False, quiet=quiet)
         if not self._console.is_terminal:
-            self._console.width = 160  # no terminal to fit into: rows stay whole
+            self._console.width = 160  # Without a terminal, rows need not fit a screen.
         self._progress: Progress | None = None
 
     @property
     def is_terminal(self) -> bool:
+        """Whether the output goes to a terminal."""
         return self._console.is_terminal
 
     def say(self, message: str, style: str | None = None) -> None:
-        """One line, as it is."""
+        """Prints one line without interpreting its markup."""
         self._console.print(Text(message, style=style or ''))
 
     def heading(self, title: str) -> None:
+        """Prints a heading."""
         if self.is_terminal:
             self._console.rule(title, align='left', style='dim')
         else:
             self.say(f'-- {title}')
 
     def mesh(self, mesh: Mesh) -> None:
-        """The axes of the mesh and the devices they run over."""
-        kinds = sorted({d.device_kind for d in mesh.devices.flat})
+        """Prints the devices and the axes of the mesh."""
+        kinds = sorted({d.device_kind.replace('cpu', 'CPU') for d in mesh.devices.flat})
         processes = len({d.process_index for d in mesh.devices.flat})
         table = Table(title=None, box=None, pad_edge=False, header_style='bold')
         for column in ('mesh axis', 'size'):
@@ -63,17 +69,17 @@ class RunConsole:
         for axis, size in mesh.shape.items():
             table.add_row(str(axis), str(size))
         self.heading(
-            f'{mesh.size} devices ({", ".join(kinds)}) of {processes} '
-            f'process{"es" if processes > 1 else ""}'
+            f'{mesh.size:,} {" and ".join(kinds)} device{"s" if mesh.size > 1 else ""}, '
+            f'{processes:,} process{"es" if processes > 1 else ""}'
         )
         self._console.print(table)
 
     @contextlib.contextmanager
     def tokenizing(self) -> Iterator[Callable[[str, int, int], None]]:
-        """A progress bar for each token index that is built, and a line when they are done.
+        """Shows a progress bar for each token index that is built, and a line at the end.
 
         Yields:
-          What is to be told how far the building is: (name, done, total).
+          The function to call with the progress: (name of the source, bytes done, bytes in total).
         """
         started, names = time.perf_counter(), dict[str, TaskID]()
         progress = Progress(
@@ -87,78 +93,91 @@ class RunConsole:
             disable=not self.is_terminal,
         )
 
-        def tell(name: str, done: int, total: int) -> None:
+        def report(name: str, done: int, total: int) -> None:
             if name not in names:
                 names[name] = progress.add_task(name, total=total)
             progress.update(names[name], completed=done, total=total)
 
         with progress:
-            yield tell
+            yield report
         if names:
             self.say(f'tokenized {", ".join(names)} in {time.perf_counter() - started:.1f} s')
 
     def data(self, task: OpenTask, evaluations: Mapping[str, EvaluationSet], epochs: float) -> None:
-        """How much text there is, and how much of it the run sees."""
+        """Prints how much text there is, and how much of it the run uses.
+
+        Args:
+          task: the training data.
+          evaluations: the held-out data, by the name of its task.
+          epochs: how often the run reads every training row.
+        """
         for part in task.parts:
             training, held_out = part.index.training, part.index.held_out
-            share = '' if len(task.parts) == 1 else f'{part.name}, {part.weight:.1%} of the rows: '
+            share = '' if len(task.parts) == 1 else f'{part.name} ({part.weight:.1%} of the rows): '
             self.say(
-                f'{share}{_documents(training.num_documents)}, {training.num_bytes / 1e6:,.1f} MB '
-                f'to train on; {_documents(held_out.num_documents)} held out'
+                f'{share}training on {_documents(training.num_documents)} '
+                f'({format_bytes(training.num_bytes)}), {_documents(held_out.num_documents)} held '
+                'out'
             )
         evaluated = ', '.join(
-            f'{name + ": " if name else ""}{_documents(e.num_documents)}, {len(e.rows)} rows'
+            f'{_documents(e.num_documents)}{f" of {name}" if name else ""} ({len(e.rows):,} rows)'
             for name, e in evaluations.items()
         )
-        self.say(f'{epochs:.2f} epochs of {task.rows_per_epoch:,} rows; evaluated: {evaluated}')
+        count = f'{epochs:.2g}' if epochs < 1 else f'{epochs:,.1f}'
+        self.say(
+            f'{count} epochs (1 epoch is {task.rows_per_epoch:,} rows); evaluating {evaluated}'
+        )
 
     def layouts(self, layouts: Sequence[ArrayLayout], limit: int = 10) -> None:
-        """The largest parameters and how they are laid out."""
+        """Prints the largest parameters and their layouts."""
         largest = sorted(layouts, key=lambda r: -r.bytes_total)[:limit]
         held = sum(r.bytes_per_device for r in layouts)
         total = sum(r.bytes_total for r in layouts)
         count = sum(math.prod(r.shape) for r in layouts)
         self.heading(
-            f'{count / 1e6:,.2f} M parameters in {len(layouts)} arrays: {total:,} bytes, '
-            f'{held:,} per device; the {len(largest)} largest'
+            f'{count / 1e6:,.2f} M parameters in {len(layouts)} arrays, {format_bytes(total)} '
+            f'({format_bytes(held)} per device); the {len(largest)} largest:'
         )
         table = Table(box=None, pad_edge=False, header_style='bold')
         for name in ('parameter', 'shape', 'logical axis:mesh axis', 'shard'):
             table.add_column(name, overflow='fold')
-        table.add_column('bytes/device', justify='right')
+        table.add_column('per device', justify='right')
         for r in largest:
             table.add_row(
                 r.path.removeprefix('params/'),
                 _sizes(r.shape),
                 _axes(r),
                 _sizes(r.shard_shape),
-                f'{r.bytes_per_device:,}',
+                format_bytes(r.bytes_per_device),
             )
         self._console.print(table)
 
     def audit(self, audit: Audit) -> None:
-        """What a device holds of the whole state, and what it holds beyond its share."""
-        held = ', '.join(f'{name} {size:,}' for name, size in audit.by_category.items())
-        self.say(
-            f'state: {audit.bytes_per_device:,} bytes per device ({held}); '
-            f'{audit.replicated_bytes_per_device:,} more than an even share'
-        )
+        """Prints what a device holds of the state, and how far that is from an even split."""
+        held = ', '.join(f'{name} {format_bytes(n)}' for name, n in audit.by_category.items())
+        above = audit.replicated_bytes_per_device
+        even = audit.bytes_per_device - above
+        split = f'{above / max(even, 1):,.1%} above an even split' if above else 'split evenly'
+        self.say(f'state: {format_bytes(audit.bytes_per_device)} per device ({held}), {split}')
         if audit.replicated:
             worst = audit.replicated[0]
             self.say(
-                f'most replicated: {worst.path}, {worst.replicated_bytes_per_device:,} bytes '
-                f'{worst.reason}'
+                f'most replicated: {worst.path}, '
+                f'{format_bytes(worst.replicated_bytes_per_device)} {worst.reason}'
             )
         for row in audit.policies[:3]:
-            self.say(f'policy: {row.path}, {row.policy_bytes_per_device:,} bytes, {row.policy}')
+            self.say(
+                f'policy: {row.path}, {row.policy}, costs '
+                f'{format_bytes(row.policy_bytes_per_device)} per device'
+            )
 
     @contextlib.contextmanager
     def training(self, first_step: int, total_steps: int) -> Iterator[None]:
-        """A progress bar around the training loop."""
+        """Shows a progress bar during the training loop."""
         if first_step >= total_steps:
             yield
             return
-        self.heading(f'training, step {first_step} to {total_steps}')
+        self.heading(f'training from step {first_step} to {total_steps}')
         if not self.is_terminal:
             yield
             return
@@ -177,7 +196,7 @@ class RunConsole:
         self._progress = None
 
     def step(self, step: int, total_steps: int, scalars: Mapping[str, float]) -> None:
-        """The state of the training after a step."""
+        """Prints the loss and the throughput after a step."""
         loss, rate = scalars['train/loss'], scalars['train/tokens_per_second']
         figures = f'loss {loss:.3f}  {rate:,.0f} tokens/s'
         if self._progress is not None:
@@ -186,7 +205,7 @@ class RunConsole:
             self.say(f'step {step}/{total_steps}  {figures}')
 
     def advance(self, step: int) -> None:
-        """Moves the progress bar after a step that has no figures."""
+        """Moves the progress bar after a step whose metrics are not printed."""
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step)
 
@@ -195,30 +214,51 @@ class RunConsole:
         step: int,
         name: str,
         scores: Mapping[str, float],
-        yardsticks: Mapping[str, float],
+        baselines: Mapping[str, float],
     ) -> None:
-        """Bits per byte beside what simple models of the same bytes reach."""
-        beside = ', '.join(f'{simple} {value:.3f}' for simple, value in yardsticks.items())
+        """Prints the held-out score of a task, with the baselines on the same bytes.
+
+        Args:
+          step: the step of the parameters.
+          name: the name of the task, or ''.
+          scores: its scores, as `mean_scores` returns them.
+          baselines: bits per byte of simple models, by name.
+        """
         score = f'held-out loss {scores["loss"]:.3f}'
         if 'bits_per_byte' in scores:
-            score = f'held-out bits per byte {scores["bits_per_byte"]:.3f} ({beside})'
+            others = ', '.join(f'{model} {value:.3f}' for model, value in baselines.items())
+            score = f'held-out bits per byte {scores["bits_per_byte"]:.3f} (baselines: {others})'
         self.say(f'step {step}: {name + ": " if name else ""}{score}', style='bold')
 
     def files(self, files: Mapping[str, Path]) -> None:
-        """Where the run's files are."""
+        """Prints the paths of the run's files that exist.
+
+        Args:
+          files: the paths, by what they contain.
+        """
         self.heading('files')
         width = max(map(len, files))
-        for what, path in ((what, path) for what, path in files.items() if path.exists()):
-            self.say(f'{what:<{width}}  {path}')
+        for content, path in files.items():
+            if path.exists():
+                self.say(f'{content:<{width}}  {path}')
 
     def sample(self, prompt: str, continuation: str) -> None:
-        """Text that the model wrote; the prompt stands out from its continuation."""
-        self.heading('a sample: the prompt, then what the model makes of it')
-        self._console.print(Text.assemble((_harmless(prompt), 'bold'), _harmless(continuation)))
+        """Prints a prompt and the model's continuation of it."""
+        self.heading('sample: the prompt and its continuation')
+        self._console.print(Text.assemble((_printable(prompt), 'bold'), _printable(continuation)))
 
 
-def _harmless(text: str) -> str:
-    """Text with control characters, which could steer the terminal, made visible."""
+def format_bytes(count: float) -> str:
+    """Formats a number of bytes for people: '768 bytes', '98.3 kB', '3.6 MB' or '2.30 GiB'."""
+    if count < 1000:
+        return f'{count:.0f} byte{"" if count == 1 else "s"}'
+    if count >= 2**30:
+        return f'{count / 2**30:,.2f} GiB'
+    return f'{count / 1e6:,.1f} MB' if count >= 1e6 else f'{count / 1e3:,.1f} kB'
+
+
+def _printable(text: str) -> str:
+    """Replaces control characters, which could change the state of the terminal."""
     return ''.join(c if c.isprintable() or c == '\n' else '\N{REPLACEMENT CHARACTER}' for c in text)
 
 
@@ -231,7 +271,7 @@ def _sizes(shape: Sequence[int]) -> str:
 
 
 def _axes(layout: ArrayLayout) -> str:
-    """`embed:data heads:model kv`: each logical axis with the mesh axes it is sharded over."""
+    """Returns each logical axis with the mesh axes that shard it: `embed:data heads:model kv`."""
     return ' '.join(
         ':'.join(part for part in (named, '+'.join(as_tuple(mesh_axes))) if part) or '-'
         for name, mesh_axes in zip(layout.logical_axes, layout.spec, strict=True)
@@ -240,18 +280,23 @@ def _axes(layout: ArrayLayout) -> str:
 
 
 class Throughput:
-    """Tokens per second since the last reading, and the share of the time spent on waiting."""
+    """Measures tokens per second, and the fraction of time spent waiting for input.
+
+    Args:
+      tokens_per_step: the number of tokens in a global batch.
+      step: the step at which the measurement starts.
+    """
 
     def __init__(self, tokens_per_step: int, step: int):
         self._tokens_per_step = tokens_per_step
         self._step, self._time, self._waited = step, time.perf_counter(), 0.0
 
     def read(self, step: int, waited: float) -> dict[str, float]:
-        """The rates since the last reading, as metrics.
+        """Returns the rates since the last call, as metrics.
 
         Args:
-          step: the step that is done.
-          waited: seconds that steps have waited for their batches, since the beginning.
+          step: the newest finished step.
+          waited: the time that all steps have waited for their batches, in seconds.
         """
         now = time.perf_counter()
         elapsed = max(now - self._time, 1e-9)
@@ -265,5 +310,5 @@ class Throughput:
         }
 
     def skip(self, seconds: float) -> None:
-        """Leaves out time that was spent on something else."""
+        """Excludes time that was not spent on training, in seconds."""
         self._time += seconds

@@ -1,4 +1,4 @@
-"""Evaluation: the scores of a model on held-out rows, while it trains or of a checkpoint."""
+"""Scores of a model on held-out rows, during training or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from train.data import (
     Prefetch,
     Task,
     record,
-    yardsticks,
+)
+from train.data import (
+    yardsticks as baselines,
 )
 from train.machine import check_same_step, raise_on_all_processes
 from train.metrics import MetricWriter
@@ -50,21 +52,23 @@ def evaluate_checkpoint(
     """Evaluates the parameters of a checkpoint, without training.
 
     Args:
-      output_dir: the scores go to `<output_dir>/<step>`, the configuration to `output_dir`.
-      model: the linen module that the checkpoint is of.
-      partitioner: lays out data and parameters over the mesh, of which a checkpoint knows nothing.
-      tasks: whose held-out parts are evaluated, by name; one may be named ''.
-      restore: which checkpoint.
-      batch_size: rows that are evaluated at once.
-      sequence_length: tokens of a row.
-      eval_tokens: evaluate on the first so many held-out tokens of each task; None: on all.
-      prefetch: how far ahead batches are read; None: `Prefetch()`.
+      output_dir: the folder to write to: the configuration directly, and the scores in
+        `<output_dir>/<step>`.
+      model: the linen module whose parameters the checkpoint holds.
+      partitioner: lays out data and parameters over the mesh. The checkpoint may have been saved
+        on another mesh.
+      tasks: the tasks whose held-out documents are evaluated, by name. One name may be ''.
+      restore: the checkpoint.
+      batch_size: the number of rows in the global batch.
+      sequence_length: the number of tokens in a row.
+      eval_tokens: the number of held-out tokens of each task to evaluate. None evaluates all.
+      prefetch: how far ahead batches are read, by default `Prefetch()`.
 
     Returns:
-      The scores, `eval/<name>/<score>` or, of the task named '', `eval/<score>`.
+      The scores by name: `eval/<task>/<score>`, or `eval/<score>` for the task named ''.
 
     Raises:
-      ConfigError, ValueError: settings that cannot be honoured, before anything is written.
+      ConfigError, ValueError: if a setting cannot be honoured. Nothing has been written then.
     """
     directory, console = checks.check_evaluation(locals()), RunConsole()
     console.mesh(partitioner.mesh)
@@ -77,7 +81,7 @@ def evaluate_checkpoint(
         evaluations = {name: task.evaluation(eval_tokens) for name, task in opened.items()}
         rows = {name: held_out.rows[0] for name, held_out in evaluations.items()}
         checks.check_rows(next(iter(rows.values())), rows)
-    held_out = HeldOut(
+    evaluator = Evaluator(
         sets=evaluations,
         partitioner=partitioner,
         batch_size=batch_size,
@@ -90,7 +94,7 @@ def evaluate_checkpoint(
     check_same_step(step)
     saved = restore.open(folder)
 
-    # ---- model, abstract, and its step
+    # ---- model: parameters as shapes and shardings, and the compiled eval step
     tokens_BL = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
     named = jax.eval_shape(model.init, jax.random.key(0), tokens_BL)['params']
     resolved = partitioner.resolve(named)
@@ -98,7 +102,7 @@ def evaluate_checkpoint(
     batch = abstract_batch(next(iter(rows.values())), batch_size, partitioner)
     eval_step = compile_eval_step(partitioner, model, resolved.mesh_axes, abstract_params, batch)
 
-    # ---- the checkpoint, and its scores
+    # ---- scores
     params = saved.restore_params(step, abstract_params)
     console.say(f'restored step {step} of {saved.directory}', style='bold')
     checks.make_writable('output_dir', directory)
@@ -106,7 +110,7 @@ def evaluate_checkpoint(
     with raise_on_all_processes():
         metrics = MetricWriter(directory / str(step), step - 1)
     with closing(metrics) as writer:
-        scores = held_out.evaluate(eval_step, params, step)
+        scores = evaluator.evaluate(eval_step, params, step)
         writer.write(step, scores)
         if jax.process_index() == 0:
             (directory / 'config.gin').write_text(gin.operative_config_str())
@@ -115,15 +119,15 @@ def evaluate_checkpoint(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeldOut:
-    """Held-out rows of tasks, ready to evaluate any parameters on.
+class Evaluator:
+    """Evaluates parameters on the held-out rows of tasks.
 
     Attributes:
-      sets: the rows, by the task's name; '' where there is one task.
-      partitioner: lays out their batches.
-      batch_size: rows of a batch.
-      console: says the scores.
-      prefetch: how far ahead batches are read.
+      sets: the held-out rows, by the name of their task. A single task may be named ''.
+      partitioner: lays out the batches over the mesh.
+      batch_size: the number of rows in the global batch.
+      console: prints the scores.
+      prefetch: how far ahead batches are read, by default `Prefetch()`.
     """
 
     sets: Mapping[str, EvaluationSet]
@@ -133,19 +137,19 @@ class HeldOut:
     prefetch: Prefetch | None = None
 
     @functools.cached_property
-    def _beside(self) -> dict[str, Mapping[str, float]]:
-        """What simple models of the same bytes reach."""
-        return {name: yardsticks.of(held_out.text) for name, held_out in self.sets.items()}
+    def _baselines(self) -> dict[str, Mapping[str, float]]:
+        """Bits per byte of simple models on the same text, by the name of the task."""
+        return {name: baselines.of(held_out.text) for name, held_out in self.sets.items()}
 
     def evaluate(self, eval_step: EvalStep, params: Any, step: int) -> dict[str, float]:
-        """The scores of all tasks, `eval/<name>/<score>`."""
+        """Returns the scores of all tasks by name, `eval/<task>/<score>`, and prints them."""
         results: dict[str, float] = {}
         row_indices = self.partitioner.get_data_layout(self.batch_size).row_indices
         for name, held_out in self.sets.items():
             batches = FiniteBatches(held_out.rows, self.batch_size, row_indices)
             with closing(Feed(batches, self.partitioner, prefetch=self.prefetch)) as feed:
                 scores = mean_scores(eval_step, params, feed, held_out.num_bytes)
-            self.console.evaluation(step, name, scores, self._beside[name])
+            self.console.evaluation(step, name, scores, self._baselines[name])
             prefix = f'eval/{name}/' if name else 'eval/'
             results |= {prefix + score: value for score, value in scores.items()}
         return results
@@ -154,14 +158,22 @@ class HeldOut:
 def mean_scores(
     eval_step: EvalStep, params: Any, batches: Iterable[Batch], num_bytes: int | None
 ) -> dict[str, float]:
-    """Means over held-out rows: `loss` in nats, `accuracy`, and `bits_per_byte` of text.
+    """Returns the mean scores over held-out rows.
 
-    Every nat counts, those of the separators between documents too, but only bytes divide them.
+    Args:
+      eval_step: the function (params, batch) -> sums over the targets.
+      params: the parameters.
+      batches: the held-out rows.
+      num_bytes: the size of the text in bytes, or None if the rows are not plain text.
+
+    Returns:
+      'loss' in nats per target, 'accuracy', and, if `num_bytes` is given, 'bits_per_byte'. The
+      latter includes the nats of the separators between documents, but divides by text bytes only.
     """
     total = {'nats': 0.0, 'weight': 0.0, 'correct': 0.0}
     for batch in batches:
-        # Read one by one: processes whose programs run ahead of each other can wait for ever for
-        # their peers' collectives (measured on CPU).
+        # Each result is read before the next step starts: on CPU, processes whose programs run
+        # ahead of each other were observed to wait forever for each other's collectives.
         sums = eval_step(params, batch)
         total = {name: value + float(sums[name]) for name, value in total.items()}
     scores = {

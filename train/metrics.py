@@ -1,4 +1,4 @@
-"""Metrics to files: one JSON object a record, and TensorBoard events."""
+"""Metrics in files: JSON lines and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from tensorboardX import SummaryWriter
 class MetricWriter:
     """Writes scalars to `<model_dir>/metrics.jsonl` and `<model_dir>/tensorboard/`.
 
-    Only process 0 writes. Records after the step that a run resumes from, left by one that did not
-    get as far as its next checkpoint, are dropped, so no step was trained twice there.
+    Only process 0 writes. When a run resumes, records after the step it resumes from are dropped:
+    an earlier run wrote them, but did not reach its next checkpoint. Each step therefore has the
+    records of one training only.
+
+    Args:
+      model_dir: the folder of the run.
+      resumed_step: the step that the run resumes from, or 0.
 
     Attributes:
-      path: of the JSONL file.
-      tensorboard_dir: of the event files.
-      num_dropped: records that were dropped.
+      path: the JSONL file.
+      tensorboard_dir: the folder of the event files.
+      num_dropped: the number of records that were dropped.
     """
 
     def __init__(self, model_dir: Path, resumed_step: int):
@@ -46,13 +51,14 @@ class MetricWriter:
             self._events.add_scalar(name, value, step)
 
     def close(self) -> None:
+        """Closes the files."""
         if self._active:
             self._file.close()
             self._events.close()
 
 
 def _drop_after(path: Path, step: int) -> int:
-    """Drops the records after a step, and lines that are none; returns how many."""
+    """Drops records after a step and incomplete lines; returns how many were dropped."""
     if not path.exists():
         return 0
     lines = path.read_text().splitlines(keepends=True)
@@ -65,6 +71,7 @@ def _drop_after(path: Path, step: int) -> int:
 
 
 def _is_record(line: str, last_step: int) -> bool:
+    """Whether a line is a complete record of `last_step` or an earlier step."""
     try:
         return line.endswith('\n') and json.loads(line)['step'] <= last_step
     except (ValueError, TypeError, KeyError):

@@ -18,13 +18,13 @@ from train.schedules import Schedule
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What updates the parameters.
+    """An optax transformation with a learning rate and gradient clipping.
 
     Attributes:
-      transform: a function of the learning rate that returns an optax transformation, such as
+      transform: a function that takes `learning_rate` and returns an optax transformation, such as
         `optax.adamw`.
       learning_rate: a schedule (step -> rate) or a constant.
-      clip_norm: gradients are scaled down to this global norm; None: never.
+      clip_norm: the global norm that gradients are clipped to. None disables clipping.
     """
 
     transform: Callable[..., optax.GradientTransformation]
@@ -35,32 +35,32 @@ class Optimizer:
         if not callable(self.transform):
             raise ConfigError(
                 f'Optimizer.transform is {self.transform!r}: it must be a function of the learning '
-                'rate, in a gin file @optax.adamw without brackets'
+                'rate. In a gin file, write @optax.adamw, without parentheses'
             )
         if not callable(self.learning_rate) and not isinstance(self.learning_rate, float | int):
             raise ConfigError(
                 f'Optimizer.learning_rate is {self.learning_rate!r}: it must be a number or a '
-                'schedule, in a gin file @create_learning_rate_scheduler()'
+                'schedule. In a gin file, write @create_learning_rate_scheduler()'
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(
-                f'Optimizer.clip_norm is {self.clip_norm!r}: use a norm above 0, or None'
+                f'Optimizer.clip_norm is {self.clip_norm!r}: it must be greater than 0, or None'
             )
 
     def build(self) -> optax.GradientTransformation:
-        """The optax transformation, clipping included."""
+        """Returns the optax transformation, including clipping."""
         update = self.transform(learning_rate=self.learning_rate)
         if self.clip_norm is None:
             return update
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
 
     def rate(self, step: jax.Array) -> jax.Array:
-        """The learning rate at a step."""
+        """Returns the learning rate at a step."""
         rate = self.learning_rate
         return rate(step) if callable(rate) else jnp.float32(rate)
 
 
 @gin.configurable
 def decay_matrices_only(params: Any) -> Any:
-    """A weight-decay mask: False for the scales of norms, True for everything else."""
+    """Returns a weight-decay mask: False for the scales of norms, True for everything else."""
     return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != 'scale', params)

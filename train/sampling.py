@@ -1,4 +1,4 @@
-"""A sample of what a model writes."""
+"""Sample text from a model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from train.models.decoding import decode
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """The text to show at the end of a run.
+    """The sample that a run shows at its end.
 
     Attributes:
-      prompt: what the model continues.
-      length: tokens, those of the prompt included.
-      temperature: of the sampling; 0 takes the likeliest token.
+      prompt: the text that the model continues.
+      length: the number of tokens, including the prompt.
+      temperature: the temperature of the softmax. 0 always takes the most likely token.
     """
 
     prompt: str = '\n'
@@ -36,21 +36,23 @@ class SampleConfig:
         if not isinstance(self.prompt, str):
             raise ConfigError(f'SampleConfig.prompt is {self.prompt!r}: it must be a string')
         if not isinstance(self.temperature, int | float) or not self.temperature >= 0:
-            raise ConfigError(f'SampleConfig.temperature is {self.temperature!r}: use 0 or more')
+            raise ConfigError(
+                f'SampleConfig.temperature is {self.temperature!r}: it must be a number >= 0'
+            )
 
 
 def prompt_tokens(config: SampleConfig, tokenizer: Tokenizer) -> np.ndarray:
-    """int32 [tokens] of the prompt; the separator if it has none.
+    """Returns the tokens of the prompt, int32 [tokens]. An empty prompt becomes the separator.
 
     Raises:
-      ConfigError: they leave no room for a continuation.
+      ConfigError: if the prompt leaves no room for a continuation.
     """
     [tokens] = tokenizer.encode(['the prompt'], [config.prompt.encode()])
     tokens = tokens if len(tokens) else np.array([tokenizer.separator])
     if len(tokens) >= config.length:
         raise ConfigError(
-            f'a sample of length {config.length} leaves no room after a prompt of {len(tokens)} '
-            'tokens'
+            f'SampleConfig.length is {config.length}, but the prompt already has {len(tokens)} '
+            f'tokens: use {len(tokens) + 1} or more'
         )
     return tokens.astype(np.int32)
 
@@ -59,20 +61,31 @@ def sample_text(
     partitioner: BasePartitioner,
     model: Any,
     params: Any,
-    params_axes: Any,
+    params_specs: Any,
     config: SampleConfig,
     prompt: np.ndarray,
     tokenizer: Tokenizer,
     seed: int,
 ) -> str:
-    """What the model makes of the prompt, without it.
+    """Returns the model's continuation of a prompt, without the prompt.
 
-    Every row of the batch that the mesh needs continues the prompt; the first one is kept.
+    The mesh needs at least one row per data shard. All rows continue the same prompt, and the first
+    one is returned.
+
+    Args:
+      partitioner: lays out the sampling over the mesh.
+      model: the linen module.
+      params: its parameters.
+      params_specs: the PartitionSpecs of the parameters.
+      config: the length and the temperature.
+      prompt: int32 [tokens].
+      tokenizer: decodes the continuation.
+      seed: the seed of the sampling.
     """
     rows = np.tile(prompt, (partitioner.data_mesh_size, 1))
-    # A separator that is the last token is left out: a sample is of one document.
-    separated_last = tokenizer.separator == tokenizer.num_tokens - 1
-    num_tokens = tokenizer.num_tokens - separated_last
+    # A sample is one document. If the separator is the last token, it is never sampled.
+    separator_is_last = tokenizer.separator == tokenizer.num_tokens - 1
+    num_tokens = tokenizer.num_tokens - separator_is_last
     spec = partitioner.data_partition_spec
     tokens_BL = jax.make_array_from_callback(
         rows.shape, NamedSharding(partitioner.mesh, spec), rows.__getitem__
@@ -89,6 +102,6 @@ def sample_text(
             num_tokens=num_tokens,
         )
 
-    sampler = partitioner.partition(continue_prompt, (params_axes, spec), None)
-    written = np.asarray(sampler(params, tokens_BL))[0, len(prompt) :]
-    return tokenizer.decode(written).decode(errors='replace')
+    sampler = partitioner.partition(continue_prompt, (params_specs, spec), None)
+    continuation = np.asarray(sampler(params, tokens_BL))[0, len(prompt) :]
+    return tokenizer.decode(continuation).decode(errors='replace')

@@ -25,32 +25,33 @@ def create_learning_rate_scheduler(
     step_offset: int = 0,
     min_learning_rate: float = 1e-8,
 ) -> Schedule:
-    """A learning rate as the product of named factors of the step.
+    """Returns a learning-rate schedule that is the product of named factors.
 
     Factors, with s = max(0, step - step_offset):
       constant: base_learning_rate.
       linear_warmup: min(1, s / warmup_steps).
       linear_decay: base_learning_rate * min(s / warmup_steps, 1 + decay_factor * (warmup_steps -
-        s)),
-        so it needs no constant and no linear_warmup beside it.
+        s)). It already contains the base rate and the warmup, so combine it with neither
+        'constant' nor 'linear_warmup'.
       rsqrt_decay: 1 / sqrt(max(s, warmup_steps)).
       rsqrt_normalized_decay: sqrt(warmup_steps / max(s, warmup_steps)).
       decay_every: decay_factor ** (s // steps_per_decay).
-      cosine_decay: half a cosine from 1 to 0 over steps_per_cycle after the warmup, then again.
+      cosine_decay: half a cosine from 1 to 0 over steps_per_cycle after the warmup, repeated.
 
     Args:
-      factors: names joined by '*'.
+      factors: the names of the factors, joined by '*'.
       base_learning_rate, warmup_steps, decay_factor, steps_per_decay, steps_per_cycle: see above.
       step_offset: the step that counts as 0.
-      min_learning_rate: the lowest value returned.
+      min_learning_rate: the lower bound of the rate.
 
     Raises:
-      ValueError: an unknown factor.
+      ConfigError: if a number is out of range.
+      ValueError: if a factor is unknown.
     """
     if warmup_steps < 0 or steps_per_decay <= 0 or steps_per_cycle <= 0:
         raise ConfigError(
-            f'warmup_steps {warmup_steps} must be at least 0, steps_per_decay {steps_per_decay} '
-            f'and steps_per_cycle {steps_per_cycle} above 0'
+            f'warmup_steps ({warmup_steps}) must be >= 0, steps_per_decay ({steps_per_decay}) and '
+            f'steps_per_cycle ({steps_per_cycle}) must be > 0'
         )
     warmup = max(warmup_steps, 1)
 
@@ -73,8 +74,8 @@ def create_learning_rate_scheduler(
     for name in names:
         if name not in known:
             raise ValueError(
-                f'learning-rate factor {name!r} of {factors!r} is unknown.{nearest(name, known)} '
-                f'Known: {", ".join(known)}'
+                f'learning-rate factor {name!r} in {factors!r} is unknown.{nearest(name, known)} '
+                f'The known factors are {", ".join(known)}'
             )
 
     def schedule(step: jax.Array | int) -> jax.Array:

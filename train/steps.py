@@ -1,7 +1,7 @@
 """The train step and the eval step: pure functions of a state and a batch.
 
-A batch is a dict of [batch, length] arrays: `decoder_input_tokens`, `decoder_target_tokens` (int32)
-and `decoder_loss_weights` (float32, 0 where a target does not count); of packed documents also
+A batch is a dict of [batch, length] arrays: `decoder_input_tokens` and `decoder_target_tokens`
+(int32), and `decoder_loss_weights` (float32, 0 where a target does not count). Packed documents add
 `decoder_segment_ids` and `decoder_positions` (int32).
 """
 
@@ -34,14 +34,15 @@ Metrics = dict[str, jax.Array]
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """What training minimizes beside the cross-entropy, and what divides its sum over a batch.
+    """Terms that training adds to the cross-entropy, and the divisor of the sum over a batch.
 
-    Metrics and evaluations stay in nats for each target, whatever this says.
+    Metrics and evaluations always report the plain cross-entropy, in nats per target.
 
     Attributes:
-      z_loss: so many times the squared logarithm of the softmax's sum is added, for each target.
+      z_loss: the coefficient of the squared log-normalizer of the softmax, added for each target.
       label_smoothing: the part of a target's probability that is spread over all other tokens.
-      divisor: 'weights', the targets that count; 'targets', all of them, padding too; or a number.
+      divisor: 'weights' divides by the number of targets that count, 'targets' by the number of all
+        targets including padding, and a number by itself.
     """
 
     z_loss: float = 0.0
@@ -49,19 +50,19 @@ class LossConfig:
     divisor: Literal['weights', 'targets'] | float = 'weights'
 
     def __post_init__(self) -> None:
-        for name, most in (('z_loss', math.inf), ('label_smoothing', 1.0)):
-            if not _is_number(value := getattr(self, name)) or not 0 <= value < most:
-                below = '' if most == math.inf else f', below {most:g}'
-                raise ConfigError(f'LossConfig.{name} is {value!r}: use 0 or more{below}')
+        for name, bound in (('z_loss', math.inf), ('label_smoothing', 1.0)):
+            if not _is_number(value := getattr(self, name)) or not 0 <= value < bound:
+                below = '' if bound == math.inf else f' and < {bound:g}'
+                raise ConfigError(f'LossConfig.{name} is {value!r}: it must be >= 0{below}')
         divisor: Any = self.divisor
         positive = _is_number(divisor) and 0 < divisor < math.inf
         if not positive and divisor not in ('weights', 'targets'):
             raise ConfigError(
-                f"LossConfig.divisor is {divisor!r}: use 'weights', 'targets' or a number above 0"
+                f"LossConfig.divisor is {divisor!r}: use 'weights', 'targets' or a number > 0"
             )
 
     def divide_by(self, sums: Metrics, batch: Batch) -> jax.Array | float:
-        """What divides the sums over a whole batch."""
+        """Returns the divisor of the sums over a whole batch."""
         if self.divisor == 'weights':
             return sums['weight']
         return batch['decoder_target_tokens'].size if self.divisor == 'targets' else self.divisor
@@ -78,11 +79,17 @@ def loss_sums(
     dropout_rng: jax.Array | None = None,
     loss: LossConfig | None = None,
 ) -> tuple[jax.Array, Metrics]:
-    """Sums over the targets that count: (loss, {'nats', 'weight', 'correct'}).
+    """Returns the loss of a batch, summed over the targets that count.
 
-    The loss is that of `loss`, the nats alone where it is None; with a z-loss that is a sum too.
-    The one-hot product of the cross-entropy fuses with the softmax; gathering the target's logit
-    would keep a second copy of the logits.
+    Args:
+      model: a linen module.
+      params: its parameters.
+      batch: see the top of this file.
+      dropout_rng: the random key of the dropout. None disables dropout.
+      loss: the terms of the loss. By default, the loss is the cross-entropy.
+
+    Returns:
+      The loss, and the sums 'nats', 'weight' and 'correct'; with a z-loss also 'z_loss'.
     """
     packed = {}
     if 'decoder_segment_ids' in batch:
@@ -96,6 +103,8 @@ def loss_sums(
         rngs=None if dropout_rng is None else {'dropout': dropout_rng},
     )
     targets_BL, weights_BL = batch['decoder_target_tokens'], batch['decoder_loss_weights']
+    # The product with one-hot targets fuses with the softmax. Gathering the target's logit would
+    # keep a second copy of the logits.
     one_hot_BLV = jax.nn.one_hot(targets_BL, logits_BLV.shape[-1], dtype=logits_BLV.dtype)
     log_z_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
     logit_BL = jnp.sum(one_hot_BLV * logits_BLV, axis=-1)
@@ -111,8 +120,10 @@ def loss_sums(
         sums['z_loss'] = loss.z_loss * jnp.sum(jnp.square(log_z_BL) * weights_BL)
         total += sums['z_loss']
     if loss is not None and loss.label_smoothing:
-        each = loss.label_smoothing / (logits_BLV.shape[-1] - 1)  # of every other token
-        moved_BL = (loss.label_smoothing + each) * logit_BL - each * jnp.sum(logits_BLV, axis=-1)
+        per_token = loss.label_smoothing / (logits_BLV.shape[-1] - 1)
+        # Moves probability from the target to every other token.
+        moved_BL = (loss.label_smoothing + per_token) * logit_BL
+        moved_BL -= per_token * jnp.sum(logits_BLV, axis=-1)
         total += jnp.sum(moved_BL * weights_BL)
     return total, sums
 
@@ -127,16 +138,17 @@ def make_train_step(
     loss: LossConfig | None = None,
     weight_metrics: bool = False,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The function that does one update.
+    """Returns the function (state, batch) -> (state, metrics) that does one update.
 
     Args:
       model: a linen module.
       optimizer: the optimizer.
-      seed: dropout of step n uses fold_in(key(seed), n), so a resumed run repeats it.
-      num_microbatches: parts of a batch whose gradients are summed, in float32, before the update.
-      data_spec: PartitionSpec of the batch, which microbatches keep.
-      loss: what is minimized; None: `LossConfig()`.
-      weight_metrics: the metrics have those of every parameter too.
+      seed: the seed of the dropout. Step n uses fold_in(key(seed), n), so a resumed run repeats it.
+      num_microbatches: the number of parts of a batch. Their gradients are computed one after
+        another and summed in float32 before the update.
+      data_spec: the PartitionSpec of the batch, which microbatches keep.
+      loss: the loss to minimize, by default `LossConfig()`.
+      weight_metrics: whether the metrics include those of every parameter.
     """
     loss = loss or LossConfig()
     tx = optimizer.build()
@@ -175,14 +187,14 @@ def make_train_step(
         if 'z_loss' in sums:
             metrics['z_loss'] = sums['z_loss'] / sums['weight']
         if weight_metrics:
-            metrics |= _of_every_parameter(state.params, grads, new_state.params)
+            metrics |= per_parameter_metrics(state.params, grads, new_state.params)
         return new_state, metrics
 
     return train_step
 
 
-def _of_every_parameter(before: Any, grads: Any, after: Any) -> Metrics:
-    """T5X's: root mean squares of weights, gradients and updates, and the largest weight."""
+def per_parameter_metrics(before: Any, grads: Any, after: Any) -> Metrics:
+    """Returns T5X's weight metrics: the RMS of weights, gradients and updates, and max |weight|."""
 
     def rms(x: jax.Array) -> jax.Array:
         return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
@@ -203,14 +215,14 @@ def _of_every_parameter(before: Any, grads: Any, after: Any) -> Metrics:
 
 
 def make_eval_step(model: Any) -> Callable[[Any, Batch], Metrics]:
-    """The function (params, batch) -> sums of nats, weight and correct."""
+    """Returns the function (params, batch) -> the sums 'nats', 'weight' and 'correct'."""
     return lambda params, batch: loss_sums(model, params, batch)[1]
 
 
 def _split_batch(x: jax.Array, parts: int, spec: jax.sharding.PartitionSpec) -> jax.Array:
-    """[batch, ...] -> [parts, batch / parts, ...] without moving a row to another device.
+    """Reshapes [batch, ...] to [parts, batch / parts, ...] without moving rows between devices.
 
-    Part m takes rows m, m + parts, ...: each device keeps the rows it has.
+    Part m takes the rows m, m + parts, ..., so each device keeps its rows.
     """
     rows = x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
     return with_sharding_constraint(rows, jax.sharding.PartitionSpec(None, *spec))

@@ -1,4 +1,4 @@
-"""Training, from top to bottom."""
+"""The training loop and everything around it, from top to bottom."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from train.abstract import abstract_arrays, abstract_batch, compile_eval_step
 from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig
 from train.console import RunConsole, Throughput
 from train.data import Feed, LocalBatches, Prefetch, Task, record
-from train.evaluation import HeldOut
+from train.evaluation import Evaluator
 from train.machine import check_same_step, raise_on_all_processes, stop_on_signal
 from train.metrics import MetricWriter
 from train.optimizers import Optimizer
@@ -51,39 +51,40 @@ def train(
     sample: SampleConfig | None = None,
     prefetch: Prefetch | None = None,
 ) -> TrainState:
-    """Trains a language model on text, or goes on where an earlier run in `model_dir` stopped.
+    """Trains a language model on text, or resumes an earlier run in `model_dir`.
 
     Args:
-      model_dir: where checkpoints, metrics and the configuration go.
+      model_dir: the folder for checkpoints, metrics and the configuration.
       model: a linen module like `Transformer`, with logical axes on its parameters.
       partitioner: lays out data, state and steps over the mesh.
-      optimizer: any optax transformation with its schedule.
-      task: what it learns from, and how rows are made of it.
-      total_steps: the run ends at this step.
-      batch_size: rows of the global batch.
-      sequence_length: tokens of a row.
-      eval_period: steps between evaluations; 0: only at the end.
-      checkpoints: when to save and what to keep.
-      eval_tasks: tasks whose held-out parts are evaluated, by name; None: that of `task`.
-      eval_tokens: evaluate on the first so many held-out tokens of each; None: on all.
-      restore: the checkpoint of another run that this one begins with, its step included, where
-        `model_dir` has none; None: parameters of its own.
-      loss: what is minimized; None: `LossConfig()`, the cross-entropy.
-      num_microbatches: parts of a batch that are computed one after another.
-      weight_metrics: training metrics have those of every parameter too.
-      log_period: steps between records of training metrics.
-      seed: of the initial parameters, the order of the data, and dropout.
-      sample: text to write at the end; None: none.
-      prefetch: how far ahead of the steps batches are read; None: `Prefetch()`.
+      optimizer: an optax transformation with its learning rate.
+      task: the training data, and how it becomes rows.
+      total_steps: the step at which the run ends.
+      batch_size: the number of rows in the global batch.
+      sequence_length: the number of tokens in a row.
+      eval_period: the number of steps between evaluations. 0 evaluates only at the end.
+      checkpoints: when to save checkpoints, and which to keep.
+      eval_tasks: the tasks whose held-out documents are evaluated, by name. By default, it is
+        `task`.
+      eval_tokens: the number of held-out tokens of each task to evaluate. None evaluates all.
+      restore: the checkpoint of another run to start from, including its step, if `model_dir` has
+        no checkpoint. By default, a run starts from new parameters.
+      loss: the loss to minimize, by default `LossConfig()`, the cross-entropy.
+      num_microbatches: the number of parts of a batch that are computed one after another.
+      weight_metrics: whether the training metrics include those of every parameter.
+      log_period: the number of steps between records of training metrics.
+      seed: the seed of the initial parameters, the order of the data, and dropout.
+      sample: the text to generate at the end. By default, there is none.
+      prefetch: how far ahead of the steps batches are read, by default `Prefetch()`.
 
     Returns:
       The state after the last step.
 
     Raises:
-      ConfigError, ValueError: settings that cannot be honoured, before anything is written.
-      FloatingPointError: the loss is not finite; the last checkpoint stays.
-      KeyboardInterrupt: a signal asked the run to stop; the step at hand is done and, where there
-        is one process, saved.
+      ConfigError, ValueError: if a setting cannot be honoured. Nothing has been written then.
+      FloatingPointError: if the loss is not finite. The newest checkpoint is kept.
+      KeyboardInterrupt: if a signal asks the run to stop. With one process, the current step is
+        finished and saved first.
     """
     directory = checks.check_training(locals())
     console = RunConsole()
@@ -92,10 +93,10 @@ def train(
     mesh, data_spec = partitioner.mesh, partitioner.data_partition_spec
     console.mesh(mesh)
 
-    # ---- input: rows at any place, of which each step reads its own
+    # ---- input: rows by index, of which each step reads its batch
     with console.tokenizing() as progress, raise_on_all_processes():
-        for one in (task, *(eval_tasks or {}).values()):
-            checks.check_vocabulary(model, one.num_tokens)
+        for each in (task, *(eval_tasks or {}).values()):
+            checks.check_vocabulary(model, each.num_tokens)
         opened = task.open(sequence_length, progress)
         evaluated = {'': opened}
         if eval_tasks:
@@ -109,7 +110,7 @@ def train(
     )
     record.check_same_everywhere(data | {'eval_tokens': eval_tokens})
     console.data(opened, evaluations, total_steps * batch_size / opened.rows_per_epoch)
-    held_out = HeldOut(
+    evaluator = Evaluator(
         sets=evaluations,
         partitioner=partitioner,
         batch_size=batch_size,
@@ -120,7 +121,7 @@ def train(
     layout = partitioner.get_data_layout(batch_size)
     batch = abstract_batch(rows[0], batch_size, partitioner)
 
-    # ---- beginning: its newest checkpoint, that of another run, or step 0
+    # ---- first step: from the run's own checkpoint, another run's checkpoint, or 0
     saved = Checkpoints(directory / 'checkpoints', checkpoints)
     restored, changes = None, list[str]()
     with raise_on_all_processes():
@@ -134,9 +135,9 @@ def train(
     check_same_step(first_step)
     source = restore.open(restored) if restore and restored else saved
     for change in changes:
-        console.say(f'since this run began, {change}: the rows of its steps are others')
+        console.say(change)
 
-    # ---- model and optimizer, abstract: which arrays there are, and where each of them goes
+    # ---- model and optimizer: the layout of every array, before any of them exists
     tx = optimizer.build()
     key = jax.random.key(seed)
 
@@ -152,7 +153,7 @@ def train(
     console.audit(audit)
     abstract_state = abstract_arrays(named, resolved)
 
-    # ---- steps, compiled before anything is written, and once
+    # ---- steps: compiled once, before anything is written
     started = time.perf_counter()
     train_step = partitioner.compile(
         partitioner.partition(
@@ -173,9 +174,9 @@ def train(
         batch,
     )
     eval_step = compile_eval_step(partitioner, model, axes.params, abstract_state.params, batch)
-    console.say(f'compiled train and eval steps in {time.perf_counter() - started:.1f} s')
+    console.say(f'compiled the train and eval steps in {time.perf_counter() - started:.1f} s')
 
-    # ---- state: the newest checkpoint, that of another run, or parameters born on their devices
+    # ---- state: restored, or created on its devices
     checks.make_writable('MODEL_DIR', directory)
     if first_step:
         state = source.restore(first_step, abstract_state)
@@ -192,18 +193,15 @@ def train(
             record.write_record(directory, data)
         writer = MetricWriter(directory, first_step)
     if writer.num_dropped:
-        console.say(f'dropped {writer.num_dropped} records of metrics after step {first_step}')
+        console.say(f'dropped {writer.num_dropped} metrics records after step {first_step}')
 
-    # ---- nothing left to do: the scores, and no step of the loop
+    # ---- no steps left: only print the scores, which metrics.jsonl already contains
     if first_step >= total_steps:
-        console.say(
-            f'nothing left to train: total_steps is {total_steps}, and the checkpoint of step '
-            f'{first_step}; a larger one goes on'
-        )
-        held_out.evaluate(eval_step, state.params, first_step)  # metrics.jsonl has these scores
+        console.say(f'already at step {first_step} of {total_steps}; raise TRAIN_STEPS to continue')
+        evaluator.evaluate(eval_step, state.params, first_step)
 
     # ---- loop
-    # Whatever ends the loop, a save that has begun is finished.
+    # A save that has begun is finished, whatever ends the loop.
     with (
         closing(saved),
         closing(writer),
@@ -215,7 +213,7 @@ def train(
                 prefetch=prefetch,
             )
         ) as feed,
-        stop_on_signal() as stopping,
+        stop_on_signal() as stop_requested,
         console.training(first_step, total_steps),
     ):
         throughput = Throughput(batch_size * sequence_length, first_step)
@@ -223,8 +221,8 @@ def train(
             state, metrics = train_step(state, next(feed))
             last = step == total_steps
             evaluating = last or (eval_period and step % eval_period == 0)
-            stopped = stopping()
-            saving = last or stopped or saved.is_due(step)
+            stopping = stop_requested()
+            saving = last or stopping or saved.is_due(step)
             if evaluating or saving or step % log_period == 0:
                 scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
                 checks.check_finite(scalars, step, saved.latest_step)
@@ -232,18 +230,18 @@ def train(
                 writer.write(step, scalars)
                 console.step(step, total_steps, scalars)
             else:
-                jax.block_until_ready(metrics)  # no step runs ahead: see `mean_scores`
+                jax.block_until_ready(metrics)  # Steps must not run ahead: see `mean_scores`.
                 console.advance(step)
             paused = time.perf_counter()
             if evaluating:
-                writer.write(step, held_out.evaluate(eval_step, state.params, step))
+                writer.write(step, evaluator.evaluate(eval_step, state.params, step))
             if saving:
                 saved.save(step, state)
-            if stopped:
+            if stopping:
                 raise KeyboardInterrupt
             throughput.skip(time.perf_counter() - paused)
 
-    # ---- what came of it
+    # ---- results
     if sample is not None and prompt is not None:
         text = sample_text(
             partitioner, model, state.params, axes.params, sample, prompt, opened.tokenizer, seed

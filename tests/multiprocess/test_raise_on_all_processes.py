@@ -77,7 +77,7 @@ def test_one_process_that_fails_takes_the_other_with_it(tmp_path):
     assert 'is a file, not a folder' in first['folder']
     assert second['folder'] == f'process 0 failed: {first["folder"]}'
     for name in ('restore', 'evaluation'):
-        assert 'none: there is no such folder' in second[name]
+        assert 'none does not exist' in second[name]
         assert first[name] == f'process 1 failed: {second[name]}'
     assert second['other kinds'] == 'OSError: no such thing'
     assert first['other kinds'] == 'ConfigError: process 1 failed: no such thing'

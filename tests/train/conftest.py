@@ -1,5 +1,9 @@
 """Runs of a small model on small texts, in this process."""
 
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
 import gin
 import jax
 import pytest
@@ -9,31 +13,82 @@ from train import train as train_module
 from train.config import load_config
 
 
-@pytest.fixture
-def texts(tmp_path):
-    folder = tmp_path / 'texts'
+@pytest.fixture(autouse=True, scope='package')
+def _compilation_cache(tmp_path_factory):
+    """Runs of the same small model share their compiled programs."""
+    jax.config.update('jax_compilation_cache_dir', str(tmp_path_factory.mktemp('programs')))
+    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+    yield
+    jax.config.update('jax_compilation_cache_dir', None)
+
+
+def write_texts(folder: Path) -> Path:
     folder.mkdir()
     for i in range(20):
         (folder / f'{i}.txt').write_text(f'file {i} counts: ' + ' '.join(map(str, range(i, 90))))
     return folder
 
 
+def train_small(model_dir: Path, texts: Path, *changes: str) -> Any:
+    """Trains the small model on texts; returns the state after the last step."""
+    gin.clear_config()
+    paths = [f"MODEL_DIR='{model_dir}'", f"TextFiles.root='{texts}'"]
+    text = ["TextFiles.pattern='*.txt'", 'TextFiles.holdout_percent=20.0']
+    load_config(['configs/runs/quickstart.gin'], [*SMALL, *paths, *text, *changes])
+    return train_module.train()
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return write_texts(tmp_path / 'texts')
+
+
 @pytest.fixture
 def run(texts):
-    def run(model_dir, *changes):
-        gin.clear_config()
-        paths = [f"MODEL_DIR='{model_dir}'", f"TextFiles.root='{texts}'"]
-        text = ["TextFiles.pattern='*.txt'", 'TextFiles.holdout_percent=20.0']
-        load_config(['configs/runs/quickstart.gin'], [*SMALL, *paths, *text, *changes])
-        return train_module.train()
-
-    return run
+    """The function (model_dir, *changes) that trains the small model."""
+    return lambda model_dir, *changes: train_small(model_dir, texts, *changes)
 
 
-@pytest.fixture(autouse=True, scope='package')
-def _programs_are_compiled_once(tmp_path_factory):
-    """Runs of the same small model share their compiled programs."""
-    jax.config.update('jax_compilation_cache_dir', str(tmp_path_factory.mktemp('programs')))
-    jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
-    yield
-    jax.config.update('jax_compilation_cache_dir', None)
+class FinishedRun(NamedTuple):
+    """A run of 6 steps with checkpoints and evaluations at 2, 4 and 6. Leave its folder as it is.
+
+    Attributes:
+      directory: its folder.
+      state: the state after its last step.
+      traces: what was traced during the run: 'init' and 'train step', once for each time.
+    """
+
+    directory: Path
+    state: Any
+    traces: list[str]
+
+    def copy(self, directory: Path, last_step: int = 6) -> Path:
+        """Copies the run as if it had been killed after the checkpoint of a step."""
+        shutil.copytree(self.directory, directory)
+        for checkpoint in (directory / 'checkpoints').iterdir():
+            if int(checkpoint.name) > last_step:
+                shutil.rmtree(checkpoint)
+        return directory
+
+
+@pytest.fixture(scope='package')
+def finished(tmp_path_factory):
+    folder, traces = tmp_path_factory.mktemp('finished'), []
+    make_train_step, train_state = train_module.make_train_step, train_module.TrainState
+
+    def counted(*args, **kwargs):
+        step = make_train_step(*args, **kwargs)
+        return lambda *a: traces.append('train step') or step(*a)
+
+    class CountedState(train_state):
+        @classmethod
+        def create(cls, *args):
+            traces.append('init')
+            return train_state.create(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_module, 'make_train_step', counted)
+        patch.setattr(train_module, 'TrainState', CountedState)
+        state = train_small(folder / 'model', write_texts(folder / 'texts'))
+    gin.clear_config()
+    return FinishedRun(folder / 'model', state, traces)

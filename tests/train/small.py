@@ -1,4 +1,4 @@
-"""A small language model and everything around it, for tests of training."""
+"""A small language model with its partitioner, data and train step, for tests of training."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def partitioner(data: int, model_axis: int) -> PjitPartitioner:
 
 
 def batch(step: int, rows: int = 8, length: int = 16) -> dict[str, np.ndarray]:
-    """Tokens with a pattern to learn: each row counts up from its own start in its own stride."""
+    """Rows with a pattern to learn: each counts up from its own start by its own stride."""
     rng = np.random.default_rng(step)
     start, stride = rng.integers(0, 256, (rows, 1)), rng.integers(1, 4, (rows, 1))
     tokens = ((start + stride * np.arange(length + 1)) % 256).astype(np.int32)
@@ -87,16 +87,16 @@ class Run:
             return TrainState.create(self.model.init(key, tokens)['params'], tx)
 
         key = jax.random.key(seed)
-        self.axes = self.partitioner.get_mesh_axes(jax.eval_shape(init, key))
-        self.state = self.partitioner.partition(lambda k: unbox(init(k)), (None,), self.axes)(key)
-        self.spec = self.partitioner.data_partition_spec
+        self.specs = self.partitioner.get_mesh_axes(jax.eval_shape(init, key))
+        self.state = self.partitioner.partition(lambda k: unbox(init(k)), (None,), self.specs)(key)
+        data_spec = self.partitioner.data_partition_spec
         self.traces = 0
         step = make_train_step(
             self.model,
             optimizer,
             seed=seed,
             num_microbatches=microbatches,
-            data_spec=self.spec,
+            data_spec=data_spec,
         )
 
         def counted(state: TrainState, batch: Any) -> Any:
@@ -104,7 +104,7 @@ class Run:
             return step(state, batch)
 
         self.step = self.partitioner.partition(
-            counted, (self.axes, self.spec), (self.axes, None), donate_argnums=0
+            counted, (self.specs, data_spec), (self.specs, None), donate_argnums=0
         )
 
     def losses(self, steps: int) -> np.ndarray:

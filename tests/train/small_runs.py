@@ -1,4 +1,4 @@
-"""Settings of a run of a few seconds, and what is left of one."""
+"""The settings of a run that takes a few seconds, and its metrics."""
 
 import json
 
@@ -24,5 +24,6 @@ def without_times(record):
 
 
 def records(model_dir):
+    """The records of metrics.jsonl, without measured times."""
     lines = (model_dir / 'metrics.jsonl').read_text().splitlines()
     return [without_times(json.loads(line)) for line in lines]

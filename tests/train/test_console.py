@@ -1,4 +1,4 @@
-"""What a run says of its parameters."""
+"""What a run prints about its parameters."""
 
 import io
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from partitioning import PjitPartitioner
 from partitioning.plan import ResolvedPlan
 from partitioning.plan.audit import audit_state
-from train.console import RunConsole
+from train.console import RunConsole, format_bytes
 
 pytestmark = pytest.mark.core
 
@@ -18,24 +18,41 @@ PARAMS = {'w': jax.ShapeDtypeStruct((8, 6), np.float32), 'b': jax.ShapeDtypeStru
 RULES = [('embed', ('data', 'model')), ('kv', None), ('batch', 'data')]
 
 
-def said(partitioner):
-    """The third column of each parameter's line."""
+def printed_axes(partitioner):
+    """Returns the logical and mesh axes that the table shows for each parameter."""
     out = io.StringIO()
     console = RunConsole(Console(file=out, width=200))
     console.layouts(audit_state(PARAMS, partitioner.resolve(PARAMS)).arrays)
     _heading, _columns, *lines = out.getvalue().splitlines()
-    # cells are apart by two spaces, what stands in one by a single space
+    # Two spaces separate cells; one space separates the words of a cell.
     cells = [[cell.strip() for cell in line.split('  ') if cell.strip()] for line in lines]
     return {name: axes for name, _shape, axes, *_ in cells}
 
 
-def test_logical_axes_stand_beside_those_of_the_mesh():
+def test_the_table_shows_logical_axes_with_their_mesh_axes():
     names = [('w', ('embed', 'kv')), ('b', ('kv',))]
     named = PjitPartitioner(
         num_partitions=2, logical_axis_rules=RULES, params_axes_names_override=names
     )
-    assert said(named) == {'w': 'embed:data+model kv', 'b': 'kv'}
+    assert printed_axes(named) == {'w': 'embed:data+model kv', 'b': 'kv'}
     plan = ResolvedPlan.of(named.resolve(PARAMS))
     planned = PjitPartitioner(mesh=named.mesh, logical_axis_rules=RULES, plan=plan)
-    assert all('None' not in axes and '(' not in axes for axes in said(planned).values())
-    assert 'data+model' in said(planned)['w']
+    assert all('None' not in axes and '(' not in axes for axes in printed_axes(planned).values())
+    assert 'data+model' in printed_axes(planned)['w']
+
+
+@pytest.mark.parametrize(
+    'count, text',
+    [
+        (0, '0 bytes'),
+        (1, '1 byte'),
+        (768, '768 bytes'),
+        (98_304, '98.3 kB'),
+        (3_609_088, '3.6 MB'),
+        (2**30 - 1, '1,073.7 MB'),
+        (2.3 * 2**30, '2.30 GiB'),
+        (2**42, '4,096.00 GiB'),
+    ],
+)
+def test_bytes_for_people(count, text):
+    assert format_bytes(count) == text

@@ -291,7 +291,7 @@ def test_the_end_of_the_program_is_quiet(how, code, said):
 @pytest.mark.parametrize(
     ('wrong', 'message'),
     [
-        ({'workers': -1}, r'Prefetch\.workers is -1.*at least 0'),
+        ({'workers': -1}, r'Prefetch\.workers is -1.*>= 0'),
         ({'workers': 1.5}, r'Prefetch\.workers is 1\.5'),
         ({'workers': True}, r'Prefetch\.workers is True'),
         ({'workers': '2'}, r"Prefetch\.workers is '2'"),

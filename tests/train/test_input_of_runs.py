@@ -134,7 +134,7 @@ def test_a_run_with_other_rows_says_so(run, tmp_path, capsys):
             'tokenizer nowhere.model cannot be read',
         ),
         (["SampleConfig.prompt='a'", 'SampleConfig.length=1', 'train.sample=@SampleConfig()'],
-         'leaves no room after a prompt of 1 tokens'),
+         'the prompt already has 1 tokens'),
     ],
 )  # fmt: skip
 def test_settings_of_the_input_that_cannot_be_honoured(run, tmp_path, changes, message):
@@ -144,7 +144,7 @@ def test_settings_of_the_input_that_cannot_be_honoured(run, tmp_path, changes, m
 
 
 def test_an_evaluation_of_other_tokens(run, tmp_path, sentencepiece_model):
-    with pytest.raises(ConfigError, match="the evaluation 'own' has another tokenizer"):
+    with pytest.raises(ConfigError, match="the evaluation 'own' uses the tokenizer"):
         run(
             tmp_path / 'model',
             "train.eval_tasks={'own': @own/CausalLM()}",

@@ -1,4 +1,4 @@
-"""Where a run begins: what of another run's checkpoint, or of its own, is refused or said."""
+"""What a run starts from: errors and messages about other runs' checkpoints, and about its own."""
 
 import dataclasses
 import inspect
@@ -17,7 +17,7 @@ from train.evaluation import evaluate_checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class OtherBytes(ByteTokenizer):
-    """Bytes by another name."""
+    """Bytes under another name."""
 
     identity = 'other bytes'
 
@@ -47,57 +47,56 @@ def restoring(path):
     return ['train.restore=@RestoreConfig()', f"RestoreConfig.path='{path}'"]
 
 
-def test_a_run_that_begins_with_another_ones_checkpoint_goes_beyond_it(run, tmp_path):
-    run(tmp_path / 'one', 'TRAIN_STEPS=2')
-    said = r'total_steps is 2, .*is of step 2 already: .*train to 4 for 2 steps more'
+def test_a_run_that_restores_a_checkpoint_needs_steps_after_it(run, finished, tmp_path):
+    said = r'total_steps is 2, .* step 6.* 8 .* 2 more steps'
     with pytest.raises(ConfigError, match=said):
-        run(tmp_path / 'two', 'TRAIN_STEPS=2', *restoring(tmp_path / 'one'))
+        run(tmp_path / 'two', 'TRAIN_STEPS=2', *restoring(finished.directory))
     assert not (tmp_path / 'two').exists()
 
 
-def test_a_run_with_nothing_left_shows_its_scores_and_writes_none_again(run, tmp_path, capsys):
-    run(tmp_path / 'one', 'TRAIN_STEPS=3')
-    before = records(tmp_path / 'one')
-    capsys.readouterr()
-    run(tmp_path / 'one', 'TRAIN_STEPS=2')
+def test_a_run_without_steps_left_prints_its_scores_and_writes_none(
+    run, finished, tmp_path, capsys
+):
+    model_dir = finished.copy(tmp_path / 'model')
+    before = records(model_dir)
+    run(model_dir, 'TRAIN_STEPS=4')
     said = capsys.readouterr().out
-    assert 'total_steps is 2, and the checkpoint of step 3' in said
+    assert 'already at step 6 of 4; raise TRAIN_STEPS' in said
     assert f'{before[-1]["eval/bits_per_byte"]:.3f}' in said
-    assert records(tmp_path / 'one') == before
+    assert records(model_dir) == before
     listed = [line.split()[-1] for line in said.split('-- files')[1].split('\n') if '/' in line]
     assert listed and all((tmp_path / line).exists() for line in listed)
 
 
-def test_a_checkpoint_of_another_tokenizer_is_refused(run, evaluate, tmp_path):
-    run(tmp_path / 'one', 'TRAIN_STEPS=2')
-    noted = tmp_path / 'one' / 'data.json'
-    data = json.loads(noted.read_text())
+def test_a_checkpoint_of_another_tokenizer_is_an_error(run, evaluate, finished, tmp_path):
+    other = finished.copy(tmp_path / 'one')
+    record = other / 'data.json'
+    data = json.loads(record.read_text())
     assert data['tokenizer'] == 'bytes'
-    with pytest.raises(ConfigError, match=r"tokenizer 'bytes' .*has 'other bytes'.*RestoreConfig"):
-        evaluate(tmp_path / 'one', OtherBytes())
-    noted.write_text(json.dumps(data | {'tokenizer': 'sentencepiece 12'}))
-    said = r"tokenizer 'sentencepiece 12' .*has 'bytes'"
-    with pytest.raises(ConfigError, match=said):
-        run(tmp_path / 'two', *restoring(tmp_path / 'one/checkpoints'))
+    with pytest.raises(ConfigError, match=r"'bytes' .*'other bytes'.*RestoreConfig"):
+        evaluate(other, OtherBytes())
+    record.write_text(json.dumps(data | {'tokenizer': 'sentencepiece 12'}))
+    with pytest.raises(ConfigError, match=r"'sentencepiece 12' .*'bytes'"):
+        run(tmp_path / 'two', *restoring(other / 'checkpoints'), 'TRAIN_STEPS=7')
     assert not (tmp_path / 'two').exists()
     assert not (tmp_path / 'scores').exists()
-    noted.write_text('{}')
+    record.write_text('{}')
     with pytest.raises(ConfigError, match=r'data\.json cannot be read'):
-        run(tmp_path / 'two', *restoring(tmp_path / 'one'))
-    noted.unlink()
-    assert int(run(tmp_path / 'two', 'TRAIN_STEPS=3', *restoring(tmp_path / 'one')).step) == 3
+        run(tmp_path / 'two', *restoring(other), 'TRAIN_STEPS=7')
+    record.unlink()
+    assert int(run(tmp_path / 'two', *restoring(other), 'TRAIN_STEPS=7').step) == 7
 
 
-def test_a_checkpoint_of_another_model_names_what_names_it(run, tmp_path):
-    run(tmp_path / 'one', 'TRAIN_STEPS=2')
-    change = 'TransformerConfig.mlp_dim=128'
-    with pytest.raises(ConfigError, match=r'or another RestoreConfig\.path'):
-        run(tmp_path / 'two', *restoring(tmp_path / 'one'), change)
-    with pytest.raises(ConfigError, match=r'or another MODEL_DIR'):
-        run(tmp_path / 'one', change)
+def test_a_checkpoint_of_another_model_names_the_array_and_the_setting(run, finished, tmp_path):
+    changes = ['TransformerConfig.mlp_dim=128', 'TRAIN_STEPS=7']
+    array = r'mlp/down: \(1, 64, 32\) float32 in the checkpoint, \(1, 128, 32\) float32'
+    with pytest.raises(ConfigError, match=rf'{array}.* RestoreConfig\.path'):
+        run(tmp_path / 'two', *restoring(finished.directory), *changes)
+    with pytest.raises(ConfigError, match=rf'{array}.* MODEL_DIR'):
+        run(finished.copy(tmp_path / 'one'), *changes)
 
 
-def a_partitioner(**changes):
+def partitioner(**changes):
     return PjitPartitioner(num_partitions=1, logical_axis_rules=RULES, **changes)
 
 
@@ -112,27 +111,13 @@ def a_partitioner(**changes):
         ({'tasks': {'a': 3}}, r"evaluate_checkpoint\.tasks\['a'\] is 3"),
         ({'restore': RestoreConfig}, r'evaluate_checkpoint\.restore is the class'),
         ({'prefetch': 3}, r'evaluate_checkpoint\.prefetch is 3'),
-        ({'partitioner': a_partitioner(params_on_devices=False)}, 'params_on_devices is False'),
-        ({'partitioner': a_partitioner(backend='quark')}, 'has no mesh: Unknown backend'),
-        ({'partitioner': a_partitioner(axis_types='explicit')}, 'need Auto axes'),
+        ({'partitioner': partitioner(params_on_devices=False)}, 'params_on_devices is False'),
+        ({'partitioner': partitioner(backend='quark')}, 'no mesh: Unknown backend'),
+        ({'partitioner': partitioner(axis_types='explicit')}, 'need Auto axes'),
     ],
     ids=lambda x: x if isinstance(x, str) else next(iter(x)),
 )
-def test_what_an_evaluation_refuses_names_its_own_settings(evaluate, tmp_path, change, said):
+def test_a_bad_setting_of_an_evaluation_is_an_error(evaluate, tmp_path, change, said):
     with pytest.raises(ConfigError, match=said):
         evaluate(tmp_path / 'none', **change)
     assert not (tmp_path / 'scores').exists()
-
-
-@pytest.mark.parametrize(
-    'setting, said',
-    [
-        ('PjitPartitioner.params_on_devices=False', 'params_on_devices is False'),
-        ("PjitPartitioner.backend='quark'", 'has no mesh: Unknown backend'),
-        ("train.eval_tasks=['a']", r'train\.eval_tasks is a list'),
-    ],
-)
-def test_what_a_run_refuses(run, tmp_path, setting, said):
-    with pytest.raises(ConfigError, match=said):
-        run(tmp_path / 'model', setting)
-    assert not (tmp_path / 'model').exists()

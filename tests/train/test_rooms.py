@@ -1,6 +1,6 @@
-"""A row passes every room of the input once: text, rows, feeding. No arrow runs back.
+"""Imports of the trainer point down: from feeding to rows to text, and from train/t5x to the rest.
 
-T5X's names stand over the whole trainer: they lead to it, and nothing of it leads to them.
+A row of data passes through each of these rooms once.
 """
 
 import ast
@@ -32,7 +32,7 @@ def test_imports_go_down(path):
         assert module.startswith(BELOW[path.parent.name]), f'{path.name} imports {module}'
 
 
-def test_the_rooms_are_seen():
+def test_the_rooms_are_found():
     assert {path.parent.name for path in FILES} == set(BELOW)
     assert len(FILES) > 12
 
@@ -45,7 +45,7 @@ TRAIN = DATA.parent
     [p for p in sorted(TRAIN.rglob('*.py')) if p.parent.name != 't5x'],
     ids=lambda p: str(p.relative_to(TRAIN)),
 )
-def test_nothing_needs_the_names_of_t5x(path):
+def test_nothing_else_imports_the_names_of_t5x(path):
     imported = [
         name
         for node in ast.walk(ast.parse(path.read_text()))
@@ -55,6 +55,6 @@ def test_nothing_needs_the_names_of_t5x(path):
     assert not [name for name in imported if name and name.startswith(('train.t5x', 't5x'))]
 
 
-def test_the_names_of_t5x_are_seen():
+def test_the_names_of_t5x_are_found():
     names = {path.stem for path in (TRAIN / 't5x').glob('*.py')}
     assert {'train_script', 'eval_script', 'configs', 'trainer', 'models', 'network'} < names

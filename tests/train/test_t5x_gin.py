@@ -209,15 +209,15 @@ def test_parameters_of_another_size_are_not_restored(pretrain, load, tmp_path):
 @pytest.mark.parametrize(
     'path, mode, said',
     [
-        ('nowhere', 'latest', r'RestoreCheckpointConfig\.path \S+nowhere: there is no such folder'),
-        ('model/checkpoint_20', 'specific', r'(?m)as in T5X.* is \S+/model/checkpoints/20$'),
-        ('model', 'specific', "is no checkpoint.*use mode 'latest'"),
+        ('nowhere', 'latest', r'RestoreCheckpointConfig\.path \S+nowhere does not exist'),
+        ('model/checkpoint_20', 'specific', r'(?m)T5X.* is \S+/model/checkpoints/20$'),
+        ('model', 'specific', r"checkpoints/<step>.*mode 'latest'"),
         (
             'model/checkpoints/7',
             'specific',
-            r'no whole checkpoint; \S+ has those of the steps \[\]',
+            r'not a complete checkpoint; \S+/checkpoints has .* \[\]',
         ),
-        ('model', 'latest', 'no whole checkpoint'),
+        ('model', 'latest', 'not a complete checkpoint'),
     ],
 )
 def test_checkpoints_that_are_not_there(load, tmp_path, path, mode, said):

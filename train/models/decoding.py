@@ -1,4 +1,4 @@
-"""Sampling text from a language model, one token at a time, with cached keys and values."""
+"""Sampling from a language model, one token at a time, with cached keys and values."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def decode(
     temperature: float,
     num_tokens: int,
 ) -> jax.Array:
-    """Continues prompts.
+    """Continues each prompt of a batch.
 
     Args:
       model: a `Transformer`.
       params: its parameters.
       prompt_BL: int tokens, [batch, prompt length].
-      rng: key of the sampling.
-      length: length of the result, prompt included.
-      temperature: of the softmax; 0 takes the likeliest token.
-      num_tokens: only the first so many tokens of the vocabulary are sampled.
+      rng: the random key of the sampling.
+      length: the length of the result, including the prompt.
+      temperature: the temperature of the softmax. 0 always takes the most likely token.
+      num_tokens: only tokens below this number are sampled.
 
     Returns:
-      int tokens, [batch, length], that begin with the prompts.
+      int tokens, [batch, length]. Each row starts with its prompt.
     """
     _batch, prompt_length = prompt_BL.shape
     padded_BL = jnp.pad(prompt_BL, ((0, 0), (0, length - prompt_length)))

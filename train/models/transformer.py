@@ -1,7 +1,7 @@
 """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Suffixes of array names: B batch, L length, D embed, H heads, K kv_heads, N width of a head, F mlp,
-V vocab. Every parameter is born with its logical axes, every activation is constrained by its own.
+Suffixes of array names: B batch, L length, D embed, H heads, K kv_heads, N head_dim, F mlp,
+V vocab. Every parameter carries its logical axes, and every activation is constrained by name.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ class TransformerConfig:
     """Sizes and choices of a Transformer.
 
     Attributes:
-      vocab_size: number of tokens.
-      num_layers: number of layers.
-      embed_dim: width of the residual stream.
-      num_heads: query heads; a multiple of `num_kv_heads`.
-      num_kv_heads: key and value heads.
-      head_dim: width of a head; even.
-      mlp_dim: width of the gated hidden layer.
-      dropout_rate: of the attention and MLP outputs, while training.
-      dtype: of computation, 'float32' or 'bfloat16'. Norms, softmax and the loss are float32.
-      param_dtype: of parameters.
-      remat: what the backward pass computes again: 'none', 'dots' (all but matmul results), 'full'.
-      scan_layers: one traced layer with stacked parameters, instead of one trace a layer.
-      tie_embeddings: the output layer is the embedding's transpose.
-      activation: of the gate of the hidden layer.
-      rope_max_wavelength: longest wavelength of the rotary positions, in positions.
+      vocab_size: the number of tokens.
+      num_layers: the number of layers.
+      embed_dim: the width of the residual stream.
+      num_heads: the number of query heads, a multiple of `num_kv_heads`.
+      num_kv_heads: the number of key and value heads.
+      head_dim: the width of a head, an even number.
+      mlp_dim: the width of the gated hidden layer.
+      dropout_rate: the dropout rate of attention and MLP outputs during training.
+      dtype: the dtype of the computation, 'float32' or 'bfloat16'. Norms, softmax and the loss are
+        always computed in float32.
+      param_dtype: the dtype of the parameters, 'float32' or 'bfloat16'.
+      remat: what the backward pass recomputes: 'none', 'dots' (everything except matmul results)
+        or 'full' (everything).
+      scan_layers: whether the layers are scanned. A scan traces one layer and stacks the
+        parameters; otherwise every layer is traced.
+      tie_embeddings: whether the output layer is the transpose of the embedding.
+      activation: the activation function of the gate.
+      rope_max_wavelength: the longest wavelength of the rotary positions, in positions.
     """
 
     vocab_size: int
@@ -72,9 +75,9 @@ class TransformerConfig:
         )
         for name, dtype in (('dtype', self.dtype), ('param_dtype', self.param_dtype)):
             if dtype not in ('float32', 'bfloat16'):
-                raise ValueError(f"{name} is {dtype!r}: it must be 'float32' or 'bfloat16'")
+                raise ValueError(f"{name} is {dtype!r}: use 'float32' or 'bfloat16'")
         if not 0 <= self.dropout_rate < 1:
-            raise ValueError(f'dropout_rate is {self.dropout_rate!r}: it must be from 0 to below 1')
+            raise ValueError(f'dropout_rate is {self.dropout_rate!r}: it must be >= 0 and < 1')
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f'num_heads ({self.num_heads}) must be a multiple of num_kv_heads '
@@ -83,9 +86,9 @@ class TransformerConfig:
         if self.head_dim % 2:
             raise ValueError(f'head_dim ({self.head_dim}) must be even for rotary positions')
         if self.remat not in ('none', 'dots', 'full'):
-            raise ValueError(f"remat ({self.remat!r}) must be 'none', 'dots' or 'full'")
+            raise ValueError(f"remat is {self.remat!r}: use 'none', 'dots' or 'full'")
         if self.activation not in get_args(Activation):
-            raise ValueError(f"activation ({self.activation!r}) must be 'silu', 'gelu' or 'relu'")
+            raise ValueError(f"activation is {self.activation!r}: use 'silu', 'gelu' or 'relu'")
 
 
 def _param(module: nn.Module, name: str, init: Any, names: tuple[str, ...], *shape: int) -> Any:
@@ -94,7 +97,13 @@ def _param(module: nn.Module, name: str, init: Any, names: tuple[str, ...], *sha
 
 
 def _fan_in(num_in: int, num_out: int, scale: float = 1.0) -> Any:
-    """Unit variance through a map from the first `num_in` dimensions to the other `num_out`."""
+    """Returns an initializer that keeps the variance of its input.
+
+    Args:
+      num_in: the number of input dimensions, which come first.
+      num_out: the number of output dimensions, which follow.
+      scale: multiplies the variance.
+    """
     ins, outs = range(num_in), range(num_in, num_in + num_out)
     return nn.initializers.variance_scaling(
         scale, 'fan_in', 'truncated_normal', in_axis=tuple(ins), out_axis=tuple(outs)
@@ -102,7 +111,7 @@ def _fan_in(num_in: int, num_out: int, scale: float = 1.0) -> Any:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale, in float32."""
+    """Computes x / rms(x) * scale in float32."""
 
     config: TransformerConfig
 
@@ -115,7 +124,7 @@ class RMSNorm(nn.Module):
 
 
 def rotary(x_BLHN: jax.Array, positions_BL: jax.Array, max_wavelength: float) -> jax.Array:
-    """Rotates each pair (i, i + N/2) of a head by an angle that grows with the position."""
+    """Rotates each pair (i, i + N/2) of a head by an angle proportional to the position."""
     half = x_BLHN.shape[-1] // 2
     wavelength_N = max_wavelength ** (jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions_BL[:, :, None, None].astype(jnp.float32) / wavelength_N
@@ -125,7 +134,13 @@ def rotary(x_BLHN: jax.Array, positions_BL: jax.Array, max_wavelength: float) ->
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention; with a cache, one position at a time."""
+    """Causal grouped-query attention.
+
+    Attributes:
+      config: sizes and choices.
+      decode_length: the length of the cache of keys and values. If it is not 0, each call takes one
+        position.
+    """
 
     config: TransformerConfig
     decode_length: int = 0
@@ -139,7 +154,8 @@ class Attention(nn.Module):
         query = _param(self, 'query', _fan_in(1, 2), ('embed', 'heads', 'kv'), d, h, n)
         key = _param(self, 'key', _fan_in(1, 2), ('embed', 'kv_heads', 'kv'), d, k, n)
         value = _param(self, 'value', _fan_in(1, 2), ('embed', 'kv_heads', 'kv'), d, k, n)
-        # Two residual branches a layer: their sum keeps the scale of the embedding.
+        # Each layer adds two residual branches; with this scale, the sum of all branches has the
+        # scale of the embedding.
         out_init = _fan_in(2, 1, scale=1 / (2 * c.num_layers))
         out = _param(self, 'out', out_init, ('heads', 'kv', 'embed'), h, n, d)
 
@@ -179,14 +195,14 @@ class Attention(nn.Module):
 
 
 def _same_segment(segments_BL: jax.Array | None) -> jax.Array | None:
-    """Which places see which: bool [batch, 1, length, length]; None: no place is kept apart."""
+    """Returns the mask of pairs in one segment, bool [batch, 1, length, length], or None."""
     if segments_BL is None:
         return None
     return (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
 
 
 class SwiGLU(nn.Module):
-    """act(x gate) * (x up), down to the width of x; SwiGLU where act is silu."""
+    """Computes (act(x gate) * (x up)) down. It is SwiGLU if act is silu."""
 
     config: TransformerConfig
 
@@ -203,7 +219,7 @@ class SwiGLU(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     config: TransformerConfig
     deterministic: bool
@@ -227,7 +243,7 @@ class Layer(nn.Module):
 
 @gin.configurable
 class Transformer(nn.Module):
-    """The language model: tokens -> float32 logits of the next token."""
+    """A language model: maps tokens to the float32 logits of the next token."""
 
     config: TransformerConfig
 
@@ -242,25 +258,28 @@ class Transformer(nn.Module):
         decode_position: jax.Array | None = None,
         decode_length: int = 0,
     ) -> jax.Array:
-        """Args:
+        """Computes the logits.
+
+        Args:
           tokens_BL: int tokens, [batch, length].
-          positions_BL: int positions, [batch, length]; None: 0, 1, 2, ...
-          segments_BL: int segments, [batch, length]: attention stays within one; None: no borders.
-          deterministic: no dropout; else an rng 'dropout' is needed.
-          decode_position: with `decode_length`, the position of the one token given; keys and
-            values of earlier ones are in the collection 'cache'.
-          decode_length: the longest sequence to decode.
+          positions_BL: int positions, [batch, length]. By default, they are 0, 1, 2, ...
+          segments_BL: int segments, [batch, length]. A token attends only to its own segment. By
+            default, a row is one segment.
+          deterministic: whether dropout is off. Otherwise the rng 'dropout' is needed.
+          decode_position: the position of the one given token, while decoding. The keys and values
+            of earlier tokens are in the collection 'cache'.
+          decode_length: the length of the longest sequence to decode, or 0.
 
         Returns:
-          float32 [batch, length, vocab].
+          The logits, float32 [batch, length, vocab].
         """
         c = self.config
         init = nn.initializers.normal(stddev=c.embed_dim**-0.5)
         embedding_VD = _param(
             self, 'embedding', init, ('vocab', 'embed'), c.vocab_size, c.embed_dim
         ).astype(c.dtype)
-        # Rows are looked up whole: over axes that the batch has too, their parts would first have
-        # to be replicated. Of unit variance whatever the width; the tied output undoes the scale.
+        # Whole rows are looked up, because XLA would replicate rows whose 'embed' is sharded over
+        # the axes of the batch. The factor gives embeddings unit variance.
         rows_VD = constrain(embedding_VD, ('vocab', None))
         x_BLD = jnp.take(rows_VD, tokens_BL, axis=0) * c.embed_dim**0.5
         x_BLD = constrain(x_BLD, ('batch', 'length', 'embed'))
@@ -286,7 +305,7 @@ class Transformer(nn.Module):
         deterministic: bool,
         decode_length: int,
     ) -> jax.Array:
-        """All layers, each with the positions and segments that are `places`."""
+        """Applies all layers. `places` holds the positions and segments."""
         c = self.config
         layer: Any = Layer
         if c.remat != 'none' and not decode_length:
