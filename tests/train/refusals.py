@@ -1,20 +1,16 @@
-"""What a bad source is refused with."""
+"""The error messages of bad sources, checked the same way everywhere."""
 
 import tempfile
 
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from train.data import (
-    ByteTokenizer,
-    Tokenizer,
-    open_index,
-)
+from train.data import ByteTokenizer, Tokenizer, open_index
 from train.errors import ConfigError
 
 
 class TakesText(Tokenizer):
-    """Refuses as every tokenizer of text does, without a model."""
+    """A tokenizer without a model that accepts only text, like the tokenizers of subwords."""
 
     num_tokens = 257
     separator = 256
@@ -30,10 +26,14 @@ class TakesText(Tokenizer):
 
 
 def refusal(cache, open_source, tokenizer=None):
-    """The message; nothing but locks may be left in the cache, nor anything among temporary files.
+    """Returns the error message of a source, and checks that no files remain.
+
+    The cache may keep lock files only, and the folder of temporary files must be empty.
 
     Args:
-      open_source: makes the source, or is it.
+      cache: the folder of the cache.
+      open_source: the source, or a function that returns it.
+      tokenizer: the tokenizer, by default `ByteTokenizer()`.
     """
     temporary = cache.with_name(f'{cache.name} temporary')
     temporary.mkdir(exist_ok=True)
@@ -41,19 +41,19 @@ def refusal(cache, open_source, tokenizer=None):
         patch.setattr(tempfile, 'tempdir', str(temporary))
         source = open_source() if callable(open_source) else open_source
         open_index(source, tokenizer or ByteTokenizer(), str(cache), lambda *progress: None)
-    # gin adds a second line, which the command line takes off again.
+    # gin appends a second line, which the command line removes.
     message = str(caught.value).split('\n  In call to configurable')[0]
     assert len(message.splitlines()) == 1, message
     assert len(message) < 500, message
     if cache.is_dir():
         assert [p.name for p in cache.iterdir() if p.suffix != '.lock'] == []
-    del caught  # and with it the frames that hold a temporary folder
+    del caught  # Its frames hold a temporary folder.
     assert list(temporary.iterdir()) == []
     return message
 
 
 def file_refusal(tmp_path, kind, name, content, **settings):
-    """The message for a file with this content."""
+    """Returns the error message of a file with this content; it must name the file."""
     (tmp_path / 'data').mkdir()
     (tmp_path / 'data' / name).write_bytes(content)
     source = kind(pattern='*', root=str(tmp_path / 'data'), holdout_percent=0, **settings)
