@@ -59,7 +59,7 @@ def arguments(model_dir, texts, *changes):
 
 
 def start(*args, cwd=REPOSITORY):
-    """Runs the command in a process of its own."""
+    """Runs the command in a new process."""
     environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
     environment.pop('XLA_FLAGS', None)
     return subprocess.run(

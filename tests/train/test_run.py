@@ -181,7 +181,7 @@ def test_a_bad_setting_is_an_error_before_anything_is_written(
     monkeypatch.setattr(PjitPartitioner, 'compile', compile_nothing)
     before = sorted(tmp_path.rglob('*'))
     sample = ['train.sample=@SampleConfig()'] if change.startswith('SampleConfig') else []
-    # gin re-raises errors as a class of its own, derived from the original one.
+    # gin re-raises an error as a subclass of its type.
     with pytest.raises(ValueError, match=message):
         run(tmp_path / 'model', *sample, change)
     assert sorted(tmp_path.rglob('*')) == before
