@@ -32,7 +32,7 @@ from planned_models import (
 
 from partitioning import PjitPartitioner, create_mesh
 from partitioning.compat.pytorch import ShardingPlan, place, shard_module
-from partitioning.compat.pytorch.shards import ChunkShardingSpec
+from partitioning.compat.pytorch import ChunkShardingSpec
 
 pytestmark = pytest.mark.core
 

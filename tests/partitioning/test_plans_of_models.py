@@ -13,7 +13,7 @@ from planned_models import KEY, MESH
 
 from partitioning import PjitPartitioner, TrainState, create_mesh
 from partitioning.compat.pytorch import ShardingPlan, constrain_outputs, shard_module
-from partitioning.compat.pytorch.shards import ChunkShardingSpec, array_from_shards
+from partitioning.compat.pytorch import ChunkShardingSpec, array_from_shards
 
 pytestmark = pytest.mark.core
 

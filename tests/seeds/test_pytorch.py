@@ -21,7 +21,7 @@ from partitioning.compat.pytorch import (
     place,
     shard_module,
 )
-from partitioning.compat.pytorch.shards import (
+from partitioning.compat.pytorch import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     GridShardingSpec,

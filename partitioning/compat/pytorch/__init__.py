@@ -1,17 +1,52 @@
-"""PyTorch's ShardingPlan on a mesh, and shards that PyTorch has cut."""
+"""PyTorch's ShardingPlan on a mesh, and shards that PyTorch has cut.
+
+Usage:
+  from partitioning.compat.pytorch import ShardingPlan, shard_module
+  params = shard_module(params, ShardingPlan({'fc1.weight': P('model')}), mesh)
+"""
 
 from partitioning.compat.pytorch.modules import shard_module
 from partitioning.compat.pytorch.outputs import constrain_outputs
+from partitioning.compat.pytorch.shard_metadata import (
+    ShardMetadata,
+    check_tensor,
+    validate_non_overlapping_shards_metadata,
+)
+from partitioning.compat.pytorch.shard_reading import (
+    array_from_shards,
+    infer_partition_spec,
+    infer_sharding_spec,
+)
 from partitioning.compat.pytorch.sharder import Sharder, place
 from partitioning.compat.pytorch.sharding_plan import ShardingPlan, ShardingPlanner
+from partitioning.compat.pytorch.sharding_specs import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    GridShardingSpec,
+    get_chunk_sharding_params,
+    get_chunked_dim_size,
+    get_split_size,
+)
 from partitioning.compat.pytorch.trees import parameters
 
 __all__ = [
+    'ChunkShardingSpec',
+    'EnumerableShardingSpec',
+    'GridShardingSpec',
+    'ShardMetadata',
     'Sharder',
     'ShardingPlan',
     'ShardingPlanner',
+    'array_from_shards',
+    'check_tensor',
     'constrain_outputs',
+    'get_chunk_sharding_params',
+    'get_chunked_dim_size',
+    'get_split_size',
+    'infer_partition_spec',
+    'infer_sharding_spec',
     'parameters',
     'place',
     'shard_module',
+    'validate_non_overlapping_shards_metadata',
 ]

@@ -1,16 +1,14 @@
-"""Where a shard lies in its tensor, and whether several make one."""
+"""Where a shard lies in its tensor, and whether several shards make one tensor."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from partitioning.mesh.checks import as_tuple_of
-from partitioning.rules import is_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +16,10 @@ class ShardMetadata:
     """A block of a tensor.
 
     Attributes:
-      shard_offsets: its first element, along each dimension.
-      shard_sizes: its size along each dimension; 0 where the shard is empty.
-      placement: who holds it: a rank, or a text such as 'rank:0/cpu'; None: it does not say.
+      shard_offsets: the index of its first element, along each dimension.
+      shard_sizes: its size along each dimension; 0 if the shard is empty.
+      placement: the holder of the shard: a rank, a text such as 'rank:0/cpu', or None if it is
+        unknown.
     """
 
     shard_offsets: tuple[int, ...]
@@ -35,25 +34,31 @@ class ShardMetadata:
                 'shard_offsets and shard_sizes must have the same number of elements, but '
                 f'{offsets} has {len(offsets)} and {sizes} has {len(sizes)}'
             )
-        _check_numbers(offsets, 'shard_offsets should be >=0')
-        _check_numbers(sizes, 'shard_sizes should be >= 0')
+        for numbers, rule in (
+            (offsets, 'shard_offsets should be >=0'),  # PyTorch's words
+            (sizes, 'shard_sizes should be >= 0'),
+        ):
+            for number in numbers:
+                whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+                if not whole or number < 0:
+                    raise ValueError(f'{rule} integers, but {numbers} contains {number!r}')
         object.__setattr__(self, 'shard_offsets', tuple(map(int, offsets)))
         object.__setattr__(self, 'shard_sizes', tuple(map(int, sizes)))
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """Its place, to index the tensor with."""
-        pairs = zip(self.shard_offsets, self.shard_sizes, strict=True)
-        return tuple(slice(start, start + size) for start, size in pairs)
+        """The slices of the tensor that the shard holds."""
+        return tuple(map(slice, self.shard_offsets, self.stops))
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The element after its last, along each dimension."""
-        return tuple(s.stop for s in self.index)
+        """The index after its last element, along each dimension."""
+        pairs = zip(self.shard_offsets, self.shard_sizes, strict=True)
+        return tuple(start + size for start, size in pairs)
 
     @property
     def num_elements(self) -> int:
-        """How many elements it has."""
+        """The number of its elements."""
         return math.prod(self.shard_sizes)
 
     def __str__(self) -> str:
@@ -62,17 +67,19 @@ class ShardMetadata:
 
 
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
-    """Raises ValueError for no shards, shards of several ranks, or two that share an element."""
+    """Raises ValueError for no shards, for shards of several ranks, and for overlapping shards."""
     for shard in shards:
         if not isinstance(shard, ShardMetadata):
-            raise ValueError(f'{shard!r} is no ShardMetadata: write ShardMetadata(offsets, sizes)')
+            raise ValueError(
+                f'{shard!r} is not a ShardMetadata: write ShardMetadata(offsets, sizes)'
+            )
     if not shards:
-        raise ValueError('Empty shard list provided: a tensor has one shard at least')
+        raise ValueError('Empty shard list provided: a tensor has at least one shard')
     ranks = {len(shard.shard_offsets): shard for shard in shards}
     if len(ranks) > 1:
         listed = ', '.join(f'{rank} ({shard})' for rank, shard in sorted(ranks.items()))
         raise ValueError(f'Found inconsistent ranks for shards: {listed}')
-    # One shard against all that follow it: quick for the thousands that checkpoints have.
+    # Each shard is compared with all later ones at once: checkpoints have thousands of shards.
     full = [shard for shard in shards if shard.num_elements]
     rank = next(iter(ranks))
     starts = np.array([shard.shard_offsets for shard in full]).reshape(len(full), rank)
@@ -81,12 +88,11 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
         shared = (starts[i + 1 :] < stops[i]) & (starts[i] < stops[i + 1 :])
         overlapping = np.flatnonzero(shared.all(axis=1))
         if overlapping.size:
-            other = full[i + 1 + int(overlapping[0])]
-            raise ValueError(f'Shards {shard} and {other} overlap')
+            raise ValueError(f'Shards {shard} and {full[i + 1 + int(overlapping[0])]} overlap')
 
 
 def check_tensor(shards: Sequence[ShardMetadata], shape: Sequence[int]) -> None:
-    """Raises ValueError unless the shards make all of a tensor of this shape, each element once."""
+    """Raises ValueError unless each element of a tensor of this shape is in exactly one shard."""
     validate_non_overlapping_shards_metadata(shards)
     rank = len(shards[0].shard_offsets)
     if rank != len(shape):
@@ -95,18 +101,12 @@ def check_tensor(shards: Sequence[ShardMetadata], shape: Sequence[int]) -> None:
         for dim, (stop, size) in enumerate(zip(shard.stops, shape, strict=True)):
             if stop > size:
                 raise ValueError(
-                    f'Shard {shard} exceeds tensor dim {dim}: it ends at {stop}, of a tensor of '
-                    f'shape {tuple(shape)}'
+                    f'Shard {shard} exceeds tensor dim {dim}: it ends at {stop}, but the shape is '
+                    f'{tuple(shape)}'
                 )
     held = sum(shard.num_elements for shard in shards)
     if held != math.prod(shape):
         raise ValueError(
-            f'Shards have {held} elements in all, which does not match tensor volume '
-            f'{math.prod(shape)} of shape {tuple(shape)}: some are missing'
+            f'Shards have {held} elements in total, which does not match tensor volume '
+            f'{math.prod(shape)} of shape {tuple(shape)}: some shards are missing'
         )
-
-
-def _check_numbers(numbers: Sequence[Any], rule: str) -> None:
-    for number in numbers:
-        if not is_count(number) and not (isinstance(number, int | np.integer) and number == 0):
-            raise ValueError(f'{rule} and whole, not {number!r} of {tuple(numbers)}')

@@ -1,7 +1,8 @@
-"""PyTorch's ways to cut a tensor, and what they are on a mesh.
+"""PyTorch's descriptions of how a tensor is cut, and the PartitionSpecs that cut it the same way.
 
-Chunks fill up from the front: 10 rows in 3 are 4, 4 and 2, and the last may be empty. jax cuts only
-what divides; elsewhere a policy decides, such as 'pad', which fills up in the same way.
+Chunks are filled from the front: 10 rows in 3 chunks are 4, 4 and 2, and the last chunk may be
+empty. jax lays out only sizes that divide. For other sizes a policy decides: on_indivisible='pad'
+also fills from the front.
 """
 
 from __future__ import annotations
@@ -9,54 +10,61 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from partitioning.compat.pytorch.shards.metadata import (
+from partitioning.compat.pytorch.shard_metadata import (
     ShardMetadata,
     check_tensor,
     validate_non_overlapping_shards_metadata,
 )
 from partitioning.mesh.checks import as_tuple_of
-from partitioning.rules import MeshLike, axis_sizes, describe_axes, is_count
+from partitioning.rules import (
+    MeshLike,
+    axis_sizes,
+    describe_axes,
+    from_tuple,
+    is_count,
+    num_shards,
+)
 
 Placement = int | str | None
 
 
 def get_split_size(dim_size: int, chunks: int) -> int:
-    """The size of every chunk but the last ones: `dim_size / chunks`, rounded up."""
+    """The size of all chunks but the last ones: `dim_size / chunks`, rounded up."""
     if not is_count(chunks):
-        raise ValueError(f'{chunks!r} chunks: there must be 1 or more')
+        raise ValueError(f'chunks={chunks!r} must be an integer >= 1')
     return -(-dim_size // chunks)
 
 
 def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
-    """The size of chunk `idx`, of a dimension in chunks of `split_size`: 0 past its end."""
+    """The size of chunk `idx` of a dimension in chunks of `split_size`, 0 after its end."""
     return max(min(dim_size, split_size * (idx + 1)) - split_size * idx, 0)
 
 
 def get_chunk_sharding_params(
     sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
 ) -> tuple[int, int]:
-    """(start, size) of what a rank holds: its place among the placements decides, not its number.
+    """The start and the size of a rank's chunk, which its place in the placements decides.
 
     Args:
-      sharding_dim_size: of the dimension.
-      world_size: how many chunks there are.
-      spec: who holds them.
-      rank: one of these.
+      sharding_dim_size: the size of the dimension.
+      world_size: the number of chunks.
+      spec: the placements of the chunks.
+      rank: one of the placements.
 
     Raises:
-      ValueError: a rank that holds nothing, placements for another number of chunks.
+      ValueError: if `rank` holds no chunk, or if there are not `world_size` placements.
     """
     if world_size != len(spec.placements):
-        raise ValueError(f'{world_size} chunks for {len(spec.placements)} placements')
+        raise ValueError(f'{world_size} chunks do not match {len(spec.placements)} placements')
     ranks = [_rank(placement) for placement in spec.placements]
     if rank not in ranks:
-        raise ValueError(f'rank {rank} is none of the placements {list(spec.placements)}')
+        raise ValueError(f'rank {rank} is not among the placements {list(spec.placements)}')
     place, split = ranks.index(rank), get_split_size(sharding_dim_size, world_size)
     size = get_chunked_dim_size(sharding_dim_size, split, place)
     return min(split * place, sharding_dim_size), size
@@ -70,8 +78,8 @@ class ChunkShardingSpec:
       ChunkShardingSpec(0, [0, 1, 2, 3])  # or ['rank:0/cpu', 'rank:1/cpu', ...]
 
     Attributes:
-      dim: the dimension; negative, from the last.
-      placements: who holds the chunks, in their order.
+      dim: the dimension; a negative number counts from the last one.
+      placements: the holders of the chunks, in the order of the chunks.
     """
 
     dim: int
@@ -99,18 +107,18 @@ class ChunkShardingSpec:
         return tuple(shards)
 
     def to_partition_spec(self, mesh: MeshLike, shape: Sequence[int]) -> PartitionSpec:
-        """The spec over the mesh axis of as many devices as there are chunks; see `axes_of_ways`.
+        """The spec that shards the dimension over as many devices as there are chunks.
 
-        Sizes that do not divide are what `on_indivisible` of a plan is for.
+        It does not check that the size divides: the `on_indivisible` of a plan decides about that.
 
         Raises:
-          ValueError: no such mesh axis, or several; chunks that are not in the order of their
-            ranks, which is a matter of the mesh here.
+          ValueError: if no mesh axes, or several, have as many devices as there are chunks, or if
+            the placements are not sorted by rank, which only the mesh can decide.
         """
         _check_order(self.placements)
-        ways = [1] * len(shape)
-        ways[self._dim(shape)] = len(self.placements)
-        return axes_of_ways(ways, mesh)
+        parts = [1] * len(shape)
+        parts[self._dim(shape)] = len(self.placements)
+        return _spec_of_parts(parts, mesh)
 
     def _dim(self, shape: Sequence[int]) -> int:
         if not -len(shape) <= self.dim < len(shape):
@@ -125,8 +133,8 @@ class GridShardingSpec:
     """A tensor in equal blocks along every dimension.
 
     Attributes:
-      grid_size: the size of a block along each dimension, or one size for all.
-      placements: who holds the blocks, in row-major order.
+      grid_size: the size of a block along each dimension, or one size for all dimensions.
+      placements: the holders of the blocks, in row-major order.
     """
 
     grid_size: int | tuple[int, ...]
@@ -141,36 +149,46 @@ class GridShardingSpec:
         """The shards of a tensor of this shape, in the order of the placements.
 
         Raises:
-          ValueError: blocks that do not divide the shape, or of another number than placements.
+          ValueError: if the blocks do not divide the shape, or if there are not as many placements
+            as blocks.
         """
-        sizes, ways = self._blocks(shape)
-        places = itertools.product(*map(range, ways))
+        sizes, parts = self._blocks(shape)
+        places = itertools.product(*map(range, parts))
         return tuple(
             ShardMetadata(tuple(n * s for n, s in zip(at, sizes, strict=True)), sizes, placement)
             for at, placement in zip(places, self.placements, strict=True)
         )
 
     def to_partition_spec(self, mesh: MeshLike, shape: Sequence[int]) -> PartitionSpec:
-        """The spec that cuts a tensor of this shape into the same blocks; see `axes_of_ways`."""
-        ways = self._blocks(shape)[1]
+        """The spec that cuts a tensor of this shape into the same blocks.
+
+        Raises:
+          ValueError: as `build_metadata` and `ChunkShardingSpec.to_partition_spec`.
+        """
+        parts = self._blocks(shape)[1]
         _check_order(self.placements)
-        return axes_of_ways(ways, mesh)
+        return _spec_of_parts(parts, mesh)
 
     def _blocks(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The size of a block and the number of blocks, along each dimension."""
         given = self.grid_size
         sizes = (given,) * len(shape) if isinstance(given, int) else given
         if len(sizes) != len(shape) or not all(map(is_count, sizes)):
-            raise ValueError(f'grid_size {given!r} must be a size for each of {tuple(shape)}')
+            raise ValueError(
+                f'grid_size={given!r} must be an integer >= 1 for each dimension of {tuple(shape)}'
+            )
         for dim, (size, block) in enumerate(zip(shape, sizes, strict=True)):
             if size % block:
-                raise ValueError(f'dimension {dim} of {tuple(shape)} does not divide by {block}')
-        ways = tuple(size // block for size, block in zip(shape, sizes, strict=True))
-        if math.prod(ways) != len(self.placements):
+                raise ValueError(
+                    f'blocks of {block} do not divide dimension {dim} of shape {tuple(shape)}'
+                )
+        parts = tuple(size // block for size, block in zip(shape, sizes, strict=True))
+        if math.prod(parts) != len(self.placements):
             raise ValueError(
-                f'blocks of {sizes} make {math.prod(ways)} of {tuple(shape)}, for '
-                f'{len(self.placements)} placements'
+                f'a tensor of shape {tuple(shape)} has {math.prod(parts)} blocks of {sizes}, but '
+                f'there are {len(self.placements)} placements'
             )
-        return sizes, ways
+        return sizes, parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +196,7 @@ class EnumerableShardingSpec:
     """A tensor in any blocks, each written out.
 
     Attributes:
-      shards: the blocks, in any order; they share no element.
+      shards: the blocks, in any order; they do not overlap.
     """
 
     shards: tuple[ShardMetadata, ...]
@@ -191,69 +209,70 @@ class EnumerableShardingSpec:
         """The shards.
 
         Raises:
-          ValueError: they do not make all of a tensor of this shape.
+          ValueError: if they do not make a tensor of this shape.
         """
         check_tensor(self.shards, shape)
         return self.shards
 
     def to_partition_spec(self, mesh: MeshLike, shape: Sequence[int]) -> PartitionSpec:
-        """The spec that cuts a tensor of this shape into these blocks; see `axes_of_ways`.
+        """The spec that cuts a tensor of this shape into these blocks.
 
         Raises:
-          ValueError: blocks of several sizes, or that no axes of the mesh make.
+          ValueError: if the blocks differ in size, or if no axes of the mesh make them.
         """
         check_tensor(self.shards, shape)
         sizes = {shard.shard_sizes for shard in self.shards}
         if len(sizes) > 1:
             first, second = sorted(sizes)[:2]
             raise ValueError(
-                f'shards of sizes {first} and {second} are no equal blocks, and no chunks along '
-                'one dimension: array_from_shards reads them into any layout'
+                f'shards of sizes {first} and {second} have no PartitionSpec, which needs equal '
+                'blocks or chunks along one dimension: array_from_shards reads them into any layout'
             )
         pairs = zip(shape, self.shards[0].shard_sizes, strict=True)
-        return axes_of_ways([size // max(block, 1) for size, block in pairs], mesh)
+        return _spec_of_parts([size // max(block, 1) for size, block in pairs], mesh)
 
 
-def axes_of_ways(ways: Sequence[int], mesh: MeshLike) -> PartitionSpec:
-    """The spec that cuts dimensions in so many parts each, by whole mesh axes.
+def _spec_of_parts(parts: Sequence[int], mesh: MeshLike) -> PartitionSpec:
+    """The spec that cuts each dimension into a number of parts, by whole mesh axes.
 
-    A dimension takes one axis where there is one of its size, else several in the order of the
-    mesh, as long as the other dimensions find theirs.
+    A dimension takes one axis if one has that size, and otherwise several in the order of the
+    mesh, as long as axes remain for the other dimensions.
 
     Raises:
-      ValueError: the sizes of the axes do not make these parts; one dimension is cut, and several
-        axes are of its size.
+      ValueError: if no axes make these parts, or if several axes have the size of the only
+        dimension that is cut.
     """
     sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
-    cut = [parts for parts in ways if parts > 1]
+    cut = [number for number in parts if number > 1]
     fitting = [axis for axis, size in sizes.items() if cut == [size]]
-    shown = describe_axes(axis_sizes(mesh))
     if len(fitting) > 1:
         raise ValueError(
-            f'{cut[0]} parts could be over {" or ".join(fitting)} of the mesh {shown}: write a '
-            'PartitionSpec'
+            f'{cut[0]} parts could be over mesh axis {" or ".join(fitting)} of the mesh '
+            f'{describe_axes(mesh)}: write a PartitionSpec'
         )
-    found = _take_axes(tuple(ways), tuple(sizes), sizes)
+    found = _take_axes(tuple(parts), tuple(sizes), sizes)
     if found is None:
         raise ValueError(
-            f'parts {tuple(ways)} along the dimensions: the axes of the mesh {shown} do not make '
-            'them; use another mesh, or a PartitionSpec'
+            f'no axes of the mesh {describe_axes(mesh)} make {tuple(parts)} parts along the '
+            'dimensions: use another mesh, or write a PartitionSpec'
         )
-    last = max((dim for dim, axes in enumerate(found) if axes), default=-1)
-    return PartitionSpec(*(a[0] if len(a) == 1 else a or None for a in found[: last + 1]))
+    entries = [from_tuple(axes) for axes in found]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def _take_axes(
-    ways: tuple[int, ...], left: tuple[str, ...], sizes: Mapping[str, int]
+    parts: tuple[int, ...], left: tuple[str, ...], mesh: MeshLike
 ) -> list[tuple[str, ...]] | None:
-    """The axes of each dimension, out of those that are left; None: there are no such."""
-    if not ways:
+    """The axes of each dimension, chosen from `left`; None if there is no choice."""
+    if not parts:
         return []
     for number in range(len(left) + 1):
         for axes in itertools.combinations(left, number):
-            if math.prod(sizes[axis] for axis in axes) == ways[0]:
+            if num_shards(axes, mesh) == parts[0]:
                 rest = tuple(axis for axis in left if axis not in axes)
-                if (others := _take_axes(ways[1:], rest, sizes)) is not None:
+                if (others := _take_axes(parts[1:], rest, mesh)) is not None:
                     return [axes, *others]
     return None
 
@@ -261,24 +280,24 @@ def _take_axes(
 def _check_placements(placements: Any) -> tuple[Placement, ...]:
     found = as_tuple_of(placements, 'placements')
     if not found or len({*found}) < len(found):
-        raise ValueError(f'placements {list(found)} must be one or more, none twice')
+        raise ValueError(f'placements {list(found)} must name each holder once, and at least one')
     return found
 
 
 def _check_order(placements: Sequence[Placement]) -> None:
-    """Raises ValueError for ranks in another order than their numbers have."""
+    """Raises ValueError for placements that are not sorted by rank."""
     ranks = [_rank(placement) for placement in placements]
     if len({*map(type, ranks)}) > 1:
-        raise ValueError(f'placements {list(placements)} are ranks of several kinds: write one')
+        raise ValueError(f'placements {list(placements)} mix several kinds of ranks: use one kind')
     if isinstance(ranks[0], int) and ranks != sorted(ranks):
         raise ValueError(
-            f'placements {list(placements)} are not in the order of their ranks: a spec has no '
-            'order; give the mesh that of its devices (spmd.mesh_from_device_ids)'
+            f'placements {list(placements)} are not in the order of their ranks, which a spec '
+            'cannot express: put the devices of the mesh in that order'
         )
 
 
 def _rank(placement: Placement) -> Any:
-    """The number of a placement: 3 of 3 and of 'rank:3/cuda:1'; anything else as it is."""
+    """The number of a placement: 3 for 3 and for 'rank:3/cuda:1'; other values unchanged."""
     if isinstance(placement, str) and placement.startswith('rank:'):
         number = placement.removeprefix('rank:').partition('/')[0]
         return int(number) if number.isdigit() else placement

@@ -1,0 +1,154 @@
+"""Reads shards that another system has cut: into a sharded array, and back to a spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from partitioning.compat.pytorch.shard_metadata import (
+    ShardMetadata,
+    check_tensor,
+    validate_non_overlapping_shards_metadata,
+)
+from partitioning.compat.pytorch.sharding_specs import ChunkShardingSpec, EnumerableShardingSpec
+from partitioning.layout.ownership import index_bounds
+from partitioning.rules import MeshLike, check_layout
+
+
+def array_from_shards(
+    blocks: Sequence[tuple[ShardMetadata, Any]],
+    shape: Sequence[int],
+    sharding: Sharding,
+    dtype: Any = None,
+) -> jax.Array:
+    """Makes a sharded array of the shards of a tensor.
+
+    Usage:
+      shards = ChunkShardingSpec(0, range(3)).build_metadata((10, 16))
+      x = array_from_shards([(s, load(s.placement)) for s in shards], (10, 16), sharding)
+
+    Args:
+      blocks: each shard with its array, or with a function that reads the array. A process reads
+        only the shards that its devices hold a part of, each once.
+      shape: the shape of the whole array.
+      sharding: the layout of the array.
+      dtype: the type to which the blocks are cast; by default their own.
+
+    Returns:
+      A jax.Array of that shape and sharding.
+
+    Raises:
+      ValueError: if the shards do not make an array of this shape, if a block has another shape or
+        dtype than the others say, or if the shape does not divide by the sharding.
+    """
+    check_tensor([shard for shard, _ in blocks], shape)
+    if isinstance(sharding, NamedSharding):
+        check_layout(sharding.spec, sharding.mesh, 'the array', shape)
+    arrays: dict[int, np.ndarray] = {}
+
+    def read(i: int) -> np.ndarray:
+        if i not in arrays:
+            arrays[i] = _read(*blocks[i])
+            if dtype is not None:
+                arrays[i] = arrays[i].astype(np.dtype(dtype), casting='same_kind')
+            first = next(iter(arrays))
+            _check_dtype(blocks[i][0], arrays[i], blocks[first][0], arrays[first])
+        return arrays[i]
+
+    def part(index: Any) -> np.ndarray:
+        bounds = index_bounds(index, shape)
+        pieces = []
+        for i, (shard, _) in enumerate(blocks):
+            shared = [
+                (max(start, s.start), min(stop, s.stop))
+                for (start, stop), s in zip(bounds, shard.index, strict=True)
+            ]
+            if all(low < high for low, high in shared):
+                pieces.append((i, shared))
+        kind = np.dtype(dtype) if dtype is not None else read(pieces[0][0] if pieces else 0).dtype
+        made = np.empty([stop - start for start, stop in bounds], kind)
+        for i, shared in pieces:
+            to = _relative(shared, [start for start, _ in bounds])
+            made[to] = read(i)[_relative(shared, blocks[i][0].shard_offsets)]
+        return made
+
+    return jax.make_array_from_callback(tuple(shape), sharding, part)
+
+
+def infer_sharding_spec(
+    shards: Sequence[ShardMetadata],
+) -> ChunkShardingSpec | EnumerableShardingSpec:
+    """The ChunkShardingSpec that cuts a tensor into these shards, or else one that lists them.
+
+    Raises:
+      ValueError: if the shards do not make a tensor.
+    """
+    shape = _shape(shards)
+    check_tensor(shards, shape)
+    for dim in range(len(shape)):
+        # An empty chunk begins where the last full one ends, and comes after it.
+        ordered = sorted(shards, key=lambda s: (s.shard_offsets[dim], not s.shard_sizes[dim]))
+        placements = [shard.placement for shard in ordered]
+        if len({*placements}) < len(placements):
+            placements = [*range(len(ordered))]
+        spec = ChunkShardingSpec(dim, placements)
+        cut = [(s.shard_offsets, s.shard_sizes) for s in spec.build_metadata(shape)]
+        if cut == [(s.shard_offsets, s.shard_sizes) for s in ordered]:
+            return spec
+    return EnumerableShardingSpec(tuple(shards))
+
+
+def infer_partition_spec(shards: Sequence[ShardMetadata], mesh: MeshLike) -> PartitionSpec:
+    """The spec by which a mesh cuts a tensor as these shards do.
+
+    Args:
+      shards: equal blocks along every dimension, in any order; or chunks along one dimension, of
+        which the last may be smaller: the `on_indivisible` of a plan decides about those.
+      mesh: the mesh, or the sizes of its axes.
+
+    Raises:
+      ValueError: if the shards do not make a tensor, if they are neither blocks nor chunks, or if
+        no axes of the mesh make them.
+    """
+    unplaced = [ShardMetadata(shard.shard_offsets, shard.shard_sizes) for shard in shards]
+    return infer_sharding_spec(unplaced).to_partition_spec(mesh, _shape(shards))
+
+
+def _shape(shards: Sequence[ShardMetadata]) -> tuple[int, ...]:
+    """The shape of the tensor that the shards make, if they make one."""
+    validate_non_overlapping_shards_metadata(shards)
+    return tuple(map(max, zip(*(shard.stops for shard in shards), strict=True)))
+
+
+def _read(shard: ShardMetadata, given: Any | Callable[[], Any]) -> np.ndarray:
+    array = np.asarray(given() if callable(given) else given)
+    if array.shape != shard.shard_sizes:
+        raise ValueError(f'shard {shard} has an array of shape {array.shape}')
+    return array
+
+
+def _check_dtype(
+    shard: ShardMetadata, block: np.ndarray, first_shard: ShardMetadata, first: np.ndarray
+) -> None:
+    """Raises ValueError for blocks of two dtypes, and for a dtype that jax would change."""
+    if block.dtype != first.dtype:
+        raise ValueError(
+            f'shard {shard} is {block.dtype}, but shard {first_shard} is {first.dtype}: give dtype='
+        )
+    kept = jax.dtypes.canonicalize_dtype(block.dtype)
+    if kept != block.dtype:
+        raise ValueError(
+            f"shard {shard} is {block.dtype}, which jax would make {kept}: write dtype='{kept}' to "
+            "accept that, or jax.config.update('jax_enable_x64', True)"
+        )
+
+
+def _relative(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:
+    """Bounds in a tensor as slices of a part of it that begins at `origin`."""
+    return tuple(
+        slice(low - first, high - first) for (low, high), first in zip(bounds, origin, strict=True)
+    )
