@@ -1,4 +1,4 @@
-"""Small models with plans for them, and what the plans should come to."""
+"""Small models, plans for them, and the layouts that the plans should give."""
 
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ def params() -> Any:
 
 
 class Mlp(nn.Module):
-    """With names in boxes for the kernels, if they are wanted."""
+    """A linen model; with `names`, its kernels are in boxes with logical names."""
 
     names: bool = False
 
@@ -84,7 +84,7 @@ OF_MODELS = pytest.mark.parametrize('model', MODELS)
 
 
 def held(module):
-    """The arrays of parameters that are not planned any more, by path."""
+    """The arrays of the parameters by path, without nnx variables."""
     return {
         '/'.join(path): x[...] if isinstance(x, nnx.Variable) else x
         for path, x in parameters(module).items()
@@ -92,7 +92,7 @@ def held(module):
 
 
 class ByData(Sharder):
-    """All of a module by rows over 'data'."""
+    """Shards the rows of all arrays over 'data'."""
 
     def shard(self, module, mesh):
         if isinstance(module, nnx.Module):
@@ -102,7 +102,7 @@ class ByData(Sharder):
 
 
 class Returns(Sharder):
-    """Whatever a function of the module and the mesh makes of it."""
+    """Replaces the module by the result of a function of the module and the mesh."""
 
     def __init__(self, function):
         self.function = function

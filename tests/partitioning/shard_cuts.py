@@ -36,7 +36,7 @@ def _guillotine(draw, start, stop, depth=4):
 
 @st.composite
 def cuts(draw):
-    """A shape and its shards in any order: chunks, a grid, or arbitrary cuts with an empty shard."""
+    """A shape and its shards in any order: chunks, a grid, or arbitrary boxes."""
     rank = draw(st.integers(1, 3))
     shape = tuple(draw(st.lists(st.sampled_from([1, 2, 5, 8, 16]), min_size=rank, max_size=rank)))
     kind = draw(st.sampled_from(['chunks', 'grid', 'anywhere']))

@@ -1,4 +1,4 @@
-"""The entries of a plan: whose arrays they are for, and what each comes to."""
+"""The entries of a plan: the array that each is for, and the layout that it gives."""
 
 from __future__ import annotations
 
@@ -35,69 +35,69 @@ from partitioning.state import Path, Role, nbytes, shape_of
 from partitioning.state.boxes import array_of, carried_names, is_carrier
 
 
-class Planned(NamedTuple):
-    """A model after the Sharders of a plan, and what the plan says of its arrays.
+class PlannedModule(NamedTuple):
+    """A model to which the Sharders of a plan were applied.
 
     Attributes:
-      module: the model, with what the Sharders have returned in it.
-      entries: by path, the entry of each array, and whose it is.
+      module: the model, with the results of the Sharders in it.
+      entries: the entry of each array that has one, by path, and a reason that names its source.
     """
 
     module: Any
     entries: Mapping[Path, tuple[Any, str]]
 
     def resolve(self, mesh: Mesh, policies: AxisRules) -> ResolvedPlan:
-        """What that comes to, array by array; see `ShardingPlan.resolve`."""
-        of_roles: dict[Role, dict[Path, Any]] = {
+        """The layout of each array; see `ShardingPlan.resolve`."""
+        arrays: dict[Role, dict[Path, Any]] = {
             'parameters': parameters(self.module),
             'other': buffers(self.module),
         }
         rows = (
             _row(path, leaf, self.entries.get(path), policies, mesh, role)
-            for role, leaves in of_roles.items()
+            for role, leaves in arrays.items()
             for path, leaf in leaves.items()
         )
         return ResolvedPlan(mesh.shape, tuple(rows))
 
 
-def apply_entries(given: Mapping[str, Any], module: Any, mesh: Mesh) -> Planned:
-    """The model with the Sharders of a plan applied; an nnx module is changed in place.
+def apply_entries(plan: Mapping[str, Any], module: Any, mesh: Mesh) -> PlannedModule:
+    """Finds the array of each entry and applies the Sharders; an nnx module is changed in place.
 
     Raises:
-      TypeError: an entry that is no layout.
-      ValueError: a path that does not exist; entries for the same array.
+      TypeError: if an entry is not a layout.
+      ValueError: if a path does not exist, or if two entries are for the same array.
     """
-    if not isinstance(given, Mapping):
-        raise TypeError(f'a plan has entries by path, {{"fc1/kernel": P(...)}}, not {given!r}')
+    if not isinstance(plan, Mapping):
+        raise TypeError(f'plan={plan!r} must map paths to layouts, {{"fc1/kernel": P(...)}}')
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f'mesh={mesh!r} must be a jax.sharding.Mesh, as create_mesh makes it')
-    for name, entry in given.items():
+        raise TypeError(f'mesh={mesh!r} must be a jax.sharding.Mesh, as create_mesh returns it')
+    for name, entry in plan.items():
         _check_entry(name, entry)
-    found = _find(given, module)
-    others = Places(buffers(module))
+    found, others = _find(plan, module), Places(buffers(module))
     entries: dict[Path, tuple[Any, str]] = {}
     for path, name in found.items():
-        entry = given[name]
+        entry = plan[name]
         if not isinstance(entry, Sharder):
-            entries[path] = (entry, 'the plan')
+            entries[path] = (entry, 'the plan says so')
             continue
         place = ('params', *path) if is_variables(module) and path not in others else path
         made = entry.shard(subtree(module, place), mesh)
+        sharder = type(entry).__name__
         if made is None:
             raise TypeError(
-                f'{type(entry).__name__}.shard of {name!r} has returned None: it must return what '
-                'takes the place of the module'
+                f'{sharder}.shard of {name!r} has returned None: it must return the replacement of '
+                'the module'
             )
         module = replace_subtree(module, place, made)
         for below, leaf in arrays_by_path(made):
             sharding = getattr(array_of(leaf), 'sharding', None)
             if isinstance(sharding, NamedSharding):
-                entries[*path, *below] = (sharding, type(entry).__name__)
-    return Planned(module, entries)
+                entries[*path, *below] = (sharding, f'{sharder} says so')
+    return PlannedModule(module, entries)
 
 
 def are_names(entry: Any) -> bool:
-    """Whether an entry has a logical name, mesh axes or None for each dimension."""
+    """Whether an entry has a logical name, a tuple of mesh axes or None for each dimension."""
     return isinstance(entry, tuple | list) and all(
         name is None or isinstance(name, str | tuple) for name in entry
     )
@@ -105,42 +105,46 @@ def are_names(entry: Any) -> bool:
 
 def _check_entry(name: Any, entry: Any) -> None:
     if not isinstance(name, str):
-        raise TypeError(f"{name!r} is no path: write the keys with '/' between, 'fc1/kernel'")
+        raise TypeError(f"{name!r} is not a path: write the keys with '/' between, 'fc1/kernel'")
     layout = isinstance(entry, PartitionSpec | NamedSharding | Sharder) or are_names(entry)
     if not layout and not hasattr(entry, 'to_partition_spec'):
         raise TypeError(
-            f'Only a PartitionSpec, logical names, a NamedSharding or a Sharder is supported to '
+            'Only a PartitionSpec, logical names, a NamedSharding or a Sharder is supported to '
             f'shard {name!r}, not {type(entry).__name__} {entry!r}'
         )
     if not name:
         raise ValueError(
-            "'' is no path: a Sharder is for a module or parameter below the top, such as 'decoder'"
+            "'' is not a path: an entry is for a module or parameter of the model, such as "
+            "'decoder'"
         )
 
 
-def _find(given: Mapping[str, Any], module: Any) -> dict[Path, str]:
-    """The path of each entry, of which none is for an array of another.
+def _find(plan: Mapping[str, Any], module: Any) -> dict[Path, str]:
+    """The name of each entry by the path of its array or module.
 
     Raises:
-      ValueError: a path that does not exist, a layout for a module, two for one array.
+      ValueError: if a path does not exist, if a layout is for a module, or if two entries are for
+        the same array.
     """
     known = {**buffers(module), **parameters(module)}
     again = other_names(module, known)
     places = Places([*known, *again])
     found: dict[Path, str] = {}
-    above: dict[Path, str] = {}  # the modules around what is found
-    for name, entry in given.items():
+    above: dict[Path, str] = {}  # the modules that contain what is found
+    for name, entry in plan.items():
         path = places.find(name)
         path = again.get(path, path)
         if path not in known and not isinstance(entry, Sharder):
             below = ', '.join('/'.join(p) for p in known if p[: len(path)] == path)
-            raise ValueError(f'{name!r} is a module; a layout is for one parameter of it: {below}')
+            raise ValueError(
+                f'{name!r} is a module, but a layout is for one parameter: choose from {below}'
+            )
         around = [path[:n] for n in range(1, len(path))]
         other = next((found[p] for p in [path, *around] if p in found), above.get(path))
         if other is not None:
             both = 'both are the same array' if path in found else 'one is within the other'
             raise ValueError(
-                f'the plan has {other!r} and {name!r}, of which only one can be: {both}'
+                f'the plan has {other!r} and {name!r}, but {both}: keep only one of them'
             )
         found[path] = name
         above |= dict.fromkeys(around, name)
@@ -161,13 +165,12 @@ def _row(
     carried = carried_names(leaf) if entry is None and is_carrier(leaf) else None
     by_rules = carried is not None and (policies or carried.rules or carried.axes_as_names)
     if carried is not None and carried.names is not None and by_rules:
-        entry = (carried.names, 'the parameter')
+        entry = (carried.names, 'the parameter says so')
         policies = policies.with_rules((*carried.rules, *policies))
     if entry is None:
         _check_small(name, array, mesh, policies.on_unmatched)
-        names, reason = (None,) * len(shape), 'not in the plan, so replicated'
-    else:
-        names, reason = _names(name, entry[0], shape, mesh), f'{entry[1]} says so'
+        entry = (PartitionSpec(), 'not in the plan, so replicated')
+    names, reason = _names(name, entry[0], shape, mesh), entry[1]
     dimensions, problems = try_resolve(names, policies, mesh=mesh, shape=shape, axes_as_names=True)
     if problems:
         raise ValueError(f'{name}: {problems[0].message}')
@@ -181,40 +184,41 @@ def _row(
 
 
 def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any, ...]:
-    """What an entry says of each dimension: a name, a tuple of mesh axes, or None."""
+    """The layout of each dimension: a logical name, a tuple of mesh axes, or None."""
     if isinstance(entry, NamedSharding):
-        if entry.mesh.shape != mesh.shape:
-            raise ValueError(
-                f'{path}: its NamedSharding is for the mesh {describe_axes(entry.mesh.shape)}, but '
-                f'this one is {describe_axes(mesh.shape)}'
-            )
-        _check_devices(path, entry, mesh)
+        _check_mesh(path, entry, mesh)
         entry = entry.spec
     elif hasattr(entry, 'to_partition_spec'):
         entry = _converted(path, entry, shape, mesh)
     if not isinstance(entry, PartitionSpec):
         return tuple(entry)
     if PartitionSpec.UNCONSTRAINED in tuple(entry):
-        raise ValueError(f'{path}: {entry} decides nothing for some dimension: write None or axes')
+        raise ValueError(f'{path}: {entry} leaves a dimension unconstrained: write None or axes')
     check_spec(entry, mesh, path, shape)
     return dimension_axes(entry, len(shape))
 
 
-def _check_devices(path: str, sharding: NamedSharding, mesh: Mesh) -> None:
-    """Raises ValueError for what a spec on this mesh would not say."""
+def _check_mesh(path: str, sharding: NamedSharding, mesh: Mesh) -> None:
+    """Raises ValueError for a sharding that a spec on this mesh cannot express."""
     own = sharding.mesh
-    if isinstance(own, Mesh) and isinstance(mesh, Mesh):
-        if own.devices.tolist() != mesh.devices.tolist():
-            raise ValueError(
-                f'{path}: its NamedSharding is for other devices than this mesh has, or for these '
-                'in another order: make both of one mesh'
-            )
-        usual = NamedSharding(mesh, PartitionSpec()).memory_kind
-        if sharding.memory_kind not in (None, usual):
-            raise ValueError(
-                f'{path}: its NamedSharding is for {sharding.memory_kind!r} memory, but a plan '
-                f'lays out over that of the devices, {usual!r}'
-            )
+    if own.shape != mesh.shape:
+        raise ValueError(
+            f'{path}: its NamedSharding is for the mesh {describe_axes(own)}, but this mesh is '
+            f'{describe_axes(mesh)}'
+        )
+    if not isinstance(own, Mesh) or not isinstance(mesh, Mesh):
+        return
+    if own.devices.tolist() != mesh.devices.tolist():
+        raise ValueError(
+            f'{path}: the mesh of its NamedSharding has other devices than this mesh, or the same '
+            'ones in another order: use the same mesh for both'
+        )
+    usual = NamedSharding(mesh, PartitionSpec()).memory_kind
+    if sharding.memory_kind not in (None, usual):
+        raise ValueError(
+            f'{path}: its NamedSharding is for {sharding.memory_kind!r} memory, but a plan uses '
+            f'the memory of the devices, {usual!r}'
+        )
 
 
 def _converted(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
@@ -224,18 +228,17 @@ def _converted(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> Parti
         raise ValueError(f'{path}: {error}') from error
     if not isinstance(spec, PartitionSpec):
         raise TypeError(
-            f'{path}: {type(entry).__name__}.to_partition_spec has returned {spec!r}, which is no '
-            'PartitionSpec'
+            f'{path}: {type(entry).__name__}.to_partition_spec must return a PartitionSpec, but '
+            f'has returned {spec!r}'
         )
     return spec
 
 
 def _check_small(name: str, array: Any, mesh: Mesh, on_unmatched: OnUnmatched) -> None:
-    """Nothing of size is replicated without a word."""
+    """Raises ValueError for a large array that would silently be replicated."""
     if nbytes(array) > SMALL and on_unmatched == 'error':
-        shape = shape_of(array)
         raise ValueError(
-            f'{name} of shape {shape} is not in the plan, so all of its {nbytes(array):,} bytes '
-            f'would be on each of the {mesh.size} devices ({describe_axes(mesh.shape)}). Add '
-            f"'{name}': P(...), with P() to mean it, or on_unmatched='replicate'"
+            f'{name} of shape {shape_of(array)} is not in the plan, so each of the {mesh.size} '
+            f'devices ({describe_axes(mesh)}) would hold all {nbytes(array):,} bytes. Add '
+            f"'{name}': P(...), or P() to replicate it, or set on_unmatched='replicate'"
         )

@@ -1,4 +1,4 @@
-"""What lays out a part of a model by a rule of its own."""
+"""Sharder: user code that lays out one part of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from partitioning.state import path_str, shape_of
 
 
 class Sharder(abc.ABC):
-    """Lays out all of a module by a rule of its own.
+    """Lays out all arrays of a module.
 
     Usage:
       class FirstRowsThenColumns(Sharder):
@@ -24,28 +24,27 @@ class Sharder(abc.ABC):
 
     @abc.abstractmethod
     def shard(self, module: Any, mesh: Mesh) -> Any:
-        """The module with its arrays laid out.
+        """Lays out a module.
 
         Args:
-          module: the subtree of parameters below the path, arrays or ShapeDtypeStructs; of an nnx
-            module, the submodule.
+          module: the subtree of parameters below the path, arrays or ShapeDtypeStructs; or the
+            submodule of an nnx module.
           mesh: the mesh.
 
         Returns:
-          What takes the place of `module`, of another structure if that is wanted. Each array has
-          the NamedSharding it is to have: `place` gives it one. Arrays without one are like those
-          that a plan does not name.
+          The replacement of `module`, possibly of another structure. `place` gives each array its
+          NamedSharding. Arrays without one are treated as if the plan did not name them.
         """
 
 
 def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Arrays laid out over a mesh; of ShapeDtypeStructs, such with that sharding.
+    """Lays out all arrays of a tree by one spec; ShapeDtypeStructs get the sharding.
 
     Raises:
-      ValueError: a spec that the mesh or an array cannot have, with its path.
+      ValueError: if the mesh or an array cannot have the spec; the message has the array's path.
     """
     if not isinstance(spec, PartitionSpec):
-        raise ValueError(f'{spec!r} is no PartitionSpec: write P({spec!r})')
+        raise ValueError(f'{spec!r} is not a PartitionSpec: write P({spec!r})')
     sharding = NamedSharding(mesh, spec)
 
     def one(path: Any, x: Any) -> Any:
@@ -56,7 +55,7 @@ def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
 
 
 def placed(x: Any, sharding: NamedSharding) -> Any:
-    """An array in its shards; of a ShapeDtypeStruct, such a one with the sharding."""
+    """An array moved to its shards, or a ShapeDtypeStruct with the sharding."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return jax.device_put(x, sharding)

@@ -1,4 +1,4 @@
-"""PyTorch's words: what a plan says, and who makes one."""
+"""ShardingPlan and ShardingPlanner: the layout of a model, and the object that chooses one."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class ShardingPlanner(abc.ABC):
 
     @abc.abstractmethod
     def build_plan(self, module: Any, mesh: Mesh) -> ShardingPlan:
-        """The plan.
+        """Makes the plan.
 
         Args:
           module: parameters, abstract or not: a pytree, linen variables, or an nnx module;
-            `parameters(module)` are their arrays by path.
+            `parameters(module)` has the arrays by path.
           mesh: the mesh.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardingPlan:
-    """How a model is laid out: by parameter or module, and the outputs of modules.
+    """The layout of a model: of its parameters or modules, and of the outputs of modules.
 
-    Nothing is checked before it is resolved.
+    Nothing is checked until the plan is resolved.
 
     Usage:
       plan = ShardingPlan(
@@ -45,13 +45,14 @@ class ShardingPlan:
       print(plan.resolve(jax.eval_shape(model.init, key, x), mesh))
 
     Attributes:
-      plan: for a parameter, by its path with '/' or '.' between the keys, its PartitionSpec, its
-        logical names (a tuple), a NamedSharding, or anything with `to_partition_spec(mesh, shape)`,
-        such as a PartitionerConfig; for a parameter or a module, a Sharder.
-      output_plan: for a module, by its path ('' is the whole model), the layout of its output; see
+      plan: an entry per parameter, by its path with '/' or '.' between the keys: a PartitionSpec, a
+        tuple of logical names, a NamedSharding, or an object with `to_partition_spec(mesh, shape)`,
+        such as a PartitionerConfig. A Sharder may stand for a parameter or a module.
+      output_plan: the layout of the output per module, by its path; '' is the whole model. See
         `constrain_outputs`.
-      return_local_tensor: modules of `output_plan` whose outputs each process reads its own rows
-        of. They stay global arrays of their global shape; `partitioner.to_local` returns the rows.
+      return_local_tensor: the modules of `output_plan` of whose outputs each process reads its own
+        rows. The outputs stay global arrays of their global shape; `partitioner.to_local` returns
+        the rows.
     """
 
     plan: Mapping[str, Any]
@@ -67,24 +68,25 @@ class ShardingPlan:
         on_unmatched: OnUnmatched | None = None,
         on_indivisible: OnIndivisible | None = None,
     ) -> ResolvedPlan:
-        """What the plan comes to, array by array.
+        """The layout of each array.
 
         Args:
           module: parameters, abstract or not; see `ShardingPlanner.build_plan`.
           mesh: the mesh.
-          rules: for logical names, in the plan and of parameters that it does not name. A name may
-            be a mesh axis.
-          on_unmatched: of names without a rule, and of parameters above 16 KiB that nothing names:
-            'error', or 'replicate'.
-          on_indivisible: of sizes that their mesh axes do not divide; see `resolve_axes`.
+          rules: the rules for logical names, in the plan and on parameters that it does not name. A
+            name may also be a mesh axis.
+          on_unmatched: the policy for names without a rule, and for arrays above 16 KiB that
+            neither the plan nor a name covers: 'error', or 'replicate'.
+          on_indivisible: the policy for sizes that their mesh axes do not divide; see
+            `resolve_axes`.
 
         Returns:
-          The layouts of the parameters. Of outputs it says nothing.
+          The layouts of parameters and buffers. It does not contain the layouts of outputs.
 
         Raises:
-          TypeError: an entry that is no layout.
-          ValueError: a path that does not exist, with the nearest ones; entries for the same
-            array; a layout that the mesh or the array cannot have.
+          TypeError: if an entry is not a layout.
+          ValueError: if a path does not exist, with the nearest one; if two entries are for the
+            same array; if the mesh or the array cannot have a layout.
         """
         self.outputs()
         policies = AxisRules(rules or (), on_unmatched, on_indivisible)
@@ -92,24 +94,26 @@ class ShardingPlan:
             isinstance(entry, Sharder) for entry in self.plan.values()
         )
         if sharders and is_nnx_module(module):
-            from flax import nnx  # imported already, or there would be no such module
+            from flax import nnx  # already imported, because the module is an nnx module
 
-            module = nnx.clone(module)  # which Sharders change
+            module = nnx.clone(module)  # Sharders change it in place
         return apply_entries(self.plan, module, mesh).resolve(mesh, policies)
 
     def outputs(self) -> dict[Path, tuple[str, Any]]:
-        """The modules of output_plan by path, each with its name there and its layout.
+        """The name and the layout of each module of `output_plan`, by path.
 
         Raises:
-          TypeError: what is no layout.
-          ValueError: a module twice; one of return_local_tensor without a layout.
+          TypeError: if an entry is not a layout.
+          ValueError: if a module appears twice, or if a module of `return_local_tensor` has no
+            layout.
         """
-        if not isinstance(self.output_plan, Mapping | None):
-            raise TypeError(f'output_plan has layouts by path, not {self.output_plan!r}')
+        layouts, local = self.output_plan or {}, self.return_local_tensor or ()
+        if not isinstance(layouts, Mapping):
+            raise TypeError(f'output_plan={layouts!r} must map paths to layouts')
         found: dict[Path, tuple[str, Any]] = {}
-        for name, layout in (self.output_plan or {}).items():
+        for name, layout in layouts.items():
             if not isinstance(name, str):
-                raise TypeError(f'output_plan names modules by path, not {name!r}')
+                raise TypeError(f'output_plan must name modules by path, not by {name!r}')
             if not isinstance(layout, PartitionSpec | NamedSharding) and not are_names(layout):
                 raise TypeError(
                     'Only a PartitionSpec, logical names or a NamedSharding is supported as '
@@ -118,15 +122,16 @@ class ShardingPlan:
             path = tuple(name.replace('.', '/').split('/')) if name else ()
             if path in found:
                 raise ValueError(
-                    f'output_plan has {found[path][0]!r} and {name!r}, the same module'
+                    f'output_plan entries {found[path][0]!r} and {name!r} are for the same module: '
+                    'keep one'
                 )
             found[path] = (name, tuple(layout) if isinstance(layout, list) else layout)
-        if not isinstance(self.return_local_tensor, list | tuple | None):
-            raise ValueError(f'return_local_tensor={self.return_local_tensor!r} must be a list')
-        for name in self.return_local_tensor or ():
-            if name not in (self.output_plan or {}):
+        if not isinstance(local, list | tuple):
+            raise ValueError(f'return_local_tensor={local!r} must be a list')
+        for name in local:
+            if name not in layouts:
                 raise ValueError(
                     f'return_local_tensor names {name!r}, which has no layout in output_plan: add '
-                    f"{{'{name}': P('data')}}, and each process reads its rows of the output"
+                    f"{{'{name}': P('data')}} there, so that each process reads its own rows"
                 )
         return found

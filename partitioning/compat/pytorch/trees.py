@@ -20,69 +20,70 @@ from partitioning.state.boxes import (
 
 
 def is_nnx_module(x: Any) -> bool:
-    """True for an nnx module, whose parameters are variables in its attributes."""
-    nnx = sys.modules.get('flax.nnx')  # nothing is one before that is imported
+    """Whether `x` is an nnx module, whose parameters are variables in its attributes."""
+    nnx = sys.modules.get('flax.nnx')  # before it is imported, there are no nnx modules
     return nnx is not None and isinstance(x, nnx.Module)
 
 
-def parameters(module: Any) -> dict[Path, Any]:
-    """The arrays to plan, in whatever carries their names, by path.
+def is_variables(module: Any) -> bool:
+    """Whether `module` is linen variables, in which the parameters are one of the collections."""
+    return isinstance(module, Mapping) and not is_nnx_module(module) and 'params' in module
 
-    Of linen variables those below 'params', by the path below it; of an nnx module or state its
-    Params, one that several attributes share once; of any other pytree all arrays.
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is an array or a number, and not a text among them."""
+    array = array_of(leaf)
+    return hasattr(array, 'shape') or isinstance(array, int | float | complex)
+
+
+def parameters(module: Any) -> dict[Path, Any]:
+    """The parameters of a module by path, in the boxes or variables that carry their names.
+
+    These are the collection 'params' of linen variables, by the path below it; the Params of an nnx
+    module or state, of which a shared one appears once; and all arrays of any other pytree.
 
     Raises:
-      ValueError: there are none.
+      ValueError: if there are no parameters.
     """
     if is_variables(module):
         found = dict(arrays_by_path(module['params']))
     else:
-        leaves = arrays_by_path(_state(module))
+        leaves = arrays_by_path(nnx_state(module))
         found = dict([(path, x) for path, x in leaves if is_parameter_variable(x)] or leaves)
     if not found:
-        raise ValueError(f'a {type(module).__name__} without any arrays has nothing to plan')
+        raise ValueError(f'a {type(module).__name__} without arrays has nothing to lay out')
     return found
 
 
 def buffers(module: Any) -> dict[Path, Any]:
-    """The arrays beside the parameters: caches, statistics, states of random numbers.
+    """The other arrays of a module by path: caches, statistics, random number states.
 
-    Of linen variables those of the other collections, 'cache/key'; of an nnx module or state its
-    other variables; of any other pytree none. What an optimizer keeps, whose paths end in those of
-    the parameters, follows them and is none.
+    These are the other collections of linen variables, as in 'cache/key', and the other variables
+    of an nnx module or state. Any other pytree has none. The state of an optimizer is left out: its
+    paths end in the paths of the parameters, and its layout follows theirs.
     """
     if is_variables(module):
         others = [(path, x) for path, x in arrays_by_path(module) if path[0] != 'params']
     else:
-        leaves = arrays_by_path(_state(module))
+        leaves = arrays_by_path(nnx_state(module))
         others = [(path, x) for path, x in leaves if not is_parameter_variable(x)]
         if len(others) == len(leaves):
             return {}
     followed = {*parameters(module)}
-    return {
-        path: x
-        for path, x in others
-        if not is_optimizer_variable(x) and not _follows(path, followed)
-    }
 
+    def follows(path: Path) -> bool:  # to the end, or up to one more key
+        return any(path[n:] in followed or path[n:-1] in followed for n in range(len(path)))
 
-def _follows(path: Path, followed: set[Path]) -> bool:
-    """Whether a path ends in one of these, or one key further."""
-    return any(path[n:] in followed or path[n:-1] in followed for n in range(len(path)))
+    return {path: x for path, x in others if not is_optimizer_variable(x) and not follows(path)}
 
 
 def arrays_by_path(tree: Any) -> list[tuple[Path, Any]]:
-    """The arrays and numbers of a tree with their paths, in whatever carries their names."""
+    """The arrays and numbers of a tree with their paths, in the boxes that carry their names."""
     return [(path, x) for path, x in _leaves(tree) if not is_metadata(x) and is_array(x)]
 
 
-def is_variables(module: Any) -> bool:
-    """True for linen's variables, whose parameters are one collection of several."""
-    return isinstance(module, Mapping) and not is_nnx_module(module) and 'params' in module
-
-
 def other_names(module: Any, known: Iterable[Path]) -> dict[Path, Path]:
-    """For each path by which an nnx module has a parameter again, that of `parameters`."""
+    """The further paths of shared parameters of an nnx module, with the path in `parameters`."""
     if not is_nnx_module(module):
         return {}
     leaves = [(path, x) for path, x in _leaves(module) if is_parameter_variable(x)]
@@ -91,14 +92,8 @@ def other_names(module: Any, known: Iterable[Path]) -> dict[Path, Path]:
     return {path: first[id(x)] for path, x in leaves if path not in paths}
 
 
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array or a number, and not a text that a tree holds beside them."""
-    array = array_of(leaf)
-    return hasattr(array, 'shape') or isinstance(array, int | float | complex)
-
-
 class Places:
-    """The paths of parameters and of the modules that hold them, to look up by their names."""
+    """The paths of parameters and of the modules that hold them, to look up by name."""
 
     def __init__(self, paths: Iterable[Path]):
         self._paths = [*paths]
@@ -108,10 +103,10 @@ class Places:
         return path in self._inner
 
     def find(self, name: str) -> Path:
-        """The path of a name, which has '/' or '.' between its keys.
+        """The path of a name, which separates its keys by '/' or '.'.
 
         Raises:
-          ValueError: it is no parameter and no module; with the nearest one.
+          ValueError: if there is no such parameter or module; the message has the nearest name.
         """
         for keys in (name.split('/'), name.split('.'), name.replace('.', '/').split('/')):
             path = tuple(keys)
@@ -121,14 +116,16 @@ class Places:
         hint = nearest(name.replace('.', '/'), map('/'.join, self._inner))
         listed = ', '.join(sorted(map('/'.join, self._paths))[:6])
         more = f' and {len(self._paths) - 6} more' if len(self._paths) > 6 else ''
-        raise ValueError(f'{name!r} is no parameter or module.{hint} There are {listed}{more}')
+        raise ValueError(
+            f'there is no parameter or module {name!r}.{hint} The parameters are {listed}{more}'
+        )
 
 
 def subtree(tree: Any, path: Sequence[str]) -> Any:
-    """What is at a path of a pytree or an nnx module.
+    """The node at a path of a pytree or an nnx module.
 
     Raises:
-      LookupError: nothing is there.
+      LookupError: if the path does not exist.
     """
     for key in path:
         tree = _children(tree)[key]
@@ -136,7 +133,7 @@ def subtree(tree: Any, path: Sequence[str]) -> Any:
 
 
 def replace_subtree(tree: Any, path: Sequence[str], new: Any) -> Any:
-    """The tree with something else at a path; an nnx module is changed in place."""
+    """The tree with `new` at a path; an nnx module is changed in place."""
     if not path:
         return new
     key, rest = path[0], path[1:]
@@ -146,7 +143,7 @@ def replace_subtree(tree: Any, path: Sequence[str], new: Any) -> Any:
         structure: Any = jax.tree.structure(tree, is_leaf=lambda x: x is not tree)
         return structure.unflatten({**children, key: below}.values())
     if is_carrier(children[key]) and not is_carrier(below):
-        below = children[key].replace(below)  # an array: it stays the parameter that it was
+        below = children[key].replace(below)  # keeps the variable, with its type and metadata
     if isinstance(tree, Mapping):
         tree[key] = below  # type: ignore[index]
     elif isinstance(tree, Sequence):
@@ -156,16 +153,17 @@ def replace_subtree(tree: Any, path: Sequence[str], new: Any) -> Any:
     return tree
 
 
-def _state(module: Any) -> Any:
+def nnx_state(module: Any) -> Any:
+    """The state of an nnx module; anything else is returned unchanged."""
     if not is_nnx_module(module):
         return module
-    from flax import nnx  # imported already, or there would be no such module
+    from flax import nnx  # already imported, because the module is an nnx module
 
     return nnx.state(module)
 
 
 def _children(tree: Any) -> dict[str, Any]:
-    """What a node of a pytree holds, by key."""
+    """The children of a node of a pytree, by key."""
     flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
     return {key_names(path)[0]: child for path, child in flat if path}
 

@@ -1,4 +1,4 @@
-"""Plans of whole models and states: buffers, boxes, nnx, outputs by name, and whose mesh it is."""
+"""Plans of whole models and states: buffers, boxes, nnx, optimizers and outputs by name."""
 
 import flax.linen as nn
 import jax
@@ -13,7 +13,6 @@ from planned_models import KEY, MESH
 
 from partitioning import PjitPartitioner, TrainState, create_mesh
 from partitioning.compat.pytorch import ShardingPlan, constrain_outputs, shard_module
-from partitioning.compat.pytorch import ChunkShardingSpec, array_from_shards
 
 pytestmark = pytest.mark.core
 
@@ -27,8 +26,8 @@ class Normed(nnx.Module):
         return self.norm(self.fc(x))
 
 
-def test_statistics_of_an_nnx_module_come_along():
-    """On one device they would stop the next step, as after a restore."""
+def test_statistics_of_an_nnx_module_are_replicated():
+    """Left on one device, they would make the next step fail."""
     module = Normed(nnx.Rngs(0))
     expected = module(jnp.ones((8, 16)))
     nnx.update(module, jax.device_put(nnx.state(module), jax.devices()[0]))
@@ -39,7 +38,7 @@ def test_statistics_of_an_nnx_module_come_along():
 
 
 def test_buffers_of_linen_variables():
-    """A large one is laid out by the plan, or not silently replicated."""
+    """The plan or a box lays out a large buffer; otherwise it is an error."""
     variables = {'params': {'w': jnp.ones((4, 4))}, 'cache': {'k': jnp.ones((100, 100))}}
     with pytest.raises(
         ValueError, match=r'cache/k of shape \(100, 100\) is not in the plan.*40,000'
@@ -89,7 +88,7 @@ def test_a_plan_needs_no_rules_for_the_axes_it_uses():
 
 @pytest.mark.parametrize('names', [('batch', 'embed'), ('data', None), ('batch', None)])
 def test_outputs_by_name(names):
-    """With the rules that are given, inside a mesh or not; a name may be a mesh axis."""
+    """The given rules apply, also where no mesh is set; a name may be a mesh axis."""
     rules, x = [('batch', 'data'), ('embed', None)], jnp.ones((8, 16))
     plan = ShardingPlan({}, {'fc': names})
     module = shard_module(Normed(nnx.Rngs(0)), plan, MESH, rules)
@@ -105,38 +104,25 @@ def test_outputs_by_name(names):
         shard_module(Normed(nnx.Rngs(0)), wrong, MESH, rules).fc(x)
 
 
-def test_what_a_spec_would_not_say():
+def test_named_shardings_that_the_mesh_cannot_express():
     reversed_mesh = Mesh(MESH.devices[::-1], MESH.axis_names)
     host = NamedSharding(MESH, P('data'), memory_kind='pinned_host')
     for entry, message in (
-        (NamedSharding(reversed_mesh, P('data')), 'w: .*in another order'),
+        (NamedSharding(reversed_mesh, P('data')), 'w: .*another order'),
         (host, "w: .*'pinned_host' memory"),
     ):
         with pytest.raises(ValueError, match=message):
             ShardingPlan({'w': entry}).resolve({'w': jnp.ones(8)}, MESH)
 
 
-def test_arrays_of_another_type():
+def test_arrays_of_another_dtype():
     plan = ShardingPlan({'w': P('data')}).resolve({'w': jnp.ones(8, jnp.float32)}, MESH)
     with pytest.raises(ValueError, match='w is bfloat16, but float32 in the plan'):
         shard_module({'w': jnp.ones(8, jnp.bfloat16)}, plan, MESH)
 
 
-def test_blocks_that_jax_would_make_smaller():
-    shards = ChunkShardingSpec(0, range(2)).build_metadata((8,))
-    whole, over_data = np.arange(8.0), NamedSharding(MESH, P('data'))
-    blocks = [(shard, whole[shard.index]) for shard in shards]
-    with pytest.raises(ValueError, match='float64, which jax would make float32: give dtype='):
-        array_from_shards(blocks, (8,), over_data)
-    cast = array_from_shards(blocks, (8,), over_data, dtype='float32')
-    np.testing.assert_array_equal(cast, whole.astype('float32'))
-    odd = ChunkShardingSpec(0, range(2)).build_metadata((9,))
-    with pytest.raises(ValueError, match=r'the array: .*9 does not divide by 4.*8 or 12'):
-        array_from_shards([(s, np.ones(s.shard_sizes, 'int32')) for s in odd], (9,), over_data)
-
-
 def test_a_plan_made_of_a_whole_state():
-    """What the optimizer keeps follows, whatever the state is in."""
+    """The state of the optimizer follows the parameters, in a dict and in nnx."""
     params = {'w': jnp.ones((8, 8))}
     plan, tx = ShardingPlan({'w': P('data')}), optax.adam(1e-3)
     state = {'params': params, 'opt_state': tx.init(params), 'step': jnp.int32(0)}

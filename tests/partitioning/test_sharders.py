@@ -1,0 +1,130 @@
+"""Sharders, which lay out a part of a model by code, and parameters with several names."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from planned_models import MESH, MODELS, OF_MODELS, ByData, NnxMlp, Returns, held, params, resolve
+
+from partitioning import PjitPartitioner, create_mesh
+from partitioning.compat.pytorch import ShardingPlan, place, shard_module
+
+pytestmark = pytest.mark.core
+
+
+@OF_MODELS
+def test_a_sharder(model):
+    module = MODELS[model]()
+    resolved = resolve({'fc1': ByData(), 'fc2.kernel': P('model')}, module)
+    specs = {row.path: row.spec for row in resolved.arrays if row.category == 'parameters'}
+    assert specs == {
+        'fc1/bias': P('data'),
+        'fc1/kernel': P('data', None),
+        'fc2/bias': P(None),
+        'fc2/kernel': P('model', None),
+    }
+    assert resolved['fc1/bias'].reason == 'ByData says so'
+    plan = ShardingPlan({'fc1': ByData(), 'fc2.kernel': P('model')})
+    assert {
+        path: x.sharding.spec for path, x in held(shard_module(module, plan, MESH)).items()
+    } == specs
+
+
+def test_a_sharder_of_one_parameter():
+    resolved = resolve({'fc1/kernel': ByData()})
+    assert resolved['fc1/kernel'].spec == P('data', None)
+    assert resolved['fc1/bias'].spec == P(None)
+
+
+def test_a_sharder_may_return_another_structure():
+    def halves(module, mesh):
+        kernel = module['kernel']
+        parts = {'left': kernel[:, :32], 'right': kernel[:, 32:]}
+        return {'kernels': [place(parts, mesh, P('data'))], 'bias': module['bias']}
+
+    given = params()
+    placed = shard_module(given, ShardingPlan({'fc1': Returns(halves)}), MESH)
+    specs = {path: x.sharding.spec for path, x in held(placed).items()}
+    assert specs == {
+        'fc1/bias': P(None),
+        'fc1/kernels/0/left': P('data', None),
+        'fc1/kernels/0/right': P('data', None),
+        'fc2/bias': P(None),
+        'fc2/kernel': P(None, None),
+    }
+    np.testing.assert_array_equal(
+        placed['fc1']['kernels'][0]['right'], given['fc1']['kernel'][:, 32:]
+    )
+
+
+def test_a_sharder_may_return_another_nnx_module():
+    class Two(nnx.Module):
+        def __init__(self, old):
+            self.first, self.bias = nnx.Param(old.kernel[:, :32]), old.bias
+            self.second = nnx.Param(old.kernel[:, 32:])
+
+    module = NnxMlp(nnx.Rngs(0))
+    plan = ShardingPlan({'fc1': Returns(lambda old, mesh: Two(old))})
+    resolved = plan.resolve(module, MESH)
+    assert isinstance(module.fc1, nnx.Linear), 'resolve leaves the module unchanged'
+    placed = shard_module(module, plan, MESH)
+    assert isinstance(placed.fc1, Two) and placed is module
+    rows = {row.path for row in resolved.arrays if row.category == 'parameters'}
+    assert {*held(placed)} == rows
+    assert 'fc1/second' in held(placed)
+
+
+def test_arrays_that_a_sharder_leaves_are_not_in_the_plan():
+    tree = {'big': {'w': np.zeros((64, 128), 'float32')}}
+    for function in (
+        lambda module, mesh: module,
+        lambda module, mesh: jax.tree.map(jnp.asarray, module),
+    ):
+        with pytest.raises(ValueError, match=r'big/w of shape .* is not in the plan'):
+            resolve({'big': Returns(function)}, tree)
+
+
+def test_a_sharder_that_uses_another_mesh():
+    other = create_mesh((4,), ('model',), devices=jax.devices()[:4])
+    with pytest.raises(ValueError, match=r'fc1/.*mesh model 4.*data 4 x model 2'):
+        resolve({'fc1': Returns(lambda module, mesh: place(module, other, P('model')))})
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(16, 16, rngs=rngs)
+        self.later = self.first
+        self.last = nnx.Linear(16, 16, rngs=rngs)
+        self.last.kernel = self.first.kernel
+
+
+def test_shared_modules_stay_shared():
+    module = Tied(nnx.Rngs(0))
+    shard_module(module, ShardingPlan({'first/kernel': P('data')}), MESH)
+    assert module.later is module.first and module.last.kernel is module.first.kernel
+    assert module.last.kernel[...].sharding.spec == P('data', None)
+
+
+def test_shared_parameters_have_one_row():
+    """The plan counts each byte once, and has the paths of the state that is trained."""
+    module = Tied(nnx.Rngs(0))
+    resolved = resolve({'first/kernel': P('data')}, module)
+    state = nnx.state(module, nnx.Param)
+    assert resolved.bytes_total == sum(x.nbytes for x in jax.tree.leaves(state))
+    resolved.mesh_axes(state)
+    PjitPartitioner(mesh=MESH, plan=resolved).get_mesh_axes(state)
+
+
+@pytest.mark.parametrize('name', ['later/kernel', 'last/kernel'])
+def test_a_shared_parameter_by_its_other_names(name):
+    """The layout of a further name is used, not ignored."""
+    module = shard_module(Tied(nnx.Rngs(0)), ShardingPlan({name: P('data')}), MESH)
+    assert module.first.kernel[...].sharding.spec == P('data', None)
+
+
+def test_two_layouts_for_one_shared_parameter():
+    plan = ShardingPlan({'first/kernel': P('data'), 'last/kernel': P('model')})
+    with pytest.raises(ValueError, match=r'first/kernel.*last/kernel|last/kernel.*first/kernel'):
+        shard_module(Tied(nnx.Rngs(0)), plan, MESH)
