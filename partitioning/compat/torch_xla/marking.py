@@ -1,0 +1,252 @@
+"""`mark_sharding` and related functions, which lay out arrays and their gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from partitioning.compat.torch_xla.meshes_and_specs import (
+    SpecLike,
+    mesh_or_global,
+    resolve_partition_spec,
+    shards_per_dimension,
+)
+from partitioning.constraints import lay_out
+from partitioning.hardware import JaxDevice
+from partitioning.rules import check_layout
+
+OnIndivisible = Literal['error', 'pad', 'replicate']
+P = ParamSpec('P')
+R = TypeVar('R')
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['array'], meta_fields=['shape'])
+@dataclasses.dataclass(frozen=True)
+class PaddedArray:
+    """An array in equal tiles, of which the last ones end in zeros.
+
+    jax cannot lay out an array whose sizes are not divisible. torch_xla pads such arrays invisibly;
+    this class makes the padding visible. It is a pytree, so it can be passed to jit. Its only leaf
+    is `array`, so jax.tree.map and reductions over `array` see the padding too.
+
+    Attributes:
+      array: the padded jax.Array.
+      shape: the shape of the array without padding.
+    """
+
+    array: Any
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array."""
+        return self.array.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def unpadded(self) -> jax.Array:
+        """Returns the array without padding; the padded dimensions are no longer sharded.
+
+        Raises:
+          ValueError: if `array` is smaller than `shape`, or has another rank.
+        """
+        padded = np.shape(self.array)
+        if len(padded) != len(self.shape) or any(np.less(padded, self.shape)):
+            raise ValueError(f'an array of shape {padded} cannot be {self.shape} with padding')
+        dims = [dim for dim, size in enumerate(self.shape) if size < padded[dim]]
+        if not dims:
+            return self.array
+        return _unsharded_along(dims, self.array)[tuple(slice(size) for size in self.shape)]
+
+
+def mark_sharding(
+    t: Any,
+    mesh: Mesh | None,
+    partition_spec: SpecLike,
+    *,
+    on_indivisible: OnIndivisible = 'error',
+) -> Any:
+    """Lays out an array over a mesh.
+
+    Outside traced functions the array moves to the devices of the mesh. Inside, its layout is
+    constrained over Auto axes, and the array is resharded over Explicit ones. `t` itself does not
+    change, because arrays are immutable, so an array can be marked again in any other way.
+
+    Usage:
+      x = mark_sharding(x, mesh, ('data', None))
+
+    Args:
+      t: an array of jax or numpy, a scalar, or a PaddedArray.
+      mesh: the mesh; None means the global mesh.
+      partition_spec: for each dimension a mesh dimension or name, a tuple of them, or None.
+      on_indivisible: what happens to a dimension whose size is not divisible by its number of
+        shards. 'error' raises an error. 'pad' pads the array with zeros to equal tiles, inside
+        traced functions too (there, XLA itself would pad the array but return it replicated).
+        'replicate' keeps the dimension whole on every device.
+
+    Returns:
+      A jax.Array in this layout; with on_indivisible='pad' a PaddedArray if it needs padding.
+
+    Raises:
+      ValueError: if the mesh or the array cannot have this spec, or if a size is not divisible.
+    """
+    mesh = mesh_or_global(mesh)
+    if on_indivisible not in get_args(OnIndivisible):
+        known = ', '.join(map(repr, get_args(OnIndivisible)))
+        raise ValueError(f'on_indivisible must be one of {known}, not {on_indivisible!r}')
+    array = t.unpadded() if isinstance(t, PaddedArray) else t
+    if on_indivisible == 'error':
+        remedy = "pass on_indivisible='pad' or 'replicate'"
+        return lay_out_evenly(array, mesh, partition_spec, remedy)[0]
+    shape = check_array(array)
+    spec = resolve_partition_spec(mesh, partition_spec, shape)
+    counts = shards_per_dimension(mesh, spec)
+    uneven = {dim for dim, n in enumerate(counts) if shape[dim] % n}
+    if uneven and on_indivisible == 'pad':
+        padded = lay_out(_pad_to_multiple(array, counts), spec, mesh)
+        return PaddedArray(array=padded, shape=shape)
+    kept = PartitionSpec(*(None if dim in uneven else axes for dim, axes in enumerate(spec)))
+    return lay_out(array, kept, mesh)
+
+
+def clear_sharding(t: Any) -> jax.Array:
+    """Returns an array without a layout.
+
+    Returns:
+      Outside traced functions, the whole array on one device: the device with the lowest id among
+      those that held it. Inside, an array whose layout is left to XLA. Over Explicit axes every
+      array has a layout, so there the result is replicated.
+
+    Raises:
+      ValueError: if `t` is not a jax.Array, or if several processes hold it.
+    """
+    array = t.unpadded() if isinstance(t, PaddedArray) else t
+    if isinstance(array, jax.core.Tracer):
+        return _unconstrained(array)
+    if not isinstance(array, jax.Array):
+        raise ValueError(f'{type(t).__qualname__} has no sharding to clear: it is not a jax.Array')
+    if not array.is_fully_addressable:
+        raise ValueError(
+            f'an array of shape {array.shape} on several processes cannot move to one device: '
+            'replicate it with mark_sharding(t, mesh, (None, ...)), or use local_shards(t)'
+        )
+    devices: Iterable[JaxDevice] = array.sharding.device_set
+    first = min(devices, key=lambda device: device.id)
+    return jax.device_put(array, SingleDeviceSharding(first))
+
+
+# In jax, a layout applies to the gradient too. Over Auto axes, a constraint on `t` is also a
+# constraint on its gradient. Over Explicit axes, the gradient of `t` always has the layout of `t`,
+# and only the gradient of the result has this one.
+mark_sharding_with_gradients = mark_sharding
+
+
+def apply_backward_optimization_barrier(fn: Callable[P, R]) -> Callable[P, R]:
+    """Returns a function whose gradients XLA computes separately from all others.
+
+    The gradients of all arguments pass one optimization barrier together, so XLA neither moves nor
+    fuses operations of the backward pass across it. Wrapped around each layer, it keeps the
+    collectives for the gradients of a layer with that layer. Values do not change.
+
+    Usage:
+      layer = apply_backward_optimization_barrier(layer)
+
+    Raises:
+      ValueError: if `fn` is not a function.
+    """
+    if not callable(fn):
+        raise ValueError(f'{fn!r} must be a function, such as the apply of one layer')
+
+    @functools.wraps(fn)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        dtypes = [getattr(leaf, 'dtype', np.bool_) for leaf in leaves]
+        places = [i for i, dtype in enumerate(dtypes) if jnp.issubdtype(dtype, jnp.inexact)]
+        passed = _backward_barrier(tuple(leaves[i] for i in places))
+        for place, leaf in zip(places, passed, strict=True):
+            leaves[place] = leaf
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        return fn(*args, **kwargs)
+
+    return wrapped
+
+
+def check_array(t: Any) -> tuple[int, ...]:
+    """Returns the shape of an array or a number; anything else is a ValueError."""
+    if isinstance(t, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
+        return tuple(np.shape(t))
+    raise ValueError(
+        f'{type(t).__qualname__} is not an array of jax or numpy; for a pytree, use jax.tree.map'
+    )
+
+
+def lay_out_evenly(
+    t: Any, mesh: Mesh, partition_spec: SpecLike, remedy: str
+) -> tuple[jax.Array, PartitionSpec]:
+    """Returns an array in the layout of a spec, and the spec; an uneven size is a ValueError."""
+    shape = check_array(t)
+    spec = resolve_partition_spec(mesh, partition_spec, shape)
+    try:
+        check_layout(spec, mesh, f'an array of shape {shape}', shape)
+    except ValueError as error:
+        raise ValueError(f'{error}; or {remedy}') from None
+    return lay_out(t, spec, mesh), spec
+
+
+def _pad_to_multiple(array: Any, counts: Sequence[int]) -> Any:
+    """Returns an array padded with zeros until `counts` divide the sizes of its dimensions."""
+    widths = [(0, -size % n) for size, n in zip(np.shape(array), counts, strict=True)]
+    if not isinstance(array, jax.Array):
+        return np.pad(array, widths)
+    dims = [dim for dim, (_, after) in enumerate(widths) if after]
+    return jnp.pad(_unsharded_along(dims, array), widths)
+
+
+def _unsharded_along(dims: Sequence[int], array: Any) -> Any:
+    """Returns an array that is not sharded along some dimensions, so that their sizes can change.
+
+    The type of a traced array knows only Explicit axes; XLA handles sizes over Auto axes itself.
+    """
+    traced = isinstance(array, jax.core.Tracer)
+    sharding = jax.typeof(array).sharding if traced else getattr(array, 'sharding', None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return array
+    entries = [*sharding.spec, *[None] * (array.ndim - len(sharding.spec))]
+    if all(entries[dim] is None for dim in dims):
+        return array
+    kept = PartitionSpec(*(None if d in dims else entry for d, entry in enumerate(entries)))
+    move = jax.sharding.reshard if traced else jax.device_put
+    return move(array, NamedSharding(sharding.mesh, kept))
+
+
+def _unconstrained(t: jax.Array) -> jax.Array:
+    mesh = jax.typeof(t).sharding.mesh
+    if mesh.empty:
+        return t  # Without a mesh the layout is already left to XLA.
+    if AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.reshard(t, NamedSharding(mesh, PartitionSpec()))
+    if AxisType.Manual in mesh.axis_types:
+        raise ValueError('an array inside a shard_map is the block of one device: it has no layout')
+    free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * t.ndim)
+    return jax.lax.with_sharding_constraint(t, NamedSharding(mesh, free))
+
+
+@jax.custom_vjp
+def _backward_barrier(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return arrays
+
+
+_backward_barrier.defvjp(
+    lambda arrays: (arrays, None),
+    lambda _, gradients: (jax.lax.optimization_barrier(gradients),),
+)
