@@ -1,10 +1,5 @@
 """torch_xla's SPMD functions, on jax's own sharding.
 
-`meshes_and_specs` makes meshes of device ids and resolves specs; `marking` lays out arrays and
-gradients; `tile_assignments` tells which device holds which tile; `addressable_shards` reads the
-shards of this process and makes arrays from shards; `manual` runs functions on the block of each
-device; `sharding_spec` lays out the batches of an input loader.
-
 Usage:
   from partitioning.compat import torch_xla
   mesh = torch_xla.mesh_from_device_ids(range(8), (4, 2), ('data', 'model'))

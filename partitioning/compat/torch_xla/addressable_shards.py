@@ -96,9 +96,8 @@ def global_from_shards(
         that the shards add up to. If it is smaller, the result is a PaddedArray.
 
     Raises:
-      ValueError: if the number of shards is wrong; if their shapes or dtypes differ; if they do not
-        fit `global_shape`; if devices that hold the same tile have different shards; or if
-        LocalShards belong to arrays of different shapes.
+      ValueError: if the number of shards is wrong; if their shapes or dtypes differ, or do not fit
+        `global_shape`; or if devices that hold the same tile have different shards.
     """
     mesh = mesh_or_global(mesh)
     here: list[JaxDevice] = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
@@ -140,15 +139,10 @@ def _in_order(
 ) -> tuple[list[Any], tuple[int, ...] | None]:
     """Returns the data of the shards by device id, and the global shape if it is known."""
     if isinstance(shards, PaddedArray | np.ndarray | jax.Array | str | dict):
-        raise ValueError(
-            f'shards must be a sequence of {len(ids)} arrays, one per device, not '
-            f'{type(shards).__qualname__}'
-        )
+        raise ValueError(f'shards must be {len(ids)} arrays, not {type(shards).__qualname__}')
     blocks = list(shards)
     if len(blocks) != len(ids):
-        raise ValueError(
-            f'{len(blocks)} shards for {len(ids)} devices: pass one for each of the ids {ids}'
-        )
+        raise ValueError(f'{len(blocks)} shards for {len(ids)} devices: pass one for each of {ids}')
     num_local = sum(isinstance(block, LocalShard) for block in blocks)
     if num_local == 0:
         return [x if isinstance(x, jax.Array) else np.asarray(x) for x in blocks], shape

@@ -27,12 +27,9 @@ from partitioning.rules import describe_axes
 )
 @dataclasses.dataclass(frozen=True)
 class ManualShards:
-    """An array as blocks, one per device. It is a pytree, so it can be passed to jit.
+    """A global array as blocks, one per device, laid out by `spec` over `mesh`.
 
-    Attributes:
-      array: the global array that consists of the blocks.
-      mesh: the mesh of the array.
-      spec: the layout of the array.
+    It is a pytree, so it can be passed to jit.
     """
 
     array: jax.Array
@@ -108,9 +105,8 @@ def enable_manual_sharding(t: Any, mesh: Mesh | None, partition_spec: SpecLike) 
     The arguments and errors are those of `mark_sharding`.
 
     Usage:
-      shards = enable_manual_sharding(jnp.zeros((8, 8)), mesh, (0, 1))  # on a mesh of 1 x 8
-      shards.shape  # (8, 1)
-      disable_manual_sharding(shards.apply(lambda block: block + 1))  # ones, (8, 8)
+      shards = enable_manual_sharding(x, mesh, (0, 1))
+      x = disable_manual_sharding(shards.apply(lambda block: block + 1))
     """
     mesh = mesh_or_global(mesh)
     if isinstance(t, PaddedArray):
@@ -155,8 +151,8 @@ def _explain(error: Exception, mesh: Mesh, spec: PartitionSpec) -> str | None:
         return f'{error} The mesh is {axes}'
     if isinstance(error, AssertionError) and not error.args:  # Some collectives of jax say nothing.
         return (
-            'an assertion without a message failed in the function: either its own, or one in jax '
-            f'because a collective uses an axis that the mesh {axes} lacks'
+            f'an assertion without a message failed: the mesh {axes} may lack the axis of a '
+            'collective, or the assertion is in the function itself'
         )
     return None
 

@@ -82,9 +82,6 @@ def mark_sharding(
     constrained over Auto axes, and the array is resharded over Explicit ones. `t` itself does not
     change, because arrays are immutable, so an array can be marked again in any other way.
 
-    Usage:
-      x = mark_sharding(x, mesh, ('data', None))
-
     Args:
       t: an array of jax or numpy, a scalar, or a PaddedArray.
       mesh: the mesh; None means the global mesh.
@@ -122,10 +119,9 @@ def mark_sharding(
 def clear_sharding(t: Any) -> jax.Array:
     """Returns an array without a layout.
 
-    Returns:
-      Outside traced functions, the whole array on one device: the device with the lowest id among
-      those that held it. Inside, an array whose layout is left to XLA. Over Explicit axes every
-      array has a layout, so there the result is replicated.
+    Outside traced functions, the result is whole on one device, the one with the lowest id of those
+    that held `t`. Inside, its layout is left to XLA; over Explicit axes, where every array has a
+    layout, it is replicated.
 
     Raises:
       ValueError: if `t` is not a jax.Array, or if several processes hold it.
@@ -157,9 +153,6 @@ def apply_backward_optimization_barrier(fn: Callable[P, R]) -> Callable[P, R]:
     The gradients of all arguments pass one optimization barrier together, so XLA neither moves nor
     fuses operations of the backward pass across it. Wrapped around each layer, it keeps the
     collectives for the gradients of a layer with that layer. Values do not change.
-
-    Usage:
-      layer = apply_backward_optimization_barrier(layer)
 
     Raises:
       ValueError: if `fn` is not a function.

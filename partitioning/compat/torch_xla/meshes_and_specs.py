@@ -71,7 +71,7 @@ def HybridMesh(
     axis_names: Sequence[str] | None = None,
     devices: Sequence[JaxDevice] | None = None,
 ) -> Mesh:
-    """Returns a mesh over one or several slices.
+    """Returns a mesh over one or several slices, with the device order of `create_hybrid_mesh`.
 
     Usage:
       mesh = HybridMesh(ici_mesh_shape=(2, 2), dcn_mesh_shape=(2, 1), axis_names=('data', 'model'))
@@ -81,8 +81,6 @@ def HybridMesh(
       dcn_mesh_shape: the number of slices along each axis; required if there are several slices.
       axis_names: the name of each axis; by default '0', '1', ...
       devices: the devices, in any order; by default all devices.
-
-    `create_hybrid_mesh` documents the order of the devices, and supports other granules.
 
     Raises:
       ValueError: if the shapes do not match each other, or the devices.

@@ -43,10 +43,7 @@ class ShardingSpec:
         if not isinstance(minibatch, bool):
             raise ValueError(f'minibatch={minibatch!r} must be True or False')
         if minibatch and (not len(spec) or spec[0] is None):
-            raise ValueError(
-                f'minibatch=True: the first entry of {tuple(spec)} must be a mesh axis, because every '
-                'process has other rows'
-            )
+            raise ValueError(f'minibatch=True: the first of {tuple(spec)} must be a mesh axis')
         object.__setattr__(self, 'mesh', mesh_or_global(mesh))
         object.__setattr__(self, 'partition_spec', spec)
         object.__setattr__(self, 'minibatch', minibatch)
@@ -70,10 +67,7 @@ class ShardingSpec:
             remedy = 'drop or fill up a last batch that is too small'
             return lay_out_evenly(t, self.mesh, self.partition_spec, remedy)[0]
         if isinstance(t, jax.core.Tracer):
-            raise ValueError(
-                'minibatch=True cannot join the rows of processes inside a traced function: apply '
-                'the spec to its arguments'
-            )
+            raise ValueError('minibatch=True cannot be used inside a traced function')
         spec = resolve_partition_spec(self.mesh, self.partition_spec, check_array(t))
         return local_to_global(t, self.mesh, spec)
 
@@ -102,8 +96,8 @@ def shard_batch(batch: Any, input_sharding: InputSharding, mesh: Mesh | None = N
         return _shard(batch, input_sharding, mesh)
     if not isinstance(batch, Mapping):
         raise ValueError(
-            f'input_sharding has specs for {sorted(input_sharding)}, but the batch is '
-            f'{type(batch).__qualname__}, not a dict of these arrays'
+            f'input_sharding is a dict for {sorted(input_sharding)}, but the batch is '
+            f'{type(batch).__qualname__}'
         )
     _check_keys('array', batch, 'input_sharding', input_sharding)
     _check_keys('spec', input_sharding, 'batch', batch)

@@ -150,10 +150,8 @@ def hlo_sharding(mesh: Mesh | None, partition_spec: SpecLike) -> str:
     another order is written as a list. (jax numbers devices by their position in the mesh instead.)
     """
     tiling = _tiling(mesh, partition_spec)
-    if tiling.type == ShardingType.MAXIMAL:
-        return '{maximal device=0}'
-    if tiling.type == ShardingType.REPLICATED:
-        return '{replicated}'
+    if tiling.type in (ShardingType.MAXIMAL, ShardingType.REPLICATED):
+        return '{replicated}' if tiling.ids.size > 1 else '{maximal device=0}'
     numbers = tiling.partition_numbers
     if (numbers.ravel() == np.arange(numbers.size)).all():
         devices = _iota_text(numbers.shape, tiling.order)
