@@ -66,7 +66,7 @@ def weighted(means):
 # Whatever the torus.
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(cores=True), st.booleans())
 def test_each_place_once(case, whole_row_major):
     torus, sizes = case
@@ -75,7 +75,7 @@ def test_each_place_once(case, whole_row_major):
     assert sorted(order.ravel().tolist()) == list(range(math.prod(torus.bounds)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases(), st.booleans())
 def test_axes_take_boxes(case, whole_row_major):
     """All rings of one axis are alike: the same box, moved."""
@@ -88,7 +88,7 @@ def test_axes_take_boxes(case, whole_row_major):
         assert math.prod(extents) == size
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(largest=8, most=128))
 def test_rings_of_neighbours_where_a_box_is_even(case):
     """A part of a plane with an even side closes: each step, the last too, is one stride."""
@@ -106,7 +106,7 @@ def test_rings_of_neighbours_where_a_box_is_even(case):
             assert mean_hops(torus, order, axis) == strides.pop()
 
 
-@pytest.mark.parametrize('bounds', [(4, 6), (2, 2, 4), (4, 8, 4)])
+@pytest.mark.parametrize('bounds', [(4, 6), (2, 2, 4)])
 @pytest.mark.parametrize('wraps', [False, True])
 def test_axes_of_one_device_change_nothing(bounds, wraps):
     """Nor do they make the axes before them lighter."""
@@ -203,7 +203,7 @@ def cheapest(torus, sizes):
     return min(costs)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases(dimensions=3, largest=8, most=32, cores=True))
 def test_no_cheaper_choice(case):
     torus, sizes = case
