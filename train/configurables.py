@@ -9,7 +9,6 @@ import gin
 import optax
 
 import partitioning
-import partitioning.plan
 import train.data.feed
 import train.data.rows.tasks
 import train.data.text.record_files
@@ -32,7 +31,7 @@ for _name in (
     'standard_logical_axis_rules',
 ):
     gin.external_configurable(getattr(partitioning, _name), module='partitioning')
-gin.external_configurable(partitioning.plan.load_plan, module='partitioning.plan')
+gin.external_configurable(partitioning.Plan.load, name='load_plan', module='partitioning.plan')
 
 for _name in (
     *('adabelief', 'adadelta', 'adafactor', 'adagrad', 'adam', 'adamax', 'adamaxw', 'adamw'),

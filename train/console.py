@@ -23,9 +23,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from partitioning.plan.array_layouts import ArrayLayout
-from partitioning.plan.audit import Audit
-from partitioning.rules import as_tuple
+from partitioning.plan import Audit, PlanRow
+from partitioning.rules import as_tuple, boundary_spec
 from train.data import EvaluationSet, OpenTask
 
 
@@ -128,7 +127,7 @@ class RunConsole:
             f'{count} epochs (1 epoch is {task.rows_per_epoch:,} rows); evaluating {evaluated}'
         )
 
-    def layouts(self, layouts: Sequence[ArrayLayout], limit: int = 10) -> None:
+    def layouts(self, layouts: Sequence[PlanRow], limit: int = 10) -> None:
         """Prints the largest parameters and their layouts."""
         largest = sorted(layouts, key=lambda r: -r.bytes_total)[:limit]
         held = sum(r.bytes_per_device for r in layouts)
@@ -154,7 +153,7 @@ class RunConsole:
 
     def audit(self, audit: Audit) -> None:
         """Prints what a device holds of the state, and how far that is from an even split."""
-        held = ', '.join(f'{name} {format_bytes(n)}' for name, n in audit.by_category.items())
+        held = ', '.join(f'{name} {format_bytes(n)}' for name, n in audit.by_role.items())
         above = audit.replicated_bytes_per_device
         even = audit.bytes_per_device - above
         split = f'{above / max(even, 1):,.1%} above an even split' if above else 'split evenly'
@@ -162,13 +161,13 @@ class RunConsole:
         if audit.replicated:
             worst = audit.replicated[0]
             self.say(
-                f'most replicated: {worst.path}, '
-                f'{format_bytes(worst.replicated_bytes_per_device)} {worst.reason}'
+                f'most replicated: {worst.row.path}, '
+                f'{format_bytes(worst.bytes_per_device)} {worst.reason}'
             )
-        for row in audit.policies[:3]:
+        for cost in audit.policies[:3]:
             self.say(
-                f'policy: {row.path}, {row.policy}, costs '
-                f'{format_bytes(row.policy_bytes_per_device)} per device'
+                f'policy: {cost.row.path}, {cost.reason}, costs '
+                f'{format_bytes(cost.bytes_per_device)} per device'
             )
 
     @contextlib.contextmanager
@@ -270,11 +269,11 @@ def _sizes(shape: Sequence[int]) -> str:
     return 'x'.join(map(str, shape))
 
 
-def _axes(layout: ArrayLayout) -> str:
+def _axes(layout: PlanRow) -> str:
     """Returns each logical axis with the mesh axes that shard it: `embed:data heads:model kv`."""
     return ' '.join(
         ':'.join(part for part in (named, '+'.join(as_tuple(mesh_axes))) if part) or '-'
-        for name, mesh_axes in zip(layout.logical_axes, layout.spec, strict=True)
+        for name, mesh_axes in zip(layout.logical_axes, boundary_spec(layout.spec), strict=True)
         for named in [name if isinstance(name, str) else '']
     )
 

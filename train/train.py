@@ -11,11 +11,9 @@ import gin
 import jax
 import jax.numpy as jnp
 
-from partitioning import BasePartitioner, TrainState, check_fixed_point, unbox
-from partitioning.plan import ResolvedPlan, save_plan
-from partitioning.plan.audit import audit_state
+from partitioning import BasePartitioner, TrainState
 from train import checks
-from train.abstract import abstract_arrays, abstract_batch, compile_eval_step
+from train.abstract import abstract_batch, compile_eval_step
 from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig
 from train.console import RunConsole, Throughput
 from train.data import Feed, LocalBatches, Prefetch, Task, record
@@ -145,13 +143,10 @@ def train(
         tokens_BL = jnp.zeros((batch_size, sequence_length), jnp.int32)
         return TrainState.create(model.init(key, tokens_BL)['params'], tx)
 
-    named = jax.eval_shape(init, key)
-    resolved = partitioner.resolve(named)
-    axes = resolved.mesh_axes
-    audit = audit_state(named, resolved)
-    console.layouts([row for row in audit.arrays if row.category == 'parameters'])
+    plan = partitioner.plan(init, key)
+    specs, abstract_state, audit = plan.specs, plan.abstract_state, plan.audit()
+    console.layouts([row for row in plan.rows if row.role == 'parameters'])
     console.audit(audit)
-    abstract_state = abstract_arrays(named, resolved)
 
     # ---- steps: compiled once, before anything is written
     started = time.perf_counter()
@@ -166,14 +161,14 @@ def train(
                 loss=loss,
                 weight_metrics=weight_metrics,
             ),
-            in_axis_resources=(axes, data_spec),
-            out_axis_resources=(axes, None),
+            in_axis_resources=(specs, data_spec),
+            out_axis_resources=(specs, None),
             donate_argnums=(0,),
         ),
         abstract_state,
         batch,
     )
-    eval_step = compile_eval_step(partitioner, model, axes.params, abstract_state.params, batch)
+    eval_step = compile_eval_step(partitioner, model, specs.params, abstract_state.params, batch)
     console.say(f'compiled the train and eval steps in {time.perf_counter() - started:.1f} s')
 
     # ---- state: restored, or created on its devices
@@ -183,13 +178,13 @@ def train(
         verb = 'resumed' if source is saved else 'restored'
         console.say(f'{verb} from step {first_step} of {source.directory}', style='bold')
     else:
-        state = partitioner.partition(lambda k: unbox(init(k)), (None,), axes)(key)
-    check_fixed_point(state, axes, mesh)
+        state = plan.init(key)
+    plan.check(state)
     with raise_on_all_processes():
         if jax.process_index() == 0:
             (directory / 'config.gin').write_text(gin.operative_config_str())
             (directory / 'model-info.txt').write_text(str(audit))
-            save_plan(ResolvedPlan.of(resolved), directory / 'plan.json')
+            plan.save(directory / 'plan.json')
             record.write_record(directory, data)
         writer = MetricWriter(directory, first_step)
     if writer.num_dropped:
@@ -244,7 +239,7 @@ def train(
     # ---- results
     if sample is not None and prompt is not None:
         text = sample_text(
-            partitioner, model, state.params, axes.params, sample, prompt, opened.tokenizer, seed
+            partitioner, model, state.params, specs.params, sample, prompt, opened.tokenizer, seed
         )
         console.sample(sample.prompt, text)
     console.files(

@@ -1,17 +1,13 @@
-"""A partitioner for mixtures of experts: an 'expert' axis beside 'data' and 'model'."""
+"""A partitioner for mixtures of experts: an 'expert' axis next to 'data' and 'model'."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from typing import Any
 
-from jax.sharding import AxisType, Mesh
-
-from partitioning.hardware import HardwareMesh, JaxDevice
-from partitioning.mesh import AxisTypes, default_moe_mesh
-from partitioning.partitioner.pjit import PjitPartitioner, Plan
-from partitioning.rules import LogicalAxisRules, OnIndivisible, OnUnmatched, is_count
-from partitioning.state import PathRules
+from partitioning.hardware import HardwareMesh
+from partitioning.mesh import MeshConfig
+from partitioning.partitioner.pjit import PjitPartitioner
+from partitioning.rules import LogicalAxisRules
 
 
 class MoePjitPartitioner(PjitPartitioner):
@@ -19,6 +15,17 @@ class MoePjitPartitioner(PjitPartitioner):
 
     Usage:
       partitioner = MoePjitPartitioner(num_expert_partitions=8, num_partitions=2)
+
+    Args:
+      num_expert_partitions: the size of the 'expert' axis, which is taken out of the data axis. If
+        the data axis is smaller, 'expert' takes all of it.
+      num_partitions, model_parallel_submesh, params_on_devices, backend, logical_axis_rules: see
+        PjitPartitioner.
+      **settings: the keyword arguments of PjitPartitioner except `mesh`, which a MeshConfig with
+        `num_expert_partitions` can replace: PjitPartitioner(mesh=MeshConfig.from_t5x(...)).
+
+    Raises:
+      ValueError: if the sizes of the two axes do not divide each other, and as PjitPartitioner.
     """
 
     def __init__(
@@ -29,50 +36,21 @@ class MoePjitPartitioner(PjitPartitioner):
         params_on_devices: bool = True,
         backend: str | None = None,
         logical_axis_rules: LogicalAxisRules | None = None,
-        *,
-        devices: Sequence[JaxDevice] | None = None,
-        axis_types: AxisTypes = AxisType.Auto,
-        granule_size: int | None = None,
-        optimizer_axis_rules: LogicalAxisRules | None = None,
-        on_unmatched: OnUnmatched | None = None,
-        on_indivisible: OnIndivisible | None = None,
-        params_axes_names_override: PathRules = (),
-        plan: Plan | None = None,
+        **settings: Any,
     ):
-        """Args as those of PjitPartitioner by these names, and:
-        num_expert_partitions: size of the 'expert' axis, taken out of the data axis; where that is
-          smaller, all of it.
-        """
-        super().__init__(
-            num_partitions=num_partitions,
-            model_parallel_submesh=model_parallel_submesh,
-            params_on_devices=params_on_devices,
-            backend=backend,
-            logical_axis_rules=logical_axis_rules,
-            devices=devices,
-            axis_types=axis_types,
-            granule_size=granule_size,
-            optimizer_axis_rules=optimizer_axis_rules,
-            on_unmatched=on_unmatched,
-            on_indivisible=on_indivisible,
-            params_axes_names_override=params_axes_names_override,
-            plan=plan,
-        )
-        if not is_count(num_expert_partitions):
+        if 'mesh' in settings:
             raise ValueError(
-                f'num_expert_partitions={num_expert_partitions!r} must be a whole number, 1 or more'
+                'MoePjitPartitioner makes its own mesh; write PjitPartitioner(mesh='
+                'MeshConfig.from_t5x(num_partitions=..., num_expert_partitions=...)) instead'
             )
-        self._num_expert_partitions = num_expert_partitions
-
-    @functools.cached_property
-    def mesh(self) -> Mesh:
-        settings = self._mesh_settings
-        return default_moe_mesh(
-            self._num_expert_partitions,
-            settings['num_partitions'],
-            settings['model_parallel_submesh'],
-            settings['backend'],
-            devices=settings['devices'],
-            axis_types=settings['axis_types'],
-            granule_size=settings['granule_size'],
+        super().__init__(
+            params_on_devices=params_on_devices,
+            logical_axis_rules=logical_axis_rules,
+            mesh=MeshConfig.from_t5x(
+                num_partitions=num_partitions,
+                model_parallel_submesh=model_parallel_submesh,
+                backend=backend,
+                num_expert_partitions=num_expert_partitions,
+            ),
+            **settings,
         )

@@ -1,4 +1,4 @@
-"""Arrays that are whole in a state, and sharded, padded, inside partitioned functions."""
+"""Arrays that are whole in a state, and padded and sharded inside partitioned functions."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ def has_padded(resources: Any) -> bool:
 def pad_inside(
     fn: Callable[..., Any], in_resources: Any, out_resources: Any, static_argnums: Sequence[int]
 ) -> Callable[..., Any]:
-    """`fn` with the arrays of PaddedSpecs sharded inside it.
+    """`fn`, with arrays that have a PaddedSpec sharded inside it.
 
-    XLA's partitioner pads what its devices do not divide, and slices what leaves the program: of
-    7 columns over 2 devices each computes 4. The arguments and the result keep their shapes.
+    XLA's partitioner pads sizes that its devices do not divide and slices results at the end of
+    the program: with 7 columns over 2 devices, each device computes 4. The arguments and the result
+    keep their shapes.
 
     Args:
       fn: a function to be jitted over a mesh with Auto axes.
-      in_resources: of its positional arguments but the static ones; a tuple, or one for all.
-      out_resources: of its result.
-      static_argnums: positions of arguments without an entry in `in_resources`.
+      in_resources: the resources of its positional arguments without the static ones; a tuple, or
+        one entry for all.
+      out_resources: the resources of its result.
+      static_argnums: the positions of arguments without an entry in `in_resources`.
     """
 
     @functools.wraps(fn)

@@ -1,4 +1,4 @@
-"""Functions compiled over a mesh, and the contexts they are traced in."""
+"""Functions compiled over a mesh, and the contexts in which they are traced."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from partitioning.rules import AxisRules, LogicalAxisRules, PaddedSpec, boundary_spec, check_spec
+from partitioning.state import path_str
 
 CompiledPartitionedCallable = Callable[..., Any]
 
@@ -30,7 +31,7 @@ class PartitionedCallable(Protocol):
 
 
 class _CountsPartitionedFunctions(type):
-    """`partition` returns plain functions; they count as PjittedFnWithContext all the same."""
+    """`partition` returns plain functions, which count as instances of PjittedFnWithContext."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return hasattr(instance, '_partitioned') or super().__instancecheck__(instance)
@@ -40,6 +41,11 @@ class PjittedFnWithContext(metaclass=_CountsPartitionedFunctions):
     """Calls a jitted function inside a mesh and logical axis rules, entered at every call.
 
     `partition_function` makes functions that pay for the contexts only while they are traced.
+
+    Args:
+      pjitted_fn: the result of `jax.jit`.
+      partition_mesh: the mesh.
+      logical_axis_rules: rules for the linen models and `constrain` calls inside.
     """
 
     def __init__(
@@ -48,11 +54,6 @@ class PjittedFnWithContext(metaclass=_CountsPartitionedFunctions):
         partition_mesh: Mesh,
         logical_axis_rules: LogicalAxisRules = (),
     ):
-        """Args:
-        pjitted_fn: the result of `jax.jit`.
-        partition_mesh: the mesh.
-        logical_axis_rules: rules for the linen models and `constrain` calls inside.
-        """
         self._pjitted_fn: Any = pjitted_fn
         self._mesh = partition_mesh
         self._logical_axis_rules = AxisRules(logical_axis_rules)
@@ -87,10 +88,11 @@ class PjittedFnWithContext(metaclass=_CountsPartitionedFunctions):
 
 
 class _Partitioned(PjittedFnWithContext):
-    """The methods of a partitioned function, for calls with keyword arguments too.
+    """The methods of a partitioned function, which also takes keyword arguments.
 
-    jax.jit takes no keywords beside in_shardings. Those that name a parameter with an entry in
-    in_shardings become positional; the others travel as one last dict, laid out as they arrive.
+    jax.jit accepts no keyword arguments together with in_shardings. Those that name a parameter
+    with an entry in in_shardings become positional. The others are passed as one last dict, in the
+    layout in which they arrive.
     """
 
     def __init__(self, fn: Callable[..., Any], mesh: Mesh, rules: LogicalAxisRules, **jit: Any):
@@ -100,8 +102,8 @@ class _Partitioned(PjittedFnWithContext):
         self._jit = functools.partial(jax.jit, **jit)
         self._with_keywords: dict[int, Any] = {}
         self._num_traces = 0
-        jitted = self._jit(self._in_context(fn), in_shardings=self._in_shardings)
-        super().__init__(jitted, mesh, rules)
+        super().__init__(fn, mesh, rules)
+        self._pjitted_fn = self._jit(self._counted(fn), in_shardings=self._in_shardings)
 
     def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         positional, keywords = self._bind(args, kwargs) if kwargs else (args, {})
@@ -116,22 +118,19 @@ class _Partitioned(PjittedFnWithContext):
         self._num_traces = 0
 
     def num_traces(self) -> int:
-        """How often the function was traced: once for each kind of arguments that it met.
+        """The number of times the function was traced: once per kind of arguments.
 
-        As often it was compiled, for what lays out the arguments is always the same.
+        It was compiled as often, because the layout of the arguments is always the same.
         """
         return self._num_traces
 
-    def _in_context(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn`, entering the mesh and the rules by itself: jax runs this body only to trace it."""
+    def _counted(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` in the contexts, counting its traces."""
+        inside = in_context(fn, self._mesh, self._logical_axis_rules)
 
         @functools.wraps(fn)
         def traced(*args: Any) -> Any:
-            with (
-                jax.sharding.use_abstract_mesh(self._mesh.abstract_mesh),
-                _axis_rules(self._logical_axis_rules),
-            ):
-                result = fn(*args)
+            result = inside(*args)
             self._num_traces += 1
             return result
 
@@ -142,7 +141,7 @@ class _Partitioned(PjittedFnWithContext):
         return inspect.signature(self._fn)
 
     def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Splits a call into arguments that in_shardings lay out, and keywords that it does not."""
+        """Splits a call into arguments with an entry in in_shardings, and other keywords."""
         names = [
             p.name
             for p in self._signature.parameters.values()
@@ -150,12 +149,12 @@ class _Partitioned(PjittedFnWithContext):
         ]
         if isinstance(self._in_shardings, tuple):
             laid_out = len(self._in_shardings) + len(self._jit.keywords['static_argnums'])
-        else:  # one for all: as far as arguments follow each other without a gap
+        else:  # one entry for all arguments, as far as they follow each other without a gap
             named = itertools.takewhile(kwargs.__contains__, names[len(args) :])
             laid_out = len(args) + len(list(named))
         laid_out = max(laid_out, len(args))
         bound = self._signature.bind(*args, **kwargs)
-        bound.apply_defaults()  # of arguments before one that is given
+        bound.apply_defaults()  # for arguments before one that is given
         keywords = {k: v for k, v in kwargs.items() if k not in names[:laid_out]}
         return bound.args[:laid_out], keywords
 
@@ -173,7 +172,7 @@ class _Partitioned(PjittedFnWithContext):
                 return fn(*args[:-1], **args[-1])
 
             self._with_keywords[num_positional] = self._jit(
-                self._in_context(call), in_shardings=(*shardings, None)
+                self._counted(call), in_shardings=(*shardings, None)
             )
         return self._with_keywords[num_positional]
 
@@ -191,8 +190,8 @@ def partition_function(
     """A function jitted over a mesh that enters its contexts only while it is traced.
 
     A call costs what a call of the plain `jax.jit` of the function costs, on a mesh of any size.
-    That is why it is a function with attributes and no object with `__call__`: beside a dispatch
-    to 8 devices the latter would be 3% slower.
+    To achieve that, the result is a function with attributes: an object with `__call__` would be
+    3% slower at dispatching to 8 devices.
 
     Args:
       fn: the function.
@@ -202,7 +201,7 @@ def partition_function(
 
     Returns:
       The function, with the methods of PjittedFnWithContext: `lower`, `lower_and_compile`,
-      `trace`, `eval_shape`, `clear_cache`, `num_traces`.
+      `trace`, `eval_shape`, `clear_cache` and `num_traces`.
     """
     partitioned = _Partitioned(
         fn,
@@ -228,26 +227,50 @@ def partition_function(
     return cast(PartitionedCallable, call)
 
 
-def to_shardings(resources: Any, mesh: Mesh) -> Any:
-    """Resource specifications -> shardings on `mesh`.
+def in_context(fn: Callable[..., Any], mesh: Mesh, rules: LogicalAxisRules) -> Callable[..., Any]:
+    """`fn`, entering the mesh and the rules by itself; jax runs its body only to trace it."""
 
-    Args:
-      resources: pytree whose leaves are None (replicated), PartitionSpecs or Shardings.
-      mesh: the mesh.
+    @functools.wraps(fn)
+    def inside(*args: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _axis_rules(rules):
+            return fn(*args)
+
+    return inside
+
+
+def check_compiled_once(partitioned: Callable[..., Any]) -> None:
+    """Checks that a partitioned function was traced, and therefore compiled, exactly once.
 
     Raises:
-      ValueError: another kind of leaf, or a spec that the mesh cannot have.
+      ValueError: if it was never called, or was compiled again for other shapes or dtypes.
+    """
+    if not hasattr(partitioned, 'num_traces'):
+        raise ValueError(
+            f'{partitioned!r} must be a function that PjitPartitioner.partition returned'
+        )
+    count = partitioned.num_traces()
+    if count != 1:
+        name = getattr(partitioned, '__name__', 'the function')
+        why = 'its arguments change in shape or dtype between calls' if count else 'call it first'
+        raise ValueError(f'{name} was compiled {count} times instead of once: {why}')
+
+
+def to_shardings(resources: Any, mesh: Mesh) -> Any:
+    """The shardings on `mesh` of a pytree of PartitionSpecs, Shardings or None, which replicates.
+
+    Raises:
+      ValueError: if a leaf is anything else, or if the mesh cannot have a spec.
     """
 
     def convert(path: Any, leaf: Any) -> Sharding:
         if isinstance(leaf, Sharding):
             return leaf
         spec = PartitionSpec() if leaf is None else boundary_spec(leaf)
-        where = jax.tree_util.keystr(path, simple=True, separator='/') or 'the resource'
+        where = path_str(path) or 'the resource'
         if not isinstance(spec, PartitionSpec):
             raise ValueError(
-                f'{where}: a resource is a PartitionSpec, a Sharding or None (replicated), not '
-                f'{leaf!r}; logical axes become PartitionSpecs through get_mesh_axes'
+                f'{where}: a resource must be a PartitionSpec, a Sharding or None, not {leaf!r}; '
+                'plan.specs has the PartitionSpecs of a state with logical axes'
             )
         check_spec(spec, mesh, where)
         if isinstance(leaf, PaddedSpec):
@@ -264,8 +287,8 @@ def _axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
     from flax.core import spmd  # heavy, and only tracing needs it
 
     with spmd.logical_axis_rules(rules), contextlib.ExitStack() as stack:
-        # nnx lays out variables where they are made, by a reading of the rules of its own, and
-        # fails at statistics of another rank than their parameter. Here shardings decide.
+        # nnx would lay out variables where they are created, by its own reading of the rules, and
+        # fails at statistics whose rank is not that of their parameter. Here shardings decide.
         if 'flax.nnx' in sys.modules:
             stack.enter_context(sys.modules['flax.nnx'].use_eager_sharding(False))
         yield

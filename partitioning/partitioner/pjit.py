@@ -1,19 +1,18 @@
-"""Partitioners on jax.jit: a mesh, rules, and functions partitioned by them."""
+"""Partitioners on jax.jit: a mesh, rules, and the plans and functions that they make."""
 
 from __future__ import annotations
 
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-import jax
 from absl import logging
 from jax.sharding import AxisType, Mesh
 
-from partitioning.hardware import HardwareMesh, JaxDevice
+from partitioning.hardware import HardwareMesh
 from partitioning.layout import LocalChunker
-from partitioning.mesh import AxisTypes, default_mesh
+from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner
 from partitioning.partitioner.padding import has_padded, pad_inside
 from partitioning.partitioner.partitioned import (
@@ -22,9 +21,7 @@ from partitioning.partitioner.partitioned import (
     partition_function,
     to_shardings,
 )
-from partitioning.plan.audit import Audit, audit_state
-from partitioning.plan.findings import Finding, lint
-from partitioning.plan.rule_set import ResolvedState, RuleSet, resolve_state
+from partitioning.plan import Audit, Finding, Plan, RuleSet, build_plan, impose_plan, lint
 from partitioning.rules import (
     STANDARD_MESH_AXES,
     AxisRules,
@@ -37,17 +34,11 @@ from partitioning.rules import (
     nearest,
     standard_logical_axis_rules,
 )
-from partitioning.state import PathRules, check_path_rules, get_logical_axes, unbox
-
-
-class Plan(Protocol):
-    """What a partitioner asks of a `partitioning.plan.ResolvedPlan`."""
-
-    def resolve_state(self, state: Any, mesh: Mesh) -> ResolvedState: ...
+from partitioning.state import PathRules, check_path_rules, get_logical_axes
 
 
 class BasePjitPartitioner(BasePartitioner):
-    """A partitioner on `jax.jit`, without logical axis rules."""
+    """A partitioner on `jax.jit` without logical axis rules."""
 
     @functools.cached_property
     def _local_chunker(self) -> LocalChunker:
@@ -55,18 +46,12 @@ class BasePjitPartitioner(BasePartitioner):
 
     @functools.cached_property
     def mesh(self) -> Mesh:
-        if self._given_mesh is not None:
-            return self._given_mesh
-        return default_mesh(**self._mesh_settings)
+        source = self._mesh_source
+        return source if isinstance(source, Mesh) else source.build()
 
-    @property
-    def logical_axis_rules(self) -> LogicalAxisRules:
-        """The rules that functions are traced under."""
-        return ()
-
-    def resolve(self, train_state: Any) -> ResolvedState:
+    def resolve(self, train_state: Any) -> Plan:
         raise ValueError(
-            f'{type(self).__name__} has no logical axis rules to map a state by: use '
+            f'{type(self).__name__} has no logical axis rules to lay out a state: use '
             'PjitPartitioner'
         )
 
@@ -84,7 +69,8 @@ class BasePjitPartitioner(BasePartitioner):
         if has_padded((in_axis_resources, out_axis_resources)):
             if AxisType.Explicit in self.mesh.axis_types:
                 raise ValueError(
-                    "a PaddedSpec needs Auto mesh axes, not Explicit ones: choose 'drop_axis'"
+                    'a PaddedSpec needs Auto mesh axes, not Explicit ones: choose '
+                    "on_indivisible='drop_axis'"
                 )
             fn = pad_inside(fn, in_axis_resources, out_axis_resources, static)
         return partition_function(
@@ -108,10 +94,32 @@ class PjitPartitioner(BasePjitPartitioner):
 
     Usage:
       partitioner = PjitPartitioner(num_partitions=2)
-      state = partitioner.init(init, key)  # born sharded
-      axes = partitioner.get_mesh_axes(partitioner.eval_shape(init, key))
+      plan = partitioner.plan(init, key)
+      state = plan.init(key)  # born sharded
       step = partitioner.partition(
-          step, (axes, partitioner.data_partition_spec), (axes, None), donate_argnums=0)
+          step,
+          (plan.specs, partitioner.data_partition_spec),
+          (plan.specs, None),
+          donate_argnums=0)
+
+    Args:
+      num_partitions, model_parallel_submesh, params_on_devices, backend, ici_mesh_shape,
+        dcn_mesh_shape, mesh: see BasePartitioner.
+      logical_axis_rules: (logical axis, mesh axis or axes or None) pairs in order of priority. The
+        default is `standard_logical_axis_rules` for the axes of the mesh. If the partitioner adds
+        an axis for slices, a rule for 'batch' that has 'data' gets that axis too.
+      optimizer_axis_rules: the rules for the optimizer's state, if they differ, as
+        `fsdp_logical_axis_rules` makes them for ZeRO.
+      on_unmatched: the policy for names without a rule, in both sets of rules. The default is that
+        of the rules themselves (`AxisRules`), or an error; see `resolve_axes`.
+      on_indivisible: the policy for sizes that their mesh axes do not divide, likewise.
+      params_axes_names_override: (regular expression, names) pairs that name parameters by their
+        paths, such as 'decoder/mlp/kernel'; see `override_params_axes_names`.
+      plan: the layout of the state, such as `Plan.load` reads it. It replaces the rules for the
+        state; the rules still lay out the batch and activations.
+
+    Raises:
+      ValueError: if a setting is malformed, or if two settings contradict each other.
     """
 
     def __init__(
@@ -124,31 +132,13 @@ class PjitPartitioner(BasePjitPartitioner):
         dcn_mesh_shape: Sequence[int] | None = None,
         logical_axis_rules: LogicalAxisRules | None = None,
         *,
-        devices: Sequence[JaxDevice] | None = None,
-        mesh_axis_names: Sequence[str] | None = None,
-        axis_types: AxisTypes = AxisType.Auto,
-        granule_size: int | None = None,
-        mesh: Mesh | None = None,
+        mesh: Mesh | MeshConfig | None = None,
         optimizer_axis_rules: LogicalAxisRules | None = None,
         on_unmatched: OnUnmatched | None = None,
         on_indivisible: OnIndivisible | None = None,
         params_axes_names_override: PathRules = (),
         plan: Plan | None = None,
     ):
-        """Args as those of BasePartitioner, and:
-        logical_axis_rules: (logical axis, mesh axis or axes or None) pairs in order of priority; by
-          default `standard_logical_axis_rules` for the axes of the mesh. Where the partitioner
-          makes an axis for the slices, a rule of 'batch' that has 'data' gets that axis too.
-        optimizer_axis_rules: those of what the optimizer keeps, where they differ, as
-          `fsdp_logical_axis_rules` makes them for ZeRO.
-        on_unmatched: what becomes of names without a rule, in both sets of rules; by default what
-          the rules themselves say (`AxisRules`), or an error; see `resolve_axes`.
-        on_indivisible: the same of sizes that their mesh axes do not divide.
-        params_axes_names_override: (regular expression, names) pairs that name parameters by their
-          paths, such as 'decoder/mlp/kernel'; see `override_params_axes_names`.
-        plan: a `partitioning.plan.ResolvedPlan`, such as load_plan reads: the layout of the
-          state, whatever the rules say; the rules lay out the batch and activations.
-        """
         super().__init__(
             num_partitions=num_partitions,
             model_parallel_submesh=model_parallel_submesh,
@@ -156,68 +146,67 @@ class PjitPartitioner(BasePjitPartitioner):
             backend=backend,
             ici_mesh_shape=ici_mesh_shape,
             dcn_mesh_shape=dcn_mesh_shape,
-            devices=devices,
-            mesh_axis_names=mesh_axis_names,
-            axis_types=axis_types,
-            granule_size=granule_size,
             mesh=mesh,
         )
         self._as_rules = functools.partial(
             AxisRules, on_unmatched=on_unmatched, on_indivisible=on_indivisible
         )
-        self._as_rules(())  # rules that the mesh decides come later, the policies are known now
-        self._given_rules = None
-        if logical_axis_rules is not None:
-            self._given_rules = self._as_rules(logical_axis_rules)
-        self._optimizer_rules = None
-        if optimizer_axis_rules is not None:
-            self._optimizer_rules = self._as_rules(optimizer_axis_rules)
+        self._as_rules(())  # the mesh may decide the rules later, but the policies are known now
+        self._given_rules = _optional(self._as_rules, logical_axis_rules)
+        self._optimizer_rules = _optional(self._as_rules, optimizer_axis_rules)
         self._overrides = check_path_rules(params_axes_names_override)
-        beside = {
-            'params_axes_names_override': params_axes_names_override,
-            'optimizer_axis_rules': optimizer_axis_rules,
-        }
-        given = [name for name, value in beside.items() if value]
-        if plan is not None and given:
-            raise ValueError(f'plan decides what {", ".join(given)} would: leave out')
-        if plan is not None and not hasattr(plan, 'resolve_state'):
-            raise ValueError(
-                f'plan= takes a ResolvedPlan, not a {type(plan).__name__}: give '
-                'plan.resolve(params, mesh), or load_plan(path)'
-            )
         self._plan = plan
+        _check_plan(
+            plan,
+            {
+                'params_axes_names_override': params_axes_names_override,
+                'optimizer_axis_rules': optimizer_axis_rules,
+            },
+        )
+
+    # The rules.
 
     @functools.cached_property
     def logical_axis_rules(self) -> AxisRules:
         if self._given_rules is None:
-            # None that leave an axis unused: with no rules get_mesh_axes and constrain raise.
+            # Use no defaults that would leave a mesh axis unused: without any rules, plan and
+            # constrain raise.
             axes = self._axes_in_use
             known = set(axes) <= set(STANDARD_MESH_AXES)
             return self._as_rules(standard_logical_axis_rules(mesh_axes=axes) if known else ())
-        if self._given_mesh is not None:
+        if isinstance(self._mesh_source, Mesh):
             return self._given_rules
-        slices = self._axis_of_slices
         return self._given_rules.with_rules(
-            [_over_slices(rule, slices) for rule in self._given_rules]
+            [_over_slices(rule, self._slice_axis) for rule in self._given_rules]
         )
 
     def with_rules(self, logical_axis_rules: LogicalAxisRules) -> Self:
-        """The same partitioner with other rules: its class, mesh, plan and policies stay.
+        """The same partitioner with other rules; its class, mesh, plan and policies stay.
 
         Args:
-          logical_axis_rules: as of the constructor.
+          logical_axis_rules: as for the constructor.
         """
         rules = self._as_rules(logical_axis_rules)
         kept = {'mesh': self.mesh, '_local_chunker': self._local_chunker}
         other = copy.copy(self)
         for name in list(vars(other)):
-            # Whatever else is cached, a subclass's too, may have been made of the rules.
+            # Any other cached value, also of a subclass, may depend on the rules.
             if name not in kept and isinstance(
                 getattr(type(self), name, None), functools.cached_property
             ):
                 delattr(other, name)
         other._given_rules = rules
         return other
+
+    @functools.cached_property
+    def rule_set(self) -> RuleSet:
+        """The rules for parameters and optimizer, with their policies."""
+        return RuleSet(
+            rules=self.logical_axis_rules,
+            optimizer_rules=self._optimizer_rules,
+            overrides=self._overrides,
+            are_defaults=self._given_rules is None,
+        )
 
     @property
     def _axes_in_use(self) -> list[str]:
@@ -232,9 +221,9 @@ class PjitPartitioner(BasePjitPartitioner):
             ['batch'], self.logical_axis_rules, mesh=self.mesh, on_unmatched='replicate'
         )
         axes = batch[0] if batch else None
-        if (slices := self._axis_of_slices) is not None and slices not in as_tuple(axes):
+        if (slices := self._slice_axis) is not None and slices not in as_tuple(axes):
             logging.warning(
-                "'batch' is sharded over %s: each of the %d parts of %r computes the same rows",
+                "'batch' is sharded over %s, so each of the %d parts of %r computes the same rows",
                 axes,
                 self.mesh.shape[slices],
                 slices,
@@ -242,112 +231,62 @@ class PjitPartitioner(BasePjitPartitioner):
         return axes
 
     def _check_batch_rule(self) -> None:
-        """Rules without one for 'batch' may be meant; one for a name close to it is not."""
+        """Rules may omit 'batch' on purpose, but a name close to it is a mistake."""
         names = {name for name, _ in self.logical_axis_rules}
         if 'batch' in names or self.mesh.size == 1:
             return
         if hint := nearest('batch', names):
             raise ValueError(
                 f"no rule for 'batch', so each device would compute all rows.{hint} Write "
-                "('batch', 'data'), or ('batch', None) to mean it"
+                "('batch', 'data'), or ('batch', None) to replicate it on purpose"
             )
-        logging.warning("no rule for 'batch': each device computes all rows of it")
+        logging.warning("no rule for 'batch': each device computes all of its rows")
 
     def _check_default_rules(self) -> None:
-        """Rules that were not chosen must not leave a mesh axis without use."""
+        """Rules that the user did not choose must not leave a mesh axis unused."""
         if self._given_rules is None and self._plan is None:
             standard_logical_axis_rules(mesh_axes=self._axes_in_use)
 
-    @functools.cached_property
-    def rule_set(self) -> RuleSet:
-        """The rules for parameters and optimizer, and their policies."""
-        return RuleSet(
-            rules=self.logical_axis_rules,
-            optimizer_rules=self._optimizer_rules,
-            overrides=self._overrides,
-        )
+    # Plans and states.
 
-    def resolve(self, train_state: Any) -> ResolvedState:
+    def resolve(self, train_state: Any) -> Plan:
         if self._plan is not None:
-            return self._plan.resolve_state(train_state, self.mesh)
+            return impose_plan(self._plan, train_state, self.mesh)
         self._check_default_rules()
-        return resolve_state(train_state, self.rule_set, self.mesh)
+        return build_plan(train_state, self.rule_set, self.mesh)
 
     def get_logical_axes(self, train_state: Any) -> Any:
         if self._plan is not None:
             return self.resolve(train_state).logical_axes
         return get_logical_axes(train_state, self.rule_set.overrides)
 
-    def eval_shape(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """The result of a function as ShapeDtypeStructs, boxes and names included.
-
-        As `jax.eval_shape`, inside the mesh and the rules, which nnx modules ask for.
-        """
-        return self._partition_over_auto(fn, None).eval_shape(*args)
-
-    def _partition_over_auto(self, fn: Callable[..., Any], out_axes: Any) -> PartitionedCallable:
-        """A function of replicated arguments over the mesh with all of its axes Auto.
-
-        Where axes are Explicit, jax lays out what a function makes by what it is made of: all of a
-        state that is made of a random key would be whole on every device.
-        """
-        mesh = Mesh(self.mesh.devices, self.mesh.axis_names)
-        return partition_function(
-            fn,
-            mesh,
-            self.logical_axis_rules,
-            in_shardings=to_shardings(None, mesh),
-            out_shardings=to_shardings(out_axes, mesh),
-        )
-
-    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
-        """A train state whose every array is born in its shards, never whole on one device.
-
-        Args:
-          init_fn: makes the state of `args`, its parameters named as `resolve` needs them. It is
-            traced inside the mesh and the rules.
-          *args: of `init_fn`, replicated over the mesh.
-
-        Returns:
-          The state, without linen boxes.
-        """
-        resolved = self.resolve(self.eval_shape(init_fn, *args))
-        # Steps have no weak types, and would be compiled again after a state that has some.
-        state = self._partition_over_auto(
-            lambda *a: jax.tree.map(_strongly_typed, unbox(init_fn(*a))), resolved.mesh_axes
-        )(*args)
-        if AxisType.Explicit not in self.mesh.axis_types:
-            return state
-        return jax.device_put(state, resolved.shardings)
-
     def audit(self, train_state: Any, named: Any = None, *, budget: float | None = None) -> Audit:
         """What every device holds of a state, what is replicated, and why.
 
         Args:
-          train_state: a pytree of arrays or ShapeDtypeStructs. What arrays are laid out as is
-            taken from themselves; what they should be, from the rules.
-          named: the state with its names, where `train_state` has none any more:
+          train_state: a pytree of arrays or ShapeDtypeStructs. The actual layout is read from the
+            arrays; the intended layout comes from the rules.
+          named: the state with its names, if `train_state` has lost them in init:
             `partitioner.eval_shape(init, key)`.
-          budget: bytes that one device may hold.
+          budget: the most bytes that one device may hold.
 
         Raises:
-          ValueError: a device holds more than `budget`; or as `resolve`.
+          ValueError: if a device holds more than `budget`, and as `resolve`.
         """
-        resolved = self.resolve(train_state if named is None else named)
-        return audit_state(train_state, resolved, budget=budget)
+        return self.resolve(train_state if named is None else named).audit(
+            train_state, budget=budget
+        )
 
     def lint(self, train_state: Any = None) -> tuple[Finding, ...]:
-        """Everything that is wrong or suspicious with the rules, for the mesh and a state."""
-        found = lint(
-            self.logical_axis_rules,
-            self.mesh,
-            train_state if self._plan is None else None,  # the rules are for other arrays then
-            optimizer_axis_rules=self._optimizer_rules,
-            params_axes_names_override=self._overrides,
-        )
+        """Everything that is wrong or suspicious in the rules, for the mesh and a state.
+
+        Args:
+          train_state: a state with names; by default only the rules are examined.
+        """
+        state = train_state if self._plan is None else None  # a plan lays it out, not the rules
+        found = lint(self.rule_set, self.mesh, state)
         if self._given_rules is not None:
             return found
-        found = tuple(finding for finding in found if finding.kind != 'unused')  # not chosen
         try:
             self._check_default_rules()
         except ValueError as error:
@@ -355,12 +294,25 @@ class PjitPartitioner(BasePjitPartitioner):
         return found
 
 
-def _strongly_typed(x: Any) -> Any:
-    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, 'weak_type', False) else x
+def _check_plan(plan: Any, settings: dict[str, Any]) -> None:
+    """Raises ValueError if `plan` is not a Plan, or stands next to settings it replaces."""
+    if plan is None:
+        return
+    if not isinstance(plan, Plan):
+        raise ValueError(
+            f'plan= takes a Plan, not a {type(plan).__name__}: write Plan.load(path), or resolve '
+            'it for a mesh first'
+        )
+    if given := ', '.join(name for name, value in settings.items() if value):
+        raise ValueError(f'plan= already determines what {given} would: remove {given}')
+
+
+def _optional(convert: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else convert(value)
 
 
 def _over_slices(rule: tuple[str, MeshAxes], slices: str | None) -> tuple[str, MeshAxes]:
-    """The rule of the batch with the axis of the slices before its own."""
+    """A rule, in which the axis over slices comes first if it shards the batch over 'data'."""
     name, axes = rule[0], as_tuple(rule[1])
     if name != 'batch' or slices is None or slices in axes or 'data' not in axes:
         return rule

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from partitioning.pictures.shards import Panel, Range, ShardingPicture, is_dark, place_str
-from partitioning.plan.audit import CATEGORIES, Audit, check_bytes
+from partitioning.plan.audit import ROLES, Audit, check_bytes
 from partitioning.rules import describe_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_MISPLACED = 'not as the rules say'
-_CATEGORY_COLORS = dict(
-    zip((*CATEGORIES, _MISPLACED), ('#31688e', '#35b779', '#c9c9c9', '#d1495b'), strict=True)
+_MISPLACED = 'not where the plan puts them'
+_ROLE_COLORS = dict(
+    zip((*ROLES, _MISPLACED), ('#31688e', '#35b779', '#c9c9c9', '#d1495b'), strict=True)
 )
 _BUDGET_COLOR = '#b3261e'
 _GIB = 2**30
@@ -98,11 +98,11 @@ def draw_audit(
     plot = figure.add_subplot()
     unit, name = (_GIB, 'GiB') if audit.bytes_per_device >= _LEAST_GIB else (1, 'bytes')
     base = np.zeros(len(ids))
-    for category, held in bytes_by_category(audit).items():
+    for role, held in bytes_by_role(audit).items():
         top = base + np.array([held[device] for device in ids]) / unit
         if (top > base).any():
-            label = f'{category}, {_amount(max(held.values()))}'
-            _draw_bars(plot, base, top, _CATEGORY_COLORS[category], label)
+            label = f'{role}, {_amount(max(held.values()))}'
+            _draw_bars(plot, base, top, _ROLE_COLORS[role], label)
         base = top
     high = max(float(np.max(base)), 1 / unit)
     plot.set_ylim(0, 1.12 * high)
@@ -122,7 +122,7 @@ def draw_audit(
     return figure
 
 
-def bytes_by_category(audit: Audit) -> dict[str, dict[int, int]]:
+def bytes_by_role(audit: Audit) -> dict[str, dict[int, int]]:
     """Bytes that each device holds, by its id, of each category.
 
     Arrays that are not laid out as the rules say are a category of their own.
@@ -130,10 +130,11 @@ def bytes_by_category(audit: Audit) -> dict[str, dict[int, int]]:
     ids = audit.bytes_by_device
     mesh = {device.id for device in audit.mesh.devices.flat}
     held = {}
-    for category in CATEGORIES:
-        rows = (row for row in audit.arrays if row.category == category and not row.misplaced)
+    wrong = {cost.row.path for cost in audit.misplaced}
+    for role in ROLES:
+        rows = (row for row in audit.rows if row.role == role and row.path not in wrong)
         each = sum(row.bytes_per_device for row in rows)
-        held[category] = {device: each if device in mesh else 0 for device in ids}
+        held[role] = {device: each if device in mesh else 0 for device in ids}
     rest = {device: total - sum(h[device] for h in held.values()) for device, total in ids.items()}
     return {**held, _MISPLACED: rest}
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from partitioning.layout.ownership import index_bounds
-from partitioning.plan.array_layouts import sharding_str
+from partitioning.plan.rows import sharding_str
 from partitioning.rules import check_spec
 from partitioning.state import shape_of
 from partitioning.state.boxes import array_of

@@ -1,4 +1,4 @@
-"""Shows a plan, or what changes from one to another.
+"""Shows a plan, or what changes from one plan to another.
 
 python -m partitioning.plan plan.json
 python -m partitioning.plan before.json after.json
@@ -10,20 +10,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from partitioning.plan import diff, load_plan
+from partitioning.plan import Plan, diff
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; 1 where two plans differ, 2 for files that are none."""
+    """Runs the command; returns 1 if two plans differ and 2 if a file is not a plan."""
     parser = argparse.ArgumentParser(
         prog='python -m partitioning.plan', description=__doc__.partition('\n')[0]
     )
-    parser.add_argument('plan', help='a file that save_plan wrote')
-    parser.add_argument('after', nargs='?', help='another one, to compare it with')
+    parser.add_argument('plan', help='a file that Plan.save wrote')
+    parser.add_argument('after', nargs='?', help='another file, to compare the first with')
     flags = parser.parse_args(arguments)
     try:
-        plan = load_plan(flags.plan)
-        after = None if flags.after is None else load_plan(flags.after)
+        plan = Plan.load(flags.plan)
+        after = None if flags.after is None else Plan.load(flags.after)
     except (OSError, ValueError) as error:
         print(f'error: {error}', file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""What every device holds of a state: by category, what is replicated and why, and how evenly."""
+"""What every device holds of a state: by role, what is replicated and why, and how evenly."""
 
 from __future__ import annotations
 
@@ -7,149 +7,231 @@ import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
+import jax
+from jax.sharding import Mesh, NamedSharding, Sharding
 
-from partitioning.plan.array_layouts import ArrayLayout, array_layouts
-from partitioning.plan.rule_set import ResolvedState
-from partitioning.plan.tables import audit_text, rich_audit
-from partitioning.rules import spec_str
+from partitioning.plan.plan_file import row_to_json
+from partitioning.plan.rows import (
+    PlanRow,
+    dimension_str,
+    join_reasons,
+    sharding_str,
+)
+from partitioning.plan.tables import Table, layout_table, rich_tables, text_tables
+from partitioning.rules import (
+    MeshLike,
+    as_tuple,
+    axis_sizes,
+    boundary_spec,
+    describe_axes,
+    num_shards,
+    sharding_axes,
+    spec_str,
+)
+from partitioning.state import array_leaves, shape_of
 
-CATEGORIES = ('parameters', 'optimizer', 'other')
+ROLES = ('parameters', 'optimizer', 'other')
+_RANKED = 10  # the number of replicated arrays that a table lists
+
+
+class Cost(NamedTuple):
+    """An array that costs a device more than it should, or that is not where the plan puts it.
+
+    Attributes:
+      row: the array.
+      bytes_per_device: how many bytes more one device holds than without the cause.
+      reason: the cause.
+    """
+
+    row: PlanRow
+    bytes_per_device: int
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """The layout of a state, in numbers.
+    """The layout of a state in numbers.
 
     Usage:
-      audit = partitioner.audit(jax.eval_shape(init, key), budget=16 * 2**30)
+      audit = plan.audit(budget=16 * 2**30)
       print(audit)  # or rich.print(audit); audit.as_dict() for programs
 
     Attributes:
-      arrays: the layout of every array, in the order of the state.
-      mesh: the mesh.
-      bytes_by_device: what each device holds, by its id, of the devices of the mesh and of any
-        others that hold a part.
-      by_category: bytes of the parameters, the optimizer's state, and all other arrays on the
-        device that holds the most.
+      rows: every array as it is laid out, in the order of the plan.
+      mesh: the mesh, or the size of each of its axes.
+      bytes_by_device: what each device holds, in bytes, by the id of the device. It covers the
+        devices of the mesh and all others that hold a part.
+      by_role: what the fullest device holds of each role, in bytes.
+      misplaced: arrays that are not where the plan puts them.
     """
 
-    arrays: tuple[ArrayLayout, ...]
-    mesh: Mesh
-    bytes_by_device: dict[int, int]
-    by_category: dict[str, int]
+    rows: tuple[PlanRow, ...]
+    mesh: MeshLike
+    bytes_by_device: Mapping[int, int]
+    by_role: Mapping[str, int]
+    misplaced: tuple[Cost, ...] = ()
 
     @property
     def bytes_total(self) -> int:
-        """Of the global arrays."""
-        return sum(row.bytes_total for row in self.arrays)
+        """The size of all global arrays, in bytes."""
+        return sum(row.bytes_total for row in self.rows)
 
     @property
     def bytes_per_device(self) -> int:
-        """On the device that holds the most."""
+        """What the fullest device holds, in bytes."""
         return max(self.bytes_by_device.values(), default=0)
 
     @functools.cached_property
-    def replicated(self) -> tuple[ArrayLayout, ...]:
-        """Arrays of which a device holds more than its share, the most costly first."""
-        rows = [row for row in self.arrays if row.replicated_bytes_per_device]
-        return tuple(sorted(rows, key=lambda row: -row.replicated_bytes_per_device))
+    def replicated(self) -> tuple[Cost, ...]:
+        """Arrays of which a device holds more than an even share, the most costly first."""
+        wrong = {cost.row.path: cost.reason for cost in self.misplaced}
+        found = []
+        for row in self.rows:
+            if extra := _more_than_even(row, self.mesh):
+                reason = wrong.get(row.path) or _why_replicated(row, self.mesh)
+                found.append(Cost(row, extra, reason))
+        return tuple(sorted(found, key=lambda cost: -cost.bytes_per_device))
 
     @property
     def replicated_bytes_per_device(self) -> int:
-        """What a device holds beyond its even share of every array."""
-        return sum(row.replicated_bytes_per_device for row in self.arrays)
+        """What a device holds beyond its even share of every array, in bytes."""
+        return sum(cost.bytes_per_device for cost in self.replicated)
 
-    @property
-    def policies(self) -> tuple[ArrayLayout, ...]:
-        """Arrays for which a policy had to decide."""
-        return tuple(row for row in self.arrays if row.policy)
-
-    @property
-    def misplaced(self) -> tuple[ArrayLayout, ...]:
-        """Arrays that are not laid out as the rules say."""
-        return tuple(row for row in self.arrays if row.misplaced)
+    @functools.cached_property
+    def policies(self) -> tuple[Cost, ...]:
+        """Arrays for which a policy had to decide, with what that costs a device."""
+        return tuple(_policy_cost(row, self.mesh) for row in self.rows if _policy_dimensions(row))
 
     @property
     def balance(self) -> float:
-        """The mean over the devices of what they hold, of that of the fullest: 1 is even."""
+        """The mean of what devices hold, divided by what the fullest holds: 1 is even."""
         held = self.bytes_by_device.values()
         return sum(held) / (len(held) * max(held)) if any(held) else 1.0
 
     def check_budget(self, budget: float) -> None:
-        """Raises ValueError where a device holds more than `budget` bytes, and says of what."""
+        """Raises ValueError if a device holds more than `budget` bytes, and says of what."""
         check_bytes(budget)
         if self.bytes_per_device <= budget:
             return
-        largest = sorted(self.arrays, key=lambda row: -row.bytes_per_device)[:3]
-        rows = ', '.join(f'{row.path} {row.bytes_per_device:,}' for row in largest)
+        largest = sorted(self.rows, key=lambda row: -row.bytes_per_device)[:3]
+        arrays = ', '.join(f'{row.path} {row.bytes_per_device:,}' for row in largest)
+        roles = ', '.join(f'{role} {held:,}' for role, held in self.by_role.items())
         raise ValueError(
             f'a device would hold {self.bytes_per_device:,} bytes, '
             f'{self.bytes_per_device - budget:,.0f} more than the budget of {float(budget):,.0f}: '
-            f'{", ".join(f"{name} {held:,}" for name, held in self.by_category.items())}; the '
-            f'largest arrays: {rows}. {self._way_out()}'
+            f'{roles}; the largest arrays are {arrays}. {self._way_out()}'
         )
 
     def _way_out(self) -> str:
         replicated = self.replicated_bytes_per_device
         if 2 * replicated < self.bytes_per_device:
-            return f'Only {replicated:,} of them are replicated: it takes more devices'
-        row = self.replicated[0]
-        return f'{replicated:,} of them are replicated, {row.path} first, {row.reason}'
+            return f'Only {replicated:,} of the bytes are replicated: use more devices'
+        cost = self.replicated[0]
+        return f'{replicated:,} of the bytes are replicated, first {cost.row.path}, {cost.reason}'
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it in what JSON has."""
-        rows = [dataclasses.asdict(row) for row in self.arrays]
-        for row, array in zip(rows, self.arrays, strict=True):
-            row |= {'logical_axes': list(array.logical_axes), 'spec': spec_str(array.spec)}
-            row |= {'shape': list(array.shape), 'shard_shape': list(array.shard_shape)}
+        """The audit as values that JSON can hold."""
+        costs = {cost.row.path: cost for cost in self.replicated}
+        rows = []
+        for row in self.rows:
+            cost = costs.get(row.path)
+            rows.append(
+                row_to_json(row)
+                | {
+                    'spec': spec_str(boundary_spec(row.spec)),
+                    'replicated_bytes_per_device': 0 if cost is None else cost.bytes_per_device,
+                    'reason': '' if cost is None else cost.reason,
+                }
+            )
         return {
-            'mesh': dict(self.mesh.shape),
+            'mesh': dict(axis_sizes(self.mesh)),
             'bytes_total': self.bytes_total,
             'bytes_per_device': self.bytes_per_device,
-            'by_category': self.by_category,
+            'by_role': dict(self.by_role),
             'bytes_by_device': {str(k): held for k, held in self.bytes_by_device.items()},
             'replicated_bytes_per_device': self.replicated_bytes_per_device,
             'balance': self.balance,
-            'arrays': rows,
+            'rows': rows,
         }
 
     def __str__(self) -> str:
-        return audit_text(self)
+        return f'{layout_table(self.rows, self.mesh)}\n{text_tables(self._tables())}'
 
     def __rich__(self) -> Any:
-        return rich_audit(self)
+        return rich_tables(self._tables())
+
+    def _tables(self) -> list[Table]:
+        """The sums, and what is replicated, decided by a policy or misplaced."""
+        held = max(sum(self.by_role.values()), 1)
+        roles = [(role, f'{n:,}', f'{n / held:.1%}') for role, n in self.by_role.items()]
+        ranked = self.replicated[:_RANKED]
+        rest = len(self.replicated) - len(ranked)
+        tables = [
+            Table(
+                f'{describe_axes(self.mesh)}: the fullest device holds {self.bytes_per_device:,} '
+                f'of {self.bytes_total:,} bytes; balance {self.balance:.1%}',
+                ('role', 'bytes per device', 'share'),
+                roles,
+            ),
+            Table(
+                f'replicated: {self.replicated_bytes_per_device:,} bytes per device more than an '
+                f'even share{f"; {rest} smaller arrays not listed" if rest else ""}',
+                ('array', 'more than its share', 'reason'),
+                [(c.row.path, f'{c.bytes_per_device:,}', c.reason) for c in ranked],
+            ),
+            Table(
+                'decided by a policy',
+                ('array', 'bytes per device', 'policy'),
+                [(c.row.path, f'{c.bytes_per_device:,}', c.reason) for c in self.policies],
+            ),
+            Table(
+                'not where the plan puts them',
+                ('array', 'reason'),
+                [(c.row.path, c.reason) for c in self.misplaced],
+            ),
+        ]
+        return [table for table in tables if table.rows]
 
 
-def audit_state(state: Any, resolved: ResolvedState, *, budget: float | None = None) -> Audit:
-    """The audit of a state.
+def audit_rows(
+    rows: Sequence[PlanRow], mesh: MeshLike, state: Any = None, *, budget: float | None = None
+) -> Audit:
+    """The audit of the rows of a plan.
 
     Args:
-      state: arrays, which say how they are laid out themselves, or ShapeDtypeStructs.
-      resolved: the state with the rules applied.
-      budget: bytes that one device may hold.
+      rows: the rows.
+      mesh: the mesh, or the sizes of its axes.
+      state: the state, whose arrays say how they are laid out; by default they follow the plan.
+      budget: the most bytes that one device may hold.
 
     Raises:
-      ValueError: a device holds more than `budget`; `state` is not that of `resolved`.
+      ValueError: if a device holds more than `budget`, or if `state` has other arrays.
     """
-    layouts = array_layouts(state, resolved)
-    even = _bytes(row for row, own in layouts if own is None)
-    held = {device.id: even for device in resolved.mesh.devices.flat}
-    for row, own in layouts:
-        if own is not None:
-            for device in own.device_set:
-                key = device.id  # type: ignore[attr-defined]
-                held[key] = held.get(key, _bytes(())) + _bytes([row])
-    totals = {device: sum(categories.values()) for device, categories in held.items()}
-    fullest = held[max(totals, key=lambda device: totals[device])]
+    actual = {} if state is None else _misplaced(rows, mesh, state)
+    costs = []
+    laid_out = []
+    for row in rows:
+        if (held := actual.get(row.path)) is not None:
+            planned = spec_str(boundary_spec(row.spec))
+            why = f'it is laid out as {sharding_str(held)}, but the plan says {planned}'
+            row = row._replace(
+                spec=getattr(held, 'spec', boundary_spec(row.spec)),
+                shard_shape=tuple(held.shard_shape(row.shape)),
+            )
+            costs.append(Cost(row, _more_than_even(row, mesh), why))
+        laid_out.append(row)
+    held_by_device = _bytes_by_device(laid_out, mesh, actual)
+    totals = {device: sum(roles.values()) for device, roles in held_by_device.items()}
+    fullest = held_by_device[max(totals, key=lambda device: totals[device])]
     audit = Audit(
-        arrays=tuple(row for row, _ in layouts),
-        mesh=resolved.mesh,
+        rows=tuple(laid_out),
+        mesh=mesh,
         bytes_by_device=totals,
-        by_category={category: fullest[category] for category in CATEGORIES},
+        by_role={role: fullest[role] for role in ROLES},
+        misplaced=tuple(costs),
     )
     if budget is not None:
         audit.check_budget(budget)
@@ -157,15 +239,95 @@ def audit_state(state: Any, resolved: ResolvedState, *, budget: float | None = N
 
 
 def check_bytes(budget: Any) -> None:
-    """Raises ValueError for a budget that is no number of bytes above 0."""
+    """Raises ValueError unless a budget is a number of bytes above 0."""
     number = isinstance(budget, numbers.Real) and not isinstance(budget, bool)
     if not number or not 0 < budget < math.inf:
         raise ValueError(f'budget={budget!r} must be a number of bytes above 0')
 
 
-def _bytes(rows: Iterable[ArrayLayout]) -> collections.Counter[str]:
-    """Bytes per device of arrays, by category."""
-    held: collections.Counter[str] = collections.Counter()
+def _misplaced(rows: Sequence[PlanRow], mesh: MeshLike, state: Any) -> dict[str, Sharding]:
+    """The shardings of the arrays that are not where the plan puts them, by path."""
+    planned = {row.path: row for row in rows}
+    found: dict[str, Sharding] = {}
+    for path, array in array_leaves(state):
+        name, shape = '/'.join(path), shape_of(array)
+        row = planned.pop(name, None)
+        if row is None:
+            raise ValueError(f'{name} is not in the plan: audit the state that was planned')
+        if row.shape != shape:
+            raise ValueError(
+                f'{name} has shape {shape}, but {row.shape} in the plan: audit the state that was '
+                'planned'
+            )
+        if isinstance(array, jax.Array) and isinstance(mesh, Mesh):
+            expected = NamedSharding(mesh, boundary_spec(row.spec))
+            if not array.sharding.is_equivalent_to(expected, len(shape)):
+                found[name] = array.sharding
+    if planned:
+        raise ValueError(f'{next(iter(planned))} of the plan is not in the state: audit all of it')
+    return found
+
+
+def _bytes_by_device(
+    rows: Sequence[PlanRow], mesh: MeshLike, actual: Mapping[str, Sharding]
+) -> dict[int, collections.Counter[str]]:
+    """What each device holds of each role, in bytes."""
+    even: collections.Counter[str] = collections.Counter()
     for row in rows:
-        held[row.category] += row.bytes_per_device
+        if row.path not in actual:
+            even[row.role] += row.bytes_per_device
+    devices = (
+        [device.id for device in mesh.devices.flat]
+        if isinstance(mesh, Mesh)
+        else range(math.prod(axis_sizes(mesh).values()))
+    )
+    held = {device: collections.Counter(even) for device in devices}
+    for row in rows:
+        if row.path in actual:
+            for device in actual[row.path].device_set:
+                of_device = held.setdefault(device.id, collections.Counter())  # type: ignore[attr-defined]
+                of_device[row.role] += row.bytes_per_device
     return held
+
+
+def _more_than_even(row: PlanRow, mesh: MeshLike) -> int:
+    """What a device holds beyond its even share; an array of one element cannot be shared."""
+    if math.prod(row.shape) <= 1:
+        return 0
+    devices = math.prod(axis_sizes(mesh).values())
+    return max(row.bytes_per_device - -(-row.bytes_total // devices), 0)
+
+
+def _why_replicated(row: PlanRow, mesh: MeshLike) -> str:
+    """Why devices along some mesh axes hold the same part of an array."""
+    spec = (*boundary_spec(row.spec), *[None] * len(row.shape))
+    used = {axis for entry in spec for axis in sharding_axes(entry)}
+    free = [axis for axis, size in axis_sizes(mesh).items() if size > 1 and axis not in used]
+    whys = [why for dim, size in enumerate(row.shape) if size > 1 for why in _whys(row, dim, free)]
+    return f'over {", ".join(free)}: {join_reasons(whys) or "no dimension is left"}'
+
+
+def _whys(row: PlanRow, dim: int, free: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Why a dimension, or a rule for it, does not use the free mesh axes."""
+    resolved = row.dimensions[dim]
+    subject = dimension_str(resolved.name, dim)
+    if resolved.mesh_axes is None:
+        yield subject, resolved.reason
+    else:
+        for rule, why in resolved.lost:
+            if {*free} & {*as_tuple(rule[1])}:
+                yield f'rule {rule!r}', why
+
+
+def _policy_dimensions(row: PlanRow) -> list[Any]:
+    return [(dim, d) for dim, d in enumerate(row.dimensions) if d.policy is not None]
+
+
+def _policy_cost(row: PlanRow, mesh: MeshLike) -> Cost:
+    wanted = [axis for d in row.dimensions for axis in sharding_axes(d.wanted)]
+    even = -(-row.bytes_total // num_shards(wanted, mesh))
+    texts = []
+    for dim, d in _policy_dimensions(row):
+        fits = f'; {" or ".join(map(str, d.fits))} would need no policy' if d.fits else ''
+        texts.append(f'{dimension_str(d.name, dim)}: {d.policy}, {d.reason}{fits}')
+    return Cost(row, max(row.bytes_per_device - even, 0), '; '.join(texts))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from partitioning.plan.resolved import ResolvedPlan
-from partitioning.plan.rows import PlannedArray
-from partitioning.plan.tables import shape_str
-from partitioning.rules import describe_axes, spec_str
+from partitioning.plan.plan import Plan
+from partitioning.plan.rows import PlanRow
+from partitioning.plan.tables import shape_str, spec_or_padded_str
+from partitioning.rules import axis_sizes, describe_axes
+
+_COMPARED = ('shape', 'dtype', 'role', 'spec', 'shard_shape', 'bytes_total', 'bytes_per_device')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,43 +18,44 @@ class Change:
     """An array that two plans lay out differently.
 
     Attributes:
-      path: its path.
-      before, after: its rows.
+      path: the path of the array.
+      before: its row in the first plan.
+      after: its row in the second plan.
     """
 
     path: str
-    before: PlannedArray
-    after: PlannedArray
+    before: PlanRow
+    after: PlanRow
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The names of what differs."""
-        names = (field.name for field in dataclasses.fields(PlannedArray))
-        compared = (name for name in names if name not in ('logical_axes', 'reason'))
-        return tuple(n for n in compared if getattr(self.before, n) != getattr(self.after, n))
+        """The names of the properties that differ; logical axes and reasons are not compared."""
+        return tuple(n for n in _COMPARED if getattr(self.before, n) != getattr(self.after, n))
 
     def __str__(self) -> str:
-        whats = [
+        changes = [
             f'{name.replace("_", " ")} {_text(self.before, name)} -> {_text(self.after, name)}'
             for name in self.fields
         ]
-        return f'{self.path}: {"; ".join(whats)}'
+        return f'{self.path}: {"; ".join(changes)}'
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanDiff:
-    """The difference of two plans; false where there is none. Printed, it is for a reviewer.
+    """The difference of two plans, as a reviewer reads it; false if there is none.
 
     Attributes:
-      before, after: the plans.
-      added, removed: arrays that only one of them has.
-      changed: arrays of both whose rows differ.
+      before: the first plan.
+      after: the second plan.
+      added: rows that only the second plan has.
+      removed: rows that only the first plan has.
+      changed: arrays of both plans whose rows differ.
     """
 
-    before: ResolvedPlan
-    after: ResolvedPlan
-    added: tuple[PlannedArray, ...]
-    removed: tuple[PlannedArray, ...]
+    before: Plan
+    after: Plan
+    added: tuple[PlanRow, ...]
+    removed: tuple[PlanRow, ...]
     changed: tuple[Change, ...]
 
     @property
@@ -61,14 +64,14 @@ class PlanDiff:
         return self.after.bytes_per_device - self.before.bytes_per_device
 
     def __bool__(self) -> bool:
-        meshes = list(self.before.mesh.items()), list(self.after.mesh.items())
-        return bool(self.added or self.removed or self.changed or meshes[0] != meshes[1])
+        before, after = (list(axis_sizes(p.mesh).items()) for p in (self.before, self.after))
+        return bool(self.added or self.removed or self.changed or before != after)
 
     def __str__(self) -> str:
         if not self:
             return 'the plans are the same'
-        meshes = describe_axes(self.before.mesh), describe_axes(self.after.mesh)
-        lines = [f'mesh: {meshes[0]} -> {meshes[1]}'] if meshes[0] != meshes[1] else []
+        before, after = describe_axes(self.before.mesh), describe_axes(self.after.mesh)
+        lines = [f'mesh: {before} -> {after}'] if before != after else []
         lines += [f'- {_line(row)}' for row in self.removed]
         lines += [f'+ {_line(row)}' for row in self.added]
         lines += [f'~ {change}' for change in self.changed]
@@ -79,43 +82,41 @@ class PlanDiff:
         return '\n'.join(lines)
 
 
-def diff(before: ResolvedPlan, after: ResolvedPlan) -> PlanDiff:
-    """What changes from one plan to another: layouts and figures, not names and reasons.
+def diff(before: Plan, after: Plan) -> PlanDiff:
+    """What changes from one plan to another: layouts and sizes, but not names and reasons.
 
     Raises:
-      TypeError: no ResolvedPlans.
+      TypeError: if an argument is not a Plan.
     """
     for plan in before, after:
-        if not isinstance(plan, ResolvedPlan):
-            raise TypeError(f'a {type(plan).__name__} is no ResolvedPlan: give plan.resolve(...)')
-    old = {row.path: row for row in before.arrays}
-    new = {row.path: row for row in after.arrays}
+        if not isinstance(plan, Plan):
+            raise TypeError(f'diff compares Plans, not a {type(plan).__name__}')
+    old = {row.path: row for row in before.rows}
+    new = {row.path: row for row in after.rows}
     return PlanDiff(
         before,
         after,
         added=tuple(row for path, row in new.items() if path not in old),
         removed=tuple(row for path, row in old.items() if path not in new),
         changed=tuple(
-            Change(path, row, new[path])
+            change
             for path, row in old.items()
-            if path in new and Change(path, row, new[path]).fields
+            if path in new and (change := Change(path, row, new[path])).fields
         ),
     )
 
 
-def _line(row: PlannedArray) -> str:
+def _line(row: PlanRow) -> str:
     return (
-        f'{row.path}: {shape_str(row.shape)} {row.dtype}, {spec_str(row.spec)}, '
+        f'{row.path}: {shape_str(row.shape)} {row.dtype}, {spec_or_padded_str(row.spec)}, '
         f'{row.bytes_per_device:,} bytes per device'
     )
 
 
-def _text(row: PlannedArray, name: str) -> str:
+def _text(row: PlanRow, name: str) -> str:
     value: Any = getattr(row, name)
-    if value is None:
-        return 'none'
-    if name in ('spec', 'padded_spec'):
-        return spec_str(value)
+    if name == 'spec':
+        return spec_or_padded_str(value)
     if name in ('shape', 'shard_shape'):
         return shape_str(value)
     return f'{value:,}' if isinstance(value, int) else str(value)

@@ -1,34 +1,33 @@
-"""What is wrong, or suspicious, with rules, a mesh and a state: all of it, not the first."""
+"""What is wrong or suspicious in rules and in the rows of a plan: all of it, not only the first."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from partitioning.plan.rule_set import ResolvedLeaf, RuleSet, resolve_leaves
+from partitioning.plan.rows import NO_NAMES, PlanRow
+from partitioning.plan.rule_set import RuleSet
 from partitioning.rules import (
     AxisRules,
-    LogicalAxisRules,
     MeshLike,
-    Problem,
     ResolvedDimension,
     Rule,
     as_tuple,
     axis_sizes,
-    describe_axes,
     nearest,
 )
-from partitioning.state import PathRules, Role, check_path_rules
+from partitioning.rules.checks import axis_problems
+from partitioning.state import Role
 
 
 class Finding(NamedTuple):
     """One finding.
 
     Attributes:
-      severity: 'error' where a layout cannot be decided, 'warning' where it may surprise.
-      kind: of errors 'repeated name', 'rank', 'absent axis', 'conflict', 'unmatched',
-        'indivisible', 'names', 'policy', 'rules'; of warnings 'unused', 'shadowed', 'size 1',
-        'policy', 'no names'.
+      severity: 'error' if a layout cannot be decided, 'warning' if it may surprise.
+      kind: for errors 'repeated name', 'rank', 'absent axis', 'conflict', 'unmatched',
+        'indivisible', 'names', 'policy' or 'rules'; for warnings 'unused', 'shadowed', 'size 1',
+        'policy' or 'no names'.
       where: the path of an array, or a rule as code.
       message: what is wrong, and what to write instead.
     """
@@ -42,47 +41,38 @@ class Finding(NamedTuple):
         return f'{self.severity}: {self.where}: {self.message}'
 
 
-def lint(
-    rules: LogicalAxisRules,
-    mesh: MeshLike,
-    state: Any = None,
-    *,
-    optimizer_axis_rules: LogicalAxisRules | None = None,
-    params_axes_names_override: PathRules = (),
-) -> tuple[Finding, ...]:
-    """Everything that is wrong or suspicious, errors first.
-
-    Args:
-      rules: logical axis rules.
-      mesh: the mesh, or the sizes of its axes.
-      state: a train state with names, abstract or not; without one only the rules are looked at.
-      optimizer_axis_rules: those of the optimizer's state, where they differ.
-      params_axes_names_override: path rules that name its parameters.
-
-    Raises:
-      ValueError: rules that are none.
-    """
+def rule_findings(
+    rules: RuleSet, mesh: MeshLike, rows: Sequence[PlanRow] = ()
+) -> Iterator[Finding]:
+    """What is wrong or suspicious in rules, for a mesh and, if there are rows, for these arrays."""
     sizes = axis_sizes(mesh)
-    rule_set = RuleSet(
-        rules=AxisRules(rules),
-        optimizer_rules=None if optimizer_axis_rules is None else AxisRules(optimizer_axis_rules),
-        overrides=check_path_rules(params_axes_names_override),
-    )
-    findings: list[Finding] = []
-    leaves = [] if state is None else _resolved(state, rule_set, mesh, findings)
-    for called, checked, roles in _sets(rule_set):
-        of_rules = [*_of_rules(called, checked, sizes)]
-        findings += of_rules
-        if leaves:
-            dimensions = [d for x in leaves if x.leaf.role in roles for d in x.dimensions if d]
-            known = {finding.where for finding in of_rules if finding.kind == 'shadowed'}
-            unused = _unused(called, checked, dimensions)
-            findings += [finding for finding in unused if finding.where not in known]
-    return tuple(sorted(dict.fromkeys(findings), key=lambda finding: finding.severity))
+    for noun, of_roles, roles in _sets(rules):
+        found = [*_of_rules(noun, of_roles, sizes)]
+        yield from found
+        if rows and not rules.are_defaults:
+            shadowed = {finding.where for finding in found if finding.kind == 'shadowed'}
+            dimensions = [d for row in rows if row.role in roles for d in row.dimensions]
+            unused = _unused(noun, of_roles, dimensions)
+            yield from (finding for finding in unused if finding.where not in shadowed)
+
+
+def row_findings(rows: Sequence[PlanRow], rules: RuleSet | None) -> Iterator[Finding]:
+    """Arrays without names, and dimensions that a policy decided."""
+    separate = rules is not None and rules.optimizer_rules is not None
+    for row in rows:
+        if any(d.reason == NO_NAMES for d in row.dimensions):
+            message = f'this array of shape {row.shape} has no names, so it is replicated'
+            yield Finding('warning', 'no names', row.path, message)
+        if row.role == 'optimizer' and not separate:
+            continue  # it follows a parameter, which is reported
+        for d in row.dimensions:
+            if d.policy is not None:
+                message = f'{d.name}: {d.policy}, {d.reason}'
+                yield Finding('warning', 'policy', row.path, message)
 
 
 def _sets(rules: RuleSet) -> Iterator[tuple[str, AxisRules, Sequence[Role]]]:
-    """What each set of rules is called, the rules, and the roles of the arrays they are for."""
+    """Each set of rules with its noun and the roles of the arrays it lays out."""
     if rules.optimizer_rules is None:
         yield 'rule', rules.rules, ('parameters', 'optimizer', 'other')
     else:
@@ -90,50 +80,22 @@ def _sets(rules: RuleSet) -> Iterator[tuple[str, AxisRules, Sequence[Role]]]:
         yield 'rule', rules.rules, ('parameters', 'other')
 
 
-def _resolved(
-    state: Any, rules: RuleSet, mesh: MeshLike, findings: list[Finding]
-) -> list[ResolvedLeaf]:
-    """The leaves of a state, with every problem that resolving it met added to `findings`."""
-
-    def report(path: str, problem: Problem) -> None:
-        findings.append(Finding('error', problem.kind, path, problem.message))
-
-    try:
-        arrays = resolve_leaves(state, rules, mesh, report).arrays
-    except ValueError as error:
-        findings.append(Finding('error', 'names', 'the state', str(error)))
-        return []
-    for x in arrays:
-        if x.leaf.parameter is None and x.leaf.dims and not x.leaf.problematic:
-            path, shape = '/'.join(x.leaf.path), x.leaf.array.shape
-            message = f'of shape {shape} has no names and follows no parameter: it is replicated'
-            findings.append(Finding('warning', 'no names', path, message))
-        for d in x.dimensions:
-            if d is not None and d.policy is not None and x.leaf.parameter is not None:
-                path = '/'.join(x.leaf.parameter.path)
-                message = f'{d.name}: {d.policy}, {d.reason}'
-                findings.append(Finding('warning', 'policy', path, message))
-    return arrays
-
-
-def _of_rules(called: str, rules: AxisRules, sizes: Mapping[str, int]) -> Iterator[Finding]:
+def _of_rules(noun: str, rules: AxisRules, sizes: Mapping[str, int]) -> Iterator[Finding]:
     for place, rule in enumerate(rules):
         axes = as_tuple(rule[1])
-        for axis in axes:
-            if axis not in sizes:
-                message = f'the mesh is {describe_axes(sizes)}.{nearest(axis, sizes)}'
-                yield _warn(called, 'absent axis', rule, message)._replace(severity='error')
+        for problem in axis_problems(axes, sizes):
+            yield Finding('error', problem.kind, f'{noun} {rule!r}', problem.message)
         if axes and all(sizes.get(axis) == 1 for axis in axes):
-            yield _warn(called, 'size 1', rule, 'an axis of size 1 splits nothing')
-        # A rule is skipped when one of its axes is taken, and then so is any rule with these too.
+            yield _warn(noun, 'size 1', rule, 'a mesh axis of size 1 shards nothing')
+        # A rule is skipped if one of its axes is taken, and then any rule with these axes is too.
         before = [r for r in rules[:place] if r[0] == rule[0] and {*as_tuple(r[1])} <= {*axes}]
         if before:
-            message = f'it can never win: wherever it could, {before[0]!r} before it does'
-            yield _warn(called, 'shadowed', rule, message)
+            message = f'it can never win, because {before[0]!r} comes before it: remove one'
+            yield _warn(noun, 'shadowed', rule, message)
 
 
 def _unused(
-    called: str, rules: AxisRules, resolved: Sequence[ResolvedDimension]
+    noun: str, rules: AxisRules, resolved: Sequence[ResolvedDimension]
 ) -> Iterator[Finding]:
     """Rules that decided nothing, and why."""
     won = {dimension.rule for dimension in resolved}
@@ -142,11 +104,11 @@ def _unused(
     for rule in rules:
         if rule in won:
             continue
-        why = lost.get(rule, f'no array of the state has {rule[0]!r} (activations may)')
+        why = lost.get(rule, f'no array of the state has {rule[0]!r} (activations may have it)')
         if rule[0] not in names:
-            why += nearest(rule[0], {str(name) for name in names if name})
-        yield _warn(called, 'unused', rule, why)
+            why += nearest(rule[0], {name for name in names if isinstance(name, str)})
+        yield _warn(noun, 'unused', rule, why)
 
 
-def _warn(called: str, kind: str, rule: Rule, message: str) -> Finding:
-    return Finding('warning', kind, f'{called} {rule!r}', message)
+def _warn(noun: str, kind: str, rule: Rule, message: str) -> Finding:
+    return Finding('warning', kind, f'{noun} {rule!r}', message)

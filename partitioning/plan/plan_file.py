@@ -1,168 +1,224 @@
-"""The file format of plans: JSON with a line for each array, in the order of their paths.
+"""The file format of plans: JSON with one line per array, in the order of their paths.
 
-    {"format": "sharding plan 1",
+    {"format": "meshwright plan 2",
      "mesh": {"data": 4, "model": 2},
-     "arrays": [
-      {"path": "fc1/kernel", "shape": [16, 64], "dtype": "float32", "logical_axes": null,
-       "spec": [null, "model"], "padded_spec": null, "shard_shape": [16, 32], "bytes_total": 4096,
-       "bytes_per_device": 2048, "category": "parameters", "reason": "the plan says so"}
+     "rows": [
+      {"path": "fc1/kernel", "shape": [16, 64], "dtype": "float32", "role": "parameters",
+       "dimensions": [{"name": "embed", "axes": null, "reason": "a rule replicates it", ...},
+                      {"name": "mlp", "axes": "model", "reason": "a rule shards it", ...}],
+       "shard_shape": [16, 32], "bytes_total": 4096, "bytes_per_device": 2048}
      ]}
 
-Equal plans are equal files, so that version control shows what has changed.
+A dimension also has "rule", the rule that decided; "lost", the rules that did not apply, each with
+the reason; and "policy", "wanted" and "fits" if a policy was applied. Entries that say nothing are
+omitted. Equal plans are equal files, so version control shows what changed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import typing
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from partitioning.plan.resolved import ResolvedPlan
-from partitioning.plan.rows import PlannedArray, planned_array
-from partitioning.rules import PaddedSpec, is_count, nearest
+from partitioning.plan.rows import PlanRow, make_row
+from partitioning.rules import MeshLike, ResolvedDimension, axis_sizes, is_count, nearest
+from partitioning.rules.dimensions import Policy
 from partitioning.state import Role
 
-FORMAT = 'sharding plan 1'
-_FIELDS = tuple(field.name for field in dataclasses.fields(PlannedArray))
+FORMAT = 'meshwright plan 2'
+_ROW_KEYS = (
+    'path',
+    'shape',
+    'dtype',
+    'role',
+    'dimensions',
+    'shard_shape',
+    'bytes_total',
+    'bytes_per_device',
+)
+_DIMENSION_KEYS = ('name', 'axes', 'reason', 'rule', 'lost', 'policy', 'wanted', 'fits')
 
 
-def to_json(plan: ResolvedPlan) -> str:
-    """A plan as the text of a file; see the format above."""
-    rows = ',\n'.join(f'  {json.dumps(_row_to_json(row))}' for row in plan.arrays)
+def to_json(rows: Sequence[PlanRow], mesh: MeshLike) -> str:
+    """The text of a plan's file; see the format above."""
+    ordered = sorted(rows, key=lambda row: row.path.split('/'))
+    lines = ',\n'.join(f'  {json.dumps(row_to_json(row))}' for row in ordered)
     return (
-        f'{{"format": {json.dumps(FORMAT)},\n "mesh": {json.dumps(plan.mesh)},\n'
-        f' "arrays": [\n{rows}\n ]}}\n'
+        f'{{"format": {json.dumps(FORMAT)},\n "mesh": {json.dumps(dict(axis_sizes(mesh)))},\n'
+        f' "rows": [\n{lines}\n ]}}\n'
     )
 
 
-def from_json(text: str) -> ResolvedPlan:
-    """The plan that `to_json` wrote, or that someone has changed since.
+def from_json(text: str) -> tuple[tuple[PlanRow, ...], dict[str, int]]:
+    """The rows and the sizes of the mesh axes of a text that `to_json` wrote.
+
+    The text may have been edited since.
 
     Raises:
-      ValueError: no such text; a spec that the mesh or an array cannot have; a figure that is not
-        what the spec makes it.
+      ValueError: if the text is not a plan, if the mesh or an array cannot have a spec, or if a
+        figure contradicts the spec.
     """
     try:
-        held = json.loads(text, object_pairs_hook=_once)
+        held = json.loads(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        raise ValueError(f'a plan is JSON, but this is none: {error}') from error
+        raise ValueError(f'the file is not JSON: {error}') from error
     if not isinstance(held, Mapping) or held.get('format') != FORMAT:
         found = held.get('format') if isinstance(held, Mapping) else held
-        raise ValueError(f'a plan has "format": "{FORMAT}", this has {found!r}')
-    if extra := sorted(held.keys() - {'format', 'mesh', 'arrays'}):
-        raise ValueError(f'a plan has "format", "mesh" and "arrays", and no {extra[0]!r}')
-    mesh, rows = held.get('mesh'), held.get('arrays')
+        raise ValueError(f'the file must have "format": "{FORMAT}", not {found!r}')
+    _check_keys('the file', held, ('format', 'mesh', 'rows'), ('format', 'mesh', 'rows'))
+    mesh, rows = held['mesh'], held['rows']
     if not isinstance(mesh, Mapping) or not mesh or not all(map(is_count, mesh.values())):
         raise ValueError(f'"mesh" must be the size of each axis, as {{"data": 4}}, not {mesh!r}')
     if not isinstance(rows, list):
-        raise ValueError(f'"arrays" must be a list of rows, not {rows!r}')
-    return ResolvedPlan(mesh, tuple(_row_from_json(row, mesh) for row in rows))
+        raise ValueError(f'"rows" must be a list, not {rows!r}')
+    return tuple(_row_from_json(row, mesh) for row in rows), dict(mesh)
 
 
-def save_plan(plan: ResolvedPlan, path: str | Path) -> None:
-    """Writes a plan to a file.
-
-    Raises:
-      TypeError: no ResolvedPlan.
-    """
-    if not isinstance(plan, ResolvedPlan):
-        raise TypeError(f'a {type(plan).__name__} is no ResolvedPlan: give plan.resolve(...)')
-    Path(path).write_text(to_json(plan))
-
-
-def load_plan(path: str | Path) -> ResolvedPlan:
-    """The plan of a file.
-
-    Raises:
-      OSError: there is no such file.
-      ValueError: as `from_json`, with the path.
-    """
-    try:
-        return from_json(Path(path).read_text())
-    except ValueError as error:
-        raise ValueError(f'{path}: {error}') from error
+def row_to_json(row: PlanRow) -> dict[str, Any]:
+    """A row as values that JSON can hold."""
+    return {
+        'path': row.path,
+        'shape': list(row.shape),
+        'dtype': row.dtype,
+        'role': row.role,
+        'dimensions': [_dimension_to_json(d) for d in row.dimensions],
+        'shard_shape': list(row.shard_shape),
+        'bytes_total': row.bytes_total,
+        'bytes_per_device': row.bytes_per_device,
+    }
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON, which has each of its keys once."""
-    held = dict(pairs)
-    for key in held:
-        if sum(other == key for other, _ in pairs) > 1:
-            raise ValueError(f'{key!r} is there twice, beside {dict(pairs)}')
+def _dimension_to_json(d: ResolvedDimension) -> dict[str, Any]:
+    held = {'name': _lists(d.name), 'axes': _lists(d.mesh_axes), 'reason': d.reason}
+    if d.rule is not None:
+        held['rule'] = _lists(d.rule)
+    if d.lost:
+        held['lost'] = [[_lists(rule), why] for rule, why in d.lost]
+    if d.policy is not None:
+        held['policy'] = d.policy
+    if d.wanted != d.mesh_axes:
+        held['wanted'] = _lists(d.wanted)
+    if d.fits:
+        held['fits'] = list(d.fits)
     return held
 
 
-def _row_to_json(row: PlannedArray) -> dict[str, Any]:
-    held = {name: getattr(row, name) for name in _FIELDS}
-    return held | {'spec': _spec_to_json(row.spec), 'padded_spec': _spec_to_json(row.padded_spec)}
+def _lists(value: Any) -> Any:
+    """A value with its tuples as lists, as JSON has them."""
+    return [_lists(x) for x in value] if isinstance(value, tuple) else value
 
 
-def _spec_to_json(spec: PartitionSpec | None) -> list[Any] | None:
-    if spec is None:
-        return None
-    return [list(axes) if isinstance(axes, tuple) else axes for axes in spec]
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(x) for x in value) if isinstance(value, list) else value
 
 
-def _row_from_json(row: Any, mesh: Mapping[str, int]) -> PlannedArray:
-    """The row, with the figures computed anew: those of the file must be the same."""
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, in which no key may appear twice."""
+    held = dict(pairs)
+    for key in held if len(held) < len(pairs) else ():
+        if sum(other == key for other, _ in pairs) > 1:
+            raise ValueError(f'{key!r} appears twice in {dict(pairs)}')
+    return held
+
+
+def _row_from_json(row: Any, mesh: Mapping[str, int]) -> PlanRow:
+    """A row whose figures are computed again: those of the file must be the same."""
     if not isinstance(row, Mapping) or not isinstance(row.get('path'), str):
-        raise ValueError(f'{row!r} is no row of a plan: it has no "path"')
+        raise ValueError(f'a row must be an object with a "path", not {row!r}')
     path = row['path']
-    for name in row:
-        if name not in _FIELDS:
-            raise ValueError(f'{path}: a row has no {name!r}.{nearest(name, _FIELDS)}')
-    absent = [name for name in _FIELDS if name not in row]
-    if absent:
-        raise ValueError(f'{path}: the row has no {", ".join(absent)}')
-    spec, padded = (_spec_from_json(path, row[name]) for name in ('spec', 'padded_spec'))
-    if not isinstance(row['reason'], str):
-        raise ValueError(f'{path}: "reason" must be a text, not {row["reason"]!r}')
-    if spec is None:
-        raise ValueError(f'{path}: "spec" is null: write [] for an array that is replicated')
-    made = planned_array(
+    _check_keys(path, row, _ROW_KEYS, _ROW_KEYS)
+    shape, dimensions = row['shape'], row['dimensions']
+    if not isinstance(shape, list) or not all(is_count(n) or n == 0 for n in shape):
+        raise ValueError(f'{path}: "shape" must be a list of sizes, not {shape!r}')
+    if not isinstance(dimensions, list) or len(dimensions) != len(shape):
+        raise ValueError(
+            f'{path}: "dimensions" must be a list with one entry per dimension of {shape}, not '
+            f'{dimensions!r}'
+        )
+    if row['role'] not in typing.get_args(Role):
+        known = ', '.join(map(repr, typing.get_args(Role)))
+        raise ValueError(f'{path}: "role" must be one of {known}, not {row["role"]!r}')
+    made = make_row(
         path,
-        jax.ShapeDtypeStruct(_shape(path, row['shape']), _dtype(path, row['dtype'])),
-        spec if padded is None else PaddedSpec(spec, padded),
+        jax.ShapeDtypeStruct(tuple(shape), _dtype(path, row['dtype'])),
         mesh,
-        logical_axes=_logical_axes(path, row),
-        category=_category(path, row['category']),
-        reason=row['reason'],
+        [_dimension_from_json(path, dim, d) for dim, d in enumerate(dimensions)],
+        row['role'],
     )
-    figures = _row_to_json(made)
+    figures = row_to_json(made)
     for name in ('shard_shape', 'bytes_total', 'bytes_per_device'):
-        computed = json.loads(json.dumps(figures[name]))
-        if row[name] != computed:
+        if row[name] != figures[name]:
             raise ValueError(
-                f'{path}: the file says {name} {row[name]}, but its spec makes it {computed}: '
-                'after a change of the spec write that too'
+                f'{path}: the file says {name} {row[name]}, but its axes give {figures[name]}: '
+                f'write {figures[name]}'
             )
     return made
 
 
-def _shape(path: str, shape: Any) -> tuple[int, ...]:
-    if not isinstance(shape, list) or not all(is_count(n) or n == 0 for n in shape):
-        raise ValueError(f'{path}: "shape" must be a list of sizes, not {shape!r}')
-    return tuple(shape)
+def _dimension_from_json(path: str, dim: int, held: Any) -> ResolvedDimension:
+    where = f'{path}, dimension {dim}'
+    if not isinstance(held, Mapping):
+        raise ValueError(
+            f'{where}: it must be an object such as {{"name": null, ...}}, not {held!r}'
+        )
+    _check_keys(where, held, ('name', 'axes', 'reason'), _DIMENSION_KEYS)
+    if not isinstance(held['reason'], str):
+        raise ValueError(f'{where}: "reason" must be a text, not {held["reason"]!r}')
+    for key in ('name', 'axes', 'wanted'):
+        if not _is_axes(held.get(key)):
+            raise ValueError(
+                f'{where}: "{key}" must be a name, a list of mesh axes or null, not {held[key]!r}'
+            )
+    if held.get('policy') not in (None, *_policies()):
+        raise ValueError(f'{where}: "policy" must be one of {_policies()}, not {held["policy"]!r}')
+    axes = _tuples(held['axes'])
+    return ResolvedDimension(
+        name=_tuples(held['name']),
+        mesh_axes=axes,
+        rule=_tuples(held.get('rule')),
+        lost=_tuples(held.get('lost', [])),
+        reason=held['reason'],
+        policy=held.get('policy'),
+        wanted=_tuples(held.get('wanted', held['axes'])),
+        fits=_tuples(held.get('fits', [])),
+    )
+
+
+def _policies() -> tuple[str, ...]:
+    return tuple(x for kind in typing.get_args(Policy) for x in typing.get_args(kind))
+
+
+def _is_axes(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(isinstance(axis, str) for axis in value)
+    return value is None or isinstance(value, str)
+
+
+def _check_keys(
+    where: str, held: Mapping[str, Any], required: Sequence[str], known: Sequence[str]
+) -> None:
+    for key in held:
+        if key not in known:
+            raise ValueError(f'{where} has an unknown entry {key!r}.{nearest(key, known)}')
+    if absent := [key for key in required if key not in held]:
+        raise ValueError(f'{where} lacks {", ".join(absent)}')
 
 
 def _dtype(path: str, name: Any) -> Any:
     try:
-        return _dtype_of(name)
+        return _dtype_of_name(name)
     except TypeError as error:
-        raise ValueError(f'{path}: "dtype" {name!r} is no type of arrays') from error
+        raise ValueError(f'{path}: "dtype" {name!r} is not the name of a dtype') from error
 
 
 @functools.cache
-def _dtype_of(name: str) -> Any:
-    """The type of a name as arrays write it, those of random keys included."""
+def _dtype_of_name(name: str) -> Any:
+    """The dtype that arrays write as this name, those of random keys included."""
     for impl in ('threefry2x32', 'rbg', 'unsafe_rbg'):
         key = jax.eval_shape(functools.partial(jax.random.key, 0, impl=impl))
         if str(key.dtype) == name:
@@ -170,40 +226,3 @@ def _dtype_of(name: str) -> Any:
     if not isinstance(name, str) or jnp.dtype(name).kind == 'O':
         raise TypeError(name)
     return jnp.dtype(name)
-
-
-def _logical_axes(path: str, row: Mapping[str, Any]) -> list[str | None] | None:
-    names = row['logical_axes']
-    if names is None:
-        return None
-    texts = isinstance(names, list) and all(n is None or isinstance(n, str) for n in names)
-    if not texts or len(names) != len(row['shape']):
-        raise ValueError(
-            f'{path}: "logical_axes" {names!r} must be null, or a name or null for each dimension '
-            f'of {row["shape"]}'
-        )
-    return names
-
-
-def _category(path: str, category: Any) -> Role:
-    if category not in typing.get_args(Role):
-        known = ', '.join(map(repr, typing.get_args(Role)))
-        raise ValueError(f'{path}: "category" must be one of {known}, not {category!r}')
-    return category
-
-
-def _spec_from_json(path: str, entries: Any) -> PartitionSpec | None:
-    if entries is None:
-        return None
-    if not isinstance(entries, list) or not all(map(_is_entry, entries)):
-        raise ValueError(
-            f'{path}: {entries!r} is no spec: write a mesh axis, a list of them or null for each '
-            'dimension'
-        )
-    return PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in entries))
-
-
-def _is_entry(entry: Any) -> bool:
-    if isinstance(entry, list):
-        return all(isinstance(axis, str) for axis in entry)
-    return entry is None or isinstance(entry, str)

@@ -1,160 +1,181 @@
-"""One array of a plan: its layout, in numbers, and the reason."""
+"""One array of a plan: what it is, how it is laid out, and why."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
-import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from partitioning.rules import (
+    AxisNames,
     MeshLike,
     PaddedSpec,
     ResolvedDimension,
-    as_tuple,
-    axis_sizes,
+    Spec,
     boundary_spec,
     check_layout,
     check_spec,
+    describe_axes,
     dimension_axes,
+    from_tuple,
+    num_shards,
+    sharding_axes,
+    spec_str,
+    to_spec,
 )
 from partitioning.state import Role, nbytes, shape_of
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlannedArray:
+class PlanRow(NamedTuple):
     """One array of a plan.
 
     Attributes:
-      path: its place among the parameters, `decoder/embedding`, or in the state.
-      shape: global shape.
-      dtype: its type, `float32`.
-      logical_axes: a name or None for each dimension; None: it has no names.
-      spec: the mesh axes of each dimension.
-      padded_spec: those inside partitioned functions, of an array that is padded there; None:
-        `spec`.
-      shard_shape: what one device holds.
-      bytes_total: of the global array.
-      bytes_per_device: of one device's shard.
-      category: 'parameters', 'optimizer' or 'other'.
-      reason: why the layout is what it is.
+      path: the place of the array in the state, `params/decoder/embedding`.
+      shape: the global shape.
+      dtype: the name of the dtype, `float32`.
+      role: 'parameters', 'optimizer' or 'other'.
+      dimensions: for each dimension its logical axis, its mesh axes, and the reason.
+      spec: the PartitionSpec, or the PaddedSpec of an array that is padded inside partitioned
+        functions.
+      shard_shape: the shape of one device's shard.
+      bytes_total: the size of the global array, in bytes.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
-    logical_axes: tuple[str | None, ...] | None
-    spec: PartitionSpec
-    padded_spec: PartitionSpec | None = None
+    role: Role
+    dimensions: tuple[ResolvedDimension, ...]
+    spec: Spec
     shard_shape: tuple[int, ...]
     bytes_total: int
-    bytes_per_device: int
-    category: Role = 'parameters'
-    reason: str
 
     @property
-    def mesh_axes(self) -> PartitionSpec | PaddedSpec:
-        """What `PjitPartitioner.partition` takes for the array."""
-        return self.spec if self.padded_spec is None else PaddedSpec(self.spec, self.padded_spec)
+    def bytes_per_device(self) -> int:
+        """The size of one device's shard, in bytes."""
+        return self.bytes_total * math.prod(self.shard_shape) // max(math.prod(self.shape), 1)
+
+    @property
+    def logical_axes(self) -> AxisNames:
+        """The logical axis of each dimension."""
+        return AxisNames(*(d.name for d in self.dimensions))
+
+    @property
+    def reason(self) -> str:
+        """The reason of every dimension, in one line."""
+        if not self.shape:
+            return 'a scalar'
+        return join_reasons(
+            (dimension_str(d.name, dim), str(d)) for dim, d in enumerate(self.dimensions)
+        )
 
 
-def planned_array(
+# The reasons of dimensions that no rule names.
+NO_NAMES = 'no names, and the array follows no parameter'
+SAID_NONE = 'the state names no axes for the array'
+NOT_OF_PARAMETER = 'not a dimension of the parameter'
+
+
+def without_name(reason: str) -> ResolvedDimension:
+    """A replicated dimension without a logical name."""
+    return ResolvedDimension(None, None, None, (), reason)
+
+
+def make_row(
     path: str,
     array: Any,
-    mesh_axes: PartitionSpec | PaddedSpec,
     mesh: MeshLike,
-    *,
-    logical_axes: Sequence[str | None] | None = None,
-    category: Role = 'parameters',
-    reason: str,
-) -> PlannedArray:
-    """The row of an array, or of a ShapeDtypeStruct, that `mesh_axes` lay out."""
+    dimensions: Sequence[ResolvedDimension],
+    role: Role = 'parameters',
+) -> PlanRow:
+    """The row of an array, an abstract array or a Python number.
+
+    Args:
+      path: the place of the array in the state.
+      array: the array.
+      mesh: the mesh.
+      dimensions: one per dimension of the array.
+      role: what the array is for.
+
+    Raises:
+      ValueError: if the mesh or the array cannot have the spec that the dimensions make.
+    """
     shape = shape_of(array)
-    if not hasattr(array, 'dtype'):  # one of Python's numbers
+    if not hasattr(array, 'dtype'):
         array = jax.ShapeDtypeStruct(shape, jax.dtypes.result_type(array))
-    spec, padded = _whole(boundary_spec(mesh_axes), shape), None
-    shard_shape = shard_shape_of(path, shape, spec, mesh)
-    if isinstance(mesh_axes, PaddedSpec):
-        padded = _whole(mesh_axes.inside, shape)
-        _check_padded(path, shape, spec, padded, mesh)
-    total = nbytes(array)
-    return PlannedArray(
-        path=path,
-        shape=shape,
-        dtype=str(array.dtype),
-        logical_axes=None if logical_axes is None else tuple(logical_axes),
-        spec=spec,
-        padded_spec=padded,
-        shard_shape=shard_shape,
-        bytes_total=total,
-        bytes_per_device=total * math.prod(shard_shape) // max(math.prod(shape), 1),
-        category=category,
-        reason=reason,
+    spec = to_spec(dimensions)
+    if len(dimensions) != len(shape):
+        check_spec(PartitionSpec(*[None] * len(dimensions)), mesh, path, shape)
+    return PlanRow(
+        path,
+        shape,
+        dtype_name(array.dtype),
+        role,
+        tuple(dimensions),
+        spec,
+        shard_shape(path, shape, spec, mesh),
+        nbytes(array),
     )
 
 
-def logical_only(names: Sequence[Any]) -> tuple[str | None, ...] | None:
-    """Names that a file can hold; of mesh axes in their place, none."""
-    kept = tuple(name if isinstance(name, str) else None for name in names)
-    return kept if any(kept) else None
-
-
-def _whole(spec: PartitionSpec, shape: Sequence[int]) -> PartitionSpec:
-    """A spec with an entry for every dimension, each one written in one way."""
-    axes = dimension_axes(spec, len(shape))
-    return PartitionSpec(*(a[0] if a and len(a) == 1 else a for a in axes))
-
-
-def shard_shape_of(
-    path: str, shape: Sequence[int], spec: PartitionSpec, mesh: MeshLike
-) -> tuple[int, ...]:
-    """What one device holds of an array.
+def shard_shape(path: str, shape: Sequence[int], spec: Spec, mesh: MeshLike) -> tuple[int, ...]:
+    """The shape of one device's shard.
 
     Raises:
-      ValueError: a spec that the mesh or the shape cannot have.
+      ValueError: if the mesh or an array of this shape cannot have the spec, or if a PaddedSpec
+        pads a dimension that divides.
     """
-    check_layout(spec, mesh, path, shape)
-    sizes = axis_sizes(mesh)
-    ways = (math.prod(sizes[axis] for axis in as_tuple(entry)) for entry in spec)
-    return tuple(size // parts for size, parts in zip(shape, ways, strict=True))
+    outside = boundary_spec(spec)
+    check_layout(outside, mesh, path, shape)
+    if isinstance(spec, PaddedSpec):
+        _check_padded(path, shape, spec, mesh)
+    axes = map(sharding_axes, dimension_axes(outside, len(shape)))
+    return tuple(size // num_shards(a, mesh) for size, a in zip(shape, axes, strict=True))
 
 
-def _check_padded(
-    path: str,
-    shape: Sequence[int],
-    spec: PartitionSpec,
-    padded: PartitionSpec,
-    mesh: MeshLike,
-) -> None:
-    """Raises ValueError unless the two specs differ only where a size does not divide."""
-    check_spec(padded, mesh, f'{path}, padded', shape)
-    if padded == spec:
-        raise ValueError(f'{path}: padded_spec is the spec, so nothing is padded: leave it out')
-    sizes = axis_sizes(mesh)
-    for dim, (outside, inside) in enumerate(zip(spec, padded, strict=True)):
-        ways = math.prod(sizes[a] for a in as_tuple(inside))
-        if outside != inside and (outside is not None or shape[dim] % ways == 0):
+def _check_padded(path: str, shape: Sequence[int], spec: PaddedSpec, mesh: MeshLike) -> None:
+    """Raises ValueError unless the two specs differ exactly where a size does not divide."""
+    check_spec(spec.inside, mesh, f'{path}, padded', shape)
+    inner, outer = (dimension_axes(s, len(shape)) for s in (spec.inside, spec.outside))
+    if inner == outer:
+        raise ValueError(f'{path}: the padded spec equals the spec, so nothing is padded: omit it')
+    for dim, (inside, outside) in enumerate(zip(inner, outer, strict=True)):
+        shards = num_shards(inside, mesh)
+        if inside != outside and (outside is not None or shape[dim] % shards == 0):
             raise ValueError(
-                f'{path}: spec has {outside!r} and padded_spec {inside!r} for dimension {dim} of '
-                f'shape {tuple(shape)}: only what does not divide by {ways} is padded, and None '
-                'in the spec'
+                f'{path}: dimension {dim} of shape {tuple(shape)} has {from_tuple(outside or ())!r}'
+                f' in the spec and {from_tuple(inside or ())!r} in the padded spec, but only a '
+                f'dimension that is not divisible by {shards} can be padded, with None in the spec'
             )
 
 
-def reason_of(dimensions: Sequence[ResolvedDimension | None]) -> str:
-    """Why the dimensions of an array are laid out as they are, in one line."""
-    whys: dict[str, list[str]] = {}
-    for place, dim in enumerate(dimensions):
-        named = dim is not None and isinstance(dim.name, str)
-        why = 'no dimension of its parameter' if dim is None else dim.reason
-        whys.setdefault(why, []).append(str(dim.name) if dim and named else f'dimension {place}')
-    return '; '.join(f'{", ".join(names)}: {why}' for why, names in whys.items()) or 'a scalar'
+@functools.cache
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype, those of random keys included."""
+    return str(dtype)
 
 
-def path_rule(path: str, row: PlannedArray) -> tuple[str, tuple[Any, ...]]:
-    """The path rule that gives the array at a path the layout of a row."""
-    return re.escape(path), dimension_axes(row.padded_spec or row.spec, len(row.shape))
+def dimension_str(name: Any, dim: int) -> str:
+    """A dimension as a message calls it: its logical axis, or its number."""
+    return name if isinstance(name, str) else f'dimension {dim}'
+
+
+def join_reasons(subjects_and_reasons: Any) -> str:
+    """Reasons in one line, each once, with the subjects that share it."""
+    subjects: dict[str, list[str]] = {}
+    for subject, reason in subjects_and_reasons:
+        subjects.setdefault(reason, []).append(subject)
+    if len(subjects) == 1 and next(iter(subjects)) in (NO_NAMES, SAID_NONE):
+        return next(iter(subjects))
+    return '; '.join(f'{", ".join(names)}: {reason}' for reason, names in subjects.items())
+
+
+def sharding_str(sharding: Any) -> str:
+    """A sharding as a message shows it: `P('data') over data 4 x model 2`."""
+    if isinstance(sharding, NamedSharding):
+        return f'{spec_str(sharding.spec)} over {describe_axes(sharding.mesh.shape)}'
+    return str(sharding)

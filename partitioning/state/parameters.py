@@ -46,17 +46,24 @@ class NamedArrays(NamedTuple):
     overridden: Mapping[Path, Parameter]
 
 
-def named_arrays(entries: Entries, overrides: PathRules) -> NamedArrays:
+def named_arrays(
+    entries: Entries,
+    overrides: PathRules,
+    exact: Mapping[Path, tuple[Any, ...]] | None = None,
+) -> NamedArrays:
     """Finds the arrays that have names, and the parameters among them.
 
     Args:
       entries: the leaves of the state.
       overrides: path rules; the names they give replace those that arrays carry.
+      exact: the names of arrays by path. If given, no other names are read.
 
     Raises:
       ValueError: if no array has names, if a parameter without names matches no path rule, or if a
         path rule is never used.
     """
+    if exact is not None:
+        return _exactly_named(entries, exact)
     carried = _carried(entries)
     roots = _roots(*_candidates(entries, carried, bool(overrides)))
     if not roots:
@@ -91,6 +98,14 @@ def parameter_names(entries: Entries) -> dict[Path, Path]:
     """The paths of all parameters, with names or without, each with its path inside its tree."""
     roots = _roots(*_candidates(entries, {}, True))
     return {path: path[len(root) :] for path, root in roots.items()}
+
+
+def _exactly_named(entries: Entries, exact: Mapping[Path, tuple[Any, ...]]) -> NamedArrays:
+    roots = _roots(*_candidates(entries, {}, True))
+    named = _parameters(exact, dict(entries))
+    parameters = {path: named[path] for path in roots if path in named}
+    others = {path: p for path, p in named.items() if path not in roots}
+    return _known(parameters, roots, {}, others)
 
 
 def _known(

@@ -1,7 +1,7 @@
-"""Any train state -> what each of its leaves is, and where it has its axes from, in one walk.
+"""The one walk over a train state: what each leaf is, and which parameter names its dimensions.
 
-Parameters carry names (linen's boxes, T5X's `params_axes`, nnx's metadata) or are named by path
-rules. Every other leaf gets its axes from the parameter that it follows.
+Parameters carry names (linen's boxes, T5X's `params_axes`, nnx's metadata) or get them from path
+rules. Every other leaf takes its names from the parameter that it follows.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ class Leaf(NamedTuple):
     """One array of a state.
 
     Attributes:
-      path: its place in the state.
-      array: the array, or its ShapeDtypeStruct; None where a state names its axes without it.
-      role: what it is there for.
-      parameter: what it takes its axes from, itself where it has names; None: from nothing.
-      dims: for each of its dimensions that of `parameter` which it is; None: none.
-      said_none: whether the state itself says that it has no axes (T5X's None).
-      problematic: whether there was a problem with its names.
+      path: the place of the array in the state.
+      array: the array or its ShapeDtypeStruct; None if a state names axes for something that is not
+        one array.
+      role: what the array is for.
+      parameter: the parameter that names the dimensions, which is the array itself if it has names;
+        None if the array has no names and follows no parameter.
+      dims: for each dimension, the index of the matching dimension of `parameter`, or None.
+      said_none: whether the state itself says that the array has no axes (T5X's None).
+      problematic: whether a problem with the names was reported.
+      covered: the arrays that a T5X None stands for, if it stands for a whole subtree.
     """
 
     path: Path
@@ -58,14 +61,15 @@ class Leaf(NamedTuple):
     dims: Dims
     said_none: bool = False
     problematic: bool = False
+    covered: tuple[tuple[Path, Any], ...] = ()
 
     def pick(self, of_parameter: Sequence[Any]) -> tuple[Any, ...]:
-        """Entries of something of the parameter, one a dimension, for the leaf's dimensions."""
+        """The entries of a sequence, one per dimension of the parameter, that match the leaf's."""
         return tuple(None if d is None else of_parameter[d] for d in self.dims)
 
     @property
     def names(self) -> AxisNames:
-        """The logical axes of its dimensions."""
+        """The logical axes of the dimensions."""
         return AxisNames(*(self.pick(self.parameter.names) if self.parameter else self.dims))
 
 
@@ -74,18 +78,18 @@ LeafT = TypeVar('LeafT')
 
 @dataclasses.dataclass(frozen=True)
 class StateTree(Generic[LeafT]):
-    """The leaves of a state in its order, and the tree they make.
+    """The leaves of a state in the order of the state, and the tree that they make.
 
     Attributes:
-      leaves: something for each array; T5X's AxisMetadata are there as they are.
-      treedef: the tree, with each box, variable and AxisMetadata as a leaf.
+      leaves: one entry per array, and T5X's AxisMetadata unchanged.
+      treedef: the tree, in which each box, variable and AxisMetadata is a leaf.
     """
 
     leaves: tuple[LeafT | Any, ...]
     treedef: Any
 
     def map(self, function: Callable[[LeafT], Any]) -> Any:
-        """The tree of the state with `function` of what there is for each array in its place."""
+        """The tree of the state with `function(entry)` in place of each array."""
         return self.treedef.unflatten([x if is_metadata(x) else function(x) for x in self.leaves])
 
     @property
@@ -94,31 +98,39 @@ class StateTree(Generic[LeafT]):
         return [x for x in self.leaves if not is_metadata(x)]
 
 
-def walk(state: Any, overrides: PathRules = (), report: Report = raise_problem) -> StateTree[Leaf]:
+def walk(
+    state: Any,
+    overrides: PathRules = (),
+    report: Report = raise_problem,
+    *,
+    exact: Mapping[Path, tuple[Any, ...]] | None = None,
+) -> StateTree[Leaf]:
     """What the leaves of a train state are.
 
     Args:
       state: a pytree, abstract or not, whose parameters carry names; or an object with T5X's
         `as_logical_axes()`.
-      overrides: path rules that name parameters, before the names that they carry.
-      report: is told of every array without the names that it should have, or whose shape its
-        parameter does not explain; by default it raises.
+      overrides: path rules that name parameters; they win over the names that parameters carry.
+      report: receives every array that lacks the names it should have, or whose shape its parameter
+        does not explain; by default it raises.
+      exact: names of arrays by their exact paths. If given, they are the only source of names, as
+        for a plan that is imposed on the state; an entry may be any object per dimension.
 
     Raises:
-      ValueError: no parameter has names, path rules do not fit; and what `report` raises.
+      ValueError: if no parameter has names, if a path rule names nothing, or what `report` raises.
     """
-    if _says_itself(state):
+    if exact is None and _says_itself(state):
         if overrides:
             raise ValueError(
-                'params_axes_names_override names nothing in a state that names its axes itself '
-                'with as_logical_axes(): leave one of them out'
+                'params_axes_names_override has no effect on a state that names its axes itself '
+                'with as_logical_axes(): remove one of the two'
             )
         return _as_it_says(state)
     flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_carrier)
     entries = [(key_names(path), leaf) for path, leaf in flat]
-    known = named_arrays(entries, overrides)
+    known = named_arrays(entries, overrides, exact)
     leaves = [_leaf(path, x, known, report) for path, x in entries]
-    # What stands beside statistics of parameters, such as a count, is the optimizer's too.
+    # An array next to statistics of parameters, such as a count, belongs to the optimizer too.
     depth = max(1, min(map(len, known.trees), default=1))
     followed = {x.path[:depth] for x in leaves if isinstance(x, Leaf) and x.role == 'optimizer'}
     return StateTree(
@@ -133,7 +145,7 @@ def walk(state: Any, overrides: PathRules = (), report: Report = raise_problem) 
 
 
 def _says_itself(state: Any) -> bool:
-    """Whether a state names the axes of all of its arrays, those of the optimizer too."""
+    """Whether a state names the axes of all its arrays, including those of the optimizer."""
     return hasattr(state, 'as_logical_axes') and not getattr(
         state, 'names_follow_parameters', False
     )
@@ -142,7 +154,8 @@ def _says_itself(state: Any) -> bool:
 def get_logical_axes(state: Any, overrides: PathRules = ()) -> Any:
     """The logical axes of a train state: the same tree with AxisNames in place of every array.
 
-    Arguments and errors are those of `walk`. Of a state with T5X's `as_logical_axes()`, its result.
+    The arguments and errors are those of `walk`. A state with T5X's `as_logical_axes()` returns the
+    result of that method.
     """
     if _says_itself(state):
         return state.as_logical_axes()
@@ -165,7 +178,7 @@ def _leaf(path: Path, leaf: Any, known: NamedArrays, report: Report) -> Leaf | A
 def _origin(
     path: Path, leaf: Any, shape: tuple[int, ...], known: NamedArrays
 ) -> tuple[Role, Parameter | None, Dims]:
-    """What a leaf is there for, and what it takes the axes of its dimensions from."""
+    """The role of a leaf, the parameter it follows, and how their dimensions correspond."""
     own = known.parameters.get(path)
     itself = tuple(range(len(shape)))
     if own is not None:
@@ -183,7 +196,7 @@ def _origin(
         return role, owner, dims
     if owner is not None and len(own.names) == len(owner.shape or ()):
         came_along = own.names == known.carried.get(owner.path, owner).names
-        # Else they are nnx's optimizer_sharding, in place of those of the parameter.
+        # Otherwise they are nnx's optimizer_sharding, which replaces the names of the parameter.
         return role, owner if came_along else own._replace(shape=owner.shape), dims
     _check_rank(own, shape)
     return role, own, itself
@@ -195,10 +208,10 @@ def _check_rank(own: Parameter, shape: tuple[int, ...]) -> None:
 
 
 def _is_missing(path: Path, leaf: Any, trees: set[Path]) -> bool:
-    """Whether a leaf without names should have some: it is a parameter."""
+    """Whether a leaf without names should have names, because it is a parameter."""
     if carrier(leaf) is Carrier.VARIABLE:
         return is_parameter_variable(leaf)
-    for tree in trees:  # noqa: SIM110  # asked of every leaf, and twice as fast as any()
+    for tree in trees:  # noqa: SIM110  # called for every leaf, and twice as fast as any()
         if path[: len(tree)] == tree:
             return True
     return False
@@ -210,19 +223,19 @@ def _missing(path: Path, leaf: Any, shape: tuple[int, ...]) -> str:
     if carrier(leaf) is Carrier.VARIABLE:
         how = f'create it with the metadata out_sharding={nothing}'
     return (
-        f'Missing axis names for parameters: {"/".join(path)} of shape {shape} has none, but '
-        f'others beside it do. To replicate it, {how}, or name it in params_axes_names_override'
+        f'Missing axis names for parameters: {"/".join(path)} of shape {shape} has no names, but '
+        f'other parameters do. To replicate it, {how}, or name it in params_axes_names_override'
     )
 
 
 def _as_it_says(state: Any) -> StateTree[Leaf]:
-    """The leaves of a state that names its axes itself, None where it has no names."""
+    """The leaves of a state that names its axes itself, with None where it gives no names."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(
         state.as_logical_axes(), is_leaf=lambda x: x is None or _is_names(x)
     )
     held = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
     arrays = {key_names(path): array_of(x) for path, x in held}
-    if () not in arrays:  # of a state that jax looks into
+    if () not in arrays:  # jax looks into the state
         _check_covered([key_names(path) for path, _ in flat], arrays)
     return StateTree(
         tuple(_leaf_as_said(key_names(path), names, arrays) for path, names in flat), treedef
@@ -230,19 +243,23 @@ def _as_it_says(state: Any) -> StateTree[Leaf]:
 
 
 def _check_covered(named: Sequence[Path], arrays: Mapping[Path, Any]) -> None:
-    """Raises ValueError for arrays that as_logical_axes() leaves out, and for what it has more."""
+    """Raises ValueError if as_logical_axes() lacks an array or has a place the state lacks."""
     known = {*named}
     for path in arrays:
         if not any(path[:n] in known for n in range(len(path) + 1)):
-            raise ValueError(f'{"/".join(path)} is not in as_logical_axes(): name it, or say None')
+            raise ValueError(
+                f'{"/".join(path)} is not in as_logical_axes(): add its names, or None'
+            )
     inner = {path[:n] for path in arrays for n in range(len(path) + 1)}
     for path in named:
         if path not in inner:
-            raise ValueError(f'as_logical_axes() has {"/".join(path)}, which the state has not')
+            raise ValueError(
+                f'as_logical_axes() has {"/".join(path)}, but the state does not: remove it'
+            )
 
 
 def _is_names(x: Any) -> bool:
-    """Whether a tuple is the names of an array, and not a node such as the state of a chain."""
+    """Whether a tuple holds the names of an array; an optax chain's state is a tuple too."""
     return type(x) is tuple and {str} <= {*map(type, x)} <= {str, type(None)}
 
 
@@ -255,6 +272,8 @@ def _leaf_as_said(path: Path, names: Any, arrays: Mapping[Path, Any]) -> Leaf:
     elif keys & {'params', 'target'}:
         role = 'parameters'
     if names is None:
-        return Leaf(path, array, role, None, (None,) * len(shape_of(array)), said_none=True)
+        covered = tuple((p, x) for p, x in arrays.items() if p[: len(path)] == path != p)
+        dims = (None,) * len(shape_of(array))
+        return Leaf(path, array, role, None, dims, said_none=True, covered=covered)
     shape = None if array is None else shape_of(array)
     return Leaf(path, array, role, Parameter(path, tuple(names), shape), tuple(range(len(names))))

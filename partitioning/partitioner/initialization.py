@@ -1,0 +1,76 @@
+"""States born in their shards, from an init function that is traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from partitioning.partitioner.partitioned import in_context
+from partitioning.plan import InitProgram, Plan
+from partitioning.rules import LogicalAxisRules
+from partitioning.state import unbox
+
+
+def trace_init(
+    init_fn: Callable[..., Any], mesh: Mesh, rules: LogicalAxisRules, args: tuple[Any, ...]
+) -> tuple[Any, InitProgram]:
+    """Traces an init function once, inside the mesh and the rules.
+
+    Args:
+      init_fn: makes a train state.
+      mesh: the mesh.
+      rules: rules for the linen models and `constrain` calls inside.
+      args: the arguments of `init_fn`, abstract or not.
+
+    Returns:
+      The abstract state with its boxes, and the program that makes the state.
+    """
+    traced = jax.make_jaxpr(in_context(init_fn, mesh, rules), return_shape=True)
+    jaxpr, named = traced(*args)
+    abstract = unbox(named)
+    treedef = jax.tree.structure(abstract)
+    expected = jax.tree.map(jax.typeof, args)
+
+    def make(*arrays: Any) -> Any:
+        made = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))
+        return jax.tree.unflatten(treedef, map(_strongly_typed, made))
+
+    def run(plan: Plan, *given: Any) -> Any:
+        _check_arguments(expected, given)
+        # Over Explicit axes jax lays out a result by what it is made of, and a state made of a
+        # random key would be whole on every device. So the program runs over Auto axes.
+        auto = Mesh(mesh.devices, mesh.axis_names)
+        replicated = NamedSharding(auto, PartitionSpec())
+        shardings = jax.tree.map(lambda s: NamedSharding(auto, s.spec), plan.shardings)
+        state = jax.jit(make, in_shardings=replicated, out_shardings=shardings)(*given)
+        if AxisType.Explicit not in mesh.axis_types:
+            return state
+        return jax.device_put(state, plan.shardings)
+
+    return named, InitProgram(run, abstract)
+
+
+def _check_arguments(expected: Any, given: Any) -> None:
+    """Raises ValueError if the arguments differ in structure, shape or dtype."""
+    held = jax.tree.map(jax.typeof, given)
+    if jax.tree.structure(held) != jax.tree.structure(expected):
+        raise ValueError(
+            f'plan.init takes arguments like those it was planned for, '
+            f'{jax.tree.structure(expected)}, not {jax.tree.structure(held)}'
+        )
+    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(held), strict=True)
+    for number, (one, other) in enumerate(pairs):
+        if (one.shape, one.dtype) != (other.shape, other.dtype):
+            raise ValueError(
+                f'plan.init was planned for argument leaf {number} as {one.str_short()}, but it is '
+                f'{other.str_short()}: make the plan again for these arguments'
+            )
+
+
+def _strongly_typed(x: Any) -> Any:
+    """A result without a weak type: a step returns none, and would be compiled twice."""
+    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, 'weak_type', False) else x

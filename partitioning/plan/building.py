@@ -1,0 +1,194 @@
+"""A train state with the rules applied: the plan of the state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+from jax.sharding import AxisType, PartitionSpec
+
+from partitioning.plan.plan import Plan, Unplanned
+from partitioning.plan.rows import (
+    NO_NAMES,
+    NOT_OF_PARAMETER,
+    SAID_NONE,
+    PlanRow,
+    dtype_name,
+    make_row,
+    shard_shape,
+    without_name,
+)
+from partitioning.plan.rule_set import RuleSet
+from partitioning.rules import (
+    MeshLike,
+    PaddedSpec,
+    Problem,
+    Report,
+    ResolvedDimension,
+    Spec,
+    axis_sizes,
+    describe_axes,
+    raise_problem,
+    to_spec,
+    try_resolve,
+)
+from partitioning.state import Leaf, Parameter, Role, nbytes, shape_of, walk
+from partitioning.state.boxes import is_metadata
+from partitioning.state.traversal import StateTree
+
+# An array of at most this many bytes needs no names if it follows no parameter: random keys,
+# hyperparameters, statistics of a few thousand channels. The audit lists it all the same.
+SMALL = 16 * 1024
+
+
+def build_plan(state: Any, rules: RuleSet, mesh: MeshLike, report: Report = raise_problem) -> Plan:
+    """Applies rules to a train state, in one walk over it.
+
+    Args:
+      state: a pytree, abstract or not; see `partitioning.state.walk`.
+      rules: the rules and policies.
+      mesh: the mesh, or the sizes of its axes.
+      report: receives every problem; by default it raises.
+
+    Raises:
+      ValueError: with the path of the first array whose layout the rules do not decide.
+    """
+    tree = walk(state, rules.overrides, report)
+    builder = _Builder(rules, mesh, report)
+    entries = tuple(x if is_metadata(x) else builder.entry(x) for x in tree.leaves)
+    rows = [x for x in entries if isinstance(x, PlanRow)] + builder.covered
+    return Plan(mesh, tuple(rows), tree=StateTree(entries, tree.treedef), rules=rules)
+
+
+class _Layout(NamedTuple):
+    dimensions: tuple[ResolvedDimension, ...]
+    spec: Spec
+    problems: tuple[Problem, ...]
+    shard_shape: tuple[int, ...] | None
+
+
+class _Builder:
+    """The rows of one plan; layouts that many arrays share are resolved once."""
+
+    def __init__(self, rules: RuleSet, mesh: MeshLike, report: Report):
+        self.covered: list[PlanRow] = []
+        self._rules, self._mesh, self._report = rules, mesh, report
+        self._known: dict[Any, _Layout] = {}
+
+    def entry(self, leaf: Leaf) -> PlanRow | Unplanned:
+        if leaf.parameter is None:
+            return self._nameless(leaf)
+        shape = None if leaf.array is None else shape_of(leaf.array)
+        key = (leaf.parameter[1:], leaf.role == 'optimizer', leaf.dims, shape)
+        layout = self._known.get(key)
+        if layout is None:
+            layout = self._known[key] = self._resolve(leaf, leaf.parameter, shape)
+        for problem in layout.problems:
+            self._report('/'.join(leaf.parameter.path), problem)
+        if shape is None:
+            return Unplanned(leaf.names, layout.spec)
+        if layout.shard_shape is None or not hasattr(leaf.array, 'dtype'):
+            return make_row(
+                '/'.join(leaf.path), leaf.array, self._mesh, layout.dimensions, leaf.role
+            )
+        return PlanRow(
+            '/'.join(leaf.path),
+            shape,
+            dtype_name(leaf.array.dtype),
+            leaf.role,
+            layout.dimensions,
+            layout.spec,
+            layout.shard_shape,
+            nbytes(leaf.array),
+        )
+
+    def _nameless(self, leaf: Leaf) -> PlanRow | Unplanned:
+        """An array that has no names and follows no parameter."""
+        if leaf.said_none:
+            for path, array in leaf.covered:
+                self.covered.append(self._replicated(path, array, leaf.role, SAID_NONE))
+            if leaf.array is not None:
+                self.covered.append(self._replicated(leaf.path, leaf.array, leaf.role, SAID_NONE))
+            return Unplanned(leaf.names, None)
+        if leaf.array is None:
+            return Unplanned(leaf.names, PartitionSpec())
+        if not leaf.problematic and nbytes(leaf.array) > SMALL:
+            self._report('/'.join(leaf.path), _too_large(leaf, self._mesh))
+        return self._replicated(leaf.path, leaf.array, leaf.role, NO_NAMES)
+
+    def _replicated(self, path: Any, array: Any, role: Role, reason: str) -> PlanRow:
+        dimensions = [without_name(reason)] * len(shape_of(array))
+        return make_row('/'.join(path), array, self._mesh, dimensions, role)
+
+    def _resolve(self, leaf: Leaf, parameter: Parameter, shape: tuple[int, ...] | None) -> _Layout:
+        """The layout of a leaf, taken from the layout of its parameter.
+
+        If its names were resolved apart from those of the parameter, they could win mesh axes that
+        the parameter uses for other dimensions.
+        """
+        resolved, problems = _resolve_parameter(leaf.role, parameter, self._rules, self._mesh)
+        dimensions = tuple(
+            without_name(NOT_OF_PARAMETER) if d is None else d for d in leaf.pick(resolved)
+        )
+        if problems:
+            dimensions = tuple(dataclasses.replace(d, mesh_axes=None) for d in dimensions)
+            return _Layout(dimensions, _replicated_spec(len(dimensions)), problems, None)
+        spec = to_spec(dimensions)
+        if isinstance(spec, PaddedSpec) and AxisType.Explicit in _axis_types(self._mesh):
+            message = (
+                "on_indivisible='pad' needs Auto mesh axes, not Explicit ones: choose 'drop_axis'"
+            )
+            problems = (Problem('policy', message),)
+            return _Layout(dimensions, spec, problems, None)
+        shard = None
+        if shape is not None:
+            shard = shard_shape('/'.join(leaf.path), shape, spec, self._mesh)
+        return _Layout(dimensions, spec, (), shard)
+
+
+def _resolve_parameter(
+    role: Role, parameter: Parameter, rules: RuleSet, mesh: MeshLike
+) -> tuple[tuple[ResolvedDimension, ...], tuple[Problem, ...]]:
+    of_role = rules.of_role(role)
+    if parameter.rules:
+        of_role = of_role.with_rules((*parameter.rules, *of_role))
+    resolved, problems = try_resolve(
+        parameter.names,
+        of_role,
+        mesh=mesh,
+        shape=parameter.shape,
+        axes_as_names=parameter.axes_as_names,
+    )
+    if parameter.mesh is not None and dict(parameter.mesh.shape) != dict(axis_sizes(mesh)):
+        message = (
+            f'the names are for the mesh {describe_axes(parameter.mesh.shape)}, but the mesh is '
+            f'{describe_axes(mesh)}'
+        )
+        problems = (*problems, Problem('conflict', message))
+    if role == 'optimizer' and rules.optimizer_rules is not None:
+        note = ' (by optimizer_axis_rules)'
+        problems = tuple(p._replace(message=p.message + note) for p in problems)
+    return resolved, problems
+
+
+def _axis_types(mesh: MeshLike) -> tuple[AxisType, ...]:
+    return getattr(mesh, 'axis_types', ())
+
+
+@functools.cache
+def _replicated_spec(rank: int) -> PartitionSpec:
+    return PartitionSpec(*[None] * rank)
+
+
+def _too_large(leaf: Leaf, mesh: MeshLike) -> Problem:
+    """An array of this size is never replicated silently."""
+    path, shape, size = '/'.join(leaf.path), shape_of(leaf.array), nbytes(leaf.array)
+    return Problem(
+        'names',
+        f'Missing axis names: an array of shape {shape} has no names and follows no parameter, so '
+        f'all of its {size:,} bytes would be on each of the {math.prod(axis_sizes(mesh).values())} '
+        f'devices ({describe_axes(mesh)}). Name it with flax.linen.LogicallyPartitioned, or '
+        f"replicate it with ('{path}', {(None,) * len(shape)}) in params_axes_names_override",
+    )

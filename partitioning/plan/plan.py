@@ -1,0 +1,294 @@
+"""The one type for a laid-out state: every array with its spec and reasons, on a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from partitioning.plan.audit import Audit, audit_rows
+from partitioning.plan.findings import Finding, row_findings, rule_findings
+from partitioning.plan.fixed_point import check_fixed_point
+from partitioning.plan.plan_file import from_json, to_json
+from partitioning.plan.rows import PlanRow, make_row
+from partitioning.plan.rule_set import RuleSet
+from partitioning.plan.tables import count, shape_str, spec_or_padded_str, text_table
+from partitioning.rules import (
+    AxisNames,
+    MeshLike,
+    Spec,
+    axis_sizes,
+    boundary_spec,
+    describe_axes,
+    nearest,
+)
+from partitioning.state.traversal import StateTree
+
+
+class Unplanned(NamedTuple):
+    """A place of the state that is not one array: a subtree, or an array that is not there.
+
+    Attributes:
+      names: the logical axes that the state gives it.
+      spec: its spec; None if the state names no axes.
+    """
+
+    names: AxisNames
+    spec: Spec | None
+
+
+class InitProgram(NamedTuple):
+    """A traced function that makes the state of a plan.
+
+    Attributes:
+      run: makes the state from the arguments, in the layout of the specs.
+      abstract_state: the state as ShapeDtypeStructs, without boxes.
+    """
+
+    run: Callable[..., Any]
+    abstract_state: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """The layout of every array of a state on a mesh, with the reasons.
+
+    Usage:
+      plan = partitioner.plan(init, key)  # traces init once
+      print(plan)
+      state = plan.init(key)  # born in its shards
+      step = partitioner.partition(step, (plan.specs, None), (plan.specs, None))
+
+    Two plans are equal if their meshes have the same axes and they have the same rows.
+
+    Attributes:
+      mesh: the mesh, or the size of each of its axes if the plan comes from a file.
+      rows: one row per array.
+      tree: the structure of the state; None if the plan is not of a state that is here.
+      rules: the rules that made the plan; None if other decisions did.
+      program: makes the state; None unless the plan was made from an init function.
+    """
+
+    mesh: MeshLike
+    rows: tuple[PlanRow, ...]
+    tree: StateTree[PlanRow | Unplanned] | None = dataclasses.field(default=None, repr=False)
+    rules: RuleSet | None = dataclasses.field(default=None, repr=False)
+    program: InitProgram | None = dataclasses.field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, 'rows', tuple(self.rows))
+        if len({row.path for row in self.rows}) < len(self.rows):
+            paths = [row.path for row in self.rows]
+            twice = next(path for path in paths if paths.count(path) > 1)
+            raise ValueError(f'two arrays of the plan have the path {twice}: give each its own')
+
+    # The state, as trees.
+
+    @property
+    def specs(self) -> Any:
+        """The state with a PartitionSpec (or PaddedSpec) in place of every array."""
+        return self._tree().map(lambda x: x.spec)
+
+    @property
+    def shardings(self) -> Any:
+        """The state with a NamedSharding in place of every array.
+
+        Raises:
+          ValueError: if the plan has only the sizes of mesh axes.
+        """
+        if not isinstance(self.mesh, Mesh | AbstractMesh):
+            raise ValueError(
+                'this plan has the sizes of its mesh axes but no mesh: give it to '
+                'PjitPartitioner(mesh=mesh, plan=plan) and take the plan of that partitioner'
+            )
+        sharding = functools.cache(functools.partial(NamedSharding, self.mesh))
+        return self._tree().map(lambda x: sharding(boundary_spec(x.spec) or PartitionSpec()))
+
+    @property
+    def logical_axes(self) -> Any:
+        """The state with AxisNames in place of every array."""
+        return self._tree().map(lambda x: x.names if isinstance(x, Unplanned) else x.logical_axes)
+
+    @property
+    def abstract_state(self) -> Any:
+        """The state as ShapeDtypeStructs with their shardings, without boxes.
+
+        Raises:
+          ValueError: if the plan was not made from an init function.
+        """
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            self._program().abstract_state,
+            _broadcast(self.shardings, self._program().abstract_state),
+        )
+
+    def init(self, *args: Any) -> Any:
+        """The state, whose every array is born in its shards and never whole on one device.
+
+        Args:
+          *args: arguments of the init function, with the shapes and dtypes it was planned for.
+
+        Returns:
+          The state, without linen boxes.
+
+        Raises:
+          ValueError: if the plan was not made from an init function, or if the arguments differ.
+        """
+        return self._program().run(self, *args)
+
+    def with_program(self, program: InitProgram) -> Plan:
+        """The plan with a program that makes the state."""
+        return dataclasses.replace(self, program=program)
+
+    # What the plan says.
+
+    def audit(self, state: Any = None, *, budget: float | None = None) -> Audit:
+        """What every device holds of the state, what is replicated, and why.
+
+        Args:
+          state: the state, to compare where its arrays are with the plan; by default the audit is
+            of the plan alone.
+          budget: the most bytes that one device may hold.
+
+        Raises:
+          ValueError: if a device holds more than `budget`, or if `state` is another state.
+        """
+        return audit_rows(self.rows, self.mesh, state, budget=budget)
+
+    def lint(self) -> tuple[Finding, ...]:
+        """Everything that is suspicious in the rules and rows of the plan."""
+        found = [*row_findings(self.rows, self.rules)]
+        if self.rules is not None:
+            found += rule_findings(self.rules, self.mesh, self.rows)
+        return tuple(dict.fromkeys(found))
+
+    def check(self, state: Any) -> None:
+        """Checks that the arrays of a state are where the plan puts them: it is a fixed point.
+
+        Args:
+          state: the state, after init, after a step or after a restore.
+
+        Raises:
+          ValueError: with the path of the first array that is laid out differently.
+        """
+        check_fixed_point(state, self.shardings)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan to a file; see `partitioning.plan.plan_file` for the format."""
+        Path(path).write_text(to_json(self.rows, self.mesh))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """The plan of a file.
+
+        Raises:
+          OSError: if there is no such file.
+          ValueError: if the file is not a plan, or if its figures contradict its specs.
+        """
+        try:
+            rows, mesh = from_json(Path(path).read_text())
+            return cls(mesh, rows)
+        except ValueError as error:
+            raise ValueError(f'{path}: {error}') from error
+
+    def replace_specs(self, specs: Mapping[str, PartitionSpec], reason: str) -> Plan:
+        """The plan with other specs for some arrays.
+
+        Args:
+          specs: the new specs, by path.
+          reason: why, for each dimension.
+
+        Raises:
+          ValueError: if the plan lacks a path, or an array cannot have its spec.
+        """
+        changed = {path: self[path] for path in specs}
+        for path, row in changed.items():
+            entries = [*specs[path], *[None] * (len(row.shape) - len(specs[path]))]
+            dimensions = [
+                dataclasses.replace(d, mesh_axes=axes, wanted=axes, reason=reason, policy=None)
+                for d, axes in zip(row.dimensions, entries, strict=True)
+            ]
+            array = jax.ShapeDtypeStruct(row.shape, 'int8')  # the dtype and bytes stay
+            new = make_row(path, array, self.mesh, dimensions, row.role)
+            changed[path] = new._replace(dtype=row.dtype, bytes_total=row.bytes_total)
+
+        def swap(x: Any) -> Any:
+            return changed.get(x.path, x) if isinstance(x, PlanRow) else x
+
+        tree = self.tree and dataclasses.replace(
+            self.tree, leaves=tuple(map(swap, self.tree.leaves))
+        )
+        return dataclasses.replace(self, rows=tuple(map(swap, self.rows)), tree=tree)
+
+    @property
+    def bytes_total(self) -> int:
+        """The size of all global arrays, in bytes."""
+        return sum(row.bytes_total for row in self.rows)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """What one device holds of all arrays, in bytes."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    def __getitem__(self, path: str) -> PlanRow:
+        if path not in self._by_path:
+            raise KeyError(f'{path} is not in the plan.{nearest(path, self._by_path)}')
+        return self._by_path[path]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Plan):
+            return NotImplemented
+        axes = list(axis_sizes(self.mesh).items()), list(axis_sizes(other.mesh).items())
+        return axes[0] == axes[1] and self._by_path == other._by_path
+
+    def __hash__(self) -> int:
+        return hash((tuple(axis_sizes(self.mesh).items()), frozenset(self._by_path)))
+
+    def __str__(self) -> str:
+        head = ('array', 'shape', 'spec', 'shard shape', 'bytes per device', 'reason')
+        rows = [
+            (
+                row.path,
+                shape_str(row.shape),
+                spec_or_padded_str(row.spec),
+                shape_str(row.shard_shape),
+                f'{row.bytes_per_device:,}',
+                row.reason,
+            )
+            for row in self.rows
+        ]
+        total = (
+            f'{count(len(self.rows), "array")}, {self.bytes_total:,} bytes; '
+            f'{self.bytes_per_device:,} bytes per device of the mesh {describe_axes(self.mesh)}'
+        )
+        return '\n'.join([*text_table(head, rows), '', total])
+
+    @functools.cached_property
+    def _by_path(self) -> dict[str, PlanRow]:
+        return {row.path: row for row in self.rows}
+
+    def _tree(self) -> StateTree[PlanRow | Unplanned]:
+        if self.tree is None:
+            raise ValueError(
+                'this plan lists arrays but has no state to make a tree of: impose it with '
+                'PjitPartitioner(mesh=mesh, plan=plan).plan(init, key)'
+            )
+        return self.tree
+
+    def _program(self) -> InitProgram:
+        if self.program is None:
+            raise ValueError(
+                'this plan was not made from an init function: partitioner.plan(init, key) makes '
+                'one that can init'
+            )
+        return self.program
+
+
+def _broadcast(prefix: Any, tree: Any) -> Any:
+    """A tree of the structure of `tree` with the entries of a prefix of it."""
+    return jax.tree.map(lambda x, below: jax.tree.map(lambda _: x, below), prefix, tree)
