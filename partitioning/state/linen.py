@@ -15,9 +15,9 @@ import flax.linen as nn
 import jax
 from flax import errors
 from flax.core import spmd
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh
 
-from partitioning.constraints import with_sharding_constraint
+from partitioning.constraints import lay_out
 from partitioning.rules import (
     AxisRules,
     LogicalAxisRules,
@@ -81,12 +81,8 @@ class _Box:
         )
         if problems:
             return self.value
-        if not current.empty:
-            return with_sharding_constraint(self.value, to_spec(resolved))
-        sharding = NamedSharding(mesh, boundary_spec(to_spec(resolved)))
-        if AxisType.Explicit in mesh.axis_types:
-            return jax.sharding.reshard(self.value, sharding)
-        return jax.lax.with_sharding_constraint(self.value, sharding)
+        over = None if self.mesh is None or not current.empty else self.mesh
+        return lay_out(self.value, boundary_spec(to_spec(resolved)), over)
 
     def _name(self, params: dict[Any, Any]) -> str | None:
         if nn.PARTITION_NAME not in params:

@@ -1,10 +1,10 @@
-"""States of boxed arrays, and the specs they get on a mesh of data 4 x model 2."""
+"""Boxed arrays, and the specs that they get on a mesh of data 4 x model 2."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from partitioning import PjitPartitioner
+from partitioning import Partitioned, PjitPartitioner, create_mesh
 
 KEY = jax.random.key(0)
 RULES = [('batch', 'data'), ('embed', 'data'), ('mlp', 'model'), ('layers', None)]
@@ -15,10 +15,28 @@ def partitioner_of(rules=(), **settings):
     return PjitPartitioner(2, logical_axis_rules=rules, **settings)
 
 
-def of_one(array, rules, **settings):
-    """The spec of a state with one array."""
+def spec_of(array, rules, **settings):
+    """The spec of `array` in a state that contains no other array."""
     return partitioner_of(rules, **settings).get_mesh_axes({'params': {'w': array}})['params']['w']
 
 
 def box(shape, *names, kind=nn.LogicallyPartitioned, **fields):
     return kind(jnp.zeros(shape), names, **fields)
+
+
+XY = create_mesh((4, 2), ('x', 'y'))
+
+
+def of_xy(kind=Partitioned):
+    """A box with the names of the axes of XY."""
+    return kind(jnp.zeros((8, 4)), ('x', 'y'))
+
+
+class OneArray(nn.Module):
+    """A model with one parameter."""
+
+    initializer: object
+
+    @nn.compact
+    def __call__(self):
+        return self.param('w', self.initializer, (8, 8))

@@ -1,4 +1,4 @@
-"""Three small models, each in linen boxes, T5X's params_axes, nnx, and jax without names."""
+"""Three small models, each with linen boxes, T5X's params_axes, nnx, and in jax without names."""
 
 import functools
 import math
@@ -41,7 +41,7 @@ PARAMETERS = {  # model: parameter: shape, logical axes
 
 
 def values(model: str) -> dict[str, np.ndarray]:
-    """Where every front-end starts."""
+    """The initial parameters of every front-end."""
     rng = np.random.default_rng(0)
     scale = {k: 0.5 / math.sqrt(s[-1]) for k, (s, _) in PARAMETERS[model].items()}
     return {
@@ -50,7 +50,7 @@ def values(model: str) -> dict[str, np.ndarray]:
 
 
 def batches(model: str, number: int) -> list[dict[str, np.ndarray]]:
-    """The rows of all devices, for a number of steps."""
+    """The global batches of a number of steps."""
     rng = np.random.default_rng(1)
     if model == 'stack':
         tokens = rng.integers(0, VOCAB, (number, BATCH, LENGTH), np.int32)
@@ -64,14 +64,14 @@ def nested(flat: dict[str, Any]) -> Any:
 
 
 def loss_of(model: str, out: Any, batch: Any, xp: Any = jnp) -> Any:
-    """Of the output of a model: logits (batch, length, vocab), or rows of all members or of one."""
+    """The loss of an output: logits [batch, length, vocab], or the rows of one or all members."""
     if model != 'stack':
         return xp.mean(xp.square(out - batch['y']))
     logs = out - xp.log(xp.sum(xp.exp(out), -1, keepdims=True))
     return -xp.mean(xp.sum(logs * xp.eye(VOCAB)[batch['y']], -1))
 
 
-# As plain as can be: a loop, on one device, or in numpy.
+# The reference: plain loops on one device or in numpy.
 
 
 def plain_loss(model: str, flat: dict[str, Any], batch: Any, xp: Any = jnp) -> Any:
@@ -93,7 +93,7 @@ def plain_loss(model: str, flat: dict[str, Any], batch: Any, xp: Any = jnp) -> A
 
 
 def plain_losses(model: str, tx: Any, data: list[Any]) -> list[float]:
-    """The losses of a training on one device, without any of ours."""
+    """The losses of a training on one device, without partitioning."""
 
     @jax.jit
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
@@ -109,7 +109,7 @@ def plain_losses(model: str, tx: Any, data: list[Any]) -> list[float]:
     return losses
 
 
-# linen, with names in boxes or beside the parameters.
+# linen, with names in boxes or in params_axes.
 
 
 def boxed(module: nn.Module, name: str, shape: Any, axes: Any) -> Any:
@@ -117,7 +117,7 @@ def boxed(module: nn.Module, name: str, shape: Any, axes: Any) -> Any:
     return module.param(name, zeros, shape)
 
 
-def beside(module: nn.Module, name: str, shape: Any, axes: Any) -> Any:
+def with_axes(module: nn.Module, name: str, shape: Any, axes: Any) -> Any:
     return param_with_axes(name, nn.initializers.zeros, shape, axes=axes, module=module)
 
 
@@ -182,14 +182,14 @@ def linen_of(model: str, declare: Callable[..., Any]) -> nn.Module:
 
 
 def linen_variables(model: str, front_end: str, key: Any) -> Any:
-    """What init gives, with the values that all front-ends start from, in the boxes it made."""
-    made = linen_of(model, {'boxes': boxed, 't5x': beside}[front_end])
+    """The variables that init makes, with the initial parameters of all front-ends."""
+    made = linen_of(model, {'boxes': boxed, 't5x': with_axes}[front_end])
     variables = made.init(key, batches(model, 1)[0]['x'])
     flat = nested({k: jnp.asarray(v) for k, v in values(model).items()})
     return {**variables, 'params': nn.meta.replace_boxed(variables['params'], flat)}
 
 
-# jax, the parameters in nested dicts.
+# jax, with parameters in nested dicts.
 
 
 def nameless(model: str, params: Any, x: Any) -> Any:
@@ -262,11 +262,11 @@ def make_nnx(model: str) -> nnx.Module:
     return made
 
 
-# All of them as a state and a step.
+# Each of them as a state and a step.
 
 
 class Program(NamedTuple):
-    """A training: `init(key)` makes a state, `step(state, batch)` the next one and the loss."""
+    """`init(key)` makes a state; `step(state, batch)` returns the next state and the loss."""
 
     init: Callable[[Any], Any]
     step: Callable[[Any, Any], Any]
@@ -291,7 +291,7 @@ def nnx_program(model: str, tx: Any) -> Program:
 
 
 def program(model: str, front_end: str, kind: str, tx: Any) -> Program:
-    """A training of a model in a front-end, with a kind of state: ours, flax's, or a dict."""
+    """A training program. The kind of its state is ours, flax's or a dict; nnx has only one."""
     if front_end == 'nnx':
         return nnx_program(model, tx)
 
@@ -303,7 +303,7 @@ def program(model: str, front_end: str, kind: str, tx: Any) -> Program:
     def apply(params: Any, x: Any) -> Any:
         if front_end == 'paths':
             return nameless(model, params, x)
-        out = linen_of(model, boxed if front_end == 'boxes' else beside).apply(
+        out = linen_of(model, boxed if front_end == 'boxes' else with_axes).apply(
             {'params': params}, x
         )
         return out[0] if model == 'mlp' else out

@@ -1,4 +1,4 @@
-"""Names by regular expressions on paths, for parameters of every front-end."""
+"""Path rules name parameters of every front-end by regular expressions on their paths."""
 
 import re
 
@@ -33,7 +33,7 @@ PATHS = list(SHAPES)
 ALL = [('.*/kernel', ('embed', 'mlp')), ('.*/bias', ('mlp',))]
 NAMES = {'enc/kernel': ('embed', 'mlp'), 'enc/bias': ('mlp',), 'dec/kernel': ('embed', 'mlp')}
 SPECS = {'enc/kernel': P('data', 'model'), 'enc/bias': P('model'), 'dec/kernel': P('data', 'model')}
-TURNED = ('enc/kernel', ('mlp', 'embed'))  # the other way round than ALL
+SWAPPED = ('enc/kernel', ('mlp', 'embed'))  # the names of ALL in the other order
 
 
 def partitioner_of(path_rules, **settings):
@@ -42,7 +42,7 @@ def partitioner_of(path_rules, **settings):
 
 
 def params(boxed=False, named=()):
-    """Arrays without names, all in boxes, or some with AxisMetadata beside them."""
+    """Arrays without names, or all in boxes, or with AxisMetadata for those in `named`."""
     flat = {path: jnp.zeros(shape) for path, shape in SHAPES.items()}
     if boxed:
         flat = {k: nn.LogicallyPartitioned(x, NAMES[k]) for k, x in flat.items()}
@@ -71,7 +71,7 @@ def by_partitioner(rules, tree=None):
 WAYS = pytest.mark.parametrize('way', [by_function, by_partitioner])
 
 
-# Which rule wins, and what is an error.
+# Which rule wins, and which rules are errors.
 
 
 @WAYS
@@ -80,15 +80,15 @@ def test_names_by_path(way):
 
 
 @WAYS
-def test_the_first_that_matches_wins(way):
-    assert way([TURNED, *ALL]) == NAMES | {'enc/kernel': AxisNames('mlp', 'embed')}
+def test_the_first_matching_rule_wins(way):
+    assert way([SWAPPED, *ALL]) == NAMES | {'enc/kernel': AxisNames('mlp', 'embed')}
 
 
 @WAYS
-def test_all_of_a_path_must_match(way):
-    """re.match and re.search would take 'enc/ker' and 'kernel'."""
+def test_a_rule_must_match_the_whole_path(way):
+    """re.match and re.search would accept 'enc/ker' and 'kernel'."""
     for part in ('enc/ker', 'kernel', 'nc/kernel', '/kernel'):
-        with pytest.raises(ValueError, match=f'path rule {part!r} names nothing'):
+        with pytest.raises(ValueError, match=f'{part!r} is never used'):
             way([(part, ('mlp', 'embed')), *ALL])
 
 
@@ -104,10 +104,10 @@ PATTERNS = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(PATTERNS), max_size=4, unique=True))
-def test_as_the_regular_expressions_say(patterns):
-    """Of two arrays of one rank, so that any rule may name either."""
+def test_any_rules_agree_with_re_fullmatch(patterns):
+    """Both arrays have the same rank, so any rule may name either of them."""
     tree = {'enc': {'kernel': jnp.zeros((2, 2))}, 'dec': {'kernel': jnp.zeros((2, 2))}}
     rules = [(pattern, (f'a{i}', f'b{i}')) for i, pattern in enumerate(patterns)]
     winner = {
@@ -126,15 +126,15 @@ def test_as_the_regular_expressions_say(patterns):
 
 @WAYS
 def test_a_parameter_that_no_rule_matches(way):
-    """The message has the line to write, which then works."""
-    with pytest.raises(ValueError, match='no path rule matches all of enc/bias') as error:
+    """The message contains the rule to add, and this rule then works."""
+    with pytest.raises(ValueError, match='no path rule matches enc/bias') as error:
         way(ALL[:1])
     (line,) = re.findall(r"Add \('(\S+)', ", str(error.value))
     assert way([*ALL[:1], (line, ('mlp',))]) == NAMES
 
 
 @WAYS
-def test_the_line_to_write_is_escaped(way):
+def test_the_rule_to_add_is_escaped(way):
     tree = {'layer+1': {'kernel': jnp.zeros((8, 8))}, 'layer1': {'kernel': jnp.zeros((8, 8))}}
     with pytest.raises(ValueError) as error:
         way([('layer1/kernel', (None, None))], tree)
@@ -143,7 +143,7 @@ def test_the_line_to_write_is_escaped(way):
 
 
 @WAYS
-def test_many_parameters_that_no_rule_matches(way):
+def test_the_first_of_many_unmatched_parameters_are_listed(way):
     tree = {f'layer_{i}': {'kernel': jnp.zeros((8, 8))} for i in range(6)}
     with pytest.raises(ValueError, match=r'layer_0/kernel, layer_1/kernel, .* and 2 more'):
         way([('layer_5/kernel', (None, None))], tree)
@@ -153,14 +153,14 @@ def test_many_parameters_that_no_rule_matches(way):
 @pytest.mark.parametrize(
     'rule, message',
     [
-        (('enc/kernl', ('mlp', 'embed')), "'enc/kernl' names nothing.*Did you mean 'enc/kernel'"),
-        (('zzz', ()), "'zzz' names nothing: it matches all of no path"),
-        (TURNED, "'enc/kernel' names nothing: earlier rules .* enc/kernel first; move it up"),
-        (ALL[0], "'.*/kernel' names nothing: earlier rules"),
+        (('enc/kernl', ('mlp', 'embed')), "'enc/kernl' is never used.*mean 'enc/kernel'"),
+        (('zzz', ()), "'zzz' is never used: .* Paths are dec/kernel, enc/bias, enc/kernel"),
+        (SWAPPED, "'enc/kernel' is never used: earlier rules .* enc/kernel .*move it up"),
+        (ALL[0], "'.*/kernel' is never used: earlier rules .*move it up"),
     ],
 )
-def test_a_rule_that_names_nothing(way, rule, message):
-    """The last after all others: misspelt, or shadowed by those before it."""
+def test_a_rule_that_is_never_used(way, rule, message):
+    """The last rule is misspelt, or the rules before it match everything that it matches."""
     with pytest.raises(ValueError, match=message):
         way([*ALL, rule])
 
@@ -168,7 +168,7 @@ def test_a_rule_that_names_nothing(way, rule, message):
 @WAYS
 @pytest.mark.parametrize('names', [(), ('mlp',), ('layers', 'embed', 'mlp')])
 def test_names_of_another_rank(way, names):
-    message = rf'enc/kernel.*{len(names)} logical axes .*\(8, 16\)'
+    message = rf'enc/kernel.*{len(names)} entr(y|ies).* 2 dimensions, \(8, 16\)'
     with pytest.raises(ValueError, match=message):
         way([('enc/kernel', names), *ALL])
 
@@ -176,24 +176,24 @@ def test_names_of_another_rank(way, names):
 @pytest.mark.parametrize(
     'rules, message',
     [
-        ('enc/kernel', 'are no path rules'),
-        (7, 'are no path rules'),
-        ([('enc/kernel',)], 'is no path rule'),
-        ([('enc/kernel', 'embed')], 'is no path rule'),
-        ([('enc/kernel', None)], 'is no path rule'),
-        ([('enc/kernel', ('embed', 1))], 'is no path rule'),
-        ([(re.compile('enc'), ('embed',))], 'is no path rule'),
-        ([('enc/(kernel', ('embed', 'mlp'))], r"'enc/\(kernel' is no regular expression"),
+        ('enc/kernel', "must be a list.*not 'enc/kernel'"),
+        (7, 'must be a list.*not 7'),
+        ([('enc/kernel',)], r"must be \('regular.*not \('enc/kernel',\)"),
+        ([('enc/kernel', 'embed')], "not .*'enc/kernel', 'embed'"),
+        ([('enc/kernel', None)], "not .*'enc/kernel', None"),
+        ([('enc/kernel', ('embed', 1))], "not .*'embed', 1"),
+        ([(re.compile('enc'), ('embed',))], r'not .*re\.compile'),
+        ([('enc/(kernel', ('embed', 'mlp'))], r"'enc/\(kernel' is not a valid regular expression"),
     ],
 )
-def test_what_is_no_rule(rules, message):
+def test_malformed_rules(rules, message):
     with pytest.raises(ValueError, match=message):
         override_params_axes_names(params(), rules)
     with pytest.raises(ValueError, match=message):
         partitioner_of(rules)  # before there is a state
 
 
-def test_lists_as_gin_writes_them():
+def test_rules_may_be_lists_as_in_gin():
     assert by_partitioner([['.*/kernel', ['embed', 'mlp']], ['.*/bias', ['mlp']]]) == NAMES
 
 
@@ -208,16 +208,16 @@ def test_paths_from_the_top_of_the_state_match_too():
     assert by_partitioner([*rules, ALL[1]])['enc/kernel'] == AxisNames('mlp', 'embed')
 
 
-# Parameters that have names already keep them where no rule matches.
+# Parameters with names keep them if no rule matches.
 
 
 @WAYS
-def test_boxed_parameters(way):
-    assert way([TURNED], params(boxed=True)) == NAMES | {'enc/kernel': AxisNames('mlp', 'embed')}
+def test_unmatched_boxes_keep_their_names(way):
+    assert way([SWAPPED], params(boxed=True)) == NAMES | {'enc/kernel': AxisNames('mlp', 'embed')}
 
 
-def test_boxes_of_the_function_are_plain():
-    """Rules of its own and the mesh of the old box were for the old names."""
+def test_a_new_box_has_no_rules_or_mesh():
+    """The rules and the mesh of the old box were for the old names."""
     old = {'w': nn.LogicallyPartitioned(jnp.ones((8, 8)), ('a', 'b'), rules=(('a', 'model'),))}
     new = override_params_axes_names(old, [('w', ('embed', 'mlp'))])
     assert new['w'].value is old['w'].value and new['w'].rules is None
@@ -228,17 +228,17 @@ def test_boxes_of_the_function_are_plain():
 @pytest.mark.parametrize('freeze', [lambda x: x, flax.core.freeze], ids=['dict', 'FrozenDict'])
 def test_t5x_variables(freeze):
     variables = freeze(params(named=PATHS))
-    new = override_params_axes_names(variables, [TURNED])
+    new = override_params_axes_names(variables, [SWAPPED])
     axes = by_path(new['params_axes'])
     expected = {f'{k}_axes': AxisMetadata(names=v) for k, v in NAMES.items()}
     assert axes == expected | {'enc/kernel_axes': AxisMetadata(names=('mlp', 'embed'))}
-    assert by_path(variables['params_axes']) == expected  # as it was
+    assert by_path(variables['params_axes']) == expected  # unchanged
     assert new['params']['enc']['kernel'] is variables['params']['enc']['kernel']
 
 
 def test_t5x_variables_with_names_for_some():
     variables = params(named=['enc/kernel'])
-    with pytest.raises(ValueError, match='no path rule matches all of dec/kernel'):
+    with pytest.raises(ValueError, match='no path rule matches dec/kernel'):
         override_params_axes_names(variables, ALL[1:])
     new = override_params_axes_names(variables, [('dec/kernel', (None, 'embed')), ALL[1]])
     names = by_path(get_logical_axes(new)['params'])
@@ -248,11 +248,11 @@ def test_t5x_variables_with_names_for_some():
 @pytest.mark.parametrize(
     'rule, message',
     [
-        (('enc/kernel', ('mlp',)), r'enc/kernel.*1 logical axes'),
-        (('enc/kernl', ('mlp', 'embed')), "names nothing.*mean 'enc/kernel'"),
+        (('enc/kernel', ('mlp',)), r'enc/kernel.* 1 entry.*\(8, 16\)'),
+        (('enc/kernl', ('mlp', 'embed')), "is never used.*mean 'enc/kernel'"),
     ],
 )
-def test_t5x_variables_and_rules_that_are_wrong(rule, message):
+def test_t5x_variables_and_wrong_rules(rule, message):
     with pytest.raises(ValueError, match=message):
         override_params_axes_names(params(named=PATHS), [rule])
 
@@ -260,12 +260,12 @@ def test_t5x_variables_and_rules_that_are_wrong(rule, message):
 def test_a_scalar_of_t5x_variables_needs_no_names():
     variables = params(named=PATHS)
     variables['params']['temperature'] = jnp.float32(1)
-    new = override_params_axes_names(variables, [TURNED])
+    new = override_params_axes_names(variables, [SWAPPED])
     assert get_logical_axes(new)['params']['temperature'] == AxisNames()
 
 
 def nnx_state(tx=None, **metadata):
-    """The variables of a model, with names or without, and with an optimizer or alone."""
+    """The variables of a model, with or without names, with or without an optimizer."""
 
     class Model(nnx.Module):
         def __init__(self):
@@ -290,10 +290,10 @@ def test_nnx_variables():
 
 
 def test_nnx_parameters_without_a_rule():
-    """BatchNorm's statistics are no parameters: they need none."""
-    with pytest.raises(ValueError, match='no path rule matches all of enc/bias, norm/bias, norm/s'):
+    """The statistics of BatchNorm are not parameters, so they need no rule."""
+    with pytest.raises(ValueError, match='no path rule matches enc/bias, norm/bias, norm/scale'):
         override_params_axes_names(nnx_state(), OF_NNX[:1])
-    with pytest.raises(ValueError, match=r'no path rule matches all of .*norm/bias, norm/scale'):
+    with pytest.raises(ValueError, match=r'no path rule matches .*norm/bias, norm/scale'):
         partitioner_of(OF_NNX[:1]).get_mesh_axes(nnx_state(optax.adam(1e-3)))
 
 
@@ -306,7 +306,7 @@ def test_nnx_state_with_optimizer():
     assert model == expected | {'norm/mean': P(None), 'norm/var': P(None)}
 
 
-# What is no parameter.
+# Arrays that are not parameters.
 
 
 @pytest.mark.parametrize('collection', ['batch_stats', 'flax_mutables/batch_stats'])
@@ -320,7 +320,7 @@ def test_other_collections_are_named_by_the_full_path(collection):
     assert axes['params/enc/kernel'] == P('data', 'model')
     without = by_path(partitioner_of(ALL).get_mesh_axes(variables))
     assert without[f'{collection}/norm/mean'] == P(None)
-    with pytest.raises(ValueError, match="'norm/mean' names nothing"):
+    with pytest.raises(ValueError, match="'norm/mean' is never used"):
         partitioner_of([*ALL, ('norm/mean', ('mlp',))]).get_mesh_axes(variables)
 
 
@@ -338,7 +338,7 @@ STATES = {
 
 
 def follows(path, shape, of):
-    """The spec of a statistic by hand: its parameter's, dimension by dimension of that size."""
+    """The expected spec of a statistic: each dimension as in the parameter, found by its size."""
     owner = next((p for p in PATHS if path.endswith(p)), None)
     if owner is None or shape == (1,):
         return P(*[None] * len(shape))
@@ -350,9 +350,9 @@ def follows(path, shape, of):
 @pytest.mark.parametrize('kind', STATES)
 @pytest.mark.parametrize('boxed', [False, True])
 def test_optimizer_state_follows(kind, tx, boxed):
-    """Parameters without names, or a box overridden: both turned against what ALL says."""
+    """One parameter has the opposite order of names, given by a rule or replacing its box."""
     state = STATES[kind](params(boxed), TXS[tx]())
-    partitioner = partitioner_of([TURNED] if boxed else [TURNED, *ALL])
+    partitioner = partitioner_of([SWAPPED] if boxed else [SWAPPED, *ALL])
     expected = SPECS | {'enc/kernel': P('model', 'data')}
     shapes = {p: jnp.shape(x) for p, x in by_path(unbox(state)).items()}
     axes = by_path(partitioner.get_mesh_axes(state))
@@ -371,9 +371,9 @@ def test_optimizer_state_of_overridden_nnx_variables_follows():
     assert axes[1]['opt_state'][0]['mu']['enc']['kernel'] == P('model', 'data')
 
 
-# Roles: L-BFGS keeps a tree of its own by the name of `params`.
+# Roles: the state of L-BFGS contains a tree that is called `params` too.
 
-BYTES = 4 * (8 * 16 // 8 + 16 // 2 + 16 * 8 // 8)  # of all parameters on one device
+BYTES = 4 * (8 * 16 // 8 + 16 // 2 + 16 * 8 // 8)  # all parameters on one device
 
 
 def of_nnx(tx):
@@ -381,19 +381,19 @@ def of_nnx(tx):
 
 
 @pytest.mark.parametrize('kind', [*STATES, 'nnx'])
-def test_parameters_that_an_optimizer_keeps_are_the_optimizers(kind):
+def test_copies_of_parameters_have_the_role_of_the_optimizer(kind):
     tx = optax.scale_by_lbfgs(3)
     state, rules, held = of_nnx(tx) if kind == 'nnx' else (STATES[kind](params(), tx), ALL, BYTES)
     audit = partitioner_of(rules).audit(jax.eval_shape(lambda: state))
     assert audit.by_category['parameters'] == held
-    # `params`, `updates`, two histories of 3; their weights, a count, and in nnx the step.
+    # `params`, `updates` and two histories of 3; then their weights, a count, in nnx also the step.
     numbers = 4 * 3 + 4 + 4 * (kind == 'nnx')
     assert audit.by_category['optimizer'] == (1 + 1 + 2 * 3) * held + numbers
 
 
 @pytest.mark.parametrize('named', ['by path', 'boxes', 'boxes everywhere'])
 def test_parameters_are_not_looked_for_in_an_optimizer(named):
-    """Where the parameters themselves are by another name, and the optimizer has other rules."""
+    """The parameters are not under 'params', and the optimizer has other rules."""
     rules = ALL if named == 'by path' else ()
     model = params(boxed=named != 'by path')
     state = {
