@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal, Self, cast, get_args
@@ -322,7 +323,13 @@ class MeshConfig:
 
     def _find_devices(self) -> list[JaxDevice]:
         if self.topology is not None:
-            return list(describe_topology(self.topology, num_slices=self.num_slices or 1).devices)
+            return list(_described_devices(self.topology, self.num_slices or 1))
         if self.devices is not None:
             return list(self.devices)
         return check_devices(None, self.backend)
+
+
+# Each description makes new devices, but the meshes of one config must be equal.
+@functools.lru_cache(maxsize=8)
+def _described_devices(topology: str, num_slices: int) -> tuple[JaxDevice, ...]:
+    return describe_topology(topology, num_slices=num_slices).devices

@@ -1,4 +1,4 @@
-"""create_mesh: any sizes and names, in an order that the machine decides; and what it refuses."""
+"""create_mesh: sizes and names, the order of the devices, and errors."""
 
 import ast
 import itertools
@@ -54,8 +54,8 @@ def test_any_names(names):
     assert create_mesh((4, 2), names).axis_names == tuple(names)
 
 
-def test_one_name():
-    """Not the letters of it."""
+def test_a_string_is_one_name():
+    """It is not split into letters."""
     assert create_mesh((8,), 'data').axis_names == ('data',)
 
 
@@ -66,7 +66,7 @@ def test_axis_types():
         (explicit, (explicit, explicit)),
         ((auto, explicit), (auto, explicit)),
         ([manual, auto], (manual, auto)),
-        # By name, as configuration files write them.
+        # Names, as configuration files write them.
         ('explicit', (explicit, explicit)),
         (['Auto', 'EXPLICIT'], (auto, explicit)),
         (['explicit'], (explicit, explicit)),
@@ -93,56 +93,14 @@ MACHINES = [
 
 
 @pytest.mark.parametrize('machine, sizes', MACHINES)
-def test_the_order_given_does_not_matter(machine, sizes):
+def test_the_order_of_the_devices_argument_does_not_matter(machine, sizes):
     devices = machine()
     names = [f'axis{i}' for i in range(len(sizes))]
     mesh = create_mesh(sizes, names, devices=devices)
     assert mesh.devices.shape == sizes
     assert sorted_ids(mesh) == sorted(d.id for d in devices)
-    for seed in range(3):
-        shuffled = random.Random(seed).sample(devices, len(devices))
-        assert ids(create_mesh(sizes, names, devices=shuffled)) == ids(mesh)
-
-
-@pytest.mark.parametrize(
-    'kind, bounds, cores, expected',
-    [
-        ('TPU v4', (2, 2, 1), 1, [[0, 2, 1, 3]]),
-        ('TPU v4', (2, 2, 1), 1, [[0], [2], [1], [3]]),
-        ('TPU v4', (2, 2, 1), 1, [[0, 1], [2, 3]]),
-        ('TPU v4', (2, 2, 2), 1, [[0, 4, 2, 6, 1, 5, 3, 7]]),
-        ('TPU v4', (2, 2, 2), 1, [[0, 2, 1, 3], [4, 6, 5, 7]]),
-        ('TPU v4', (2, 2, 2), 1, [[0, 1], [4, 5], [2, 3], [6, 7]]),
-        ('TPU v4', (2, 2, 2), 1, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
-        (
-            *('TPU v4', (2, 2, 4), 1),
-            [[0, 2, 1, 3], [4, 6, 5, 7], [8, 10, 9, 11], [12, 14, 13, 15]],
-        ),
-        (
-            *('TPU v4', (2, 2, 4), 1),
-            [[0, 4, 8, 12, 1, 5, 9, 13], [2, 6, 10, 14, 3, 7, 11, 15]],
-        ),
-        (
-            *('TPU v4', (2, 2, 4), 1),
-            [[[0, 2, 1, 3], [4, 6, 5, 7]], [[8, 10, 9, 11], [12, 14, 13, 15]]],
-        ),
-        ('TPU v5 lite', (2, 2, 1), 1, [[0, 1, 3, 2]]),
-        ('TPU v5 lite', (4, 2, 1), 1, [[0, 1, 2, 3], [7, 6, 5, 4]]),
-        ('TPU v5', (2, 2, 2), 1, [[0, 1, 3, 2], [6, 7, 5, 4]]),
-        ('TPU v5', (2, 2, 2), 1, [[0, 1], [3, 2], [6, 7], [5, 4]]),
-        ('TPU v3', (2, 2, 1), 2, [0, 1, 2, 3, 6, 7, 4, 5]),
-    ],
-)
-def test_orders_of_jax(kind, bounds, cores, expected):
-    """As jax's create_device_mesh has them, or has them when axes may split a dimension."""
-    sizes = np.shape(expected)
-    names = [f'axis{i}' for i in range(len(sizes))]
-    assert ids(create_mesh(sizes, names, devices=tpus(bounds, kind, cores))) == expected
-
-
-def test_a_row_of_v3():
-    first = ids(create_mesh((4, 8), ('data', 'model'), devices=v3_4x4()))[0]
-    assert first == [0, 1, 2, 3, 10, 11, 8, 9]
+    shuffled = random.Random(0).sample(devices, len(devices))
+    assert ids(create_mesh(sizes, names, devices=shuffled)) == ids(mesh)
 
 
 @pytest.mark.parametrize('sizes', [(2, 4, 4), (8, 4), (4, 8), (2, 16), (32, 1)])
@@ -173,7 +131,7 @@ def test_the_last_axis_spans_few_hosts(local, processes, data):
 
 
 def test_hosts_of_unequal_size():
-    """Nothing to share out: by process and id."""
+    """They are ordered by process and id."""
     devices = [*gpus(4, 2)[:7]][::-1]
     assert ids(create_mesh((7,), ('data',), devices=devices)) == list(range(7))
 
@@ -191,8 +149,8 @@ def test_granule_size_joins_hosts():
     assert ids(backwards) == ids(joined)
 
 
-def test_granule_size_parts_a_host():
-    """Six of a host make a ring of their own; twelve of them would follow each other."""
+def test_granule_size_splits_a_host():
+    """Each row has pairs from both halves of the host, instead of four consecutive GPUs."""
     parted = create_mesh((3, 4), ('a', 'b'), devices=gpus(12, 1)[::-1], granule_size=6)
     assert ids(parted) == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
 
@@ -204,7 +162,7 @@ def test_domains_that_gpus_know():
     assert [{d.slice_index for d in row} for row in mesh.devices] == [{0}, {0}, {1}, {1}]
 
 
-# What makes no mesh: one ValueError each, with the numbers.
+# Errors, each a ValueError with the numbers.
 
 AXIS_XY = {'axis_sizes': (4, 2), 'axis_names': ('x', 'y')}
 ERRORS = {
@@ -264,7 +222,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize('case', ERRORS)
-def test_what_makes_no_mesh(case):
+def test_errors(case):
     wrong, parts = ERRORS[case]
     with pytest.raises(ValueError) as error:
         create_mesh(**(AXIS_XY | wrong))
@@ -272,12 +230,12 @@ def test_what_makes_no_mesh(case):
         assert part in str(error.value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     number=st.integers(1, 48), sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4).map(tuple)
 )
 def test_the_nearest_shape_fits(number, sizes):
-    """Its product is the number of devices, and no shape is nearer by the ratios of its sizes."""
+    """Its product is the number of devices, and no other such shape has sizes of nearer ratios."""
     devices = cpus(number, 1)
     names = [f'axis{i}' for i in range(len(sizes))]
     if math.prod(sizes) == number:
@@ -299,7 +257,7 @@ def test_the_nearest_shape_fits(number, sizes):
             assert ratios(nearest) <= ratios(other) + 1e-5
 
 
-def test_many_axes_without_a_suggestion():
-    """Still the numbers, where there are too many shapes to try."""
+def test_many_axes_get_no_suggestion():
+    """There are too many shapes to try, but the message has the numbers."""
     with pytest.raises(ValueError, match='product 64, but the number of devices is 8'):
         create_mesh((2,) * 6, list('abcdef'))

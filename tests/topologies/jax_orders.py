@@ -1,4 +1,4 @@
-"""Device orders that jax is known to make, as (machine, mesh shape, ids): ids run along x first."""
+"""Known device orders of jax, as (machine, mesh shape, ids), with ids numbered along x first."""
 
 V4_2X2X4 = [[0, 2, 1, 3], [4, 6, 5, 7], [8, 10, 9, 11], [12, 14, 13, 15]]
 JAX_ORDERS = [
@@ -8,8 +8,9 @@ JAX_ORDERS = [
     ('v4:2x2x2', (1, 8), [[0, 4, 2, 6, 1, 5, 3, 7]]),
     ('v4:2x2x2', (2, 4), [[0, 2, 1, 3], [4, 6, 5, 7]]),
     ('v4:2x2x2', (4, 2), [[0, 1], [4, 5], [2, 3], [6, 7]]),
-    ('v4:2x2x2', (2, 2, 2), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
     ('v4:2x2x4', (4, 4), V4_2X2X4),
+    ('v4:2x2x4', (2, 2, 4), [V4_2X2X4[:2], V4_2X2X4[2:]]),
+    ('v4:2x2x2', (2, 2, 2), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
     ('v4:2x2x4', (2, 8), [[0, 4, 8, 12, 1, 5, 9, 13], [2, 6, 10, 14, 3, 7, 11, 15]]),
     ('v5e:2x2', (1, 4), [[0, 1, 3, 2]]),
     ('v5e:2x4', (2, 4), [[0, 1, 2, 3], [7, 6, 5, 4]]),
@@ -18,7 +19,7 @@ JAX_ORDERS = [
     ('v5p:2x2x2', (4, 2), [[0, 1], [3, 2], [6, 7], [5, 4]]),
     ('v3:2x2', (8,), [0, 1, 2, 3, 6, 7, 4, 5]),
 ]
-# (machine, slices, shape within a slice, shape over slices, ids that go on from slice to slice)
+# (machine, slices, shape within a slice, shape over slices, ids numbered across the slices)
 JAX_HYBRID_ORDERS = [
     (
         *('v4:2x2x2', 2, (1, 2, 4), (2, 1, 1)),

@@ -1,8 +1,12 @@
 """The default mesh of every machine, for every number of model partitions."""
 
+import dataclasses
 import math
 import random
 
+import gin
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from described_machines import (
@@ -17,6 +21,7 @@ from described_machines import (
 from jax.sharding import PartitionSpec as P
 
 from partitioning import PjitPartitioner, create_mesh, default_mesh, default_moe_mesh
+from partitioning.mesh import MeshConfig
 
 pytestmark = needs_libtpu
 
@@ -180,3 +185,36 @@ def test_a_large_machine():
     assert mesh.devices.shape == (64, 64)
     assert mesh.size == math.prod((16, 16, 16))
     assert_each_device_once(mesh, devices)
+
+
+# MeshConfig describes the machine, too.
+
+
+def test_a_config_with_a_topology_needs_no_machine():
+    config = MeshConfig(axes={'data': -1, 'model': 4}, dcn={'data': 2}, topology='v5e:4x4')
+    two = dataclasses.replace(config, num_slices=2).build()
+    assert dict(two.shape) == {'data': 8, 'model': 4}
+    assert [{d.slice_index for d in part.flat} for part in np.split(two.devices, 2)] == [{0}, {1}]
+    with pytest.raises(ValueError, match=r"dcn {'data': 2, 'model': 1}.* slices is 1"):
+        config.build()
+    t5x = MeshConfig.from_t5x(4, topology='v3:4x4')
+    assert t5x.build() == t5x.build()
+    assert ids(t5x.build()) == ids(default_mesh(4, devices=described('v3:4x4').devices))
+
+
+def test_a_config_from_gin_up_to_compilation():
+    gin.external_configurable(MeshConfig, 'DescribedMesh')
+    gin.parse_config("""
+        DescribedMesh.axes = {'data': -1, 'model': 2}
+        DescribedMesh.slice_axis = 'replica'
+        DescribedMesh.topology = 'v5e:2x2'
+        DescribedMesh.num_slices = 2
+    """)
+    mesh = gin.get_configurable('DescribedMesh')().build()
+    assert dict(mesh.shape) == {'replica': 2, 'data': 2, 'model': 2}
+    partitioner = PjitPartitioner(mesh=mesh)
+    rows, kernel = P(('replica', 'data')), P(None, 'model')
+    multiply = partitioner.partition(jnp.dot, (rows, kernel), P(('replica', 'data'), 'model'))
+    x, w = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    compiled = partitioner.compile(multiply, x, w)
+    assert compiled.memory_analysis().argument_size_in_bytes >= 4 * (4 * 8 + 8 * 2)

@@ -1,4 +1,4 @@
-"""GPU machines described by name, and their meshes: 'model' inside hosts first."""
+"""Descriptions of GPU machines, and their meshes, in which 'model' stays inside hosts if it can."""
 
 import collections
 
@@ -10,7 +10,7 @@ from partitioning import CHIPS, PjitPartitioner, axis_rings, create_mesh, defaul
 
 pytestmark = needs_cuda_plugin
 
-# (name, NVLink domains, hosts in all, GPUs of a host)
+# (name, number of NVLink domains, total number of hosts, GPUs per host)
 GPU_MACHINES = [
     ('h100:1x8', 1, 1, 8),
     ('h100:2x8', 1, 2, 8),
@@ -32,12 +32,12 @@ def gpu_ids(mesh):
 
 
 def granule_of(device, domains):
-    """Where several NVLink domains are described a granule is one of them, else a host."""
+    """The NVLink domain of a device if the machine has several, else its host."""
     return device.coords[0] if domains > 1 else device.process_index
 
 
 @all_machines
-def test_what_a_machine_has(name, domains, hosts, local):
+def test_devices_of_a_description(name, domains, hosts, local):
     topology = described(name, domains)
     chip = CHIPS[name.split(':')[0]]
     assert [d.id for d in topology.devices] == list(range(hosts * local))
@@ -52,7 +52,9 @@ def test_what_a_machine_has(name, domains, hosts, local):
 
 
 @pytest.mark.parametrize('name, domains, hosts, local, partitions', CASES)
-def test_the_default_mesh(name, domains, hosts, local, partitions):
+def test_groups_stay_in_few_granules_and_their_networks_are_known(
+    name, domains, hosts, local, partitions
+):
     devices = described(name, domains).devices
     mesh = default_mesh(partitions, devices=devices)
     assert mesh.axis_names == ('data', 'model')
@@ -67,10 +69,6 @@ def test_the_default_mesh(name, domains, hosts, local, partitions):
     if granule % partitions == 0 or partitions % granule == 0:
         assert np.ravel(gpu_ids(mesh)).tolist() == list(range(len(devices)))
 
-
-@pytest.mark.parametrize('name, domains, hosts, local, partitions', CASES)
-def test_networks(name, domains, hosts, local, partitions):
-    mesh = default_mesh(partitions, devices=described(name, domains).devices)
     for axis, ring in enumerate(axis_rings(mesh)):
         rolled = np.roll(mesh.devices, -1, axis=axis)
         crosses = {
@@ -103,7 +101,7 @@ def test_partitions_that_do_not_divide(partitions):
         default_mesh(partitions, devices=described('h100:2x8').devices)
 
 
-def test_a_submesh_is_of_tpus():
+def test_a_submesh_needs_tpus():
     with pytest.raises(ValueError, match=r'tile of a TPU torus.*num_partitions=4'):
         default_mesh(None, (2, 2, 1, 1), devices=described('h100:2x8').devices)
 
@@ -148,7 +146,7 @@ def test_axes_over_racks():
     assert networks == ['network', 'NVLink', 'NVLink']
 
 
-@pytest.mark.parametrize('size', [7, 6, 0, 100, 145])
-def test_racks_that_hosts_do_not_fill(size):
+@pytest.mark.parametrize('size', [7, 6, 100, 145])
+def test_racks_that_are_not_whole_hosts(size):
     with pytest.raises(ValueError, match=f'granule_size={size}.*144 devices'):
         default_mesh(4, devices=described('b200:36x4').devices, granule_size=size)

@@ -1,9 +1,8 @@
-"""Orders and errors of meshes of slices, on devices made up here: no compiler is needed."""
+"""Orders of meshes of TPU slices, on mock devices, for which no compiler is needed."""
 
 import itertools
 import math
 
-import jax
 import numpy as np
 import pytest
 from described_machines import assert_each_device_once, ids
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax_orders import JAX_HYBRID_ORDERS, JAX_ORDERS
-from mock_devices import SliceDevice, tpu_slices, tpus
+from mock_devices import tpu_slices, tpus
 
 from partitioning import axis_rings, create_hybrid_mesh, create_mesh
 
@@ -50,97 +49,15 @@ def test_known_orders_of_jax_over_slices(name, slices, ici, dcn, expected):
     bounds, kind, _ = machine(name)
     devices = tpu_slices(slices, bounds, kind)
     assert ids(create_hybrid_mesh(ici, dcn, names(ici), devices=devices)) == expected
-    # The same shape as one: what is within a slice and what over slices follows from the sizes.
+    # create_mesh finds the same split from the total sizes if only the first axis spans slices.
     sizes = [i * d for i, d in zip(ici, dcn, strict=True)]
     if dcn[1:] == (1,) * len(dcn[1:]):
         assert ids(create_mesh(sizes, names(sizes), devices=devices)) == expected
 
 
-def test_first_row_of_v3_4x4_as_in_jax():
-    mesh = create_mesh((4, 8), ('data', 'model'), devices=tpus((4, 4, 1), 'TPU v3', 2))
-    assert ids(mesh)[0] == [0, 1, 2, 3, 10, 11, 8, 9]
-
-
-def two_v4_slices():
-    """Two slices whose ids have nothing to do with their coordinates."""
-    coords = [(0, 1), (1, 0), (0, 0), (1, 1), (0, 0), (1, 1), (0, 1), (1, 0)]
-    return [
-        SliceDevice(i, i // 4, (x, y, 0), slice_index=i // 4) for i, (x, y) in enumerate(coords)
-    ]
-
-
-@pytest.mark.parametrize('reverse', [False, True])
-@pytest.mark.parametrize(
-    'ici, dcn, expected',
-    [
-        ((2, 2), (2, 1), [[2, 1], [0, 3], [4, 7], [6, 5]]),
-        ((2, 2), (1, 2), [[2, 1, 4, 7], [0, 3, 6, 5]]),
-        ((1, 4), (2, 1), [[2, 0, 1, 3], [4, 6, 7, 5]]),
-    ],
-)
-def test_coordinates_decide_and_not_ids(ici, dcn, expected, reverse):
-    devices = two_v4_slices()[:: -1 if reverse else 1]
-    assert ids(create_hybrid_mesh(ici, dcn, ('data', 'model'), devices=devices)) == expected
-
-
-def test_cpu_devices_stay_in_order():
-    mesh = create_mesh((4, 2), ('x', 'y'), devices=jax.devices())
-    assert ids(mesh) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert dict(mesh.shape) == {'x': 4, 'y': 2}
-    assert mesh.size == 8
-    assert ids(create_mesh((-1,), ('data',), devices=jax.devices())) == list(range(8))
-
-
-# Errors.
-
-
-@pytest.mark.parametrize(
-    'shape, axes, message',
-    [
-        ((4, 4), ('x', 'y', 'z'), 'axis_sizes has 2 sizes for 3 axis names'),
-        ((4, 4), ('x', 'x'), "'x' appears twice"),
-        ((4, 2), ('x', 'y'), r'\(4, 2\) has product 8, but the number of devices is 16.*\(8, 2\)'),
-        ((3, -1), ('x', 'y'), r'needs a multiple of 3, but the number of devices is 16'),
-        ((-1, -1), ('x', 'y'), 'only one can be'),
-        ((0, 16), ('x', 'y'), 'the size 0 must be'),
-    ],
-)
-def test_shapes_and_names_that_make_no_mesh(shape, axes, message):
-    with pytest.raises(ValueError, match=message):
-        create_mesh(shape, axes, devices=tpus((4, 4, 1), 'TPU v4'))
-
-
-@pytest.mark.parametrize(
-    'make', [create_mesh, lambda s, n, **k: create_hybrid_mesh(s, (1,), n, **k)]
-)
-def test_a_device_given_twice(make):
-    devices = tpus((2, 2, 1), 'TPU v4')
-    with pytest.raises(ValueError, match=r'device 3 2 times'):
-        make((5,), ('x',), devices=[*devices, devices[3]])
-
-
-@pytest.mark.parametrize(
-    'ici, dcn, message',
-    [
-        ((2, 2), (2, 1, 1), r'\(2, 2\) has 2 axes and dcn_mesh_shape \(2, 1, 1\) has 3'),
-        ((2, 2), (4, 1), r'dcn_mesh_shape \(4, 1\).*has product 4.*number of slices is 2'),
-        ((2, 2), (1, 1), r'dcn_mesh_shape \(1, 1\).*has product 1.*number of slices is 2'),
-        ((4, 2), (2, 1), r'ici_mesh_shape \(4, 2\).*has product 8.*of the 2 slices is 4'),
-    ],
-)
-def test_shapes_that_do_not_fit_two_slices(ici, dcn, message):
-    with pytest.raises(ValueError, match=message):
-        create_hybrid_mesh(ici, dcn, ('x', 'y'), devices=two_v4_slices())
-
-
-def test_slices_that_are_not_there():
-    with pytest.raises(ValueError, match=r'dcn_mesh_shape \(2, 1\).*has product 2.*slices is 1'):
-        create_hybrid_mesh((2, 2), (2, 1), ('x', 'y'), devices=tpus((2, 2, 1), 'TPU v4'))
-
-
 # Any machine, any shape.
 
-# Slices that are no cubes of 4 among them, and 6, which no power of two divides.
+# Some of these slices are not cubes of 4, and a side of 6 is not a power of two.
 boxes = st.tuples(*[st.sampled_from((2, 4, 6, 8))] * 2, st.sampled_from((1, 2, 4)))
 chips = st.sampled_from([('TPU v4', 1), ('TPU v5', 1), ('TPU v5 lite', 1), ('TPU7x', 2)])
 
@@ -158,7 +75,7 @@ def meshes(draw):
 
 
 def closed(kind, bounds):
-    """The rings of a slice: whole cubes have three, v5e slices this small none."""
+    """Slices of whole cubes have three rings, and v5e slices of this size have none."""
     whole = kind != 'TPU v5 lite' and all(n % 4 == 0 for n in bounds)
     return (whole, whole, whole)
 
@@ -196,14 +113,14 @@ def test_split_dimensions_are_split_as_well_as_boxes_can_be(chip, data):
     wrap = (bounds[0] == 16, False, False) if kind == 'TPU v5 lite' else (True, True, True)
     means = mean_hops(mesh.devices, bounds, wrap)
     whole, several = _sizes_of_whole_dimensions(bounds)
-    # Else jax has an order, or an axis goes through several whole dimensions row by row.
+    # Otherwise jax has an order, or an axis goes row-major through several whole dimensions.
     if not whole.issuperset(shape) and several.isdisjoint(shape):
         fewest = fewest_weighted(shape, bounds, wrap, 1)[0]
         assert weighted(means, shape) <= fewest + 1e-9, (shape, means)
 
 
 def _sizes_of_whole_dimensions(bounds):
-    """The sizes that axes have which take dimensions whole: any number of them, two or more."""
+    """The sizes of axes that take any number of whole dimensions, and that take two or more."""
     used = [n for n in bounds if n > 1]
     sizes = [
         {math.prod(some) for some in itertools.combinations(used, number)}
