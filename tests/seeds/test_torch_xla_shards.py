@@ -239,8 +239,8 @@ def test_invalid_sharding_specs(xy):
     for call, message in [
         (lambda: ShardingSpec(xy, ('z',)), "'z' .* x 4 x y 2"),
         (lambda: ShardingSpec(xy, ('x',), minibatch=1), 'minibatch=1 must be True or False'),
-        (lambda: ShardingSpec(xy, (None, 'x'), True), r"\(None, 'x'\) must be a mesh axis"),
-        (lambda: ShardingSpec(xy, (), minibatch=True), r'\(\) must be a mesh axis'),
+        (lambda: ShardingSpec(xy, (None, 'x'), True), r"a mesh axis .* \(None, 'x'\)"),
+        (lambda: ShardingSpec(xy, (), minibatch=True), r'a mesh axis .* \(\)'),
         (lambda: ShardingSpec(xy, ('x',)).apply(np.ones((8, 8))), '1 entry, but .* 2 dimensions'),
         (lambda: ShardingSpec(xy, ('x',)).can_apply([1]), 'list is not an array'),
         (lambda: shard_batch(np.ones(8), ShardingSpec(xy, ('x',)), other), 'another mesh'),

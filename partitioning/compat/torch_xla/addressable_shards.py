@@ -139,10 +139,10 @@ def _in_order(
 ) -> tuple[list[Any], tuple[int, ...] | None]:
     """Returns the data of the shards by device id, and the global shape if it is known."""
     if isinstance(shards, PaddedArray | np.ndarray | jax.Array | str | dict):
-        raise ValueError(f'shards must be {len(ids)} arrays, not {type(shards).__qualname__}')
+        raise ValueError(f'shards must be a list of {len(ids)} arrays, not {type(shards).__name__}')
     blocks = list(shards)
     if len(blocks) != len(ids):
-        raise ValueError(f'{len(blocks)} shards for {len(ids)} devices: pass one for each of {ids}')
+        raise ValueError(f'{len(blocks)} shards for {len(ids)} devices: pass one per id, {ids}')
     num_local = sum(isinstance(block, LocalShard) for block in blocks)
     if num_local == 0:
         return [x if isinstance(x, jax.Array) else np.asarray(x) for x in blocks], shape

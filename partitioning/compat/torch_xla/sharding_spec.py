@@ -43,7 +43,7 @@ class ShardingSpec:
         if not isinstance(minibatch, bool):
             raise ValueError(f'minibatch={minibatch!r} must be True or False')
         if minibatch and (not len(spec) or spec[0] is None):
-            raise ValueError(f'minibatch=True: the first of {tuple(spec)} must be a mesh axis')
+            raise ValueError(f'minibatch=True needs a mesh axis as first entry, not {tuple(spec)}')
         object.__setattr__(self, 'mesh', mesh_or_global(mesh))
         object.__setattr__(self, 'partition_spec', spec)
         object.__setattr__(self, 'minibatch', minibatch)
