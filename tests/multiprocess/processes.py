@@ -1,55 +1,88 @@
-"""Starts JAX processes that work together, and hears what they say."""
+"""Starts processes that work together, and collects what they report."""
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
-
-def say(value):
-    """What a process has to say, as JSON: in a file, for the collectives speak on stdout, too."""
-    Path(os.environ['SAID']).write_text(json.dumps(value))
+HERE = Path(__file__).parent
+HANG_SECONDS = 1200  # Long enough for any load: it only ends processes that wait forever.
 
 
-def what_they_say(program, count, *args):
-    """Runs a program in several processes at once.
+@contextlib.contextmanager
+def reserved_port():
+    """A port that no other program gets while the context is open.
 
-    Args:
-      program: Python code; its arguments are the port of process 0, the number of processes, its
-        own, and `args`. What it has to say it gives to `processes.say`.
-      count: of processes.
-      args: more arguments.
-
-    Returns:
-      What each process has said.
+    The socket that reserves it never listens. It allows other sockets of this user on the port,
+    as the socket of jax's coordinator does, so that the coordinator can bind it.
     """
-    with socket.socket() as free:
-        free.bind(('127.0.0.1', 0))
-        port = free.getsockname()[1]
-    here = Path(__file__).parent
-    modules = os.pathsep.join(map(str, (os.getcwd(), here, here.parent / 'partitioning')))
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f'{index}.json' for index in range(count)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, '-c', program, *map(str, (port, count, index, *args))],
-                env=os.environ | {'SAID': str(file), 'PYTHONPATH': modules},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for index, file in enumerate(files)
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    with socket.socket(family) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind(('', 0))
+        yield holder.getsockname()[1]
+
+
+def run_together(commands, **environment):
+    """Runs commands at the same time, and returns what each writes to stdout.
+
+    If one fails, the others are killed at once, because they may wait for it forever.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as files:
+        paths = [
+            [Path(folder, f'{i}.{name}') for name in ('out', 'err')] for i in range(len(commands))
         ]
-        errors = []
+        processes = []
         try:
-            for process in processes:
-                _, err = process.communicate(timeout=240)
-                errors.append(err[-3000:] if process.returncode else '')
+            for command, (out, err) in zip(commands, paths, strict=True):
+                stdout, stderr = (files.enter_context(path.open('w')) for path in (out, err))
+                process = subprocess.Popen(
+                    command, env=os.environ | environment, stdout=stdout, stderr=stderr
+                )
+                processes.append(process)
+            with ThreadPoolExecutor(len(processes)) as pool:
+                futures = [pool.submit(_raise_if_it_fails, process) for process in processes]
+                done, pending = wait(futures, HANG_SECONDS, FIRST_EXCEPTION)
+                failed = [i for i, f in enumerate(futures) if f in done and f.exception()]
+                _kill(processes)
         finally:
-            for process in processes:  # those that wait for one that has failed
-                process.kill()
-        assert not any(errors), '\n'.join(filter(None, errors))
-        return [json.loads(file.read_text()) for file in files]
+            _kill(processes)
+        assert not failed, '\n'.join(paths[i][1].read_text()[-3000:] for i in failed)
+        assert not pending, f'{len(pending)} processes did not end within {HANG_SECONDS} seconds'
+        return [out.read_text() for out, _ in paths]
+
+
+def run_worker(count, folder):
+    """Runs worker.py in `count` processes, and returns what each reports."""
+    root = HERE.parents[1]
+    modules = os.pathsep.join(map(str, (root, HERE, HERE.parent / 'partitioning')))
+    with reserved_port() as port:
+        run_together(
+            [
+                [sys.executable, str(HERE / 'worker.py'), *map(str, (port, count, index, folder))]
+                for index in range(count)
+            ],
+            PYTHONPATH=modules,
+        )
+    return [json.loads(report_path(folder, index).read_text()) for index in range(count)]
+
+
+def report_path(folder, index):
+    """Where a worker writes its report: stdout also has lines of the collectives."""
+    return Path(folder) / f'report {index}.json'
+
+
+def _raise_if_it_fails(process):
+    if process.wait() != 0:
+        raise RuntimeError
+
+
+def _kill(processes):
+    for process in processes:
+        process.kill()
+        process.wait()

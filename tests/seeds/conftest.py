@@ -1,4 +1,4 @@
-"""Every run that collects this folder says what it has seen of the rows."""
+"""Every run that collects this folder prints a summary of the seed behaviours it has tested."""
 
 from seed_rows import HERE, outcomes_of, seed_rows
 

@@ -1,11 +1,12 @@
 """The behaviours of the five systems that Meshwright follows, by id, and which of them are tested.
 
-A row has a test where the name of one in this folder has its id (`test_B7_...`), and is not
-applicable where `tests/not_applicable.md` has a line `- <id>: reason`. What a run of the tests says
-of a row is another matter: `outcomes_of`.
+A row (a behaviour) has a test if the name of a test in this folder contains its id (`test_B7_...`).
+It is not applicable if `tests/not_applicable.md` has a line `- <id>: reason`. `outcomes_of` answers
+a separate question: whether the tests passed in a run.
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ IDS = tuple(
     f'{system}{row}'
     for system, last in LAST.items()
     for row in range(1, last + 1)
-    if (system, row) != ('E', 4)  # there is none
+    if (system, row) != ('E', 4)  # This id was never assigned.
 )
 _ID = re.compile(r'(?<=_)[A-E]\d+(?=_|$)')
 _LINE = re.compile(r'- ([A-E]\d+): (\S.*)')
@@ -27,11 +28,11 @@ _LINE = re.compile(r'- ([A-E]\d+): (\S.*)')
 
 @dataclass(frozen=True)
 class Rows:
-    """What the files say of the rows.
+    """Which rows have tests, and which are not applicable, according to the files.
 
     Attributes:
-      tests: ids in the names of tests.
-      not_applicable: the reason of each that cannot apply to JAX.
+      tests: the ids in the names of tests.
+      not_applicable: for each id that cannot apply to JAX, the reason.
     """
 
     tests: frozenset[str]
@@ -39,19 +40,19 @@ class Rows:
 
     @property
     def left(self) -> list[str]:
-        """Rows that have neither a test nor a reason."""
+        """The rows that have neither a test nor a reason."""
         return [row for row in IDS if row not in self.tests and row not in self.not_applicable]
 
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What one run of tests says of the rows, each list in the order of the ids.
+    """The outcomes of the rows in one run, each list in the order of the ids.
 
     Attributes:
-      rows: what the files say of them.
-      tested: a test has passed, and none failed.
-      failed: a test has failed, or did not do what it was marked to.
-      skipped: all tests were skipped.
+      rows: the tests and reasons in the files.
+      tested: the rows of which a test passed and no test failed.
+      failed: the rows of which a test failed, or contradicted its xfail mark.
+      skipped: the rows of which all tests were skipped.
     """
 
     rows: Rows
@@ -61,12 +62,12 @@ class Outcomes:
 
     @property
     def not_run(self) -> list[str]:
-        """Rows that have tests, of which none has run."""
+        """The rows that have tests of which none has run."""
         seen = {*self.tested, *self.failed, *self.skipped}
         return [row for row in IDS if row in self.rows.tests and row not in seen]
 
     def __str__(self) -> str:
-        """One line; of a run of everything it ends with what is left, which is nothing."""
+        """One line with the numbers, and the ids of the rows that are left, failed or skipped."""
         left = self.rows.left
         parts = [
             f'{len(self.tested)} tested, {len(self.rows.not_applicable)} not applicable, '
@@ -82,12 +83,12 @@ class Outcomes:
 
 
 def ids_in_name(test: str) -> list[str]:
-    """The ids in the name of a test, or in its node id; what parameters have in theirs is none."""
+    """The ids in the name or node id of a test. Ids in the names of its parameters do not count."""
     return _ID.findall(test.partition('[')[0].rpartition('::')[2])
 
 
 def ids_in_tests(source: str) -> set[str]:
-    """The ids in the names of the tests of a file, those that are always skipped left out."""
+    """The ids in the names of the tests of a file, except tests that are always skipped."""
     return {
         found
         for node in ast.walk(ast.parse(source))
@@ -98,23 +99,24 @@ def ids_in_tests(source: str) -> set[str]:
 
 
 def ids_with_reasons(text: str) -> dict[str, str]:
-    """The ids of a list of lines `- <id>: reason`."""
+    """The ids and reasons in lines `- <id>: reason`."""
     return dict(match.groups() for line in text.splitlines() if (match := _LINE.fullmatch(line)))
 
 
+@functools.cache
 def seed_rows() -> Rows:
-    """What the files of this folder say of the rows; nothing is run."""
+    """The tests and reasons in the files, found without running any test."""
     tests = {row for path in HERE.glob('test_*.py') for row in ids_in_tests(path.read_text())}
     return Rows(frozenset(tests), ids_with_reasons(NOT_APPLICABLE.read_text()))
 
 
 def outcomes_of(reports: Iterable[tuple[str, str]], rows: Rows) -> Outcomes:
-    """What has become of the rows in a run.
+    """The outcomes of the rows in a run.
 
     Args:
-      reports: node id and outcome of each test, in pytest's words: 'passed', 'skipped', or any
-        other, which is a failure. A test may have several.
-      rows: what the files say of them.
+      reports: the node id and outcome of each test, as pytest names it: 'passed', 'skipped', or
+        another name, which counts as a failure. A test may have several outcomes.
+      rows: the tests and reasons in the files.
     """
     seen: dict[str, set[str]] = {}
     for test, outcome in reports:

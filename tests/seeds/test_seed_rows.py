@@ -1,5 +1,6 @@
-"""Each behaviour of the five systems is tested by its id, or has a reason why it cannot be."""
+"""Each behaviour of the five systems has a test with its id, or a reason why it cannot have one."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -21,32 +22,32 @@ from seed_rows import (
 pytestmark = pytest.mark.core
 
 
-def test_the_list():
+def test_there_are_93_ids():
     assert len(IDS) == len(set(IDS)) == 93
     assert {'A18', 'B19', 'C1', 'D19', 'E19'} <= {*IDS} and 'E4' not in IDS
 
 
-def test_none_is_left():
+def test_every_row_has_a_test_or_a_reason():
     assert not seed_rows().left
 
 
-def test_none_is_both():
+def test_no_row_has_both_a_test_and_a_reason():
     rows = seed_rows()
     assert not rows.tests & rows.not_applicable.keys()
 
 
-def test_none_is_unknown():
+def test_every_id_is_known():
     rows = seed_rows()
     assert rows.tests | rows.not_applicable.keys() <= {*IDS}
 
 
 def test_every_line_of_the_list_has_an_id_and_a_reason():
-    """Of the list: what is different on purpose is a table after it."""
     text = NOT_APPLICABLE.read_text()
     assert len(re.findall(r'^\s*[-*] ', text, re.MULTILINE)) == len(ids_with_reasons(text))
 
 
-def test_every_line_of_the_table_has_a_row_that_is_tested():
+def test_every_line_of_the_table_has_a_tested_row():
+    """The table lists differences that are intended."""
     lines = re.findall(r'^\| ([A-E]\d+) \|(.*)\|$', NOT_APPLICABLE.read_text(), re.MULTILINE)
     ids = [row for row, _ in lines]
     assert len(ids) > 20 and {*ids} <= seed_rows().tests
@@ -57,7 +58,7 @@ def test_every_line_of_the_table_has_a_row_that_is_tested():
 TESTS = """
 def test_B1_something(): ...
 def test_D8_D12_both(): ...
-def helper_B2_is_no_test(): ...
+def helper_B2_is_not_a_test(): ...
 class TestMany:
     def test_of_E19(self): ...
     def test_C33x_and_AB4(self): ...
@@ -80,7 +81,7 @@ def test_reasons_are_found_in_lines():
     assert ids_with_reasons(lines) == {'A1': 'of TensorFlow'}
 
 
-# What a run says of them.
+# The outcomes of a run.
 
 ALL = Rows(frozenset(IDS), {})
 
@@ -89,7 +90,7 @@ def line(reports, rows=ALL):
     return str(outcomes_of(reports, rows)).removeprefix('seed behaviours: ')
 
 
-def test_a_run_of_everything():
+def test_a_run_of_every_test():
     reports = [(f'tests/seeds/test_x.py::test_{row}_it', 'passed') for row in IDS]
     assert line(reports) == '93 tested, 0 not applicable, 0 left'
     rows = Rows(frozenset(IDS) - {'A3', 'B1', 'D2'}, {'A3': 'of TensorFlow'})
@@ -106,15 +107,14 @@ def test_a_run_of_one_test():
 
 
 @pytest.mark.parametrize('outcome', ['failed', 'error', 'xfailed', 'xpassed'])
-def test_a_row_with_a_test_that_fails_is_not_tested(outcome):
-    """Whatever its others do, and in whatever order they come; an error may be that of a fixture
-    after a test that has passed."""
+def test_a_row_fails_if_one_of_its_tests_fails(outcome):
+    """The order does not matter: the teardown of a fixture may fail after its test has passed."""
     reports = [('test_x.py::test_D8_D2_a', 'passed'), ('test_x.py::test_D8_a', outcome)]
     for given in (reports, reports[::-1]):
         assert line(given) == '1 tested, 0 not applicable, 0 left; 1 failed: D8; 91 not in this run'
 
 
-def test_a_row_whose_tests_are_all_skipped_is_not_tested():
+def test_a_row_is_skipped_if_all_its_tests_are_skipped():
     reports = [('test_x.py::test_D19_a', 'skipped'), ('test_x.py::test_D19_b[1]', 'skipped')]
     assert line(reports) == (
         '0 tested, 0 not applicable, 0 left; 1 skipped: D19; 92 not in this run'
@@ -140,15 +140,15 @@ def test_C3_breaks_later(broken): pass
 
 
 @pytest.mark.parametrize(
-    'selection, said',
+    'selection, expected',
     [
         ((), '2 tested, 0 not applicable, 87 left: A2, .*E19; 3 failed: B2, C2, C3; 1 skipped: C1'),
         (('-k', 'B1'), '1 tested, 0 not applicable, 87 left: .*E19; 5 not in this run'),
         (('--collect-only',), '0 tested, 0 not applicable, 87 left: .*E19; 6 not in this run'),
     ],
 )
-def test_the_last_line_of_a_run(tmp_path, selection, said):
-    """Of pytest itself, over a folder like this one; tests of other folders do not count."""
+def test_pytest_prints_the_summary(tmp_path, selection, expected):
+    """pytest runs in a folder like this one; tests in other folders do not count."""
     for folder in ('seeds', 'others'):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f'test_of_{folder}.py').write_text(
@@ -161,8 +161,9 @@ def test_the_last_line_of_a_run(tmp_path, selection, said):
     done = subprocess.run(
         [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', *selection],
         cwd=tmp_path,
+        env=os.environ | {'PYTEST_DISABLE_PLUGIN_AUTOLOAD': '1'},  # The plugins load slowly.
         capture_output=True,
         text=True,
     )
     [last] = [x for x in done.stdout.splitlines() if x.startswith('seed behaviours: ')]
-    assert re.fullmatch(f'seed behaviours: {said}', last), last
+    assert re.fullmatch(f'seed behaviours: {expected}', last), last

@@ -1,0 +1,177 @@
+"""Real JAX processes, 2, 4 and 8 of them with 8 devices in all: they see one mesh and one batch."""
+
+import functools
+
+import job_batches
+import numpy as np
+import pytest
+from processes import run_worker
+
+
+@pytest.fixture(scope='module')
+def reports_of(tmp_path_factory):
+    """What each of N processes reports of all jobs; N processes are started only once."""
+
+    @functools.cache
+    def run(count):
+        return run_worker(count, tmp_path_factory.mktemp(f'processes{count}'))
+
+    return run
+
+
+@pytest.fixture(params=[2, 4, 8])
+def reports(request, reports_of):
+    return reports_of(request.param)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp('tokens')
+
+
+# Meshes.
+
+
+def test_all_processes_see_the_same_meshes(reports):
+    count, meshes = len(reports), reports[0]['meshes']
+    assert all(report['meshes'] == meshes for report in reports)
+    assert len(meshes) == 6
+    for name, mesh in meshes.items():
+        owners = np.array([process for process, _ in mesh['ids']]).reshape(mesh['shape'])
+        assert len({device for _, device in mesh['ids']}) == 8
+        if name == 'hybrid':  # This mesh asks for 'model' over the processes.
+            assert owners.tolist() == [list(range(count))] * (8 // count)
+            continue
+        # A model group stays within a process if it fits, and otherwise takes whole processes.
+        model, local = mesh['shape'][-1], 8 // count
+        groups = owners.reshape(-1, model).tolist()
+        assert all(len(set(group)) == max(1, model // local) for group in groups), name
+        network = '-' if model == 1 else 'memory' if model <= local else None
+        assert network is None or mesh['networks'][-1] == network, name
+
+
+def test_a_sum_over_all_devices_is_right(reports):
+    assert [report['sum'] for report in reports] == [28.0] * len(reports)
+
+
+# Rows.
+
+
+def test_every_row_has_a_reader_and_every_shard_one_first_reader(reports):
+    """The workers check their own rows; here, all of them must agree."""
+    rows_of_meshes = [report['rows']['meshes'] for report in reports]
+    assert len(rows_of_meshes[0]) == 6
+    assert all(rows == rows_of_meshes[0] for rows in rows_of_meshes)
+    for name, layouts in rows_of_meshes[0].items():
+        assert len(layouts) == len(reports)
+        assert {row for _, _, *rows in layouts.values() for row in rows} == set(range(16)), name
+        shards = {shard_id: rows for shard_id, _, *rows in layouts.values()}
+        assert [shards[i] for i in range(len(shards))] == sorted(shards.values())
+        firsts = [shard_id for shard_id, is_first, *_ in layouts.values() if is_first]
+        assert sorted(firsts) == sorted(shards), name
+
+
+def test_the_orders_are_strided_and_shared_as_intended(reports):
+    """Otherwise, the checks of the rows would test only the easy case."""
+    count, layouts = len(reports), reports[0]['rows']['meshes']
+    rows = {name: [rows for _, _, *rows in of.values()] for name, of in layouts.items()}
+    strided = {name for name, of in rows.items() if any(r[-1] - r[0] >= len(r) for r in of)}
+    assert not any(name.startswith('of jax') for name in strided)
+    assert ('strided 8x1' in strided) == (count < 8)  # One device has contiguous rows.
+    shared = sum(len(r) for r in {tuple(r) for r in rows['rolled 4x2']}) > 16
+    assert shared == (count < 8)
+    # 'data' has size 2 and 'model' size 4: half of the processes read the same rows.
+    assert all(rows['of jax 2x4'].count(r) == count // 2 for r in rows['of jax 2x4'])
+    # 'data' has size 4: each process reads its part of the rows, in order.
+    shards = min(count, 4)
+    shard_ids = [shard_id for shard_id, *_ in layouts['of jax 4x2'].values()]
+    assert shard_ids == [index * shards // count for index in range(count)]
+
+
+def test_a_process_without_devices_of_a_mesh_gets_an_error(reports):
+    assert not reports[0]['rows']['errors']
+    for index, report in enumerate(reports[1:], start=1):
+        errors = report['rows']['errors']
+        assert [kind for kind, _ in errors] == ['ValueError'] * 2
+        for _, message in errors:
+            assert (
+                f'process {index} holds no device of the mesh data {8 // len(reports)}' in message
+            )
+
+
+# Batches.
+
+
+@pytest.fixture(scope='module')
+def alone(folder):
+    """What one process with 8 devices, which is this one, holds of every batch."""
+    return job_batches.run(folder)
+
+
+@pytest.fixture(scope='module')
+def expected(folder):
+    """The hash of each row of each batch, read one by one without a mesh or a feed."""
+    batch, steps = job_batches.BATCH, {int(s) for f, n in job_batches.RUNS for s in range(f, f + n)}
+    hashes = {}
+    for name, task in job_batches.tasks(folder).items():
+        rows = task.open(job_batches.LENGTH).training(job_batches.SEED)
+        for step in steps:
+            numbers = range(step * batch, (step + 1) * batch)
+            hashes[name, step] = [job_batches.hash_row(rows[number]) for number in numbers]
+    return hashes
+
+
+def assert_batches_are(expected, batches_of_processes):
+    keys = [key for key, *_ in batches_of_processes[0]]
+    num_steps = sum(steps for _, steps in job_batches.RUNS)
+    assert len(keys) == len(set(keys)) == 2 * len(job_batches.MODEL_SIZES) * num_steps
+    for batches in zip(*batches_of_processes, strict=True):
+        [key] = {key for key, *_ in batches}
+        name, model, _, step = key.split()
+        copies = [tuple(row) for _, rows, _ in batches for row in rows]
+        # Each of the devices along 'model' has its own copy of a row, and the copies are equal.
+        assert len(copies) == job_batches.BATCH * int(model), key
+        assert [row for _, row in sorted(set(copies))] == expected[name, int(step)], key
+
+
+def test_one_process_has_the_rows_of_the_task(alone, expected):
+    assert_batches_are(expected, [alone])
+    sums = {key: total for key, _, total in alone}
+    assert len(set(sums.values())) >= len(expected), 'sums tell batches apart'
+    rows = {row for hashes in expected.values() for row in hashes}
+    # Far from its start, the run is in another epoch, which may repeat a row.
+    assert len(rows) > 0.9 * sum(map(len, expected.values())), 'batches differ from step to step'
+
+
+def test_several_processes_have_the_same_rows_and_sums_as_one(reports, alone, expected):
+    assert_batches_are(expected, [report['batches'] for report in reports])
+    sums = {key: total for key, _, total in alone}
+    for report in reports:
+        assert {key: total for key, _, total in report['batches']} == sums
+
+
+# Failures.
+
+
+def test_if_one_process_fails_the_other_says_which(reports_of):
+    first, second = (report['failures'] for report in reports_of(2))
+    for name in ('nobody fails', 'same data'):
+        assert first[name] is None and second[name] is None
+    assert second['second fails'] == 'ConfigError: no file matches'
+    assert first['second fails'] == 'ConfigError: process 1 failed: no file matches'
+    assert second['second fails otherwise'] == 'OSError: no such thing'
+    assert first['second fails otherwise'] == 'ConfigError: process 1 failed: no such thing'
+    for one in (first, second):
+        assert 'processes [1] read other data' in one['different data']
+    assert first['different steps'] == second['different steps']
+    assert '[0, 1]' in first['different steps']
+
+
+def test_if_one_process_cannot_start_a_run_the_other_stops(reports_of):
+    first, second = (report['failures'] for report in reports_of(2))
+    kind = 'ConfigError: '
+    assert 'is a file' in first['folder']
+    assert second['folder'] == f'{kind}process 0 failed: {first["folder"].removeprefix(kind)}'
+    for name in ('restore', 'evaluation'):
+        assert second[name].startswith(kind) and 'none does not exist' in second[name]
+        assert first[name] == f'{kind}process 1 failed: {second[name].removeprefix(kind)}'

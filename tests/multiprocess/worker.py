@@ -1,0 +1,40 @@
+"""One of several JAX processes with 8 CPU devices in all: runs every job, and reports the results.
+
+  python worker.py <port of process 0> <number of processes> <index> <folder>
+
+One start serves all jobs, because most of the time of a job is the start of its processes.
+"""
+
+import json
+import sys
+
+import jax
+
+
+def main():
+    port, count, index, folder = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_num_cpu_devices', 8 // count)
+    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+    jax.distributed.initialize(f'127.0.0.1:{port}', count, index)
+
+    # These import jax, whose devices must be configured first.
+    import job_batches
+    import job_failures
+    import job_meshes
+    import job_rows
+    from processes import report_path
+
+    report = {
+        'meshes': job_meshes.run(count),
+        'sum': job_meshes.sum_over_all_devices(),
+        'rows': job_rows.run(count, index),
+        'batches': job_batches.run(folder),
+    }
+    if count == 2:
+        report['failures'] = job_failures.run(index, folder)
+    report_path(folder, index).write_text(json.dumps(report))
+
+
+if __name__ == '__main__':
+    main()
