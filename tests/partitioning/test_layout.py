@@ -115,6 +115,13 @@ def test_scalars_have_one_replica_per_process():
         assert LocalChunker(FOUR, process).get_local_chunk_info((), ()) == info
 
 
+def test_replicas_are_numbered_by_their_places_in_the_mesh():
+    mesh = mesh_of_processes([[1, 1], [0, 0]], ('data', 'model'))
+    for axes in ((), 'model'):
+        assert [LocalChunker(mesh, process).get_replica_id(axes) for process in (0, 1)] == [1, 0]
+    assert LocalChunker(mesh, 1).get_local_chunk_info((4,), (None,)).replica_id == 0
+
+
 # The partitioner.
 
 
