@@ -76,7 +76,7 @@ def test_imports_go_down(path):
 
 
 def test_the_parser_sees_imports_inside_functions():
-    assert 'partitioning.rules' in imported(PACKAGE / 'layout/held.py')
+    assert 'partitioning.rules' in imported(PACKAGE / 'layout/ownership.py')
     assert any(name.startswith('flax') for name in imported(PACKAGE / 'constraints.py'))
 
 

@@ -8,6 +8,7 @@ from mock_devices import mesh_of_processes, tpu_slices, tpus, v3_4x4
 
 from partitioning import (
     LocalChunker,
+    MeshConfig,
     PjitPartitioner,
     default_mesh,
     standard_logical_axis_rules,
@@ -16,8 +17,10 @@ from partitioning import (
 pytestmark = pytest.mark.core
 
 
-def partitioner(**settings):
-    return PjitPartitioner(devices=v3_4x4(), **settings)
+def partitioner(logical_axis_rules=None, **settings):
+    """A partitioner of T5X's test machine."""
+    mesh = MeshConfig.from_t5x(devices=v3_4x4(), **settings)
+    return PjitPartitioner(mesh=mesh, logical_axis_rules=logical_axis_rules)
 
 
 def test_E9_chunks_of_v3():
@@ -112,7 +115,7 @@ def test_E12_sizes_of_the_data_axes():
 )
 def test_E13_hosts_whose_devices_are_not_a_sub_cube(devices, settings):
     """T5X raises, or gives two hosts the wrong rows: on v5e, rows 0-16 instead of 8-24."""
-    one = PjitPartitioner(devices=devices, **settings)
+    one = PjitPartitioner(mesh=MeshConfig.from_t5x(devices=devices, **settings))
     sharding = NamedSharding(one.mesh, one.data_partition_spec)
     size = one.data_mesh_size
     expected = {d.process_index: set() for d in devices}

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from mock_devices import cpus, gpus, ids, tpu_slices, tpus, v3_4x4
 
 from partitioning import (
+    MeshConfig,
     MoePjitPartitioner,
     PjitPartitioner,
     default_mesh,
@@ -64,8 +65,10 @@ def test_E7_gpus_that_do_not_divide(num_partitions, problem):
         default_mesh(num_partitions, devices=gpus(8, 2))
 
 
-def partitioner(**settings):
-    return PjitPartitioner(devices=v3_4x4(), **settings)
+def partitioner(logical_axis_rules=None, **settings):
+    """A partitioner of T5X's test machine."""
+    mesh = MeshConfig.from_t5x(devices=v3_4x4(), **settings)
+    return PjitPartitioner(mesh=mesh, logical_axis_rules=logical_axis_rules)
 
 
 @pytest.mark.parametrize(
@@ -80,18 +83,14 @@ def partitioner(**settings):
 )
 def test_E8_settings_that_do_not_determine_a_mesh_are_errors(settings, said):
     with pytest.raises(ValueError, match=said):
-        _ = partitioner(**settings).mesh
+        PjitPartitioner(**settings)
 
 
 def test_E8_meshes_of_slices_also_shard_the_batch_over_replicas():
     devices = tpu_slices(2, (2, 2, 1), 'TPU v4')
     rules = [('batch', 'data'), ('mlp', 'model')]
-    hybrid = PjitPartitioner(
-        ici_mesh_shape=(1, 2, 2),
-        dcn_mesh_shape=(2, 1, 1),
-        devices=devices,
-        logical_axis_rules=rules,
-    )
+    mesh = MeshConfig.from_t5x(ici_mesh_shape=(1, 2, 2), dcn_mesh_shape=(2, 1, 1), devices=devices)
+    hybrid = PjitPartitioner(mesh=mesh, logical_axis_rules=rules)
     assert hybrid.mesh.axis_names == ('replica', 'data', 'model')
     assert hybrid.data_partition_spec == P(('replica', 'data'))
     assert tuple(hybrid.logical_axis_rules) == (('batch', ('replica', 'data')), rules[1])
@@ -114,10 +113,11 @@ V3_2X2 = [0, 1, 4, 5, 2, 3, 6, 7]
         (8, None, (1, 1, 1, 2), (1, 4, 2), V3_2X2),
     ],
 )
-def test_E16_meshes_of_experts(experts, num_partitions, submesh, shape, order):
+def test_E16_meshes_of_experts(monkeypatch, experts, num_partitions, submesh, shape, order):
     """The 'expert' axis is split off the 'data' axis, and every device keeps its place."""
     devices = tpus((2, 2, 1), 'TPU v3', cores=2)
-    mesh = MoePjitPartitioner(experts, num_partitions, submesh, devices=devices).mesh
+    monkeypatch.setattr(jax, 'devices', lambda *_: devices)
+    mesh = MoePjitPartitioner(experts, num_partitions, submesh).mesh
     assert mesh.axis_names == ('data', 'expert', 'model')
     assert ids(mesh) == np.reshape(order, shape).tolist()
     without = default_mesh(num_partitions, submesh, devices=devices)

@@ -169,7 +169,7 @@ def test_E18_a_parameter_without_names_is_an_error():
         'params_axes': {'named_axes': AxisMetadata(('mlp',))},
     }
     one = PjitPartitioner(num_partitions=2, logical_axis_rules=E15_RULES)
-    message = r'Missing axis names for parameters: params/nameless of shape \(8, 4\) has none'
+    message = r'Missing axis names for parameters: params/nameless of shape \(8, 4\) '
     with pytest.raises(ValueError, match=message):
         one.get_mesh_axes(TrainState.create(variables, optax.sgd(0.1)))
 
