@@ -10,6 +10,7 @@ from planned_models import MESH, MODELS, OF_MODELS, ByData, NnxMlp, Returns, hel
 
 from partitioning import PjitPartitioner, create_mesh
 from partitioning.compat.pytorch import ShardingPlan, place, shard_module
+from partitioning.plan import impose_plan
 
 pytestmark = pytest.mark.core
 
@@ -18,14 +19,14 @@ pytestmark = pytest.mark.core
 def test_a_sharder(model):
     module = MODELS[model]()
     resolved = resolve({'fc1': ByData(), 'fc2.kernel': P('model')}, module)
-    specs = {row.path: row.spec for row in resolved.arrays if row.category == 'parameters'}
+    specs = {row.path: row.spec for row in resolved.rows if row.role == 'parameters'}
     assert specs == {
         'fc1/bias': P('data'),
         'fc1/kernel': P('data', None),
         'fc2/bias': P(None),
         'fc2/kernel': P('model', None),
     }
-    assert resolved['fc1/bias'].reason == 'ByData says so'
+    assert [d.reason for d in resolved['fc1/bias'].dimensions] == ['ByData says so']
     plan = ShardingPlan({'fc1': ByData(), 'fc2.kernel': P('model')})
     assert {
         path: x.sharding.spec for path, x in held(shard_module(module, plan, MESH)).items()
@@ -71,7 +72,7 @@ def test_a_sharder_may_return_another_nnx_module():
     assert isinstance(module.fc1, nnx.Linear), 'resolve leaves the module unchanged'
     placed = shard_module(module, plan, MESH)
     assert isinstance(placed.fc1, Two) and placed is module
-    rows = {row.path for row in resolved.arrays if row.category == 'parameters'}
+    rows = {row.path for row in resolved.rows if row.role == 'parameters'}
     assert {*held(placed)} == rows
     assert 'fc1/second' in held(placed)
 
@@ -113,7 +114,7 @@ def test_shared_parameters_have_one_row():
     resolved = resolve({'first/kernel': P('data')}, module)
     state = nnx.state(module, nnx.Param)
     assert resolved.bytes_total == sum(x.nbytes for x in jax.tree.leaves(state))
-    resolved.mesh_axes(state)
+    assert len(impose_plan(resolved, state, MESH).rows) == len(resolved.rows)
     PjitPartitioner(mesh=MESH, plan=resolved).get_mesh_axes(state)
 
 

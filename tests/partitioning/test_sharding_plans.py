@@ -41,16 +41,16 @@ pytestmark = pytest.mark.core
 def test_rows(model, separator):
     plan = {path.replace('/', separator): spec for path, spec in ENTRIES.items()}
     resolved = resolve(plan, MODELS[model]())
-    rows = {row.path: row for row in resolved.arrays if row.category == 'parameters'}
+    rows = {row.path: row for row in resolved.rows if row.role == 'parameters'}
     assert {path: row.spec for path, row in rows.items()} == SPECS
     assert {path: row.shape for path, row in rows.items()} == SHAPES
     assert {path: row.shard_shape for path, row in rows.items()} == SHARDS
     assert {row.dtype for row in rows.values()} == {'float32'}
-    beside = sum(row.bytes_total for row in resolved.arrays if row.category == 'other')
+    beside = sum(row.bytes_total for row in resolved.rows if row.role == 'other')
     assert resolved.bytes_per_device == 4 * sum(np.prod(s) for s in SHARDS.values()) + beside
     assert resolved.bytes_total == 4 * sum(np.prod(s) for s in SHAPES.values()) + beside
-    assert resolved['fc1/kernel'].reason == 'the plan says so'
-    assert 'not in the plan' in resolved['fc1/bias'].reason
+    assert [d.reason for d in resolved['fc1/kernel'].dimensions] == ['the plan says so'] * 2
+    assert 'not in the plan' in resolved['fc1/bias'].dimensions[0].reason
 
 
 @OF_MODELS
@@ -95,7 +95,7 @@ def test_buffers_are_replicated():
     assert key.sharding.is_fully_replicated and key.sharding.num_devices == 8
     variables = {'params': params(), 'batch_stats': {'mean': jnp.zeros(8)}}
     resolved = resolve(ENTRIES, variables)
-    assert {row.path: row.category for row in resolved.arrays} == {
+    assert {row.path: row.role for row in resolved.rows} == {
         **dict.fromkeys(SHAPES, 'parameters'),
         'batch_stats/mean': 'other',
     }
@@ -121,7 +121,7 @@ def test_lists_and_numbers_as_keys():
     tree = {'layers': [{'w': jnp.zeros(8)}, (jnp.zeros(8),) * 2], 'by_number': {3: jnp.zeros(8)}}
     plan = {'layers.0.w': P('data'), 'layers/1': ByData(), 'by_number/3': P('model')}
     resolved = resolve(plan, tree)
-    specs = {row.path: row.spec for row in resolved.arrays}
+    specs = {row.path: row.spec for row in resolved.rows}
     by_data = dict.fromkeys(['layers/0/w', 'layers/1/0', 'layers/1/1'], P('data'))
     assert specs == {'by_number/3': P('model'), **by_data}
 
@@ -212,9 +212,9 @@ def test_names_of_boxes():
     resolved = resolve({'fc2/kernel': P('model')}, linen(names=True), rules=RULES)
     row = resolved['fc1/kernel']
     assert row.spec == P('data', 'model') and row.logical_axes == ('embed', 'mlp')
-    assert 'a rule shards it' in row.reason
+    assert [d.reason for d in row.dimensions] == ['a rule shards it'] * 2
     assert resolved['fc2/kernel'].spec == P('model', None)
-    assert resolved['fc2/kernel'].logical_axes is None
+    assert resolved['fc2/kernel'].logical_axes == (None, None)
 
 
 def test_names_of_nnx_variables():

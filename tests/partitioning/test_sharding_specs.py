@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from shard_cuts import CUBE, MESH, cuts
 
+from partitioning import PaddedSpec
 from partitioning.compat.pytorch import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -228,7 +229,8 @@ def test_a_policy_decides_about_uneven_chunks():
     spec = infer_partition_spec(shards, MESH)
     assert spec == P('data')
     plan, tree = ShardingPlan({'w': spec}), {'w': np.zeros((29, 4))}
-    assert plan.resolve(tree, MESH, on_indivisible='pad')['w'].padded_spec == P('data', None)
+    padded = plan.resolve(tree, MESH, on_indivisible='pad')['w']
+    assert padded.spec == PaddedSpec(P(None, None), P('data', None))
     with pytest.raises(ValueError, match=r'w: .*29.* 4\b.*28 or 32'):
         plan.resolve(tree, MESH)
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mock_devices import mesh_of_processes
 
-from partitioning import LocalChunker, PjitPartitioner, create_mesh
+from partitioning import LocalChunker, PaddedSpec, PjitPartitioner, create_mesh
 from partitioning.compat.pytorch import (
     ChunkShardingSpec,
     Sharder,
@@ -22,6 +22,7 @@ from partitioning.compat.pytorch import (
     place,
     shard_module,
 )
+from partitioning.plan import impose_plan
 
 pytestmark = pytest.mark.core
 
@@ -203,10 +204,11 @@ def test_C7_the_output_equals_that_of_the_whole_model(four, policy):
     resolved = plan.resolve(params, four, on_indivisible=policy)
     assert resolved['fc1/weight'].shard_shape == (3, 17)
     assert resolved['fc2/weight'].shard_shape == (29, 12)
-    padded = P('model', None) if policy == 'pad' else None
-    assert resolved['fc2/weight'].padded_spec == padded
+    whole = P(None, None)
+    padded = PaddedSpec(whole, P('model', None)) if policy == 'pad' else whole
+    assert resolved['fc2/weight'].spec == padded
     partitioner = PjitPartitioner(mesh=four)
-    run = partitioner.partition(two_layers, (resolved.mesh_axes(params), None), None)
+    run = partitioner.partition(two_layers, (impose_plan(resolved, params, four).specs, None), None)
     placed = shard_module(params, plan, four, on_indivisible=policy)
     assert specs(placed)['fc1/weight'] == P('model', None)
     np.testing.assert_allclose(run(placed, x), two_layers(params, x), rtol=1e-4, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,17 +19,16 @@ from partitioning.compat.pytorch.trees import (
     replace_subtree,
     subtree,
 )
-from partitioning.plan.resolved import ResolvedPlan
-from partitioning.plan.rows import PlannedArray, logical_only, planned_array, reason_of
-from partitioning.plan.rule_set import SMALL
+from partitioning.plan import Plan, PlanRow, make_row
+from partitioning.plan.building import SMALL
 from partitioning.rules import (
     AxisRules,
-    OnUnmatched,
-    PaddedSpec,
+    ResolvedDimension,
     check_spec,
     describe_axes,
     dimension_axes,
-    to_spec,
+    from_tuple,
+    sharding_axes,
     try_resolve,
 )
 from partitioning.state import Path, Role, nbytes, shape_of
@@ -46,18 +46,18 @@ class PlannedModule(NamedTuple):
     module: Any
     entries: Mapping[Path, tuple[Any, str]]
 
-    def resolve(self, mesh: Mesh, policies: AxisRules) -> ResolvedPlan:
+    def resolve(self, mesh: Mesh, rules: AxisRules) -> Plan:
         """The layout of each array; see `ShardingPlan.resolve`."""
         arrays: dict[Role, dict[Path, Any]] = {
             'parameters': parameters(self.module),
             'other': buffers(self.module),
         }
         rows = (
-            _row(path, leaf, self.entries.get(path), policies, mesh, role)
+            _row(path, leaf, self.entries.get(path), rules, mesh, role)
             for role, leaves in arrays.items()
             for path, leaf in leaves.items()
         )
-        return ResolvedPlan(mesh.shape, tuple(rows))
+        return Plan(mesh, tuple(rows))
 
 
 def apply_entries(plan: Mapping[str, Any], module: Any, mesh: Mesh) -> PlannedModule:
@@ -155,32 +155,47 @@ def _row(
     path: Path,
     leaf: Any,
     entry: tuple[Any, str] | None,
-    policies: AxisRules,
+    rules: AxisRules,
     mesh: Mesh,
     role: Role,
-) -> PlannedArray:
+) -> PlanRow:
     """The row of one array, laid out by its entry, by the names it carries, or not at all."""
     name, array = '/'.join(path), array_of(leaf)
     shape = shape_of(array)
     carried = carried_names(leaf) if entry is None and is_carrier(leaf) else None
-    by_rules = carried is not None and (policies or carried.rules or carried.axes_as_names)
+    by_rules = carried is not None and (rules or carried.rules or carried.axes_as_names)
     if carried is not None and carried.names is not None and by_rules:
         entry = (carried.names, 'the parameter says so')
-        policies = policies.with_rules((*carried.rules, *policies))
+        rules = rules.with_rules((*carried.rules, *rules))
     if entry is None:
-        _check_small(name, array, mesh, policies.on_unmatched)
+        if nbytes(array) > SMALL and rules.on_unmatched == 'error':
+            raise ValueError(
+                f'{name} of shape {shape} is not in the plan, so each of the {mesh.size} devices '
+                f"({describe_axes(mesh)}) would hold all {nbytes(array):,} bytes. Add '{name}': "
+                "P(...), or P() to replicate it, or set on_unmatched='replicate'"
+            )
         entry = (PartitionSpec(), 'not in the plan, so replicated')
-    names, reason = _names(name, entry[0], shape, mesh), entry[1]
-    dimensions, problems = try_resolve(names, policies, mesh=mesh, shape=shape, axes_as_names=True)
+    names = _names(name, entry[0], shape, mesh)
+    dimensions, problems = try_resolve(names, rules, mesh=mesh, shape=shape, axes_as_names=True)
     if problems:
         raise ValueError(f'{name}: {problems[0].message}')
-    if any(d.policy or isinstance(d.name, str) for d in dimensions):
-        reason = reason_of(dimensions)
-    spec = to_spec(dimensions)
-    if isinstance(spec, PaddedSpec) and AxisType.Explicit in mesh.axis_types:
+    if AxisType.Explicit in mesh.axis_types and any(d.policy == 'pad' for d in dimensions):
         raise ValueError(f"{name}: on_indivisible='pad' needs Auto mesh axes, not Explicit ones")
-    kept = logical_only(names)
-    return planned_array(name, array, spec, mesh, logical_axes=kept, category=role, reason=reason)
+    return make_row(name, array, mesh, [_explain(d, entry[1]) for d in dimensions], role)
+
+
+def _explain(dimension: ResolvedDimension, reason: str) -> ResolvedDimension:
+    """A dimension that has the reason of its entry, unless a rule or a policy decided."""
+    if isinstance(dimension.name, str):
+        return dimension
+    return dataclasses.replace(
+        dimension,
+        name=None,
+        mesh_axes=from_tuple(sharding_axes(dimension.mesh_axes)),
+        wanted=from_tuple(sharding_axes(dimension.wanted)),
+        lost=(),
+        reason=dimension.reason if dimension.policy else reason,
+    )
 
 
 def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any, ...]:
@@ -232,13 +247,3 @@ def _converted(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> Parti
             f'has returned {spec!r}'
         )
     return spec
-
-
-def _check_small(name: str, array: Any, mesh: Mesh, on_unmatched: OnUnmatched) -> None:
-    """Raises ValueError for a large array that would silently be replicated."""
-    if nbytes(array) > SMALL and on_unmatched == 'error':
-        raise ValueError(
-            f'{name} of shape {shape_of(array)} is not in the plan, so each of the {mesh.size} '
-            f'devices ({describe_axes(mesh)}) would hold all {nbytes(array):,} bytes. Add '
-            f"'{name}': P(...), or P() to replicate it, or set on_unmatched='replicate'"
-        )

@@ -11,7 +11,7 @@ from partitioning.compat.pytorch.entries import apply_entries
 from partitioning.compat.pytorch.outputs import check_submodules, constrain_submodules
 from partitioning.compat.pytorch.sharding_plan import ShardingPlan
 from partitioning.compat.pytorch.trees import is_array, is_nnx_module, nnx_state
-from partitioning.plan.resolved import ResolvedPlan
+from partitioning.plan import Plan, impose_plan
 from partitioning.rules import AxisRules, LogicalAxisRules, OnIndivisible, OnUnmatched
 from partitioning.state import unbox
 from partitioning.state.boxes import array_of, is_carrier, is_metadata
@@ -19,7 +19,7 @@ from partitioning.state.boxes import array_of, is_carrier, is_metadata
 
 def shard_module(
     module: Any,
-    plan: ShardingPlan | ResolvedPlan,
+    plan: ShardingPlan | Plan,
     mesh: Mesh,
     rules: LogicalAxisRules | None = None,
     *,
@@ -33,7 +33,7 @@ def shard_module(
 
     Args:
       module: parameters, which may be linen variables; or an nnx module.
-      plan: the plan. A resolved plan has already decided what `rules` and the policies decide.
+      plan: a ShardingPlan; or a Plan, for which `rules` and the policies are already decided.
       mesh: the mesh.
       rules, on_unmatched, on_indivisible: as in `ShardingPlan.resolve`.
 
@@ -48,10 +48,10 @@ def shard_module(
       TypeError: if `plan` is not a plan, and as `ShardingPlan.resolve`.
       ValueError: as `ShardingPlan.resolve`; if `output_plan` names a module that does not exist.
     """
-    if isinstance(plan, ResolvedPlan):
+    if isinstance(plan, Plan):
         settings = {'rules': rules, 'on_unmatched': on_unmatched, 'on_indivisible': on_indivisible}
         if given := [name for name, value in settings.items() if value is not None]:
-            raise ValueError(f'the resolved plan already determines {", ".join(given)}: remove it')
+            raise ValueError(f'the plan already determines {", ".join(given)}: remove it')
         return _place(module, plan, mesh)
     if not isinstance(plan, ShardingPlan):
         raise TypeError(f'plan={plan!r} must be a ShardingPlan: write ShardingPlan({{...}})')
@@ -66,7 +66,7 @@ def shard_module(
     return made
 
 
-def _place(module: Any, plan: ResolvedPlan, mesh: Mesh) -> Any:
+def _place(module: Any, plan: Plan, mesh: Mesh) -> Any:
     state = nnx_state(module)
     leaves = jax.tree.leaves(state, is_leaf=is_carrier)
     if any(isinstance(array_of(x), jax.ShapeDtypeStruct) for x in leaves):
@@ -75,7 +75,7 @@ def _place(module: Any, plan: ResolvedPlan, mesh: Mesh) -> Any:
             'plan.resolve(params, mesh) gives their layouts'
         )
     held = unbox(state)
-    shardings = plan.resolve_state(held, mesh).shardings
+    shardings = impose_plan(plan, held, mesh).shardings
     placed = jax.tree.map(_move, held, shardings, is_leaf=is_carrier)
     if not is_nnx_module(module):
         return placed

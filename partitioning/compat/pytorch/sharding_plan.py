@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from partitioning.compat.pytorch.entries import apply_entries, are_names
 from partitioning.compat.pytorch.sharder import Sharder
 from partitioning.compat.pytorch.trees import is_nnx_module
-from partitioning.plan.resolved import ResolvedPlan
+from partitioning.plan import Plan
 from partitioning.rules import AxisRules, LogicalAxisRules, OnIndivisible, OnUnmatched
 from partitioning.state import Path
 
@@ -67,7 +67,7 @@ class ShardingPlan:
         *,
         on_unmatched: OnUnmatched | None = None,
         on_indivisible: OnIndivisible | None = None,
-    ) -> ResolvedPlan:
+    ) -> Plan:
         """The layout of each array.
 
         Args:
