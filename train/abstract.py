@@ -8,20 +8,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from partitioning import BasePartitioner, unbox
+from partitioning import BasePartitioner
 from partitioning.partitioner.partitioned import CompiledPartitionedCallable
-from partitioning.plan import Plan
 from train.data.rows.open_task import features
 from train.steps import make_eval_step
-
-
-def abstract_arrays(named: Any, plan: Plan) -> Any:
-    """Returns the ShapeDtypeStructs of a state or of parameters, with their shardings."""
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        unbox(named),
-        plan.shardings,
-    )
 
 
 def abstract_batch(row: Mapping[str, Any], batch_size: int, partitioner: BasePartitioner) -> Any:

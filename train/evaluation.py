@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from partitioning import BasePartitioner
 from train import checks
-from train.abstract import abstract_arrays, abstract_batch, compile_eval_step
+from train.abstract import abstract_batch, compile_eval_step
 from train.checkpoints import RestoreConfig
 from train.console import RunConsole
 from train.data import (
@@ -96,11 +96,10 @@ def evaluate_checkpoint(
 
     # ---- model: parameters as shapes and shardings, and the compiled eval step
     tokens_BL = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
-    named = jax.eval_shape(model.init, jax.random.key(0), tokens_BL)['params']
-    resolved = partitioner.resolve(named)
-    abstract_params = abstract_arrays(named, resolved)
+    plan = partitioner.plan(lambda *a: model.init(*a)['params'], jax.random.key(0), tokens_BL)
+    abstract_params = plan.abstract_state
     batch = abstract_batch(next(iter(rows.values())), batch_size, partitioner)
-    eval_step = compile_eval_step(partitioner, model, resolved.mesh_axes, abstract_params, batch)
+    eval_step = compile_eval_step(partitioner, model, plan.specs, abstract_params, batch)
 
     # ---- scores
     params = saved.restore_params(step, abstract_params)

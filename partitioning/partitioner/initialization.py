@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -33,14 +34,14 @@ def trace_init(
     jaxpr, named = traced(*args)
     abstract = unbox(named)
     treedef = jax.tree.structure(abstract)
-    expected = jax.tree.map(jax.typeof, args)
+    planned = jax.tree.map(_kind, args)
 
     def make(*arrays: Any) -> Any:
         made = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))
         return jax.tree.unflatten(treedef, map(_strongly_typed, made))
 
     def run(plan: Plan, *given: Any) -> Any:
-        _check_arguments(expected, given)
+        _check_arguments(planned, given)
         # Over Explicit axes jax lays out a result by what it is made of, and a state made of a
         # random key would be whole on every device. So the program runs over Auto axes.
         auto = Mesh(mesh.devices, mesh.axis_names)
@@ -54,21 +55,19 @@ def trace_init(
     return named, InitProgram(run, abstract)
 
 
-def _check_arguments(expected: Any, given: Any) -> None:
+def _check_arguments(planned: Any, given: Any) -> None:
     """Raises ValueError if the arguments differ in structure, shape or dtype."""
-    held = jax.tree.map(jax.typeof, given)
-    if jax.tree.structure(held) != jax.tree.structure(expected):
+    held = jax.tree.map(_kind, given)
+    if planned != held:
         raise ValueError(
-            f'plan.init takes arguments like those it was planned for, '
-            f'{jax.tree.structure(expected)}, not {jax.tree.structure(held)}'
+            f'plan.init was planned for arguments {planned}, not {held}: make the plan again for '
+            'these arguments'
         )
-    pairs = zip(jax.tree.leaves(expected), jax.tree.leaves(held), strict=True)
-    for number, (one, other) in enumerate(pairs):
-        if (one.shape, one.dtype) != (other.shape, other.dtype):
-            raise ValueError(
-                f'plan.init was planned for argument leaf {number} as {one.str_short()}, but it is '
-                f'{other.str_short()}: make the plan again for these arguments'
-            )
+
+
+def _kind(x: Any) -> str:
+    """The dtype and shape of an argument, as text: `float32[8, 16]`."""
+    return f'{getattr(x, "dtype", type(x).__name__)}{list(np.shape(x))}'
 
 
 def _strongly_typed(x: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from partitioning.plan.building import build_plan
 from partitioning.plan.findings import Finding, row_findings, rule_findings
+from partitioning.plan.rows import PlanRow
 from partitioning.plan.rule_set import RuleSet
 from partitioning.rules import MeshLike, Problem
 
@@ -23,7 +24,7 @@ def lint(rules: RuleSet, mesh: MeshLike, state: Any = None) -> tuple[Finding, ..
     def report(path: str, problem: Problem) -> None:
         findings.append(Finding('error', problem.kind, path, problem.message))
 
-    rows = ()
+    rows: tuple[PlanRow, ...] = ()
     if state is not None:
         try:
             rows = build_plan(state, rules, mesh, report).rows
