@@ -1,41 +1,55 @@
-"""What an AutoDist planner decides: for each variable its shards, and who synchronizes them."""
+"""What an AutoDist planner decides: the shards of each variable, and what synchronizes them.
+
+A file is JSON, with one line per variable in the order of the model:
+
+    {"id": "3b1f60c2a9d4e875", "path": "",
+     "graph_config": {"planner": "PartitionedPS", "servers": ["A", "B"]},
+     "node_config": [
+      {"name": "emb", "shape": [10000, 16], "dtype": "float32", "sparse": false,
+       "partitioner": "2,1", "synchronizer": "PS", "servers": ["A", "B"], "groups": [],
+       "local_replication": false}
+     ]}
+
+The id is a digest of graph_config and node_config, so equal strategies have equal ids.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from partitioning.compat.autodist.nodes import GraphConfig, NodeConfig
-from partitioning.compat.autodist.placement import split_axis
-from partitioning.compat.autodist.strategy_file import digest, from_json, to_json
+from partitioning.compat.autodist.splits import split_axis
+from partitioning.compat.autodist.variables import (
+    GraphConfig,
+    NodeConfig,
+    check_keys,
+    node_of,
+    row_of,
+)
 from partitioning.compat.pytorch.sharding_plan import ShardingPlan
 from partitioning.compat.pytorch.trees import Places, parameters
 from partitioning.plan.tables import shape_str, text_table
-from partitioning.rules import MeshLike, axis_sizes, nearest
+from partitioning.rules import MeshLike, nearest
 from partitioning.state import shape_of
 from partitioning.state.boxes import array_of
 
-_LISTED = 6  # servers or groups of one variable in a report
+_LISTED = 6  # the number of servers or groups of one variable that a report lists
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Strategy:
     """AutoDist's strategy: how each variable is cut, and what synchronizes its shards.
 
-    Usage:
-      strategy = PartitionedPS().build(params, servers=['A', 'B'])
-      print(strategy.report())
-      plan = strategy.to_plan(mesh)
-
     Attributes:
-      node_config: the variables, in the order of the model.
-      graph_config: what is said of all of them.
-      path: the file that it was written to or read from; empty: none.
+      node_config: one node per variable, in the order of the model.
+      graph_config: the planner and the servers.
+      path: the file that the strategy was written to or read from; empty without a file.
     """
 
     node_config: tuple[NodeConfig, ...]
@@ -51,14 +65,16 @@ class Strategy:
             for server in node.servers:
                 if server not in self.graph_config.servers:
                     raise ValueError(
-                        f'{node.variable.name} is placed on {server!r}, which is none of the '
+                        f'{node.variable.name} is placed on {server!r}, which is not one of the '
                         f'servers.{nearest(server, self.graph_config.servers)}'
                     )
 
     @property
     def id(self) -> str:
-        """A digest of what the strategy says, so that equal strategies have equal ids."""
-        return digest(self.node_config, self.graph_config)
+        """A digest of the content; equal strategies have equal ids."""
+        rows = [row_of(node) for node in self.node_config]
+        content = json.dumps([dataclasses.asdict(self.graph_config), rows], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
     def partitions(self) -> dict[str, str]:
@@ -67,17 +83,17 @@ class Strategy:
 
     @property
     def placements(self) -> dict[str, tuple[str, ...]]:
-        """The server of each shard, of the variables that servers hold."""
+        """The server of each shard, for the variables that servers hold."""
         return {n.variable.name: n.servers for n in self.node_config if n.synchronizer == 'PS'}
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
-        """The collective group of each shard, of the variables that are all-reduced."""
+        """The collective group of each shard, for the variables that are all-reduced."""
         return {n.variable.name: n.groups for n in self.node_config if n.groups}
 
     @property
     def loads(self) -> dict[str, float]:
-        """Bytes of each server; a shard counts as an equal part of its variable."""
+        """The bytes on each server; every shard counts as an equal part of its variable."""
         loads = dict.fromkeys(self.graph_config.servers, 0.0)
         for node in self.node_config:
             for server in node.servers:
@@ -86,52 +102,43 @@ class Strategy:
 
     @property
     def balance(self) -> float:
-        """The mean load of the servers over the largest: 1 where all hold the same."""
+        """The mean load of the servers over the largest; 1 if all loads are equal."""
         loads = self.loads.values()
         return sum(loads) / len(loads) / max(loads) if any(loads) else 1.0
 
     def to_plan(self, mesh: MeshLike, mesh_axis: str | None = None) -> ShardingPlan:
-        """The strategy on a mesh.
+        """The strategy as a ShardingPlan for a mesh.
 
-        A mesh axis splits a variable over all of its devices, however many shards the strategy
-        cuts it in; a mesh has no servers, so what is whole is on every device. Only of a variable
-        with sparse gradients that servers hold a device needs but some rows: it is split by rows.
+        A mesh axis splits a variable over all of its devices, whatever the number of shards in the
+        strategy. A mesh has no servers, so whole variables are replicated, except for sparse
+        variables on servers: a device needs only a few of their rows, so they are split by rows.
+        `ShardingPlan.resolve` decides about sizes that the axis does not divide.
 
         Args:
           mesh: the mesh, or the sizes of its axes.
-          mesh_axis: what split variables are split over; see `split_axis`.
-
-        Returns:
-          A plan with an entry for each variable. A dimension that the axis does not divide is an
-          error when the plan is resolved, or what `on_indivisible` says then: 'pad' splits it
-          unevenly, as UnevenPartitionedPS does.
-
-        Raises:
-          ValueError: no such mesh axis, or several that could be it.
+          mesh_axis: the mesh axis that variables are split over; see `split_axis`.
         """
-        axis = split_axis(axis_sizes(mesh), mesh_axis)
+        axis = split_axis(mesh, mesh_axis)
         return ShardingPlan({node.variable.name: _spec(node, axis) for node in self.node_config})
 
     def check_parameters(self, params: Any) -> None:
-        """Raises ValueError unless the strategy is of these parameters, by name and shape."""
+        """Raises ValueError unless the strategy has the names and shapes of these parameters."""
         arrays = parameters(params)
         places, seen = Places(arrays), set()
         for variable in (node.variable for node in self.node_config):
             path = places.find(variable.name)
             if path not in arrays or (shape := shape_of(array_of(arrays[path]))) != variable.shape:
-                found = f'is of shape {shape}' if path in arrays else 'is a module'
+                found = f'has shape {shape}' if path in arrays else 'is a module'
                 raise ValueError(
-                    f'{variable.name} {found}, and the strategy was built for {variable.shape}: '
-                    'build it for these parameters'
+                    f'{variable.name} {found}, but the strategy was built for shape '
+                    f'{variable.shape}: build it for these parameters'
                 )
             seen.add(path)
         if absent := ['/'.join(path) for path in arrays if path not in seen]:
-            raise ValueError(
-                f'the strategy has nothing of {_few(absent)}: build it for these parameters'
-            )
+            raise ValueError(f'the strategy lacks {_few(absent)}: build it for these parameters')
 
     def report(self) -> str:
-        """A table of the variables, and what each server would hold."""
+        """A table of the variables and of the load of each server."""
         head = ('variable', 'shape', 'bytes', 'sparse', 'shards', 'partitioner', 'held by')
         rows = [
             (
@@ -153,44 +160,51 @@ class Strategy:
         return '\n'.join([*lines, ''])
 
     def to_json(self) -> str:
-        """The strategy as the text of a file, the same for equal strategies of one path."""
-        return to_json(self.node_config, self.graph_config, self.path)
+        """The text of the strategy's file; equal strategies with equal paths have equal text."""
+        rows = ',\n'.join(f'  {json.dumps(row_of(node))}' for node in self.node_config)
+        return (
+            f'{{"id": "{self.id}", "path": {json.dumps(self.path)},\n'
+            f' "graph_config": {json.dumps(dataclasses.asdict(self.graph_config))},\n'
+            f' "node_config": [\n{rows}\n ]}}\n'
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Strategy:
-        """The strategy that `to_json` wrote.
+        """The strategy that `to_json` wrote; ValueError if its id does not match its content."""
+        try:
+            held = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f'a strategy file must be JSON: {error}') from error
+        check_keys('the strategy', held, ('id', 'path', 'graph_config', 'node_config'))
+        check_keys('graph_config', held['graph_config'], ('planner', 'servers'))
+        if not isinstance(held['node_config'], list):
+            raise ValueError(f'"node_config" must be a list of rows, not {held["node_config"]!r}')
+        strategy = cls(
+            node_config=tuple(map(node_of, held['node_config'])),
+            graph_config=GraphConfig(**held['graph_config']),
+            path=str(held['path']),
+        )
+        if held['id'] != strategy.id:
+            raise ValueError(
+                f'the file has the id {held["id"]!r}, but its content has the id '
+                f'{strategy.id!r}: if you changed the content on purpose, write that id'
+            )
+        return strategy
 
-        Raises:
-          ValueError: no such text, or one that was changed and has the id of before.
-        """
-        nodes, graph, path = from_json(text)
-        return cls(node_config=nodes, graph_config=graph, path=path)
-
-    def serialize(self, path: str | Path | None = None) -> Strategy:
-        """Writes the strategy to a file, and returns it with its path.
-
-        Raises:
-          ValueError: no path: AutoDist's folder of strategies is none of ours.
-        """
-        if path is None:
-            raise ValueError(f"serialize takes the file to write, such as '{self.id}.json'")
+    def serialize(self, path: str | Path) -> Strategy:
+        """Writes the strategy to a file, and returns it with its path."""
         written = dataclasses.replace(self, path=str(path))
         Path(path).write_text(written.to_json())
         return written
 
     @classmethod
     def deserialize(cls, path: str | Path) -> Strategy:
-        """The strategy of a file.
-
-        Raises:
-          FileNotFoundError: there is no such file, as where the id of a strategy is given.
-          ValueError: as `from_json`, with the path.
-        """
+        """Reads the strategy that `serialize` wrote; see `from_json`."""
         try:
             held = cls.from_json(Path(path).read_text())
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                f"there is no file '{path}': deserialize takes the path that serialize wrote, not "
+                f"'{path}' does not exist: deserialize takes the path that serialize wrote, not "
                 'the id of a strategy'
             ) from error
         except ValueError as error:
@@ -206,15 +220,11 @@ def _spec(node: NodeConfig, mesh_axis: str) -> PartitionSpec:
 
 
 def _held_by(node: NodeConfig) -> str:
-    """The servers or groups of a variable, in few words however many shards it has."""
+    """The servers or groups of a variable, short even if there are very many shards."""
     if node.synchronizer == 'AllReduce':
         groups = sorted(set(node.groups))
         return f'all-reduce {"group" if len(groups) == 1 else "groups"} {_few(groups)}'
-    turns = tuple(dict.fromkeys(node.servers))
-    if len(node.servers) <= max(_LISTED, len(turns)):
-        return _few(node.servers)
-    rounds = itertools.islice(itertools.cycle(turns), len(node.servers))
-    return f'{_few(turns)} {"in turns" if tuple(rounds) == node.servers else "in another order"}'
+    return _few(node.servers)
 
 
 def _few(names: Sequence[Any]) -> str:
