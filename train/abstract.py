@@ -1,4 +1,4 @@
-"""Shapes, dtypes and shardings of a run, known before any array exists."""
+"""Shapes, dtypes and shardings of batches, and the steps compiled for them."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import gin
 import optax
 
 import partitioning
+import partitioning.mesh
 import train.data.feed
 import train.data.rows.tasks
 import train.data.text.record_files
@@ -25,12 +26,11 @@ import train.train  # noqa: F401  # Importing these modules registers their conf
 for _name in (
     'MoePjitPartitioner',
     'PjitPartitioner',
-    'create_hybrid_mesh',
-    'create_mesh',
     'fsdp_logical_axis_rules',
     'standard_logical_axis_rules',
 ):
     gin.external_configurable(getattr(partitioning, _name), module='partitioning')
+gin.external_configurable(partitioning.mesh.MeshConfig, module='partitioning')
 gin.external_configurable(partitioning.Plan.load, name='load_plan', module='partitioning.plan')
 
 for _name in (

@@ -24,7 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from partitioning.plan import Audit, PlanRow
-from partitioning.rules import as_tuple, boundary_spec
+from partitioning.rules import as_tuple
 from train.data import EvaluationSet, OpenTask
 
 
@@ -127,48 +127,44 @@ class RunConsole:
             f'{count} epochs (1 epoch is {task.rows_per_epoch:,} rows); evaluating {evaluated}'
         )
 
-    def layouts(self, layouts: Sequence[PlanRow], limit: int = 10) -> None:
+    def parameters(self, rows: Sequence[PlanRow], limit: int = 10) -> None:
         """Prints the largest parameters and their layouts."""
-        largest = sorted(layouts, key=lambda r: -r.bytes_total)[:limit]
-        held = sum(r.bytes_per_device for r in layouts)
-        total = sum(r.bytes_total for r in layouts)
-        count = sum(math.prod(r.shape) for r in layouts)
+        largest = sorted(rows, key=lambda row: -row.bytes_total)[:limit]
+        count = sum(math.prod(row.shape) for row in rows)
+        total = format_bytes(sum(row.bytes_total for row in rows))
+        per_device = format_bytes(sum(row.bytes_per_device for row in rows))
         self.heading(
-            f'{count / 1e6:,.2f} M parameters in {len(layouts)} arrays, {format_bytes(total)} '
-            f'({format_bytes(held)} per device); the {len(largest)} largest:'
+            f'{count / 1e6:,.2f} M parameters in {len(rows)} arrays, {total} ({per_device} per '
+            f'device); the {len(largest)} largest:'
         )
         table = Table(box=None, pad_edge=False, header_style='bold')
         for name in ('parameter', 'shape', 'logical axis:mesh axis', 'shard'):
             table.add_column(name, overflow='fold')
         table.add_column('per device', justify='right')
-        for r in largest:
+        for row in largest:
             table.add_row(
-                r.path.removeprefix('params/'),
-                _sizes(r.shape),
-                _axes(r),
-                _sizes(r.shard_shape),
-                format_bytes(r.bytes_per_device),
+                row.path.removeprefix('params/'),
+                _sizes(row.shape),
+                _axes(row),
+                _sizes(row.shard_shape),
+                format_bytes(row.bytes_per_device),
             )
         self._console.print(table)
 
     def audit(self, audit: Audit) -> None:
         """Prints what a device holds of the state, and how far that is from an even split."""
-        held = ', '.join(f'{name} {format_bytes(n)}' for name, n in audit.by_role.items())
+        roles = ', '.join(f'{role} {format_bytes(size)}' for role, size in audit.by_role.items())
         above = audit.replicated_bytes_per_device
         even = audit.bytes_per_device - above
         split = f'{above / max(even, 1):,.1%} above an even split' if above else 'split evenly'
-        self.say(f'state: {format_bytes(audit.bytes_per_device)} per device ({held}), {split}')
+        self.say(f'state: {format_bytes(audit.bytes_per_device)} per device ({roles}), {split}')
         if audit.replicated:
             worst = audit.replicated[0]
-            self.say(
-                f'most replicated: {worst.row.path}, '
-                f'{format_bytes(worst.bytes_per_device)} {worst.reason}'
-            )
+            extra = format_bytes(worst.bytes_per_device)
+            self.say(f'most replicated: {worst.row.path}, {extra} {worst.reason}')
         for cost in audit.policies[:3]:
-            self.say(
-                f'policy: {cost.row.path}, {cost.reason}, costs '
-                f'{format_bytes(cost.bytes_per_device)} per device'
-            )
+            extra = format_bytes(cost.bytes_per_device)
+            self.say(f'policy: {cost.row.path} costs {extra} per device: {cost.reason}')
 
     @contextlib.contextmanager
     def training(self, first_step: int, total_steps: int) -> Iterator[None]:
@@ -269,12 +265,12 @@ def _sizes(shape: Sequence[int]) -> str:
     return 'x'.join(map(str, shape))
 
 
-def _axes(layout: PlanRow) -> str:
+def _axes(row: PlanRow) -> str:
     """Returns each logical axis with the mesh axes that shard it: `embed:data heads:model kv`."""
     return ' '.join(
-        ':'.join(part for part in (named, '+'.join(as_tuple(mesh_axes))) if part) or '-'
-        for name, mesh_axes in zip(layout.logical_axes, boundary_spec(layout.spec), strict=True)
-        for named in [name if isinstance(name, str) else '']
+        ':'.join(part for part in (name, '+'.join(as_tuple(dimension.mesh_axes))) if part) or '-'
+        for dimension in row.dimensions
+        for name in [dimension.name if isinstance(dimension.name, str) else '']
     )
 
 

@@ -94,15 +94,14 @@ def evaluate_checkpoint(
     check_same_step(step)
     saved = restore.open(folder)
 
-    # ---- model: parameters as shapes and shardings, and the compiled eval step
-    tokens_BL = jax.ShapeDtypeStruct((batch_size, sequence_length), jnp.int32)
-    plan = partitioner.plan(lambda *a: model.init(*a)['params'], jax.random.key(0), tokens_BL)
-    abstract_params = plan.abstract_state
+    # ---- model: the layout of its parameters, and the compiled eval step
+    tokens_BL = jnp.zeros((batch_size, sequence_length), jnp.int32)
+    plan = partitioner.plan(lambda k: model.init(k, tokens_BL)['params'], jax.random.key(0))
     batch = abstract_batch(next(iter(rows.values())), batch_size, partitioner)
-    eval_step = compile_eval_step(partitioner, model, plan.specs, abstract_params, batch)
+    eval_step = compile_eval_step(partitioner, model, plan.specs, plan.abstract_state, batch)
 
     # ---- scores
-    params = saved.restore_params(step, abstract_params)
+    params = saved.restore_params(step, plan.abstract_state)
     console.say(f'restored step {step} of {saved.directory}', style='bold')
     checks.make_writable('output_dir', directory)
     checks.make_writable('output_dir', directory / str(step))

@@ -88,8 +88,8 @@ def train(
     console = RunConsole()
 
     # ---- mesh
-    mesh, data_spec = partitioner.mesh, partitioner.data_partition_spec
-    console.mesh(mesh)
+    data_spec = partitioner.data_partition_spec
+    console.mesh(partitioner.mesh)
 
     # ---- input: rows by index, of which each step reads its batch
     with console.tokenizing() as progress, raise_on_all_processes():
@@ -145,7 +145,7 @@ def train(
 
     plan = partitioner.plan(init, key)
     specs, abstract_state, audit = plan.specs, plan.abstract_state, plan.audit()
-    console.layouts([row for row in plan.rows if row.role == 'parameters'])
+    console.parameters([row for row in plan.rows if row.role == 'parameters'])
     console.audit(audit)
 
     # ---- steps: compiled once, before anything is written

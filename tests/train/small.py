@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import optax
 
-from partitioning import PjitPartitioner, TrainState, unbox
+from partitioning import PjitPartitioner, TrainState
+from partitioning.mesh import MeshConfig
 from train.models.transformer import Transformer, TransformerConfig
 from train.optimizers import Optimizer
 from train.steps import make_train_step
@@ -41,11 +42,9 @@ def model(**changes: Any) -> Transformer:
 
 
 def partitioner(data: int, model_axis: int) -> PjitPartitioner:
-    return PjitPartitioner(
-        num_partitions=model_axis,
-        logical_axis_rules=RULES,
-        devices=jax.devices()[: data * model_axis],
-    )
+    devices = jax.devices()[: data * model_axis]
+    mesh = MeshConfig(axes={'data': data, 'model': model_axis}, devices=devices)
+    return PjitPartitioner(mesh=mesh, logical_axis_rules=RULES)
 
 
 def batch(step: int, rows: int = 8, length: int = 16) -> dict[str, np.ndarray]:
@@ -87,8 +86,8 @@ class Run:
             return TrainState.create(self.model.init(key, tokens)['params'], tx)
 
         key = jax.random.key(seed)
-        self.specs = self.partitioner.get_mesh_axes(jax.eval_shape(init, key))
-        self.state = self.partitioner.partition(lambda k: unbox(init(k)), (None,), self.specs)(key)
+        plan = self.partitioner.plan(init, key)
+        self.specs, self.state = plan.specs, plan.init(key)
         data_spec = self.partitioner.data_partition_spec
         self.traces = 0
         step = make_train_step(

@@ -8,8 +8,6 @@ import pytest
 from rich.console import Console
 
 from partitioning import PjitPartitioner
-from partitioning.plan import ResolvedPlan
-from partitioning.plan.audit import audit_state
 from train.console import RunConsole, format_bytes
 
 pytestmark = pytest.mark.core
@@ -22,7 +20,7 @@ def printed_axes(partitioner):
     """Returns the logical and mesh axes that the table shows for each parameter."""
     out = io.StringIO()
     console = RunConsole(Console(file=out, width=200))
-    console.layouts(audit_state(PARAMS, partitioner.resolve(PARAMS)).arrays)
+    console.parameters(partitioner.resolve(PARAMS).rows)
     _heading, _columns, *lines = out.getvalue().splitlines()
     # Two spaces separate cells; one space separates the words of a cell.
     cells = [[cell.strip() for cell in line.split('  ') if cell.strip()] for line in lines]
@@ -35,7 +33,7 @@ def test_the_table_shows_logical_axes_with_their_mesh_axes():
         num_partitions=2, logical_axis_rules=RULES, params_axes_names_override=names
     )
     assert printed_axes(named) == {'w': 'embed:data+model kv', 'b': 'kv'}
-    plan = ResolvedPlan.of(named.resolve(PARAMS))
+    plan = named.resolve(PARAMS)
     planned = PjitPartitioner(mesh=named.mesh, logical_axis_rules=RULES, plan=plan)
     assert all('None' not in axes and '(' not in axes for axes in printed_axes(planned).values())
     assert 'data+model' in printed_axes(planned)['w']

@@ -9,6 +9,7 @@ from small import RULES, model
 from small_runs import records
 
 from partitioning import PjitPartitioner
+from partitioning.mesh import MeshConfig
 from train.checkpoints import RestoreConfig
 from train.data import ByteTokenizer, CausalLM, TextFiles
 from train.errors import ConfigError
@@ -97,7 +98,10 @@ def test_a_checkpoint_of_another_model_names_the_array_and_the_setting(run, fini
 
 
 def partitioner(**changes):
-    return PjitPartitioner(num_partitions=1, logical_axis_rules=RULES, **changes)
+    return PjitPartitioner(**({'num_partitions': 1, 'logical_axis_rules': RULES} | changes))
+
+
+EXPLICIT = MeshConfig(axes={'data': 8, 'model': 1}, axis_types='explicit')
 
 
 @pytest.mark.parametrize(
@@ -113,7 +117,10 @@ def partitioner(**changes):
         ({'prefetch': 3}, r'evaluate_checkpoint\.prefetch is 3'),
         ({'partitioner': partitioner(params_on_devices=False)}, 'params_on_devices is False'),
         ({'partitioner': partitioner(backend='quark')}, 'no mesh: Unknown backend'),
-        ({'partitioner': partitioner(axis_types='explicit')}, 'need Auto axes'),
+        (
+            {'partitioner': partitioner(num_partitions=None, mesh=EXPLICIT)},
+            'Explicit.* need Auto axes',
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else next(iter(x)),
 )
