@@ -1,4 +1,4 @@
-"""Devices of machines that are not here, numbered as T5X's test devices are."""
+"""Mock devices of machines that are not here, numbered like T5X's test devices."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ class SliceDevice(MockDevice):
 def tpus(
     bounds: Sequence[int], kind: str, cores: int = 1, host: Sequence[int] = (2, 2, 1)
 ) -> list[MockDevice]:
-    """One slice: id = c + nc * (x + nx * (y + ny * z)), a host for each tile of `host` chips."""
+    """One slice with id = c + nc * (x + nx * (y + ny * z)) and a host per tile of `host` chips."""
     nx, ny, nz = bounds
     hosts_x, hosts_y = math.ceil(nx / host[0]), math.ceil(ny / host[1])
     return [
@@ -68,7 +68,7 @@ def v3_4x4() -> list[MockDevice]:
 
 
 def gpus(local: int, processes: int, domains: int = 1) -> list:
-    """Processes of `local` GPUs each; in several NVLink domains each GPU knows its own."""
+    """Processes of `local` GPUs each; with several NVLink domains, each GPU reports its domain."""
     total = local * processes
     made = [
         MockDevice(id=i, process_index=i // local, device_kind='NVIDIA H100', platform='gpu')
@@ -88,7 +88,7 @@ def cpus(local: int, processes: int) -> list[MockDevice]:
 
 
 def mesh_of_processes(processes: Sequence, axes: Sequence[str]) -> Mesh:
-    """A mesh whose device at each place belongs to the process that is written there."""
+    """A mesh with a device of the given process at each place."""
     grid = np.asarray(processes)
     devices = np.empty(grid.size, object)
     for i, process in enumerate(grid.ravel().tolist()):
@@ -97,7 +97,7 @@ def mesh_of_processes(processes: Sequence, axes: Sequence[str]) -> Mesh:
 
 
 def sorted_ids(mesh: Mesh) -> list[int]:
-    """The device ids of a mesh in rising order, to compare with those it was made of."""
+    """The device ids of a mesh in ascending order."""
     return sorted(np.ravel(ids(mesh)).tolist())
 
 

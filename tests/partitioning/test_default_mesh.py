@@ -1,4 +1,4 @@
-"""The mesh for so many partitions, on machines that T5X has tables for and on all others."""
+"""default_mesh on machines with and without a T5X table entry, for each number of partitions."""
 
 import math
 import random
@@ -10,10 +10,11 @@ from jax.sharding import AxisType
 from mock_devices import cpus, gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
 
 from partitioning import PjitPartitioner, default_mesh, get_cpu_mesh, get_gpu_mesh
+from partitioning.mesh import MeshConfig
 
 pytestmark = pytest.mark.core
 
-# Machines without a T5X table entry: any order, each device once.
+# Machines without a T5X table entry: each device appears once, in any order.
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ MACHINES = [
 
 @pytest.mark.parametrize('kind, bounds, cores', MACHINES)
 def test_two_partitions_are_neighbours(kind, bounds, cores):
-    """One link apart, or on one chip where a chip has two devices."""
+    """They are one link apart, or on one chip if a chip has two devices."""
     for a, b in default_mesh(2, devices=tpus(bounds, kind, cores)).devices:
         links = sum(abs(i - j) for i, j in zip(a.coords, b.coords, strict=True))
         assert links == (0 if cores == 2 else 1)
@@ -80,10 +81,10 @@ def test_replicas_are_slices(kind, bounds, cores, slices):
 
 
 def test_two_slices_need_no_shapes():
-    """'replica' over the data centre network, with tiles as with partitions."""
+    """'replica' spans the data centre network, both with tiles and with partitions."""
     devices = tpu_slices(2, (2, 2, 2), 'TPU v4')
     for choice in ({'num_partitions': 4}, {'model_parallel_submesh': (2, 2, 1, 1)}):
-        mesh = PjitPartitioner(**choice, devices=devices).mesh
+        mesh = MeshConfig.from_t5x(**choice, devices=devices).build()
         assert dict(mesh.shape) == {'replica': 2, 'data': 2, 'model': 4}
         assert ids(mesh) == [[[0, 2, 1, 3], [4, 6, 5, 7]], [[8, 10, 9, 11], [12, 14, 13, 15]]]
 
@@ -152,7 +153,7 @@ def test_gpu_meshes(monkeypatch, local, processes, num_partitions, shape):
 @pytest.mark.parametrize(
     'local, processes, num_partitions, expected',
     [
-        # Four of six do not divide: two GPUs of each of two hosts.
+        # Four does not divide six, so rows take two GPUs from each of two hosts.
         (6, 2, 4, [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]),
         (6, 4, 3, np.arange(24).reshape(8, 3).tolist()),
         (6, 4, 12, np.arange(24).reshape(2, 12).tolist()),
@@ -168,7 +169,7 @@ def test_gpu_hosts_of_any_shape(local, processes, num_partitions, expected):
 
 @pytest.mark.parametrize('num_partitions, racks', [(8, 1), (72, 1), (9, 1), (144, 2)])
 def test_partitions_stay_in_a_rack(num_partitions, racks):
-    """72 GPUs on one NVLink network, though a host has four of them."""
+    """72 GPUs share one NVLink network, and a host has four of them."""
     devices = gpus(4, 36)
     mesh = default_mesh(num_partitions, devices=devices, granule_size=72)
     assert sorted_ids(mesh) == list(range(144))
@@ -176,17 +177,17 @@ def test_partitions_stay_in_a_rack(num_partitions, racks):
 
 
 def test_racks_decide_the_order():
-    """Without the rack, three GPUs of one network would be one of each of three hosts."""
+    """Without granule_size, nine partitions take one GPU from each of nine hosts."""
     devices = gpus(4, 36)
     alone = default_mesh(9, devices=devices)
     assert {len({d.process_index for d in row}) for row in alone.devices} == {9}
     racked = default_mesh(9, devices=devices, granule_size=72)
     assert ids(racked) == np.arange(144).reshape(16, 9).tolist()
-    domains = gpus(4, 18, domains=2)  # the GPUs know their rack themselves
+    domains = gpus(4, 18, domains=2)  # the GPUs report their rack
     assert ids(default_mesh(9, devices=domains)) == ids(racked)
 
 
-# Numbers of partitions that do not fit.
+# Errors.
 
 
 @pytest.mark.parametrize('num_partitions', [3, 5, 64])
@@ -228,7 +229,7 @@ def test_more_partitions_than_devices():
 
 @pytest.mark.parametrize('num_partitions, hint', [(8, True), (16, True), (32, False)])
 def test_more_partitions_than_a_slice(num_partitions, hint):
-    """'model' over slices is a choice of its own, and possible as far as the machine reaches."""
+    """The message suggests spreading 'model' over slices only if the machine is large enough."""
     devices = tpu_slices(4, (2, 2, 1), 'TPU v5 lite')
     expected = rf'num_partitions={num_partitions} .* 4 devices of each of the 4 slices.*larger'
     with pytest.raises(ValueError, match=expected) as error:

@@ -1,4 +1,4 @@
-"""Devices and their coordinates, chips and their rates, and where a slice closes to rings."""
+"""Devices and their coordinates, chips and their rates, and the rings of slices."""
 
 import types
 
@@ -32,14 +32,14 @@ def test_only_tpus_have_coordinates():
     assert not has_coords(gpus(8, 1)[0])
     assert not has_coords(cpus(8, 1)[0])
     assert not has_coords(jax.devices()[0])
-    # GPUs that are described and not here have places in their racks, which are no torus.
+    # Described GPUs have places in their racks, which do not form a torus.
     assert not has_coords(types.SimpleNamespace(id=0, coords=(0, 1, 3), platform='gpu'))
 
 
 @pytest.mark.parametrize(
     'devices, expected',
     [
-        (tpus((2, 2, 1), 'TPU v4'), 1),  # one slice: its devices have no slice_index
+        (tpus((2, 2, 1), 'TPU v4'), 1),  # devices of a single slice have no slice_index
         (tpu_slices(1, (2, 2, 1), 'TPU v4'), 1),
         (tpu_slices(3, (2, 2, 1), 'TPU v4'), 3),
         (tpu_slices(3, (2, 2, 1), 'TPU v4')[4:], 2),
@@ -66,7 +66,7 @@ DEVICE_KINDS = {
 
 
 def test_chips_by_their_device_kind():
-    """The names that device descriptions of libtpu carry."""
+    """The names are those in the device descriptions of libtpu."""
     for name, kind in DEVICE_KINDS.items():
         chip = chip_of(kind)
         assert chip is CHIPS[name]
@@ -81,8 +81,8 @@ def test_chips_by_their_device_kind():
 
 
 @pytest.mark.parametrize('kind', ['cpu', 'TPU', 'TPU v5e', 'tpu v4', 'NVIDIA', ''])
-def test_kinds_of_no_known_chip(kind):
-    """A part of a name is not the name: 'TPU v5' is another chip than 'TPU v5 lite'."""
+def test_unknown_device_kinds(kind):
+    """A prefix does not match, because 'TPU v5' and 'TPU v5 lite' are different chips."""
     assert chip_of(kind) is None
 
 
@@ -99,7 +99,7 @@ def test_kinds_of_no_known_chip(kind):
     ],
 )
 def test_memory_of_one_device(name, gib):
-    """As the compiler's out-of-memory errors state it."""
+    """The figures are from the compiler's out-of-memory errors."""
     assert CHIPS[name].hbm_bytes_per_device == pytest.approx(gib * 2**30, abs=2)
 
 
@@ -120,7 +120,7 @@ def test_link_bandwidth_adds_up(name, gigabytes):
     assert chip.ici_links * chip.ici_link_bandwidth * 2 == pytest.approx(gigabytes * 1e9)
 
 
-def test_links_of_a_torus_are_two_a_dimension():
+def test_links_of_a_torus_are_two_per_dimension():
     for chip in CHIPS.values():
         if chip.platform == 'tpu':
             assert chip.ici_links == 2 * chip.dimensions
@@ -143,7 +143,7 @@ def test_links_of_a_torus_are_two_a_dimension():
         ('TPU v5', (4, 8, 12), (True, True, True)),
         ('TPU7x', (4, 4, 4), (True, True, True)),
         ('TPU7x', (2, 4, 4), (False, False, False)),
-        # Planes close where they are as long as the pod.
+        # Planes close in the dimensions in which they are as long as the pod.
         ('TPU v5 lite', (16, 16, 1), (True, True, False)),
         ('TPU v5 lite', (8, 16, 1), (False, True, False)),
         ('TPU v5 lite', (4, 4, 1), (False, False, False)),
@@ -157,5 +157,5 @@ def test_links_of_a_torus_are_two_a_dimension():
         ('TPU v9', (16, 16, 16), (False, False, False)),
     ],
 )
-def test_where_links_close_to_rings(kind, bounds, wrap):
+def test_dimensions_that_close_to_rings(kind, bounds, wrap):
     assert torus_wrap(kind, bounds) == wrap

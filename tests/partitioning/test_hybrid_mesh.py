@@ -1,4 +1,4 @@
-"""create_hybrid_mesh: each axis a part within slices (or hosts) and a part over them."""
+"""create_hybrid_mesh: each axis has a size within slices (or hosts) and a size over them."""
 
 import random
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.core
 
 
 def two_slices_of_v4():
-    """torch_xla's test devices: ids that do not follow the coordinates."""
+    """torch_xla's test devices, whose ids do not follow the coordinates."""
     coords = [
         *((0, 1, 0), (1, 0, 0), (0, 0, 0), (1, 1, 0)),
         *((0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0)),
@@ -42,7 +42,7 @@ def test_orders_of_two_slices(ici, dcn, expected):
     assert ids(hybrid(ici, dcn, devices[::-1])) == expected
     assert ids(hybrid(ici, dcn, devices[4:] + devices[:4])) == expected
     assert ids(hybrid(ici, dcn, random.Random(0).sample(devices, 8))) == expected
-    # Whatever remains, in either shape.
+    # -1 for whatever remains, in either shape.
     for axis in (0, 1):
         rest = tuple(-1 if i == axis else n for i, n in enumerate(ici))
         assert ids(hybrid(rest, dcn, devices)) == expected
@@ -64,7 +64,7 @@ def test_orders_of_more_slices():
 
 @pytest.mark.parametrize('sizes', [(4,), (2, 2), (1, 4, 1), (2, 1, 1, 2)])
 def test_one_slice_needs_no_dcn(sizes):
-    """As create_mesh has it, also for devices that know no slice."""
+    """The mesh equals that of create_mesh, also for devices without a slice index."""
     ones = (1,) * len(sizes)
     names = [f'axis{i}' for i in range(len(sizes))]
     for devices in (tpus((2, 2, 1), 'TPU v4'), tpu_slices(1, (2, 2, 1), 'TPU v4'), cpus(2, 2)):
@@ -98,7 +98,7 @@ def test_processes_are_granules_off_the_torus(machine):
 
 
 def test_processes_of_a_slice_as_granules():
-    """One slice of two hosts, each host a plane of four chips."""
+    """The slice has two hosts, and each host is a plane of four chips."""
     devices = tpus((2, 2, 2), 'TPU v4')
     mesh = hybrid((1, 4), (2, 1), devices, process_is_granule=True)
     assert [{d.process_index for d in row} for row in mesh.devices] == [{0}, {1}]
@@ -137,7 +137,7 @@ def test_racks_of_72():
     assert ids(hybrid((8, 9), (2, 1), gpus(4, 18, domains=2))) == ids(mesh)
 
 
-# What does not fit.
+# Errors.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Settings of the default mesh: names, shapes within and over slices, and contradictions."""
+"""T5X's settings of a mesh: names, shapes within and over slices, and contradictions."""
 
 import math
 
@@ -8,7 +8,8 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
 
-from partitioning import PjitPartitioner, create_hybrid_mesh, default_mesh, default_moe_mesh
+from partitioning import MeshConfig, PjitPartitioner
+from partitioning.mesh import create_hybrid_mesh, default_mesh, default_moe_mesh
 
 pytestmark = pytest.mark.core
 
@@ -114,7 +115,7 @@ def test_names_and_shapes_of_different_number(names, ici, dcn, numbers):
         assert number in str(error.value)
 
 
-# Names with num_partitions.
+# Axis names with num_partitions.
 
 
 def test_two_names():
@@ -124,8 +125,8 @@ def test_two_names():
 
 
 @pytest.mark.parametrize('devices', [None, gpus(4, 2), tpus((2, 2, 2), 'TPU v4')])
-def test_a_third_name_is_a_slice_of_its_own(devices):
-    """A program for several slices runs on one."""
+def test_the_first_of_three_names_is_the_slice_axis(devices):
+    """A program for several slices runs on one slice, too."""
     mesh = default_mesh(2, mesh_axis_names=('replica', 'data', 'model'), devices=devices)
     assert dict(mesh.shape) == {'replica': 1, 'data': 4, 'model': 2}
     assert ids(mesh)[0] == ids(default_mesh(2, devices=devices))
@@ -161,10 +162,10 @@ def test_other_names(names, slices, message):
         default_mesh(2, mesh_axis_names=names, devices=devices)
 
 
-# Settings that contradict each other, or decide nothing.
+# Settings that contradict each other or do not decide the mesh.
 
 
-@pytest.mark.parametrize('make', [PjitPartitioner, default_mesh])
+@pytest.mark.parametrize('make', [MeshConfig.from_t5x, PjitPartitioner])
 @pytest.mark.parametrize(
     'settings, message',
     [
@@ -191,7 +192,7 @@ def test_other_names(names, slices, message):
 )
 def test_contradicting_settings(make, settings, message):
     with pytest.raises(ValueError, match=message):
-        make(**{'num_partitions': None, 'devices': v3_4x4()} | settings)
+        make(**{'num_partitions': None} | settings)
 
 
 def test_no_setting_at_all():
@@ -205,8 +206,8 @@ def test_submesh_of_other_than_four(submesh):
         PjitPartitioner(model_parallel_submesh=submesh)
 
 
-def test_num_partitions_beside_shapes_that_agree():
-    """T5X's configurations set all three."""
+def test_num_partitions_that_agrees_with_the_shapes():
+    """T5X's configurations set num_partitions in addition to the shapes."""
     partitioner = PjitPartitioner(
         num_partitions=2, ici_mesh_shape=(1, 4, 2), dcn_mesh_shape=(1, 1, 1)
     )
@@ -242,11 +243,11 @@ def test_axis_types_of_shapes():
     assert mesh.axis_types == (AxisType.Explicit, AxisType.Auto)
 
 
-# What is a number, and what is a name.
+# Types of numbers and names.
 
 
 @pytest.mark.parametrize('number', [np.int64(2), np.int32(2)])
-def test_numbers_of_numpy(number):
+def test_numpy_integers(number):
     assert default_mesh(number).devices.shape == (4, 2)
     assert default_moe_mesh(number, number).devices.shape == (2, 2, 2)
 
@@ -256,7 +257,7 @@ def test_num_partitions_cannot_agree_with_whatever_remains():
         default_mesh(2, ici_mesh_shape=(1, 4, -1), dcn_mesh_shape=(1, 1, 1))
 
 
-def test_no_names_are_not_the_default_names():
+def test_an_empty_tuple_of_names_does_not_mean_the_default_names():
     with pytest.raises(ValueError, match=r'3 sizes for 0 axis names \(\)'):
         default_mesh(None, ici_mesh_shape=(1, 4, 2), dcn_mesh_shape=(1, 1, 1), mesh_axis_names=())
 
@@ -271,7 +272,7 @@ def test_a_submesh_of_floats():
         default_mesh(None, (2.0, 2, 1, 2), devices=v3_4x4())
 
 
-def test_processes_as_granules_are_not_forgotten_where_no_axis_spans_them():
+def test_process_is_granule_counts_processes_even_if_no_axis_spans_them():
     devices = tpus((2, 2, 2), 'TPU v4')
     with pytest.raises(ValueError, match='number of processes is 2'):
         create_hybrid_mesh((4, 2), (1, 1), ('a', 'b'), devices=devices, process_is_granule=True)
@@ -292,7 +293,7 @@ def test_settings_of_other_types(settings, message):
         default_mesh(**({'num_partitions': None} | settings))
 
 
-def test_shapes_of_numpy():
+def test_shapes_as_numpy_arrays():
     ici, dcn = np.array([1, 4, 2]), np.array([1, 1, 1])
     assert default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=dcn).devices.shape == (1, 4, 2)
 

@@ -9,7 +9,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
 
-from partitioning import MoePjitPartitioner, default_mesh, default_moe_mesh
+from partitioning import MeshConfig, MoePjitPartitioner, PjitPartitioner
+from partitioning.mesh import default_mesh, default_moe_mesh
 
 pytestmark = pytest.mark.core
 
@@ -127,15 +128,18 @@ def test_moe_partitioner():
 
 def test_moe_partitioner_over_slices():
     devices = tpu_slices(2, (2, 2, 2), 'TPU v4')
-    partitioner = MoePjitPartitioner(2, 2, devices=devices)
+    config = MeshConfig.from_t5x(2, num_expert_partitions=2, devices=devices)
+    partitioner = PjitPartitioner(mesh=config)
     assert partitioner.mesh.axis_names == ('replica', *AXES)
     assert partitioner.data_partition_spec == P(('replica', 'data', 'expert'))
     assert partitioner.data_mesh_size == 8
 
 
-def test_moe_partitioner_with_a_submesh():
-    partitioner = MoePjitPartitioner(2, model_parallel_submesh=(1, 1, 1, 2), devices=v3_2x2())
-    assert dict(partitioner.mesh.shape) == {'data': 2, 'expert': 2, 'model': 2}
+def test_a_config_of_experts_with_a_submesh():
+    config = MeshConfig.from_t5x(
+        model_parallel_submesh=(1, 1, 1, 2), num_expert_partitions=2, devices=v3_2x2()
+    )
+    assert dict(config.build().shape) == {'data': 2, 'expert': 2, 'model': 2}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_experts_that_the_axis_does_not_divide():
         partitioner.get_mesh_axes({'kernel': kernel})
 
 
-def test_rules_of_your_own():
+def test_custom_rules():
     rules = [('batch', 'data'), ('expert', ('expert', 'model'))]
     partitioner = MoePjitPartitioner(2, 2, logical_axis_rules=rules)
     assert partitioner.logical_axis_rules == tuple(rules)
@@ -170,7 +174,7 @@ def test_rules_of_your_own():
 
 
 def test_a_layer_of_experts():
-    """Every expert on its own rows, as one device computes it."""
+    """Each expert multiplies its rows, with the result of a single device."""
     partitioner = MoePjitPartitioner(2, 2)
     rows = np.arange(4 * 3 * 6, dtype=np.float32).reshape(4, 3, 6) / 10
     kernel = np.cos(np.arange(4 * 6 * 8, dtype=np.float32)).reshape(4, 6, 8)

@@ -1,4 +1,4 @@
-"""Meshes of a part of a TPU slice: a box within it, or what is left where chips are missing."""
+"""Meshes of a part of a TPU slice: a box within it, or a slice with missing chips."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.core
 
 
 def places_in_order(mesh):
-    """Coordinates of each device of a mesh, counted from the lowest ones."""
+    """The coordinates of each device of a mesh, relative to the lowest ones."""
     places = np.array([d.coords for d in mesh.devices.flat])
     return (places - places.min(axis=0)).tolist()
 
@@ -30,7 +30,7 @@ def places_in_order(mesh):
     ],
 )
 def test_box_within_a_slice(kind, bounds, cores, low, high, num_partitions):
-    """Each device once, in the order that the box has where it is a machine of its own."""
+    """The box has the order of a separate slice of its size, with each device once."""
     box = [
         d
         for d in tpus(bounds, kind, cores)
@@ -57,12 +57,12 @@ def test_slice_with_a_chip_missing(kind, bounds, cores, missing):
         assert sorted_ids(mesh) == [d.id for d in devices]
     path = np.array([d.coords for d in default_mesh(1, devices=devices).devices.flat])
     steps = np.abs(np.diff(path, axis=0)).sum(axis=1)
-    assert steps.max() <= 2 and (steps == 2).sum() <= 1  # neighbours, but for the gap
+    assert steps.max() <= 2 and (steps == 2).sum() <= 1  # one step can cross the gap
 
 
 @pytest.mark.parametrize('bounds, missing', [((4, 4, 1), 3), ((4, 4, 1), 0), ((2, 4, 1), 1)])
 def test_column_missing_from_a_slice_of_two_cores(bounds, missing):
-    """An odd number of columns has no trays of 2 x 2 chips, whose ring jax would take."""
+    """An odd number of columns has no trays of 2 x 2 chips, for which jax's ring is made."""
     devices = [d for d in tpus(bounds, 'TPU v3', 2) if d.coords[0] != missing]
     mesh = create_mesh((-1, 8), ('data', 'model'), devices=devices)
     assert sorted_ids(mesh) == [d.id for d in devices]
@@ -72,7 +72,7 @@ def test_column_missing_from_a_slice_of_two_cores(bounds, missing):
 
 
 def test_plane_missing_from_a_slice():
-    """What is left is no box: seven rows of eight, and a gap between them."""
+    """The seven remaining rows of eight are not a box, because there is a gap between them."""
     devices = [d for d in tpus((8, 8, 1), 'TPU v6 lite') if d.coords[1] != 3]
     mesh = default_mesh(8, devices=devices)
     assert dict(mesh.shape) == {'data': 7, 'model': 8}

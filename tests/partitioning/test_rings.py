@@ -1,4 +1,4 @@
-"""How far the neighbours along a mesh axis are: against hops counted one by one, and by hand."""
+"""axis_rings and mesh_table: hops against hops counted one by one, and networks."""
 
 import jax
 import numpy as np
@@ -56,7 +56,7 @@ def test_hops(devices, bounds, wrap, sizes):
 
 
 def test_hops_by_hand():
-    """Three steps forth and three back in a row of four; a ring of sixteen needs no way back."""
+    """A row of four takes three steps and three hops back; a ring of sixteen closes directly."""
     row = axis_rings(create_mesh((4, 4), ('a', 'b'), devices=tpus((4, 4, 1), 'TPU v5 lite')))
     assert [(r.mean_hops, r.worst_hops) for r in row] == [(1.5, 3), (1.5, 3)]
     pod = axis_rings(create_mesh((16, 16), ('a', 'b'), devices=tpus((16, 16, 1), 'TPU v6 lite')))
@@ -74,7 +74,7 @@ def test_wrap_on_request():
 
 
 def test_a_reshape_is_five_times_as_far():
-    """512 chips of v5p, in the order that they are numbered and in that of their links."""
+    """512 chips of v5p in the order of their numbers are 5.1 hops apart, and 1.1 in ours."""
     devices = sorted(tpus((8, 8, 8), 'TPU v5'), key=lambda d: (d.process_index, d.id))
     numbered = Mesh(np.reshape(np.array(devices, object), (64, 8)), ('data', 'model'))
     linked = create_mesh((64, 8), ('data', 'model'), devices=devices)
@@ -83,7 +83,7 @@ def test_a_reshape_is_five_times_as_far():
 
 
 def test_part_of_a_slice_has_its_own_extent():
-    """The last twelve of sixteen columns do not close to a ring."""
+    """Twelve of sixteen columns do not close to a ring."""
     part = [d for d in tpus((16, 16, 1), 'TPU v5 lite') if d.coords[0] >= 4]
     mesh = Mesh(np.reshape(np.array(part, object), (16, 12)), ('y', 'x'))
     y, x = axis_rings(mesh)
@@ -157,7 +157,7 @@ def test_table_of_two_slices():
 
 
 def test_table_of_unequal_hosts():
-    """No hops without a torus, and every number of devices that a process has."""
+    """There are no hops without a torus, and the first line lists the sizes of the processes."""
     mesh = create_mesh((13, 1), ('data', 'x'), devices=gpus(8, 2)[3:])
     assert mesh_table(mesh).splitlines() == [
         '13 NVIDIA H100 devices, 2 processes of 5 or 8',
@@ -184,12 +184,12 @@ def test_table_takes_wrap_and_granules():
 
 
 @pytest.mark.parametrize('wrap', [(True,), 'yes', (True,) * 4])
-def test_wrap_is_of_three_dimensions(wrap):
+def test_wrap_needs_three_entries(wrap):
     mesh = create_mesh((8,), ('x',), devices=tpus((2, 2, 2), 'TPU v5'))
     with pytest.raises(ValueError, match='wrap='):
         axis_rings(mesh, wrap=wrap)
 
 
-def test_wrap_is_of_tpus():
+def test_wrap_needs_tpus():
     with pytest.raises(ValueError, match=r'wrap=.* TPUs'):
         axis_rings(create_mesh((8,), ('x',)), wrap=(True, True, True))

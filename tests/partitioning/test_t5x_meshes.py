@@ -1,4 +1,4 @@
-"""T5X's device orders on TPU v2, v3 and v4, on one slice and on several."""
+"""T5X's device orders on one and on several slices of TPU v2, v3 and v4."""
 
 import dataclasses
 
@@ -75,7 +75,7 @@ def test_v3_each_process_holds_a_block():
 
 
 def test_order_without_host_tiling():
-    """Chips column by column, whole columns: y is inside x, and no host keeps a block."""
+    """Chips are in order of whole columns, with y inside x, so no host holds a block."""
     mesh = get_mesh((1, 1, 1, 1), v3_4x4(), tile_by_host_if_needed=False)
     expected = [c + 2 * (x + 4 * y) for x in range(4) for y in range(4) for c in range(2)]
     assert ids(mesh) == in_rows(expected, 1)
@@ -102,7 +102,7 @@ def test_v4_default_orders(bounds, num_partitions, expected):
 )
 @pytest.mark.parametrize('slices', [1, 2])
 def test_default_tiles(kind, bounds, cores, num_partitions, tile, slices):
-    """A model replica covers exactly one box of T5X's table, aligned to it."""
+    """A model replica covers exactly one aligned box of the size in T5X's table."""
     devices = tpu_slices(slices, bounds, kind, cores) if slices > 1 else tpus(bounds, kind, cores)
     mesh = default_mesh(num_partitions, devices=devices)
     for row in mesh.devices.reshape(-1, num_partitions):
@@ -134,11 +134,11 @@ def test_devices_that_do_not_fill_their_box():
         get_mesh((2, 1, 1, 2), v3_4x4()[2:])
 
 
-# Several slices: each one in T5X's order, after the one before.
+# Several slices, each in T5X's order.
 
 
 def after_each_other(order, slices):
-    """The order of one slice, and those of further slices with their ids after its ids."""
+    """The order of each slice, whose ids follow the ids of the slice before it."""
     one = np.array(order)
     return [(one + s * one.size).tolist() for s in range(slices)]
 
@@ -177,12 +177,12 @@ def test_submeshes_that_do_not_fit_a_slice(submesh):
 
 
 def test_the_numbers_of_processes_do_not_matter():
-    """Each holds one block of the mesh, also where the first of them stands in the far corner."""
+    """Each process holds one block of the mesh, also if process 0 is in the far corner."""
     devices = [dataclasses.replace(d, process_index=3 - d.process_index) for d in v3_4x4()]
     assert ids(default_mesh(1, devices=devices)) == ids(default_mesh(1, devices=v3_4x4()))
 
 
-def test_devices_apart_that_are_as_many_as_the_box_of_the_last_of_them():
+def test_devices_that_leave_gaps_in_a_box_with_room_for_more():
     devices = [
         d
         for d in tpus((2, 2, 4), 'TPU v4')
@@ -193,20 +193,20 @@ def test_devices_apart_that_are_as_many_as_the_box_of_the_last_of_them():
         default_mesh(None, (1, 1, 1, 1), devices=devices)
 
 
-def test_a_tile_is_of_one_slice():
+def test_get_mesh_takes_one_slice():
     with pytest.raises(ValueError, match='one slice, not of 2 slices'):
         get_mesh((2, 2, 1, 1), tpu_slices(2, (2, 2, 2), 'TPU v4'))
 
 
 @pytest.mark.parametrize('tile', [None, '12', 4, (1, 2.0, 1, 1)])
-def test_what_is_no_tile(tile):
+def test_malformed_tiles(tile):
     with pytest.raises(ValueError, match='model_parallel_submesh'):
         get_mesh(tile, tpus((2, 2, 2), 'TPU v4'))
 
 
 @pytest.mark.parametrize('tile, first', [((1, 4), [0, 1, 2, 3]), ((2, 2), [0, 1, 8, 9])])
 def test_hosts_elsewhere(tile, first):
-    """Their number and size are those of the devices given, not of this process."""
+    """The number and size of hosts come from the given devices, not from this process."""
     mesh = get_mesh(tile, gpus(8, 2), tile_by_host_if_needed=False)
     assert ids(mesh)[0] == first
     assert mesh.devices.shape == (4, 4)

@@ -1,4 +1,4 @@
-"""Rings on a torus: each place once, neighbours next to each other, no cheaper choice left."""
+"""Orders of a torus: each place appears once, rings are short, and no choice is cheaper."""
 
 import functools
 import itertools
@@ -59,11 +59,11 @@ def mean_hops(torus, order, axis):
 
 
 def weighted(means):
-    """Sum of what the axes cost: the last one whole, each one before it a quarter as much."""
+    """The weighted sum of the means: each axis weighs a quarter of the axis after it."""
     return sum(mean / 4**i for i, mean in enumerate(reversed(means)))
 
 
-# Whatever the torus.
+# Properties of every torus.
 
 
 @settings(max_examples=100, deadline=None)
@@ -78,7 +78,7 @@ def test_each_place_once(case, whole_row_major):
 @settings(max_examples=60, deadline=None)
 @given(cases(), st.booleans())
 def test_axes_take_boxes(case, whole_row_major):
-    """All rings of one axis are alike: the same box, moved."""
+    """All rings of one axis are the same box at different offsets."""
     torus, sizes = case
     places = places_of(torus, ring_order(torus, sizes, whole_row_major=whole_row_major))
     for axis, size in enumerate(sizes):
@@ -91,7 +91,7 @@ def test_axes_take_boxes(case, whole_row_major):
 @settings(max_examples=100, deadline=None)
 @given(cases(largest=8, most=128))
 def test_rings_of_neighbours_where_a_box_is_even(case):
-    """A part of a plane with an even side closes: each step, the last too, is one stride."""
+    """A part of a plane with an even side has a closed ring, whose steps are one stride each."""
     torus, sizes = case
     order = ring_order(torus, sizes)
     places = places_of(torus, order)
@@ -109,7 +109,7 @@ def test_rings_of_neighbours_where_a_box_is_even(case):
 @pytest.mark.parametrize('bounds', [(4, 6), (2, 2, 4)])
 @pytest.mark.parametrize('wraps', [False, True])
 def test_axes_of_one_device_change_nothing(bounds, wraps):
-    """Nor do they make the axes before them lighter."""
+    """In particular, they do not change the weights of the other axes."""
     torus = Torus(bounds, (wraps,) * len(bounds), (1,) * len(bounds))
     total = math.prod(bounds)
     for last, middle in itertools.product(divisors(total), repeat=2):
@@ -122,7 +122,7 @@ def test_axes_of_one_device_change_nothing(bounds, wraps):
 
 
 def test_whole_dimensions_are_row_major():
-    """So that collectives can run a ring along each of them; on request a ring through all."""
+    """Collectives can then run a ring along each dimension; a ring through all is optional."""
     torus = Torus((4, 4, 2), (False,) * 3, (1, 1, 1))
     assert ring_order(torus, (2, 16)).tolist() == [
         [2 * i for i in range(16)],
@@ -147,7 +147,7 @@ def test_cores_of_a_chip_are_no_hop_apart():
         ((4, 4, 1, 1), (False,) * 4, (2, 8), (2.0, 1.0)),
         # v5e 4 x 4, data 8 x model 2: pairs of neighbours, then a ring of pairs.
         ((4, 4, 1, 1), (False,) * 4, (8, 2), (1.25, 1.0)),
-        # Four of a closed ring of eight make no ring themselves: a square does.
+        # Four of a closed ring of eight are not a ring, but a square is.
         ((8, 8, 1, 1), (True, True, False, False), (16, 4), (2.0, 1.0)),
         ((8, 8, 8, 1), (True, True, True, False), (64, 8), (1.0, 1.0)),
     ],
@@ -158,12 +158,12 @@ def test_known_rings(bounds, wrap, sizes, means):
     assert tuple(mean_hops(torus, order, axis) for axis in range(len(sizes))) == means
 
 
-# Against all choices there are.
+# Comparison with all choices.
 
 
 @functools.cache
 def shortest_ring(torus, sizes, strides):
-    """Hops of the shortest closed tour of a box, by dynamic programming over sets of places."""
+    """The hops of the shortest closed tour of a box, by dynamic programming over sets of places."""
     places = [
         tuple(i * s for i, s in zip(index, strides, strict=True))
         for index in itertools.product(*map(range, sizes))
@@ -184,7 +184,7 @@ def shortest_ring(torus, sizes, strides):
 
 
 def cheapest(torus, sizes):
-    """The least cost of all boxes, in any nesting, every ring the best tour of its box."""
+    """The least cost over all boxes in any nesting, with the best tour of each box."""
     boxes = itertools.product(*map(divisors, torus.bounds))
     of_size = {}
     for box in boxes:
@@ -223,7 +223,7 @@ def test_no_cheaper_choice(case):
     ],
 )
 def test_the_best_of_one_axis_is_not_the_best_of_all(bounds, wrap, sizes):
-    """Here the first choice for the last axis costs the others more than it saves."""
+    """The best box for the last axis costs the other axes more than it saves."""
     torus = Torus(bounds, wrap, (1, 1))
     order = ring_order(torus, sizes, whole_row_major=False)
     means = [mean_hops(torus, order, axis) for axis in range(len(sizes))]

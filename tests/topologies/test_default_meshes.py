@@ -59,10 +59,9 @@ def test_every_machine_has_a_mesh(machine, partitions):
 
 
 @pytest.mark.parametrize('machine, partitions', REFUSED, ids=str)
-@pytest.mark.parametrize('make', [default_mesh, lambda n, **k: PjitPartitioner(n, **k).mesh])
-def test_more_partitions_than_a_slice_has_devices(machine, partitions, make):
+def test_more_partitions_than_a_slice_has_devices(machine, partitions):
     with pytest.raises(ValueError, match=f'num_partitions={partitions} ') as error:
-        make(partitions, devices=machine.describe().devices)
+        default_mesh(partitions, devices=machine.describe().devices)
     message = str(error.value)
     assert '16 devices' in message
     assert 'one of 1, 2, 4, 8, 16' in message
@@ -88,7 +87,7 @@ def test_the_order_of_the_list_of_devices_does_not_matter(name, slices, partitio
 )
 def test_the_partitioner_on_one_slice(name, partitions):
     devices = described(name).devices
-    partitioner = PjitPartitioner(partitions, devices=devices)
+    partitioner = PjitPartitioner(mesh=MeshConfig.from_t5x(partitions, devices=devices))
     assert partitioner.mesh == default_mesh(partitions, devices=devices)
     assert partitioner.data_partition_spec == P('data')
     assert dict(partitioner.logical_axis_rules)['batch'] == 'data'
@@ -101,7 +100,8 @@ def test_the_partitioner_on_one_slice(name, partitions):
 )
 def test_the_partitioner_on_two_slices(name, partitions, rules):
     devices = described(name, 2).devices
-    partitioner = PjitPartitioner(partitions, devices=devices, logical_axis_rules=rules)
+    config = MeshConfig.from_t5x(partitions, devices=devices)
+    partitioner = PjitPartitioner(mesh=config, logical_axis_rules=rules)
     assert partitioner.mesh == default_mesh(partitions, devices=devices)
     assert partitioner.data_partition_spec == P(('replica', 'data'))
     assert dict(partitioner.logical_axis_rules)['batch'] == ('replica', 'data')
@@ -116,8 +116,8 @@ def test_the_partitioner_on_two_slices(name, partitions, rules):
 )
 def test_two_slices_of_v3_keep_both(choice):
     # T5X puts both slices on the same coordinates, and loses one.
-    one = PjitPartitioner(**choice, devices=described('v3:4x4').devices).mesh
-    two = PjitPartitioner(**choice, devices=described('v3:4x4', 2).devices).mesh
+    one = MeshConfig.from_t5x(**choice, devices=described('v3:4x4').devices).build()
+    two = MeshConfig.from_t5x(**choice, devices=described('v3:4x4', 2).devices).build()
     assert ids(two) == [ids(one), ids(one)]
     assert [{d.slice_index for d in two.devices[s].flat} for s in (0, 1)] == [{0}, {1}]
 
@@ -210,9 +210,9 @@ def test_a_config_from_gin_up_to_compilation():
         DescribedMesh.topology = 'v5e:2x2'
         DescribedMesh.num_slices = 2
     """)
-    mesh = gin.get_configurable('DescribedMesh')().build()
-    assert dict(mesh.shape) == {'replica': 2, 'data': 2, 'model': 2}
-    partitioner = PjitPartitioner(mesh=mesh)
+    partitioner = PjitPartitioner(mesh=gin.get_configurable('DescribedMesh')())
+    assert dict(partitioner.mesh.shape) == {'replica': 2, 'data': 2, 'model': 2}
+    assert partitioner.data_partition_spec == P(('replica', 'data'))
     rows, kernel = P(('replica', 'data')), P(None, 'model')
     multiply = partitioner.partition(jnp.dot, (rows, kernel), P(('replica', 'data'), 'model'))
     x, w = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)

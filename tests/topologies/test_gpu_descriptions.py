@@ -7,6 +7,7 @@ import pytest
 from described_machines import assert_each_device_once, described, needs_cuda_plugin
 
 from partitioning import CHIPS, PjitPartitioner, axis_rings, create_mesh, default_mesh
+from partitioning.mesh import MeshConfig
 
 pytestmark = needs_cuda_plugin
 
@@ -89,7 +90,8 @@ def test_groups_stay_in_few_granules_and_their_networks_are_known(
     ],
 )
 def test_the_partitioner(name, partitions, shape):
-    partitioner = PjitPartitioner(partitions, devices=described(name).devices)
+    config = MeshConfig.from_t5x(partitions, devices=described(name).devices)
+    partitioner = PjitPartitioner(mesh=config)
     assert partitioner.mesh.devices.shape == shape
     assert np.ravel(gpu_ids(partitioner.mesh)).tolist() == list(range(partitioner.mesh.size))
     assert dict(partitioner.logical_axis_rules)['batch'] == 'data'

@@ -17,12 +17,12 @@ from jax.experimental import mesh_utils
 from jax_orders import JAX_HYBRID_ORDERS, JAX_ORDERS
 
 from partitioning import (
-    PjitPartitioner,
     axis_rings,
     create_hybrid_mesh,
     create_mesh,
     default_mesh,
 )
+from partitioning.mesh import MeshConfig
 
 pytestmark = needs_libtpu
 
@@ -274,14 +274,13 @@ T5X_SUBMESHES = [
 def test_default_orders_of_t5x(name, partitions, expected):
     devices = described(name).devices
     assert ids(default_mesh(partitions, devices=devices)) == expected
-    assert ids(PjitPartitioner(partitions, devices=devices).mesh) == expected
 
 
 @pytest.mark.parametrize('name, submesh, expected', T5X_SUBMESHES, ids=str)
 def test_submesh_orders_of_t5x(name, submesh, expected):
     devices = described(name).devices
-    partitioner = PjitPartitioner(model_parallel_submesh=submesh, devices=devices)
-    assert ids(partitioner.mesh) == expected
+    config = MeshConfig.from_t5x(model_parallel_submesh=submesh, devices=devices)
+    assert ids(config.build()) == expected
 
 
 def test_each_process_of_v3_holds_a_block():
@@ -295,8 +294,11 @@ def test_each_process_of_v3_holds_a_block():
 
 @pytest.mark.parametrize('submesh', [(3, 1, 1, 1), (4, 1, 1, 1), (8, 1, 1, 2), (1, 1, 2, 2)])
 def test_submeshes_that_do_not_tile_v3(submesh):
+    config = MeshConfig.from_t5x(
+        model_parallel_submesh=submesh, devices=described('v3:4x4').devices
+    )
     with pytest.raises(ValueError, match='model_parallel_submesh') as error:
-        PjitPartitioner(model_parallel_submesh=submesh, devices=described('v3:4x4').devices).mesh  # noqa: B018
+        config.build()
     assert '(4, 4, 1, 2)' in str(error.value)
 
 
