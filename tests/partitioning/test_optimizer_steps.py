@@ -16,13 +16,12 @@ from optimized_states import (
     PARAMETERS,
     TOKENS,
     Model,
-    abstract_state,
     initializer,
     leaves_of,
     partitioner_of_4_by_2,
 )
 
-from partitioning import check_compiled_once, check_fixed_point, unbox
+from partitioning import check_compiled_once, unbox
 
 pytestmark = pytest.mark.core
 
@@ -80,11 +79,11 @@ def run(name):
     """Two steps over the mesh and two on one device."""
     partitioner = partitioner_of_4_by_2()
     tx, init, step = functions(name)
-    axes = partitioner.get_mesh_axes(abstract_state(name))
-    state = partitioner.init(init, jax.random.key(0))
+    plan = partitioner.plan(init, jax.random.key(0))
+    state = plan.init(jax.random.key(0))
     born = {path: x.sharding for path, x in leaves_of(state).items()}
-    resources = (axes, partitioner.data_partition_spec)
-    partitioned = partitioner.partition(step, resources, axes, donate_argnums=0)
+    resources = (plan.specs, partitioner.data_partition_spec)
+    partitioned = partitioner.partition(step, resources, plan.specs, donate_argnums=0)
     params = params_on_one_device()
     plain_state = {'params': params, 'opt_state': tx.init(params), 'step': jnp.int32(0)}
     # L-BFGS starts with weakly typed numbers, so its step would compile twice.
@@ -99,7 +98,7 @@ def run(name):
         sharded.append(leaves_of(jax.device_get(state)))
         plain.append(leaves_of(jax.device_get(plain_state)))
     return types.SimpleNamespace(
-        axes=axes, born=born, state=state, step=partitioned, sharded=sharded, plain=plain
+        plan=plan, born=born, state=state, step=partitioned, sharded=sharded, plain=plain
     )
 
 
@@ -150,7 +149,7 @@ def test_steps_equal_those_of_one_device(name):
 @EVERY_OPTIMIZER
 def test_a_step_is_a_fixed_point_and_compiles_once(name):
     result = run(name)
-    check_fixed_point(result.state, result.axes, partitioner_of_4_by_2().mesh)
+    result.plan.check(result.state)
     for path, array in leaves_of(result.state).items():
         assert array.sharding.is_equivalent_to(result.born[path], array.ndim), path
     check_compiled_once(result.step)
@@ -165,8 +164,8 @@ def bytes_of_a_device(state):
 
 @EVERY_OPTIMIZER
 def test_audited_bytes_are_those_on_a_device(name):
-    state = run(name).state
-    audit = partitioner_of_4_by_2().audit(state, abstract_state(name))
+    plan, state = run(name).plan, run(name).state
+    audit = plan.audit(state)
     assert audit.bytes_per_device == bytes_of_a_device(state)
     assert audit.bytes_total == sum(x.nbytes for x in jax.tree.leaves(state))
     assert not audit.misplaced

@@ -384,11 +384,11 @@ def of_nnx(tx):
 def test_copies_of_parameters_have_the_role_of_the_optimizer(kind):
     tx = optax.scale_by_lbfgs(3)
     state, rules, held = of_nnx(tx) if kind == 'nnx' else (STATES[kind](params(), tx), ALL, BYTES)
-    audit = partitioner_of(rules).audit(jax.eval_shape(lambda: state))
-    assert audit.by_category['parameters'] == held
+    held_by_role = partitioner_of(rules).resolve(jax.eval_shape(lambda: state)).audit().by_role
+    assert held_by_role['parameters'] == held
     # `params`, `updates` and two histories of 3; then their weights, a count, in nnx also the step.
     numbers = 4 * 3 + 4 + 4 * (kind == 'nnx')
-    assert audit.by_category['optimizer'] == (1 + 1 + 2 * 3) * held + numbers
+    assert held_by_role['optimizer'] == (1 + 1 + 2 * 3) * held + numbers
 
 
 @pytest.mark.parametrize('named', ['by path', 'boxes', 'boxes everywhere'])
@@ -402,7 +402,6 @@ def test_parameters_are_not_looked_for_in_an_optimizer(named):
     }
     replicated = [('embed', None), ('mlp', 'model')]
     partitioner = partitioner_of(rules, logical_axis_rules=replicated, optimizer_axis_rules=RULES)
-    axes = by_path(partitioner.get_mesh_axes(state))
-    assert axes['model/enc/kernel'] == P(None, 'model')
-    rows = {row.path: row for row in partitioner.audit(jax.eval_shape(lambda: state)).arrays}
-    assert {rows[f'model/{path}'].category for path in PATHS} == {'parameters'}
+    plan = partitioner.resolve(state)
+    assert plan['model/enc/kernel'].spec == P(None, 'model')
+    assert {plan[f'model/{path}'].role for path in PATHS} == {'parameters'}
