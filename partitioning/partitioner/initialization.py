@@ -38,7 +38,7 @@ def trace_init(
 
     def make(*arrays: Any) -> Any:
         made = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))
-        return jax.tree.unflatten(treedef, map(_strongly_typed, made))
+        return jax.tree.unflatten(treedef, map(_strongly_typed, made, jaxpr.out_avals))
 
     def run(plan: Plan, *given: Any) -> Any:
         _check_arguments(planned, given)
@@ -70,6 +70,9 @@ def _kind(x: Any) -> str:
     return f'{getattr(x, "dtype", type(x).__name__)}{list(np.shape(x))}'
 
 
-def _strongly_typed(x: Any) -> Any:
-    """A result without a weak type: a step returns none, and would be compiled twice."""
-    return jax.lax.convert_element_type(x, x.dtype) if getattr(x, 'weak_type', False) else x
+def _strongly_typed(x: Any, aval: Any) -> Any:
+    """A result without a weak type: a step returns none, and would be compiled twice.
+
+    The type is read from the traced result, because a constant result is a plain number.
+    """
+    return jax.lax.convert_element_type(x, aval.dtype) if aval.weak_type else x

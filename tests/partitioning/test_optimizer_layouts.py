@@ -128,7 +128,7 @@ def test_adafactor_of_a_square():
 
 def test_jit_takes_the_shardings():
     """The tree of shardings fits a function that returns boxes."""
-    shardings = partitioner_of_4_by_2().get_shardings(abstract_state('adafactor'))
+    shardings = partitioner_of_4_by_2().resolve(abstract_state('adafactor')).shardings
     assert all(isinstance(s, NamedSharding) for s in jax.tree.leaves(shardings))
     init = initializer(OPTIMIZERS['adafactor']())
     lowered = jax.jit(init, out_shardings=shardings).lower(jax.random.key(0))

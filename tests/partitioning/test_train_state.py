@@ -1,4 +1,4 @@
-"""TrainState: made of variables in three ways, updated as optax does it, saved and restored."""
+"""TrainState: created in several ways, named, updated, and used as a pytree."""
 
 import flax.linen as nn
 import jax
@@ -6,61 +6,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
-from flax.core import freeze, unfreeze
-from flax.linen.partitioning import AxisMetadata, param_with_axes, variable_with_axes
+from flax.core import unfreeze
+from flax.linen.partitioning import param_with_axes, variable_with_axes
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from train_states import (
+    KERNEL,
+    NAMES,
+    SCALE,
+    WAYS,
+    arrays,
+    assert_same,
+    each_plain_way,
+    each_way,
+    made,
+    variables,
+)
 
 from partitioning import AxisNames, PjitPartitioner, TrainState, unbox
 
 pytestmark = pytest.mark.core
 
 RULES = [('embed', 'data'), ('mlp', 'model')]
-KERNEL = np.arange(32.0, dtype=np.float32).reshape(8, 4) / 8
-SCALE = np.linspace(0.5, 2.0, 4, dtype=np.float32)
-NAMES = {'kernel': ('embed', 'mlp'), 'scale': ('mlp',)}
-
-
-def arrays():
-    return {'dense': {'kernel': jnp.asarray(KERNEL), 'scale': jnp.asarray(SCALE)}}
-
-
-def boxed():
-    return {
-        'dense': {k: nn.LogicallyPartitioned(x, NAMES[k]) for k, x in arrays()['dense'].items()}
-    }
-
-
-def variables():
-    """As a model with flax's param_with_axes and variable_with_axes makes them."""
-    return {
-        'params': arrays(),
-        'params_axes': {'dense': {f'{k}_axes': AxisMetadata(n) for k, n in NAMES.items()}},
-        'batch_stats': {'norm': {'mean': jnp.zeros(4)}},
-        'batch_stats_axes': {'norm': {'mean_axes': AxisMetadata(('mlp',))}},
-    }
-
-
-WAYS = {
-    'collections': variables,
-    'frozen collections': lambda: freeze(variables()),
-    'boxes': lambda: {'params': boxed()},
-    'boxes alone': boxed,
-    'arrays alone': arrays,
-}
-each_way = pytest.mark.parametrize('way', WAYS)
-# Of a state with arrays in the place of boxes, as a state is after `PjitPartitioner.init`.
-each_plain_way = pytest.mark.parametrize('way', ['collections', 'arrays alone'])
-
-
-def made(way, tx=None):
-    return TrainState.create(WAYS[way](), tx or optax.adam(0.1))
-
-
-def assert_same(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 @pytest.fixture(name='partitioner', scope='module')
@@ -95,7 +62,7 @@ class Model(nn.Module):
         return x @ kernel - mean.value
 
 
-def test_created_of_what_a_model_makes(partitioner):
+def test_created_from_the_variables_of_a_model(partitioner):
     made_by = Model().init(jax.random.key(0), jnp.ones((2, 8)))
     state = TrainState.create(made_by, optax.sgd(0.1))
     assert made_by.keys() == {'params', 'params_axes', 'batch_stats', 'batch_stats_axes'}
@@ -121,7 +88,7 @@ def test_logical_axes(way):
         assert axes.flax_mutables['batch_stats']['norm']['mean'] == AxisNames('mlp')
 
 
-def test_no_names_no_logical_axes():
+def test_logical_axes_need_names():
     with pytest.raises(ValueError, match='Missing axis names'):
         made('arrays alone').as_logical_axes()
 
@@ -131,7 +98,7 @@ def test_mesh_axes_are_a_tree_like_the_state(partitioner, way):
     state = made(way)
     axes = partitioner.get_mesh_axes(state)
     assert jax.tree.structure(axes) == jax.tree.structure(unbox(state))
-    assert jax.tree.structure(partitioner.get_shardings(state)) == jax.tree.structure(axes)
+    assert jax.tree.structure(partitioner.resolve(state).shardings) == jax.tree.structure(axes)
     specs = [P('data', 'model'), P('model')]
     assert jax.tree.leaves(axes.params) == specs
     assert jax.tree.leaves(axes.opt_state[0].mu) == specs
@@ -145,11 +112,11 @@ def gradient(params):
     return jax.tree.map(lambda p: 0.5 * p + 1.0, params)
 
 
-CLOSE = {'rtol': 1e-5, 'atol': 1e-5}  # float32, and steps of 0.1
+CLOSE = {'rtol': 1e-5, 'atol': 1e-5}  # for float32 and steps of size 0.1
 
 
 def by_hand(steps, rate=0.1, b1=0.9, b2=0.999, eps=1e-8):
-    """Adam, as its paper has it, on the gradients above."""
+    """Adam as in its paper, on the gradients above."""
     found = {}
     for name, array in (('kernel', KERNEL), ('scale', SCALE)):
         p, m, v = array.astype(np.float64), 0.0, 0.0
@@ -176,8 +143,8 @@ def test_updates_are_those_of_adam(way):
 
 
 @each_way
-def test_plain_gradients_update_it_too(way):
-    """Those of a loss of the unboxed parameters."""
+def test_gradients_may_have_no_boxes(way):
+    """The loss may be a function of the unboxed parameters."""
     tx = optax.adam(0.1)
     state = made(way, tx)
     state = state.apply_gradients(gradient(unbox(state.params)), tx)
@@ -187,7 +154,7 @@ def test_plain_gradients_update_it_too(way):
 
 @each_plain_way
 def test_updates_are_those_of_optax(way):
-    """Of a chain whose update needs the parameters."""
+    """The update of this chain needs the parameters."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.1))
     state = made(way, tx)
     params, opt_state = state.params, tx.init(state.params)
@@ -199,7 +166,7 @@ def test_updates_are_those_of_optax(way):
     assert_same(state.opt_state, opt_state)
 
 
-def test_mutables_change_when_they_are_given():
+def test_mutables_are_replaced_if_given():
     tx = optax.sgd(0.1)
     state = made('collections', tx)
     grads = gradient(state.params)
@@ -217,7 +184,7 @@ def test_replaced():
     assert_same(state.replace_params(other).params, other)
     assert int(state.replace_step(jnp.int32(7)).step) == 7
     assert_same(state.replace_step(jnp.int32(7)).opt_state, state.opt_state)
-    assert_same(state, made('collections'))  # as it was
+    assert_same(state, made('collections'))  # unchanged
     with pytest.raises(TypeError, match='nothing'):
         state.replace(nothing=1)
 
@@ -226,7 +193,7 @@ def test_replaced():
 
 
 @each_way
-def test_it_goes_through_jit(way):
+def test_a_state_passes_through_jit(way):
     state = made(way)
     assert_same(jax.jit(lambda s: s)(state), state)
     assert_same(jax.tree.unflatten(*reversed(jax.tree.flatten(state))), state)
@@ -236,18 +203,21 @@ def test_it_goes_through_jit(way):
     assert jax.tree.structure(mapped) == jax.tree.structure(state)
 
 
-def test_paths_have_the_names_of_its_fields():
+def test_paths_contain_the_names_of_the_fields():
     flat = jax.tree_util.tree_leaves_with_path(made('arrays alone', optax.sgd(0.1)))
     paths = {jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in flat}
     assert paths == {'step', 'params/dense/kernel', 'params/dense/scale'}
 
 
-def test_a_step_donates_it_and_is_compiled_once(partitioner):
+def test_a_donated_state_is_updated_by_one_compiled_step(partitioner):
     tx = optax.adam(0.1)
-    state = partitioner.init(lambda key: TrainState.create(variables(), tx), jax.random.key(0))
-    axes = partitioner.get_mesh_axes(state)
+    plan = partitioner.plan(lambda: TrainState.create(variables(), tx))
+    state = plan.init()
     step = partitioner.partition(
-        lambda s: s.apply_gradients(gradient(s.params), tx), (axes,), axes, donate_argnums=0
+        lambda s: s.apply_gradients(gradient(s.params), tx),
+        (plan.specs,),
+        plan.specs,
+        donate_argnums=0,
     )
     before = jax.tree.map(lambda x: x.sharding, state)
     given = jax.tree.leaves(state.params)
@@ -259,96 +229,3 @@ def test_a_step_donates_it_and_is_compiled_once(partitioner):
     kernel = state.params['dense']['kernel']
     assert kernel.sharding == NamedSharding(partitioner.mesh, P('data', 'model'))
     np.testing.assert_allclose(kernel, by_hand(3)['kernel'][0], **CLOSE)
-
-
-# Saved and restored.
-
-
-def changed(x):
-    """Another array, of which no two elements are equal."""
-    return x + 1 + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)
-
-
-def trained(way):
-    """A state whose every array differs from those of a new one."""
-    return jax.tree.map(changed, unbox(made(way)))
-
-
-@each_way
-def test_a_state_dict_is_nested_dicts_of_its_arrays(way):
-    held = trained(way).state_dict()
-    mutables = {'flax_mutables'} if 'collections' in way else set()
-    assert held.keys() == {'step', 'params', 'opt_state'} | mutables
-    zeros = jax.tree.map(jnp.zeros_like, arrays())
-    assert_same(held['params'], jax.tree.map(changed, arrays()))
-    assert_same(held['opt_state']['0']['mu'], jax.tree.map(changed, zeros))
-    if mutables:
-        mean = held['flax_mutables']['batch_stats']['norm']['mean']
-        np.testing.assert_array_equal(mean, [1, 2, 3, 4])
-
-
-@each_way
-@pytest.mark.parametrize('bytes_between', [False, True])
-def test_restored(way, bytes_between):
-    saved = trained(way)
-    held = saved.state_dict()
-    if bytes_between:
-        held = serialization.msgpack_restore(serialization.to_bytes(held))
-    restored = unbox(made(way)).restore_state(held)
-    assert_same(restored, saved)
-    assert_same(restored.state_dict(), saved.state_dict())
-
-
-def test_restored_by_the_bytes_of_flax():
-    saved = trained('collections')
-    data = serialization.to_bytes(saved.state_dict())
-    held = serialization.from_bytes(made('collections').state_dict(), data)
-    assert_same(made('collections').restore_state(held), saved)
-
-
-@pytest.mark.parametrize('way', ['collections', 'boxes'])
-def test_a_restored_state_has_the_names_that_it_had(way):
-    state = made(way)
-    restored = state.restore_state(trained(way).state_dict())
-    assert_same(unbox(restored), trained(way))
-    assert restored.as_logical_axes() == state.as_logical_axes()
-
-
-def state_dict(leave_out=(), **changes):
-    """That of a trained state, with other entries, and without some."""
-    held = trained('collections').state_dict() | changes
-    return {k: v for k, v in held.items() if k not in leave_out}
-
-
-def with_parameters(leave_out=(), **changes):
-    held = state_dict()
-    dense = held['params']['dense'] | changes
-    return held | {'params': {'dense': {k: v for k, v in dense.items() if k not in leave_out}}}
-
-
-WRONG = {
-    'no step': lambda: state_dict(['step']),
-    'no mutables': lambda: state_dict(['flax_mutables']),
-    'one more collection': lambda: state_dict(other=jnp.zeros(3)),
-    'an array for a dict': lambda: state_dict(params=jnp.zeros(3)),
-    'another optimizer': lambda: state_dict(
-        opt_state=made('collections', optax.sgd(0.1, momentum=0.9)).state_dict()['opt_state']
-    ),
-    'no kernel': lambda: with_parameters(['kernel']),
-    'one more parameter': lambda: with_parameters(new=jnp.zeros(3)),
-    'a dict for an array': lambda: with_parameters(kernel={'value': jnp.zeros((8, 4))}),
-    'nothing for an array': lambda: with_parameters(kernel=None),
-    'another shape': lambda: with_parameters(kernel=jnp.zeros((4, 8))),
-    'nothing': lambda: {},
-}
-
-
-def test_the_state_dict_that_the_wrong_ones_are_made_of_is_right():
-    assert_same(made('collections').restore_state(state_dict()), trained('collections'))
-    assert_same(made('collections').restore_state(with_parameters()), trained('collections'))
-
-
-@pytest.mark.parametrize('wrong', WRONG)
-def test_a_wrong_state_dict(wrong):
-    with pytest.raises(ValueError):
-        made('collections').restore_state(WRONG[wrong]())
