@@ -1,11 +1,11 @@
-"""How long a mesh of very many devices takes, beside jax's own create_device_mesh.
+"""The time to make a mesh of very many devices, compared with jax's create_device_mesh.
 
   python benchmarks/mesh_scale.py
 
-Meshes (data, 8) of v5p slices of 16 x 16 x 16, 32 x 32 x 32 and 64 x 64 x 64 chips, and of 8
-slices of the second: the first call, then both makers in turns, medians. The 32 x 32 x 32 slice is
-also described by libtpu, where it is installed; all others are made up. The peer may split
-dimensions, as it must here.
+It makes (data, 8) meshes of v5p slices of 16 x 16 x 16, 32 x 32 x 32 and 64 x 64 x 64 chips, and of
+8 slices of 32 x 32 x 32. It times the first call, then both makers in turn, and prints medians. The
+devices are synthetic, except for one 32 x 32 x 32 slice that libtpu describes if it is installed.
+The peer is allowed to split dimensions, which these shapes require.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PARTITIONS = 8
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class SyntheticDevice:
-    """A v5p chip at a place of a slice, of a host of 2 x 2 x 1 chips."""
+    """A v5p chip at a place in a slice whose hosts have 2 x 2 x 1 chips."""
 
     id: int
     process_index: int

@@ -1,4 +1,4 @@
-"""`python -m partitioning.mesh`, as its users see it."""
+"""`python -m partitioning.mesh`: its output, its pictures and its errors."""
 
 import subprocess
 import sys
@@ -43,7 +43,7 @@ def test_a_machine_that_is_not_here_as_the_readme_shows_it(capsys):
     assert run(capsys, *flags) == (0, V5E_16X16, '')
 
 
-def test_as_a_program_of_its_own_it_is_quiet():
+def test_the_program_writes_nothing_to_stderr():
     pytest.importorskip('libtpu')
     command = [sys.executable, '-m', 'partitioning.mesh', '--topology=v5p:4x4x4']
     done = subprocess.run(
@@ -60,6 +60,21 @@ def test_as_a_program_of_its_own_it_is_quiet():
         ['data', '8', 'ICI'],
         ['model', '8', 'ICI'],
     ]
+
+
+def test_the_settings_of_a_config_are_flags(capsys):
+    pytest.importorskip('libtpu')
+    machine = ('--topology=v5e:4x4', '--num_slices=2')
+    status, out, _ = run(capsys, *machine, '--axes=data=-1,model=4', '--dcn=data=2')
+    assert status == 0
+    assert [line.split()[:3] for line in out.splitlines()[3:]] == [
+        ['data', '8', 'ICI'],
+        ['model', '4', 'ICI'],
+    ]
+    status, out, _ = run(capsys, *machine, '--axes=data=-1,model=4', '--slice_axis=pod')
+    assert out.splitlines()[3].split()[:3] == ['pod', '2', 'DCN']
+    status, _, err = run(capsys, '--num_partitions=2', '--dcn=data=2')
+    assert status == 2 and '--dcn' in err and '--axes' in err
 
 
 def test_without_settings_everything_is_data(capsys):
@@ -92,7 +107,7 @@ def test_a_picture(capsys, tmp_path):
         (['--png='], 'ends in .png'),
     ],
 )
-def test_what_cannot_be_is_one_line(capsys, flags, message):
+def test_errors_are_one_line(capsys, flags, message):
     status, _, err = run(capsys, *flags)
     assert status == 2
     assert err.startswith('error: ') and err.count('\n') == 1
@@ -107,7 +122,7 @@ def test_what_cannot_be_is_one_line(capsys, flags, message):
         ('--ici_mesh_shape=a', '2,2,1'),
     ],
 )
-def test_flags_say_how_they_are_written(capsys, flag, example):
+def test_malformed_flags_get_an_example(capsys, flag, example):
     with pytest.raises(SystemExit):
         main([flag])
     assert f'must be like {example}' in capsys.readouterr().err
@@ -134,7 +149,7 @@ def test_every_machine_can_be_drawn(mesh, tmp_path):
     draw_mesh(mesh, tmp_path / 'mesh.png', title='a machine')
     picture = pixels(tmp_path / 'mesh.png')[..., :3]
     assert min(picture.shape[:2]) > 100
-    # Squares of the colours at both ends of the scale: not an empty page.
+    # The colours at both ends of the scale are there, so the page is not empty.
     assert (np.abs(picture - [0.267, 0.005, 0.329]).max(axis=-1) < 0.02).mean() > 0.01
     if mesh.size > 1:
         assert (np.abs(picture - [0.993, 0.906, 0.144]).max(axis=-1) < 0.02).mean() > 0.01

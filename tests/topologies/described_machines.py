@@ -1,4 +1,4 @@
-"""The machines these tests describe, and what is known of them."""
+"""The machines that these tests describe, and the facts known about them."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from partitioning import Topology, describe_topology
 
 
 def _cuda_plugin_fits() -> bool:
-    """Whether jax would load the plugin: it must be of the version of jaxlib."""
+    """Whether jax would load the plugin, whose version must be that of jaxlib."""
     for package in ('jax-cuda13-plugin', 'jax-cuda12-plugin'):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package) == importlib.metadata.version('jaxlib')
@@ -34,7 +34,7 @@ needs_cuda_plugin = pytest.mark.skipif(
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A TPU machine, and what its description must say."""
+    """A TPU machine, and the facts that its description must contain."""
 
     name: str
     slices: int
@@ -75,12 +75,12 @@ PARTITIONS = (1, 2, 4, 8, 16, 32)
 
 @functools.cache
 def described(name: str, slices: int = 1) -> Topology:
-    """A description, made once for all tests."""
+    """A description, which all tests share."""
     return describe_topology(name, num_slices=slices)
 
 
 def ids(mesh: Mesh) -> list:
-    """The device ids of a mesh as nested lists, those of a described slice counted from 0."""
+    """The device ids of a mesh as nested lists, numbered from 0 in each described slice."""
     return np.vectorize(lambda d: d.id % 100_000, otypes=[int])(mesh.devices).tolist()
 
 

@@ -1,4 +1,4 @@
-"""Hops along the axes of a mesh, counted one pair of devices at a time, and the fewest possible."""
+"""An independent count of hops, one pair of devices at a time, and a bound on the fewest hops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Wrap = tuple[bool, ...]
 
 
 def hops_between(a, b, bounds: Sequence[int], wrap: Sequence[bool]) -> int:
-    """Links from one chip of a slice to another, the shorter way round."""
+    """The number of links on the shortest way from one chip of a slice to another."""
     hops = 0
     for dimension in range(3):
         there = (b.coords[dimension] - a.coords[dimension]) % bounds[dimension]
@@ -27,7 +27,7 @@ def hops_between(a, b, bounds: Sequence[int], wrap: Sequence[bool]) -> int:
 
 
 def steps(grid: np.ndarray, axis: int) -> Iterator[tuple]:
-    """The pairs of neighbours of all rings along an axis, the way back to the start included."""
+    """The pairs of neighbours in all rings along an axis, including the last and the first."""
     for start in itertools.product(*(range(n) for i, n in enumerate(grid.shape) if i != axis)):
         ring = [grid[(*start[:axis], i, *start[axis:])] for i in range(grid.shape[axis])]
         for i, device in enumerate(ring):
@@ -37,7 +37,7 @@ def steps(grid: np.ndarray, axis: int) -> Iterator[tuple]:
 def hops_of_axis(
     grid: np.ndarray, axis: int, bounds: Sequence[int], wrap: Sequence[bool]
 ) -> list[int]:
-    """Hops of every step along an axis that stays within its slice."""
+    """The hops of every step along an axis that stays within a slice."""
     return [
         hops_between(a, b, bounds, wrap)
         for a, b in steps(grid, axis)
@@ -46,13 +46,13 @@ def hops_of_axis(
 
 
 def mean_hops(grid: np.ndarray, bounds: Sequence[int], wrap: Sequence[bool]) -> list[float]:
-    """Mean hops of each axis of a mesh of one slice."""
+    """The mean hops of each axis of a mesh of one slice."""
     found = [hops_of_axis(grid, axis, bounds, wrap) for axis in range(grid.ndim)]
     return [sum(hops) / len(hops) for hops in found]
 
 
 def networks(mesh: Mesh, axis: int) -> str:
-    """ICI, DCN or both, by the slices of the two ends of each step."""
+    """ICI, DCN or both, from the slices of the two ends of each step."""
     if mesh.devices.shape[axis] == 1:
         return '-'
     crossings = {
@@ -63,7 +63,7 @@ def networks(mesh: Mesh, axis: int) -> str:
 
 
 def weighted(means: Sequence[float], shape: Sequence[int]) -> float:
-    """The sum over the axes, each counting four times as much as the one before."""
+    """The weighted sum over the axes: each weighs four times as much as the axis before it."""
     cost, weight = 0.0, 1.0
     for mean, size in zip(reversed(means), reversed(shape), strict=True):
         cost += weight * mean
@@ -71,12 +71,12 @@ def weighted(means: Sequence[float], shape: Sequence[int]) -> float:
     return cost
 
 
-# The fewest hops of meshes made of boxes, from a bound on any closed tour: no tour is built.
+# The fewest hops of meshes made of boxes, from a lower bound on closed tours.
 
 
 @functools.cache
 def fewest_hops(box: Sizes, strides: Sizes, bounds: Sizes, wrap: Wrap, cores: int) -> int:
-    """No ring through a box is shorter, whatever its path.
+    """A lower bound on the hops of any ring through a box.
 
     It crosses each dimension there and back, or once around it. And to come to all places that
     differ only along the dimensions of dear steps, it needs one dear step for each of those.
@@ -105,7 +105,7 @@ def fewest_hops(box: Sizes, strides: Sizes, bounds: Sizes, wrap: Wrap, cores: in
 def fewest_weighted(
     shape: Sequence[int], bounds: Sequence[int], wrap: Sequence[bool], cores: int
 ) -> tuple[float, list[float]]:
-    """The least weighted sum of mean hops over all ways to give each axis a box, in any nesting.
+    """The least weighted sum of mean hops over all choices of a box per axis, in any nesting.
 
     Args:
       shape: of the mesh.
@@ -136,7 +136,7 @@ def _shorter(distance: int, bound: int, wraps: bool) -> int:
 
 
 def _splits(size: int, axes: int) -> set[tuple[Sizes, Sizes]]:
-    """All ways to share one dimension between the axes: (how many each takes, how far apart)."""
+    """All ways to share a dimension between the axes, as (size, stride) of each axis."""
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     orders = itertools.permutations(range(axes))
     shares = [s for s in itertools.product(divisors, repeat=axes) if math.prod(s) == size]

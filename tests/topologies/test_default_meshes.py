@@ -1,4 +1,4 @@
-"""The default mesh of every machine, for every number of model partitions."""
+"""default_mesh and MeshConfig on every described TPU, for every number of partitions."""
 
 import dataclasses
 import math
@@ -108,7 +108,7 @@ def test_the_partitioner_on_two_slices(name, partitions, rules):
     assert partitioner.data_mesh_size == len(devices) // partitions
 
 
-# What T5X refuses or gets wrong.
+# Meshes that T5X refuses or gets wrong.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The links between the neighbours of an axis, on real descriptions: few hops, T5X's orders."""
+"""Orders of described TPUs: few hops along every axis, and the known orders of jax and T5X."""
 
 import functools
 
@@ -51,7 +51,7 @@ def hops(name, grid):
 
 @functools.cache
 def jax_hops(name, shape):
-    """Mean hops of the order of jax; None where it has none without splitting dimensions."""
+    """The mean hops of jax's order, or None if it would have to split dimensions."""
     try:
         grid = mesh_utils.create_device_mesh(shape, list(described(name).devices))
     except NotImplementedError:
@@ -93,7 +93,7 @@ def test_few_hops_along_every_axis(name, shape):
 
 
 def test_jax_has_an_order_for_some_of_the_shapes_only():
-    # Else a part of the test above would test nothing.
+    # Otherwise one branch of the test above would not run.
     refused = sum(jax_hops(name, shape) is None for name, shape in SHAPES)
     assert 15 <= refused <= len(SHAPES) - 15
 
@@ -126,7 +126,7 @@ def test_three_axes(name, shape, expected):
         ('v6e:16x16', lambda x, y, z: x < 8 and y >= 8, 'v6e:8x8', [(8, 8), (16, 4), (32, 2)]),
     ],
 )
-def test_a_box_within_a_slice_is_a_slice_of_its_own(name, part, alike, shapes):
+def test_a_box_within_a_slice_is_ordered_like_a_separate_slice(name, part, alike, shapes):
     devices = [d for d in described(name).devices if part(*d.coords)]
     whole = described(alike)
     for shape in shapes:
@@ -141,15 +141,15 @@ def test_a_box_within_a_slice_is_a_slice_of_its_own(name, part, alike, shapes):
 
 
 @pytest.mark.parametrize('shape', [(64, 4), (32, 8), (8, 32)])
-def test_half_of_a_ring_is_no_ring(shape):
-    """Half of x: its links lead out of the part, so only y and z close."""
+def test_half_of_a_ring_does_not_close(shape):
+    """The part has half of x, whose links lead out of it, so only y and z close."""
     devices = [d for d in described('v5p:8x8x8').devices if d.coords[0] < 4]
     mesh = create_mesh(shape, ('data', 'model'), devices=devices)
     means = mean_hops(mesh.devices, (4, 8, 8), (False, True, True))
     assert [ring.mean_hops for ring in axis_rings(mesh)] == pytest.approx(means)
 
 
-def test_devices_that_fill_no_box_wind_through_it():
+def test_devices_that_do_not_fill_a_box_wind_through_it():
     # 15 chips of 4 x 4: nearly all are neighbours, but the way back is long.
     devices = [d for d in described('v5e:4x4').devices if tuple(d.coords) != (3, 3, 0)]
     mesh = create_mesh((15,), ('data',), devices=devices)
@@ -161,7 +161,7 @@ def test_devices_that_fill_no_box_wind_through_it():
     assert (ring.mean_hops, ring.worst_hops) == (pytest.approx(sum(counted) / 15), max(counted))
 
 
-# What axis_rings says of them.
+# axis_rings agrees with the independent count.
 
 
 def assert_rings_are_as_counted(mesh, machine):
@@ -205,7 +205,7 @@ def test_other_rings_count_other_hops():
         assert [r.mean_hops for r in axis_rings(mesh, wrap=wrap)] == pytest.approx(expected)
 
 
-# The orders of jax, as they are known.
+# Known orders of jax.
 
 
 @pytest.mark.parametrize('name, shape, expected', JAX_ORDERS, ids=str)
@@ -289,7 +289,7 @@ def test_each_process_of_v3_holds_a_block():
         rows = [i for i, row in enumerate(mesh.devices) if row[0].process_index == process]
         assert len(rows) == 2 and rows[1] == rows[0] + 1
         assert {d.process_index for d in mesh.devices[rows].flat} == {process}
-    assert ids(mesh)[:2] == [[0, 1, 2, 3], [8, 9, 10, 11]]  # those of process 0
+    assert ids(mesh)[:2] == [[0, 1, 2, 3], [8, 9, 10, 11]]  # the rows of process 0
 
 
 @pytest.mark.parametrize('submesh', [(3, 1, 1, 1), (4, 1, 1, 1), (8, 1, 1, 2), (1, 1, 2, 2)])
@@ -317,7 +317,7 @@ def test_partitions_that_do_not_divide_v3():
     ],
 )
 def test_small_machines_have_the_rings_of_their_shape(name, shape, expected):
-    """jax has one order of these devices for all shapes, made for another arrangement."""
+    """jax has one order of these devices for all shapes, which suits another arrangement."""
     topology = described(name)
     mesh = create_mesh(shape, ('data', 'model'), devices=topology)
     assert_each_device_once(mesh, topology.devices)

@@ -1,4 +1,4 @@
-"""Machines described by name: their devices, hosts and slices, their chips, and wrong names."""
+"""Descriptions of TPUs: their devices, hosts, slices and chips, their options, and errors."""
 
 import collections
 import itertools
@@ -29,7 +29,7 @@ from partitioning import (
 
 all_machines = pytest.mark.parametrize('machine', MACHINES, ids=str)
 
-# Memory of a device in GiB: the limit that the compiler states when it is exceeded.
+# The memory of a device in GiB: the limit in the compiler's error if it is exceeded.
 HBM_GIB = {
     'v2': 7.48,
     'v3': 15.48,
@@ -51,7 +51,7 @@ def slice_of(device):
 
 @needs_libtpu
 @all_machines
-def test_what_a_machine_has(machine):
+def test_devices_of_a_description(machine):
     topology = machine.describe()
     assert len(topology.devices) == machine.devices
     assert len({d.id for d in topology.devices}) == machine.devices
@@ -142,13 +142,13 @@ def test_extent_from_the_last_device(machine):
 
 
 @needs_libtpu
-def test_a_single_chip_is_a_host_of_its_own():
+def test_a_single_chip_is_one_host():
     assert [len(described(n).devices) for n in ('v5e:1x1', 'v4:1x1x1', 'v2:1x1')] == [1, 1, 2]
     assert described('v5e:1x1').num_processes == 1
 
 
 @needs_libtpu
-def test_a_description_says_what_it_is():
+def test_repr_of_a_description():
     assert repr(described('v5e:4x4')) == "Topology('v5e:4x4': 16 devices, 4 processes)"
     assert 'num_slices=2: 32 devices, 8 processes' in repr(described('v5e:4x4', 2))
 
@@ -177,7 +177,7 @@ def test_memory_is_what_the_compiler_allows(name):
 
 
 @pytest.mark.core
-def test_every_chip_says_where_its_figures_are_from():
+def test_every_chip_names_its_source():
     for name, chip in CHIPS.items():
         assert chip.name == name
         assert len(chip.source) > 10
@@ -215,7 +215,7 @@ def test_other_rings(wrap):
 
 @needs_libtpu
 @pytest.mark.parametrize('wrap, gathers', [(None, True), ((False, False, False), False)])
-def test_the_compiler_hears_of_the_rings(wrap, gathers):
+def test_wrap_reaches_the_compiler(wrap, gathers):
     # Over all of an open 4 x 4 x 4 torus an all-gather becomes zeros and an all-reduce.
     mesh = create_mesh((64,), ('data',), devices=describe_topology('v5p:4x4x4', wrap=wrap).devices)
     rows = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=NamedSharding(mesh, P('data')))
@@ -313,12 +313,12 @@ def test_the_wrong_number_of_dimensions(name, dimensions):
         ('h100:1x8', {'chips_per_host_bounds': (1, 8, 1)}, 'h100:1x8 is a GPU machine'),
     ],
 )
-def test_options_no_such_machine_has(name, options, message):
+def test_options_that_do_not_fit_the_machine(name, options, message):
     with pytest.raises(ValueError, match=message):
         describe_topology(name, **options)
 
 
-# What describing leaves behind.
+# Side effects.
 
 
 @needs_libtpu
@@ -351,13 +351,13 @@ def test_environment_variables_are_as_before_a_failure(monkeypatch, own):
     with pytest.raises(ValueError, match=r'v5e:4x4.*the machine is too odd'):
         describe_topology('v5e:4x4')
     assert dict(os.environ) == before
-    # What libtpu heard: others may load it too, and no log files unless the user wants them.
+    # libtpu saw that others may load it, and that it writes no log files unless the user asks.
     assert seen['ALLOW_MULTIPLE_LIBTPU_LOAD'] == '1'
     assert seen['TPU_LOG_DIR'] == (own or 'disabled')
 
 
 def run_python(program: str, folder: pathlib.Path) -> subprocess.CompletedProcess:
-    """Runs a program where nothing is set for TPUs or for jax."""
+    """Runs a program without environment variables for TPUs or jax."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(('TPU_', 'JAX_'))}
     environment.pop('ALLOW_MULTIPLE_LIBTPU_LOAD', None)
     paths = [str(pathlib.Path(partitioning.__file__).parents[1]), environment.get('PYTHONPATH', '')]
@@ -374,7 +374,7 @@ def run_python(program: str, folder: pathlib.Path) -> subprocess.CompletedProces
 
 @needs_libtpu
 def test_describing_is_silent_also_beside_another_process(tmp_path):
-    described('v5e:4x4')  # this process has libtpu loaded, which would lock others out
+    described('v5e:4x4')  # this process has loaded libtpu, which by default locks others out
     done = run_python(
         "from partitioning import describe_topology; print(describe_topology('v5p:2x2x2'))",
         tmp_path,
@@ -414,6 +414,6 @@ def test_options_of_other_types(options):
         describe_topology('v5e:4x4', **options)
 
 
-def test_capitals_are_no_riddle():
+def test_capital_letters_get_a_hint():
     with pytest.raises(ValueError, match="Did you mean 'v5e'"):
         describe_topology('V5E:4x4')
