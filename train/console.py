@@ -161,7 +161,7 @@ class RunConsole:
         if audit.replicated:
             worst = audit.replicated[0]
             extra = format_bytes(worst.bytes_per_device)
-            self.say(f'most replicated: {worst.row.path}, {extra} {worst.reason}')
+            self.say(f'most replicated: {worst.row.path}, {extra} per device ({worst.reason})')
         for cost in audit.policies[:3]:
             extra = format_bytes(cost.bytes_per_device)
             self.say(f'policy: {cost.row.path} costs {extra} per device: {cost.reason}')
