@@ -43,7 +43,11 @@ NO_PARTITION_SPEC = {
         MESH,
         r'Invalid sharding dim: 2.*\(8, 8\)',
     ),
-    'blocks that do not divide': (GridShardingSpec(3, range(8)), MESH, r'blocks of 3.*\(8, 8\)'),
+    'blocks that do not divide': (
+        GridShardingSpec(3, range(8)),
+        MESH,
+        r'blocks of \(3, 3\).*\(8, 8\)',
+    ),
     'too few blocks': (GridShardingSpec(4, range(8)), MESH, r'\(8, 8\).* 4 blocks.* 8 placements'),
     'blocks of another rank': (GridShardingSpec((4,), range(4)), MESH, r'grid_size=\(4,\).*\(8, 8'),
     'blocks of size 0': (GridShardingSpec(0, range(4)), MESH, 'grid_size=0.*>= 1'),

@@ -48,16 +48,13 @@ class PlannedModule(NamedTuple):
 
     def resolve(self, mesh: Mesh, rules: AxisRules) -> Plan:
         """The layout of each array; see `ShardingPlan.resolve`."""
-        arrays: dict[Role, dict[Path, Any]] = {
-            'parameters': parameters(self.module),
-            'other': buffers(self.module),
-        }
-        rows = (
-            _row(path, leaf, self.entries.get(path), rules, mesh, role)
-            for role, leaves in arrays.items()
-            for path, leaf in leaves.items()
-        )
-        return Plan(mesh, tuple(rows))
+
+        def rows(role: Role, leaves: Mapping[Path, Any]) -> list[PlanRow]:
+            get = self.entries.get
+            return [_row(path, x, get(path), rules, mesh, role) for path, x in leaves.items()]
+
+        made = rows('parameters', parameters(self.module)) + rows('other', buffers(self.module))
+        return Plan(mesh, tuple(made))
 
 
 def apply_entries(plan: Mapping[str, Any], module: Any, mesh: Mesh) -> PlannedModule:
@@ -204,7 +201,13 @@ def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any
         _check_mesh(path, entry, mesh)
         entry = entry.spec
     elif hasattr(entry, 'to_partition_spec'):
-        entry = _converted(path, entry, shape, mesh)
+        giver = f'{path}: {type(entry).__name__}.to_partition_spec'
+        try:
+            entry = entry.to_partition_spec(mesh, shape)
+        except ValueError as error:
+            raise ValueError(f'{path}: {error}') from error
+        if not isinstance(entry, PartitionSpec):
+            raise TypeError(f'{giver} must return a PartitionSpec, but has returned {entry!r}')
     if not isinstance(entry, PartitionSpec):
         return tuple(entry)
     if PartitionSpec.UNCONSTRAINED in tuple(entry):
@@ -234,16 +237,3 @@ def _check_mesh(path: str, sharding: NamedSharding, mesh: Mesh) -> None:
             f'{path}: its NamedSharding is for {sharding.memory_kind!r} memory, but a plan uses '
             f'the memory of the devices, {usual!r}'
         )
-
-
-def _converted(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-    try:
-        spec = entry.to_partition_spec(mesh, shape)
-    except ValueError as error:
-        raise ValueError(f'{path}: {error}') from error
-    if not isinstance(spec, PartitionSpec):
-        raise TypeError(
-            f'{path}: {type(entry).__name__}.to_partition_spec must return a PartitionSpec, but '
-            f'has returned {spec!r}'
-        )
-    return spec

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from partitioning.compat.pytorch.entries import apply_entries
-from partitioning.compat.pytorch.outputs import check_submodules, constrain_submodules
+from partitioning.compat.pytorch.outputs import constrain_submodules, find_submodules
 from partitioning.compat.pytorch.sharding_plan import ShardingPlan
 from partitioning.compat.pytorch.trees import is_array, is_nnx_module, nnx_state
 from partitioning.plan import Plan, impose_plan
@@ -57,7 +57,7 @@ def shard_module(
         raise TypeError(f'plan={plan!r} must be a ShardingPlan: write ShardingPlan({{...}})')
     outputs = plan.outputs()
     if outputs and is_nnx_module(module):
-        check_submodules(module, outputs)  # before anything is changed
+        find_submodules(module, outputs)  # raises before anything is changed
     policies = AxisRules(rules or (), on_unmatched, on_indivisible)
     planned = apply_entries(plan.plan, module, mesh)
     made = _place(planned.module, planned.resolve(mesh, policies), mesh)

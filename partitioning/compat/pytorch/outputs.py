@@ -78,10 +78,27 @@ def constrain_outputs(
             raise ValueError(f'output_plan names {name!r}, {_not_called(name, called)}')
 
 
-def check_submodules(module: Any, outputs: Outputs) -> None:
-    """Raises ValueError unless an nnx module has all of these submodules and they are callable."""
+def find_submodules(module: Any, outputs: Outputs) -> list[Any]:
+    """The submodules of an nnx module that have a layout in `output_plan`.
+
+    Raises:
+      ValueError: if one of them does not exist or is not called.
+    """
+    from flax import nnx  # already imported, because the module is an nnx module
+
+    found = []
     for path, (name, _) in outputs.items():
-        _submodule(module, path, name)
+        try:
+            found.append(subtree(module, path))
+        except LookupError:
+            found.append(None)
+        if not is_nnx_module(found[-1]) or not callable(found[-1]):
+            known = ['/'.join(map(str, p)) for p, m in nnx.iter_modules(module) if callable(m)]
+            raise ValueError(
+                f'output_plan names {name!r}, but the model has no such module with a __call__.'
+                f'{nearest(name, known)} It has {", ".join(map(repr, known))}'
+            )
+    return found
 
 
 def constrain_submodules(module: Any, outputs: Outputs, mesh: Mesh, rules: AxisRules) -> None:
@@ -89,26 +106,10 @@ def constrain_submodules(module: Any, outputs: Outputs, mesh: Mesh, rules: AxisR
 
     nnx looks up `__call__` in the class of a module, and rebuilds modules from their classes.
     """
-    for path, (name, layout) in outputs.items():
-        submodule = _submodule(module, path, name)
+    found = find_submodules(module, outputs)
+    for submodule, (name, layout) in zip(found, outputs.values(), strict=True):
         kind: Any = type(submodule)
         submodule.__class__ = _subclass(kind, name, layout, mesh, rules)
-
-
-def _submodule(module: Any, path: Path, name: str) -> Any:
-    from flax import nnx  # already imported, because the module is an nnx module
-
-    try:
-        found = subtree(module, path)
-    except LookupError:
-        found = None
-    if is_nnx_module(found) and callable(found):
-        return found
-    known = ['/'.join(map(str, p)) for p, m in nnx.iter_modules(module) if callable(m)]
-    raise ValueError(
-        f'output_plan names {name!r}, but the model has no such module with a __call__.'
-        f'{nearest(name, known)} It has {", ".join(map(repr, known))}'
-    )
 
 
 @functools.cache

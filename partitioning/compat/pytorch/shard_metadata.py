@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from partitioning.mesh.checks import as_tuple_of
+from partitioning.rules import is_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,16 +35,14 @@ class ShardMetadata:
                 'shard_offsets and shard_sizes must have the same number of elements, but '
                 f'{offsets} has {len(offsets)} and {sizes} has {len(sizes)}'
             )
-        for numbers, rule in (
-            (offsets, 'shard_offsets should be >=0'),  # PyTorch's words
-            (sizes, 'shard_sizes should be >= 0'),
+        for field, numbers, rule in (  # PyTorch's words
+            ('shard_offsets', offsets, 'shard_offsets should be >=0'),
+            ('shard_sizes', sizes, 'shard_sizes should be >= 0'),
         ):
             for number in numbers:
-                whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-                if not whole or number < 0:
+                if not is_count(number) and (type(number) is bool or number != 0):
                     raise ValueError(f'{rule} integers, but {numbers} contains {number!r}')
-        object.__setattr__(self, 'shard_offsets', tuple(map(int, offsets)))
-        object.__setattr__(self, 'shard_sizes', tuple(map(int, sizes)))
+            object.__setattr__(self, field, tuple(map(int, numbers)))
 
     @property
     def index(self) -> tuple[slice, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -52,11 +52,13 @@ def array_from_shards(
 
     def read(i: int) -> np.ndarray:
         if i not in arrays:
-            arrays[i] = _read(*blocks[i])
-            if dtype is not None:
-                arrays[i] = arrays[i].astype(np.dtype(dtype), casting='same_kind')
+            arrays[i] = _read(*blocks[i], dtype)
             first = next(iter(arrays))
-            _check_dtype(blocks[i][0], arrays[i], blocks[first][0], arrays[first])
+            if arrays[i].dtype != arrays[first].dtype:
+                raise ValueError(
+                    f'shard {blocks[i][0]} is {arrays[i].dtype}, but shard {blocks[first][0]} is '
+                    f'{arrays[first].dtype}: give dtype='
+                )
         return arrays[i]
 
     def part(index: Any) -> np.ndarray:
@@ -124,27 +126,20 @@ def _shape(shards: Sequence[ShardMetadata]) -> tuple[int, ...]:
     return tuple(map(max, zip(*(shard.stops for shard in shards), strict=True)))
 
 
-def _read(shard: ShardMetadata, given: Any | Callable[[], Any]) -> np.ndarray:
+def _read(shard: ShardMetadata, given: Any, dtype: Any) -> np.ndarray:
+    """The array of a shard, cast to `dtype` if it is given."""
     array = np.asarray(given() if callable(given) else given)
     if array.shape != shard.shard_sizes:
         raise ValueError(f'shard {shard} has an array of shape {array.shape}')
-    return array
-
-
-def _check_dtype(
-    shard: ShardMetadata, block: np.ndarray, first_shard: ShardMetadata, first: np.ndarray
-) -> None:
-    """Raises ValueError for blocks of two dtypes, and for a dtype that jax would change."""
-    if block.dtype != first.dtype:
+    if dtype is not None:
+        return array.astype(np.dtype(dtype), casting='same_kind')
+    kept = jax.dtypes.canonicalize_dtype(array.dtype)
+    if kept != array.dtype:
         raise ValueError(
-            f'shard {shard} is {block.dtype}, but shard {first_shard} is {first.dtype}: give dtype='
-        )
-    kept = jax.dtypes.canonicalize_dtype(block.dtype)
-    if kept != block.dtype:
-        raise ValueError(
-            f"shard {shard} is {block.dtype}, which jax would make {kept}: write dtype='{kept}' to "
+            f"shard {shard} is {array.dtype}, which jax would make {kept}: write dtype='{kept}' to "
             "accept that, or jax.config.update('jax_enable_x64', True)"
         )
+    return array
 
 
 def _relative(bounds: Sequence[tuple[int, int]], origin: Sequence[int]) -> tuple[slice, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.compat.pytorch.entries import apply_entries, are_names
-from partitioning.compat.pytorch.sharder import Sharder
 from partitioning.compat.pytorch.trees import is_nnx_module
 from partitioning.plan import Plan
 from partitioning.rules import AxisRules, LogicalAxisRules, OnIndivisible, OnUnmatched
@@ -90,10 +89,7 @@ class ShardingPlan:
         """
         self.outputs()
         policies = AxisRules(rules or (), on_unmatched, on_indivisible)
-        sharders = isinstance(self.plan, Mapping) and any(
-            isinstance(entry, Sharder) for entry in self.plan.values()
-        )
-        if sharders and is_nnx_module(module):
+        if is_nnx_module(module):
             from flax import nnx  # already imported, because the module is an nnx module
 
             module = nnx.clone(module)  # Sharders change it in place

@@ -7,6 +7,7 @@ also fills from the front.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import math
@@ -49,13 +50,7 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
 def get_chunk_sharding_params(
     sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
 ) -> tuple[int, int]:
-    """The start and the size of a rank's chunk, which its place in the placements decides.
-
-    Args:
-      sharding_dim_size: the size of the dimension.
-      world_size: the number of chunks.
-      spec: the placements of the chunks.
-      rank: one of the placements.
+    """The start and the size of a rank's chunk of a dimension, by its place in the placements.
 
     Raises:
       ValueError: if `rank` holds no chunk, or if there are not `world_size` placements.
@@ -70,8 +65,36 @@ def get_chunk_sharding_params(
     return min(split * place, sharding_dim_size), size
 
 
+class ShardingSpec(abc.ABC):
+    """A description of how a tensor is cut into shards."""
+
+    @abc.abstractmethod
+    def build_metadata(self, shape: Sequence[int]) -> tuple[ShardMetadata, ...]:
+        """The shards of a tensor of this shape, in the order of the placements.
+
+        Raises:
+          ValueError: if they do not make a tensor of this shape.
+        """
+
+    def to_partition_spec(self, mesh: MeshLike, shape: Sequence[int]) -> PartitionSpec:
+        """The spec that cuts a tensor of this shape into the same number of parts per dimension.
+
+        It does not check that chunks are equal: the `on_indivisible` of a plan decides about that.
+
+        Raises:
+          ValueError: if no mesh axes, or several single ones, make these parts; if the blocks
+            differ in size; or if the placements are not sorted by rank, which only a mesh can
+            express.
+        """
+        return _spec_of_parts(self._parts(shape), mesh)
+
+    @abc.abstractmethod
+    def _parts(self, shape: Sequence[int]) -> Sequence[int]:
+        """The number of parts along each dimension."""
+
+
 @dataclasses.dataclass(frozen=True)
-class ChunkShardingSpec:
+class ChunkShardingSpec(ShardingSpec):
     """A tensor in chunks along one dimension.
 
     Usage:
@@ -95,7 +118,6 @@ class ChunkShardingSpec:
         object.__setattr__(self, 'placements', _check_placements(self.placements))
 
     def build_metadata(self, shape: Sequence[int]) -> tuple[ShardMetadata, ...]:
-        """The shards of a tensor of this shape, in the order of the placements."""
         dim, chunks = self._dim(shape), len(self.placements)
         split = get_split_size(shape[dim], chunks)
         shards = []
@@ -106,19 +128,11 @@ class ChunkShardingSpec:
             shards.append(ShardMetadata(tuple(offsets), tuple(sizes), placement))
         return tuple(shards)
 
-    def to_partition_spec(self, mesh: MeshLike, shape: Sequence[int]) -> PartitionSpec:
-        """The spec that shards the dimension over as many devices as there are chunks.
-
-        It does not check that the size divides: the `on_indivisible` of a plan decides about that.
-
-        Raises:
-          ValueError: if no mesh axes, or several, have as many devices as there are chunks, or if
-            the placements are not sorted by rank, which only the mesh can decide.
-        """
+    def _parts(self, shape: Sequence[int]) -> Sequence[int]:
         _check_order(self.placements)
         parts = [1] * len(shape)
         parts[self._dim(shape)] = len(self.placements)
-        return _spec_of_parts(parts, mesh)
+        return parts
 
     def _dim(self, shape: Sequence[int]) -> int:
         if not -len(shape) <= self.dim < len(shape):
@@ -129,7 +143,7 @@ class ChunkShardingSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class GridShardingSpec:
+class GridShardingSpec(ShardingSpec):
     """A tensor in equal blocks along every dimension.
 
     Attributes:
@@ -146,12 +160,6 @@ class GridShardingSpec:
         object.__setattr__(self, 'placements', _check_placements(self.placements))
 
     def build_metadata(self, shape: Sequence[int]) -> tuple[ShardMetadata, ...]:
-        """The shards of a tensor of this shape, in the order of the placements.
-
-        Raises:
-          ValueError: if the blocks do not divide the shape, or if there are not as many placements
-            as blocks.
-        """
         sizes, parts = self._blocks(shape)
         places = itertools.product(*map(range, parts))
         return tuple(
@@ -159,15 +167,9 @@ class GridShardingSpec:
             for at, placement in zip(places, self.placements, strict=True)
         )
 
-    def to_partition_spec(self, mesh: MeshLike, shape: Sequence[int]) -> PartitionSpec:
-        """The spec that cuts a tensor of this shape into the same blocks.
-
-        Raises:
-          ValueError: as `build_metadata` and `ChunkShardingSpec.to_partition_spec`.
-        """
-        parts = self._blocks(shape)[1]
+    def _parts(self, shape: Sequence[int]) -> Sequence[int]:
         _check_order(self.placements)
-        return _spec_of_parts(parts, mesh)
+        return self._blocks(shape)[1]
 
     def _blocks(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The size of a block and the number of blocks, along each dimension."""
@@ -177,11 +179,8 @@ class GridShardingSpec:
             raise ValueError(
                 f'grid_size={given!r} must be an integer >= 1 for each dimension of {tuple(shape)}'
             )
-        for dim, (size, block) in enumerate(zip(shape, sizes, strict=True)):
-            if size % block:
-                raise ValueError(
-                    f'blocks of {block} do not divide dimension {dim} of shape {tuple(shape)}'
-                )
+        if any(size % block for size, block in zip(shape, sizes, strict=True)):
+            raise ValueError(f'blocks of {sizes} do not divide a tensor of shape {tuple(shape)}')
         parts = tuple(size // block for size, block in zip(shape, sizes, strict=True))
         if math.prod(parts) != len(self.placements):
             raise ValueError(
@@ -192,7 +191,7 @@ class GridShardingSpec:
 
 
 @dataclasses.dataclass(frozen=True)
-class EnumerableShardingSpec:
+class EnumerableShardingSpec(ShardingSpec):
     """A tensor in any blocks, each written out.
 
     Attributes:
@@ -206,20 +205,10 @@ class EnumerableShardingSpec:
         validate_non_overlapping_shards_metadata(self.shards)
 
     def build_metadata(self, shape: Sequence[int]) -> tuple[ShardMetadata, ...]:
-        """The shards.
-
-        Raises:
-          ValueError: if they do not make a tensor of this shape.
-        """
         check_tensor(self.shards, shape)
         return self.shards
 
-    def to_partition_spec(self, mesh: MeshLike, shape: Sequence[int]) -> PartitionSpec:
-        """The spec that cuts a tensor of this shape into these blocks.
-
-        Raises:
-          ValueError: if the blocks differ in size, or if no axes of the mesh make them.
-        """
+    def _parts(self, shape: Sequence[int]) -> Sequence[int]:
         check_tensor(self.shards, shape)
         sizes = {shard.shard_sizes for shard in self.shards}
         if len(sizes) > 1:
@@ -229,7 +218,7 @@ class EnumerableShardingSpec:
                 'blocks or chunks along one dimension: array_from_shards reads them into any layout'
             )
         pairs = zip(shape, self.shards[0].shard_sizes, strict=True)
-        return _spec_of_parts([size // max(block, 1) for size, block in pairs], mesh)
+        return [size // max(block, 1) for size, block in pairs]
 
 
 def _spec_of_parts(parts: Sequence[int], mesh: MeshLike) -> PartitionSpec:

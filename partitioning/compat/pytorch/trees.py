@@ -67,8 +67,7 @@ def buffers(module: Any) -> dict[Path, Any]:
     else:
         leaves = arrays_by_path(nnx_state(module))
         others = [(path, x) for path, x in leaves if not is_parameter_variable(x)]
-        if len(others) == len(leaves):
-            return {}
+        others = [] if len(others) == len(leaves) else others  # a tree without nnx variables
     followed = {*parameters(module)}
 
     def follows(path: Path) -> bool:  # to the end, or up to one more key
@@ -79,14 +78,15 @@ def buffers(module: Any) -> dict[Path, Any]:
 
 def arrays_by_path(tree: Any) -> list[tuple[Path, Any]]:
     """The arrays and numbers of a tree with their paths, in the boxes that carry their names."""
-    return [(path, x) for path, x in _leaves(tree) if not is_metadata(x) and is_array(x)]
+    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_carrier)
+    return [(key_names(path), x) for path, x in flat if not is_metadata(x) and is_array(x)]
 
 
 def other_names(module: Any, known: Iterable[Path]) -> dict[Path, Path]:
     """The further paths of shared parameters of an nnx module, with the path in `parameters`."""
     if not is_nnx_module(module):
         return {}
-    leaves = [(path, x) for path, x in _leaves(module) if is_parameter_variable(x)]
+    leaves = [(path, x) for path, x in arrays_by_path(module) if is_parameter_variable(x)]
     paths = {*known}
     first = {id(x): path for path, x in leaves if path in paths}
     return {path: first[id(x)] for path, x in leaves if path not in paths}
@@ -166,8 +166,3 @@ def _children(tree: Any) -> dict[str, Any]:
     """The children of a node of a pytree, by key."""
     flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is not tree)
     return {key_names(path)[0]: child for path, child in flat if path}
-
-
-def _leaves(tree: Any) -> list[tuple[Path, Any]]:
-    flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_carrier)
-    return [(key_names(path), x) for path, x in flat]
