@@ -112,7 +112,8 @@ class _Builder:
             if leaf.array is not None:
                 self.covered.append(self._replicated(leaf.path, leaf.array, leaf.role, SAID_NONE))
             return Unplanned(leaf.names, None)
-        if leaf.array is None:
+        is_array = hasattr(leaf.array, 'dtype') or isinstance(leaf.array, complex | float | int)
+        if not is_array:  # no array here, or a leaf such as a string
             return Unplanned(leaf.names, PartitionSpec())
         if not leaf.problematic and nbytes(leaf.array) > SMALL:
             self._report('/'.join(leaf.path), _too_large(leaf, self._mesh))
