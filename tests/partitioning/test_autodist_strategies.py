@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 from partitioning.compat.autodist import (
     PS,
     AllReduce,
-    GraphConfig,
-    NodeConfig,
     Parallax,
     PartitionedAR,
     PartitionedPS,
@@ -24,11 +22,11 @@ from partitioning.compat.autodist import (
     RandomAxisPartitionAR,
     Strategy,
     Variable,
-    describe_variables,
     split_rows,
     split_sizes,
 )
 from partitioning.compat.autodist.splits import split_axis
+from partitioning.compat.autodist.variables import GraphConfig, NodeConfig, describe_variables
 
 pytestmark = pytest.mark.core
 

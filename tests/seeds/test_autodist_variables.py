@@ -6,10 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from partitioning import create_mesh
-from partitioning.compat.autodist import (
-    PartitionedPS,
-    PartitionerConfig,
-    Variable,
+from partitioning.compat.autodist import PartitionedPS, PartitionerConfig, Variable
+from partitioning.compat.autodist.splits import (
     even_shards,
     split_offsets,
     split_rows,

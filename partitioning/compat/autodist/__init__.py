@@ -10,10 +10,7 @@ Usage:
   state, plan = VariablePartitioner(mesh).apply(state, planner)  # on a mesh
 """
 
-from partitioning.compat.autodist.compression import (
-    compress_gradients,
-    compression_specs,
-)
+from partitioning.compat.autodist.compression import compress_gradients, compression_specs
 from partitioning.compat.autodist.planners import (
     PS,
     AllReduce,
@@ -24,28 +21,14 @@ from partitioning.compat.autodist.planners import (
     RandomAxisPartitionAR,
     UnevenPartitionedPS,
 )
-from partitioning.compat.autodist.splits import (
-    PartitionerConfig,
-    even_shards,
-    split_offsets,
-    split_rows,
-    split_sizes,
-    uneven_shards,
-)
+from partitioning.compat.autodist.splits import PartitionerConfig, split_rows, split_sizes
 from partitioning.compat.autodist.strategy import Strategy
 from partitioning.compat.autodist.variable_partitioner import VariablePartitioner, shard_gradients
-from partitioning.compat.autodist.variables import (
-    GraphConfig,
-    NodeConfig,
-    Variable,
-    describe_variables,
-)
+from partitioning.compat.autodist.variables import Variable
 
 __all__ = [
     'PS',
     'AllReduce',
-    'GraphConfig',
-    'NodeConfig',
     'PSLoadBalancing',
     'Parallax',
     'PartitionedAR',
@@ -58,11 +41,7 @@ __all__ = [
     'VariablePartitioner',
     'compress_gradients',
     'compression_specs',
-    'describe_variables',
-    'even_shards',
     'shard_gradients',
-    'split_offsets',
     'split_rows',
     'split_sizes',
-    'uneven_shards',
 ]

@@ -73,7 +73,7 @@ class AutoDistPlanner(ShardingPlanner):
         return self.build(module, servers).to_plan(mesh, self.mesh_axis)
 
     def _describe(self, params: Any) -> tuple[Variable, ...]:
-        return describe_variables(params)
+        return describe_variables(params, getattr(self, 'sparse', ()))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,9 +183,6 @@ class RandomAxisPartitionAR(AllReducePlanner):
         if not is_count(self.seed) and (self.seed != 0 or isinstance(self.seed, bool)):
             raise ValueError(f'seed {self.seed!r} must be an integer >= 0')
 
-    def _describe(self, params: Any) -> tuple[Variable, ...]:
-        return describe_variables(params, self.sparse)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parallax(ServerPlanner, AllReducePlanner):
@@ -207,7 +204,7 @@ class Parallax(ServerPlanner, AllReducePlanner):
 
     def _describe(self, params: Any) -> tuple[Variable, ...]:
         if self.sparse is not None:
-            return describe_variables(params, self.sparse)
+            return super()._describe(params)
         guessed = tuple(
             dataclasses.replace(variable, sparse='embedding' in variable.name.lower())
             for variable in describe_variables(params)

@@ -2,13 +2,9 @@
 
 A file is JSON, with one line per variable in the order of the model:
 
-    {"id": "3b1f60c2a9d4e875", "path": "",
-     "graph_config": {"planner": "PartitionedPS", "servers": ["A", "B"]},
-     "node_config": [
-      {"name": "emb", "shape": [10000, 16], "dtype": "float32", "sparse": false,
-       "partitioner": "2,1", "synchronizer": "PS", "servers": ["A", "B"], "groups": [],
-       "local_replication": false}
-     ]}
+    {"id": "3b1f60c2a9d4e875", "path": "", "graph_config": {"planner": "PS", "servers": ["A"]},
+     "node_config": [{"name": "emb", "shape": [8, 16], "dtype": "float32", "sparse": false,
+     "partitioner": "", "synchronizer": "PS", "servers": ["A"], "groups": [], ...}, ...]}
 
 The id is a digest of graph_config and node_config, so equal strategies have equal ids.
 """
@@ -220,11 +216,10 @@ def _spec(node: NodeConfig, mesh_axis: str) -> PartitionSpec:
 
 
 def _held_by(node: NodeConfig) -> str:
-    """The servers or groups of a variable, short even if there are very many shards."""
-    if node.synchronizer == 'AllReduce':
-        groups = sorted(set(node.groups))
-        return f'all-reduce {"group" if len(groups) == 1 else "groups"} {_few(groups)}'
-    return _few(node.servers)
+    if node.synchronizer == 'PS':
+        return _few(node.servers)
+    groups = sorted(set(node.groups))
+    return f'all-reduce {"group" if len(groups) == 1 else "groups"} {_few(groups)}'
 
 
 def _few(names: Sequence[Any]) -> str:

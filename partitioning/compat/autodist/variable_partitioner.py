@@ -237,5 +237,4 @@ def _entry(name: str, entry: Any) -> Any:
 
 
 def _place(sharding: NamedSharding, held: Any) -> Any:
-    """An array laid out, also in an nnx variable; a ShapeDtypeStruct gets the sharding."""
-    return jax.tree.map(lambda x: placed(x, sharding), held)
+    return jax.tree.map(lambda x: placed(x, sharding), held)  # held may be an nnx variable
