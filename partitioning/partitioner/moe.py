@@ -6,6 +6,7 @@ from typing import Any
 
 from partitioning.hardware import HardwareMesh
 from partitioning.mesh import MeshConfig
+from partitioning.mesh.checks import check_count
 from partitioning.partitioner.pjit import PjitPartitioner
 from partitioning.rules import LogicalAxisRules
 
@@ -38,6 +39,7 @@ class MoePjitPartitioner(PjitPartitioner):
         logical_axis_rules: LogicalAxisRules | None = None,
         **settings: Any,
     ):
+        check_count(num_expert_partitions, 'num_expert_partitions')
         if 'mesh' in settings:
             raise ValueError(
                 'MoePjitPartitioner makes its own mesh; write PjitPartitioner(mesh='

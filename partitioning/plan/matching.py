@@ -20,7 +20,7 @@ from partitioning.plan.rows import (
 from partitioning.rules import MeshLike, axis_sizes, describe_axes, nearest
 from partitioning.state import Leaf, Path, shape_of, walk
 from partitioning.state.boxes import array_of, is_carrier, is_metadata, key_names
-from partitioning.state.parameters import parameter_names
+from partitioning.state.naming import parameter_names
 from partitioning.state.traversal import StateTree
 
 

@@ -117,9 +117,10 @@ def axis_problems(axes: Iterable[str], mesh: MeshLike) -> Iterator[Problem]:
 def rank_problem(described: str, entries: int, shape: Sequence[int]) -> Problem:
     """Names or a spec with another number of entries than the array has dimensions."""
     noun = 'entry' if entries == 1 else 'entries'
+    dimensions = 'dimension' if len(shape) == 1 else 'dimensions'
     return Problem(
         'rank',
-        f'{described} has {entries} {noun}, but the array has {len(shape)} dimensions, '
+        f'{described} has {entries} {noun}, but the array has {len(shape)} {dimensions}, '
         f'{tuple(shape)}; write one entry or None per dimension',
     )
 

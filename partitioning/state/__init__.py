@@ -1,6 +1,6 @@
 """Any train state -> the logical axes of its leaves -> their layouts.
 
-`boxes`: what carries names; `path_names`: names by path; `parameters`: what has names; `follow`:
+`boxes`: what carries names; `path_names`: names by path; `naming`: what has names; `follow`:
 what an optimizer keeps; `walk`: all of a state in one walk; `resolved`: the rules applied;
 `train_state`: a state in T5X's manner.
 """

@@ -20,7 +20,7 @@ from partitioning.rules import LogicalAxisRules
 from partitioning.state.boxes import array_of, carried_names, is_box, is_carrier, is_metadata
 from partitioning.state.follow import Parameter
 from partitioning.state.linen import LogicallyPartitioned, Partitioned
-from partitioning.state.parameters import named_arrays
+from partitioning.state.naming import named_arrays
 
 Keys = tuple[Any, ...]
 _BOX_FIELDS = {'value', 'names', 'mesh', 'rules'}

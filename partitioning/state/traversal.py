@@ -32,7 +32,7 @@ from partitioning.state.boxes import (
     shape_of,
 )
 from partitioning.state.follow import Dims, Parameter
-from partitioning.state.parameters import NamedArrays, named_arrays
+from partitioning.state.naming import NamedArrays, named_arrays
 from partitioning.state.path_names import PathRules
 
 Role = Literal['parameters', 'optimizer', 'other']

@@ -121,7 +121,7 @@ def test_indivisible(axis_type):
     """jax would drop the constraint without a word under Auto axes."""
     with (
         jax.set_mesh(mesh_of(axis_type)),
-        pytest.raises(ValueError, match='6 does not divide by 4'),
+        pytest.raises(ValueError, match='6 is not divisible by 4'),
     ):
         jax.jit(lambda x: constrain(x[:6], ('batch', 'embed'), RULES))(X)
 
@@ -160,8 +160,8 @@ def test_what_an_array_cannot_have(axis_type):
     """jax would leave the constraint out in jit, and otherwise raise errors of its own."""
     with jax.set_mesh(mesh_of(axis_type)):
         for spec, message in (
-            (P('data'), r'9 does not divide by 4.*8 or 12'),
-            (P(None, 'data'), r'is for 2 dimensions, but the array has 1'),
+            (P('data'), r'9 is not divisible by 4.*8 or 12'),
+            (P(None, 'data'), r'has 2 entries, but the array has 1 dimension,'),
             (P('dta'), r"'dta'.*Did you mean 'data'"),
         ):
             for call in (

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.core
 PACKAGE = Path(partitioning.__file__).parent
 MODULES = sorted(PACKAGE.rglob('*.py'))
 
-# A room imports from floors below its own, and next to it only what BESIDE allows.
+# A room imports from floors below its own, and on its own floor only what BESIDE allows.
 FLOORS = {
     'rules': 0,
     'hardware': 0,
@@ -30,8 +30,7 @@ FLOORS = {
     'compat': 5,
     '__init__': 6,
 }
-BESIDE: dict[str, set[str]] = {}
-NARROWER: dict[str, set[str]] = {}
+BESIDE = {'hardware': {'rules'}}  # both are on the ground; rules import no other room
 NEVER = {'train', 'gin', 'grain', 'orbax', 'tensorboardX'}
 
 
@@ -65,14 +64,63 @@ def test_every_module_stands_on_a_floor():
     assert rooms <= FLOORS.keys(), 'a new module needs a floor in FLOORS'
 
 
-@pytest.mark.parametrize('path', MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+# Programs (`python -m partitioning.mesh`) stand above every room: nothing imports them.
+LIBRARY = [path for path in MODULES if path.stem != '__main__']
+
+
+@pytest.mark.parametrize('path', LIBRARY, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_go_down(path):
     names, here = imported(path), room(path)
     assert not {name.split('.')[0] for name in names} & NEVER
     allowed = {name for name, floor in FLOORS.items() if floor < FLOORS[here]}
-    allowed = NARROWER.get(here, allowed) | BESIDE.get(here, set()) | {here}
-    assert own(names) <= allowed
+    assert own(names) <= allowed | BESIDE.get(here, set()) | {here}
+    if here != 'compat':
+        assert 'compat' not in own(names), 'the core never imports compat'
     assert 'partitioning' not in names
+    assert not any(name.endswith('__main__') for name in names)
+
+
+def module_name(path):
+    parts = path.relative_to(PACKAGE.parent).with_suffix('').parts
+    return '.'.join(parts[:-1] if parts[-1] == '__init__' else parts)
+
+
+def test_no_file_imports_itself_through_others():
+    """A package's __init__ and its modules count as one another only where they import names."""
+    files = {module_name(path): path for path in LIBRARY if path.name != '__init__.py'}
+    imports = {name: imported(path) & files.keys() for name, path in files.items()}
+    open_names, done = [], set()
+
+    def visit(name):
+        assert name not in open_names, f'circle: {open_names[open_names.index(name) :]}'
+        if name not in done:
+            open_names.append(name)
+            for other in sorted(imports[name]):
+                visit(other)
+            open_names.pop()
+            done.add(name)
+
+    for name in files:
+        visit(name)
+    assert done == files.keys()
+
+
+def test_no_module_and_function_share_a_name():
+    functions = {
+        node.name: str(path.relative_to(PACKAGE))
+        for path in MODULES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    modules = {part for path in MODULES for part in path.relative_to(PACKAGE).with_suffix('').parts}
+    shared = {name: functions[name] for name in functions.keys() & modules}
+    assert not shared
+    assert {'check_spec', 'lay_out'} <= functions.keys() and {'rules', 'plan'} <= modules
+
+
+def test_no_two_files_share_a_name():
+    names = [p.name for p in LIBRARY if p.name != '__init__.py']
+    assert sorted(names) == sorted(set(names))
 
 
 def test_the_parser_sees_imports_inside_functions():

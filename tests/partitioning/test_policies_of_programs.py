@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from partitioning import (
     AxisRules,
+    MeshConfig,
     PjitPartitioner,
     constrain,
     unbox,
@@ -35,7 +36,11 @@ def padded(outside, inside):
 
 def partitioner_of(rules=RULES, policy=None, **settings):
     """Over 4 x 2 devices."""
-    return PjitPartitioner(2, logical_axis_rules=rules, on_indivisible=policy, **settings)
+    settings.setdefault('mesh', MeshConfig.from_t5x(num_partitions=2))
+    return PjitPartitioner(logical_axis_rules=rules, on_indivisible=policy, **settings)
+
+
+EXPLICIT = MeshConfig.from_t5x(num_partitions=2, axis_types='explicit')
 
 
 # Programs: of a width of 7 over 2 devices each computes 4.
@@ -156,7 +161,7 @@ def test_chunks_of_a_padded_array_are_those_of_its_state():
 
 
 def test_pad_takes_auto_axes():
-    partitioner = partitioner_of(policy='pad', axis_types='explicit')
+    partitioner = partitioner_of(policy='pad', mesh=EXPLICIT)
     assert partitioner.get_mesh_axes({'w': box((8,), 'mlp')}) == {'w': P('model')}
     with pytest.raises(ValueError, match=r"params/w.*'pad'.*Explicit.*'drop_axis'"):
         partitioner.get_mesh_axes({'params': {'w': box((7,), 'mlp')}})
@@ -164,7 +169,7 @@ def test_pad_takes_auto_axes():
 
 @pytest.mark.parametrize('policy', ['replicate', 'drop_axis'])
 def test_other_policies_take_explicit_axes(policy):
-    partitioner = partitioner_of(policy=policy, axis_types='explicit')
+    partitioner = partitioner_of(policy=policy, mesh=EXPLICIT)
     assert partitioner.get_mesh_axes({'w': box((8, 7), 'embed', 'mlp')}) == {'w': P('data', None)}
 
 
@@ -211,7 +216,7 @@ def test_constrain_prefers_policies_of_its_own():
 
 @pytest.mark.parametrize(
     'names, message',
-    [(('rows', 'width'), r'6 does not divide by 8.*8, '), (('new', 'rows'), "no rule .*'new'")],
+    [(('rows', 'width'), r'6 is not divisible by 8.*8, '), (('new', 'rows'), "no rule .*'new'")],
 )
 def test_constrain_without_a_policy_is_an_error(names, message):
     fn = partitioner_of(WIDE).partition(lambda x: constrain(x, names), None, None)
