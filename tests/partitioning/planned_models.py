@@ -1,5 +1,6 @@
 """Small models, plans for them, and the layouts that the plans should give."""
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -66,8 +67,9 @@ class Pair(NamedTuple):
     fc2: Any
 
 
+@functools.cache
 def linen(names=False):
-    return Mlp(names).init(KEY, jnp.ones((2, 16)))
+    return jax.jit(Mlp(names).init)(KEY, jnp.ones((2, 16)))
 
 
 MODELS = {
