@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 GIB = 2**30
 GBIT = 1e9 / 8  # 1 Gbit/s in bytes/s
@@ -38,9 +39,9 @@ class Chip:
     """
 
     name: str
-    platform: str = 'tpu'
+    platform: str
     device_kind: str
-    devices: int = 1
+    devices: int
     dimensions: int
     hbm_bytes: int
     peak_flops: float
@@ -74,151 +75,46 @@ _NVIDIA = (
     'the capacity that CUDA reports'
 )
 
+# fmt: off
 _TPUS = (
-    Chip(
-        name='v2',
-        device_kind='TPU v2',
-        devices=2,
-        dimensions=2,
-        hbm_bytes=int(2 * 7.48 * GIB),
-        peak_flops=46e12,
-        hbm_bandwidth=700e9,
-        ici_links=4,
-        ici_link_bandwidth=496 * GBIT,
-        dcn_bandwidth=None,
-        source=_TWO_GENERATIONS,
-    ),
-    Chip(
-        name='v3',
-        device_kind='TPU v3',
-        devices=2,
-        dimensions=2,
-        hbm_bytes=int(2 * 15.48 * GIB),
-        peak_flops=123e12,
-        hbm_bandwidth=900e9,
-        ici_links=4,
-        ici_link_bandwidth=656 * GBIT,
-        dcn_bandwidth=None,
-        source=f'{_CLOUD_TPU}v3; {_TWO_GENERATIONS}',
-    ),
-    Chip(
-        name='v4',
-        device_kind='TPU v4',
-        dimensions=3,
-        hbm_bytes=int(30.75 * GIB),
-        peak_flops=275e12,
-        hbm_bandwidth=1200e9,
-        ici_links=6,
-        ici_link_bandwidth=50e9,
-        dcn_bandwidth=None,
-        source=f'{_CLOUD_TPU}v4; Jouppi et al., TPU v4 (ISCA 2023): 6 links of 50 GB/s. '
-        f'{_COMPILER_LIMIT}, with the two cores of a chip as one device (megacore)',
-    ),
-    Chip(
-        name='v5e',
-        device_kind='TPU v5 lite',
-        dimensions=2,
-        hbm_bytes=int(15.75 * GIB),
-        peak_flops=197e12,
-        hbm_bandwidth=819e9,
-        ici_links=4,
-        ici_link_bandwidth=400e9 / (4 * 2),
-        dcn_bandwidth=6400 * GBIT / 256,
-        source=f'{_CLOUD_TPU}v5e (DCN: 6.4 Tbit/s for a pod of 256). {_COMPILER_LIMIT}',
-    ),
-    Chip(
-        name='v5p',
-        device_kind='TPU v5',
-        dimensions=3,
-        hbm_bytes=int(95.73 * GIB),
-        peak_flops=459e12,
-        hbm_bandwidth=2765e9,
-        ici_links=6,
-        ici_link_bandwidth=1200e9 / (6 * 2),
-        dcn_bandwidth=50 * GBIT,
-        source=f'{_CLOUD_TPU}v5p. {_COMPILER_LIMIT}',
-    ),
-    Chip(
-        name='v6e',
-        device_kind='TPU v6 lite',
-        dimensions=2,
-        hbm_bytes=int(31.24 * GIB),
-        peak_flops=918e12,
-        hbm_bandwidth=1638e9,
-        ici_links=4,
-        ici_link_bandwidth=800e9 / (4 * 2),
-        dcn_bandwidth=100 * GBIT,
-        source=f'{_CLOUD_TPU}v6e, tpu7x (a table next to v5p). {_COMPILER_LIMIT}',
-    ),
-    Chip(
-        name='tpu7x',
-        device_kind='TPU7x',
-        devices=2,
-        dimensions=3,
-        hbm_bytes=int(2 * 94.74 * GIB),
-        peak_flops=2307e12,
-        hbm_bandwidth=7380e9,
-        ici_links=6,
-        ici_link_bandwidth=1200e9 / (6 * 2),
-        dcn_bandwidth=100 * GBIT,
-        source=f'{_CLOUD_TPU}tpu7x. {_COMPILER_LIMIT}',
-    ),
+    # name, device_kind, JAX devices, dimensions, HBM in GiB, FLOP/s, HBM bytes/s,
+    # links, bytes/s of a link in each direction, DCN bytes/s, source
+    ('v2', 'TPU v2', 2, 2, 2 * 7.48, 46e12, 700e9,
+     4, 496 * GBIT, None, _TWO_GENERATIONS),
+    ('v3', 'TPU v3', 2, 2, 2 * 15.48, 123e12, 900e9,
+     4, 656 * GBIT, None, f'{_CLOUD_TPU}v3; {_TWO_GENERATIONS}'),
+    ('v4', 'TPU v4', 1, 3, 30.75, 275e12, 1200e9,
+     6, 50e9, None,
+     f'{_CLOUD_TPU}v4; Jouppi et al., TPU v4 (ISCA 2023): 6 links of 50 GB/s. '
+     f'{_COMPILER_LIMIT}, with the two cores of a chip as one device (megacore)'),
+    ('v5e', 'TPU v5 lite', 1, 2, 15.75, 197e12, 819e9,
+     4, 400e9 / (4 * 2), 6400 * GBIT / 256,
+     f'{_CLOUD_TPU}v5e (DCN: 6.4 Tbit/s for a pod of 256). {_COMPILER_LIMIT}'),
+    ('v5p', 'TPU v5', 1, 3, 95.73, 459e12, 2765e9,
+     6, 1200e9 / (6 * 2), 50 * GBIT, f'{_CLOUD_TPU}v5p. {_COMPILER_LIMIT}'),
+    ('v6e', 'TPU v6 lite', 1, 2, 31.24, 918e12, 1638e9,
+     4, 800e9 / (4 * 2), 100 * GBIT,
+     f'{_CLOUD_TPU}v6e, tpu7x (a table next to v5p). {_COMPILER_LIMIT}'),
+    ('tpu7x', 'TPU7x', 2, 3, 2 * 94.74, 2307e12, 7380e9,
+     6, 1200e9 / (6 * 2), 100 * GBIT, f'{_CLOUD_TPU}tpu7x. {_COMPILER_LIMIT}'),
 )
 _GPUS = (
-    Chip(
-        name='a100',
-        platform='gpu',
-        device_kind='NVIDIA A100-SXM4-80GB',
-        dimensions=0,
-        hbm_bytes=int(79.15 * GIB),
-        peak_flops=312e12,
-        hbm_bandwidth=2039e9,
-        ici_links=12,
-        ici_link_bandwidth=25e9,
-        dcn_bandwidth=200 * GBIT,
-        source=_NVIDIA,
-    ),
-    Chip(
-        name='h100',
-        platform='gpu',
-        device_kind='NVIDIA H100 80GB HBM3',
-        dimensions=0,
-        hbm_bytes=int(79.10 * GIB),
-        peak_flops=989e12,
-        hbm_bandwidth=3352e9,
-        ici_links=18,
-        ici_link_bandwidth=25e9,
-        dcn_bandwidth=400 * GBIT,
-        source=_NVIDIA,
-    ),
-    Chip(
-        name='h200',
-        platform='gpu',
-        device_kind='NVIDIA H200',
-        dimensions=0,
-        hbm_bytes=int(139.7 * GIB),
-        peak_flops=989e12,
-        hbm_bandwidth=4800e9,
-        ici_links=18,
-        ici_link_bandwidth=25e9,
-        dcn_bandwidth=400 * GBIT,
-        source=_NVIDIA,
-    ),
-    Chip(
-        name='b200',
-        platform='gpu',
-        device_kind='NVIDIA B200',
-        dimensions=0,
-        hbm_bytes=int(178.3 * GIB),
-        peak_flops=2250e12,
-        hbm_bandwidth=8000e9,
-        ici_links=18,
-        ici_link_bandwidth=50e9,
-        dcn_bandwidth=400 * GBIT,
-        source=_NVIDIA,
-    ),
+    ('a100', 'NVIDIA A100-SXM4-80GB', 1, 0, 79.15, 312e12, 2039e9, 12, 25e9, 200 * GBIT, _NVIDIA),
+    ('h100', 'NVIDIA H100 80GB HBM3', 1, 0, 79.10, 989e12, 3352e9, 18, 25e9, 400 * GBIT, _NVIDIA),
+    ('h200', 'NVIDIA H200', 1, 0, 139.7, 989e12, 4800e9, 18, 25e9, 400 * GBIT, _NVIDIA),
+    ('b200', 'NVIDIA B200', 1, 0, 178.3, 2250e12, 8000e9, 18, 50e9, 400 * GBIT, _NVIDIA),
 )
-CHIPS: dict[str, Chip] = {chip.name: chip for chip in _TPUS + _GPUS}
+# fmt: on
+
+
+def _chip(platform: str, row: tuple[Any, ...]) -> Chip:
+    names = [field.name for field in dataclasses.fields(Chip) if field.name != 'platform']
+    figures = dict(zip(names, row, strict=True))
+    return Chip(**figures | {'platform': platform, 'hbm_bytes': int(figures['hbm_bytes'] * GIB)})
+
+
+_ALL = [_chip('tpu', row) for row in _TPUS] + [_chip('gpu', row) for row in _GPUS]
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in _ALL}
 
 # The side of a whole pod, along which links close to rings (Cloud TPU documentation: v2 pods have
 # 16 x 16 chips, v3 pods 32 x 32, v5e and v6e pods 16 x 16).

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -14,6 +13,7 @@ from typing import Any
 from partitioning.hardware.chips import CHIPS, Chip, torus_wrap
 from partitioning.hardware.devices import JaxDevice
 from partitioning.hardware.gpu_targets import target_config
+from partitioning.rules import is_count, nearest
 
 # Without these variables, libtpu queries a metadata server, writes warnings to stderr, and refuses
 # to be loaded by a second process.
@@ -94,7 +94,7 @@ def describe_topology(
       RuntimeError: if the compiler of the platform is not installed.
     """
     chip, shape = parse_topology(name)
-    if isinstance(num_slices, bool) or not isinstance(num_slices, int) or num_slices < 1:
+    if not is_count(num_slices):
         raise ValueError(f'num_slices={num_slices!r} must be an integer >= 1')
     if chip.platform == 'gpu':
         if wrap is not None or chips_per_host_bounds is not None:
@@ -127,11 +127,9 @@ def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
     """
     kind, _, arrangement = name.partition(':') if isinstance(name, str) else ('', '', '')
     if kind not in CHIPS:
-        near = difflib.get_close_matches(kind.lower(), CHIPS, n=1)
-        hint = f' Did you mean {near[0]!r}?' if near else ''
         raise ValueError(
             f'unknown topology {name!r}: the known chips are {", ".join(CHIPS)}; write, for '
-            f"example, 'v5e:4x4', 'v5p:4x4x4' or 'h100:2x8'.{hint}"
+            f"example, 'v5e:4x4', 'v5p:4x4x4' or 'h100:2x8'.{nearest(kind.lower(), CHIPS)}"
         )
     chip = CHIPS[kind]
     dimensions = chip.dimensions or 2

@@ -13,8 +13,8 @@ from partitioning.layout.arrays import (
     host_local_array_to_global_array,
     local_to_global,
 )
+from partitioning.layout.batch_rows import DataLayout, data_layout
 from partitioning.layout.chunker import Indivisible, LocalChunker, LocalChunkInfo
-from partitioning.layout.rows import DataLayout, data_layout
 
 __all__ = [
     'DataLayout',

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from partitioning.layout.batch_rows import check_batch_size
 from partitioning.layout.ownership import axes_per_dimension, index_bounds, shard_ownership
-from partitioning.layout.rows import check_batch_size
 from partitioning.rules import boundary_spec, check_layout, check_spec, describe_axes
 
 

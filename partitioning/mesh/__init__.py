@@ -9,9 +9,9 @@ from partitioning.mesh.aliases import (
     get_gpu_mesh,
     get_mesh,
 )
-from partitioning.mesh.checks import AxisTypes
 from partitioning.mesh.config import MeshConfig
 from partitioning.mesh.rings import AxisRing, axis_rings, mesh_table
+from partitioning.mesh.validation import AxisTypes
 
 __all__ = [
     'AxisRing',

@@ -9,11 +9,11 @@ import jax
 from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import HardwareMesh, JaxDevice
-from partitioning.mesh.checks import AxisTypes, check_count, check_names
 from partitioning.mesh.config import MeshConfig
 from partitioning.mesh.placement import make_mesh
 from partitioning.mesh.t5x_settings import MESH_AXES, hybrid_axes
 from partitioning.mesh.t5x_tiles import tiled_grid
+from partitioning.mesh.validation import AxisTypes, check_count, check_names
 
 
 def create_mesh(

@@ -11,15 +11,6 @@ from typing import Literal, Self, cast, get_args
 from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import HardwareMesh, JaxDevice, describe_topology, parse_topology
-from partitioning.mesh.checks import (
-    AxisSizes,
-    AxisTypes,
-    check_axes,
-    check_axis_types,
-    check_count,
-    check_devices,
-    fill,
-)
 from partitioning.mesh.granules import best_grid
 from partitioning.mesh.placement import (
     AxisPairs,
@@ -30,6 +21,15 @@ from partitioning.mesh.placement import (
     wrong_number_of_types,
 )
 from partitioning.mesh.t5x_settings import check_mesh_settings, check_submesh, t5x_axes
+from partitioning.mesh.validation import (
+    AxisSizes,
+    AxisTypes,
+    check_axes,
+    check_axis_types,
+    check_count,
+    check_devices,
+    fill,
+)
 from partitioning.rules import nearest
 
 Order = Literal['best', 't5x']

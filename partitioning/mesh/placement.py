@@ -9,10 +9,10 @@ from absl import logging
 from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import HardwareMesh, JaxDevice, has_coords, num_slices
-from partitioning.mesh.checks import AxisTypes, check_axis_types, divisors, fill
 from partitioning.mesh.granules import best_grid, check_same_size, granules_of, join_blocks
 from partitioning.mesh.order import order_devices
 from partitioning.mesh.t5x_tiles import t5x_grid
+from partitioning.mesh.validation import AxisTypes, check_axis_types, divisors, fill
 
 AxisPairs = tuple[tuple[str, int], ...]
 NamedGrid = tuple[tuple[str, ...], np.ndarray]  # the axis names, and the devices in their places

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from partitioning.hardware import HardwareMesh
-from partitioning.mesh.checks import as_tuple_of, check_count, check_names
+from partitioning.mesh.validation import as_tuple_of, check_count, check_names
 from partitioning.rules import is_count
 
 MESH_AXES = ('data', 'model')

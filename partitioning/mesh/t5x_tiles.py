@@ -17,9 +17,9 @@ from partitioning.hardware import (
     num_slices,
     places_in_processes,
 )
-from partitioning.mesh.checks import as_tuple_of
 from partitioning.mesh.granules import best_grid
 from partitioning.mesh.order import TWO_CORES, order_devices
+from partitioning.mesh.validation import as_tuple_of
 from partitioning.rules import is_count
 
 _ONE_DEVICE = ('TPU v4', 'TPU v4 lite')  # the two cores of a chip are one device (megacore)

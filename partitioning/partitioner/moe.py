@@ -6,7 +6,7 @@ from typing import Any
 
 from partitioning.hardware import HardwareMesh
 from partitioning.mesh import MeshConfig
-from partitioning.mesh.checks import check_count
+from partitioning.mesh.validation import check_count
 from partitioning.partitioner.pjit import PjitPartitioner
 from partitioning.rules import LogicalAxisRules
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from partitioning.mesh.checks import as_tuple_of
+from partitioning.mesh.validation import as_tuple_of
 from partitioning.rules import is_count
 
 

@@ -22,7 +22,7 @@ from partitioning.compat.pytorch.shard_metadata import (
     check_tensor,
     validate_non_overlapping_shards_metadata,
 )
-from partitioning.mesh.checks import as_tuple_of
+from partitioning.mesh.validation import as_tuple_of
 from partitioning.rules import (
     MeshLike,
     axis_sizes,

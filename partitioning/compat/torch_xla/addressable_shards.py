@@ -19,7 +19,7 @@ from partitioning.compat.torch_xla.meshes_and_specs import (
 )
 from partitioning.hardware import JaxDevice
 from partitioning.layout.ownership import index_bounds
-from partitioning.mesh.checks import as_tuple_of
+from partitioning.mesh.validation import as_tuple_of
 from partitioning.rules import describe_axes
 
 

@@ -18,7 +18,7 @@ from partitioning.compat.torch_xla.meshes_and_specs import (
     resolve_partition_spec,
     shards_per_dimension,
 )
-from partitioning.mesh.checks import as_tuple_of
+from partitioning.mesh.validation import as_tuple_of
 from partitioning.rules import describe_axes
 
 
