@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.partitioner.partitioned import in_context
@@ -37,6 +36,8 @@ def trace_init(
     planned = jax.tree.map(_kind, args)
 
     def make(*arrays: Any) -> Any:
+        from jax.extend.core import jaxpr_as_fun  # imports Pallas, so not with this module
+
         made = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))
         return jax.tree.unflatten(treedef, map(_strongly_typed, made, jaxpr.out_avals))
 
