@@ -66,14 +66,14 @@ def resolve_axes(
       ValueError: if a name has no rule or is used twice, if a mesh axis does not exist, if `names`
         and `shape` differ in length, or if a size is not divisible. The message says what to write.
     """
+    if not isinstance(rules, Sequence):
+        raise ValueError(f'rules must be a list or a tuple of pairs, not {type(rules).__name__}')
+    if on_indivisible not in (None, 'error') and (mesh is None or shape is None):
+        raise ValueError(f'on_indivisible={on_indivisible!r} needs a mesh and a shape: pass both')
+    if on_unmatched is not None or on_indivisible is not None or not isinstance(rules, AxisRules):
+        rules = AxisRules(rules, on_unmatched, on_indivisible)
     resolved, problems = try_resolve(
-        names,
-        rules,
-        mesh=mesh,
-        shape=shape,
-        on_unmatched=on_unmatched,
-        on_indivisible=on_indivisible,
-        axes_as_names=axes_as_names,
+        names, rules, mesh=mesh, shape=shape, axes_as_names=axes_as_names
     )
     for problem in problems:
         raise ValueError(problem.message)
@@ -81,52 +81,34 @@ def resolve_axes(
 
 
 def logical_to_mesh_axes(
-    names: Sequence[Any] | None,
-    rules: LogicalAxisRules,
-    *,
-    mesh: MeshLike | None = None,
-    shape: Sequence[int] | None = None,
-    on_unmatched: OnUnmatched | None = None,
-    on_indivisible: OnIndivisible | None = None,
+    names: Sequence[Any] | None, rules: LogicalAxisRules, **settings: Any
 ) -> Any:
     """The PartitionSpec of an array with these logical axes, or None if `names` is None.
 
-    The arguments and errors are those of `resolve_axes`. Under the policy 'pad' an array that needs
-    padding gets a PaddedSpec.
+    The keyword arguments and errors are those of `resolve_axes`. Under the policy 'pad' an array
+    that needs padding gets a PaddedSpec.
     """
-    if names is None:
-        return None
-    resolved = resolve_axes(
-        names,
-        rules,
-        mesh=mesh,
-        shape=shape,
-        on_unmatched=on_unmatched,
-        on_indivisible=on_indivisible,
-    )
-    return to_spec(resolved)
+    return None if names is None else to_spec(resolve_axes(names, rules, **settings))
 
 
 def try_resolve(
     names: Sequence[Any],
-    rules: LogicalAxisRules,
+    rules: AxisRules,
     *,
     mesh: MeshLike | None = None,
     shape: Sequence[int] | None = None,
-    on_unmatched: OnUnmatched | None = None,
-    on_indivisible: OnIndivisible | None = None,
     axes_as_names: bool = False,
 ) -> tuple[tuple[ResolvedDimension, ...], tuple[Problem, ...]]:
     """The dimensions that `resolve_axes` returns, and every problem it would raise, in its order.
 
     Raises:
-      ValueError: if an argument is malformed: rules without an order, a string as `names`, a policy
-        that does not exist or has nothing to act on.
+      ValueError: if `names` is not a sequence of names.
     """
-    names = _check_names_are_ordered(names)
-    rules = _with_policies(rules, on_unmatched, on_indivisible)
-    if on_indivisible not in (None, 'error') and (mesh is None or shape is None):
-        raise ValueError(f'on_indivisible={on_indivisible!r} needs a mesh and a shape: pass both')
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise ValueError(
+            f'logical axes {names!r} must be a tuple with one name or None per dimension'
+        )
+    names = tuple(names)
     sizes = None if mesh is None else axis_sizes(mesh)
     given = {d: n for d, n in enumerate(names) if _is_mesh_axes(n, rules, sizes, axes_as_names)}
     problems = [*_name_problems(names, shape), *_axis_problems(names, rules, given, sizes)]
@@ -143,26 +125,6 @@ def try_resolve(
     if sizes is not None and shape is not None and len(shape) == len(names):
         problems += _divide(resolved, shape, sizes, rules.on_indivisible)
     return tuple(resolved), tuple(problems)
-
-
-def _check_names_are_ordered(names: Any) -> tuple[Any, ...]:
-    if isinstance(names, str) or not isinstance(names, Iterable):
-        raise ValueError(
-            f'logical axes {names!r} must be a tuple with one name or None per dimension'
-        )
-    return tuple(names)
-
-
-def _with_policies(
-    rules: LogicalAxisRules,
-    on_unmatched: OnUnmatched | None,
-    on_indivisible: OnIndivisible | None,
-) -> AxisRules:
-    if not isinstance(rules, Sequence):
-        raise ValueError(f'rules must be a list or a tuple of pairs, not {type(rules).__name__}')
-    if isinstance(rules, AxisRules) and on_unmatched is None and on_indivisible is None:
-        return rules
-    return AxisRules(rules, on_unmatched, on_indivisible)
 
 
 def _divide(
@@ -197,7 +159,7 @@ def _is_mesh_axes(
 
 def _match(
     names: tuple[Any, ...],
-    rules: LogicalAxisRules,
+    rules: AxisRules,
     given: Mapping[int, Any],
     sizes: Mapping[str, int],
 ) -> list[ResolvedDimension]:
@@ -271,7 +233,7 @@ def _name_problems(names: tuple[Any, ...], shape: Sequence[int] | None) -> Itera
 
 def _axis_problems(
     names: tuple[Any, ...],
-    rules: LogicalAxisRules,
+    rules: AxisRules,
     given: Mapping[int, Any],
     sizes: Mapping[str, int] | None,
 ) -> Iterator[Problem]:
