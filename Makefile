@@ -1,25 +1,36 @@
 # make quickstart   train a small language model on this machine, from nothing
 # make test         lint, type-check and test
-# make notebooks    execute the notebooks and write what they show into them
+# make smoke        test every room in under a minute
+# make smoke-lowest the same with the lowest versions that pyproject.toml allows
+# make notebooks    execute the notebooks and write their outputs into them
 #
-# Each makes its own virtual environment: the one for tests also holds the compilers for TPUs and
-# GPUs, which jax would look for devices with. Choose the interpreter with PYTHON=python3.12.
+# Each command makes its own virtual environment. The one for tests also contains the compilers for
+# TPUs and GPUs, which jax would otherwise use to look for devices. PYTHON=python3.12 chooses the
+# interpreter.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 VENV ?= .venv
 MODEL_DIR ?= runs/quickstart
 DEV ?= $(VENV)-dev
+LOWEST ?= $(VENV)-lowest
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test lint format notebooks benchmarks clean
+.PHONY: quickstart test smoke smoke-lowest lint format notebooks benchmarks clean
 
 quickstart: $(VENV)/.train
 	$(VENV)/bin/python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'$(MODEL_DIR)'"
 
-# Two workers, a file each at a time; no more, for the tests of several processes need cores too.
+# Two workers, each with one file at a time. More would take the cores that tests with several
+# processes need.
 test: lint
-	$(DEV)/bin/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -n 2 --dist loadfile --durations=20 $(PYTEST_ARGS)
+
+smoke: $(DEV)/.dev
+	$(DEV)/bin/python -m pytest -n 2 --dist loadfile -m smoke $(PYTEST_ARGS)
+
+smoke-lowest: $(LOWEST)/.lowest
+	$(LOWEST)/bin/python -m pytest -n 2 --dist loadfile -m smoke $(PYTEST_ARGS)
 
 lint: $(DEV)/.dev
 	$(DEV)/bin/ruff check .
@@ -57,5 +68,12 @@ $(DEV)/.dev: $(DEV)/.python pyproject.toml
 	@$(DEV)/bin/python $(PIP) --editable '.[dev]'
 	@touch $@
 
+$(LOWEST)/.lowest: $(DEV)/.dev
+	@echo "installing the lowest versions into $(LOWEST) (once, about a minute)"
+	@$(DEV)/bin/uv venv --quiet --clear --python $(DEV)/bin/python $(LOWEST)
+	@$(DEV)/bin/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
+		--requirements pyproject.toml --extra train --extra data --extra tokenizers --extra test
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(DEV) runs/quickstart .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DEV) $(LOWEST) runs/quickstart .pytest_cache .mypy_cache .ruff_cache
