@@ -29,7 +29,10 @@ def trace_init(
     Returns:
       The abstract state with its boxes, and the program that makes the state.
     """
-    traced = jax.make_jaxpr(in_context(init_fn, mesh, rules), return_shape=True)
+    # Over Explicit axes jax lays out a result by what it is made of, and a state made of a random key
+    # would be whole on every device. So the program is traced and runs over Auto axes.
+    auto = Mesh(mesh.devices, mesh.axis_names)
+    traced = jax.make_jaxpr(in_context(init_fn, auto, rules), return_shape=True)
     jaxpr, named = traced(*args)
     abstract = unbox(named)
     treedef = jax.tree.structure(abstract)
@@ -43,9 +46,6 @@ def trace_init(
 
     def run(plan: Plan, *given: Any) -> Any:
         _check_arguments(planned, given)
-        # Over Explicit axes jax lays out a result by what it is made of, and a state made of a
-        # random key would be whole on every device. So the program runs over Auto axes.
-        auto = Mesh(mesh.devices, mesh.axis_names)
         replicated = NamedSharding(auto, PartitionSpec())
         shardings = jax.tree.map(lambda s: NamedSharding(auto, s.spec), plan.shardings)
         state = jax.jit(make, in_shardings=replicated, out_shardings=shardings)(*given)

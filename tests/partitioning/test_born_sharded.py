@@ -1,4 +1,4 @@
-"""States born in their shards: over any mesh, in any structure, with ZeRO and FSDP."""
+"""States are born in their shards: over any mesh, in any structure, with ZeRO and FSDP."""
 
 import functools
 import types
@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from partitioning import (
     PjitPartitioner,
     check_compiled_once,
-    check_fixed_point,
     fsdp_logical_axis_rules,
     unbox,
 )
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.core
 
 box = nn.LogicallyPartitioned
 ADAM = optax.adam(1e-3)
-KEY = np.zeros(2, 'uint32')  # as jax.random.PRNGKey(0), on no device
+KEY = np.zeros(2, 'uint32')  # jax.random.PRNGKey(0) in host memory
 
 
 def leaves_of(tree):
@@ -33,7 +32,7 @@ def leaves_of(tree):
 
 
 def shard_shapes(state):
-    """What devices hold of every array that is no scalar, the same on all of them."""
+    """The shape of the shards of every array but scalars; it is the same on all devices."""
     shapes = {}
     for path, array in leaves_of(state).items():
         held = {shard.data.shape for shard in array.addressable_shards}
@@ -43,7 +42,7 @@ def shard_shapes(state):
     return shapes
 
 
-# Over meshes of any shape, names and types.
+# Meshes with any shape, names and types of axes.
 
 TABLE, UP, BIAS = (48, 24), (3, 24, 40), (40,)
 TWO = [('embed', 'rows'), ('mlp', 'columns'), ('vocab', 'columns'), ('stack', None)]
@@ -92,11 +91,12 @@ def table_of_one_device():
 @AXIS_TYPES
 @pytest.mark.parametrize('mesh', MESHES)
 def test_no_device_ever_holds_a_whole_array(mesh, axis_type):
-    """Neither the state nor, while it is made, the random numbers in it."""
+    """It holds neither the whole state nor, while it is made, all of the random numbers in it."""
     seen = []
     look = functools.partial(jax.debug.inspect_array_sharding, callback=seen.append)
     partitioner = partitioner_over(mesh, axis_type)
     state = partitioner.init(lambda key: with_adam(parameters(key, look)), KEY)
+    jax.effects_barrier()
     one = dict(zip(('table', 'up', 'bias'), MESHES[mesh][3:], strict=True))
     assert shard_shapes(state) == {f'{tree}/{name}': one[name] for tree in TREES for name in one}
     assert all(x.sharding.mesh == partitioner.mesh for x in jax.tree.leaves(state))
@@ -105,16 +105,15 @@ def test_no_device_ever_holds_a_whole_array(mesh, axis_type):
 
 
 def test_the_program_that_makes_a_state_has_no_whole_array():
-    partitioner = partitioner_over('2x2x2')
-    init = jax.jit(lambda key: partitioner.init(lambda k: with_adam(parameters(k)), key))
-    compiled = init.lower(KEY).compile()
+    plan = partitioner_over('2x2x2').plan(lambda key: with_adam(parameters(key)), KEY)
+    compiled = jax.jit(plan.init).lower(KEY).compile()
     specs = {'table': P(('y', 'z'), 'x'), 'up': P(None, 'x', 'y'), 'bias': P('y')}
     shapes = {'table': TABLE, 'up': UP, 'bias': BIAS}
     shardings = leaves_of(compiled.output_shardings)
     for path, name in ((f'{tree}/{name}', name) for tree in TREES for name in specs):
-        expected = NamedSharding(partitioner.mesh, specs[name])
+        expected = NamedSharding(plan.mesh, specs[name])
         assert shardings[path].is_equivalent_to(expected, len(shapes[name])), path
-    text = compiled.as_text()  # of one device
+    text = compiled.as_text()  # the program of one device
     assert '[12,12]' in text and '[3,12,20]' in text
     assert '[48,24]' not in text and '[3,24,40]' not in text and '[40]' not in text
 
@@ -122,12 +121,14 @@ def test_the_program_that_makes_a_state_has_no_whole_array():
 @AXIS_TYPES
 def test_a_step_over_any_type_of_axes(axis_type):
     partitioner = partitioner_over('2x2x2', axis_type)
-    axes = partitioner.get_mesh_axes(jax.eval_shape(lambda: with_adam(parameters(KEY))))
-    double = partitioner.partition(lambda s: jax.tree.map(lambda x: x + x, s), (axes,), axes)
-    born = partitioner.init(lambda: with_adam(parameters(KEY)))
+    plan = partitioner.plan(lambda: with_adam(parameters(KEY)))
+    double = partitioner.partition(
+        lambda s: jax.tree.map(lambda x: x + x, s), (plan.specs,), plan.specs
+    )
+    born = plan.init()
     after = double(double(born))
     np.testing.assert_array_equal(after['params']['table'], 4 * np.asarray(born['params']['table']))
-    check_fixed_point(after, born, partitioner.mesh)
+    plan.check(after)
     check_compiled_once(double)
 
 
@@ -161,12 +162,12 @@ def test_arguments_of_init():
 RULES = [('batch', 'data'), ('vocab', 'model'), ('mlp', 'model'), ('embed', None)]
 VOCAB, EMBED, MLP = 48, 16, 40
 SHARDED = fsdp_logical_axis_rules(RULES)
-KINDS = {  # what a partitioner gets; shards of the parameters, and of what Adam keeps of them
+KINDS = {  # settings of a partitioner; shards of the parameters, and of Adam's statistics
     'tensor': ({'logical_axis_rules': RULES}, 'whole', 'whole'),
     'ZeRO': ({'logical_axis_rules': RULES, 'optimizer_axis_rules': SHARDED}, 'whole', 'split'),
     'FSDP': ({'logical_axis_rules': SHARDED}, 'split', 'split'),
 }
-SHARDS = {  # over 'data': the bias has no 'embed', so it is whole in both
+SHARDS = {  # 'split' is over 'data' too, except the bias, which has no 'embed'
     'whole': {'table': (24, 16), 'up': (16, 20), 'bias': (20,)},
     'split': {'table': (24, 4), 'up': (4, 20), 'bias': (20,)},
 }
@@ -207,30 +208,37 @@ def step_of_one_device():
 @functools.cache
 def run(kind):
     partitioner = PjitPartitioner(num_partitions=2, **KINDS[kind][0])
-    named = jax.eval_shape(small_model, KEY)
-    axes = partitioner.get_mesh_axes(named)
-    born = partitioner.init(small_model, KEY)
-    resources = (axes, partitioner.data_partition_spec)
-    partitioned = partitioner.partition(step, resources, axes)
+    plan = partitioner.plan(small_model, KEY)
+    born = plan.init(KEY)
+    resources = (plan.specs, partitioner.data_partition_spec)
+    partitioned = partitioner.partition(step, resources, plan.specs)
     after = partitioned(born, TOKENS)
     partitioned(after, TOKENS)
     return types.SimpleNamespace(
-        partitioner=partitioner, named=named, axes=axes, born=born, after=after, step=partitioned
+        partitioner=partitioner, plan=plan, born=born, after=after, step=partitioned
     )
 
 
 @pytest.mark.parametrize('kind', KINDS)
-@pytest.mark.parametrize('when', ['born', 'after'])
-def test_what_is_split_over_data(kind, when):
+def test_shards_and_bytes(kind):
     _, of_params, of_optimizer = KINDS[kind]
-    expected = {f'params/{name}': shape for name, shape in SHARDS[of_params].items()}
+    shapes = {f'params/{name}': shape for name, shape in SHARDS[of_params].items()}
     for tree in TREES[1:]:
-        expected |= {f'{tree}/{name}': shape for name, shape in SHARDS[of_optimizer].items()}
-    assert shard_shapes(getattr(run(kind), when)) == expected
+        shapes |= {f'{tree}/{name}': shape for name, shape in SHARDS[of_optimizer].items()}
+    held = {'parameters': BYTES[of_params], 'optimizer': 2 * BYTES[of_optimizer] + 4}
+    held['other'] = 4  # the step; the optimizer has a count too
+    plan = run(kind).plan
+    for state in (run(kind).born, run(kind).after):
+        assert shard_shapes(state) == shapes
+        audit = plan.audit(state)
+        assert audit.by_role == held == plan.audit().by_role
+        assert audit.bytes_per_device == sum(held.values())
+        on_one = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)]
+        assert sum(on_one) == sum(held.values())
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_a_step_is_that_of_one_device(kind):
+def test_a_step_equals_that_of_one_device(kind):
     after, plain = leaves_of(run(kind).after), step_of_one_device()
     assert after.keys() == plain.keys()
     for path, array in plain.items():
@@ -241,29 +249,13 @@ def test_a_step_is_that_of_one_device(kind):
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_step_is_a_fixed_point(kind):
     result = run(kind)
-    for layout in (result.axes, result.born):
-        check_fixed_point(result.after, layout, result.partitioner.mesh)
+    result.plan.check(result.born)
+    result.plan.check(result.after)
     check_compiled_once(result.step)
 
 
-@pytest.mark.parametrize('kind', KINDS)
-def test_bytes_of_a_device(kind):
-    _, of_params, of_optimizer = KINDS[kind]
-    result = run(kind)
-    expected = {'parameters': BYTES[of_params], 'optimizer': 2 * BYTES[of_optimizer] + 4}
-    expected['other'] = 4  # the step; the optimizer has its count
-    for audit in (
-        result.partitioner.audit(result.named),
-        result.partitioner.audit(result.after, result.named),
-    ):
-        assert audit.by_category == expected
-        assert audit.bytes_per_device == sum(expected.values())
-    held = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(result.after)]
-    assert sum(held) == sum(expected.values())
-
-
 def test_activations_keep_their_batch_over_data():
-    """FSDP gives 'embed' the data axis in parameters, never before the batch."""
+    """FSDP gives 'embed' the data axis in parameters, but the batch always comes first."""
     rules = run('FSDP').partitioner.logical_axis_rules
     assert nn.logical_to_mesh_axes(('batch', 'embed'), tuple(rules)) == P('data', None)
 
@@ -309,7 +301,7 @@ def tuned(body, head):
     return {'params': {'body': body, 'head': head}, 'opt_state': adam(head)}
 
 
-STRUCTURES = {  # a state; the shard of every array that has this key in its path
+STRUCTURES = {  # an init function; by a key of its path, the shard of each array
     'a bare array': (
         lambda: {'params': wide(), 'opt_state': adam(wide())},
         {'params': WIDE, 'opt_state': WIDE},
@@ -326,22 +318,22 @@ STRUCTURES = {  # a state; the shard of every array that has this key in its pat
         lambda: {'train': with_adam({'w': wide(), 'u': tall()}), 'step': jnp.int32(0)},
         {'w': WIDE, 'u': TALL},
     ),
-    'a GAN, an optimizer in each': (
+    'a GAN with an optimizer in each part': (
         lambda: {'gen': with_adam({'w': square()}), 'disc': with_adam({'w': turned()})},
         {'gen': SQUARE, 'disc': TURNED},
     ),
-    'a GAN, the optimizers in a tree of their own': (
+    'a GAN with a tree of optimizers': (
         lambda: gan(square(), turned(), opt_state=dict.fromkeys(('gen', 'disc'), of_squares())),
         {'gen': SQUARE, 'disc': TURNED},
     ),
-    'a GAN, the parameters in one tree and the optimizers in another': (
+    'a GAN with trees of parameters and optimizers': (
         lambda: {
             'params': {'gen': {'w': square()}, 'disc': {'w': turned()}},
             'opt_state': {'gen': of_squares(), 'disc': of_squares()},
         },
         {'gen': SQUARE, 'disc': TURNED},
     ),
-    'a GAN whose shapes alone say which optimizer is whose': (
+    'a GAN whose optimizers are matched by shapes': (
         lambda: gan(wide(), narrow(), one=adam({'w': wide()}), two=adam({'w': narrow()})),
         {'gen': WIDE, 'one': WIDE, 'disc': NARROW, 'two': NARROW},
     ),
@@ -349,7 +341,7 @@ STRUCTURES = {  # a state; the shard of every array that has this key in its pat
         lambda: {**with_adam({'w': wide(), 'u': tall()}), 'ema': unbox({'w': wide(), 'u': tall()})},
         {'w': WIDE, 'u': TALL},
     ),
-    'averages in boxes, in a tree of their own': (
+    'averages in boxes in a separate tree': (
         lambda: {'params': {'w': wide(), 'u': tall()}, 'ema': {'params': {'w': wide()}}},
         {'w': WIDE, 'u': TALL},
     ),
@@ -357,11 +349,11 @@ STRUCTURES = {  # a state; the shard of every array that has this key in its pat
         lambda: tuned({'u': tall()}, {'w': wide()}),
         {'u': TALL, 'w': WIDE},
     ),
-    'an optimizer of some parameters, with the names of others': (
+    'an optimizer of parameters with the names of others': (
         lambda: tuned({'w': tall()}, {'w': wide()}),
         {'body': TALL, 'head': WIDE, 'opt_state': WIDE},
     ),
-    'an optimizer of one of two that are alike': (
+    'an optimizer of one of two equal trees': (
         lambda: tuned({'w': wide()}, {'w': wide()}),
         {'body': WIDE, 'head': WIDE, 'opt_state': WIDE},
     ),
@@ -375,11 +367,14 @@ def _partitioner():
 
 @pytest.mark.parametrize('structure', STRUCTURES)
 def test_structures(partitioner, structure):
+    """The test of meshes shows that what is planned is born."""
     init, expected = STRUCTURES[structure]
-    state = partitioner.init(init)
-    assert jax.tree.structure(state) == jax.tree.structure(unbox(jax.eval_shape(init)))
-    shards = shard_shapes(state)
-    assert shards == {path: expected[key_in(path, expected)] for path in shards}
+    plan = partitioner.plan(init)
+    shardings, arrays = plan.shardings, unbox(jax.eval_shape(init))
+    assert jax.tree.structure(shardings) == jax.tree.structure(arrays)
+    for path, sharding in leaves_of(shardings).items():
+        if shape := leaves_of(arrays)[path].shape:
+            assert sharding.shard_shape(shape) == expected[key_in(path, expected)], path
 
 
 def key_in(path, keys):
@@ -387,8 +382,8 @@ def key_in(path, keys):
     return key
 
 
-def test_large_statistics_of_which_of_two_parameters_is_not_guessed(partitioner):
-    """With 'w' of both of one shape and laid out in two ways, neither would be right."""
+def test_the_parameter_of_large_statistics_is_not_guessed(partitioner):
+    """Both trees have 'w' of one shape but with different layouts, so neither would be right."""
 
     def init():
         shape = (128, 64)
@@ -396,17 +391,17 @@ def test_large_statistics_of_which_of_two_parameters_is_not_guessed(partitioner)
         return tuned({'w': body}, {'w': head})
 
     with pytest.raises(ValueError, match=r'opt_state/0/mu/w.*\(128, 64\).*32,768 bytes'):
-        partitioner.init(init)
+        partitioner.plan(init)
 
 
-# Statistics beside the parameters.
+# Statistics next to the parameters.
 
 
 MEAN = 'batch_stats/norm/mean'
 
 
 def normalized(mean):
-    """A state with the statistics of a normalization, as a rule without names."""
+    """A state with the statistics of a normalization, which usually have no names."""
     params = {
         'dense': {'kernel': wide(), 'bias': box(jnp.zeros(40), ('mlp',))},
         'norm': {'scale': box(jnp.ones(40), ('mlp',))},
@@ -415,33 +410,32 @@ def normalized(mean):
 
 
 def test_small_statistics_are_replicated_and_listed(partitioner):
-    state = partitioner.init(lambda: normalized(jnp.zeros(40)))
+    plan = partitioner.plan(lambda: normalized(jnp.zeros(40)))
+    state = plan.init()
     expected = {'kernel': WIDE, 'bias': (20,), 'scale': (20,), 'mean': (40,), 'var': (40,)}
     assert {path.split('/')[-1]: s for path, s in shard_shapes(state).items()} == expected
-    audit = partitioner.audit(state, jax.eval_shape(lambda: normalized(jnp.zeros(40))))
-    replicated = {row.path.split('/')[-1]: row for row in audit.replicated}
-    # Of 160 bytes one of 8 devices has a share of 20; what is split by 2 has 80.
-    extra = {name: row.replicated_bytes_per_device for name, row in replicated.items()}
+    audit = plan.audit(state)
+    replicated = {cost.row.path.split('/')[-1]: cost for cost in audit.replicated}
+    # An even share of 160 bytes over 8 devices is 20; a device holds 80 if an array is in 2 shards.
+    extra = {name: cost.bytes_per_device for name, cost in replicated.items()}
     assert extra == {'mean': 140, 'var': 140, 'bias': 60, 'scale': 60}
     assert 'follows no parameter' in replicated['mean'].reason
-    assert audit.by_category['other'] == 2 * 160
+    assert audit.by_role['other'] == 2 * 160
     assert MEAN in str(audit)
 
 
 def test_large_statistics_need_names(partitioner):
     limit = 16 * 1024 // 4
-    state = partitioner.init(lambda: normalized(jnp.zeros(limit)))
-    assert shard_shapes(state)[MEAN] == (limit,)
+    plan = partitioner.plan(lambda: normalized(jnp.zeros(limit)))
+    assert plan[MEAN].shard_shape == (limit,)
     with pytest.raises(ValueError, match=rf'{MEAN}.*\(4097,\).*16,388 bytes'):
-        partitioner.init(lambda: normalized(jnp.zeros(limit + 1)))
+        partitioner.plan(lambda: normalized(jnp.zeros(limit + 1)))
 
 
 def test_large_statistics_with_names(partitioner):
-    """Each way out that the error gives."""
-    state = partitioner.init(lambda: normalized(box(jnp.zeros(8192), ('mlp',))))
-    assert shard_shapes(state)[MEAN] == (4096,)
+    """Both ways out that the error gives."""
+    plan = partitioner.plan(lambda: normalized(box(jnp.zeros(8192), ('mlp',))))
+    assert plan[MEAN].shard_shape == (4096,)
     overrides = {'params_axes_names_override': [(MEAN, (None,))]}
-    state = PjitPartitioner(2, logical_axis_rules=AXES, **overrides).init(
-        lambda: normalized(jnp.zeros(8192))
-    )
-    assert shard_shapes(state)[MEAN] == (8192,)
+    other = PjitPartitioner(2, logical_axis_rules=AXES, **overrides)
+    assert other.plan(lambda: normalized(jnp.zeros(8192)))[MEAN].shard_shape == (8192,)
