@@ -29,8 +29,8 @@ def trace_init(
     Returns:
       The abstract state with its boxes, and the program that makes the state.
     """
-    # Over Explicit axes jax lays out a result by what it is made of, and a state made of a random key
-    # would be whole on every device. So the program is traced and runs over Auto axes.
+    # Over Explicit axes jax lays out a result by what it is made of, and a state made of a random
+    # key would be whole on every device. So the program is traced and runs over Auto axes.
     auto = Mesh(mesh.devices, mesh.axis_names)
     traced = jax.make_jaxpr(in_context(init_fn, auto, rules), return_shape=True)
     jaxpr, named = traced(*args)

@@ -1,4 +1,4 @@
-"""The partitioner's own doings: choices, data over the mesh, states moved onto it."""
+"""A partitioner: its mesh, its rules, data over the mesh, and states moved onto it."""
 
 import jax
 import jax.numpy as jnp
@@ -7,12 +7,19 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from partitioning import BasePartitioner, PjitPartitioner, standard_logical_axis_rules
+from partitioning import (
+    BasePartitioner,
+    MeshConfig,
+    PjitPartitioner,
+    standard_logical_axis_rules,
+)
 
 pytestmark = pytest.mark.core
 
+SQUARE = Mesh(np.array(jax.devices()).reshape(4, 2), ('data', 'model'))
 
-def test_a_mesh_of_your_own():
+
+def test_a_given_mesh():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ('replica', 'data', 'expert'))
     partitioner = PjitPartitioner(
         mesh=mesh, logical_axis_rules=[('batch', ('replica', 'data')), ('experts', 'expert')]
@@ -23,50 +30,52 @@ def test_a_mesh_of_your_own():
 
 
 @pytest.mark.parametrize(
-    'beside',
+    'settings',
     [
         {'num_partitions': 2},
         {'model_parallel_submesh': (1, 1, 1, 2)},
         {'backend': 'cpu'},
         {'ici_mesh_shape': (1, 4, 2), 'dcn_mesh_shape': (1, 1, 1)},
         {'dcn_mesh_shape': (1, 1, 1)},
-        {'devices': []},
-        {'mesh_axis_names': ('data', 'model')},
-        {'axis_types': AxisType.Explicit},
-        {'axis_types': 'explicit'},
-        {'granule_size': 4},
     ],
 )
-def test_a_mesh_of_your_own_decides_alone(beside):
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ('data', 'model'))
-    with pytest.raises(ValueError, match='mesh') as error:
-        PjitPartitioner(mesh=mesh, **beside)
-    assert all(name in str(error.value) for name in beside)
+@pytest.mark.parametrize('mesh', [SQUARE, MeshConfig(axes={'data': 4, 'model': 2})])
+def test_a_given_mesh_decides_alone(mesh, settings):
+    with pytest.raises(ValueError, match='mesh=.*remove') as error:
+        PjitPartitioner(mesh=mesh, **settings)
+    assert all(name in str(error.value) for name in settings)
 
 
-def test_what_may_stand_beside_a_mesh():
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ('data', 'model'))
+def test_settings_next_to_a_mesh():
     partitioner = PjitPartitioner(
-        mesh=mesh, params_on_devices=False, logical_axis_rules=[('batch', 'model')]
+        mesh=SQUARE, params_on_devices=False, logical_axis_rules=[('batch', 'model')]
     )
-    assert partitioner.mesh is mesh and not partitioner.params_on_devices
+    assert partitioner.mesh is SQUARE and not partitioner.params_on_devices
     assert partitioner.data_partition_spec == P('model')
 
 
-def test_some_of_the_devices():
-    partitioner = PjitPartitioner(num_partitions=2, devices=jax.devices()[4:])
+@pytest.mark.parametrize(
+    'mesh',
+    [
+        MeshConfig(axes={'data': -1, 'model': 2}, devices=jax.devices()[4:]),
+        MeshConfig.from_t5x(num_partitions=2, devices=jax.devices()[4:]),
+    ],
+)
+def test_a_description_of_a_mesh(mesh):
+    partitioner = PjitPartitioner(mesh=mesh)
+    assert partitioner.mesh is partitioner.mesh  # it is made once
     assert dict(partitioner.mesh.shape) == {'data': 2, 'model': 2}
     assert set(partitioner.mesh.devices.flat) == set(jax.devices()[4:])
 
 
-def test_meshes_are_auto():
-    types = PjitPartitioner(num_partitions=2).mesh.axis_types
-    assert set(types) == {jax.sharding.AxisType.Auto}
+@pytest.mark.parametrize('mesh', [(4, 2), {'data': 8}, 'data=8'])
+def test_values_that_are_not_meshes(mesh):
+    with pytest.raises(ValueError, match=r'mesh=.*MeshConfig\('):
+        PjitPartitioner(mesh=mesh)
 
 
-def test_the_mesh_is_made_once():
-    partitioner = PjitPartitioner(num_partitions=2)
-    assert partitioner.mesh is partitioner.mesh
+def test_axes_are_auto_by_default():
+    assert {*PjitPartitioner(num_partitions=2).mesh.axis_types} == {AxisType.Auto}
 
 
 def test_default_rules():
@@ -95,7 +104,7 @@ def test_the_batch_follows_its_rule(rules, spec, size):
     assert partitioner.data_shards == 1 and partitioner.data_shard_id == 0
 
 
-def test_batch_rule_to_an_axis_that_the_mesh_lacks():
+def test_a_batch_rule_for_an_absent_axis():
     partitioner = PjitPartitioner(num_partitions=2, logical_axis_rules=[('batch', 'dta')])
     with pytest.raises(ValueError, match="'dta'"):
         partitioner.get_data_layout(8)
@@ -125,7 +134,7 @@ def test_move_params_to_devices():
 
 
 def test_one_step_of_data_parallel_descent():
-    """Slope and intercept of a line by two workers: the mean of their gradients."""
+    """Slope and intercept of a line: the mean of the gradients of two workers."""
     xs, ys = [], []
     for seed in (123, 456):
         generator = np.random.RandomState(seed)
