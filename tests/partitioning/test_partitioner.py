@@ -41,7 +41,7 @@ def test_a_given_mesh():
 )
 @pytest.mark.parametrize('mesh', [SQUARE, MeshConfig(axes={'data': 4, 'model': 2})])
 def test_a_given_mesh_decides_alone(mesh, settings):
-    with pytest.raises(ValueError, match='mesh=.*remove') as error:
+    with pytest.raises(ValueError, match=r'mesh=.*remove') as error:
         PjitPartitioner(mesh=mesh, **settings)
     assert all(name in str(error.value) for name in settings)
 
