@@ -1,4 +1,4 @@
-"""Pictures of layouts say what jax's arrays and the audit say."""
+"""Pictures of shards and memory agree with jax's arrays and with the audit."""
 
 import io
 import itertools
@@ -18,7 +18,6 @@ from partitioning import (
     ShardingPicture,
     TrainState,
     draw_audit,
-    unbox,
     visualize_sharding,
 )
 from partitioning.compat.torch_xla import mark_sharding
@@ -30,7 +29,7 @@ PNG = b'\x89PNG'
 
 
 def mesh_of(**sizes):
-    """Devices in an order that is not that of their numbers."""
+    """Devices in another order than that of their numbers."""
     devices = np.array(jax.devices()[:: -1 if len(sizes) > 1 else 1])
     return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
 
@@ -38,8 +37,8 @@ def mesh_of(**sizes):
 FLAT, SQUARE, CUBE = mesh_of(data=8), mesh_of(data=4, model=2), mesh_of(a=2, b=2, c=2)
 
 
-def held_by_hand(shape, sharding):
-    """Who holds which block, of the shards of an array that is really there."""
+def blocks_on_devices(shape, sharding):
+    """The devices of each block, from the shards of a real array."""
     held = {}
     for shard in jax.device_put(jnp.zeros(shape), sharding).addressable_shards:
         starts = [s.start or 0 for s in shard.index]
@@ -67,16 +66,16 @@ LAYOUTS = [
 def test_blocks_are_those_of_the_array(mesh, shape, spec):
     sharding = NamedSharding(mesh, spec)
     picture = visualize_sharding(shape, sharding)
-    held = held_by_hand(shape, sharding)
+    held = blocks_on_devices(shape, sharding)
     assert picture.devices == held
     drawn = [block for panel in picture.panels for row in panel.rows for block in row]
-    assert sorted(drawn) == sorted(held)  # each block once, whatever the panels
+    assert sorted(drawn) == sorted(held)  # each block is in one panel
     for number, other in enumerate(drawn):
         assert picture.color(other) not in map(picture.color, drawn[:number])
 
 
 @pytest.mark.parametrize('mesh, shape, spec', LAYOUTS)
-def test_figures_number_and_colour_every_block(mesh, shape, spec):
+def test_figures_number_and_color_every_block(mesh, shape, spec):
     picture = visualize_sharding(shape, NamedSharding(mesh, spec))
     figure = picture.figure()
     assert len(figure.axes) == len(picture.panels)
@@ -88,7 +87,7 @@ def test_figures_number_and_colour_every_block(mesh, shape, spec):
             block = panel.rows[int(y)][int(x)]
             assert text.get_text() == picture.label(block)
             assert tuple(colors[int(y), int(x)]) == picture.color(block)
-        assert plot.yaxis_inverted()  # the first row is above
+        assert plot.yaxis_inverted()  # the first row is at the top
 
 
 def test_text():
@@ -106,7 +105,7 @@ def test_text():
     ]
 
 
-def test_of_more_dimensions_the_two_in_most_blocks_are_drawn():
+def test_the_two_dimensions_with_most_blocks_are_drawn():
     stacked = visualize_sharding((4, 8, 12), NamedSharding(SQUARE, P('data', None, 'model')))
     assert stacked.drawn == (0, 2) and len(stacked.panels) == 1
     layers = visualize_sharding((4, 8, 12), NamedSharding(SQUARE, P(None, 'data', None)))
@@ -126,16 +125,16 @@ def printed(picture, width, **settings):
     return console.file.getvalue()
 
 
-def test_rich_prints_the_text_in_colour():
+def test_rich_prints_the_text_in_color():
     picture = visualize_sharding((8, 4), NamedSharding(SQUARE, P('data', 'model')))
     plain = [line.rstrip() for line in printed(picture, 100).splitlines()]
     assert plain == str(picture).splitlines()
-    coloured = printed(picture, 100, force_terminal=True, color_system='truecolor')
+    colored = printed(picture, 100, force_terminal=True, color_system='truecolor')
     for block in picture.devices:
-        assert '48;2;{};{};{}m'.format(*picture.color(block)) in coloured
+        assert '48;2;{};{};{}m'.format(*picture.color(block)) in colored
 
 
-def test_a_narrow_terminal_gets_the_columns_one_below_the_other():
+def test_a_narrow_terminal_gets_bands_of_columns():
     sharding = NamedSharding(SQUARE, P(None, ('data', 'model')))
     text = printed(visualize_sharding((8, 800), sharding, title='t'), 30)
     assert max(map(len, text.splitlines())) <= 30
@@ -157,14 +156,14 @@ def test_a_narrow_terminal_gets_the_columns_one_below_the_other():
         ((0, 1, 16, 17, 32, 33, 48, 49), '0..49 (8)'),
     ],
 )
-def test_device_numbers_in_few_characters(ids, expected):
+def test_numbers_of_devices_in_few_characters(ids, expected):
     assert compact_ids(ids) == expected
 
 
-def test_what_has_a_sharding():
+def test_arrays_that_have_a_sharding():
     sharding = NamedSharding(SQUARE, P('data', 'model'))
     array = jax.device_put(jnp.zeros((8, 4)), sharding)
-    expected = held_by_hand((8, 4), sharding)
+    expected = blocks_on_devices((8, 4), sharding)
     for x in (
         array,
         jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding),
@@ -175,23 +174,44 @@ def test_what_has_a_sharding():
     assert alone.devices == {((0, 8), (0, 4)): (3,)}
 
 
+OVER_DATA, REPLICATED = NamedSharding(SQUARE, P('data')), NamedSharding(SQUARE, P())
+
+
 @pytest.mark.parametrize(
-    'x, sharding, settings, message',
+    'x, sharding, dims, message',
     [
-        (np.zeros((8, 4)), None, {}, r'ndarray of shape \(8, 4\) has no sharding.*sharding='),
-        ((8, 4), None, {}, 'has no sharding'),
-        ((8, 4), P('data'), {}, 'has no sharding.*NamedSharding'),
-        ((8,), NamedSharding(SQUARE, P('data', 'model')), {}, 'for 2 dimensions.*has 1'),
-        ((6, 4), NamedSharding(SQUARE, P('data')), {}, '6'),
-        ((8,), NamedSharding(AbstractMesh((8,), ('data',)), P('data')), {}, 'abstract mesh'),
-        ((8, 4), NamedSharding(SQUARE, P()), {'dims': (0, 2)}, r'dims=\(0, 2\).*2, of \(8, 4\)'),
-        ((8, 4), NamedSharding(SQUARE, P()), {'dims': (1, -1)}, 'two different dimensions'),
-        ((8, 4), NamedSharding(SQUARE, P()), {'dims': (0,)}, 'two different dimensions'),
+        (np.zeros((8, 4)), None, None, r'ndarray of shape \(8, 4\) has no sharding.*sharding='),
+        ((8, 4), None, None, 'has no sharding'),
+        ((8, 4), P('data'), None, 'has no sharding.*NamedSharding'),
+        ((8,), NamedSharding(SQUARE, P('data', 'model')), None, r'2 entries.*1 dimension, \(8,\)'),
+        ((6, 4), OVER_DATA, None, '6'),
+        ((8,), NamedSharding(AbstractMesh((8,), ('data',)), P('data')), None, 'abstract mesh'),
+        ((24.0, 4), OVER_DATA, None, r'shape \(24.0, 4\).*integers >= 0'),
+        ((-8, 4), OVER_DATA, None, r'shape \(-8, 4\).*integers >= 0'),
+        ((True, 4), OVER_DATA, None, r'shape \(True, 4\).*integers >= 0'),
+        (jax.ShapeDtypeStruct((24.0, 4), 'float32'), OVER_DATA, None, 'integers >= 0'),
+        (8, OVER_DATA, None, r'^8 must be an array or a shape'),
+        ('ab', OVER_DATA, None, "^'ab' must be an array or a shape"),
+        ((8, 4), REPLICATED, (0, 2), r'dims=\(0, 2\).*two different dimensions.*\(8, 4\)'),
+        ((8, 4), REPLICATED, (1, -1), 'two different dimensions'),
+        ((8, 4), REPLICATED, (0,), 'two different dimensions'),
+        ((8, 4), REPLICATED, 1, 'dims=1 must be the numbers of two'),
+        ((8, 4), REPLICATED, (0.0, 1), 'must be the numbers of two'),
     ],
 )
-def test_what_cannot_be_shown(x, sharding, settings, message):
+def test_values_that_cannot_be_shown(x, sharding, dims, message):
     with pytest.raises(ValueError, match=message):
-        visualize_sharding(x, sharding, **settings)
+        visualize_sharding(x, sharding, dims=dims)
+    # jax has not cached 24.0, which it takes for the same size as 24.
+    bounds = visualize_sharding((np.int64(24), 4), OVER_DATA).ranges[0]
+    assert bounds[0] == (0, 6) and all(type(bound) is int for bound in bounds[0])
+
+
+def test_padded_arrays_are_drawn_with_or_without_padding():
+    padded = mark_sharding(np.ones((9, 2)), SQUARE, ('data', None), on_indivisible='pad')
+    with pytest.raises(ValueError, match=r'\.array .*\.unpadded\(\)'):
+        visualize_sharding(padded)
+    assert visualize_sharding(padded.array).ranges[0] == ((0, 3), (3, 6), (6, 9), (9, 12))
 
 
 def test_files_and_notebooks(tmp_path):
@@ -219,14 +239,18 @@ def state(key):
     return TrainState.create({'params': {'kernel': kernel, 'bias': bias}}, optax.adam(1e-3))
 
 
-def audit_of(given=None, **settings):
-    partitioner = PjitPartitioner(2, **settings)
-    named = partitioner.eval_shape(state, jax.random.key(0))
-    return partitioner.audit(named if given is None else given, named)
+@pytest.fixture(name='plan', scope='module')
+def _plan():
+    return PjitPartitioner(2).plan(state, jax.random.key(0))
+
+
+@pytest.fixture(name='audit', scope='module')
+def _audit(plan):
+    return plan.audit()
 
 
 def bars(figure):
-    """What every bar says: by its label the bottom and top of each device's."""
+    """For each bar by its label, the bottom and top at each device."""
     found = {}
     for collection in figure.axes[0].collections:
         corners = [path.vertices[:, 1] for path in collection.get_paths()]
@@ -234,30 +258,32 @@ def bars(figure):
     return found
 
 
-def test_bars_are_the_bytes_of_the_audit():
-    audit = audit_of()
+def test_bars_are_the_bytes_of_the_audit(audit):
     drawn = bars(draw_audit(audit))
     assert {*drawn} == {'parameters', 'optimizer', 'other'}
-    for category, held in audit.by_category.items():
-        assert [top - bottom for bottom, top in drawn[category]] == pytest.approx([held] * 8)
+    for role, held in audit.by_role.items():
+        assert [top - bottom for bottom, top in drawn[role]] == pytest.approx([held] * 8)
     tops = [top for _, top in drawn['other']]
     assert tops == pytest.approx(list(audit.bytes_by_device.values()))
 
 
-def test_what_is_not_as_the_rules_say_has_a_bar_of_its_own():
+def test_misplaced_arrays_have_a_separate_bar(plan):
     elsewhere = SingleDeviceSharding(jax.devices()[5])
-    audit = audit_of(jax.device_put(unbox(state(jax.random.key(0))), elsewhere))
+    moved = jax.tree.map(
+        lambda x: jax.device_put(np.zeros(x.shape, x.dtype), elsewhere), plan.abstract_state
+    )
+    audit = plan.audit(moved)
     assert audit.misplaced
-    drawn = bars(draw_audit(audit))
-    heights = [top - bottom for bottom, top in drawn['not as the rules say']]
+    (label,) = (name for name in bars(draw_audit(audit)) if 'plan' in name)
+    heights = [top - bottom for bottom, top in bars(draw_audit(audit))[label]]
     assert heights[5] == max(audit.bytes_by_device.values())
     assert not any(heights[:5] + heights[6:])
 
 
 @pytest.mark.parametrize('budget, line', [(20_000, True), (4_000, True), (10**9, False)])
-def test_budget(budget, line):
-    """A line where it can be seen beside the bars; a note where it is far above."""
-    plot = draw_audit(audit_of(), budget=budget).axes[0]
+def test_budgets(audit, budget, line):
+    """A line if it can be seen next to the bars, or a note if it is far above them."""
+    plot = draw_audit(audit, budget=budget).axes[0]
     assert [float(x.get_ydata()[0]) for x in plot.lines] == ([budget] if line else [])
     assert plot.get_ylim()[1] > budget or not line
     assert len(plot.texts) == (0 if line else 1)
@@ -265,64 +291,25 @@ def test_budget(budget, line):
     assert f'{budget:,} bytes' in said or 'GiB' in said
 
 
-@pytest.mark.parametrize('budget', [0, -1, True, float('nan'), '16 GiB'])
-def test_a_budget_that_is_none(budget):
-    with pytest.raises(ValueError, match='number of bytes above 0'):
-        draw_audit(audit_of(), budget=budget)
+@pytest.mark.parametrize('budget', [np.int64(2**30), np.float32(2**30), 2.0**30])
+def test_budgets_of_any_type_of_number(audit, budget):
+    audit.check_budget(budget)
+    draw_audit(audit, budget=budget)
 
 
-def test_a_file_of_the_memory(tmp_path):
-    figure = draw_audit(audit_of(), tmp_path / 'memory.png', title='mine')
+@pytest.mark.parametrize('budget', [0, -1, True, float('nan'), float('inf'), '16 GiB', 1j])
+def test_budgets_that_are_not_bytes(audit, budget):
+    for use in (audit.check_budget, lambda budget: draw_audit(audit, budget=budget)):
+        with pytest.raises(ValueError, match=r'budget=.*number of bytes above 0'):
+            use(budget)
+
+
+def test_a_file_of_the_memory(audit, tmp_path):
+    figure = draw_audit(audit, tmp_path / 'memory.png', title='mine')
     assert (tmp_path / 'memory.png').read_bytes()[:4] == figure._repr_png_()[:4] == PNG
     assert figure.get_suptitle() == 'mine'
 
 
-@pytest.mark.parametrize(
-    'x, dims, message',
-    [
-        ((24.0, 4), None, r'shape \(24.0, 4\) must be whole numbers'),
-        ((-8, 4), None, 'must be whole numbers of 0 or more'),
-        ((True, 4), None, 'must be whole numbers'),
-        (jax.ShapeDtypeStruct((24.0, 4), 'float32'), None, 'must be whole numbers'),
-        (8, None, 'is no array and no shape'),
-        ('ab', None, 'is no array and no shape'),
-        ((24, 4), 1, 'dims=1 must be the numbers of two'),
-        ((24, 4), (0.0, 1), 'must be the numbers of two'),
-        ((24, 4), (0, 2), 'two different dimensions'),
-    ],
-)
-def test_shapes_and_dimensions_that_are_none(x, dims, message):
-    sharding = NamedSharding(SQUARE, P('data'))
-    with pytest.raises(ValueError, match=message):
-        visualize_sharding(x, sharding, dims=dims)
-    # Nothing of it stays with jax, which takes 24.0 and 24 for one shape.
-    bounds = visualize_sharding((np.int64(24), 4), sharding).ranges[0]
-    assert bounds[0] == (0, 6) and all(type(bound) is int for bound in bounds[0])
-
-
-def test_padded_arrays_are_drawn_with_or_without():
-    padded = mark_sharding(np.ones((9, 2)), SQUARE, ('data', None), on_indivisible='pad')
-    with pytest.raises(ValueError, match=r'draw its .array .*or .unpadded\(\)'):
-        visualize_sharding(padded)
-    assert visualize_sharding(padded.array).ranges[0] == ((0, 3), (3, 6), (6, 9), (9, 12))
-
-
-def test_what_budgets_are():
-    names = [('w', (None,))]
-    partitioner = PjitPartitioner(mesh=FLAT, params_axes_names_override=names)
-    audit = partitioner.audit({'w': jax.ShapeDtypeStruct((8,), 'float32')})
-    for budget in (np.int64(2**30), np.float32(2**30), 2.0**30):
-        audit.check_budget(budget)
-        draw_audit(audit, budget=budget)
-    with pytest.raises(ValueError, match='more than the budget of 4'):
-        audit.check_budget(np.int64(4))
-    for budget in (float('inf'), np.inf, float('nan'), 0, True, '1', 1j):
-        with pytest.raises(ValueError, match='budget='):
-            audit.check_budget(budget)
-        with pytest.raises(ValueError, match='budget='):
-            draw_audit(audit, budget=budget)
-
-
-def test_states_are_audited_before_they_are_drawn():
-    with pytest.raises(TypeError, match=r'not a dict: give it partitioner.audit\(state\)'):
+def test_values_that_are_not_audits():
+    with pytest.raises(TypeError, match=r'plan.audit\(\), not a dict'):
         draw_audit({'w': jnp.ones(8)})
