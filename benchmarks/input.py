@@ -1,17 +1,18 @@
-"""How many tokens a process reads in a second, beside a plain grain.DataLoader over the same text.
+"""Measures how many tokens per second one process reads, and compares a plain grain.DataLoader.
 
   python benchmarks/input.py
 
-The text is the sources of Python's standard library, about 12 MB; rows of 1,024 tokens, 32 in a
-batch, on the host, without devices. For bytes and for a SentencePiece model of 8,000 tokens trained
-on the same text: rows cut from the stream, rows of packed documents, and span corruption. The
-peers, in turns with ours, medians:
+The text is the source code of Python's standard library, about 12 MB. Batches of 32 rows of 1,024
+tokens are read on the host, without devices. The tokenizers are bytes and a SentencePiece model of
+8,000 tokens trained on the same text. The rows are cut from the stream, packed from documents, or
+made by span corruption. Each figure is a median of rounds that alternate with those of the peers:
 
   rows     a grain.DataLoader with a shuffling IndexSampler over the same rows of our token index
   text     the same over the files, each tokenized when it is read, and cut or padded to a row
 
-Tokens are those with weight, not the padding, whose share is the last column. Then: how long a step
-waits for its batch at the rate at which one host of a machine would train an 8 B model.
+Only tokens with weight count; the last column is their share, and the rest is padding. The second
+table shows how long a step waits for its batch, at the rate at which one host of each kind would
+train a model of 8 B parameters.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ from train.data import (
 
 LENGTH, BATCH, STEPS, ROUNDS = 1024, 32, 60, 5
 SOURCE = python_library()
-# Of the peak: what well-tuned runs of this size reach.
+# The share of the peak that well-tuned runs of this size reach.
 MODEL_FLOPS_UTILIZATION = 0.5
 FLOPS_PER_TOKEN = 6 * 8.0e9
 
 
 class Documents:
-    """The files, tokenized when they are read: a row of each, cut or padded."""
+    """Rows made from files when they are read: each file is tokenized, and cut or padded."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -80,7 +81,7 @@ class Documents:
 
 
 def train_sentencepiece(folder: Path) -> SentencePieceTokenizer:
-    """A model of 8,000 tokens of the same text."""
+    """Trains a SentencePiece model of 8,000 tokens on the same text."""
     lines = (
         line
         for name, *_ in SOURCE.listing().signature['files']
@@ -100,7 +101,7 @@ def train_sentencepiece(folder: Path) -> SentencePieceTokenizer:
 
 
 def ours(task: Any) -> Callable[[], Iterator[dict[str, np.ndarray]]]:
-    """Local batches of a task, read by the threads that a Feed has."""
+    """Local batches of a task, read by as many threads as a Feed has."""
     rows = task.training(seed=0)
     batches = LocalBatches(rows, BATCH, tuple(range(BATCH)))
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
@@ -125,7 +126,7 @@ def data_loader(source: Any) -> Callable[[], Iterator[dict[str, np.ndarray]]]:
 
 
 def rate(make: Callable[[], Iterator[dict[str, np.ndarray]]], steps: int) -> tuple[float, float]:
-    """(tokens that count in a second, their share of all places)."""
+    """Reads batches, and returns (tokens with weight per second, their share of all tokens)."""
     batches = make()
     next(batches)
     started, counted, places = time.perf_counter(), 0.0, 0
@@ -139,6 +140,7 @@ def rate(make: Callable[[], Iterator[dict[str, np.ndarray]]], steps: int) -> tup
 
 
 def throughput(cache: str, tokenizers: dict[str, Tokenizer]) -> None:
+    """Prints the table of tokens per second, with the ratios to both peers."""
     header = ('tokens/s', '/ rows', '/ text', 'not padding')
     print(f'{"":32}' + ''.join(f'{h:>14}' for h in header))
     for name, tokenizer in tokenizers.items():
@@ -170,7 +172,7 @@ def throughput(cache: str, tokenizers: dict[str, Tokenizer]) -> None:
 
 
 def waiting(cache: str) -> None:
-    """The share of the time that steps wait, at the rates of hosts that train an 8 B model."""
+    """Prints the share of the time that steps wait, for hosts that train an 8 B model."""
     partitioner = PjitPartitioner(num_partitions=2)
     task = CausalLM(source=SOURCE, cache_dir=cache, packing='pack').open(8192)
     rows = task.training(seed=0)

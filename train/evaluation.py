@@ -25,10 +25,8 @@ from train.data import (
     FiniteBatches,
     Prefetch,
     Task,
+    baselines,
     record,
-)
-from train.data import (
-    yardsticks as baselines,
 )
 from train.machine import check_same_step, raise_on_all_processes
 from train.metrics import MetricWriter
@@ -137,7 +135,7 @@ class Evaluator:
     @functools.cached_property
     def _baselines(self) -> dict[str, Mapping[str, float]]:
         """Bits per byte of simple models on the same text, by the name of the task."""
-        return {name: baselines.of(held_out.text) for name, held_out in self.sets.items()}
+        return {name: baselines.compute(held_out.text) for name, held_out in self.sets.items()}
 
     def evaluate(self, eval_step: EvalStep, params: Any, step: int) -> dict[str, float]:
         """Returns the scores of all tasks by name, `eval/<task>/<score>`, and prints them."""

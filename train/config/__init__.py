@@ -1,4 +1,4 @@
-"""gin files: read, checked, and only then handed to gin."""
+"""gin configuration: files and flags are read and checked before gin runs them."""
 
 from train.config.check import check_complete
 from train.config.entry import find_entry

@@ -1,8 +1,4 @@
-"""What gin files may do, checked before gin runs them.
-
-gin files are code: they import modules and can call what those hold. Only modules below the
-allowed packages may be imported, and only what is defined there may be named.
-"""
+"""Checks of gin statements before gin runs any of them."""
 
 from __future__ import annotations
 
@@ -17,43 +13,21 @@ from gin import config_parser
 
 from partitioning.rules import nearest
 from train.config.parse import Reference, Statement
+from train.config.selectors import is_allowed, refusal, resolve
 from train.errors import ConfigError
 
-ALLOWED_PACKAGES = ('partitioning', 'train', 'jax', 'flax', 'optax')
-# Within those packages, what loads pickles, evaluates text, or touches files and these checks.
-REFUSED_MODULES = (
-    'jax.experimental.serialize_executable',
-    'jax._src.debugger',
-    'jax._src.test_util',
-    'jax.collect_profile',
-    'jax.tools',
-    'flax.io',
-    'train.config',
-    'train.checks',
-    'train.__main__',
-)
-REFUSED_NAMES = ('load', 'save', 'savez')  # of jax.numpy
-# Packages of T5X's gin files -> what to import in their place.
-_OF_T5X = {
-    't5x': "'import partitioning', 'from train.t5x import configs as utils', trainer, ...",
-    'seqio': "'from train.t5x import seqio'",
-    '__main__': "'from train.t5x import train_script', or eval_script",
-}
-# Names of T5X's modules that have another one here.
-_RENAMED = {'ModelBasedPjitPartitioner': 'PjitPartitioner'}
 _DYNAMIC_REGISTRATION = '__gin__.dynamic_registration'
-_GIN_OWN = ('macro', 'gin.macro', 'singleton', 'gin.singleton', 'gin.constant', 'constant')
 
 
 def check_imports(statements: Iterable[Statement], allow: Sequence[str] = ()) -> None:
-    """Refuses imports of anything outside the allowed packages. Imports nothing.
+    """Refuses imports from outside the allowed packages. This check itself imports nothing.
 
     Args:
-      statements: those of all files.
-      allow: packages of the user's own.
+      statements: the statements of all files and flags.
+      allow: additional packages that the user allows.
 
     Raises:
-      ConfigError: with the flag to add.
+      ConfigError: if an import is refused. The message names the flag that allows it.
     """
     for statement in statements:
         parsed = statement.parsed
@@ -61,15 +35,15 @@ def check_imports(statements: Iterable[Statement], allow: Sequence[str] = ()) ->
             continue
         if parsed.module == _DYNAMIC_REGISTRATION and parsed.is_from:
             continue
-        if not _allowed(parsed.module, allow):
-            raise _refusal(statement, f'import of {parsed.module!r}', parsed.module)
+        if not is_allowed(parsed.module, allow):
+            raise refusal(statement, f'import of {parsed.module!r}', parsed.module)
 
 
 def import_modules(statements: Iterable[Statement]) -> None:
-    """Imports the modules that (checked) statements name, so that their configurables exist.
+    """Imports the modules that checked statements name, which registers their configurables.
 
     Raises:
-      ConfigError: a module that does not exist.
+      ConfigError: if a module cannot be imported.
     """
     for statement in statements:
         parsed = statement.parsed
@@ -85,132 +59,59 @@ def import_modules(statements: Iterable[Statement]) -> None:
 
 
 def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> None:
-    """Checks that every name means something, and something allowed.
+    """Checks that every name exists and that gin files may use it.
+
+    Args:
+      statements: the statements of all files and flags.
+      allow: additional packages that the user allows.
 
     Raises:
-      ConfigError: an unknown configurable, parameter or macro, with the nearest known one; a
-        reference to something that an allowed module merely imports.
+      ConfigError: if a configurable, parameter, macro or scope is unknown, a macro has no value, or
+        a name belongs to a module outside the allowed packages.
     """
-    macros = {name for s in statements if (name := _macro_bound(s))}
+    macros = {name for s in statements if (name := _bound_macro(s))}
     used = {r.name for s in statements for r in s.references if r.is_macro}
     modules = _dynamic_modules(statements)
     imported = {name: module for names in modules.values() for name, module in names.items()}
     for statement in statements:
         parsed = statement.parsed
         names = imported if statement.from_flag else modules.get(statement.file)
-        if macro := _macro_bound(statement):
+        if macro := _bound_macro(statement):
             if statement.from_flag and macro not in used:
                 raise ConfigError(
-                    f'{statement.place}: no gin file uses a macro {macro!r}.{nearest(macro, used)}'
+                    f'{statement.place}: no gin file uses the macro {macro!r}.'
+                    f'{nearest(macro, used)}'
                 )
         elif isinstance(parsed, config_parser.BindingStatement):
-            target = _resolve(parsed.selector, names, statement, allow)
+            target = resolve(parsed.selector, names, statement, allow)
             _check_parameter(target, parsed, statement)
         elif isinstance(parsed, config_parser.BlockDeclaration):
-            _resolve(parsed.selector, names, statement, allow)
+            resolve(parsed.selector, names, statement, allow)
         for reference in statement.references:
             _check_reference(reference, names, statement, macros, allow)
     _check_scopes(statements, own_code=bool(allow))
-    _check_required({m: s for s in statements if (m := _macro_bound(s))}, used)
+    _check_required({m: s for s in statements if (m := _bound_macro(s))}, used)
 
 
 def check_complete(configurable: Callable[..., Any]) -> None:
-    """Checks that every parameter of a configurable that needs a value has one.
+    """Checks that the configuration has a value for every required parameter of a configurable.
 
     Raises:
-      ConfigError: with the names of those that have none.
+      ConfigError: if a required parameter has no value.
     """
     parameters = inspect.signature(configurable).parameters.values()
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.KEYWORD_ONLY]
     bound = gin.get_bindings(configurable, resolve_references=False)
-    missing = [name for name in needed if name not in bound]
+    missing = [name for name in required if name not in bound]
     if missing:
         names = ', '.join(f'{configurable.__name__}.{name}' for name in missing)
         raise ConfigError(
-            f'no value for {names}: include a gin file that sets it, as those of configs/ do'
+            f'no value for {names}: include a gin file that sets it, such as those in configs/'
         )
-
-
-def _allowed(module: str, allow: Sequence[str]) -> bool:
-    packages = (*ALLOWED_PACKAGES, *allow)
-    return any(module == p or module.startswith(f'{p}.') for p in packages)
-
-
-def _refusal(statement: Statement, what: str, module: str) -> ConfigError:
-    package = module.split('.')[0]
-    if package in _OF_T5X:
-        return ConfigError(
-            f"{statement.place}: {what} is refused: T5X's names are in train.t5x. Write "
-            f'{_OF_T5X[package]}; configs/t5x/MIGRATION.md has every name'
-        )
-    return ConfigError(
-        f'{statement.place}: {what} is refused: gin files run code, and only modules under '
-        f'{", ".join(ALLOWED_PACKAGES)} are allowed. If you trust it, add --gin_allow={package}'
-    )
-
-
-def _macro_bound(statement: Statement) -> str | None:
-    """The macro that a statement gives a value: `NAME = 1`, or `NAME/macro.value = 1`."""
-    parsed = statement.parsed
-    if not isinstance(parsed, config_parser.BindingStatement):
-        return None
-    if parsed.selector in ('macro', 'gin.macro'):
-        return parsed.scope
-    if parsed.arg_name:
-        return None
-    return f'{parsed.scope}/{parsed.selector}' if parsed.scope else parsed.selector
-
-
-def _check_scopes(statements: Iterable[Statement], own_code: bool) -> None:
-    """Every binding is in a scope that some reference enters: in another it would do nothing.
-
-    gin keeps a scope in all that is called inside it, so the scope of a reference and those around
-    it take bindings of anything.
-
-    Args:
-      statements: those of all files.
-      own_code: modules of the user's own may enter scopes, too: only what is close to a scope of a
-        reference is taken for an error then.
-    """
-    statements = list(statements)
-    entered = {
-        '/'.join(parts[:n])
-        for statement in statements
-        for reference in statement.references
-        # What a macro stands for is called in a scope of the macro's name.
-        for parts in [reference.name.split('/')[: None if reference.is_macro else -1]]
-        for n in range(1, len(parts) + 1)
-    }
-    for statement in statements:
-        parsed = statement.parsed
-        scope = getattr(parsed, 'scope', None)
-        if not scope or scope in entered or _macro_bound(statement):
-            continue
-        hint = nearest(scope, entered)
-        if hint or not own_code:
-            raise ConfigError(
-                f'{statement.place}: no reference enters the scope {scope!r}, so nothing in it '
-                f'would be used.{hint} A value @{scope}/{parsed.selector}() enters it'
-            )
-
-
-def _check_required(last: Mapping[str, Statement], used: Iterable[str]) -> None:
-    """No macro that is used is left as `NAME = %gin.REQUIRED`.
-
-    Args:
-      last: the statement of each macro that wins.
-      used: macros that have a reference.
-    """
-    for macro, statement in last.items():
-        if macro in used and any(r.name == 'gin.REQUIRED' for r in statement.references):
-            raise ConfigError(
-                f'{statement.place}: {macro} needs a value: add --gin.{macro}=... or a line '
-                f'{macro} = ... behind this one'
-            )
 
 
 def dynamic_imports(statements: Iterable[Statement]) -> dict[str, Statement]:
-    """What files with dynamic registration import, by the names it has there."""
+    """The imports of files with dynamic registration, by the name that each import binds."""
     imports = [s for s in statements if isinstance(s.parsed, config_parser.ImportStatement)]
     dynamic = {s.file for s in imports if s.parsed.module == _DYNAMIC_REGISTRATION}
     return {
@@ -221,10 +122,10 @@ def dynamic_imports(statements: Iterable[Statement]) -> dict[str, Statement]:
 
 
 def _dynamic_modules(statements: Iterable[Statement]) -> dict[str, dict[str, str]]:
-    """For each file with dynamic registration: name in the file -> module.
+    """For each file with dynamic registration, a mapping from names in the file to modules.
 
     Raises:
-      ConfigError: a name that stands for two modules.
+      ConfigError: if a file uses one name for two modules.
     """
     dynamic: set[str] = set()
     modules: dict[str, dict[str, str]] = {}
@@ -245,95 +146,70 @@ def _dynamic_modules(statements: Iterable[Statement]) -> dict[str, dict[str, str
     return {file: modules.get(file, {}) for file in dynamic}
 
 
-def _resolve(
-    selector: str, modules: dict[str, str] | None, statement: Statement, allow: Sequence[str]
-) -> Any:
-    """What a selector names: a registered configurable, or (in a file with dynamic registration,
-    which has `modules`) a member of an imported module."""
-    if selector in _GIN_OWN:
+def _bound_macro(statement: Statement) -> str | None:
+    """The macro to which a statement gives a value: `NAME = 1`, or `NAME/macro.value = 1`."""
+    parsed = statement.parsed
+    if not isinstance(parsed, config_parser.BindingStatement):
         return None
-    head, _, rest = selector.partition('.')
-    registered = gin_internals._REGISTRY.matching_selectors(selector)
-    # A flag stands in no file: what is registered comes before what the files import.
-    by_registry = statement.from_flag and (registered or head not in (modules or {}))
-    if modules is not None and not by_registry:
-        if head not in modules:
-            raise ConfigError(
-                f'{statement.place}: {head!r} is not imported: with dynamic registration a file '
-                f'names what it imports itself.{nearest(head, modules)}'
-            )
-        found = _attribute(f'{modules[head]}.{rest}' if rest else modules[head])
-        if found is None and rest in _RENAMED:
-            raise ConfigError(
-                f'{statement.place}: {selector!r} is called {_RENAMED[rest]} here: write '
-                f'{head}.{_RENAMED[rest]}'
-            )
-        if found is None:
-            members = [n for n in dir(_attribute(modules[head])) if not n.startswith('_')]
-            raise ConfigError(
-                f'{statement.place}: {selector!r} does not exist in {modules[head]}.'
-                f'{nearest(rest, members)}'
-            )
-    else:
-        matches = registered
-        if not matches:
-            raise ConfigError(
-                f'{statement.place}: no configurable {selector!r}.{nearest(selector, _known())}'
-            )
-        if len(matches) > 1:
-            raise ConfigError(
-                f'{statement.place}: {selector!r} may be any of {", ".join(sorted(matches))}; '
-                'write more of the name'
-            )
-        found = gin_internals._REGISTRY[matches[0]].wrapped
-    origin = getattr(found, '__module__', None) or type(found).__module__
-    if not _allowed(origin, allow):
-        raise _refusal(statement, f'{selector!r}, which belongs to {origin!r},', origin)
-    if _runs_code(found, origin):
-        raise ConfigError(
-            f'{statement.place}: {selector!r} of {origin} is refused: it can run code or change '
-            'files that a configuration names'
-        )
-    return found
+    if parsed.selector in ('macro', 'gin.macro'):
+        return parsed.scope
+    if parsed.arg_name:
+        return None
+    return f'{parsed.scope}/{parsed.selector}' if parsed.scope else parsed.selector
 
 
-def _runs_code(found: Any, origin: str) -> bool:
-    if any(origin == m or origin.startswith(f'{m}.') for m in REFUSED_MODULES):
-        return True
-    return origin.startswith(('jax.numpy', 'jax._src.numpy')) and (
-        getattr(found, '__name__', None) in REFUSED_NAMES
-    )
+def _check_scopes(statements: Sequence[Statement], own_code: bool) -> None:
+    """Checks that the scope of every binding is entered by a reference; otherwise it does nothing.
 
+    A scope stays active in everything that is called inside it. The scope of a reference and its
+    enclosing scopes may therefore contain bindings of any configurable.
 
-def _attribute(dotted: str) -> Any:
-    """The object at a dotted path, importing as many of its modules as it takes; None if absent."""
-    parts = dotted.split('.')
-    for split in range(len(parts), 0, -1):
-        try:
-            found: Any = importlib.import_module('.'.join(parts[:split]))
-        except ImportError:
-            continue
-        for name in parts[split:]:
-            found = getattr(found, name, None)
-        return found
-    return None
-
-
-def _known() -> set[str]:
-    """Names of configurables as people write them: the last part, and the last two."""
-    return {
-        '.'.join(selector.split('.')[-n:])
-        for selector, _ in gin_internals._REGISTRY.items()
-        for n in (1, 2)
+    Args:
+      statements: the statements of all files and flags.
+      own_code: whether the user's own modules are imported. They may enter scopes too, so an unused
+        scope is then an error only if its name is close to one that is used.
+    """
+    entered = {
+        '/'.join(parts[:n])
+        for statement in statements
+        for reference in statement.references
+        # The value of a macro is called in a scope with the name of the macro.
+        for parts in [reference.name.split('/')[: None if reference.is_macro else -1]]
+        for n in range(1, len(parts) + 1)
     }
+    for statement in statements:
+        parsed = statement.parsed
+        scope = getattr(parsed, 'scope', None)
+        if not scope or scope in entered or _bound_macro(statement):
+            continue
+        hint = nearest(scope, entered)
+        if hint or not own_code:
+            raise ConfigError(
+                f'{statement.place}: scope {scope!r} is never used.{hint} To use it, write a value '
+                f'as @{scope}/{parsed.selector}()'
+            )
+
+
+def _check_required(last: Mapping[str, Statement], used: Iterable[str]) -> None:
+    """Checks that no macro in use still has the value `%gin.REQUIRED`.
+
+    Args:
+      last: the last statement that gives each macro a value.
+      used: the macros that are referenced.
+    """
+    for macro, statement in last.items():
+        if macro in used and any(r.name == 'gin.REQUIRED' for r in statement.references):
+            raise ConfigError(
+                f'{statement.place}: {macro} needs a value: add --gin.{macro}=... or a later line '
+                f'{macro} = ...'
+            )
 
 
 def _check_parameter(
     target: Any, parsed: config_parser.BindingStatement, statement: Statement
 ) -> None:
-    if target is None:
-        return
-    if gin_internals._might_have_parameter(target, parsed.arg_name):
+    """Checks that a configurable has the parameter that a binding sets."""
+    if target is None or gin_internals._might_have_parameter(target, parsed.arg_name):
         return
     known = list(inspect.signature(target).parameters)
     raise ConfigError(
@@ -349,8 +225,9 @@ def _check_reference(
     macros: set[str],
     allow: Sequence[str],
 ) -> None:
+    """Checks that a reference names an allowed configurable or a macro with a value."""
     if not reference.is_macro:
-        _resolve(reference.selector, modules, statement, allow)
+        resolve(reference.selector, modules, statement, allow)
         return
     name = reference.name
     if name in macros or gin_internals._CONSTANTS.matching_selectors(name):

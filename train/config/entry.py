@@ -1,4 +1,4 @@
-"""What a command runs: the one entry point that its gin files configure."""
+"""The entry point of a command: the one function that its gin files configure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import gin
 
 from train.errors import ConfigError
 
-# (module, function); a module that no gin file has imported is not loaded for this.
+# (module, function). A module is considered only if a gin file has imported it.
 ENTRY_POINTS = (
     ('train.train', 'train'),
     ('train.evaluation', 'evaluate_checkpoint'),
@@ -20,10 +20,10 @@ ENTRY_POINTS = (
 
 
 def find_entry() -> Callable[..., Any]:
-    """The entry point that the loaded configuration has settings of; `train.train` if none.
+    """The entry point that the loaded configuration sets parameters of; by default `train.train`.
 
     Raises:
-      ConfigError: it has settings of several.
+      ConfigError: if the configuration sets parameters of several entry points.
     """
     functions = [
         getattr(sys.modules[module], name) for module, name in ENTRY_POINTS if module in sys.modules
@@ -32,8 +32,8 @@ def find_entry() -> Callable[..., Any]:
     if len(configured) > 1:
         names = ' and '.join(f'{one.__module__}.{one.__name__}' for one in configured)
         raise ConfigError(
-            f'the gin files have settings of {names}: a command runs one of them, so leave the '
-            'others out'
+            f'the gin files configure {names}, but a command runs only one of them: remove the '
+            'settings of the others'
         )
     return gin.get_configurable((configured or functions)[0])
 
@@ -41,5 +41,5 @@ def find_entry() -> Callable[..., Any]:
 def _has_settings(function: Callable[..., Any]) -> bool:
     try:
         return bool(gin.get_bindings(function, resolve_references=False))
-    except ValueError:  # no gin file names it
+    except ValueError:  # gin does not know the function, so no gin file names it
         return False

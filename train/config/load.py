@@ -1,4 +1,4 @@
-"""gin files and flags -> a gin configuration."""
+"""Loads a gin configuration from files and flags."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def load_config(
     search_paths: Sequence[str] = (),
     allow: Sequence[str] = (),
 ) -> None:
-    """Reads gin files and flags, checks them, and configures gin by them.
+    """Reads gin files and flags, checks them, and configures gin with them.
 
     Args:
-      files: gin files, later ones over earlier ones.
-      bindings: `NAME=value` or `configurable.parameter=value`, over the files.
-      search_paths: folders in which files and their includes are looked for, after the current
-        one and before the folder that holds `configs/`.
-      allow: packages beside those of `check.ALLOWED_PACKAGES` that files may name.
+      files: gin files. Later files override earlier ones.
+      bindings: `NAME=value` or `configurable.parameter=value`. They override the files.
+      search_paths: directories in which files and their includes are searched, after the current
+        directory and before the directory that contains `configs/`.
+      allow: packages that gin files may use in addition to `selectors.ALLOWED_PACKAGES`.
 
     Raises:
-      ConfigError: whatever of this cannot be honoured; gin has then run nothing.
+      ConfigError: if a file, a statement or a flag is invalid. gin has not run anything then.
     """
     paths = [*search_paths, str(REPOSITORY)]
     if not files:
@@ -41,12 +41,12 @@ def load_config(
     flags = parse.read_bindings(bindings)
     statements = [*sources.statements, *flags]
     check.check_imports(statements, allow)
-    import train.configurables  # noqa: F401  # registers what gin files may name
+    import train.configurables  # noqa: F401  # registers the names that gin files may use
 
     check.import_modules(statements)
     check.check_names(statements, allow)
     try:
-        with _gin_reads(sources.texts):
+        with _gin_reads_only(sources.texts):
             gin.parse_config_files_and_bindings(
                 list(files), None, finalize_config=False, print_includes_and_imports=False
             )
@@ -54,14 +54,14 @@ def load_config(
                 own = [flag for flag in flags if flag.place == f'--gin.{binding}']
                 gin.parse_config(_with_imports(binding, own, sources.statements))
             gin.finalize()
-    except Exception as error:  # whatever the checks above let pass, gin says in its own words
+    except Exception as error:  # the checks above missed it, so the message is gin's own
         raise ConfigError(f'gin: {first_line(error)}') from error
 
 
 def _with_imports(
     binding: str, flags: Sequence[parse.Statement], statements: Sequence[parse.Statement]
 ) -> str:
-    """A binding, with the imports of files with dynamic registration if it has names of theirs."""
+    """A binding, after the imports of files with dynamic registration if it uses their names."""
     imports = check.dynamic_imports(statements)
     names = [r.selector for flag in flags for r in flag.references if not r.is_macro]
     names += [flag.parsed.selector for flag in flags if getattr(flag.parsed, 'arg_name', None)]
@@ -73,10 +73,10 @@ def _with_imports(
 
 
 @contextlib.contextmanager
-def _gin_reads(texts: Mapping[str, str]) -> Iterator[None]:
-    """Lets gin read nothing but the texts that were checked.
+def _gin_reads_only(texts: Mapping[str, str]) -> Iterator[None]:
+    """Lets gin read only the texts that were checked.
 
-    By itself it looks for files in the current folder and in every package on the Python path.
+    Otherwise, gin searches the current directory and every package on the Python path.
     """
     readers, prefixes = gin_internals._FILE_READERS, gin_internals._LOCATION_PREFIXES
     gin_internals._FILE_READERS = [(lambda file: io.StringIO(texts[file]), texts.__contains__)]

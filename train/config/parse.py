@@ -1,4 +1,4 @@
-"""gin files -> statements with their places, without running or importing anything."""
+"""Parses gin files into statements with their places, without running or importing anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ from train.errors import ConfigError, first_line
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """A value that names something: `@selector`, `@selector()` or `%MACRO`."""
+    """A name inside a value: `@selector`, `@selector()` or `%MACRO`.
+
+    Attributes:
+      name: the name, with its scopes.
+      is_macro: whether it is a macro.
+    """
 
     name: str
     is_macro: bool
@@ -32,10 +37,10 @@ class Statement:
     """One statement of a gin file or of a `--gin.` flag.
 
     Attributes:
-      place: where it stands, `configs/run.gin:12` or `--gin.NAME=...`.
-      file: the file it stands in, or the flag.
+      place: its place, for messages: `configs/run.gin:12` or `--gin.NAME=...`.
+      file: the file that contains it, or the flag.
       parsed: gin's own statement: a binding, an import, or the head of a block.
-      references: what its value names.
+      references: the names in its value.
     """
 
     place: str
@@ -50,11 +55,11 @@ class Statement:
 
 @dataclasses.dataclass
 class Sources:
-    """Files as they were read, once.
+    """The gin files of a command, each of which is read once.
 
     Attributes:
-      statements: every statement of the files and of those that they include, in gin's order.
-      texts: the text of each file, by the name that asks for it.
+      statements: every statement of the files and of the files that they include, in gin's order.
+      texts: the text of each file, by the name that the command or an include uses for it.
     """
 
     statements: list[Statement] = dataclasses.field(default_factory=list)
@@ -62,11 +67,10 @@ class Sources:
 
 
 def read_files(files: Sequence[str], search_paths: Sequence[str]) -> Sources:
-    """Reads files and what they include.
+    """Reads gin files and the files that they include.
 
     Raises:
-      ConfigError: a file that is not found, with the places searched, or is no text; a syntax
-        error, with file and line; a file that includes itself.
+      ConfigError: if a file is not found, is not text, has a syntax error, or includes itself.
     """
     sources = Sources()
     for file in files:
@@ -78,7 +82,7 @@ def read_bindings(bindings: Sequence[str]) -> list[Statement]:
     """The statements of `--gin.NAME=value` flags.
 
     Raises:
-      ConfigError: a value that gin cannot read.
+      ConfigError: if gin cannot parse a value.
     """
     statements: list[Statement] = []
     for binding in bindings:
@@ -89,14 +93,14 @@ def read_bindings(bindings: Sequence[str]) -> list[Statement]:
         except ConfigError as error:
             quoted = f'--gin.{name.strip()}="\'{value.strip()}\'"'
             raise ConfigError(
-                f'{flag}: {value.strip() or "nothing"} is no gin value. Text needs quotes of its '
-                f'own inside those of the shell: {quoted}'
+                f'{flag}: {value.strip() or "an empty string"} is not a gin value. Text needs its '
+                f"own quotes inside the shell's quotes: {quoted}"
             ) from error
     return statements
 
 
 def find_file(file: str, search_paths: Sequence[str]) -> Path | None:
-    """The file, as it is or below the first search path that has it."""
+    """The path of the file: as given, or in the first search path that contains it."""
     places = [Path(file), *(Path(p) / file for p in search_paths)]
     return next((p for p in places if p.is_file()), None)
 
@@ -110,9 +114,9 @@ def _read_file(
 ) -> None:
     path = find_file(file, search_paths)
     if path is None:
-        looked = ', '.join(dict.fromkeys(str(Path(p).resolve()) for p in ('.', *search_paths)))
+        places = ', '.join(dict.fromkeys(str(Path(p).resolve()) for p in ('.', *search_paths)))
         raise ConfigError(
-            f'{place}: no such gin file: {file}. Looked in {looked}; add a folder with '
+            f'{place}: no such gin file: {file}. Searched {places}; add another directory with '
             '--gin_search_paths'
         )
     if path in includers:
@@ -130,7 +134,7 @@ def _read_file(
 
 
 class _Collector(config_parser.ParserDelegate):
-    """Notes references instead of resolving them."""
+    """Collects references instead of resolving them."""
 
     def __init__(self) -> None:
         self.found: list[Reference] = []
@@ -150,18 +154,18 @@ def _parse(text: io.StringIO, file: str) -> list[Statement]:
     collector = _Collector()
     statements = []
     try:
-        # The first token is read when the parser is made, and a bad one fails there.
+        # The parser reads the first token when it is made, so that it may already fail here.
         parser = config_parser.ConfigParser(text, collector)
         for parsed in parser:
             flag = file.startswith('--')
             place = file if flag else f'{file}:{parsed.location.line_num}'
             statements.append(Statement(place, file, parsed, tuple(collector.found)))
-            # A block is parsed whole: its head comes first and carries the references of all.
+            # gin parses a whole block at once, so its head carries all references of the block.
             collector.found.clear()
     except SyntaxError as error:
         message = str(error.msg).split('\n')[0].strip()
-        if message.startswith('malformed node'):  # ast's word for a bare name
-            message = 'text needs quotes, a configurable needs @ before it, a macro %'
+        if message.startswith('malformed node'):  # what Python's ast reports for a bare name
+            message = 'write text in quotes, a configurable with @, or a macro with %'
         line = (error.text or '').strip()
         where = f'{file}:{error.lineno}' if error.lineno else file
         raise ConfigError(
@@ -170,7 +174,7 @@ def _parse(text: io.StringIO, file: str) -> list[Statement]:
     except tokenize.TokenError as error:
         message, (line_number, _) = error.args
         raise ConfigError(
-            f'{file}:{line_number}: syntax error: {message}; is a bracket or a quote open?'
+            f'{file}:{line_number}: syntax error: {message}: close the open bracket or quote'
         ) from error
     except ValueError as error:
         raise ConfigError(f'{file}: {first_line(error)}') from error

@@ -1,4 +1,4 @@
-"""Input: rows of tokens from text, by random access, each read once by the processes that hold it.
+"""Input: rows of tokens made from text, with random access. Each process reads only its own rows.
 
 source --(tokenizer)--> token index --(task)--> rows --(layout)--> local batches --> feed
 """

@@ -1,4 +1,4 @@
-"""Global batches: row r of step n is row n * batch_size + r of the data, wherever it is read."""
+"""Global batches: row r of step n is row n * batch_size + r of the data, on every process."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ Batch = dict[str, jax.Array]
 
 
 class LocalBatches:
-    """The rows that one process reads of each step, at random access by step.
+    """The rows that one process reads in each step, with random access by step.
 
-    Grain's readers take it for a source without an end.
+    Grain can read it as an endless source.
+
+    Args:
+      rows: endless rows with random access.
+      batch_size: number of rows in a global batch.
+      row_indices: the rows of a global batch that this process reads; see
+        `partitioner.get_data_layout(batch_size).row_indices`.
+
+    Raises:
+      ConfigError: if `batch_size` is not a count, or if `row_indices` are not rows of the batch.
     """
 
     def __init__(self, rows: Any, batch_size: int, row_indices: Sequence[int]):
-        """Args:
-        rows: rows without an end, at random access.
-        batch_size: rows of a global batch.
-        row_indices: which of them this process reads, as a `DataLayout` says.
-        """
         self._rows = rows
         self.batch_size = batch_size
         self._row_indices = _checked(row_indices, batch_size)
@@ -41,7 +45,17 @@ class LocalBatches:
 
 
 class FiniteBatches:
-    """The rows that one process reads of a finite set; rows without weight fill the last batch."""
+    """The rows that one process reads of a finite set. Rows of zeros fill up the last batch.
+
+    Args:
+      rows: the finite set, with random access.
+      batch_size: number of rows in a global batch.
+      row_indices: the rows of a global batch that this process reads.
+
+    Raises:
+      ConfigError: if there are no rows, `batch_size` is not a count, or `row_indices` are not rows
+        of the batch.
+    """
 
     def __init__(self, rows: Sequence[Row], batch_size: int, row_indices: Sequence[int]):
         self._rows = rows
@@ -61,17 +75,17 @@ class FiniteBatches:
 
 
 def _checked(row_indices: Sequence[int], batch_size: int) -> tuple[int, ...]:
-    """Rows of a batch, as a DataLayout has them."""
+    """The row indices as a tuple of ints, each within the batch."""
     check_counts(batch_size=batch_size)
     rows = tuple(map(int, row_indices))
     if not rows or not 0 <= min(rows) <= max(rows) < batch_size:
         raise ConfigError(
-            f'row_indices must be of 0 to {batch_size - 1}, the rows of a batch of {batch_size}: '
-            'they are those of partitioner.get_data_layout(batch_size)'
+            f'row_indices must lie between 0 and {batch_size - 1}, the rows of a batch of '
+            f'{batch_size}: use partitioner.get_data_layout({batch_size}).row_indices'
         )
     return rows
 
 
 def stack(rows: Sequence[Row]) -> Row:
-    """Arrays [rows, ...] of rows."""
+    """Stacks rows into one array [rows, ...] per name."""
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

@@ -1,4 +1,4 @@
-"""Feeding: batches are read and moved to the devices ahead of the steps that take them."""
+"""The feed reads batches and moves them to the devices before the steps need them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from train.errors import check_counts
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefetch:
-    """How far ahead of the step batches are made.
+    """How far ahead of the current step batches are prepared.
 
     Attributes:
-      workers: threads that read rows; 0: none, each batch is read when it is asked for.
-      batches: local batches that are read ahead.
-      device_batches: global batches that lie ready on the devices.
+      workers: number of threads that read rows. 0 reads each batch only when it is requested.
+      batches: number of local batches to read ahead.
+      device_batches: number of global batches to keep ready on the devices.
     """
 
     workers: int = 2
@@ -39,14 +39,23 @@ class Prefetch:
 
 
 class Feed:
-    """Global batches in the order of the steps.
+    """Iterates over global batches in the order of the steps.
 
     Usage:
       with closing(Feed(local_batches, partitioner, first_step=1000)) as feed:
         for batch in feed: ...
 
+    Args:
+      local_batches: this process's rows of each step.
+      partitioner: assembles the rows of all processes into global arrays.
+      first_step: the step of the first batch.
+      prefetch: how far ahead batches are prepared; by default `Prefetch()`.
+
     Attributes:
       waited: seconds that the steps have waited for batches so far.
+
+    Raises:
+      ConfigError: if `first_step` is not an integer >= 0.
     """
 
     def __init__(
@@ -57,12 +66,6 @@ class Feed:
         first_step: int = 0,
         prefetch: Prefetch | None = None,
     ):
-        """Args:
-        local_batches: `LocalBatches` or `FiniteBatches`, this process's rows of each step.
-        partitioner: puts the rows of all processes together.
-        first_step: begin with this step's batch.
-        prefetch: how far ahead batches are made.
-        """
         check_counts(minimum=0, first_step=first_step)
         prefetch = prefetch or Prefetch()
         self.waited = 0.0
@@ -79,10 +82,10 @@ class Feed:
         iterator: Any = iter(batches)
         if prefetch.workers:
             iterator.start_prefetch()
-        # Ended with the feed or with the program: grain's threads and iterators that live longer
-        # complain when the interpreter goes.
+        # The finalizer also runs when the program exits: grain's threads and iterators print errors
+        # if they outlive the interpreter.
         self._iterators = [iterator]
-        self._close = weakref.finalize(self, _end, self._iterators)
+        self._close = weakref.finalize(self, _close_all, self._iterators)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -90,22 +93,22 @@ class Feed:
     def __next__(self) -> Batch:
         if not self._iterators:
             raise StopIteration
-        if self._error is not None:  # what comes behind it would be another step's batch
+        if self._error is not None:  # the iterator would now yield the batch of a later step
             raise self._error
-        asked = time.perf_counter()
+        started = time.perf_counter()
         try:
             return next(self._iterators[0])
         except Exception as error:
             self._error = error
             raise
         finally:
-            self.waited += time.perf_counter() - asked
+            self.waited += time.perf_counter() - started
 
     def close(self) -> None:
-        """Stops the threads; nothing comes after it."""
+        """Stops the threads. Afterwards the iteration has ended."""
         self._close()
 
 
-def _end(iterators: list[Any]) -> None:
+def _close_all(iterators: list[Any]) -> None:
     while iterators:
         iterators.pop().close()

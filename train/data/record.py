@@ -1,4 +1,4 @@
-"""What data a run learns from: noted beside its checkpoints, and compared when it goes on."""
+"""The record of a run's data: written next to its checkpoints, and compared when it resumes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ FILE = 'data.json'
 def data_record(
     task: OpenTask, evaluations: Mapping[str, OpenTask], **settings: int | None
 ) -> dict[str, Any]:
-    """What decides the rows of every step, and those that are evaluated.
+    """Describes everything that determines the training rows of each step and the evaluated rows.
 
     Args:
-      task: the training data.
+      task: the training task.
       evaluations: the tasks whose held-out parts are evaluated, by name.
-      settings: the numbers that decide, with the data, which rows a step has.
+      **settings: the numbers that, together with the data, determine the rows of a step.
+
+    Returns:
+      The record, as JSON data.
     """
     return {
         'tokenizer': task.tokenizer.identity,
@@ -52,10 +55,10 @@ def _parts(task: OpenTask) -> list[dict[str, Any]]:
 
 
 def check_same_everywhere(record: dict[str, Any]) -> None:
-    """Each process reads the same data; all of them call this together.
+    """Checks that all processes read the same data. Every process must call it.
 
     Raises:
-      ConfigError: naming the processes that read other data than the first.
+      ConfigError: if some processes read different data from process 0.
     """
     if jax.process_count() == 1:
         return
@@ -66,66 +69,68 @@ def check_same_everywhere(record: dict[str, Any]) -> None:
     differing = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
     if differing:
         raise ConfigError(
-            f'processes {differing} read other data, to train on or to evaluate, than process 0: '
-            'the same files must be on all hosts, and the same settings; process '
+            f'processes {differing} read different training or evaluation data from process 0: '
+            'all hosts must have the same files and settings; process '
             f'{jax.process_index()} has {_summary(record)}'
         )
 
 
 def check_same_as_before(directory: Path, record: dict[str, Any], step: int) -> list[str]:
-    """The data of a run that goes on is what it was when the run began.
+    """Checks that a resumed run reads the data that it began with.
 
     Args:
-      directory: of the run.
-      record: its data now.
-      step: the one it goes on from.
+      directory: the run's directory.
+      record: the current record of its data.
+      step: the step from which the run resumes.
 
     Returns:
-      The settings that have changed, in words: rows of later steps are others than they would have
-      been.
+      One sentence for each setting that has changed. With such a change, later steps see different
+      rows than without it.
 
     Raises:
-      ConfigError: documents, tokenizer or weights have changed.
+      ConfigError: if the documents, the tokenizer, the rows or the weights have changed, or if the
+        record of the run cannot be read.
     """
     path = directory / FILE
     if not path.exists():
         return []
     try:
         before = json.loads(path.read_text())
-        same = _what_decides(before) == _what_decides(json.loads(json.dumps(record)))
+        same = _identity(before) == _identity(json.loads(json.dumps(record)))
         then, settings = _summary(before), {**before['settings']}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f'{path} cannot be read ({error}): delete it to go on') from error
+        raise ConfigError(f'{path} cannot be read ({error}): delete it to resume') from error
     if not same:
         raise ConfigError(
-            f'the data has changed since this run began: {then} then, {_summary(record)} now. Use '
-            f'the data it was trained on, or another MODEL_DIR; without {path} it goes on with the '
-            'new data'
+            f'the data has changed since this run began: it was {then}, and is now '
+            f'{_summary(record)}. Use the original data or another MODEL_DIR, or delete {path} to '
+            'resume with the new data'
         )
     changes = []
     for name, value in record['settings'].items():
         if name in settings and settings[name] != value:
-            rows = ''
+            effect = 'later steps see different rows'
             if name == 'batch_size':
-                rows = (
-                    f' (it goes on with row {step * value}, after row {step * settings[name] - 1})'
-                )
-            changes.append(f'{name} was {settings[name]}, and is {value}{rows}')
+                last, following = step * settings[name] - 1, step * value
+                effect += f' (row {following} follows row {last})'
+            changes.append(f'{name} changed from {settings[name]} to {value}: {effect}')
     return changes
 
 
 def check_restored_tokenizer(
     checkpoints: Path, tasks: Mapping[str, OpenTask], setting: str
 ) -> None:
-    """A restored checkpoint was trained on the tokens of the tasks, as far as its run says so.
+    """Checks that a restored checkpoint was trained with the tokenizer of the tasks.
+
+    Without a record next to the checkpoints, nothing is checked.
 
     Args:
-      checkpoints: the folder of checkpoints, beside which its run has noted its data.
-      tasks: to train or to evaluate on, by name.
-      setting: what names the checkpoint.
+      checkpoints: the directory of checkpoints. The record of its run lies next to it.
+      tasks: the tasks to train or to evaluate on, by name.
+      setting: the setting that names the checkpoint, for the message.
 
     Raises:
-      ConfigError: with both tokenizers.
+      ConfigError: if the tokenizers differ, or if the record cannot be read.
     """
     path = checkpoints.resolve().parent / FILE
     if not path.exists():
@@ -133,24 +138,25 @@ def check_restored_tokenizer(
     try:
         before = json.loads(path.read_text())['tokenizer']
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'{path} cannot be read ({error}): delete it to go on') from error
+        raise ConfigError(f'{path} cannot be read ({error}): delete it to resume') from error
     for name, task in tasks.items():
         if (now := task.tokenizer.identity) != before:
             raise ConfigError(
                 f'the checkpoint was trained with the tokenizer {before!r} ({path}), but the task '
-                f'{name + " " if name else ""}has {now!r}: use the same, or another {setting}'
+                f'{name + " " if name else ""}has {now!r}: use the same tokenizer, or another '
+                f'{setting}'
             )
 
 
 def write_record(directory: Path, record: dict[str, Any]) -> None:
-    """Notes the data of a run; whatever happens, the file is whole."""
+    """Writes the record of a run. The file is replaced in one step, so it is never half-written."""
     unfinished = directory / f'{FILE}.unfinished'
     unfinished.write_text(json.dumps(record, indent=1) + '\n')
     os.replace(unfinished, directory / FILE)
 
 
-def _what_decides(record: dict[str, Any]) -> Any:
-    """The part of a record that must not change: all but how patterns are spelled."""
+def _identity(record: dict[str, Any]) -> Any:
+    """The part of a record that must not change: everything except how a source is spelled."""
     parts = [{k: v for k, v in part.items() if k != 'source'} for part in record['parts']]
     return record['tokenizer'], parts
 

@@ -1,4 +1,6 @@
-"""T5X's settings, by its names, translated to this trainer's: gin files change their imports only.
+"""T5X's settings under T5X's names, translated to this trainer's settings.
+
+A gin file of T5X needs other imports here, and no other change:
 
 | T5X                                        | here                                       |
 |--------------------------------------------|--------------------------------------------|
@@ -10,5 +12,6 @@
 | `from t5x import X`                        | `from train.t5x import X`                  |
 | `from t5x.examples.decoder_only import network` | `from train.t5x import network`       |
 
-Every setting is honoured, or refused with what to write; those of configs/t5x/MIGRATION.md differ.
+Every setting is honoured, or refused with a message that says what to write instead. Settings that
+mean something different here are listed in configs/t5x/MIGRATION.md.
 """

@@ -1,4 +1,4 @@
-"""T5X's `adafactor`, as optax has it."""
+"""T5X's `adafactor`, implemented by optax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from train.optimizers import Optimizer
 from train.schedules import Schedule
 from train.t5x.refusals import number, off, only, refusal
 
-# The numbers that mean something, as intervals.
+# The valid intervals of numeric settings.
 NUMBERS = {
     'beta1': '[0, 1) or None',
     'decay_rate': '(0, 1]',
@@ -26,17 +26,17 @@ NUMBERS = {
 
 @dataclasses.dataclass(frozen=True)
 class StandardFactorRules:
-    """Which dimensions of a parameter are factored: optax's choice, the two largest of each."""
+    """The choice of factored dimensions. optax always factors a parameter's two largest ones."""
 
 
 def standard_logical_factor_rules(rules: Any = None) -> StandardFactorRules:
-    """T5X's rules by logical axes; second moments are factored by optax's choice instead.
+    """Stands for T5X's rules by logical axes. optax chooses the factored dimensions instead.
 
     Args:
-      rules: rules of one's own, which cannot be honoured.
+      rules: custom rules, which are refused.
 
     Raises:
-      ConfigError: rules.
+      ConfigError: if rules are given.
     """
     why = 'optax factors the two largest dimensions of a parameter'
     off('adafactor.standard_logical_factor_rules.rules', rules, why)
@@ -45,24 +45,27 @@ def standard_logical_factor_rules(rules: Any = None) -> StandardFactorRules:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor:
-    """The optimizer of T5X's configurations; its learning rate is the trainer's.
+    """The optimizer of T5X's configurations. Its learning rate is that of the trainer.
 
     Attributes:
-      learning_rate: None: `trainer.Trainer.learning_rate_fn` decides it.
-      factored: second moments of large matrices as rows and columns.
-      multiply_by_parameter_scale: updates are scaled by the root mean square of the parameter.
-      beta1: of the momentum; None: none is kept.
-      decay_rate: exponent of the decay of second moments.
-      step_offset: the step that counts as 0 for that decay.
-      clipping_threshold: of the root mean square of an update.
-      weight_decay_rate: part of a weight that an update takes off; None: nothing.
-      min_dim_size_to_factor: smaller dimensions are not factored.
-      epsilon1: added to squared gradients.
-      epsilon2: the least scale of a parameter.
-      dtype_momentum: of the momentum.
-      factor_map, logical_factor_rules: which dimensions are factored.
-      weight_decay_rate_lr_exponent, max_parameter_scale, skip_nan_updates: off.
-      global_norm_clip_threshold: gradients are scaled down to this global norm; None: never.
+      learning_rate: must be None; set `trainer.Trainer.learning_rate_fn` instead.
+      factored: whether the second moments of large matrices are stored as rows and columns.
+      multiply_by_parameter_scale: whether updates are scaled by the parameter's root mean square.
+      beta1: the decay of the momentum, or None for no momentum.
+      decay_rate: the exponent of the decay of second moments.
+      step_offset: the step from which that decay counts.
+      clipping_threshold: the largest root mean square of an update, or None for no clipping.
+      weight_decay_rate: the fraction of a weight that each update subtracts, or None.
+      min_dim_size_to_factor: dimensions smaller than this are not factored.
+      epsilon1: the number added to squared gradients.
+      epsilon2: the smallest scale of a parameter; must be 0.001.
+      dtype_momentum: the dtype of the momentum.
+      factor_map: must be None.
+      logical_factor_rules: None, or `standard_logical_factor_rules()`.
+      weight_decay_rate_lr_exponent: must be None.
+      global_norm_clip_threshold: the global norm to which gradients are clipped, or None.
+      max_parameter_scale: must be None.
+      skip_nan_updates: must be False.
     """
 
     learning_rate: float | None = None
@@ -86,12 +89,12 @@ class Adafactor:
 
     def __post_init__(self) -> None:
         key = 'adafactor.Adafactor'
-        trainer = 'the learning rate is that of trainer.Trainer.learning_rate_fn'
+        trainer = 'the learning rate is set by trainer.Trainer.learning_rate_fn'
         off(f'{key}.learning_rate', self.learning_rate, trainer)
-        why = 'the least scale of a parameter is 0.001 in optax'
+        why = "optax's smallest scale of a parameter is 0.001"
         only(f'{key}.epsilon2', self.epsilon2, (1e-3,), why)
         scaled = self.multiply_by_parameter_scale
-        why = 'it is for all parameters or for none'
+        why = 'optax scales the updates of all parameters or of none'
         only(f'{key}.multiply_by_parameter_scale', scaled, (True, False), why)
         factoring = 'optax factors the two largest dimensions of a parameter'
         off(f'{key}.factor_map', self.factor_map, factoring)
@@ -99,14 +102,15 @@ class Adafactor:
         if rules is not None and not isinstance(rules, StandardFactorRules):
             raise refusal(f'{key}.logical_factor_rules', rules, f'{factoring}; leave it out')
         exponent = self.weight_decay_rate_lr_exponent
-        off(f'{key}.weight_decay_rate_lr_exponent', exponent, 'weight decay has one rate in optax')
+        why = "optax's weight decay has a constant rate"
+        off(f'{key}.weight_decay_rate_lr_exponent', exponent, why)
         scale = self.max_parameter_scale
-        off(f'{key}.max_parameter_scale', scale, 'optax has no largest scale of a parameter')
+        off(f'{key}.max_parameter_scale', scale, 'optax does not limit the scale of a parameter')
         for name, allowed in NUMBERS.items():
             number(f'{key}.{name}', getattr(self, name), allowed)
         check_counts(minimum=0, **{f'{key}.step_offset': self.step_offset})
         check_counts(**{f'{key}.min_dim_size_to_factor': self.min_dim_size_to_factor})
-        only(f'{key}.factored', self.factored, (True, False), 'second moments are, or are not')
+        only(f'{key}.factored', self.factored, (True, False), 'it must be True or False')
         try:
             floating = jnp.issubdtype(jnp.dtype(self.dtype_momentum), jnp.floating)
         except TypeError:
@@ -114,11 +118,11 @@ class Adafactor:
         if not floating:
             why = "write 'float32' or 'bfloat16'"
             raise refusal(f'{key}.dtype_momentum', self.dtype_momentum, why)
-        why = 'a run stops where the loss is not finite'
+        why = 'a run stops as soon as the loss is not finite'
         off(f'{key}.skip_nan_updates', self.skip_nan_updates, why)
 
     def optimizer(self, learning_rate: Schedule) -> Optimizer:
-        """The optimizer of a run with this learning rate."""
+        """The trainer's optimizer with this learning rate."""
         return Optimizer(
             transform=self._transform,
             learning_rate=learning_rate,

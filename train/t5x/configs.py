@@ -1,4 +1,4 @@
-"""T5X's `utils`: the settings of datasets and checkpoints, and the learning rate."""
+"""T5X's `utils`: the settings of datasets and checkpoints, and learning rate schedules."""
 
 from __future__ import annotations
 
@@ -26,21 +26,22 @@ HELD_OUT = ('validation', 'test')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
-    """Which rows are trained or evaluated on.
+    """The rows to train or evaluate on.
 
     Attributes:
       mixture_or_task_name: a task of train.data, or the name of one.
-      task_feature_lengths: {'targets': tokens of a row}; None, where T5X finds it out.
-      split: 'train', or the held-out part of the task as 'validation' or 'test'.
-      batch_size: rows of a batch.
-      shuffle: training rows are shuffled, evaluated ones are not.
-      seed: of the training rows; None: any.
-      use_cached: without an effect on the rows: text is tokenized once and then kept.
-      pack: several examples in a row.
-      use_custom_packing_ops: off.
-      trim_output_features: on.
-      module: off; gin files import the modules of their tasks.
-      use_memory_cache: without an effect on the rows.
+      task_feature_lengths: {'targets': the number of tokens in a row}. Evaluations may leave it as
+        None, as in T5X.
+      split: 'train', or 'validation' or 'test' for the held-out part of the task.
+      batch_size: the number of rows in a batch.
+      shuffle: must be True for training and False for evaluation.
+      seed: the seed of the training rows, or None for any.
+      use_cached: has no effect on the rows; text is always tokenized once and stored.
+      pack: whether a row may hold several examples.
+      use_custom_packing_ops: must be off.
+      trim_output_features: must be True.
+      module: must be None; gin files import the modules of their tasks.
+      use_memory_cache: has no effect on the rows.
     """
 
     mixture_or_task_name: str | Task
@@ -61,39 +62,47 @@ class DatasetConfig:
         check_counts(**{f'{key}.batch_size': self.batch_size})
         if self.seed is not None:
             check_counts(minimum=0, **{f'{key}.seed': self.seed})
-        why = 'rows are packed in one way'
+        why = 'there is only one way to pack rows'
         off(f'{key}.use_custom_packing_ops', self.use_custom_packing_ops, why)
-        why = 'rows have the length that is asked for'
+        why = 'rows always have the requested length'
         only(f'{key}.trim_output_features', self.trim_output_features, (True,), why)
-        why = 'a gin file imports the module that adds its tasks (--gin_allow)'
+        why = 'import the module that adds the tasks in the gin file (--gin_allow)'
         off(f'{key}.module', self.module, why)
 
     def check_trains(self, scope: str) -> None:
-        """These are rows to train on.
+        """Checks that these rows are for training.
 
         Args:
-          scope: of the settings in a gin file, such as `train/`.
+          scope: the scope of these settings in a gin file, such as `train/`.
 
         Raises:
-          ConfigError: they are held out, or not shuffled.
+          ConfigError: if they are held out or not shuffled.
         """
         key = f'{scope}utils.DatasetConfig'
-        only(f'{key}.split', self.split, ('train',), 'a task has one part to train on')
-        why = 'training rows come in an order that the seed decides'
+        only(f'{key}.split', self.split, ('train',), 'a task has only one training part')
+        why = 'training rows come in an order that depends on the seed'
         only(f'{key}.shuffle', self.shuffle, (True,), why)
 
     def check_evaluates(self, scope: str) -> None:
-        """These are rows to evaluate; as `check_trains`."""
+        """Checks that these rows are for evaluation.
+
+        Args:
+          scope: the scope of these settings in a gin file, such as `train_eval/`.
+
+        Raises:
+          ConfigError: if they are not held out, or if they are shuffled.
+        """
         key = f'{scope}utils.DatasetConfig'
-        only(f'{key}.split', self.split, HELD_OUT, 'a task has one part that is held out')
-        only(f'{key}.shuffle', self.shuffle, (False,), 'held-out rows come in their order')
+        only(f'{key}.split', self.split, HELD_OUT, 'evaluations use the held-out part of a task')
+        only(f'{key}.shuffle', self.shuffle, (False,), 'held-out rows are not shuffled')
 
     @property
     def task(self) -> Task:
-        """The task, whose rows are as `pack` asks for.
+        """The task.
 
         Raises:
-          ConfigError: a name without a task; packed training rows that are not to be.
+          ConfigError: if no task has this name, or if the task packs training rows but `pack` is
+            False.
         """
         task = seqio.get_mixture_or_task(self.mixture_or_task_name)
         packed = isinstance(task, CausalLM) and task.packing == 'pack'
@@ -104,35 +113,36 @@ class DatasetConfig:
 
     @property
     def sequence_length(self) -> int | None:
-        """Tokens of a row; None: not said.
+        """The number of tokens in a row, or None if it is not set.
 
         Raises:
-          ConfigError: lengths of other features than the targets.
+          ConfigError: if features other than the targets have a length.
         """
         lengths, key = self.task_feature_lengths, 'utils.DatasetConfig.task_feature_lengths'
         if lengths is None:
             return None
         if not isinstance(lengths, Mapping) or 'targets' not in lengths:
-            raise refusal(key, lengths, "write {'targets': tokens of a row}")
+            raise refusal(key, lengths, "write {'targets': number of tokens in a row}")
         others = sorted(name for name, length in lengths.items() if name != 'targets' and length)
         if others:
-            why = f"rows have targets alone, without {', '.join(others)}: write {{'targets': "
-            raise refusal(key, dict(lengths), f'{why}{lengths["targets"]}}}')
+            why = f'rows have only targets, not {", ".join(others)}; write '
+            raise refusal(key, dict(lengths), f"{why}{{'targets': {lengths['targets']}}}")
         check_counts(**{f"{key}['targets']": lengths['targets']})
         return lengths['targets']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SaveCheckpointConfig:
-    """When checkpoints are saved, and how many stay.
+    """When checkpoints are saved, and how many of them are kept.
 
     Attributes:
-      dtype: 'float32'.
-      period: steps between two checkpoints; None: only at the end.
-      checkpoint_steps: steps to save beside those of the period.
-      keep: the newest so many stay; None: all.
-      save_dataset: a run goes on with the next row either way: the step says which.
-      checkpointer_cls, state_transformation_fns: off.
+      dtype: must be 'float32'.
+      period: the number of steps between checkpoints. None saves only at the end.
+      checkpoint_steps: additional steps to save.
+      keep: the number of newest checkpoints to keep. None keeps all.
+      save_dataset: has no effect; the step already determines the next row.
+      checkpointer_cls: must be off.
+      state_transformation_fns: must be empty.
     """
 
     dtype: str = 'float32'
@@ -151,15 +161,15 @@ class SaveCheckpointConfig:
             check_counts(**{f'{key}.keep': self.keep})
         for i, step in enumerate(self.checkpoint_steps or ()):
             check_counts(**{f'{key}.checkpoint_steps[{i}]': step})
-        why = 'arrays are saved in their own types, so that a run goes on as it was'
+        why = 'arrays are saved in their own dtypes, so that a resumed run continues exactly'
         only(f'{key}.dtype', self.dtype, ('float32',), why)
         off(f'{key}.checkpointer_cls', self.checkpointer_cls, 'checkpoints are written by Orbax')
         transformations = self.state_transformation_fns
-        why = 'a checkpoint holds the state of the run as it is'
+        why = 'a checkpoint holds the unchanged state of the run'
         off(f'{key}.state_transformation_fns', transformations, why)
 
     def translated(self) -> checkpoints.CheckpointConfig:
-        """The same in this trainer's words."""
+        """The same settings for this trainer."""
         return checkpoints.CheckpointConfig(
             period=self.period or 0, steps=tuple(self.checkpoint_steps or ()), keep=self.keep
         )
@@ -167,15 +177,18 @@ class SaveCheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestoreCheckpointConfig:
-    """The checkpoint that a run begins with where its own folder has none.
+    """The checkpoint that a run starts from if its own directory has none.
 
     Attributes:
-      path: see `train.checkpoints.RestoreConfig`; None or empty: begin from scratch.
+      path: see `train.checkpoints.RestoreConfig`. None or an empty path starts from scratch.
       mode: 'specific' or 'latest'.
-      dtype: None or 'float32'.
-      strict: on.
-      restore_dataset: rows go on at the step of the checkpoint either way.
-      assignment_map, fallback_to_scratch, checkpointer_cls, state_transformation_fns: off.
+      assignment_map: must be off.
+      strict: must be True.
+      fallback_to_scratch: must be off.
+      dtype: must be None or 'float32'.
+      restore_dataset: has no effect; rows always continue at the step of the checkpoint.
+      checkpointer_cls: must be off.
+      state_transformation_fns: must be empty.
     """
 
     path: str | Sequence[str] | None
@@ -190,21 +203,21 @@ class RestoreCheckpointConfig:
 
     def __post_init__(self) -> None:
         key = 'utils.RestoreCheckpointConfig'
-        whole = 'a checkpoint is restored whole, and compared before any array is read'
+        whole = 'a checkpoint is restored completely, and compared before any array is read'
         off(f'{key}.assignment_map', self.assignment_map, whole)
         only(f'{key}.strict', self.strict, (True,), whole)
         off(f'{key}.fallback_to_scratch', self.fallback_to_scratch, whole)
         off(f'{key}.state_transformation_fns', self.state_transformation_fns, whole)
-        why = 'arrays are restored in the types they were saved in'
+        why = 'arrays are restored in the dtypes in which they were saved'
         only(f'{key}.dtype', self.dtype, (None, 'float32'), why)
         off(f'{key}.checkpointer_cls', self.checkpointer_cls, 'checkpoints are read by Orbax')
-        why = 'one checkpoint is restored'
+        why = 'exactly one checkpoint is restored'
         only(f'{key}.mode', self.mode, ('latest', 'specific'), why)
         if self.path and self._one_path is None:
-            raise refusal(f'{key}.path', self.path, 'one checkpoint is restored: give one path')
+            raise refusal(f'{key}.path', self.path, f'{why}; give one path')
 
     def translated(self) -> checkpoints.RestoreConfig | None:
-        """The same in this trainer's words; None: nothing is restored."""
+        """The same settings for this trainer, or None if nothing is restored."""
         if not self._one_path:
             return None
         mode: checkpoints.RestoreMode = 'specific' if self.mode == 'specific' else 'latest'
@@ -212,24 +225,24 @@ class RestoreCheckpointConfig:
 
     @property
     def _one_path(self) -> str | None:
-        """The path, which T5X's users may write as a list of one."""
+        """The path, which users of T5X may also write as a list of one path."""
         paths = self.path if isinstance(self.path, list | tuple) else [self.path]
         return paths[0] if len(paths) == 1 and isinstance(paths[0], str) else None
 
 
 class _Restore(checkpoints.RestoreConfig):
-    """A restore whose messages name the setting that T5X's files have."""
+    """A RestoreConfig whose messages name the setting in T5X's gin files."""
 
     setting = 'utils.RestoreCheckpointConfig.path'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """What is saved, and what a run begins with.
+    """Which checkpoints are saved, and which one a run starts from.
 
     Attributes:
-      save: when, and how many stay.
-      restore: the checkpoint to begin with; None: from scratch.
+      save: when checkpoints are saved, and how many of them are kept.
+      restore: the checkpoint to start from. None starts from scratch.
     """
 
     save: SaveCheckpointConfig | None = None
@@ -237,13 +250,13 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         if self.save is None:
-            why = 'every run saves its end; write @utils.SaveCheckpointConfig()'
+            why = 'every run saves its last step; write @utils.SaveCheckpointConfig()'
             raise refusal('utils.CheckpointConfig.save', None, why)
         for name, kind in (('save', SaveCheckpointConfig), ('restore', RestoreCheckpointConfig)):
             if (value := getattr(self, name)) is not None:
                 expect(f'utils.CheckpointConfig.{name}', value, kind, f'@utils.{kind.__name__}()')
 
     def translated(self) -> tuple[checkpoints.CheckpointConfig, checkpoints.RestoreConfig | None]:
-        """The same in this trainer's words."""
+        """The same settings for this trainer."""
         save = (self.save or SaveCheckpointConfig()).translated()
         return save, self.restore.translated() if self.restore else None

@@ -1,14 +1,15 @@
-"""T5X's decoding functions, by name: no task here has metrics of decoded text, so none is called.
+"""T5X's decoding functions, so that gin files can name them. They are never called.
 
-The text that a run shows at its end is set by `SampleConfig` of `train.sampling`.
+No task here computes metrics from decoded text. To show a text at the end of a run, use
+`SampleConfig` of `train.sampling`.
 """
 
 from __future__ import annotations
 
 
 def temperature_sample(temperature: float = 1.0, topk: int = 1, topp: float = 0.0) -> None:
-    """Sampling from the softmax."""
+    """Stands for sampling from the softmax."""
 
 
 def beam_search(alpha: float = 0.6) -> None:
-    """Beam search."""
+    """Stands for beam search."""

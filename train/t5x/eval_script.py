@@ -1,6 +1,6 @@
-"""T5X's `evaluate`: its settings, translated to those of `train.evaluation.evaluate_checkpoint`.
+"""T5X's `evaluate`, translated to `train.evaluation.evaluate_checkpoint`.
 
-Usage: configs/t5x/eval.gin.
+For an example, see configs/t5x/eval.gin.
 """
 
 from __future__ import annotations
@@ -36,26 +36,27 @@ def evaluate(
     summarize_config_fn: Any = None,
     fallback_init_rng: int | None = None,
 ) -> dict[str, float]:
-    """Evaluates a checkpoint on held-out rows, each target after those that come before it.
+    """Evaluates a checkpoint on held-out rows, by predicting each target from the ones before it.
 
     Args:
-      model: whose network and vocabulary the checkpoint is of.
-      dataset_cfg: the rows; without `task_feature_lengths` they are as long as those that the
+      model: the network and vocabulary of the checkpoint.
+      dataset_cfg: the rows. Without `task_feature_lengths`, they are as long as the rows that the
         checkpoint was trained on.
       restore_checkpoint_cfg: the checkpoint.
       partitioner: lays out data and parameters over the mesh.
-      output_dir: where the scores go.
-      inference_evaluator_cls: `seqio.Evaluator`; nothing is decoded.
-      summarize_config_fn: `gin_utils.summarize_gin_config`.
-      fallback_init_rng: off.
+      output_dir: the directory for the scores.
+      inference_evaluator_cls: the class `seqio.Evaluator`, or None. Nothing is decoded.
+      summarize_config_fn: `gin_utils.summarize_gin_config`, or None.
+      fallback_init_rng: must be None.
 
     Returns:
-      The scores: `eval/loss`, `eval/accuracy` and, of text, `eval/bits_per_byte`.
+      The scores: `eval/loss`, `eval/accuracy` and, for text, `eval/bits_per_byte`.
 
     Raises:
-      ConfigError: a setting that cannot be honoured, with what to write instead.
+      ConfigError: if a setting cannot be honoured.
     """
-    off(f'{KEY}.fallback_init_rng', fallback_init_rng, 'what is evaluated is a checkpoint, whole')
+    why = 'an evaluation needs a complete checkpoint'
+    off(f'{KEY}.fallback_init_rng', fallback_init_rng, why)
     check_summarize(f'{KEY}.summarize_config_fn', summarize_config_fn)
     check_evaluator(f'{KEY}.inference_evaluator_cls', inference_evaluator_cls)
     expect(f'{KEY}.model', model, DecoderOnlyModel, '@models.DecoderOnlyModel()')
@@ -66,7 +67,7 @@ def evaluate(
     task = dataset_cfg.task
     restore = restore_checkpoint_cfg.translated()
     if restore is None:
-        raise ConfigError('utils.RestoreCheckpointConfig.path is empty: name a checkpoint')
+        raise ConfigError('utils.RestoreCheckpointConfig.path is empty: give a checkpoint')
     with raise_on_all_processes():
         model.check_vocabulary(task)
         length = dataset_cfg.sequence_length or _trained_length(restore)
@@ -83,12 +84,12 @@ def evaluate(
 
 
 def _trained_length(restore: RestoreConfig) -> int:
-    """Tokens of a row that a run noted beside its checkpoints."""
+    """The number of tokens in a row, from the record next to the checkpoints."""
     path = restore.find()[0].resolve().parent / record.FILE
     try:
         return json.loads(path.read_text())['settings']['sequence_length']
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f'utils.DatasetConfig.task_feature_lengths is None, and {path} does not say how long '
-            "rows are: write {'targets': tokens of a row}"
+            f'utils.DatasetConfig.task_feature_lengths is None, and {path} does not contain the '
+            "length of rows: write {'targets': number of tokens in a row}"
         ) from error

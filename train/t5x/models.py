@@ -15,7 +15,7 @@ from train.t5x.adafactor import Adafactor
 from train.t5x.network import ONLY_DECODER, DecoderWrapper
 from train.t5x.refusals import expect, off, refusal
 
-# What T5X calls the divisors of a loss -> what they are here.
+# T5X's names of the divisors of a loss -> their names here.
 _DIVISORS: dict[str, Any] = {
     'NUM_REAL_TARGET_TOKENS': 'weights',
     'NUM_TOTAL_TARGET_TOKENS': 'targets',
@@ -27,16 +27,16 @@ class DecoderOnlyModel:
     """A decoder-only language model.
 
     Attributes:
-      module: its network.
-      vocabulary: the tokenizer of its tasks.
-      optimizer_def: what updates its parameters.
-      decode_fn: how it decodes; nothing is decoded here.
-      inputs_bidirectional_attention: off.
-      feature_converter_cls: off.
-      label_smoothing: the part of a target's probability that is spread over other tokens.
-      z_loss: weight of the squared logarithm of the softmax's sum.
-      loss_normalizing_factor: divides the sum of the loss over a batch: a number, None (1),
-        'NUM_REAL_TARGET_TOKENS' or 'NUM_TOTAL_TARGET_TOKENS'.
+      module: the network.
+      vocabulary: the tokenizer; tasks must have the same one.
+      optimizer_def: the optimizer.
+      decode_fn: has no effect, because nothing is decoded.
+      inputs_bidirectional_attention: must be False.
+      feature_converter_cls: must be off.
+      label_smoothing: the share of a target's probability that is spread over the other tokens.
+      z_loss: the weight of the squared logarithm of the softmax's normalizer.
+      loss_normalizing_factor: the divisor of the summed loss of a batch: a number,
+        'NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', or None for 1.
     """
 
     module: DecoderWrapper
@@ -55,10 +55,10 @@ class DecoderOnlyModel:
         written = '@seqio.SentencePieceVocabulary()'
         expect(f'{key}.vocabulary', self.vocabulary, Tokenizer, written)
         expect(f'{key}.optimizer_def', self.optimizer_def, Adafactor, '@adafactor.Adafactor()')
-        why = 'the model attends to what comes before only'
+        why = 'the model attends only to earlier tokens'
         bidirectional = self.inputs_bidirectional_attention
         off(f'{key}.inputs_bidirectional_attention', bidirectional, why)
-        why = 'rows are made by tasks of train.data'
+        why = 'tasks of train.data make the rows'
         off(f'{key}.feature_converter_cls', self.feature_converter_cls, why)
 
     def transformer(self) -> Transformer:
@@ -66,14 +66,14 @@ class DecoderOnlyModel:
         return self.module.config.transformer()
 
     def optimizer(self, learning_rate: Schedule) -> Optimizer:
-        """What updates the parameters, at the rates of the trainer."""
+        """The optimizer, with the learning rate of the trainer."""
         return self.optimizer_def.optimizer(learning_rate)
 
     def loss(self) -> LossConfig:
-        """What is minimized.
+        """The loss.
 
         Raises:
-          ConfigError: a loss_normalizing_factor that there is no equal of.
+          ConfigError: if `loss_normalizing_factor` has no equivalent here.
         """
         factor = self.loss_normalizing_factor
         if isinstance(factor, str):
@@ -96,13 +96,13 @@ class DecoderOnlyModel:
     def predict_batch_with_aux(
         self, num_decodes: int = 1, return_all_decodes: bool = False
     ) -> None:
-        """How T5X decodes a batch: named in gin files, and not called, as no text is decoded."""
+        """Stands for T5X's method, so that gin files can set its parameters. It is never called."""
 
     def check_vocabulary(self, task: Task) -> None:
-        """The task makes its tokens by this model's vocabulary.
+        """Checks that the tokenizer of a task is the vocabulary of this model.
 
         Raises:
-          ConfigError: by another one.
+          ConfigError: if they differ.
         """
         for part in task.tasks if isinstance(task, Mixture) else [task]:
             if isinstance(part, Mixture):
@@ -112,13 +112,13 @@ class DecoderOnlyModel:
                 if ours != theirs:
                     raise ConfigError(
                         f'models.DecoderOnlyModel.vocabulary is {ours[:28]}, but the task has '
-                        f'{theirs[:28]}: give both the same'
+                        f'{theirs[:28]}: set both to the same tokenizer'
                     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EncoderDecoderModel:
-    """An encoder-decoder; refused."""
+    """Stands for T5X's encoder-decoder model, which is refused."""
 
     module: Any = None
     input_vocabulary: Any = None

@@ -1,7 +1,7 @@
-"""T5X's `network` of decoder-only models, as this trainer's `Transformer`.
+"""T5X's `network` of decoder-only models, translated to this trainer's `Transformer`.
 
-Positions are rotary here and relative biases in T5X, so checkpoints of T5X's networks cannot be
-read; sizes, types and dropout mean the same.
+This trainer uses rotary positions and T5X uses relative biases, so checkpoints of T5X cannot be
+read. Sizes, dtypes and dropout mean the same.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from train.errors import ConfigError
 from train.models import transformer
 from train.t5x.refusals import expect, refusal
 
-# Of the gated hidden layer: what one half goes through -> its name here. The other is linear.
+# T5X's name of the activation of the gated hidden layer -> its name here. The gate is linear.
 MLP_ACTIVATIONS: dict[str, transformer.Activation] = {
     'silu': 'silu',
     'swish': 'silu',
     'gelu': 'gelu',
     'relu': 'relu',
 }
-ONLY_DECODER = 'this trainer has a decoder-only model: use models.DecoderOnlyModel with '
+ONLY_DECODER = 'this trainer has only a decoder-only model: use models.DecoderOnlyModel with '
 ONLY_DECODER += 'network.DecoderWrapper and network.TransformerConfig'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes of a decoder-only model.
+    """The sizes of a decoder-only model.
 
     Attributes:
-      vocab_size: number of tokens.
-      dtype: of computation, 'float32' or 'bfloat16'.
-      emb_dim: width of the residual stream.
-      num_heads: heads of the attention.
-      num_layers: layers.
-      head_dim: width of a head; even.
-      mlp_dim: width of the hidden layer.
-      mlp_activations: of the hidden layer's two halves, whose product it is.
-      dropout_rate: of the attention and MLP outputs, while training.
-      logits_via_embedding: the output layer is the embedding's transpose.
+      vocab_size: the number of tokens.
+      dtype: the dtype of computations, 'float32' or 'bfloat16'.
+      emb_dim: the width of the residual stream.
+      num_heads: the number of attention heads.
+      num_layers: the number of layers.
+      head_dim: the width of a head, an even number.
+      mlp_dim: the width of the hidden layer.
+      mlp_activations: the activations of the two halves of the hidden layer, which are multiplied.
+      dropout_rate: the dropout rate of attention and MLP outputs during training.
+      logits_via_embedding: whether the output layer is the transposed embedding.
     """
 
     vocab_size: int
@@ -64,11 +64,12 @@ class TransformerConfig:
             raise refusal(
                 'network.TransformerConfig.mlp_activations',
                 activations,
-                "the hidden layer is gated: write ('silu', 'linear'), or 'gelu' or 'relu' first",
+                "the hidden layer is gated; write ('silu', 'linear'), or 'gelu' or 'relu' for "
+                "'silu'",
             )
 
     def transformer(self) -> transformer.Transformer:
-        """The model."""
+        """The same model for this trainer."""
         config = transformer.TransformerConfig(
             vocab_size=self.vocab_size,
             num_layers=self.num_layers,
@@ -81,14 +82,18 @@ class TransformerConfig:
             dtype=self.dtype if isinstance(self.dtype, str) else jnp.dtype(self.dtype).name,
             activation=MLP_ACTIVATIONS[self.mlp_activations[0]],
             tie_embeddings=self.logits_via_embedding,
-            scan_layers=False,  # as in T5X: Adafactor scales each layer's parameters by themselves
+            scan_layers=False,  # as in T5X, so that Adafactor scales each layer separately
         )
         return transformer.Transformer(config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderWrapper:
-    """The network of a decoder-only model."""
+    """The network of a decoder-only model.
+
+    Attributes:
+      config: its sizes.
+    """
 
     config: TransformerConfig
 
@@ -99,7 +104,7 @@ class DecoderWrapper:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5Config:
-    """Sizes of T5, an encoder-decoder; refused."""
+    """Stands for the sizes of T5, an encoder-decoder model, which is refused."""
 
     vocab_size: int
     dtype: Any = 'float32'
@@ -116,22 +121,22 @@ class T5Config:
 
     def __post_init__(self) -> None:
         raise ConfigError(
-            f'network.T5Config has {self.num_encoder_layers} layers of an encoder: {ONLY_DECODER}'
+            f'network.T5Config has {self.num_encoder_layers} encoder layers: {ONLY_DECODER}'
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Transformer:
-    """T5's network, an encoder-decoder; refused."""
+    """Stands for T5's network, an encoder-decoder model, which is refused."""
 
     config: Any = None
 
     def __post_init__(self) -> None:
-        raise ConfigError(f'network.Transformer is an encoder-decoder: {ONLY_DECODER}')
+        raise ConfigError(f'network.Transformer is an encoder-decoder model: {ONLY_DECODER}')
 
 
 def with_kv_heads(partitioner: Any) -> Any:
-    """The partitioner with a rule for 'kv_heads', which T5X's rules call 'heads' too."""
+    """The partitioner with a rule for 'kv_heads', which T5X's rules also call 'heads'."""
     if not isinstance(partitioner, PjitPartitioner):
         return partitioner
     check_partitioner(partitioner)  # its rules may depend on its mesh

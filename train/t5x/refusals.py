@@ -1,4 +1,4 @@
-"""Settings of T5X that have no equal here: refused by name, unless they are off."""
+"""Checks that refuse settings of T5X that have no equivalent here."""
 
 from __future__ import annotations
 
@@ -9,41 +9,47 @@ from train.errors import ConfigError
 
 
 def off(key: str, value: Any, why: str) -> None:
-    """A setting is off: None, False, zero or empty.
+    """Checks that a setting is off: None, False, zero or empty.
 
     Args:
-      key: the setting as a gin file has it, `utils.DatasetConfig.module`.
-      value: what it is.
-      why: what is so here that it cannot be honoured.
+      key: the setting as written in a gin file, such as `utils.DatasetConfig.module`.
+      value: its value.
+      why: the reason why it cannot be honoured.
 
     Raises:
-      ConfigError: it is on.
+      ConfigError: if the setting is on.
     """
     if value is not None and value is not False and value not in (0, (), [], {}):
         raise refusal(key, value, f'{why}; leave it out')
 
 
 def only(key: str, value: Any, allowed: Sequence[Any], why: str) -> None:
-    """A setting has one of the values that mean something here; the first is the one to write.
+    """Checks that a setting has one of the supported values.
+
+    Args:
+      key: the setting.
+      value: its value.
+      allowed: the supported values. The message recommends the first one.
+      why: the reason why other values cannot be honoured.
 
     Raises:
-      ConfigError: it has another one.
+      ConfigError: if the setting has another value.
     """
     if not any(type(value) is type(one) and value == one for one in allowed):
         raise refusal(key, value, f'{why}; write {key} = {allowed[0]!r}')
 
 
 def number(key: str, value: Any, allowed: str) -> None:
-    """A setting is a number of an interval.
+    """Checks that a setting is a number in an interval.
 
     Args:
       key: the setting.
-      value: what it is.
-      allowed: the interval in its usual signs, such as `[0, 1)` or `(0, inf)`; `(0, 1] or None`
-        takes None too.
+      value: its value.
+      allowed: the interval in the usual notation, such as `[0, 1)` or `(0, inf)`. With
+        `(0, 1] or None`, None is allowed too.
 
     Raises:
-      ConfigError: it is none, or outside.
+      ConfigError: if the value is not a number or lies outside the interval.
     """
     interval, _, or_none = allowed.partition(' or ')
     if value is None and or_none:
@@ -58,23 +64,35 @@ def number(key: str, value: Any, allowed: str) -> None:
 
 
 def expect(key: str, value: Any, kind: type, written: str) -> None:
-    """A setting is an object of its kind, as `written` makes it in a gin file.
+    """Checks that a setting is an instance of a class.
+
+    Args:
+      key: the setting.
+      value: its value.
+      kind: the class.
+      written: how a gin file writes such an instance, for the message.
 
     Raises:
-      ConfigError: it is none, the class itself for one.
+      ConfigError: if it is not, for example if it is the class itself.
     """
     if not isinstance(value, kind):
-        raise refusal(key, value, f'write {written}, with the brackets')
+        raise refusal(key, value, f'write {written}, with the parentheses')
 
 
 def expect_class(key: str, value: Any, kind: type, written: str) -> None:
-    """A setting is a class, as `written` names it in a gin file.
+    """Checks that a setting is a class.
+
+    Args:
+      key: the setting.
+      value: its value.
+      kind: the class, which may be subclassed.
+      written: how a gin file names the class, for the message.
 
     Raises:
-      ConfigError: it is another one, or none.
+      ConfigError: if it is not.
     """
     if not isinstance(value, type) or not issubclass(value, kind):
-        raise refusal(key, value, f'write {written}, without brackets; there is no other one')
+        raise refusal(key, value, f'write {written}, without parentheses')
 
 
 def refusal(key: str, value: Any, why: str) -> ConfigError:

@@ -1,11 +1,12 @@
-"""What T5X's gin files name of seqio: tasks by name, vocabularies, the evaluator.
+"""The parts of seqio that T5X's gin files name: tasks by name, vocabularies, the evaluator.
 
-Tasks are those of `train.data`. A name stands for one that Python has added,
+The tasks are tasks of `train.data`. To give a task a name, either add it in a module that the gin
+file imports (`--gin_allow=my_tasks`),
 
     from train.t5x import seqio
     seqio.TaskRegistry.add('my_text', CausalLM(source=TextFiles(pattern='corpus/**/*.txt')))
 
-in a module that a gin file imports (`--gin_allow=my_tasks`), or that a gin file gives:
+or add it in a gin file:
 
     seqio.get_mixture_or_task.tasks = {'my_text': @data.CausalLM()}
 """
@@ -27,28 +28,32 @@ _registered: dict[str, Task] = {}
 
 
 class TaskRegistry:
-    """Tasks by name, in this process."""
+    """The tasks of this process, by name."""
 
     @staticmethod
     def add(name: str, task: Task) -> None:
-        """Gives a task a name.
+        """Adds a task under a name.
 
         Raises:
-          ConfigError: the name is another task's.
+          ConfigError: if another task has the name, or if `task` is not a task.
         """
         if not isinstance(task, Task):
-            raise ConfigError(f'TaskRegistry.add: {name!r} is {task!r}, no Task of train.data')
+            raise ConfigError(
+                f'TaskRegistry.add: {name!r} is {task!r}: it must be a Task of train.data'
+            )
         if _registered.setdefault(name, task) != task:
-            raise ConfigError(f'TaskRegistry.add: another task has the name {name!r}')
+            raise ConfigError(
+                f'TaskRegistry.add: another task already has the name {name!r}: use another name'
+            )
 
     @staticmethod
     def names() -> list[str]:
-        """The names that were added."""
+        """The names of all added tasks, sorted."""
         return sorted(_registered)
 
     @staticmethod
     def remove(name: str) -> None:
-        """Forgets a name."""
+        """Removes the task with this name."""
         del _registered[name]
 
 
@@ -57,14 +62,14 @@ MixtureRegistry = TaskRegistry
 
 @gin.configurable
 def get_mixture_or_task(name: str | Task, tasks: Mapping[str, Task] | None = None) -> Task:
-    """The task of a name; a task is its own.
+    """The task with a name.
 
     Args:
-      name: one of `tasks` or of `TaskRegistry`, or a task.
-      tasks: more tasks by name, for a gin file to give.
+      name: a name in `tasks` or in `TaskRegistry`, or a task, which is returned.
+      tasks: additional tasks by name, which gin files can set.
 
     Raises:
-      ConfigError: nothing has this name.
+      ConfigError: if no task has this name.
     """
     if isinstance(name, Task):
         return name
@@ -72,10 +77,10 @@ def get_mixture_or_task(name: str | Task, tasks: Mapping[str, Task] | None = Non
     if not isinstance(name, str) or name not in known:
         shown = f'@{name.__name__}' if isinstance(name, type) else repr(name)
         raise ConfigError(
-            f'mixture_or_task_name is {shown}, of which there is no task.'
-            f'{nearest(str(name), known)} Give it one: seqio.get_mixture_or_task.tasks = '
-            "{'name': @data.CausalLM()}, or seqio.TaskRegistry.add in a module of your own; or "
-            'name a task itself, @data.CausalLM()'
+            f'mixture_or_task_name is {shown}: there is no task with this name.'
+            f'{nearest(str(name), known)} Write a task, @data.CausalLM(), or name one with '
+            "seqio.get_mixture_or_task.tasks = {'name': @data.CausalLM()} or with "
+            'seqio.TaskRegistry.add in your own module'
         )
     return known[name]
 
@@ -86,9 +91,9 @@ def SentencePieceVocabulary(  # seqio's name
     """The tokenizer of a SentencePiece model.
 
     Raises:
-      ConfigError: extra_ids, which are a setting of SpanCorruption here.
+      ConfigError: if `extra_ids` is set; use `SpanCorruption.num_sentinels` instead.
     """
-    why = 'tokens beyond those of the model are of tasks that need them (SpanCorruption)'
+    why = 'tasks add the tokens that they need (SpanCorruption.num_sentinels)'
     off('seqio.SentencePieceVocabulary.extra_ids', extra_ids, why)
     return SentencePieceTokenizer(path=sentencepiece_model_file)
 
@@ -97,24 +102,28 @@ def ByteVocabulary(extra_ids: int = 0) -> Tokenizer:  # seqio's name
     """The tokenizer of bytes: 0 to 255, and a separator.
 
     Raises:
-      ConfigError: extra_ids, which are a setting of SpanCorruption here.
+      ConfigError: if `extra_ids` is set; use `SpanCorruption.num_sentinels` instead.
     """
-    why = 'tokens beyond the bytes are of tasks that need them (SpanCorruption)'
+    why = 'tasks add the tokens that they need (SpanCorruption.num_sentinels)'
     off('seqio.ByteVocabulary.extra_ids', extra_ids, why)
     return ByteTokenizer()
 
 
 class PyLoggingLogger:
-    """Scores as lines of the console, which every run writes."""
+    """Stands for the scores on the console, which every run writes."""
 
 
 class TensorBoardLogger:
-    """Scores as TensorBoard events, which every run writes."""
+    """Stands for the scores as TensorBoard events, which every run writes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JSONLogger:
-    """Scores as lines of metrics.jsonl, which every run writes."""
+    """Stands for the scores in metrics.jsonl, which every run writes.
+
+    Attributes:
+      write_n_results: must be None.
+    """
 
     write_n_results: int | None = None
 
@@ -128,12 +137,12 @@ LOGGERS = (PyLoggingLogger, TensorBoardLogger, JSONLogger)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluator:
-    """How T5X evaluates decoded text. Tasks here have no metrics of such text: nothing is decoded.
+    """Stands for T5X's evaluation of decoded text. Tasks here have no such metrics.
 
     Attributes:
-      logger_cls: where scores go; every run writes all of them.
-      num_examples: decode so many; None: all.
-      use_memory_cache: without an effect on what is scored.
+      logger_cls: the loggers of the scores. Every run writes to all of them.
+      num_examples: must be None.
+      use_memory_cache: has no effect on the scores.
     """
 
     logger_cls: Sequence[Any] = LOGGERS
@@ -145,21 +154,21 @@ class Evaluator:
         for logger in self.logger_cls:
             if not isinstance(logger, type) or not issubclass(logger, LOGGERS):
                 names = ', '.join(f'@seqio.{one.__name__}' for one in LOGGERS)
-                raise refusal(f'{key}.logger_cls', logger, f'scores go to {names} only')
-            logger()  # its own settings are checked
-        why = 'the rows of an evaluation are counted by train_script.train.eval_steps'
+                raise refusal(f'{key}.logger_cls', logger, f'use {names}')
+            logger()  # this checks the logger's own settings
+        why = 'train_script.train.eval_steps sets the number of evaluated batches'
         off(f'{key}.num_examples', self.num_examples, why)
 
 
 def check_evaluator(key: str, evaluator_cls: Any) -> None:
-    """The evaluator of decoded text is seqio's, with settings that mean something.
+    """Checks that the evaluator of decoded text is `Evaluator`, with supported settings.
 
     Args:
-      key: the setting that names it.
-      evaluator_cls: the class; None: none is named.
+      key: the setting that names the class.
+      evaluator_cls: the class, or None.
 
     Raises:
-      ConfigError: another class, or a setting that cannot be honoured.
+      ConfigError: if it is another class, or if a setting of it cannot be honoured.
     """
     if evaluator_cls is not None:
         expect_class(key, evaluator_cls, Evaluator, '@seqio.Evaluator')

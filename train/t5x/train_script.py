@@ -1,6 +1,6 @@
-"""T5X's `train`: its settings, translated to those of `train.train.train`.
+"""T5X's `train`, translated to `train.train.train`.
 
-Usage: configs/t5x/pretrain.gin.
+For an example, see configs/t5x/pretrain.gin.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from train.t5x.trainer import Trainer, check_actions
 from train.train import train as train_here
 
 KEY = 'train_script.train'
-_ROWS = 'rows are made by tasks of train.data'
-_ARRAYS = 'arrays are jax.Arrays, saved by Orbax'
-# Settings without an equal, which may be off, and why.
+_ROWS = 'tasks of train.data make the rows'
+_ARRAYS = 'arrays are jax.Arrays and Orbax saves them'
+# Settings that must be off, with the reason.
 OFF = {
-    'relative_steps': 'a run that is resumed would train as many again; total_steps says the end',
-    'use_hardware_rng': 'random numbers are the same on every mesh, those of hardware are not',
+    'relative_steps': 'a resumed run would train as many steps again; set total_steps instead',
+    'use_hardware_rng': 'random numbers must be the same on every mesh, unlike hardware ones',
     'get_dataset_fn': _ROWS,
     'train_eval_get_dataset_fn': _ROWS,
     'prepare_train_iter_fn': _ROWS,
-    'run_eval_before_training': 'eval_script.evaluate evaluates a checkpoint',
-    'train_state_initializer_cls': 'parameters are born on their devices or restored',
-    'verify_matching_vocabs_fn': 'the vocabularies of model and task are compared anyway',
-    'gc_period': 'Python collects garbage when it has to',
+    'run_eval_before_training': 'use eval_script.evaluate to evaluate a checkpoint',
+    'train_state_initializer_cls': 'parameters are created or restored on their own devices',
+    'verify_matching_vocabs_fn': 'every run compares the vocabularies of model and task',
+    'gc_period': 'Python collects garbage by itself',
 }
-# Settings without an equal, which may be on, and why.
+# Settings that must be on, with the reason.
 ON = {'use_orbax': _ARRAYS, 'use_gda': _ARRAYS, 'use_jax_array': _ARRAYS}
 
 OBJECTS = (
@@ -84,44 +84,53 @@ def train(
     verify_matching_vocabs_fn: Any = None,
     gc_period: int = 0,
 ) -> TrainState:
-    """Trains by T5X's settings, or goes on where an earlier run in `model_dir` stopped.
+    """Trains with T5X's settings, or resumes the earlier run in `model_dir`.
 
-    A run begins with the newest checkpoint in `model_dir`, else with that of
-    `checkpoint_cfg.restore`, else from scratch.
+    A run starts from the newest checkpoint in `model_dir`. Without one, it starts from the
+    checkpoint of `checkpoint_cfg.restore`, or else from scratch.
 
     Args:
       model: network, vocabulary, optimizer and loss.
-      train_dataset_cfg: what it learns from.
-      train_eval_dataset_cfg: what it is evaluated on; None: once, at the end, on the training task.
-      checkpoint_cfg: what is saved, and what the run begins with.
+      train_dataset_cfg: the rows to train on.
+      train_eval_dataset_cfg: the rows to evaluate. None evaluates the training task once, at the
+        end.
+      checkpoint_cfg: which checkpoints are saved, and which one the run starts from.
       partitioner: lays out data, state and steps over the mesh.
       trainer_cls: the class `trainer.Trainer`.
-      model_dir: where checkpoints, metrics and the configuration go.
-      total_steps: the run ends at this step; those of a restored checkpoint count.
-      eval_steps: batches of an evaluation; None: all rows.
-      eval_period: steps between evaluations; 0: only at the end.
-      infer_eval_dataset_cfg: evaluation of decoded text; tasks have no metrics of it, so, as in
-        T5X then, there is none.
-      stats_period: steps between records of metrics; None: the shortest of the other periods.
-      random_seed: of parameters, rows and dropout; None: any, and it is 0.
-      summarize_config_fn: `gin_utils.summarize_gin_config`.
-      inference_evaluator_cls: the class `seqio.Evaluator`.
-      concurrent_metrics: on or off, the metrics are the same.
-      actions: `trainer.TerminateOnNanAction`, which is always on.
-      relative_steps, use_hardware_rng, get_dataset_fn, train_eval_get_dataset_fn,
-        prepare_train_iter_fn, run_eval_before_training, train_state_initializer_cls,
-        verify_matching_vocabs_fn, gc_period: off.
-      use_orbax, use_gda, use_jax_array: on.
+      model_dir: the directory for checkpoints, metrics and the configuration.
+      total_steps: the step at which the run ends. The steps of a restored checkpoint count.
+      eval_steps: the number of batches in an evaluation. None evaluates all rows.
+      eval_period: the number of steps between evaluations. 0 evaluates only at the end.
+      infer_eval_dataset_cfg: has no effect, because tasks have no metrics of decoded text.
+      relative_steps: must be off.
+      stats_period: the number of steps between records of metrics. By default, the shortest of the
+        other periods.
+      random_seed: the seed of parameters, rows and dropout. None means 0.
+      use_hardware_rng: must be off.
+      summarize_config_fn: `gin_utils.summarize_gin_config`, or None.
+      inference_evaluator_cls: the class `seqio.Evaluator`, or None.
+      get_dataset_fn: must be off.
+      concurrent_metrics: has no effect on the metrics.
+      actions: only `trainer.TerminateOnNanAction`, which is always on.
+      train_eval_get_dataset_fn: must be off.
+      prepare_train_iter_fn: must be off.
+      run_eval_before_training: must be off.
+      train_state_initializer_cls: must be off.
+      use_orbax: must be True.
+      use_gda: must be True.
+      use_jax_array: must be True.
+      verify_matching_vocabs_fn: must be off.
+      gc_period: must be 0.
 
     Returns:
       The state after the last step.
 
     Raises:
-      ConfigError: a setting that cannot be honoured, with what to write instead.
+      ConfigError: if a setting cannot be honoured.
     """
     settings = locals()
     _check(settings)
-    trainer: Trainer = trainer_cls()  # type: ignore[call-arg]  # a gin file has its settings
+    trainer: Trainer = trainer_cls()  # type: ignore[call-arg]  # gin provides its arguments
     training, evaluated = train_dataset_cfg, train_eval_dataset_cfg
     length = _sequence_length(training, evaluated)
     task, eval_tasks = _tasks(training, evaluated)
@@ -134,8 +143,8 @@ def train(
     checkpoints, restore = checkpoint_cfg.translated()
     periods = [period for period in (eval_period, checkpoints.period) if period]
     seed = _seed(random_seed, training.seed)
-    _say_what_differs(settings, seed)
-    # Bare and with all that differs given: nothing of it is left to the gin file.
+    _report_differences(settings, seed)
+    # Unwrapped and with every argument given, so that gin cannot change the settings of `train`.
     return inspect.unwrap(train_here)(
         model_dir=model_dir,
         model=model.transformer(),
@@ -159,17 +168,17 @@ def train(
 
 
 def _check(settings: Mapping[str, Any]) -> None:
-    """Each setting has a meaning here.
+    """Checks that every setting can be honoured.
 
     Raises:
-      ConfigError: naming the first that has none.
+      ConfigError: if a setting cannot be honoured.
     """
     for name, why in OFF.items():
         off(f'{KEY}.{name}', settings[name], why)
     for name, why in ON.items():
         only(f'{KEY}.{name}', settings[name], (True,), why)
     concurrent = settings['concurrent_metrics']
-    only(f'{KEY}.concurrent_metrics', concurrent, (True, False), 'it is on or off')
+    only(f'{KEY}.concurrent_metrics', concurrent, (True, False), 'it must be True or False')
     check_summarize(f'{KEY}.summarize_config_fn', settings['summarize_config_fn'])
     check_actions(f'{KEY}.actions', settings['actions'])
     check_evaluator(f'{KEY}.inference_evaluator_cls', settings['inference_evaluator_cls'])
@@ -184,13 +193,13 @@ def _check(settings: Mapping[str, Any]) -> None:
 
 
 def _sequence_length(training: DatasetConfig, evaluated: DatasetConfig | None) -> int:
-    """Tokens of a row, the same in training and evaluation."""
+    """The number of tokens in a row, which is the same in training and evaluation."""
     key, length = 'utils.DatasetConfig.task_feature_lengths', training.sequence_length
     if length is None:
-        raise refusal(f'train/{key}', None, "write {'targets': tokens of a row}")
+        raise refusal(f'train/{key}', None, "write {'targets': number of tokens in a row}")
     if evaluated is not None and evaluated.sequence_length not in (None, length):
         lengths = evaluated.task_feature_lengths
-        why = f"rows are as long as those of the training; write {{'targets': {length}}}"
+        why = f"it must be the length of the training rows; write {{'targets': {length}}}"
         raise refusal(f'train_eval/{key}', lengths, why)
     return length
 
@@ -198,7 +207,10 @@ def _sequence_length(training: DatasetConfig, evaluated: DatasetConfig | None) -
 def _tasks(
     training: DatasetConfig, evaluated: DatasetConfig | None
 ) -> tuple[Task, dict[str, Task] | None]:
-    """The task to train on, and those to evaluate; None: its own held-out part."""
+    """The task to train on and the tasks to evaluate.
+
+    Instead of the latter, None stands for the held-out part of the training task.
+    """
     training.check_trains('train/')
     if evaluated is None:
         return training.task, None
@@ -210,26 +222,29 @@ def _tasks(
 
 
 def _seed(random_seed: int | None, data_seed: int | None) -> int:
-    """The one seed of a run; 0 where any will do."""
+    """The one seed of a run, or 0 if no seed is set."""
     given = {seed for seed in (random_seed, data_seed) if seed is not None}
     if len(given) > 1:
         raise ConfigError(
-            f'{KEY}.random_seed is {random_seed} and train/utils.DatasetConfig.seed {data_seed}: a '
-            'run has one seed; write the same, or None for one of them'
+            f'{KEY}.random_seed is {random_seed}, but train/utils.DatasetConfig.seed is '
+            f'{data_seed}: a run has one seed; set both to the same value, or one of them to None'
         )
     return given.pop() if given else 0
 
 
-def _say_what_differs(settings: Mapping[str, Any], seed: int) -> None:
-    """Settings that are honoured by something else than T5X does."""
+def _report_differences(settings: Mapping[str, Any], seed: int) -> None:
+    """Reports settings that behave differently from T5X."""
     console, optimizer = RunConsole(), settings['model'].optimizer_def
     if settings['random_seed'] is None:
-        console.say(f'{KEY}.random_seed is None, so any will do: it is {seed}')
+        console.say(f'{KEY}.random_seed is None: using seed {seed}')
     if settings['train_eval_dataset_cfg'] is None:
-        console.say(f'{KEY}.train_eval_dataset_cfg is None: the task is evaluated once, at the end')
+        console.say(f'{KEY}.train_eval_dataset_cfg is None: evaluating the task once, at the end')
     if settings['infer_eval_dataset_cfg'] is not None:
         settings['infer_eval_dataset_cfg'].check_evaluates('infer_eval/')
         _ = settings['infer_eval_dataset_cfg'].task  # a wrong name is an error
-        console.say(f'{KEY}.infer_eval_dataset_cfg: tasks have no metrics of decoded text: skipped')
+        console.say(f'{KEY}.infer_eval_dataset_cfg is skipped: no task scores decoded text')
     if isinstance(optimizer, Adafactor) and optimizer.logical_factor_rules is not None:
-        console.say('adafactor.Adafactor.logical_factor_rules: optax factors the largest two sizes')
+        console.say(
+            'adafactor.Adafactor.logical_factor_rules is not used: optax factors the two largest '
+            'dimensions of each parameter'
+        )

@@ -1,4 +1,4 @@
-"""T5X's `trainer`: how the updates are made."""
+"""T5X's `trainer`: learning rate, microbatches and actions of a run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from train.t5x.refusals import expect, refusal
 
 @dataclasses.dataclass(frozen=True)
 class WeightMetricsComputer:
-    """The root mean squares of every weight, its gradient and its update, and the largest weight.
+    """Turns on the metrics of every parameter.
 
-    They are metrics of the training: `train/weight_rms/<path>`, `train/weight_gradient_rms/...`,
-    `train/weight_update_rms/...` and `train/weight_max/...`.
+    They are the root mean squares of the parameter, its gradient and its update, and its largest
+    absolute value: `train/weight_rms/<path>`, `train/weight_gradient_rms/<path>`,
+    `train/weight_update_rms/<path>` and `train/weight_max/<path>`.
     """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """How the updates are made.
+    """How parameters are updated.
 
     Attributes:
-      learning_rate_fn: the schedule, step -> rate.
-      num_microbatches: parts of a batch that are computed one after another; None: one.
-      weight_metrics_computer: metrics of every parameter; None: none.
+      learning_rate_fn: the schedule, a function from steps to learning rates.
+      num_microbatches: the number of parts of a batch that are computed one after another. None
+        means 1.
+      weight_metrics_computer: turns on the metrics of every parameter. By default they are off.
     """
 
     learning_rate_fn: Schedule
@@ -38,7 +40,7 @@ class Trainer:
         if not callable(self.learning_rate_fn):
             raise ConfigError(
                 f'trainer.Trainer.learning_rate_fn is {self.learning_rate_fn!r}: it must be a '
-                'schedule, @utils.create_learning_rate_scheduler()'
+                'schedule, such as @utils.create_learning_rate_scheduler()'
             )
         computer, kind = self.weight_metrics_computer, WeightMetricsComputer
         if computer is not None:
@@ -48,7 +50,7 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TerminateOnNanAction:
-    """Stops where the loss is not finite, as every run does."""
+    """Stops a run whose loss is not finite, which every run does anyway."""
 
     task: str = 'train'
     metric: str = 'loss'
@@ -56,7 +58,7 @@ class TerminateOnNanAction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStoppingAction:
-    """Stops where a metric gets no better; refused: runs end at their last step."""
+    """Stands for stopping when a metric stops improving, which is refused."""
 
     metric: Sequence[str] = ()
     mode: str = 'min'
@@ -66,10 +68,10 @@ class EarlyStoppingAction:
 
 
 def check_actions(key: str, actions: Any) -> None:
-    """Runs stop at a loss that is not finite, whatever is said; no other action is there.
+    """Checks that all actions are `TerminateOnNanAction`.
 
     Raises:
-      ConfigError: another action.
+      ConfigError: if there is another action, or if `actions` is malformed.
     """
     if not actions:
         return
@@ -81,5 +83,7 @@ def check_actions(key: str, actions: Any) -> None:
             raise refusal(f'{key}[{mode!r}]', listed, f'it must be a list; write {written}')
         for action in listed:
             if not isinstance(action, TerminateOnNanAction):
-                why = 'only @trainer.TerminateOnNanAction() can be asked for: runs end at their '
-                raise refusal(f'{key}[{mode!r}]', action, why + 'last step or at a lost loss')
+                why = 'a run ends only at its last step or if its loss is not finite; '
+                raise refusal(
+                    f'{key}[{mode!r}]', action, why + 'write @trainer.TerminateOnNanAction()'
+                )

@@ -1,4 +1,4 @@
-"""A task whose tokens are at hand: rows at any place, without a state."""
+"""An opened task: its token indices are built, and its rows have random access without state."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from typing import Any
 import grain
 import numpy as np
 
-from train.data.rows.order import MOST_ROWS, mixed, shuffled
+from train.data.rows.order import MAX_ROWS, mix, shuffle
 from train.data.rows.packing import Row
 from train.data.text.stream import Stream
 from train.data.text.token_index import TokenIndex
 from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError, check_counts
 
-# Yardsticks of evaluation look at the beginning of a text only, so that they take a second or two.
-YARDSTICK_TOKENS = 4 << 20
+# The baselines of an evaluation use only this much of the text, so that they take about a second.
+BASELINE_TOKENS = 4 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows at random access: examples, and what makes rows of them.
+    """Rows with random access: examples, and a function that makes a row of each.
 
     Attributes:
-      examples: a sequence.
-      make_row: makes a row of an example and random numbers; None: the examples are rows.
+      examples: a sequence of examples.
+      make_row: makes a row from an example and a random generator. With None, the examples are
+        already rows.
     """
 
     examples: Any
@@ -38,26 +39,26 @@ class Rows:
         return len(self.examples)
 
     def shuffled(self, seed: int) -> grain.MapDataset:
-        """Rows without an end: each of them once an epoch, in an order of its own."""
-        dataset = shuffled(self.examples, seed)
+        """Endless rows: every row once per epoch, and each epoch in a different order."""
+        dataset = shuffle(self.examples, seed)
         return dataset if self.make_row is None else dataset.random_map(self.make_row)
 
     def in_order(self) -> grain.MapDataset:
-        """Each row once, and the same every time."""
+        """Every row once, in order, and with the same random numbers each time."""
         dataset = grain.MapDataset.source(self.examples)
         return dataset if self.make_row is None else dataset.seed(0).random_map(self.make_row)
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The part of a task that draws from one source.
+    """The part of a task that reads one source.
 
     Attributes:
-      name: of the source.
-      index: its tokens.
-      rows: makes rows of a stream of them.
-      settings: what decides, with the tokens, what the rows are.
-      scores_bytes: whether the rows' targets are all bytes of the text, each once.
+      name: the name of the source.
+      index: the tokens of the source.
+      rows: makes rows from a token stream.
+      settings: the settings that, together with the tokens, determine the rows.
+      scores_bytes: whether the targets of the rows cover every byte of the text exactly once.
       weight: this part's share of the training rows.
     """
 
@@ -71,13 +72,13 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """Held-out rows.
+    """The held-out rows of a task.
 
     Attributes:
-      rows: random access, each row once.
-      num_documents: documents that they are of.
-      num_bytes: bytes of those; None where the rows do not score every byte.
-      text: the beginning of them.
+      rows: the rows, each once, with random access.
+      num_documents: the number of documents that the rows come from.
+      num_bytes: the size of these documents in bytes, or None if the rows do not score every byte.
+      text: the beginning of these documents.
     """
 
     rows: Sequence[Row]
@@ -88,11 +89,11 @@ class EvaluationSet:
 
 @dataclasses.dataclass(frozen=True)
 class OpenTask:
-    """A task whose tokens are at hand.
+    """A task whose token indices are built.
 
     Attributes:
-      tokenizer: of all its text.
-      parts: one for each source.
+      tokenizer: the tokenizer of all its text.
+      parts: its parts, one per source.
     """
 
     tokenizer: Tokenizer
@@ -100,28 +101,28 @@ class OpenTask:
 
     @functools.cached_property
     def training_rows(self) -> list[Rows]:
-        """The training rows of each part, each row once."""
+        """The training rows of each part."""
         return [part.rows(part.index.training) for part in self.parts]
 
     @property
     def rows_per_epoch(self) -> int:
-        """Training rows until every part has been seen whole."""
+        """The number of training rows after which every row of every part has been seen."""
         rows_and_parts = zip(self.training_rows, self.parts, strict=True)
         return max(math.ceil(len(rows) / part.weight) for rows, part in rows_and_parts)
 
     def training(self, seed: int) -> grain.MapDataset:
-        """The training rows, without an end: row i is a function of the task, `seed` and i alone.
+        """The endless training rows. Row i depends only on the task, `seed` and i.
 
         Args:
-          seed: of the order of the rows, and of what is random in them.
+          seed: determines the order of the rows and the randomness in them.
 
         Raises:
-          ConfigError: a part has nothing to train on, or rows of one part have other arrays than
-            those of another.
+          ConfigError: if a part has nothing to train on, or if the rows of two parts have different
+            arrays.
         """
         check_counts(minimum=0, seed=seed)
         if seed >= 1 << 32:
-            raise ConfigError(f'seed is {seed}: grain shuffles by numbers below {1 << 32}')
+            raise ConfigError(f'seed is {seed}: it must be below {1 << 32}, the limit of grain')
         for part, rows in zip(self.parts, self.training_rows, strict=True):
             _check_trainable(part, len(rows))
         _check_features([rows.in_order() for rows in self.training_rows])
@@ -129,17 +130,17 @@ class OpenTask:
             return self.training_rows[0].shuffled(seed)
         seeds = np.random.SeedSequence(seed).generate_state(len(self.parts)).tolist()
         datasets = [rows.shuffled(s) for rows, s in zip(self.training_rows, seeds, strict=True)]
-        return mixed(datasets, [part.weight for part in self.parts])
+        return mix(datasets, [part.weight for part in self.parts])
 
     def evaluation(self, max_targets: int | None = None) -> EvaluationSet:
         """The held-out rows of all parts, each once.
 
         Args:
-          max_targets: take the first so many held-out tokens, of several parts as many of each.
+          max_targets: use only this many held-out tokens, the first ones; several parts share them
+            equally. By default, all are used.
 
         Raises:
-          ConfigError: nothing is held out, or rows of one part have other arrays than those of
-            another.
+          ConfigError: if nothing is held out, or if the rows of two parts have different arrays.
         """
         streams = [part.index.held_out for part in self.parts]
         if max_targets is not None:
@@ -149,14 +150,14 @@ class OpenTask:
         if not sum(stream.num_documents for stream in streams):
             documents = sum(part.index.training.num_documents for part in self.parts)
             raise ConfigError(
-                f'empty corpus: of {", ".join(part.name for part in self.parts)} nothing is held '
-                f'out to evaluate, {documents} documents are to train on; see holdout_percent'
+                f'empty corpus: {", ".join(part.name for part in self.parts)} has {documents} '
+                'training documents, but nothing is held out to evaluate: raise holdout_percent'
             )
         datasets = [p.rows(s).in_order() for p, s in zip(self.parts, streams, strict=True)]
         datasets = [dataset for dataset in datasets if len(dataset)]
         _check_features(datasets)
         scored = all(part.scores_bytes for part in self.parts)
-        each = YARDSTICK_TOKENS // len(streams)
+        each = BASELINE_TOKENS // len(streams)
         beginnings = [stream.tokens[: each + 1] for stream in streams]
         return EvaluationSet(
             rows=grain.MapDataset.concatenate(datasets),
@@ -167,25 +168,25 @@ class OpenTask:
 
 
 def features(row: Row) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-    """Shape and type of each array of a row."""
+    """The shape and dtype of each array of a row."""
     return {name: (value.shape, value.dtype) for name, value in row.items()}
 
 
 def _check_trainable(part: Part, num_rows: int) -> None:
     if not num_rows:
         raise ConfigError(
-            f'empty corpus: {part.name} has no document to train on, '
-            f'{part.index.held_out.num_documents} held out; see holdout_percent'
+            f'empty corpus: {part.name} has no document to train on, because all '
+            f'{part.index.held_out.num_documents} are held out: lower holdout_percent'
         )
-    if num_rows > MOST_ROWS:
+    if num_rows > MAX_ROWS:
         raise ConfigError(
-            f'{part.name} makes {num_rows} rows, more than the {MOST_ROWS} that grain can shuffle: '
-            'use longer rows'
+            f'{part.name} has {num_rows} rows, but grain can shuffle at most {MAX_ROWS}: use '
+            'longer rows'
         )
 
 
 def _check_features(datasets: Sequence[Any]) -> None:
-    """The rows of all parts have the same arrays."""
+    """Checks that the rows of all parts have the same arrays."""
     expected = features(datasets[0][0])
     for dataset in datasets[1:]:
         found = features(dataset[0])
@@ -196,13 +197,14 @@ def _check_features(datasets: Sequence[Any]) -> None:
                 if expected.get(name) != found.get(name)
             )
             shapes = ', '.join(
-                f'{name} {_described(expected.get(name))} and {_described(found.get(name))}'
+                f'{name} {_describe(expected.get(name))} and {_describe(found.get(name))}'
                 for name in differing
             )
             raise ConfigError(
-                f'tasks of a mixture make rows of the same arrays, but they differ in {shapes}'
+                'the tasks of a mixture must make rows with the same arrays, but they differ in '
+                f'{shapes}'
             )
 
 
-def _described(feature: tuple[tuple[int, ...], np.dtype] | None) -> str:
+def _describe(feature: tuple[tuple[int, ...], np.dtype] | None) -> str:
     return 'absent' if feature is None else f'{feature[0]} {feature[1]}'

@@ -1,4 +1,4 @@
-"""The order of rows: shuffled anew each epoch, and mixed by weights. Both at random access."""
+"""The order of rows: shuffled differently in each epoch, and mixed by weights, by random access."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from typing import Any
 import grain
 import numpy as np
 
-# grain shuffles by 32-bit numbers.
-MOST_ROWS = 1 << 32
-# grain's shuffle takes the longer the fewer rows there are, milliseconds for a few of them.
+# grain shuffles with 32-bit numbers.
+MAX_ROWS = 1 << 32
+# grain's shuffle is slow for short datasets: for a few rows it takes milliseconds per row.
 FEW_ROWS = 1024
-# A length for what has no end: grain's datasets have one.
-NO_END = 1 << 62
-# Weights are whole multiples of its inverse.
+# grain needs the length of a dataset; this stands for an endless one.
+ENDLESS = 1 << 62
+# Weights are rounded to multiples of 1 / WEIGHT_UNITS.
 WEIGHT_UNITS = 1 << 32
 
 
-def shuffled(rows: Any, seed: int) -> grain.MapDataset:
-    """Rows without an end: each of them once an epoch, in an order of its own."""
+def shuffle(rows: Any, seed: int) -> grain.MapDataset:
+    """Endless rows: every row once per epoch, and each epoch in a different order."""
     if len(rows) < FEW_ROWS:
         return grain.MapDataset.source(_Permuted(rows, seed)).seed(seed)
     return grain.MapDataset.source(rows).seed(seed).shuffle().repeat()
 
 
-def mixed(datasets: Sequence[Any], weights: Sequence[float]) -> grain.MapDataset:
-    """Rows of several datasets without an end, at any moment as near to the weights as can be.
+def mix(datasets: Sequence[Any], weights: Sequence[float]) -> grain.MapDataset:
+    """Endless rows of several datasets. Any number of first rows follows the weights closely.
 
     Args:
-      datasets: rows without an end.
-      weights: their shares, of a sum of 1.
+      datasets: endless rows.
+      weights: the share of each dataset; the shares add up to 1.
     """
     source: Any = datasets[-1]
-    left = weights[-1]
+    total = weights[-1]
     for dataset, weight in zip(datasets[-2::-1], weights[-2::-1], strict=True):
-        left += weight
-        source = _Mixed(dataset, source, round(WEIGHT_UNITS * weight / left))
+        total += weight
+        source = _Mixed(dataset, source, round(WEIGHT_UNITS * weight / total))
     return grain.MapDataset.source(source)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Permuted:
-    """Few rows without an end, each epoch in an order of its own."""
+    """An endless dataset of few rows, with one permutation per epoch."""
 
     rows: Any
     seed: int
 
     def __len__(self) -> int:
-        return NO_END
+        return ENDLESS
 
     def __getitem__(self, index: int) -> Any:
         epoch, place = divmod(int(index), len(self.rows))
@@ -64,17 +64,17 @@ def _permutation(seed: int, epoch: int, count: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Mixed:
-    """Rows of two datasets: of each n, `units` / WEIGHT_UNITS are of the first, rounded down."""
+    """Two mixed datasets: n * `units` // WEIGHT_UNITS of the first n rows come from the first."""
 
     first: Any
     second: Any
     units: int
 
     def __len__(self) -> int:
-        return NO_END
+        return ENDLESS
 
     def __getitem__(self, index: int) -> Any:
-        # In Python's whole numbers: others would lose or repeat rows far out.
+        # Python's integers do not overflow; NumPy's would lose or repeat rows at large indices.
         index = int(index)
         before = index * self.units // WEIGHT_UNITS
         if (index + 1) * self.units // WEIGHT_UNITS > before:

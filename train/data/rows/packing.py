@@ -1,4 +1,4 @@
-"""Rows made of pieces of a token stream: cut off one after another, or whole documents packed."""
+"""Rows made from a token stream: cut one after another, or packed from whole documents."""
 
 from __future__ import annotations
 
@@ -15,10 +15,15 @@ Row = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class SplitRows:
-    """A stream cut into rows of `length` targets, each behind the token before it.
+    """A stream cut into rows of `length` targets. The input of a target is the token before it.
 
-    Rows follow each other without a gap, over the ends of documents; the last one is filled up with
-    weightless separators.
+    Rows follow each other without gaps, across the ends of documents. The last row is filled up
+    with separators of weight 0.
+
+    Attributes:
+      stream: the documents.
+      length: the number of targets in a row.
+      separator: the token that fills up the last row.
     """
 
     stream: Stream
@@ -44,18 +49,18 @@ class SplitRows:
 
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """Documents packed into rows of `length` targets, so that few places stay empty.
+    """Documents packed into rows of `length` targets, so that little padding is needed.
 
-    A document longer than a row is cut into whole rows and a rest. Attention and positions begin
-    anew in each piece: `decoder_segment_ids` are 1, 2, ... (0: empty) and `decoder_positions` count
-    from 0.
+    A document longer than a row is cut into pieces that fill whole rows, and a remainder. Attention
+    and positions restart with each piece: `decoder_segment_ids` are 1, 2, ... and 0 for padding,
+    and `decoder_positions` count from 0.
 
     Attributes:
       stream: the documents.
-      length: places of a row.
-      separator: what stands in empty places.
-      starts, lengths: int64 [pieces], where each piece begins in the stream, and its targets; in
-        the order of the rows.
+      length: the number of targets in a row.
+      separator: the token that pads rows.
+      starts: int64 [pieces], where each piece begins in the stream, in the order of the rows.
+      lengths: int64 [pieces], the number of targets of each piece.
       first_pieces: int64 [rows + 1], the first piece of each row.
     """
 
@@ -92,14 +97,16 @@ class PackedRows:
 
 
 def check_within(index: int, rows: Sized) -> None:
-    """Behind the last row there is none."""
+    """Raises an IndexError if the index is not one of a row, so that iterating ends."""
     if not 0 <= index < len(rows):
         raise IndexError(f'row {index} of {len(rows)}')
 
 
 def pack(stream: Stream, length: int, separator: int) -> PackedRows:
-    """Packs the documents of a stream into rows, the longest first, each into the fullest row that
-    has room for it (best fit decreasing)."""
+    """Packs the documents of a stream into rows by best-fit decreasing.
+
+    Long documents come first, and each document goes into the fullest row that has room for it.
+    """
     starts, lengths = _pieces(stream, length)
     rows = best_fit(lengths, length)
     order = np.argsort(rows, kind='stable')
@@ -108,7 +115,7 @@ def pack(stream: Stream, length: int, separator: int) -> PackedRows:
 
 
 def _pieces(stream: Stream, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where the documents' pieces of at most `length` targets begin, and how long they are."""
+    """The start and the length of each piece, after cutting documents to `length` targets."""
     firsts = np.asarray(stream.starts[:-1])
     targets = np.diff(stream.starts)
     counts = -(-targets // length)
@@ -120,29 +127,29 @@ def _pieces(stream: Stream, length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Which bin each item goes into: the longest items first, each into the fullest bin with room.
+    """Assigns items to bins: the longest items first, each to the fullest bin that has room.
 
-    Items of one length are placed together, so the time hardly grows with their number.
+    Items of the same length are placed together, so the time hardly grows with their number.
 
     Args:
-      lengths: int [items], from 1 to `capacity`.
-      capacity: of a bin.
+      lengths: int [items], each from 1 to `capacity`.
+      capacity: the size of a bin.
 
     Returns:
-      int64 [items], bins numbered from 0 in the order in which they are opened.
+      int64 [items], the bin of each item. Bins are numbered from 0 in the order of their opening.
     """
     bins = np.empty(len(lengths), np.int64)
     order = np.argsort(-lengths, kind='stable')
     sizes, firsts, counts = np.unique(-lengths[order], return_index=True, return_counts=True)
-    with_room: dict[int, list[np.ndarray]] = {}  # bins that are not full, by what is left in them
-    rooms = 0  # bit r is set where a bin has r left
+    with_room: dict[int, list[np.ndarray]] = {}  # free space -> the bins that have it
+    rooms = 0  # bit r is set if some bin has r free
     opened = 0
     for size, first, count in zip((-sizes).tolist(), firsts, counts, strict=True):
         items = order[first : first + count]
         while len(items):
             fitting = rooms >> size
             if fitting:
-                room = size + (fitting & -fitting).bit_length() - 1  # the least that is enough
+                room = size + (fitting & -fitting).bit_length() - 1  # the smallest that suffices
                 candidates = with_room[room].pop()
                 if not with_room[room]:
                     rooms ^= 1 << room
@@ -150,7 +157,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 room = capacity
                 candidates = opened + np.arange(-(-len(items) // (capacity // size)))
                 opened += len(candidates)
-            # Each bin is filled as far as this size goes before the next one is.
+            # Each bin takes as many items of this size as fit before the next bin is used.
             each = room // size
             used = min(len(candidates), -(-len(items) // each))
             placed, items = np.split(items, [min(len(items), used * each)])
@@ -164,7 +171,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 def _keep(with_room: dict[int, list[np.ndarray]], rooms: int, room: int, bins: np.ndarray) -> int:
-    """Notes bins that have `room` left; returns `rooms` with its bit set."""
+    """Records bins that have `room` left, and returns `rooms` with that bit set."""
     if not room or not len(bins):
         return rooms
     with_room.setdefault(room, []).append(bins)

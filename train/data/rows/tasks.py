@@ -1,4 +1,4 @@
-"""Tasks: what a model learns from, and how rows are made of it."""
+"""Tasks: which documents a model learns from, and how rows are made from them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from train.data.text.tokenizers import ByteTokenizer, Tokenizer
 from train.errors import ConfigError, check_counts
 
 Packing = Literal['split', 'pack']
-# The least share of a mixture that a task may have is one in so many.
-MOST_UNLIKE = 1_000_000
+# The smallest share of a mixture that a task may have.
+MIN_SHARE = 1e-6
 
 
-def tell_nobody(name: str, done: int, total: int) -> None:
-    """A `Progress` that says nothing."""
+def no_progress(name: str, done: int, total: int) -> None:
+    """A `Progress` callback that does nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(abc.ABC):
-    """What a model learns from.
+    """Documents to learn from, and a way to make rows from them.
 
     Usage:
       task = CausalLM(source=TextFiles(pattern='corpus/**/*.txt'))
@@ -42,29 +42,30 @@ class Task(abc.ABC):
     @property
     @abc.abstractmethod
     def num_tokens(self) -> int:
-        """Tokens in its rows are below it."""
+        """The size of the vocabulary; every token in its rows is below it."""
 
     @abc.abstractmethod
-    def open(self, length: int, progress: Progress = tell_nobody) -> OpenTask:
-        """Builds what of its token indices is not in the cache.
+    def open(self, length: int, progress: Progress = no_progress) -> OpenTask:
+        """Opens the task, and builds those of its token indices that are not in the cache.
 
         Args:
-          length: places of a row; of the encoder's part, where there is one.
-          progress: told how far the building is.
+          length: the number of tokens in a row, or of encoder tokens if rows have an encoder part.
+          progress: a callback that reports the progress of building.
 
         Raises:
-          ConfigError: sources, tokenizers or settings that cannot be honoured.
+          ConfigError: if a source or a tokenizer cannot be read, or if the settings conflict.
         """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceTask(Task):
-    """A task with a source.
+    """A task that reads one source.
 
     Attributes:
       source: the documents.
-      tokenizer: makes tokens of them.
-      cache_dir: where token indices are kept; None: in the user's cache folder.
+      tokenizer: turns the documents into tokens.
+      cache_dir: the directory where token indices are stored; by default, a directory in the user's
+        cache.
     """
 
     source: Source
@@ -75,24 +76,24 @@ class SourceTask(Task):
         for name, kind in (('source', Source), ('tokenizer', Tokenizer)):
             if not isinstance(getattr(self, name), kind):
                 raise ConfigError(
-                    f'{type(self).__name__}.{name} is {getattr(self, name)!r}, no {kind.__name__}; '
-                    'in a gin file write @Name(), with the brackets'
+                    f'{type(self).__name__}.{name} is {getattr(self, name)!r}: it must be a '
+                    f'{kind.__name__}; in a gin file write @Name(), with the parentheses'
                 )
         if not isinstance(self.cache_dir, str | os.PathLike | None):
-            raise ConfigError(f'cache_dir is {self.cache_dir!r}: it must be the path of a folder')
+            raise ConfigError(f'cache_dir is {self.cache_dir!r}: it must be a path')
 
-    def open(self, length: int, progress: Progress = tell_nobody) -> OpenTask:
+    def open(self, length: int, progress: Progress = no_progress) -> OpenTask:
         check_counts(length=length)
         rows = self._rows(length)
         index = open_index(self.source, self.tokenizer, self.cache_dir, progress)
         name = str(getattr(self.source, 'pattern', type(self.source).__name__))
-        kept = {'source', 'tokenizer', 'cache_dir'}
+        not_settings = {'source', 'tokenizer', 'cache_dir'}
         settings = {
             'task': type(self).__name__,
             **{
                 f.name: getattr(self, f.name)
                 for f in dataclasses.fields(self)
-                if f.name not in kept
+                if f.name not in not_settings
             },
         }
         return OpenTask(self.tokenizer, [Part(name, index, rows, settings, self._scores_bytes)])
@@ -101,17 +102,17 @@ class SourceTask(Task):
 
     @abc.abstractmethod
     def _rows(self, length: int) -> Callable[[Stream], Rows]:
-        """What makes rows of a stream."""
+        """A function that makes rows from a token stream."""
 
 
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalLM(SourceTask):
-    """Each token from those before it.
+    """Language modeling: predicts each token from the tokens before it.
 
     Attributes:
-      packing: 'split' cuts the stream of documents into rows, over their ends; 'pack' keeps
-        documents apart and whole where they fit, several in a row (see `PackedRows`).
+      packing: 'split' cuts the stream of documents into rows, across the ends of documents. 'pack'
+        puts several documents into a row, and separates them by segments (see `PackedRows`).
     """
 
     packing: Packing = 'split'
@@ -135,13 +136,13 @@ class CausalLM(SourceTask):
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanCorruption(SourceTask):
-    """T5's pretraining: the decoder writes spans that are cut out of the encoder's text.
+    """T5's pretraining: the decoder writes the spans that were removed from the encoder's text.
 
     Attributes:
-      noise_density: share of the tokens that is cut out.
-      mean_noise_span_length: tokens of a span, in the mean.
-      num_sentinels: tokens that stand for spans; they follow those of the tokenizer, and the last
-        stands for the first span.
+      noise_density: the fraction of the tokens that is removed.
+      mean_noise_span_length: the mean number of tokens in a removed span.
+      num_sentinels: the number of tokens that stand for removed spans. They come after the tokens
+        of the tokenizer, and the last of them stands for the first span.
     """
 
     noise_density: float = 0.15
@@ -153,10 +154,10 @@ class SpanCorruption(SourceTask):
         check_counts(num_sentinels=self.num_sentinels)
         density, span = self.noise_density, self.mean_noise_span_length
         if not isinstance(density, float) or not 0 < density < 1:
-            raise ConfigError(f'noise_density is {self.noise_density!r}: use one between 0 and 1')
+            raise ConfigError(f'noise_density is {density!r}: it must be a number between 0 and 1')
         if not isinstance(span, int | float) or not 1 <= span < math.inf:
             raise ConfigError(
-                f'mean_noise_span_length is {self.mean_noise_span_length!r}: use 1 or more'
+                f'mean_noise_span_length is {span!r}: it must be a finite number >= 1'
             )
 
     @property
@@ -169,12 +170,14 @@ class SpanCorruption(SourceTask):
         corruption = Corruption(self.noise_density, self.mean_noise_span_length)
         text_length = corruption.longest_text(length)
         if not text_length:
-            raise ConfigError(f'no text fits into {length} places of an encoder: use 4 or more')
+            raise ConfigError(
+                f'no text fits into {length} encoder tokens: use a length of at least 4'
+            )
         spans = corruption.counts(text_length)[1]
         if spans > self.num_sentinels:
             raise ConfigError(
-                f'a text of {text_length} tokens has {spans} spans, more than num_sentinels '
-                f'({self.num_sentinels})'
+                f'a text of {text_length} tokens has {spans} spans: num_sentinels '
+                f'({self.num_sentinels}) must be at least {spans}'
             )
         make_row = CorruptSpans(
             corruption,
@@ -189,11 +192,11 @@ class SpanCorruption(SourceTask):
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixture(Task):
-    """Rows of several tasks, each by its weight; every task goes through epochs of its own.
+    """Rows of several tasks, mixed by weights. Each task has its own epochs.
 
     Attributes:
-      tasks: tasks with the same tokenizer and the same arrays in a row.
-      weights: their shares of the rows, of any sum.
+      tasks: the tasks. They have the same tokenizer and the same arrays in a row.
+      weights: the share of each task in the rows. The weights need not add up to 1.
     """
 
     tasks: Sequence[Task]
@@ -204,26 +207,26 @@ class Mixture(Task):
         listed = isinstance(tasks, Sequence) and isinstance(weights, Sequence)
         if not listed or not tasks or not all(isinstance(task, Task) for task in tasks):
             raise ConfigError(
-                f'Mixture.tasks is {str(tasks)[:60]} and Mixture.weights {weights!r}: give a list '
-                'of each; in a gin file write [@one/CausalLM(), @two/CausalLM()]'
+                f'Mixture.tasks is {str(tasks)[:60]} and Mixture.weights is {weights!r}: both must '
+                'be lists; in a gin file write [@one/CausalLM(), @two/CausalLM()] and [1, 1]'
             )
         numbers = all(isinstance(w, int | float) and 0 < w < math.inf for w in weights)
-        if len(tasks) != len(weights) or not numbers or min(weights) < sum(weights) / MOST_UNLIKE:
+        if len(tasks) != len(weights) or not numbers or min(weights) < sum(weights) * MIN_SHARE:
             raise ConfigError(
-                f'Mixture.weights is {weights!r}: give each of the {len(tasks)} tasks a weight '
-                'above 0, none below a millionth of all'
+                f'Mixture.weights is {weights!r}: it must have one number > 0 for each of the '
+                f'{len(tasks)} tasks, at least {MIN_SHARE} of their sum'
             )
 
     @property
     def num_tokens(self) -> int:
         return max(task.num_tokens for task in self.tasks)
 
-    def open(self, length: int, progress: Progress = tell_nobody) -> OpenTask:
+    def open(self, length: int, progress: Progress = no_progress) -> OpenTask:
         opened = [task.open(length, progress) for task in self.tasks]
         identities = sorted({task.tokenizer.identity for task in opened})
         if len(identities) > 1:
             raise ConfigError(
-                f'tasks of a mixture have the same tokenizer, not {", ".join(identities)}'
+                f'the tasks of a mixture must have the same tokenizer, not {", ".join(identities)}'
             )
         parts = [
             dataclasses.replace(part, weight=part.weight * weight / sum(self.weights))

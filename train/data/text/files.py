@@ -1,4 +1,4 @@
-"""Files by patterns, and their bytes, compressed or not."""
+"""Finding files by glob patterns, and reading their bytes, decompressed if necessary."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class File:
     """A file of a corpus.
 
     Attributes:
-      name: its path below the root of the corpus, with slashes; whole where it is elsewhere.
-      path: where it is.
-      size: in bytes, as it lies there.
-      modified: time of the last change, in nanoseconds.
+      name: its path relative to the root of the corpus, with slashes. A file outside the root keeps
+        its absolute path.
+      path: its path.
+      size: its size on disk, in bytes.
+      modified: the time of its last change, in nanoseconds.
     """
 
     name: str
@@ -37,46 +38,46 @@ class File:
 def find_files(
     pattern: str | Sequence[str], exclude: str | Sequence[str], root: str
 ) -> tuple[File, ...]:
-    """The files that match, in the order of their names.
+    """The files that match, sorted by name.
 
     Args:
-      pattern: a glob, or several; `**` crosses folders.
-      exclude: parts of paths that leave a file out.
-      root: the folder that patterns start at; '' is the current one.
+      pattern: a glob, or a list of globs; `**` matches any number of directories.
+      exclude: a file is left out if its path contains any of these strings.
+      root: the directory that relative patterns start at; '' is the current directory.
 
     Raises:
-      ConfigError: a pattern that matches no file, or a link to none.
+      ConfigError: if an argument is malformed, a pattern matches no file, or a file cannot be read.
     """
-    patterns, exclude = _listed('pattern', pattern), _listed('exclude', exclude)
+    patterns, exclude = _as_paths('pattern', pattern), _as_paths('exclude', exclude)
     if not patterns:
         raise ConfigError('pattern is empty: write a path, or a list of them')
-    [below] = _listed('root', root)
-    folder = Path(os.path.expanduser(below or '.'))
+    [root] = _as_paths('root', root)
+    folder = Path(os.path.expanduser(root or '.'))
     found: dict[str, File] = {}
     for one in patterns:
         matches = [
             file
             for match in glob.glob(os.path.expanduser(one), root_dir=folder, recursive=True)
-            if (file := _file(folder, match, exclude, named_below=bool(below))) is not None
+            if (file := _file(folder, match, exclude, relative_to_root=bool(root))) is not None
         ]
         if not matches:
-            without = f' without {exclude}' if exclude else ''
-            missing = '' if folder.is_dir() else ', which is no folder'
+            excluded = f' after excluding {exclude}' if exclude else ''
+            hint = '' if folder.is_dir() else ', which is not a directory'
             if (folder / os.path.expanduser(one)).is_dir():
-                missing = f', only a folder: write {one.rstrip("/")}/**/*.txt or the like'
+                hint = f', only a directory: write {one.rstrip("/")}/**/*.txt'
             raise ConfigError(
-                f'empty corpus: no file matches {one!r} in {folder.resolve()}{missing}{without}'
+                f'empty corpus: no file matches {one!r} in {folder.resolve()}{hint}{excluded}'
             )
         found |= {file.name: file for file in matches}
     return tuple(found[name] for name in sorted(found))
 
 
-def _file(folder: Path, match: str, exclude: Sequence[str], named_below: bool) -> File | None:
-    """The file that a glob has found; None if it is a folder, or left out."""
+def _file(folder: Path, match: str, exclude: Sequence[str], relative_to_root: bool) -> File | None:
+    """The file that a glob matched, or None if it is a directory or excluded."""
     path, relative = folder / match, os.path.normpath(match)
-    if os.path.isabs(match) and named_below:
-        below = os.path.relpath(match, folder)
-        relative = relative if below.split(os.sep)[0] == os.pardir else below
+    if os.path.isabs(match) and relative_to_root:
+        from_root = os.path.relpath(match, folder)
+        relative = relative if from_root.split(os.sep)[0] == os.pardir else from_root
     name = relative.replace(os.sep, '/')
     if any(part in f'/{name}' for part in exclude):
         return None
@@ -87,8 +88,8 @@ def _file(folder: Path, match: str, exclude: Sequence[str], named_below: bool) -
     return File(name, path, status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
 
 
-def _listed(name: str, value: Any) -> list[str]:
-    """One path or several, as strings."""
+def _as_paths(name: str, value: Any) -> list[str]:
+    """A list of path strings from one path or several."""
     values = [value] if isinstance(value, str | os.PathLike) else value
     if not isinstance(values, Sequence) or not all(
         isinstance(v, str | os.PathLike) for v in values
@@ -98,22 +99,24 @@ def _listed(name: str, value: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def reading(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file, decompressed if its name ends in .gz or .zst.
+def open_file(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Opens a file, and decompresses it if its name ends in .gz or .zst.
 
     Yields:
-      The bytes, and the file as it lies there, whose position tells how far the reading is.
+      The stream of decompressed bytes, and the raw file. The position in the raw file tells how
+      much of it has been read.
 
     Raises:
-      ConfigError: what is wrong with the file.
+      ConfigError: if the file cannot be read or decompressed.
     """
     try:
         with file.path.open('rb') as raw, _decompressed(file, raw) as stream:
             if not file.size and stream is not raw:
-                raise ConfigError(f'{file.path} is empty, which no compressed file is')
+                kind = 'gzip' if file.name.endswith('.gz') else 'zstandard'
+                raise ConfigError(f'{file.path} is empty: it is not a valid {kind} file')
             yield stream, raw
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError(f'{file.path} is no whole gzip file: {error}') from error
+        raise ConfigError(f'{file.path} is not a complete gzip file: {error}') from error
     except OSError as error:
         raise ConfigError(f'{file.path} cannot be read: {error.strerror or error}') from error
 
@@ -127,12 +130,12 @@ def _decompressed(file: File, raw: BinaryIO) -> Any:
 
 
 class _Zstandard(io.RawIOBase):
-    """The bytes of zstandard frames; unlike the package's own reader it sees a cut-off end."""
+    """The bytes of zstandard frames. Unlike the package's reader, it detects truncated files."""
 
     def __init__(self, file: File, raw: BinaryIO):
-        zstandard = needed('zstandard', 'data', f'{file.path}')
+        zstandard = import_optional('zstandard', 'data', f'{file.path}')
         self._file, self._raw = file, raw
-        # Files of `zstd --long=31` need as much memory to look back into.
+        # Files made by `zstd --long=31` refer back to the last 2 GiB.
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._error = zstandard.ZstdError
         self._frame: Any = None
@@ -143,11 +146,11 @@ class _Zstandard(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._pending:
-            chunk = self._raw.read(512)  # of text that repeats itself, some megabytes
+            chunk = self._raw.read(512)  # of repetitive text, 512 bytes can expand to megabytes
             if not chunk:
                 if self._frame is not None:
                     raise ConfigError(
-                        f'{self._file.path} is no whole zstandard file: it ends early'
+                        f'{self._file.path} is not a complete zstandard file: it ends early'
                     )
                 return 0
             self._pending = memoryview(self._decompress(chunk))
@@ -171,7 +174,7 @@ class _Zstandard(io.RawIOBase):
                 out.append(self._frame.decompress(chunk))
             except self._error as error:
                 raise ConfigError(
-                    f'{self._file.path} is no whole zstandard file: {error}'
+                    f'{self._file.path} is not a complete zstandard file: {error}'
                 ) from error
             chunk = b''
             if self._frame.eof:
@@ -179,11 +182,16 @@ class _Zstandard(io.RawIOBase):
         return b''.join(out)
 
 
-def needed(module: str, extra: str, what: str) -> Any:
-    """A module of an optional package.
+def import_optional(module: str, extra: str, user: str) -> Any:
+    """Imports a module of an optional package.
+
+    Args:
+      module: the module.
+      extra: the extra of meshwright that installs its package.
+      user: what needs the package, for the message.
 
     Raises:
-      ConfigError: it is not installed; the message names the extra that has it.
+      ConfigError: if the package is not installed.
     """
     import importlib
 
@@ -192,5 +200,5 @@ def needed(module: str, extra: str, what: str) -> Any:
     except ImportError as error:
         package = module.split('.')[0]
         raise ConfigError(
-            f"{what} needs the package {package}: pip install 'meshwright[{extra}]'"
+            f"{user} needs the package {package}: pip install 'meshwright[{extra}]'"
         ) from error

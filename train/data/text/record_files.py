@@ -1,4 +1,4 @@
-"""Files of records: Parquet and ArrayRecord."""
+"""Sources that read files of records: Parquet and ArrayRecord."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Any
 
 import gin
 
-from train.data.text.files import File, needed
-from train.data.text.sources import FileSource, as_content, missing, text_of_json
+from train.data.text.files import File, import_optional
+from train.data.text.sources import FileSource, as_content, missing_field, text_of_json
 from train.errors import ConfigError, first_line
 
 
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParquetFiles(FileSource):
-    """Parquet files, each row a document. They need the package pyarrow.
+    """Parquet files in which each row is a document. Needs the package pyarrow.
 
     Attributes:
-      column: the one that holds the text, as strings or bytes.
+      column: the column that holds the text, as strings or bytes.
     """
 
     column: str = 'text'
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
-        arrow = needed('pyarrow', 'data', f'ParquetFiles ({file.path})')
-        parquet = needed('pyarrow.parquet', 'data', f'ParquetFiles ({file.path})')
+        arrow = import_optional('pyarrow', 'data', f'ParquetFiles ({file.path})')
+        parquet = import_optional('pyarrow.parquet', 'data', f'ParquetFiles ({file.path})')
         number = 0
         try:
             with parquet.ParquetFile(file.path) as table:
                 if self.column not in table.schema_arrow.names:
                     raise ConfigError(
-                        missing(str(file.path), self.column, table.schema_arrow.names)
+                        missing_field(str(file.path), self.column, table.schema_arrow.names)
                     )
                 rows = table.metadata.num_rows
                 for batch in table.iter_batches(batch_size=1024, columns=[self.column]):
@@ -50,16 +50,17 @@ class ParquetFiles(FileSource):
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayRecords(FileSource):
-    """ArrayRecord files, each record a document.
+    """ArrayRecord files in which each record is a document.
 
     Attributes:
-      field: records are JSON objects, and this is the field with the text; None: records are text.
+      field: the field that holds the text, if records are JSON objects. With None, each record is
+        itself the text.
     """
 
     field: str | None = None
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
-        module = needed('array_record.python.array_record_module', 'train', 'ArrayRecords')
+        module = import_optional('array_record.python.array_record_module', 'train', 'ArrayRecords')
         number = 0
         try:
             reader = module.ArrayRecordReader(str(file.path))
@@ -81,7 +82,7 @@ class ArrayRecords(FileSource):
 
 
 def _as_bytes(arrow: Any, column: Any) -> Any:
-    """A column of text as bytes, which nobody decodes on the way."""
+    """A column of text as bytes, without decoding it."""
     kinds = arrow.types
     if kinds.is_dictionary(column.type):
         column = column.dictionary_decode()

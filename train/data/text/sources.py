@@ -1,6 +1,6 @@
-"""Where text comes from: files of text, JSON lines, Parquet or ArrayRecord, and any sequence.
+"""Sources of documents: text files, JSON lines, and any sequence of texts.
 
-A source is read once, front to back, when its token index is built; see `token_index`.
+A source is read once, from front to back, when its token index is built; see `token_index`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 import gin
 
 from partitioning.rules import nearest
-from train.data.text.files import File, find_files, reading
+from train.data.text.files import File, find_files, open_file
 from train.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A text.
+    """One text of a source.
 
     Attributes:
-      name: where it is from; it decides whether the document is held out.
-      content: its bytes, of text in UTF-8.
-      done: how much of the source has been read by now, in the units of `Listing.size`.
-      where: the place to name in messages; by default `name`.
+      name: its name in the source. The name alone decides whether the document is held out.
+      content: its bytes; text is encoded as UTF-8.
+      done: how much of the source has been read up to its end, in the units of `Listing.size`.
+      where: its place, for messages; by default `name`.
     """
 
     name: str
@@ -44,13 +44,14 @@ class Document:
 
 @dataclasses.dataclass(frozen=True)
 class Listing:
-    """What a source holds now.
+    """The current contents of a source.
 
     Attributes:
-      signature: JSON that changes when the documents do; None if that cannot be told.
+      signature: JSON data that changes whenever the documents change, or None if changes cannot be
+        detected.
       size: how much there is to read, in bytes or records.
-      documents: all of them, in order, read as they are asked for. ConfigError tells of what cannot
-        be read, and of the place where it stands.
+      documents: all documents in order, read while iterating. The iteration raises a ConfigError
+        that names the place of a document that cannot be read.
     """
 
     signature: Any
@@ -60,11 +61,11 @@ class Listing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source(abc.ABC):
-    """Documents in an order that never changes.
+    """Documents in a fixed order.
 
     Attributes:
-      holdout_percent: about this share of the documents is held out for evaluation, each whole.
-        Which ones depends on their names alone, so adding others moves none. 100: all of them.
+      holdout_percent: about this percentage of the documents is held out for evaluation. A
+        document's name alone decides whether it is held out, so adding documents moves no other.
     """
 
     holdout_percent: float = 2.0
@@ -73,34 +74,37 @@ class Source(abc.ABC):
         percent = self.holdout_percent
         if not isinstance(percent, int | float) or not 0 <= percent <= 100:
             raise ConfigError(
-                f'{type(self).__name__}.holdout_percent is {self.holdout_percent!r}: use 0 to 100'
+                f'{type(self).__name__}.holdout_percent is {self.holdout_percent!r}: it must be a '
+                'number from 0 to 100'
             )
 
     @abc.abstractmethod
     def listing(self) -> Listing:
-        """What there is.
+        """Lists the documents.
 
         Raises:
-          ConfigError: nothing.
+          ConfigError: if there is nothing to read.
         """
 
     def is_held_out(self, name: str) -> bool:
-        """Whether the document of this name is held out."""
-        place = zlib.crc32(name.encode(errors='surrogateescape')) / (1 << 32)
-        return place < self.holdout_percent / 100
+        """Whether the document with this name is held out."""
+        fraction = zlib.crc32(name.encode(errors='surrogateescape')) / (1 << 32)
+        return fraction < self.holdout_percent / 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileSource(Source):
     """Documents in files.
 
-    A subclass of your own says what the `contents` of a file are. Its fields are part of what names
-    the token index: when `contents` is changed, change one, such as a `version`.
+    To read another format, subclass it and implement `contents`. The fields of the subclass are
+    part of the key of the token index. When you change `contents`, change a field too, for example
+    a `version`, so that the index is built again.
 
     Attributes:
-      pattern: a glob, or several; `**` crosses folders.
-      exclude: parts of paths that leave a file out, such as '/test/'.
-      root: the folder that patterns and the names of documents start at; by default the current.
+      pattern: a glob, or a list of globs; `**` matches any number of directories.
+      exclude: a file is left out if its path contains any of these strings, such as '/test/'.
+      root: the directory that patterns and the names of documents are relative to; by default the
+        current directory.
     """
 
     pattern: str | Sequence[str]
@@ -133,35 +137,38 @@ class FileSource(Source):
 
     @abc.abstractmethod
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
-        """(number in the file, content, bytes of it read by then) of each document of a file.
+        """Yields (number, content, bytes read) for each document of a file.
 
-        The number is None where the file is the document.
+        The number is the document's place in the file, or None if the whole file is one document.
+        The third value says how many bytes of the file have been read up to its end.
         """
 
 
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFiles(FileSource):
-    """Files of text, each a document. Names that end in .gz or .zst are decompressed."""
+    """Text files, each of them one document. Files ending in .gz or .zst are decompressed."""
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
-        with reading(file) as (stream, _):
+        with open_file(file) as (stream, _):
             yield None, stream.read(), file.size
 
 
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonLines(FileSource):
-    """Files with a JSON object a line, each a document; .gz and .zst are decompressed.
+    """Files with one JSON object per line, each of them one document.
+
+    Files ending in .gz or .zst are decompressed.
 
     Attributes:
-      field: the one that holds the text.
+      field: the field that holds the text.
     """
 
     field: str = 'text'
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
-        with reading(file) as (stream, raw):
+        with open_file(file) as (stream, raw):
             for number, line in enumerate(stream, 1):
                 if line.strip():
                     content = text_of_json(line, self.field, f'{file.path}:{number}')
@@ -170,13 +177,13 @@ class JsonLines(FileSource):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Records(Source):
-    """Any object with `__len__` and `__getitem__`, each item a document.
+    """Any object with `__len__` and `__getitem__`, in which each item is a document.
 
     Attributes:
-      records: items are strings, bytes, or mappings with `field`.
-      field: the one that holds the text, in mappings.
-      cache_key: names these records, in this version, for the cache of token indices; None: their
-        index is built anew in each run.
+      records: the object. Its items are strings, bytes, or mappings with the key `field`.
+      field: the key that holds the text, if items are mappings.
+      cache_key: a name for this version of the records in the cache of token indices. With None,
+        every run builds the index again.
     """
 
     records: Any
@@ -188,8 +195,8 @@ class Records(Source):
         indexed = hasattr(self.records, '__len__') and hasattr(self.records, '__getitem__')
         if not indexed or isinstance(self.records, str | bytes | Mapping):
             raise ConfigError(
-                f'Records.records is a {type(self.records).__name__}: give a sequence of texts, '
-                'with __len__ and __getitem__ by number'
+                f'Records.records is a {type(self.records).__name__}: it must be a sequence of '
+                'texts with __len__ and __getitem__(int)'
             )
 
     def listing(self) -> Listing:
@@ -208,14 +215,14 @@ class Records(Source):
             where, value = f'record {i}', self.records[i]
             if isinstance(value, Mapping):
                 if self.field not in value:
-                    raise ConfigError(missing(where, self.field, value))
+                    raise ConfigError(missing_field(where, self.field, value))
                 where, value = f'{where}: {self.field!r}', value[self.field]
             yield Document(f'{i}', as_content(value, where), i + 1, where)
 
 
 @gin.configurable
 def python_library() -> TextFiles:
-    """The sources of the running Python's standard library: several MB of text on any machine."""
+    """The source code of Python's standard library: several MB of text that every machine has."""
     return TextFiles(
         pattern='**/*.py',
         exclude=('/site-packages/', '/dist-packages/', '/test/', '/tests/', '/idle_test/'),
@@ -225,7 +232,7 @@ def python_library() -> TextFiles:
 
 
 def text_of_json(line: bytes, field: str, where: str) -> bytes:
-    """The text in a field of a JSON object, in UTF-8."""
+    """The text in a field of a JSON object, encoded as UTF-8."""
     try:
         record = json.loads(line)
     except UnicodeDecodeError as error:
@@ -238,12 +245,12 @@ def text_of_json(line: bytes, field: str, where: str) -> bytes:
         shown = line.decode().strip()
         raise ConfigError(f'{where} is {shown[:40]}, not an object with {field!r}')
     if field not in record:
-        raise ConfigError(missing(where, field, record))
+        raise ConfigError(missing_field(where, field, record))
     return as_content(record[field], f'{where}: {field!r}')
 
 
 def as_content(value: Any, where: str) -> bytes:
-    """The bytes of a text, in UTF-8."""
+    """The bytes of a text, encoded as UTF-8; bytes stay as they are."""
     if isinstance(value, bytes):
         return value
     if not isinstance(value, str):
@@ -252,12 +259,13 @@ def as_content(value: Any, where: str) -> bytes:
         return value.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f'{where} has half a surrogate pair at character {error.start}, which is no text'
+            f'{where} has an unpaired surrogate at character {error.start}, which UTF-8 cannot '
+            'encode'
         ) from error
 
 
-def missing(where: str, field: str, fields: Any) -> str:
-    """The message for a field that is not there."""
+def missing_field(where: str, field: str, fields: Any) -> str:
+    """The message for a field that does not exist."""
     names = list(map(str, fields))
     shown = ', '.join(map(repr, names[:8])) + (', ...' if len(names) > 8 else '')
     return f'{where} has no {field!r}, only {shown or "nothing"}.{nearest(field, names)}'

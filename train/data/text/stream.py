@@ -1,6 +1,6 @@
-"""The tokens of documents, one after another, in files that are mapped into memory.
+"""Token streams: the tokens of documents, one after another, in memory-mapped files.
 
-Every document stands between two separators:
+A separator stands before each document and at the end:
 
     separator  document 0  separator  document 1  separator
 """
@@ -26,9 +26,9 @@ class Stream:
     """The tokens of documents.
 
     Attributes:
-      tokens: uint16 or uint32 [tokens], a separator before each document and one at the end.
-      starts: int64 [documents + 1], where those separators are.
-      sizes: int64 [documents], bytes of the documents.
+      tokens: uint16 or uint32 [tokens], with a separator before each document and one at the end.
+      starts: int64 [documents + 1], the positions of those separators.
+      sizes: int64 [documents], the sizes of the documents, in bytes.
     """
 
     tokens: np.ndarray
@@ -41,7 +41,7 @@ class Stream:
 
     @property
     def num_targets(self) -> int:
-        """Tokens that follow another one: the last of each document is the separator behind it."""
+        """The number of tokens to predict: all except the first separator."""
         return len(self.tokens) - 1
 
     @functools.cached_property
@@ -49,7 +49,7 @@ class Stream:
         return int(np.sum(self.sizes))
 
     def head(self, num_targets: int, tokenizer: Tokenizer) -> Stream:
-        """The first so many targets; the last of their documents may be cut short."""
+        """The stream up to the first `num_targets` targets. It may cut its last document short."""
         if num_targets >= self.num_targets:
             return self
         count = int(np.searchsorted(self.starts[:-1], num_targets))
@@ -62,34 +62,41 @@ class Stream:
 
 
 class StreamWriter:
-    """Writes a stream, document by document."""
+    """Writes a stream, document by document.
+
+    Args:
+      path: the path of its files, without their suffixes.
+      tokenizer: the tokenizer that makes the tokens.
+    """
 
     def __init__(self, path: Path, tokenizer: Tokenizer):
-        """Args:
-        path: of its files, which have endings of their own.
-        tokenizer: has made the tokens.
-        """
         self._path = path
         self._num_tokens = tokenizer.num_tokens
         self._dtype = np.dtype('uint16' if tokenizer.num_tokens <= 1 << 16 else 'uint32')
         self._separator = np.array([tokenizer.separator], self._dtype).tobytes()
         with writing(path.parent):
             self._file = path.with_suffix('.tokens').open('wb')
-        # Not lists: there may be very many documents.
+        # Arrays take much less memory than lists, and there may be very many documents.
         self._starts = array.array('q', [0])
         self._sizes = array.array('q')
 
     def add(self, place: str, tokens: np.ndarray, num_bytes: int) -> None:
         """Adds a document.
 
+        Args:
+          place: where the document is, for messages.
+          tokens: int [tokens], its tokens without separators.
+          num_bytes: its size in bytes.
+
         Raises:
-          ConfigError: a token that the tokenizer says it does not have; a disk that is full.
+          ConfigError: if a token is outside the tokenizer's vocabulary, or the files cannot be
+            written.
         """
         if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < self._num_tokens:
             worst = tokens.min() if tokens.min() < 0 else tokens.max()
             raise ConfigError(
-                f'{place} has token {worst}, but the tokenizer says that its tokens are below '
-                f'{self._num_tokens} (num_tokens)'
+                f'{place} has the token {worst}, which is outside the vocabulary of its tokenizer: '
+                f'tokens must be >= 0 and < num_tokens ({self._num_tokens})'
             )
         with writing(self._path.parent):
             self._file.write(self._separator)
@@ -101,7 +108,7 @@ class StreamWriter:
         """Completes the files.
 
         Returns:
-          What `open_stream` needs to know of them, as JSON.
+          What `open_stream` needs to know about them, as JSON data.
         """
         with writing(self._path.parent):
             self._file.write(self._separator)
@@ -116,7 +123,7 @@ class StreamWriter:
         }
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # the disk may be full: that has been said
+        with contextlib.suppress(OSError):  # if the disk is full, an error has been raised already
             self._file.close()
 
 
@@ -124,26 +131,27 @@ def open_stream(path: Path, about: dict[str, Any]) -> Stream:
     """Maps the files of a stream into memory.
 
     Raises:
-      OSError, ValueError, KeyError, EOFError: they are not what `StreamWriter.finish` said.
+      OSError, ValueError, KeyError, EOFError: if a file is missing or differs from what
+        `StreamWriter.finish` described.
     """
     tokens = np.memmap(path.with_suffix('.tokens'), about['dtype'], mode='r')
     starts = np.load(path.with_suffix('.starts.npy'), mmap_mode='r')
     sizes = np.load(path.with_suffix('.sizes.npy'), mmap_mode='r')
     found = (len(tokens), len(sizes), len(starts))
-    said = (about['num_tokens'], about['num_documents'], about['num_documents'] + 1)
-    if found != said:
-        raise ValueError(f'{path.name} has {found} tokens, documents and starts, not {said}')
-    # As plain arrays: slices of memory maps are slow to make.
+    expected = (about['num_tokens'], about['num_documents'], about['num_documents'] + 1)
+    if found != expected:
+        raise ValueError(f'{path.name} has {found} tokens, documents and starts, not {expected}')
+    # Plain views, because slicing a np.memmap is slow.
     return Stream(np.asarray(tokens), np.asarray(starts), np.asarray(sizes))
 
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Tells in one line of what keeps files from being written there."""
+    """Turns an OSError while writing an index to `directory` into a ConfigError."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f'the cache of token indices {directory.parent} cannot be written: {error.strerror}. '
-            'Name another as cache_dir'
+            f'cannot write to the cache of token indices {directory.parent}: {error.strerror}. '
+            'Set cache_dir to another directory'
         ) from error

@@ -1,4 +1,4 @@
-"""The token index of a source: built once, kept in a cache, read at any place."""
+"""The token index of a source: built once, stored in a cache, read with random access."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError, first_line
 
 FORMAT = 1
-# Documents are tokenized together, about so many bytes at a time.
+# Documents are tokenized in groups of about this many bytes.
 GROUP_BYTES = 4 << 20
 PARTS = ('training', 'held_out')
 
-# Told how much of a source has been read: (name, done, total).
+# A callback that reports how much of a source has been read: (name, done, total).
 Progress = Callable[[str, int, int], None]
 
 
@@ -34,10 +34,10 @@ class TokenIndex:
 
     Attributes:
       training: the documents to train on.
-      held_out: those held out for evaluation.
-      content_hash: of the documents' bytes, in order, and of which are held out.
-      directory: where the index lies.
-      keep: what has to live as long as the index.
+      held_out: the documents that are held out for evaluation.
+      content_hash: a hash of the documents' bytes in order, and of which documents are held out.
+      directory: the directory of the index.
+      keep: an object that must live as long as the index, such as a temporary directory.
     """
 
     training: Stream
@@ -48,7 +48,7 @@ class TokenIndex:
 
 
 def default_cache_dir() -> Path:
-    """`meshwright/tokens` in the user's cache folder."""
+    """`meshwright/tokens` in the user's cache directory."""
     root = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
     return Path(root).expanduser() / 'meshwright' / 'tokens'
 
@@ -56,20 +56,21 @@ def default_cache_dir() -> Path:
 def open_index(
     source: Source, tokenizer: Tokenizer, cache_dir: str | None, progress: Progress
 ) -> TokenIndex:
-    """The token index of a source, built if it is not in the cache.
+    """The token index of a source. It is built if it is not in the cache.
 
-    Another tokenizer, other files, or files of another size or date make another index. Processes
-    that share the cache build it once; the others wait.
+    The index depends on the tokenizer and on the names, sizes and times of the files: if any of
+    them changes, another index is built. Of several processes that share the cache, one builds the
+    index while the others wait.
 
     Args:
       source: the documents.
-      tokenizer: makes tokens of them.
-      cache_dir: where indices are kept; None: `default_cache_dir()`.
-      progress: told how far the building is.
+      tokenizer: turns them into tokens.
+      cache_dir: the directory where indices are stored; by default `default_cache_dir()`.
+      progress: a callback that reports the progress of building.
 
     Raises:
-      ConfigError: the source or the tokenizer cannot be read, there are no bytes in it, or the
-        cache is damaged or cannot be written. Nothing half-built stays.
+      ConfigError: if the source or the tokenizer cannot be read, the source has no bytes, or the
+        cache is damaged or cannot be written. An unfinished index is removed.
     """
     listing = source.listing()
     if listing.signature is None:
@@ -82,7 +83,7 @@ def open_index(
             raise
         return _open(directory, {}, keep=temporary)
     described = {'format': FORMAT, 'tokenizer': tokenizer.identity, 'source': listing.signature}
-    settings = json.loads(json.dumps(described, default=str))  # as it comes back from the file
+    settings = json.loads(json.dumps(described, default=str))  # comparable with index.json
     key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=12).hexdigest()
     cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
     directory = cache / key
@@ -104,7 +105,7 @@ def _build(
     settings: Any,
     progress: Progress,
 ) -> None:
-    """Writes an index beside its place, and moves it there when it is whole."""
+    """Writes an index next to its final place, and moves it there when it is complete."""
     unfinished = directory.with_name(f'{directory.name}.unfinished')
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -122,7 +123,7 @@ def _build(
 def _write(
     source: Source, listing: Listing, tokenizer: Tokenizer, directory: Path, progress: Progress
 ) -> dict[str, Any]:
-    """Writes the streams of an index; what they hold, as JSON."""
+    """Writes the streams of an index, and describes them as JSON data."""
     content, name, done = hashlib.blake2b(digest_size=16), _name(source), 0
     with contextlib.ExitStack() as stack:
         writers = {
@@ -143,7 +144,7 @@ def _write(
         parts = {part: writer.finish() for part, writer in writers.items()}
     if not any(part['num_bytes'] for part in parts.values()):
         documents = sum(part['num_documents'] for part in parts.values())
-        what = f'only empty documents, {documents} of them' if documents else 'no documents'
+        what = f'{documents} documents, all of them empty' if documents else 'no documents'
         raise ConfigError(f'empty corpus: {name} has {what}')
     return {'content_hash': content.hexdigest(), 'parts': parts}
 
@@ -153,7 +154,8 @@ def _open(directory: Path, settings: Any, keep: Any = None) -> TokenIndex:
         meta = json.loads((directory / 'index.json').read_text())
         if meta['settings'] != settings:
             raise ConfigError(
-                f'token index {directory} is of other settings than its name says: delete it'
+                f'token index {directory} has different settings from those its name stands for: '
+                'delete it'
             )
         streams = {part: open_stream(directory / part, meta['parts'][part]) for part in PARTS}
         return TokenIndex(
@@ -163,13 +165,13 @@ def _open(directory: Path, settings: Any, keep: Any = None) -> TokenIndex:
         raise
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise ConfigError(
-            f'token index {directory} is damaged: delete it, and the next run builds it again '
-            f'({first_line(error)})'
+            f'token index {directory} is damaged ({first_line(error)}): delete it, and the next '
+            'run builds it again'
         ) from error
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Documents in groups of about GROUP_BYTES."""
+    """Groups of documents of about GROUP_BYTES in total."""
     group: list[Document] = []
     size = 0
     for document in documents:
@@ -184,7 +186,7 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 @contextlib.contextmanager
 def _locked(cache: Path, key: str) -> Iterator[None]:
-    """Only one process at a time is in here; the lock of one that dies is free."""
+    """Lets one process at a time in. If that process dies, the system releases its lock."""
     with writing(cache / key):
         cache.mkdir(parents=True, exist_ok=True)
         file = (cache / f'{key}.lock').open('w')
@@ -197,12 +199,12 @@ def _check_count(index: TokenIndex, records: int) -> None:
     held = index.training.num_documents + index.held_out.num_documents
     if held != records:
         raise ConfigError(
-            f'token index {index.directory} has {held} documents, but there are {records} '
-            'records now: another version needs another cache_key'
+            f'token index {index.directory} has {held} documents, but there are now {records} '
+            'records: give the new version another cache_key'
         )
 
 
 def _name(source: Source) -> str:
     pattern = getattr(source, 'pattern', None)
-    of = '' if pattern is None else f' {pattern}'
-    return f'{type(source).__name__}{of}'
+    kind = type(source).__name__
+    return kind if pattern is None else f'{kind} {pattern}'

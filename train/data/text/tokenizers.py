@@ -1,4 +1,4 @@
-"""Text as tokens: bytes, SentencePiece models, Hugging Face tokenizers."""
+"""Tokenizers: bytes, SentencePiece models, Hugging Face tokenizers."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 import gin
 import numpy as np
 
-from train.data.text.files import needed
+from train.data.text.files import import_optional
 from train.errors import ConfigError
 
-# What Hugging Face tokenizers call the token between two documents, the likeliest first.
+# Common names of the token between two documents in Hugging Face tokenizers, most likely first.
 SEPARATORS = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>', '[SEP]')
 
 
 class Tokenizer(abc.ABC):
-    """Text to tokens and back.
+    """Converts text to tokens and back.
 
     Attributes:
-      num_tokens: tokens are below it.
+      num_tokens: the size of the vocabulary; every token is below it.
       separator: the token that stands before and after every document.
-      identity: tells tokenizers that encode otherwise apart.
+      identity: a string that differs between tokenizers that encode differently.
     """
 
     num_tokens: int
@@ -39,22 +39,25 @@ class Tokenizer(abc.ABC):
         """The tokens of each document, without separators.
 
         Args:
-          places: of the documents, for messages.
-          contents: their bytes.
+          places: where each document is, for messages.
+          contents: the bytes of each document.
 
         Raises:
-          ConfigError: bytes that are no UTF-8, where the tokenizer takes text.
+          ConfigError: if the tokenizer needs text and a document is not UTF-8.
         """
 
     @abc.abstractmethod
     def decode(self, tokens: np.ndarray) -> bytes:
-        """The bytes of documents, in UTF-8 where they are text; separators leave nothing."""
+        """The bytes of the documents, one after another. Text is encoded as UTF-8.
+
+        Separators decode to nothing.
+        """
 
 
 @gin.configurable
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer(Tokenizer):
-    """Every byte is its own token, and one more separates documents."""
+    """Each byte is one token, and one additional token separates documents."""
 
     num_tokens = 257
     separator = 256
@@ -71,24 +74,24 @@ class ByteTokenizer(Tokenizer):
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. It needs the package sentencepiece.
+    """A SentencePiece model. Needs the package sentencepiece.
 
     Attributes:
-      path: of the model file.
+      path: the path of the model file.
     """
 
     path: str
 
     @functools.cached_property
     def _model(self) -> Any:
-        module = needed('sentencepiece', 'tokenizers', 'SentencePieceTokenizer')
+        module = import_optional('sentencepiece', 'tokenizers', 'SentencePieceTokenizer')
         content = _read(self.path)
         try:
             model = module.SentencePieceProcessor(model_proto=content) if content else None
         except RuntimeError:
             model = None
         if model is None:
-            raise ConfigError(f'{self.path} is no SentencePiece model')
+            raise ConfigError(f'{self.path} is not a SentencePiece model')
         return model
 
     @functools.cached_property
@@ -99,7 +102,10 @@ class SentencePieceTokenizer(Tokenizer):
     def separator(self) -> int:  # type: ignore[override]
         ids = [i for i in (self._model.eos_id(), self._model.bos_id()) if i >= 0]
         if not ids:
-            raise ConfigError(f'{self.path} has neither an end nor a begin token to separate by')
+            raise ConfigError(
+                f'{self.path} has neither an end-of-text nor a begin-of-text token: one is needed '
+                'to separate documents'
+            )
         return ids[0]
 
     @functools.cached_property
@@ -108,7 +114,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     def encode(self, places: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
         texts = as_texts(places, contents)
-        # Threads of its own: the model lets go of Python's lock.
+        # SentencePiece's own threads run in parallel, because they do not hold Python's lock.
         encoded = self._model.encode(texts, num_threads=os.cpu_count() or 1)
         return [np.array(tokens, np.uint32) for tokens in encoded]
 
@@ -119,12 +125,12 @@ class SentencePieceTokenizer(Tokenizer):
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json of Hugging Face. It needs the package tokenizers.
+    """A tokenizer.json file of Hugging Face. Needs the package tokenizers.
 
     Attributes:
-      path: of the file.
-      separator_token: the token between documents, such as '</s>'; None: the first of SEPARATORS
-        that the tokenizer has.
+      path: the path of the file.
+      separator_token: the token between documents, such as '</s>'. By default, the first of
+        SEPARATORS that the tokenizer has.
     """
 
     path: str
@@ -132,13 +138,13 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        module = needed('tokenizers', 'tokenizers', 'HuggingFaceTokenizer')
+        module = import_optional('tokenizers', 'tokenizers', 'HuggingFaceTokenizer')
         content = _read(self.path)
         try:
             tokenizer = module.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises plain Exceptions
-            raise ConfigError(f'{self.path} is no tokenizer.json: {error}') from error
-        # Documents are encoded whole, and what looks like a special token in them is text.
+            raise ConfigError(f'{self.path} is not a tokenizer.json file: {error}') from error
+        # Documents are never truncated or padded, and text like '</s>' in them stays text.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.encode_special_tokens = True
@@ -150,7 +156,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def separator(self) -> int:  # type: ignore[override]
-        # Only special tokens: text never makes them, and decoding leaves them out.
+        # Only special tokens will do: text is never encoded as one, and decoding leaves them out.
         special = {
             token.content: number
             for number, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -159,9 +165,12 @@ class HuggingFaceTokenizer(Tokenizer):
         wanted = SEPARATORS if self.separator_token is None else (self.separator_token,)
         found = [special[token] for token in wanted if token in special]
         if not found:
+            hint = 'it declares no special tokens'
+            if special:
+                hint = f'set separator_token to one of {", ".join(special)}'
             raise ConfigError(
                 f'{self.path} has no special token {" or ".join(map(repr, wanted))} to separate '
-                f'documents: name one as separator_token ({", ".join(special) or "it has none"})'
+                f'documents: {hint}'
             )
         return found[0]
 
@@ -179,17 +188,17 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def documents_of(tokens: np.ndarray, separator: int) -> list[list[int]]:
-    """The tokens of each document, which decoders take for a text of its own."""
+    """The tokens of each document, without separators, to be decoded one by one."""
     tokens = np.asarray(tokens)
     pieces = np.split(tokens, np.flatnonzero(tokens == separator))
     return [[t for t in piece.tolist() if t != separator] for piece in pieces]
 
 
 def as_texts(places: Sequence[str], contents: Sequence[bytes]) -> list[str]:
-    """Documents as text.
+    """Decodes documents from UTF-8.
 
     Raises:
-      ConfigError: the first that is not UTF-8, and where.
+      ConfigError: if a document is not UTF-8.
     """
     texts = []
     for place, content in zip(places, contents, strict=True):
@@ -197,8 +206,8 @@ def as_texts(places: Sequence[str], contents: Sequence[bytes]) -> list[str]:
             texts.append(content.decode())
         except UnicodeDecodeError as error:
             raise ConfigError(
-                f'{place} is not UTF-8: {error.reason} at byte {error.start}. Leave it out, or use '
-                'ByteTokenizer, which takes any bytes'
+                f'{place} is not UTF-8: {error.reason} at byte {error.start}. Exclude it, or use '
+                'ByteTokenizer, which accepts any bytes'
             ) from error
     return texts
 
