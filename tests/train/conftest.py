@@ -7,6 +7,14 @@ from typing import Any, NamedTuple
 import gin
 import jax
 import pytest
+from gin_fixtures import (  # noqa: F401  # fixtures
+    intruder,
+    load,
+    load_t5x,
+    own_registry,
+    refusal,
+    t5x_files,
+)
 from small_runs import SMALL
 
 from train import train as train_module

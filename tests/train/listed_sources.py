@@ -44,7 +44,7 @@ class Listed(Source):
 
 @dataclasses.dataclass
 class Counted(Tokenizer):
-    """Two tokens a byte, of a vocabulary as large as one likes."""
+    """A tokenizer with two tokens per byte and a vocabulary of any size."""
 
     num_tokens: int = 1000
     identity: str = 'counted'

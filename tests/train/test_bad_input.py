@@ -1,4 +1,4 @@
-"""Bad input ends in one clear line that names the file and the place, and leaves nothing behind."""
+"""Bad input is refused in one line that names the file and the place, and leaves no files."""
 
 import gzip
 import json
@@ -23,19 +23,19 @@ from train.data import (
 
 pytestmark = pytest.mark.core
 
-# Random, so that a part of it cannot be told from the rest.
+# Random, so that damage cannot go unnoticed.
 TEXT = np.random.default_rng(0).integers(32, 127, 5000, np.uint8).tobytes()
 GZIP = gzip.compress(TEXT, mtime=0)
 ZSTANDARD = zstandard.ZstdCompressor(write_checksum=True).compress(TEXT)
 
 
-# Nothing there.
+# Nothing to read.
 
 
-def test_no_matching_file_names_pattern_and_place(tmp_path):
+def test_no_matching_file(tmp_path):
     source = TextFiles(pattern=['*.txt', 'b/*'], exclude='/test/', root=str(tmp_path / 'here'))
     message = refusal(tmp_path / 'cache', source)
-    where = (str(tmp_path / 'here'), 'no folder')
+    where = (str(tmp_path / 'here'), 'not a directory')
     assert all(part in message for part in ("'*.txt'", '/test/', *where))
     (tmp_path / 'here').mkdir()
     (tmp_path / 'here/a.txt').write_text('one pattern of two matches')
@@ -44,13 +44,13 @@ def test_no_matching_file_names_pattern_and_place(tmp_path):
 
 
 @pytest.mark.parametrize('records', [[], ['', '']])
-def test_records_without_a_byte_are_an_empty_corpus(tmp_path, records):
+def test_records_without_text(tmp_path, records):
     message = refusal(tmp_path / 'cache', Records(records=records, cache_key='none'))
     assert 'empty' in message
     assert ('2' if records else 'no documents') in message
 
 
-def test_files_without_a_byte_are_an_empty_corpus(tmp_path):
+def test_empty_files(tmp_path):
     for i in range(100):
         (tmp_path / f'{i}.txt').touch()
     source = TextFiles(pattern='*.txt', root=str(tmp_path), holdout_percent=50)
@@ -60,7 +60,7 @@ def test_files_without_a_byte_are_an_empty_corpus(tmp_path):
 
 
 @pytest.mark.parametrize('percent', [-1, 100.5, 200, float('nan'), '2', None])
-def test_a_share_held_out_beyond_its_range(tmp_path, percent):
+def test_an_invalid_holdout_percent(tmp_path, percent):
     (tmp_path / 'a').write_bytes(b'a')
     message = refusal(
         tmp_path / 'cache',
@@ -101,18 +101,18 @@ def test_a_bad_line_of_json(tmp_path, line, say):
     assert re.search(say, message), message
 
 
-def test_an_object_of_many_fields_names_the_nearest(tmp_path):
+def test_a_missing_field_names_the_nearest_one(tmp_path):
     record = {f'field{i}': 'x' for i in range(50)} | {'contents': 'x'}
     content = json.dumps(record).encode()
     message = file_refusal(tmp_path, JsonLines, 'b.jsonl', content, field='content')
     assert re.search(r"b\.jsonl:1 has no 'content'.*Did you mean 'contents'", message)
 
 
-# Bytes that are no text.
+# Bytes that are not text.
 
 
 @pytest.mark.parametrize('kind', ['text', 'JSON lines', 'Parquet', 'ArrayRecord', 'records'])
-def test_bytes_that_are_no_utf8_for_a_tokenizer_of_text(tmp_path, kind):
+def test_invalid_utf8_for_a_tokenizer_of_text(tmp_path, kind):
     root, bad = tmp_path / 'data', b'good \xff bad'
     root.mkdir()
     where = {'pattern': '*', 'root': str(root), 'holdout_percent': 0}
@@ -121,7 +121,7 @@ def test_bytes_that_are_no_utf8_for_a_tokenizer_of_text(tmp_path, kind):
         (root / 'b.txt').write_bytes(bad)
         source, place = TextFiles(**where), r'b\.txt'
     elif kind == 'JSON lines':
-        # Bytes of a file of JSON are checked as they are read: no tokenizer takes them.
+        # JSON is decoded while it is read, so it must be UTF-8 for every tokenizer.
         (root / 'b.jsonl').write_bytes(b'{"text": "good"}\n{"text": "' + bad + b'"}')
         source, place = JsonLines(**where), r'b\.jsonl:2'
         bad = b'{"text": "' + bad
@@ -146,13 +146,13 @@ def test_bytes_that_are_no_utf8_for_a_tokenizer_of_text(tmp_path, kind):
 
 
 @pytest.mark.parametrize('length', [0, 1, 9, 10, 40, len(GZIP) // 2, len(GZIP) - 8, len(GZIP) - 1])
-def test_a_gzip_file_cut_off(tmp_path, length):
-    # No byte at all is no gzip file either: `gzip -t` refuses it, and a download that failed is so.
+def test_a_truncated_gzip_file(tmp_path, length):
+    # Failed downloads are often empty, and `gzip -t` refuses an empty file too.
     assert 'gzip' in file_refusal(tmp_path, TextFiles, 'b.gz', GZIP[:length])
 
 
 @pytest.mark.parametrize('length', [0, 1, 3, 5, 40, len(ZSTANDARD) // 2, len(ZSTANDARD) - 1])
-def test_a_zstandard_file_cut_off(tmp_path, length):
+def test_a_truncated_zstandard_file(tmp_path, length):
     assert 'zstandard' in file_refusal(tmp_path, TextFiles, 'b.zst', ZSTANDARD[:length])
 
 
@@ -173,7 +173,7 @@ def test_a_damaged_compressed_file(tmp_path, ending, content, damage):
     assert {'gz': 'gzip', 'zst': 'zstandard'}[ending] in message
 
 
-def test_json_lines_in_a_damaged_file_name_it(tmp_path):
+def test_json_lines_in_a_truncated_file(tmp_path):
     lines = b''.join(
         b'{"text": "%d"}\n' % i for i in np.random.default_rng(0).integers(0, 9**9, 999)
     )

@@ -1,6 +1,5 @@
-"""Files of records, and sequences, that are no text: one clear line, and nothing left behind."""
+"""Bad record files and sequences are refused in one line that names the place."""
 
-import gzip
 import os
 import re
 
@@ -8,7 +7,6 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 from refusals import TakesText, file_refusal, refusal, write_array_record
 
 from train.data import (
@@ -21,10 +19,8 @@ from train.data import (
 
 pytestmark = pytest.mark.core
 
-# Random, so that a part of it cannot be told from the rest.
+# Random, so that damage cannot go unnoticed.
 TEXT = np.random.default_rng(0).integers(32, 127, 5000, np.uint8).tobytes()
-GZIP = gzip.compress(TEXT, mtime=0)
-ZSTANDARD = zstandard.ZstdCompressor(write_checksum=True).compress(TEXT)
 
 
 # Parquet and ArrayRecord.
@@ -63,18 +59,18 @@ def test_a_damaged_parquet_file(tmp_path, damage):
         ([['a']], 'row 0'),
     ],
 )
-def test_a_parquet_row_that_is_no_text(tmp_path, column, say):
+def test_a_parquet_row_that_is_not_text(tmp_path, column, say):
     message = file_refusal(tmp_path, ParquetFiles, 'b.parquet', parquet_bytes(column))
     assert re.search(say, message), message
 
 
-def test_a_parquet_file_without_the_column_names_those_it_has(tmp_path):
+def test_a_missing_parquet_column(tmp_path):
     message = file_refusal(tmp_path, ParquetFiles, 'b.parquet', parquet_bytes(['a'], 'texts'))
     assert re.search("no 'text', only 'texts'.*Did you mean 'texts'", message)
 
 
-def test_a_parquet_string_that_is_no_utf8_is_bytes_and_no_text(tmp_path):
-    # Parquet does not check strings, so other writers leave such rows.
+def test_a_parquet_string_need_not_be_utf8(tmp_path):
+    # Parquet does not check strings, so files may contain such rows.
     offsets, content = np.array([0, 4, 6], np.int32), b'good\xff\xfe'
     buffers = [None, pyarrow.py_buffer(offsets), pyarrow.py_buffer(content)]
     column = pyarrow.Array.from_buffers(pyarrow.string(), 2, buffers)
@@ -101,7 +97,7 @@ def test_a_damaged_array_record_file(tmp_path, damage):
     assert 'ArrayRecord' in message
 
 
-def test_an_array_record_that_is_no_json_object(tmp_path):
+def test_an_array_record_that_is_not_a_json_object(tmp_path):
     write_array_record(tmp_path / 'b', [b'{"text": "a"}', b'{"text": 7}'])
     where = {'pattern': 'b', 'root': str(tmp_path)}
     message = refusal(tmp_path / 'cache', ArrayRecords(field='text', **where))
@@ -124,7 +120,7 @@ def test_an_array_record_that_is_no_json_object(tmp_path):
         ('\ud83d', 'surrogate'),
     ],
 )
-def test_a_record_that_is_no_text(tmp_path, record, say):
+def test_a_record_that_is_not_text(tmp_path, record, say):
     message = refusal(tmp_path / 'cache', Records(records=['a', record], cache_key='bad'))
     assert re.search(rf'record 1\b.*({say})', message), message
 
@@ -132,8 +128,8 @@ def test_a_record_that_is_no_text(tmp_path, record, say):
 @pytest.mark.parametrize(
     'records', [7, None, iter('ab'), {'a': 'b'}, 'one text'], ids=lambda x: type(x).__name__
 )
-def test_records_that_are_no_sequence_of_records(tmp_path, records):
-    # A mapping has no first item, and a text is one document, not one for each letter.
+def test_records_must_be_a_sequence_of_texts(tmp_path, records):
+    # A mapping has no first item, and a text is one document rather than one per letter.
     message = refusal(tmp_path / 'cache', lambda: Records(records=records))
     assert type(records).__name__ in message
 
@@ -152,13 +148,13 @@ def test_a_file_without_permission(tmp_path, kind):
 
 @pytest.mark.skipif(not os.path.exists('/proc/self/mem'), reason='needs a file that fails to read')
 @pytest.mark.parametrize('kind', [TextFiles, JsonLines, ParquetFiles, ArrayRecords])
-def test_a_file_that_fails_while_it_is_read(tmp_path, kind):
+def test_a_file_whose_reading_fails(tmp_path, kind):
     # The first page of a process's memory is never mapped, so reading it is an error.
     assert '/proc/self/mem' in refusal(tmp_path / 'cache', kind(pattern='/proc/self/mem'))
 
 
 @pytest.mark.parametrize('kind', [TextFiles, JsonLines, ParquetFiles, ArrayRecords])
-def test_a_file_that_goes_away_between_listing_and_reading(tmp_path, kind):
+def test_a_file_that_is_deleted_before_it_is_read(tmp_path, kind):
     (tmp_path / 'gone').write_bytes(b'x')
     source = kind(pattern='gone', root=str(tmp_path))
 

@@ -1,4 +1,4 @@
-"""Building a token index: processes that share it, those that die, and damage."""
+"""Building a token index: processes that share it, processes that are killed, and damage."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import runpy
 import signal
 import subprocess
 import sys
-import time
+import threading
 
 import numpy as np
 import pytest
@@ -23,88 +23,107 @@ from train.data.text import token_index
 
 pytestmark = pytest.mark.core
 
-# A source that tells how often it is read, slowly. Other processes run it, and so does this one.
-SLOW = """
-import dataclasses, pathlib, sys, time
+# A source that records which documents are read. In a process of its own, it stops after four
+# documents, says so, and continues when it is told to.
+BUILDER = """
+import dataclasses, sys
 from train.data import ByteTokenizer, Document, Source, open_index
 from train.data.text import token_index
 from train.data.text.sources import Listing
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Slow(Source):
+class Logged(Source):
     log: str
-    seconds: float = 0.1
+    stop: bool = False
 
     def listing(self):
-        return Listing({'source': 'slow'}, 10, self.documents())
+        return Listing({'source': 'logged'}, 10, self.documents())
 
     def documents(self):
         for i in range(10):
             with open(self.log, 'a') as log:
                 log.write(f'{i} ')
+            if self.stop and i == 4:
+                print('stopped', flush=True)
+                sys.stdin.readline()
             yield Document(f'{i}', b'document %d' % i, i + 1)
-            time.sleep(self.seconds)
 
 if __name__ == '__main__':
-    log, cache, start = sys.argv[1:]
+    log, cache = sys.argv[1:]
     token_index.GROUP_BYTES = 1  # so that each document is written at once
-    pathlib.Path(f'{log}.{start}.ready').touch()
-    while not pathlib.Path(f'{log}.start').exists():
-        time.sleep(0.01)
-    index = open_index(Slow(log=log), ByteTokenizer(), cache, lambda *progress: None)
+    index = open_index(Logged(log=log, stop=True), ByteTokenizer(), cache, lambda *progress: None)
     print(index.content_hash, index.training.tokens.tolist(), index.held_out.tokens.tolist())
 """
+EVERY_DOCUMENT = [f'{i}' for i in range(10)]
 
 
-# Several processes, and those that die.
+# Several processes, and processes that are killed.
 
 
-def start(tmp_path, count):
-    (tmp_path / 'slow.py').write_text(SLOW)
-    log, environment = tmp_path / 'log', os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, tmp_path / 'slow.py', log, tmp_path / 'cache', f'{i}'],
-            env=environment,
+class Builder:
+    """Another process that has stopped in the middle of building an index."""
+
+    def __init__(self, folder):
+        self.log, self.cache = folder / 'log', folder / 'cache'
+        (folder / 'builder.py').write_text(BUILDER)
+        self.source = runpy.run_path(str(folder / 'builder.py'))['Logged'](log=str(self.log))
+        self.process = subprocess.Popen(
+            [sys.executable, folder / 'builder.py', self.log, self.cache],
+            env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        for i in range(count)
-    ]
-    wait(lambda: len(list(tmp_path.glob('log.*.ready'))) == count)
-    (tmp_path / 'log.start').touch()
-    return processes, log
+        assert self.process.stdout.readline() == 'stopped\n'
+
+    def read(self):
+        return self.log.read_text().split()
+
+    def open(self):
+        return open_index(self.source, ByteTokenizer(), str(self.cache), quiet)
 
 
-def wait(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, 'waited for too long'
-        time.sleep(0.01)
+@pytest.fixture
+def builder(tmp_path):
+    builder = Builder(tmp_path)
+    yield builder
+    builder.process.kill()
+    builder.process.communicate()
 
 
-def test_processes_that_build_at_the_same_time_build_once_and_agree(tmp_path):
-    processes, log = start(tmp_path, 2)
-    answers = [process.communicate(timeout=60)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    assert answers[0] == answers[1] != ''
-    assert log.read_text().split() == [f'{i}' for i in range(10)], 'read once'
-    assert len(left_in(tmp_path / 'cache')) == 1
+def test_processes_that_build_at_the_same_time_build_once_and_agree(builder, monkeypatch):
+    locking, opened = threading.Event(), []
+    flock = token_index.fcntl.flock
+
+    def signalled(*args):
+        locking.set()
+        flock(*args)
+
+    monkeypatch.setattr(token_index.fcntl, 'flock', signalled)
+    thread = threading.Thread(target=lambda: opened.append(builder.open()))
+    thread.start()
+    assert locking.wait(60), 'the index was built without the lock'
+    assert not opened
+    theirs, _ = builder.process.communicate('continue\n')
+    thread.join(60)
+    [index] = opened
+    streams = (index.training.tokens.tolist(), index.held_out.tokens.tolist())
+    assert theirs.strip() == ' '.join(map(str, (index.content_hash, *streams)))
+    assert builder.read() == EVERY_DOCUMENT, 'the documents are read once'
+    assert len(left_in(builder.cache)) == 1
 
 
-def test_a_process_that_is_killed_leaves_a_cache_to_build_in(tmp_path):
-    (process,), log = start(tmp_path, 1)
-    wait(lambda: log.exists() and len(log.read_text().split()) >= 4)
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=60)
-    (half,) = left_in(tmp_path / 'cache')
-    assert not (tmp_path / 'cache' / half / 'index.json').exists()
-    log.unlink()
-    slow = runpy.run_path(str(tmp_path / 'slow.py'))['Slow'](log=str(log), seconds=0)
-    index = open_index(slow, ByteTokenizer(), str(tmp_path / 'cache'), quiet)
-    assert log.read_text().split() == [f'{i}' for i in range(10)]
+def test_an_index_can_be_built_after_a_process_was_killed(builder):
+    builder.process.send_signal(signal.SIGKILL)
+    builder.process.wait()
+    (half,) = left_in(builder.cache)
+    assert not (builder.cache / half / 'index.json').exists()
+    assert builder.read() == EVERY_DOCUMENT[:5]
+    builder.log.unlink()
+    index = builder.open()
+    assert builder.read() == EVERY_DOCUMENT
     assert index.training.num_bytes + index.held_out.num_bytes == 10 * len('document 0')
-    assert left_in(tmp_path / 'cache') == [index.directory.name]
+    assert left_in(builder.cache) == [index.directory.name]
 
 
 @pytest.mark.parametrize('where', ['source', 'tokenizer', 'progress'])
@@ -128,11 +147,11 @@ def test_an_interrupted_build_leaves_nothing(tmp_path, monkeypatch, where, error
     assert index.training.num_bytes == 18
 
 
-# A cache that is damaged, or cannot be written.
+# A cache that is damaged or cannot be written.
 
 
 @pytest.mark.parametrize('place', ['file', 'file/below', '/proc/none/below'])
-def test_a_cache_that_cannot_be_made(tmp_path, place):
+def test_a_cache_directory_that_cannot_be_created(tmp_path, place):
     (tmp_path / 'file').write_text('a file')
     message = refusal(tmp_path / place, listed())
     assert str(tmp_path / place) in message
@@ -186,7 +205,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize('damage', DAMAGE)
-def test_a_damaged_index_is_to_be_deleted(tmp_path, damage):
+def test_a_damaged_index_is_reported(tmp_path, damage):
     index = open_index(listed(), ByteTokenizer(), str(tmp_path), quiet)
     assert isinstance(index, TokenIndex)
     DAMAGE[damage](index.directory)
@@ -196,7 +215,7 @@ def test_a_damaged_index_is_to_be_deleted(tmp_path, damage):
 
 
 @pytest.mark.parametrize('count', [1, 3])
-def test_records_of_another_number_need_another_key(tmp_path, count):
+def test_another_number_of_records_needs_another_key(tmp_path, count):
     open_index(Records(records=['a', 'b'], cache_key='k'), ByteTokenizer(), str(tmp_path), quiet)
     message = refusal(tmp_path, Records(records=['a'] * count, cache_key='k'))
     assert '2 documents' in message

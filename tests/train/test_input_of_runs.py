@@ -1,4 +1,4 @@
-"""The input of whole runs: packed rows, tokenizers, mixtures, several evaluations, a record."""
+"""The input of whole runs: packed rows, tokenizers, mixtures, several evaluations, the record."""
 
 import json
 
@@ -21,30 +21,27 @@ def sentencepiece_model(tmp_path_factory):
     return prefix.with_suffix('.model')
 
 
-def test_packed_rows(run, tmp_path, capsys):
-    state = run(tmp_path / 'model', "CausalLM.packing='pack'", 'SEQUENCE_LENGTH=64')
-    assert int(state.step) == 6
-    written = records(tmp_path / 'model')
-    assert written[-1]['eval/bits_per_byte'] < 9, 'better than the 8 bits of a guess, nearly'
-    assert 'tokenized TextFiles *.txt' in capsys.readouterr().out
-
-
-def test_another_tokenizer(run, tmp_path, capsys, sentencepiece_model):
-    run(
+def test_packed_rows_of_another_tokenizer(run, tmp_path, capsys, sentencepiece_model):
+    state = run(
         tmp_path / 'model',
+        "CausalLM.packing='pack'",
         'CausalLM.tokenizer=@SentencePieceTokenizer()',
         f"SentencePieceTokenizer.path='{sentencepiece_model}'",
         'train.sample=@SampleConfig()',
         'SampleConfig.length=12',
         "SampleConfig.prompt='file 1'",
     )
+    assert int(state.step) == 6
     scores = records(tmp_path / 'model')[-1]
-    # A token is of several bytes, so nats a token are more than nats a byte.
+    # A token stands for several bytes, so there are more nats per token than nats per byte.
     assert scores['eval/bits_per_byte'] < scores['eval/loss'] / 0.6931
-    assert 'what the model makes of it' in capsys.readouterr().out
+    assert scores['eval/bits_per_byte'] < 9, 'close to the 8 bits of a uniform guess, or better'
+    printed = capsys.readouterr().out
+    assert 'tokenized TextFiles *.txt' in printed
+    assert 'file 1' in printed, 'the sample begins with its prompt'
 
 
-def test_a_mixture_with_evaluations_of_its_own(run, tmp_path, texts):
+def test_a_mixture_with_several_evaluations(run, tmp_path, texts):
     (texts / 'more').mkdir()
     (texts / 'more/words.jsonl').write_text(
         ''.join(json.dumps({'body': f'word {i} ' * 9}) + '\n' for i in range(60))
@@ -67,33 +64,30 @@ def test_a_mixture_with_evaluations_of_its_own(run, tmp_path, texts):
     assert [part['weight'] for part in record['parts']] == [0.75, 0.25]
 
 
-def test_input_wait_is_a_share(run, tmp_path):
-    run(tmp_path / 'model', 'TRAIN_STEPS=3')
-    lines = (tmp_path / 'model/metrics.jsonl').read_text().splitlines()
-    shares = [r['train/input_wait'] for r in map(json.loads, lines) if 'train/loss' in r]
-    assert len(shares) == 3
-    assert all(0 <= share < 1 for share in shares)
-
-
-def test_reading_ahead_changes_nothing(run, tmp_path):
+def test_reading_ahead_changes_no_results(run, tmp_path):
     run(tmp_path / 'threads')
     run(tmp_path / 'none', 'train.prefetch=@Prefetch()', 'Prefetch.workers=0')
     assert records(tmp_path / 'threads') == records(tmp_path / 'none')
+    for name in ('threads', 'none'):
+        lines = (tmp_path / name / 'metrics.jsonl').read_text().splitlines()
+        shares = [r['train/input_wait'] for r in map(json.loads, lines) if 'train/loss' in r]
+        assert len(shares) == 6
+        assert all(0 <= share < 1 for share in shares)
 
 
-def test_a_run_does_not_go_on_with_other_data(run, tmp_path, texts):
-    run(tmp_path / 'model', 'TRAIN_STEPS=2')
+def test_a_run_resumes_only_with_the_same_data(run, tmp_path, texts, capsys):
+    model_dir = tmp_path / 'model'
+    run(model_dir, 'TRAIN_STEPS=2')
+    text = (texts / '3.txt').read_text()
     (texts / '3.txt').unlink()
     with pytest.raises(ConfigError, match=r'the data has changed .*documents.*another MODEL_DIR'):
-        run(tmp_path / 'model')
-    (tmp_path / 'model/data.json').unlink()
-    assert int(run(tmp_path / 'model').step) == 6
-
-
-def test_a_run_with_other_rows_says_so(run, tmp_path, capsys):
-    run(tmp_path / 'model', 'TRAIN_STEPS=2')
-    run(tmp_path / 'model', 'BATCH_SIZE=16')
-    assert 'batch_size was 8, and is 16' in capsys.readouterr().out
+        run(model_dir)
+    (texts / '3.txt').write_text(text)
+    run(model_dir, 'TRAIN_STEPS=3', 'BATCH_SIZE=16')
+    assert 'batch_size changed from 8 to 16' in capsys.readouterr().out
+    (texts / '3.txt').unlink()
+    (model_dir / 'data.json').unlink()
+    assert int(run(model_dir, 'BATCH_SIZE=16').step) == 6
 
 
 @pytest.mark.parametrize(
@@ -137,13 +131,13 @@ def test_a_run_with_other_rows_says_so(run, tmp_path, capsys):
          'the prompt already has 1 tokens'),
     ],
 )  # fmt: skip
-def test_settings_of_the_input_that_cannot_be_honoured(run, tmp_path, changes, message):
+def test_invalid_settings_of_the_input(run, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         run(tmp_path / 'model', *changes)
     assert not (tmp_path / 'model').exists()
 
 
-def test_an_evaluation_of_other_tokens(run, tmp_path, sentencepiece_model):
+def test_an_evaluation_needs_the_same_tokenizer(run, tmp_path, sentencepiece_model):
     with pytest.raises(ConfigError, match="the evaluation 'own' uses the tokenizer"):
         run(
             tmp_path / 'model',

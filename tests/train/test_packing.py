@@ -1,4 +1,4 @@
-"""Documents packed into rows: the bins, the rows made of them, and how full they are."""
+"""Documents packed into rows: the bins, the rows, and how full they are."""
 
 import asyncio
 import collections
@@ -21,7 +21,7 @@ SEPARATOR = 256
 
 
 def stream_of(documents):
-    """The stream of documents, as the module says that it is laid out."""
+    """The token stream of documents, built by hand from the layout that `stream.py` documents."""
     tokens, starts = [SEPARATOR], [0]
     for document in documents:
         tokens += [*document, SEPARATOR]
@@ -30,8 +30,8 @@ def stream_of(documents):
     return Stream(*map(np.array, (tokens, starts, sizes)))
 
 
-def telling(lengths):
-    """Documents of such lengths in which every token tells its document and its place there."""
+def labelled(lengths):
+    """Documents of these lengths whose tokens encode their document and their place in it."""
     assert all(length < 1000 for length in lengths)
     return [
         [1000 * (number + 1) + place for place in range(length)]
@@ -44,7 +44,7 @@ def all_rows(rows):
 
 
 def bins_one_by_one(lengths, capacity):
-    """Best fit decreasing as textbooks have it: what is left in each bin."""
+    """Textbook best-fit decreasing, one item at a time: the free space of each bin."""
     left = []
     for length in sorted(lengths, reverse=True):
         fitting = [i for i, room in enumerate(left) if room >= length]
@@ -56,7 +56,7 @@ def bins_one_by_one(lengths, capacity):
 
 
 def pieces_of(documents, length):
-    """(inputs, targets) of every piece of at most `length` targets, of each document by itself."""
+    """(inputs, targets) of every piece of at most `length` targets of each document."""
     pieces = []
     for document in documents:
         tokens = [SEPARATOR, *document, SEPARATOR]
@@ -83,35 +83,26 @@ def pieces_in(row):
 @st.composite
 def items(draw):
     capacity = draw(st.integers(1, 60))
-    # Few lengths, so that many items share one: those are placed together.
+    # Few different lengths, because items of the same length are placed together.
     kinds = draw(st.lists(st.integers(1, capacity), min_size=1, max_size=6))
     return draw(st.lists(st.sampled_from(kinds), max_size=60)), capacity
 
 
 @given(items())
 @example(([18, 18, 5, 5, 4, 4, 4], 30))
-@settings(deadline=None, max_examples=1000)
-def test_as_many_bins_as_one_item_after_another_takes(given_items):
+@settings(deadline=None, max_examples=500)
+def test_bins_are_those_of_textbook_best_fit_decreasing(given_items):
     lengths, capacity = given_items
     bins = best_fit(np.array(lengths, np.int64), capacity)
     filled = np.bincount(bins, weights=lengths)
     expected = bins_one_by_one(lengths, capacity)
     assert sorted((capacity - filled).astype(int).tolist()) == sorted(expected)
-
-
-@given(items())
-@settings(deadline=None, max_examples=300)
-def test_every_item_is_in_a_bin_that_has_room(given_items):
-    lengths, capacity = given_items
-    bins = best_fit(np.array(lengths, np.int64), capacity)
     assert bins.shape == (len(lengths),)
-    filled = collections.Counter()
-    for length, number in zip(lengths, bins.tolist(), strict=True):
-        filled[number] += length
-    assert sorted(filled) == list(range(len(filled))), 'numbered from 0, none left out'
-    assert all(size <= capacity for size in filled.values())
-    # The longest items come first, so a bin's number says when it was opened.
-    firsts = [max(n for n, b in zip(lengths, bins, strict=True) if b == i) for i in sorted(filled)]
+    assert sorted(set(bins.tolist())) == list(range(len(expected))), 'numbered from 0 without gaps'
+    # The longest items come first, so a bin's number tells when it was opened.
+    firsts = [
+        max(n for n, b in zip(lengths, bins, strict=True) if b == i) for i in range(len(expected))
+    ]
     assert firsts == sorted(firsts, reverse=True)
 
 
@@ -122,17 +113,17 @@ def test_many_items(capacity):
     filled = np.bincount(bins, weights=lengths)
     assert filled.min() > 0
     assert filled.max() <= capacity
-    # Uniform lengths pair up: hardly more bins than there must be.
+    # Uniform lengths pair up, so the number of bins is close to its lower bound.
     assert len(filled) < 1.01 * np.ceil(lengths.sum() / capacity)
 
 
 # The rows.
 
-documents_of = st.lists(st.lists(st.integers(0, 255), max_size=40).map(tuple), max_size=12)
+any_documents = st.lists(st.lists(st.integers(0, 255), max_size=40).map(tuple), max_size=12)
 
 
-@given(documents_of, st.integers(1, 30))
-@settings(deadline=None, max_examples=300)
+@given(any_documents, st.integers(1, 30))
+@settings(deadline=None, max_examples=200)
 def test_rows_are_the_pieces_of_the_documents(documents, length):
     rows = all_rows(pack(stream_of(documents), length, SEPARATOR))
     found = collections.Counter()
@@ -152,7 +143,7 @@ def test_rows_are_the_pieces_of_the_documents(documents, length):
         segments = row['decoder_segment_ids'].tolist()
         used = np.count_nonzero(segments)
         assert used > 0
-        # One after another from the first place on, and nothing behind them.
+        # Segments are contiguous from the first place on, and padding follows them.
         assert segments[:used] == sorted(segments[:used])
         assert sorted(set(segments[:used])) == list(range(1, max(segments) + 1))
         assert segments[used:] == [0] * (length - used)
@@ -162,8 +153,8 @@ def test_rows_are_the_pieces_of_the_documents(documents, length):
         assert not row['decoder_positions'][used:].any()
 
 
-def test_every_target_is_learned_once_from_the_token_before_it():
-    documents = telling([5, 0, 70, 16, 31, 15, 1, 33, 200, 8, 0])
+def test_every_target_occurs_once_with_the_token_before_it():
+    documents = labelled([5, 0, 70, 16, 31, 15, 1, 33, 200, 8, 0])
     counted = collections.Counter()
     for row in all_rows(pack(stream_of(documents), 16, SEPARATOR)):
         at = row['decoder_loss_weights'] == 1
@@ -175,8 +166,8 @@ def test_every_target_is_learned_once_from_the_token_before_it():
     assert counted == expected
 
 
-def test_a_document_longer_than_a_row_is_whole_rows_and_a_rest():
-    [document] = telling([41])
+def test_a_long_document_is_cut_into_whole_rows_and_a_remainder():
+    [document] = labelled([41])
     rows = all_rows(pack(stream_of([document]), 16, SEPARATOR))
     tokens = [SEPARATOR, *document, SEPARATOR]
     found = sorted(inputs for row in rows for inputs, _, _ in pieces_in(row))
@@ -185,15 +176,15 @@ def test_a_document_longer_than_a_row_is_whole_rows_and_a_rest():
 
 
 @pytest.mark.parametrize('length', [15, 16, 17])
-def test_a_document_that_just_fits_or_does_not(length):
-    """A document of 15 tokens has 16 targets: the separator behind it is one."""
-    rows = all_rows(pack(stream_of(telling([15])), length, SEPARATOR))
+def test_a_document_that_barely_fits_or_does_not(length):
+    """A document of 15 tokens has 16 targets, because the separator after it is one."""
+    rows = all_rows(pack(stream_of(labelled([15])), length, SEPARATOR))
     sizes = [len(positions) for row in rows for *_, positions in pieces_in(row)]
     assert sizes == {15: [15, 1], 16: [16], 17: [16]}[length]
     assert len(rows) == len(sizes)
 
 
-def test_empty_documents_and_none():
+def test_empty_documents_and_an_empty_stream():
     [row] = all_rows(pack(stream_of([[], [], []]), 8, SEPARATOR))
     assert row['decoder_segment_ids'].tolist() == [1, 2, 3, 0, 0, 0, 0, 0]
     assert row['decoder_positions'].tolist() == [0] * 8
@@ -203,8 +194,8 @@ def test_empty_documents_and_none():
 
 
 def test_attention_stays_within_a_document():
-    """Places of one segment are of one document, and begin where it begins: at a separator."""
-    documents = telling([3, 9, 4, 1, 12, 7, 2, 2, 6])  # each fits into a row whole
+    """Every segment is one whole document and begins at the separator before it."""
+    documents = labelled([3, 9, 4, 1, 12, 7, 2, 2, 6])  # each fits into a row whole
     rows = all_rows(pack(stream_of(documents), 16, SEPARATOR))
     seen = []
     for row in rows:
@@ -219,7 +210,7 @@ def test_attention_stays_within_a_document():
 
 
 def test_the_same_documents_make_the_same_rows():
-    documents = telling([int(n) for n in np.random.default_rng(1).integers(0, 60, 200)])
+    documents = labelled([int(n) for n in np.random.default_rng(1).integers(0, 60, 200)])
     one, two = (all_rows(pack(stream_of(documents), 32, SEPARATOR)) for _ in range(2))
     for a, b in zip(one, two, strict=True):
         for name in a:
@@ -236,7 +227,7 @@ def python_sources():
 
 
 @pytest.mark.parametrize('length', [512, 1024])
-def test_rows_of_real_text_are_full(python_sources, length):
+def test_rows_of_source_code_are_nearly_full(python_sources, length):
     stream = stream_of(python_sources)
     rows = all_rows(pack(stream, length, SEPARATOR))
     used = sum(row['decoder_loss_weights'].sum() for row in rows)
@@ -244,8 +235,7 @@ def test_rows_of_real_text_are_full(python_sources, length):
     assert used / (len(rows) * length) >= 0.95
 
 
-def test_short_documents_of_real_text_fill_rows_too(python_sources):
-    """Paragraphs, most of them far shorter than a row: filling them up is the packer's work."""
+def test_rows_of_short_paragraphs_are_nearly_full(python_sources):
     paragraphs = [p for source in python_sources for p in source.split(b'\n\n')]
     paragraphs = [p for p in paragraphs if len(p) < 512]
     assert len(paragraphs) > 1000
@@ -253,10 +243,10 @@ def test_short_documents_of_real_text_fill_rows_too(python_sources):
     assert sum(len(p) + 1 for p in paragraphs) / (len(rows) * 512) >= 0.95
 
 
-# The other way to make rows, for comparison: the stream cut through.
+# Rows that are cut from the stream.
 
 
-@given(documents_of.filter(bool), st.integers(1, 30))
+@given(any_documents.filter(bool), st.integers(1, 30))
 @settings(deadline=None, max_examples=200)
 def test_split_rows_follow_the_stream(documents, length):
     stream = stream_of(documents)
@@ -273,7 +263,7 @@ def test_split_rows_follow_the_stream(documents, length):
     assert set(joined['target_tokens'][count:].tolist()) <= {SEPARATOR}
 
 
-def test_there_is_no_row_behind_the_last_and_none_before_the_first():
+def test_row_indices_out_of_range_are_an_error():
     stream = stream_of([[1, 2, 3], [4]])
     for rows in (SplitRows(stream, 4, SEPARATOR), pack(stream, 4, SEPARATOR)):
         assert len(list(rows)) == len(rows), 'iterating ends'

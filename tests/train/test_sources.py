@@ -28,15 +28,15 @@ from train.data import (
     Records,
     Source,
     TextFiles,
+    baselines,
     open_index,
     python_library,
-    yardsticks,
 )
 from train.data.text.sources import Listing
 
 pytestmark = pytest.mark.core
 
-# An empty document, spaces at both ends, control characters, every line end, more than Latin 1.
+# An empty document, outer spaces, control characters, all line ends, characters beyond Latin 1.
 DOCUMENTS = ['one', '', ' two\n', 'a\tb\x00c', 'x\r\ny\rz\u2028w', 'naïve Ω \U0001f600', 'one']
 
 
@@ -84,7 +84,7 @@ def names(source):
 # Files.
 
 
-def test_files_come_in_the_order_of_their_names_each_once(tmp_path):
+def test_files_come_once_each_sorted_by_name(tmp_path):
     contents = {'b.txt': b'b', 'a/z.txt': b'az', 'a.txt': b'a', 'c/d/e.txt': b'cde', 'n.md': b'n'}
     write(tmp_path, contents | {'skip/x.txt': b'no', 'a/test/y.txt': b'no'})
     source = TextFiles(
@@ -97,18 +97,18 @@ def test_files_come_in_the_order_of_their_names_each_once(tmp_path):
     assert both(source, tmp_path / 'cache') == ([contents[n] for n in sorted(contents)], [])
 
 
-def test_one_pattern_and_one_exclusion_need_no_list(tmp_path):
+def test_pattern_and_exclude_may_be_single_strings(tmp_path):
     write(tmp_path, {'ab.txt': b'ab', 'b.txt': b'b'})
     assert names(TextFiles(pattern='*.txt', exclude='/ab', root=str(tmp_path))) == ['b.txt']
 
 
-def test_a_path_is_a_pattern_and_a_root(tmp_path):
+def test_pattern_and_root_may_be_paths(tmp_path):
     write(tmp_path, {'a.txt': b'a'})
     assert names(TextFiles(pattern='*.txt', root=tmp_path)) == ['a.txt']
     assert names(TextFiles(pattern=Path('a.txt'), root=tmp_path)) == ['a.txt']
 
 
-def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
+def test_a_tilde_stands_for_the_home_directory(tmp_path, monkeypatch):
     write(tmp_path, {'home/text/a.txt': b'a'})
     monkeypatch.setenv('HOME', str(tmp_path / 'home'))
     assert names(TextFiles(pattern='*.txt', root='~/text')) == ['a.txt']
@@ -116,19 +116,19 @@ def test_the_home_folder_may_be_written_as_a_tilde(tmp_path, monkeypatch):
     assert both(source, tmp_path / 'cache')[0] == [b'a']
 
 
-def test_patterns_start_at_the_current_folder(tmp_path, monkeypatch):
+def test_patterns_start_at_the_current_directory(tmp_path, monkeypatch):
     write(tmp_path, {'text/a.txt': b'a'})
     monkeypatch.chdir(tmp_path)
     assert names(TextFiles(pattern='text/*')) == ['text/a.txt']
 
 
-def test_a_folder_whose_name_matches_is_no_document(tmp_path):
+def test_a_matching_directory_is_not_a_document(tmp_path):
     write(tmp_path, {'a.txt': b'a', 'folder.txt/b': b'b'})
     assert names(TextFiles(pattern='*.txt', root=str(tmp_path))) == ['a.txt']
 
 
-def test_a_name_that_is_not_utf8_is_a_name(tmp_path):
-    # What `os.listdir` makes of bytes that are no UTF-8; files of old archives have such names.
+def test_a_file_name_need_not_be_utf8(tmp_path):
+    # `os.listdir` returns such names for bytes that are not UTF-8, which old archives contain.
     try:
         write(tmp_path, {'caf\udce9.txt': b'coffee'})
     except OSError:
@@ -142,7 +142,7 @@ def test_a_name_that_is_not_utf8_is_a_name(tmp_path):
     ('ending', 'compress'),
     [('gz', gzip.compress), ('zst', zstandard.ZstdCompressor().compress)],
 )
-def test_compressed_files_are_the_text_in_them(tmp_path, ending, compress, frames):
+def test_compressed_files_are_decompressed(tmp_path, ending, compress, frames):
     text = np.random.default_rng(0).integers(0, 256, 400_000, np.uint8).tobytes() + b'end'
     cuts = [len(text) * i // frames for i in range(frames + 1)]
     content = b''.join(compress(text[a:b]) for a, b in itertools.pairwise(cuts))
@@ -151,8 +151,8 @@ def test_compressed_files_are_the_text_in_them(tmp_path, ending, compress, frame
     assert both(source, tmp_path / 'cache')[0] == [text, b'']
 
 
-def test_zstandard_of_any_window_is_read(tmp_path):
-    # `zstd --long=28` and above: published dumps of the web are compressed so.
+def test_zstandard_files_with_a_large_window_are_read(tmp_path):
+    # Published dumps of the web are compressed with `zstd --long=28` and above.
     how = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
     stream = zstandard.ZstdCompressor(compression_params=how).compressobj()
     (tmp_path / 'a.zst').write_bytes(stream.compress(b'text') + stream.flush())
@@ -160,7 +160,7 @@ def test_zstandard_of_any_window_is_read(tmp_path):
     assert both(source, tmp_path / 'cache')[0] == [b'text']
 
 
-def test_lines_that_compress_well_are_not_held_in_memory_together(tmp_path):
+def test_decompression_needs_little_memory(tmp_path):
     line = json.dumps({'text': 'the same again ' * 700}).encode() + b'\n'
     compressed = zstandard.ZstdCompressor().compress(line * 6000)
     (tmp_path / 'a.jsonl.zst').write_bytes(compressed)
@@ -174,7 +174,7 @@ def test_lines_that_compress_well_are_not_held_in_memory_together(tmp_path):
     assert peak < 20_000_000
 
 
-def test_the_python_library_has_text_for_both_parts(tmp_path):
+def test_the_python_library_has_training_and_held_out_text(tmp_path):
     index = index_of(python_library(), tmp_path)
     assert index.training.num_bytes > 1_000_000
     assert index.held_out.num_bytes > 10_000
@@ -192,7 +192,7 @@ def test_whole_files_are_held_out(tmp_path):
     assert 30 <= len(held_out) <= 90  # 60 expected, standard deviation 7
 
 
-def test_adding_a_file_moves_no_other(tmp_path):
+def test_adding_a_file_does_not_move_others(tmp_path):
     write(tmp_path, numbered(100))
     source = TextFiles(pattern='**/*.txt', root=str(tmp_path), holdout_percent=20)
     before = both(source, tmp_path / 'cache')
@@ -201,7 +201,7 @@ def test_adding_a_file_moves_no_other(tmp_path):
     assert all(set(old) < set(new) for old, new in zip(before, after, strict=True))
 
 
-def test_the_folder_that_holds_the_root_does_not_matter(tmp_path):
+def test_the_location_of_the_root_does_not_matter(tmp_path):
     splits = []
     for folder in ('one', 'two/deeper'):
         write(tmp_path / folder, numbered(60))
@@ -212,7 +212,7 @@ def test_the_folder_that_holds_the_root_does_not_matter(tmp_path):
 
 
 @pytest.mark.parametrize('written', ['./**/*.txt', 'part0/../**/*.txt', '{root}/**/*.txt'])
-def test_another_way_to_write_a_pattern_splits_alike(tmp_path, written):
+def test_equivalent_patterns_give_the_same_split(tmp_path, written):
     write(tmp_path, numbered(60))
     patterns = ['**/*.txt', written.format(root=tmp_path)]
     plain, other, together = (
@@ -223,7 +223,7 @@ def test_another_way_to_write_a_pattern_splits_alike(tmp_path, written):
     assert together == plain, 'a file is in both parts, or twice in one'
 
 
-def test_a_larger_share_holds_out_the_same_files_and_more(tmp_path):
+def test_a_larger_percentage_holds_out_a_superset(tmp_path):
     write(tmp_path, numbered(200))
     small, large = (
         both(TextFiles(pattern='**/*', root=str(tmp_path), holdout_percent=p), tmp_path / 'c')[1]
@@ -232,10 +232,10 @@ def test_a_larger_share_holds_out_the_same_files_and_more(tmp_path):
     assert set(small) < set(large)
 
 
-@pytest.mark.parametrize('percent', [0, 0.001, 0.01, 0.5, 20, 99.5, 100])
-def test_the_share_held_out_is_about_the_percentage(percent):
-    # A large corpus holds out a small share: 0.001 percent of 100 million documents is a thousand.
-    count = 300_000
+@pytest.mark.parametrize('percent', [0, 0.01, 0.5, 20, 99.5, 100])
+def test_the_held_out_share_is_about_the_percentage(percent):
+    # Large corpora hold out small shares: 0.001 percent of 100 million documents is a thousand.
+    count = 100_000
     source = TextFiles(pattern='*', holdout_percent=percent)
     held_out = sum(source.is_held_out(f'corpus/part.jsonl:{i}') for i in range(count))
     expected = count * percent / 100
@@ -243,7 +243,7 @@ def test_the_share_held_out_is_about_the_percentage(percent):
     assert abs(held_out - expected) <= 5 * deviation
 
 
-def test_the_current_folder_decides_nothing_about_absolute_patterns(tmp_path, monkeypatch):
+def test_the_current_directory_does_not_affect_absolute_patterns(tmp_path, monkeypatch):
     write(tmp_path / 'texts', {f'{i}.txt': b'%d' % i for i in range(40)})
     hashes = set()
     for folder in ('texts', 'elsewhere', 'elsewhere/below'):
@@ -255,11 +255,11 @@ def test_the_current_folder_decides_nothing_about_absolute_patterns(tmp_path, mo
     assert len([p for p in (tmp_path / 'cache').iterdir() if p.is_dir()]) == 1, 'and one index'
 
 
-# The same documents through every front end.
+# The same documents through every kind of source.
 
 
-def front_ends(root):
-    """Sources that all hold DOCUMENTS, by name."""
+def sources_of_documents(root):
+    """Sources of every kind that contain DOCUMENTS, by name."""
     raw = [d.encode() for d in DOCUMENTS]
     lines = json_lines(DOCUMENTS)
     third = len(DOCUMENTS) // 3
@@ -302,7 +302,7 @@ def front_ends(root):
         'mappings': [{'id': i, 'text': d} for i, d in enumerate(DOCUMENTS)],
         'mixed': [raw[0], {'text': raw[1]}, *DOCUMENTS[2:]],
         'own object': Sequence(DOCUMENTS),
-        # NumPy's own fixed width strings drop zeros at the end only.
+        # NumPy's fixed-width strings drop only trailing zeros.
         'numpy': np.array(DOCUMENTS),
     }
     sources |= {n: Records(records=records, holdout_percent=0) for n, records in lists.items()}
@@ -317,7 +317,7 @@ def front_ends(root):
 
 
 class Sequence:
-    """No list: what `Records` asks for, and nothing else."""
+    """An object with only the methods that `Records` needs."""
 
     def __init__(self, items):
         self._items = items
@@ -333,17 +333,17 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OwnSource(Source):
-    """A source as a user writes it."""
+    """A source as a user would write it."""
 
     def listing(self):
         found = (Document(f'd{i}', d.encode(), i + 1) for i, d in enumerate(DOCUMENTS))
         return Listing({'source': 'own', 'version': 1}, len(DOCUMENTS), found)
 
 
-def test_every_front_end_gives_the_same_tokens_and_the_same_hash(tmp_path):
+def test_every_kind_of_source_gives_the_same_tokens_and_hash(tmp_path):
     expected = [d.encode() for d in DOCUMENTS]
     hashes = {}
-    for name, source in front_ends(tmp_path / 'data').items():
+    for name, source in sources_of_documents(tmp_path / 'data').items():
         index = index_of(source, tmp_path / 'cache')
         assert documents(index.training) == expected, name
         assert index.training.num_bytes == sum(map(len, expected)), name
@@ -353,7 +353,7 @@ def test_every_front_end_gives_the_same_tokens_and_the_same_hash(tmp_path):
     assert len(set(hashes.values())) == 1, hashes
 
 
-def test_a_front_end_of_ones_own_may_have_settings_of_any_kind(tmp_path):
+def test_a_custom_source_may_have_settings_of_any_type(tmp_path):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Tagged(JsonLines):
         languages: tuple = ('en', 'de')
@@ -371,14 +371,14 @@ def test_a_front_end_of_ones_own_may_have_settings_of_any_kind(tmp_path):
     assert both(other, tmp_path / 'cache')[0] == [b'fr deux']
 
 
-def test_the_hash_tells_other_documents_other_cuts_and_other_parts_apart(tmp_path):
+def test_the_hash_depends_on_documents_boundaries_and_parts(tmp_path):
     texts = [['ab', 'c'], ['a', 'bc'], ['c', 'ab'], ['ab', 'c', ''], ['ab', 'd']]
     sources = [Records(records=t, holdout_percent=p) for t in texts for p in (0, 100)]
     hashes = {index_of(source, tmp_path).content_hash for source in sources}
     assert len(hashes) == len(sources)
 
 
-def test_many_records_and_row_groups_keep_their_order(tmp_path):
+def test_many_records_keep_their_order(tmp_path):
     # More than one batch of 1024 rows, and row groups that do not divide it.
     texts = [f'row {i}' for i in range(2500)]
     write_parquet(tmp_path / 'a.parquet', pyarrow.array(texts), row_group_size=700)
@@ -390,20 +390,20 @@ def test_many_records_and_row_groups_keep_their_order(tmp_path):
         assert both(source, tmp_path / 'cache')[0] == [t.encode() for t in texts]
 
 
-# The yardsticks.
+# The baselines.
 
 
 def test_entropy_of_known_texts():
-    assert yardsticks.order0_bits_per_byte(bytes(range(256)) * 7) == pytest.approx(8)
-    assert yardsticks.order0_bits_per_byte(b'aaaa') == 0
-    assert yardsticks.order0_bits_per_byte(b'abcc') == pytest.approx(1.5)
+    assert baselines.order0_bits_per_byte(bytes(range(256)) * 7) == pytest.approx(8)
+    assert baselines.order0_bits_per_byte(b'aaaa') == 0
+    assert baselines.order0_bits_per_byte(b'abcc') == pytest.approx(1.5)
 
 
 @given(st.binary(min_size=1, max_size=300))
 @settings(deadline=None, max_examples=50)
 def test_entropy_against_the_formula(text):
     expected = -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values())
-    assert yardsticks.of(text)['order-0 entropy'] == pytest.approx(expected, abs=1e-9)
+    assert baselines.compute(text)['order-0 entropy'] == pytest.approx(expected, abs=1e-9)
 
 
 def test_zlib_against_its_own_stream():
@@ -411,6 +411,6 @@ def test_zlib_against_its_own_stream():
     stream = zlib.compressobj(level=9)
     compressed = stream.compress(text) + stream.flush()
     assert zlib.decompress(compressed) == text
-    assert yardsticks.of(text)['zlib -9'] == 8 * len(compressed) / len(text) < 0.5
+    assert baselines.compute(text)['zlib -9'] == 8 * len(compressed) / len(text) < 0.5
     noise = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8).tobytes()
-    assert 8 <= yardsticks.of(noise)['zlib -9'] < 8.1
+    assert 8 <= baselines.compute(noise)['zlib -9'] < 8.1

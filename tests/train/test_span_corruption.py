@@ -1,4 +1,4 @@
-"""Span corruption: what is cut out, what stands for it, and that nothing is lost."""
+"""Span corruption: which spans are removed, which sentinels replace them, and nothing is lost."""
 
 import collections
 import itertools
@@ -16,8 +16,8 @@ from train.errors import ConfigError
 pytestmark = pytest.mark.core
 
 SEPARATOR = 256
-LAST = 356  # of the 100 sentinels behind the tokens of bytes
-FIRST = 1256  # the first sentinel where a test makes rows itself: more than 300 tokens have spans
+LAST = 356  # the last of 100 sentinels after the tokens of bytes
+FIRST = 1256  # the first sentinel of rows made here, far enough above the bytes for any text
 
 
 def maker(corruption, text_length, spare=0):
@@ -32,7 +32,7 @@ def maker(corruption, text_length, spare=0):
 
 
 def parts_of(row):
-    """The encoder's and the decoder's tokens, without the one at the end."""
+    """The tokens of the encoder and of the decoder, without the separator at the end."""
     encoder = row['encoder_input_tokens'][row['encoder_segment_ids'] == 1].tolist()
     decoder = row['decoder_target_tokens'][row['decoder_loss_weights'] == 1].tolist()
     assert encoder.pop() == decoder.pop() == SEPARATOR
@@ -40,11 +40,11 @@ def parts_of(row):
 
 
 def put_back(encoder, decoder):
-    """The text: the decoder's spans in the places of the sentinels. And the spans themselves."""
+    """The text, with the decoder's spans in place of the sentinels, and the spans."""
     spans, text = {}, []
     for token in decoder:
         if token > SEPARATOR:
-            assert token not in spans, 'a sentinel stands for one span'
+            assert token not in spans, 'each sentinel stands for one span'
             spans[token] = []
             last = token
         else:
@@ -56,7 +56,7 @@ def put_back(encoder, decoder):
 
 
 def lengths_of_t5(inputs_length, density, mean_span):
-    """T5's preprocessor `random_spans_helper`: the longest text, and the targets of it."""
+    """The longest text and its number of targets, by T5's preprocessor `random_spans_helper`."""
 
     def lengths(tokens):
         noise = round(tokens * density)
@@ -70,7 +70,7 @@ def lengths_of_t5(inputs_length, density, mean_span):
 
 
 def opened(documents, length, **settings):
-    # Nothing keeps these tokens: such records have no place in the cache.
+    # Records without a cache_key are not cached.
     task = SpanCorruption(source=Records(records=documents, holdout_percent=0), **settings)
     return task.open(length)
 
@@ -90,7 +90,7 @@ def test_lengths_are_those_of_t5s_preprocessor(length, density, mean_span):
     corruption = Corruption(density, mean_span)
     text_length = corruption.longest_text(length)
     tokens, targets = lengths_of_t5(length, density, mean_span)
-    if round(tokens * density) / mean_span > 0.5:  # T5 has no answer for no span at all
+    if round(tokens * density) / mean_span > 0.5:  # T5 does not handle texts without a span
         assert text_length == tokens
         assert corruption.lengths(text_length)[1] == targets
 
@@ -100,8 +100,8 @@ mean_spans = st.floats(1, 20)
 
 
 @given(st.integers(3, 200), densities, mean_spans)
-@settings(deadline=None, max_examples=200)
-def test_every_shorter_text_fits_into_a_row_too(encoder_length, density, mean_span):
+@settings(deadline=None, max_examples=100)
+def test_shorter_texts_fit_into_the_row_of_the_longest(encoder_length, density, mean_span):
     corruption = Corruption(density, mean_span)
     longest = corruption.longest_text(encoder_length)
     fits = [n for n in range(2, 25 * encoder_length) if corruption.lengths(n)[0] <= encoder_length]
@@ -117,11 +117,11 @@ def test_every_shorter_text_fits_into_a_row_too(encoder_length, density, mean_sp
 
 
 @given(st.integers(1, 300), densities, mean_spans, st.integers(0, 2**32 - 1), st.integers(0, 9))
-@settings(deadline=None, max_examples=500)
-def test_the_spans_put_back_give_the_text(length, density, mean_span, seed, spare):
+@settings(deadline=None, max_examples=300)
+def test_putting_the_spans_back_gives_the_text(length, density, mean_span, seed, spare):
     corruption = Corruption(density, mean_span)
     rng = np.random.default_rng(seed)
-    # Separators within a text, too: texts go over the ends of documents.
+    # Texts may contain separators, because they run across the ends of documents.
     text = rng.integers(0, SEPARATOR + 1, length).astype(np.int32)
     row = maker(corruption, length, spare)(text, rng)
     encoder, decoder = parts_of(row)
@@ -134,7 +134,7 @@ def test_the_spans_put_back_give_the_text(length, density, mean_span, seed, spar
         cut = sum(map(len, spans.values()))
         assert 1 <= cut <= length - 1
         assert abs(cut - density * length) <= 1
-        # As many spans as asked, where there are tokens to cut out and to stay between them.
+        # The requested number of spans, as far as there are enough tokens to remove and to keep.
         asked = min(max(1, cut / mean_span), cut, length - cut)
         assert abs(len(spans) - asked) <= 0.5
         first = encoder.index(FIRST)
@@ -172,8 +172,8 @@ def test_a_text_of_one_token_stays():
     assert parts_of(row) == ([7], [])
 
 
-def test_every_way_to_cut_is_as_likely():
-    """8 tokens, 4 of them cut out in 2 spans: 3 lengths of what stays x 3 of what is cut out."""
+def test_every_choice_of_spans_is_equally_likely():
+    """Of 8 tokens, 4 are removed in 2 spans: 3 ways to split the kept and 3 the removed tokens."""
     corruption, rng = Corruption(0.5, 2.0), np.random.default_rng(0)
     drawn = 9000
     counts = collections.Counter(tuple(corruption.spans(8, rng).tolist()) for _ in range(drawn))
@@ -185,7 +185,7 @@ def test_every_way_to_cut_is_as_likely():
 # The task.
 
 
-def test_rows_of_a_task_hold_the_stream_text_by_text():
+def test_rows_of_a_task_contain_the_whole_stream():
     documents = [bytes([i]) * 5 for i in range(200)] + [b'']
     task = opened(documents, 64)
     stream = b''.join(document + b'\x00' for document in documents)  # 0 for the separators
@@ -204,11 +204,11 @@ def test_rows_of_a_task_hold_the_stream_text_by_text():
     assert tokens.max() == SpanCorruption(source=Records(records=documents)).num_tokens - 1 == LAST
 
 
-def test_noise_differs_between_epochs_and_seeds_and_is_a_function_of_the_row():
+def test_noise_depends_only_on_the_seed_and_the_row():
     documents = [np.random.default_rng(0).bytes(4000)]
 
     def masks(seed, epoch):
-        """Which of each text's places are cut out, by the text."""
+        """The encoder tokens of each text, by the text."""
         task = opened(documents, 64)
         rows, count = task.training(seed), task.rows_per_epoch
         made = {}
@@ -266,10 +266,10 @@ def test_evaluation_cuts_the_same_every_time():
         ({'mean_noise_span_length': float('nan')}, 'mean_noise_span_length'),
         ({'mean_noise_span_length': '3'}, 'mean_noise_span_length'),
         ({'source': b'text'}, 'source'),
-        ({'tokenizer': ByteTokenizer}, r'tokenizer.*brackets'),
+        ({'tokenizer': ByteTokenizer}, r'tokenizer.*parentheses'),
     ],
 )
-def test_settings_that_mean_nothing(wrong, message):
+def test_invalid_settings(wrong, message):
     with pytest.raises(ConfigError, match=message):
         SpanCorruption(**{'source': Records(records=[b'text']), **wrong})
 
@@ -279,6 +279,6 @@ def test_too_few_sentinels_and_too_short_an_encoder():
         opened([b'text'], 512, num_sentinels=27)
     assert opened([b'text'], 512, num_sentinels=28).rows_per_epoch == 1
     for length in (1, 2):
-        with pytest.raises(ConfigError, match=f'no text fits into {length} places'):
+        with pytest.raises(ConfigError, match=f'no text fits into {length} encoder tokens'):
             opened([b'text'], length)
     assert opened([b'text'], 4).rows_per_epoch >= 1

@@ -1,4 +1,4 @@
-"""Streams of tokens: what is written, mapped into memory, and cut."""
+"""Token streams: written to files, mapped into memory, and cut."""
 
 import tracemalloc
 
@@ -29,7 +29,7 @@ def test_a_separator_before_each_document_and_one_at_the_end(tmp_path):
     assert stream.num_targets == len(expected) - 1
 
 
-def test_tokens_are_those_of_the_tokenizer(tmp_path):
+def test_tokens_come_from_the_tokenizer(tmp_path):
     stream = open_index(listed([b'ab', b'c']), Counted(), str(tmp_path), quiet).training
     assert stream.tokens.tolist() == [999, 97, 97, 98, 98, 999, 99, 99, 999]
     assert stream.num_bytes == 3
@@ -37,7 +37,7 @@ def test_tokens_are_those_of_the_tokenizer(tmp_path):
 
 @given(st.lists(st.binary(max_size=30), max_size=12), st.integers(1, 40), st.integers(0, 100))
 @settings(deadline=None, max_examples=40)
-def test_any_documents_come_back_in_order(contents, group_bytes, percent):
+def test_documents_keep_their_order(contents, group_bytes, percent):
     source = Records(records=contents, holdout_percent=percent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_index, 'GROUP_BYTES', group_bytes)
@@ -57,7 +57,7 @@ def test_any_documents_come_back_in_order(contents, group_bytes, percent):
 
 
 @pytest.mark.parametrize(('num_tokens', 'dtype'), [(65536, np.uint16), (65537, np.uint32)])
-def test_the_type_holds_every_token(tmp_path, num_tokens, dtype):
+def test_the_dtype_fits_the_vocabulary(tmp_path, num_tokens, dtype):
     tokenizer = Counted(num_tokens=num_tokens, offset=num_tokens - 300)
     tokens = open_index(listed([b'a']), tokenizer, str(tmp_path), quiet).training.tokens
     assert tokens.dtype == dtype
@@ -65,13 +65,13 @@ def test_the_type_holds_every_token(tmp_path, num_tokens, dtype):
 
 
 @pytest.mark.parametrize('offset', [65536, 1000, -200])
-def test_a_token_outside_the_vocabulary_is_not_written_as_another(tmp_path, offset):
+def test_a_token_outside_the_vocabulary_is_refused(tmp_path, offset):
     message = refusal(tmp_path, listed([b'a']), Counted(num_tokens=1000, offset=offset))
     assert str(97 + offset) in message
     assert left_in(tmp_path) == []
 
 
-def test_the_head_of_a_stream_is_cut_and_counts_its_bytes(tmp_path):
+def test_the_head_of_a_stream_counts_its_bytes(tmp_path):
     contents = [b'abc', b'', b'de']
     whole = open_index(listed(contents), ByteTokenizer(), str(tmp_path), quiet).training
     for count in range(1, whole.num_targets + 3):
@@ -85,7 +85,7 @@ def test_the_head_of_a_stream_is_cut_and_counts_its_bytes(tmp_path):
 
 
 @pytest.mark.parametrize('group_bytes', [1, 7, 10, 1 << 20])
-def test_groups_hold_about_so_many_bytes_and_change_nothing(tmp_path, monkeypatch, group_bytes):
+def test_groups_have_about_the_given_size_and_change_nothing(tmp_path, monkeypatch, group_bytes):
     contents = [b'x' * n for n in (3, 0, 30, 4, 4, 4, 0, 9)]
     monkeypatch.setattr(token_index, 'GROUP_BYTES', group_bytes)
     tokenizer = Counted()
@@ -97,7 +97,7 @@ def test_groups_hold_about_so_many_bytes_and_change_nothing(tmp_path, monkeypatc
     assert np.diff(index.training.starts).tolist() == [1 + 2 * len(c) for c in contents]
 
 
-def test_an_open_index_is_a_map_of_the_file(tmp_path):
+def test_an_open_index_is_memory_mapped_and_read_only(tmp_path):
     source = Records(records=[b'x' * 8_000_000], holdout_percent=0, cache_key='large')
     open_index(source, ByteTokenizer(), str(tmp_path), quiet)
     tracemalloc.start()

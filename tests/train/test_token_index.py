@@ -1,4 +1,4 @@
-"""The cache of token indices: what makes another one, and how far its building is."""
+"""The cache of token indices: its keys, and the progress of building."""
 
 import gzip
 import json
@@ -40,7 +40,7 @@ def test_an_index_is_built_once(tmp_path):
 
 
 def test_opening_a_ready_index_writes_nothing(tmp_path):
-    # Many hosts share a cache that they may only read.
+    # Hosts may share a cache that is read-only for them.
     def state():
         paths = [tmp_path, *tmp_path.rglob('*')]
         return {(str(p), p.stat().st_mtime_ns) for p in paths}
@@ -58,7 +58,7 @@ def write_lines(root):
     return {'pattern': '*.jsonl', 'root': str(root)}
 
 
-def test_whatever_changes_the_tokens_makes_another_index(tmp_path):
+def test_every_change_of_the_tokens_makes_another_index(tmp_path):
     root, cache = tmp_path / 'data', tmp_path / 'cache'
     root.mkdir()
     where = write_lines(root)
@@ -85,7 +85,7 @@ def test_whatever_changes_the_tokens_makes_another_index(tmp_path):
     assert directory(exclude='/c') == seen[-1]
 
 
-def test_numbers_that_are_equal_make_one_index(tmp_path):
+def test_equal_numbers_make_one_index(tmp_path):
     (tmp_path / 'data').mkdir()
     where = write_lines(tmp_path / 'data')
     sources = [JsonLines(holdout_percent=p, **where) for p in (2, 2.0)]
@@ -96,7 +96,7 @@ def test_numbers_that_are_equal_make_one_index(tmp_path):
 @pytest.mark.parametrize(
     'signature', [{'v': 1}, {'files': ('a', 2)}, ['a', 2], 'version 1', 7], ids=repr
 )
-def test_any_json_is_a_signature(tmp_path, signature):
+def test_a_signature_may_be_any_json(tmp_path, signature):
     sources = [listed(signature=signature) for _ in range(2)]
     for source in sources:
         index = open_index(source, ByteTokenizer(), str(tmp_path), quiet)
@@ -104,8 +104,8 @@ def test_any_json_is_a_signature(tmp_path, signature):
     assert [len(source.reads) for source in sources] == [1, 0]
 
 
-def test_a_signature_hides_no_setting_of_the_index(tmp_path, monkeypatch):
-    # Names that a source may well use for settings of its own.
+def test_a_signature_does_not_hide_settings_of_the_index(tmp_path, monkeypatch):
+    # A source may use these names for its own settings.
     def directory(tokenizer):
         source = listed(signature={'tokenizer': 'mine', 'format': 1})
         return open_index(source, tokenizer, str(tmp_path), quiet).directory
@@ -116,7 +116,7 @@ def test_a_signature_hides_no_setting_of_the_index(tmp_path, monkeypatch):
     assert len(set(found)) == 3
 
 
-def test_records_without_a_key_are_built_each_time_and_leave_nothing(tmp_path, monkeypatch):
+def test_records_without_a_key_are_not_cached(tmp_path, monkeypatch):
     monkeypatch.setattr(token_index.tempfile, 'tempdir', str(tmp_path))
     index = open_index(Records(records=['a']), ByteTokenizer(), str(tmp_path / 'cache'), quiet)
     assert index.directory.is_relative_to(tmp_path)
@@ -125,17 +125,17 @@ def test_records_without_a_key_are_built_each_time_and_leave_nothing(tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_default_place_is_in_the_cache_of_the_user(tmp_path, monkeypatch):
+def test_the_default_directory_is_in_the_users_cache(tmp_path, monkeypatch):
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
     index = open_index(listed(), ByteTokenizer(), None, quiet)
     assert index.directory.parent == tmp_path / 'meshwright' / 'tokens'
 
 
-# How far it is.
+# Progress.
 
 
 @pytest.mark.parametrize('kind', ['text', 'lines', 'blank', 'gz', 'zst', 'parquet', 'records'])
-def test_progress_rises_to_the_whole(tmp_path, monkeypatch, kind):
+def test_progress_increases_to_the_total(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(token_index, 'GROUP_BYTES', 500)
     texts = [f'document {i} {random.Random(i).random()}' for i in range(300)]
     lines = ''.join(json.dumps({'text': text}) + '\n' for text in texts).encode()
@@ -164,5 +164,7 @@ def test_progress_rises_to_the_whole(tmp_path, monkeypatch, kind):
     done = [d for _, d, _ in told]
     assert len(done) > 10
     assert done == sorted(done)
-    assert 0 <= done[0] < total / 2 or kind in ('gz', 'zst'), 'these are read in large blocks'
+    assert 0 <= done[0] < total / 2 or kind in ('gz', 'zst'), (
+        'compressed files are read in large blocks'
+    )
     assert done[-1] == total

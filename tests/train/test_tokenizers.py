@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, SentencePiece models and tokenizer.json of Hugging Face."""
+"""Tokenizers: bytes, SentencePiece models and tokenizer.json files of Hugging Face."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def train_hugging_face(special=('<|endoftext|>', '<pad>'), size=400):
 
 @pytest.fixture(scope='module')
 def made(tmp_path_factory):
-    """A folder of models."""
+    """A directory of tokenizer models."""
     folder = tmp_path_factory.mktemp('models')
     pieces = {
         'fallback': {'vocab_size': 330, 'byte_fallback': True},
@@ -91,7 +91,7 @@ def encode(tokenizer, texts):
     return tokenizer.encode([f'document {i}' for i in range(len(texts))], contents)
 
 
-# All of them.
+# All tokenizers.
 
 
 def test_tokens_and_separators_are_below_the_number_of_tokens(made):
@@ -103,7 +103,7 @@ def test_tokens_and_separators_are_below_the_number_of_tokens(made):
         assert tokenizer.separator not in tokens, tokenizer
 
 
-def test_each_document_gets_the_tokens_it_gets_alone(made):
+def test_documents_are_encoded_independently(made):
     for tokenizer in every(made):
         together = encode(tokenizer, TEXTS)
         assert len(together) == len(TEXTS)
@@ -121,7 +121,7 @@ def test_separators_decode_to_nothing(made):
 
 
 def test_documents_decode_one_after_another(made):
-    # As `Stream.head` and the yardsticks decode them, to count the bytes of the documents.
+    # As `Stream.head` and the baselines decode them, to count the bytes of the documents.
     for tokenizer in every(made):
         tokens = [tokenizer.separator]
         for document in encode(tokenizer, ['the quick', 'brown', 'fox']):
@@ -129,8 +129,8 @@ def test_documents_decode_one_after_another(made):
         assert tokenizer.decode(np.array(tokens)) == b'the quickbrownfox', tokenizer
 
 
-def test_a_separator_written_in_a_document_is_text(made):
-    # These have no pieces for bytes, so other characters than they know are lost.
+def test_text_that_looks_like_a_separator_stays_text(made):
+    # These models lose unknown characters, because they have no pieces for bytes.
     lossy = [sentence_piece(made, 'plain'), sentence_piece(made, 'no-end')]
     for tokenizer in every(made):
         for written in (*SEPARATORS, '<s>', '<pad>', '<unk>'):
@@ -141,7 +141,7 @@ def test_a_separator_written_in_a_document_is_text(made):
                 assert tokenizer.decode(tokens) == text.encode(), (tokenizer, written)
 
 
-def test_identities_tell_tokenizers_apart_and_are_stable(made, tmp_path):
+def test_identities_are_unique_and_stable(made, tmp_path):
     tokenizers_ = [*every(made), sentence_piece(made, 'smaller'), hugging_face(made, 'smaller')]
     tokenizers_.append(hugging_face(made, 'two-separators', separator_token='[SEP]'))
     identities = [tokenizer.identity for tokenizer in tokenizers_]
@@ -151,10 +151,12 @@ def test_identities_tell_tokenizers_apart_and_are_stable(made, tmp_path):
     for tokenizer in (sentence_piece(made), hugging_face(made)):
         copy = tmp_path / 'copy'
         shutil.copy(tokenizer.path, copy)
-        assert type(tokenizer)(path=str(copy)).identity == tokenizer.identity, 'the path counts'
+        assert type(tokenizer)(path=str(copy)).identity == tokenizer.identity, (
+            'the identity must not depend on the path'
+        )
 
 
-def test_bytes_that_are_no_utf8_name_the_document_and_the_byte(made):
+def test_invalid_utf8_names_the_document_and_the_byte(made):
     for tokenizer in (sentence_piece(made), hugging_face(made)):
         with pytest.raises(ConfigError, match=r'^document 1 is not UTF-8.* byte 7\b') as caught:
             encode(tokenizer, ['good', 'naïve \udcff'.encode(errors='surrogateescape')])
@@ -162,7 +164,7 @@ def test_bytes_that_are_no_utf8_name_the_document_and_the_byte(made):
     assert encode(ByteTokenizer(), [b'\xff\x00'])[0].tolist() == [255, 0]
 
 
-def test_a_home_folder_may_be_written_as_a_tilde(made, monkeypatch):
+def test_a_tilde_stands_for_the_home_directory(made, monkeypatch):
     monkeypatch.setenv('HOME', str(made))
     assert SentencePieceTokenizer(path='~/plain.model').num_tokens == 60
     assert HuggingFaceTokenizer(path='~/bpe.json').num_tokens == hugging_face(made).num_tokens
@@ -195,10 +197,10 @@ def test_sentencepiece_tokens_are_those_of_the_package(made, name):
     assert tokenizer.separator == package.piece_to_id('<s>' if name == 'no-end' else '</s>')
 
 
-def test_sentencepiece_decodes_text_back_up_to_its_normalization(made):
+def test_sentencepiece_decodes_text_up_to_normalization(made):
     tokenizer = sentence_piece(made)
     for text, tokens in zip(TEXTS, encode(tokenizer, TEXTS), strict=True):
-        # The model's own rules: NFKC, and one space for each run of spaces.
+        # The model normalizes with NFKC and joins consecutive spaces.
         assert tokenizer.decode(tokens).decode().split() == text.split()
 
 
@@ -220,7 +222,7 @@ def test_hugging_face_tokens_are_those_of_the_package(made):
     assert tokenizer.separator == package.token_to_id('<|endoftext|>')
 
 
-def test_settings_of_the_file_neither_cut_nor_pad_nor_frame_documents(made, tmp_path):
+def test_truncation_padding_and_templates_of_the_file_are_ignored(made, tmp_path):
     package = train_hugging_face()
     package.enable_truncation(3)
     package.enable_padding(length=64, pad_id=1, pad_token='<pad>')
@@ -235,7 +237,7 @@ def test_settings_of_the_file_neither_cut_nor_pad_nor_frame_documents(made, tmp_
         assert tokens.tolist() == expected.tolist()
 
 
-def test_the_separator_is_the_likeliest_or_the_one_that_is_named(made):
+def test_the_separator_is_the_most_likely_token_or_the_given_one(made):
     package = tokenizers.Tokenizer.from_file(str(made / 'two-separators.json'))
     assert hugging_face(made, 'two-separators').separator == package.token_to_id('</s>')
     named = hugging_face(made, 'two-separators', separator_token='[SEP]')
@@ -247,7 +249,7 @@ def test_the_separator_is_the_likeliest_or_the_one_that_is_named(made):
     ('name', 'token', 'say'),
     [('no-separator', None, '<eos>'), ('bpe', '</s>', '</s>')],
 )
-def test_a_separator_that_is_not_there(made, name, token, say):
+def test_a_missing_separator(made, name, token, say):
     with pytest.raises(ConfigError, match='separator_token') as caught:
         hugging_face(made, name, separator_token=token).separator  # noqa: B018
     assert f'{name}.json has no special token' in str(caught.value)
@@ -255,9 +257,9 @@ def test_a_separator_that_is_not_there(made, name, token, say):
 
 
 @pytest.mark.parametrize('kind', ['a word', 'undeclared'])
-def test_a_separator_that_documents_can_hold_separates_nothing(made, tmp_path, kind):
-    # The token of a word, or a marker that the file does not declare special: documents contain
-    # the one, and decoding leaves both in the text. It is refused, or neither is the case.
+def test_a_token_that_documents_contain_cannot_separate(made, tmp_path, kind):
+    # Documents contain the tokens of words, and decoding keeps tokens that the file does not
+    # declare special. Neither can separate documents, so both are refused or handled.
     if kind == 'a word':
         tokenizer = hugging_face(made, separator_token='the')
     else:
@@ -273,7 +275,7 @@ def test_a_separator_that_documents_can_hold_separates_nothing(made, tmp_path, k
     assert tokenizer.decode(np.array([separator])) == b''
 
 
-def test_tokens_added_to_a_vocabulary_count(made, tmp_path):
+def test_added_tokens_count_in_the_vocabulary(made, tmp_path):
     package = train_hugging_face()
     package.add_tokens(['zzz'])
     package.save(str(tmp_path / 'added.json'))
@@ -282,7 +284,7 @@ def test_tokens_added_to_a_vocabulary_count(made, tmp_path):
     assert encode(tokenizer, ['a zzz'])[0].max() == tokenizer.num_tokens - 1
 
 
-# In an index.
+# Tokenizers of an index.
 
 
 def test_the_head_of_a_stream_counts_the_bytes_of_its_documents(made, tmp_path):

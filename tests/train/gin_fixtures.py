@@ -1,0 +1,89 @@
+"""Fixtures for tests of gin files, which conftest.py makes available to every test."""
+
+import sys
+import textwrap
+
+import gin
+import pytest
+from small_t5x import T5X_MODEL, T5X_SMALL, T5X_TASK
+
+from train.config import check_complete, find_entry, load_config
+from train.errors import ConfigError
+
+
+@pytest.fixture
+def own_registry():
+    """Removes the configurables that a test registers with gin."""
+    import train.configurables  # noqa: F401  # registered once, before any test
+
+    registry, inverse = gin.config._REGISTRY, gin.config._INVERSE_REGISTRY
+    before = {selector for selector, _ in registry.items()}
+    yield
+    for selector, configurable in list(registry.items()):
+        if selector not in before:
+            registry.pop(selector)
+            inverse.pop(configurable.wrapped, None)
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Writes a gin file, `run.gin`, and loads it with bindings."""
+
+    def load(text, *bindings, **options):
+        path = tmp_path / 'run.gin'
+        path.write_text(textwrap.dedent(text))
+        load_config([str(path)], bindings, **options)
+
+    return load
+
+
+@pytest.fixture
+def refusal(load):
+    """Loads an invalid gin file, and returns the message of the error."""
+
+    def refusal(text, *bindings, **options):
+        with pytest.raises(ConfigError) as error:
+            load(text, *bindings, **options)
+        return str(error.value)
+
+    return refusal
+
+
+@pytest.fixture
+def intruder(tmp_path, monkeypatch):
+    """Modules outside the allowed packages. Importing one writes its name to the returned file."""
+    folder, trace = tmp_path / 'modules', tmp_path / 'trace'
+    folder.mkdir()
+    names = ('intruder', 'train_intruder', 'intruder2')
+    for name in names:
+        (folder / f'{name}.py').write_text(
+            f'open({str(trace)!r}, "a").write({name!r})\ndef make(size=1):\n    return size\n'
+        )
+    monkeypatch.syspath_prepend(str(folder))
+    yield trace
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def t5x_files(texts, tmp_path):
+    """The gin files of T5X for a kind of run on a small task."""
+    task = tmp_path / 'task.gin'
+    task.write_text(T5X_TASK.format(root=texts))
+    return lambda kind: [T5X_MODEL, f'configs/t5x/{kind}.gin', str(task)]
+
+
+@pytest.fixture
+def load_t5x(t5x_files):
+    """Loads the gin files of T5X for a kind of run, and returns its entry point."""
+
+    def load(kind, *bindings):
+        gin.clear_config()
+        # T5X's evaluations have no learning rate.
+        small = T5X_SMALL if kind != 'eval' else T5X_SMALL[:-1]
+        load_config(t5x_files(kind), [*small, *bindings])
+        entry = find_entry()
+        check_complete(entry)
+        return entry
+
+    return load

@@ -1,0 +1,152 @@
+"""The configurations that come with the project: sizes of models, and layouts of the presets."""
+
+import math
+
+import gin
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from partitioning import TrainState, unbox
+from train.config import load_config
+from train.config.load import REPOSITORY
+from train.errors import ConfigError
+from train.models.transformer import TransformerConfig
+
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures('own_registry')]
+
+MODELS = sorted(p.stem for p in (REPOSITORY / 'configs/models').glob('*.gin'))
+PRESETS = sorted(p.stem for p in (REPOSITORY / 'configs/partitioning').glob('*.gin'))
+RUN = ("MODEL_DIR='nowhere'", "TEXT='nowhere/*.txt'")
+
+# The least and the largest number of parameters. Those of Llama 3 are exact.
+SIZES = {
+    'tiny': (800_000, 1_000_000),
+    '125m': (100e6, 140e6),
+    '1b': (1.0e9, 1.4e9),
+    '8b': (8_030_261_248, 8_030_261_248),
+    '70b': (70_553_706_496, 70_553_706_496),
+}
+
+_states = {}
+
+
+def pretrain(*files, bindings=()):
+    """The settings of train() from pretrain.gin and further files."""
+    load_config(['configs/runs/pretrain.gin', *files], [*RUN, *bindings])
+    return gin.get_bindings('train.train')
+
+
+def named_state(model, settings):
+    """The abstract state of a model that train() makes, with logical axes."""
+    if model not in _states:
+        tx = settings['optimizer'].build()
+        tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+        _states[model] = jax.eval_shape(
+            lambda key, tokens: TrainState.create(
+                settings['model'].init(key, tokens)['params'], tx
+            ),
+            jax.random.key(0),
+            tokens,
+        )
+    return _states[model]
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_a_model_has_the_size_in_its_name(model):
+    settings = pretrain(f'configs/models/{model}.gin')
+    params = unbox(named_state(model, settings).params)
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    least, most = SIZES[model]
+    assert least <= count <= most
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_a_model_file_sets_every_size(model):
+    # pretrain.gin includes a model. No setting of it may remain after choosing another one.
+    chosen = pretrain(f'configs/models/{model}.gin')['model'].config
+    gin.clear_config()
+    load_config([f'configs/models/{model}.gin'])
+    assert chosen == TransformerConfig()
+
+
+def partitions(model, preset, settings):
+    """Bindings for a preset. In tensor.gin, the partitions must divide num_kv_heads."""
+    if preset == 'three_d':
+        return ['FSDP_PARTITIONS=4', 'NUM_PARTITIONS=2']
+    if preset != 'tensor':
+        return []
+    return [f'NUM_PARTITIONS={math.gcd(8, settings["model"].config.num_kv_heads)}']
+
+
+@pytest.mark.parametrize('preset', PRESETS)
+@pytest.mark.parametrize('model', MODELS)
+def test_every_preset_lays_out_every_model(model, preset):
+    files = [f'configs/models/{model}.gin', f'configs/partitioning/{preset}.gin']
+    settings = pretrain(*files)
+    if bindings := partitions(model, preset, settings):
+        gin.clear_config()
+        settings = pretrain(*files, bindings=bindings)
+    partitioner = settings['partitioner']
+    state = named_state(model, settings)
+    specs = partitioner.get_mesh_axes(state)
+    assert partitioner.mesh.size == 8
+
+    arrays = jax.tree_util.tree_leaves_with_path(unbox(state))
+    leaves = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    replicated, per_device, total = {}, 0, 0
+    for (path, array), spec in zip(arrays, leaves, strict=True):
+        shard = NamedSharding(partitioner.mesh, spec).shard_shape(array.shape)
+        size = math.prod(array.shape) * array.dtype.itemsize
+        total += size
+        per_device += math.prod(shard) * array.dtype.itemsize
+        if shard == array.shape and size > 4096:
+            replicated[jax.tree_util.keystr(path)] = size
+    if preset == 'data_parallel':
+        assert per_device == total
+    elif preset == 'zero':
+        parameters = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(unbox(state.params)))
+        assert all(path.startswith('.params') for path in replicated)
+        assert (
+            per_device == parameters + (total - parameters - 12) / 8 + 12
+        )  # plus three step counters
+    elif preset == 'tensor':
+        # The scales of norms only have the dimension 'embed', which this preset replicates.
+        assert all('scale' in path for path in replicated), replicated
+        assert sum(replicated.values()) < total / 500
+    else:
+        assert not replicated
+        assert per_device < total / 7
+
+
+@pytest.mark.parametrize('model', MODELS)
+def test_the_tensor_preset_fits_or_is_refused(model):
+    settings = pretrain(f'configs/models/{model}.gin', 'configs/partitioning/tensor.gin')
+    state = named_state(model, settings)
+    if settings['model'].config.num_kv_heads % 8 == 0:
+        settings['partitioner'].get_mesh_axes(state)
+    else:
+        with pytest.raises(ValueError, match=r"'(kv_)?heads'.*\b8\b"):
+            settings['partitioner'].get_mesh_axes(state)
+
+
+def test_the_quickstart_is_a_valid_configuration():
+    load_config(['configs/runs/quickstart.gin'], ["MODEL_DIR='nowhere'"])
+    settings = gin.get_bindings('train.train')
+    assert settings['total_steps'] > 0
+    assert isinstance(settings['optimizer'].build(), optax.GradientTransformation)
+
+
+@pytest.mark.parametrize('missing', ['MODEL_DIR', 'TEXT'])
+def test_pretraining_requires_the_users_settings(missing):
+    given = [binding for binding in RUN if not binding.startswith(missing)]
+    with pytest.raises(ConfigError, match=f'%{missing} has no value. Add --gin.{missing}=...'):
+        load_config(['configs/runs/pretrain.gin'], given)
+
+
+def test_every_shipped_file_is_tested():
+    assert set(SIZES) == set(MODELS)
+    assert set(PRESETS) == {'data_parallel', 'fsdp', 'zero', 'tensor', 'two_d', 'three_d'}
+    assert (REPOSITORY / 'configs/runs/pretrain.gin').is_file()
