@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from partitioning import PjitPartitioner, fsdp_logical_axis_rules, standard_logical_axis_rules
-from partitioning.plan import ResolvedPlan
 from train.t5x import configs, network
 
 pytestmark = pytest.mark.core
@@ -64,7 +63,7 @@ def test_rules_for_kv_heads_keep_the_plan():
         logical_axis_rules=rules,
         params_axes_names_override=[('w', ('heads', 'batch'))],
     )
-    plan = ResolvedPlan.of(named.resolve(params))
+    plan = named.resolve(params)
     other = [('heads', None), ('batch', 'data')]
     made = network.with_kv_heads(
         PjitPartitioner(mesh=named.mesh, logical_axis_rules=other, plan=plan)
