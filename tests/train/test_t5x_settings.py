@@ -158,7 +158,7 @@ REFUSED = {
         ('skip_nan_updates=True', 'leave it out'),
     ],
     'partitioning.PjitPartitioner': [
-        ('params_on_devices=False', 'so leave it out'),
+        ('params_on_devices=False', 'remove the setting'),
         ("backend='quark'", 'has no mesh: Unknown backend'),
     ],
     'adafactor.standard_logical_factor_rules': [("rules={'embed': 'row'}", 'leave it out')],
