@@ -3,6 +3,7 @@
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from partitioning import Partitioned, PjitPartitioner, create_mesh
 
@@ -11,13 +12,15 @@ RULES = [('batch', 'data'), ('embed', 'data'), ('mlp', 'model'), ('layers', None
 ones = nn.initializers.ones
 
 
-def partitioner_of(rules=(), **settings):
-    return PjitPartitioner(2, logical_axis_rules=rules, **settings)
+def partitioner_of(rules=(), axis_types=AxisType.Auto):
+    """A partitioner over data 4 x model 2."""
+    mesh = create_mesh((4, 2), ('data', 'model'), axis_types=axis_types)
+    return PjitPartitioner(mesh=mesh, logical_axis_rules=rules)
 
 
-def spec_of(array, rules, **settings):
+def spec_of(array, rules):
     """The spec of `array` in a state that contains no other array."""
-    return partitioner_of(rules, **settings).get_mesh_axes({'params': {'w': array}})['params']['w']
+    return partitioner_of(rules).get_mesh_axes({'params': {'w': array}})['params']['w']
 
 
 def box(shape, *names, kind=nn.LogicallyPartitioned, **fields):

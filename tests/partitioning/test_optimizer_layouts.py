@@ -222,6 +222,15 @@ def box(shape, *names):
             id='as many histories as layers',
         ),
         pytest.param(
+            {'w': box((16, 16), 'embed', 'mlp')},
+            optax.contrib.galore(1e-2, rank=4),
+            {
+                '0/projector/w': P('data', None),
+                '0/base_optimizer_state/mu/w': P(None, 'model'),
+            },
+            id='galore of a square',
+        ),
+        pytest.param(
             {'u': box((8, 16), 'mlp', 'embed'), 'w': box((16, 8), 'embed', 'mlp')},
             optax.contrib.galore(1e-2, rank=4),
             {

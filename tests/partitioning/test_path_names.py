@@ -87,8 +87,8 @@ def test_the_first_matching_rule_wins(way):
 @WAYS
 def test_a_rule_must_match_the_whole_path(way):
     """re.match and re.search would accept 'enc/ker' and 'kernel'."""
-    for part in ('enc/ker', 'kernel', 'nc/kernel', '/kernel'):
-        with pytest.raises(ValueError, match=f'{part!r} is never used'):
+    for part in ('enc/ker', 'kernel', 'nc/kernel', '/kernel', 'enc/ke.', '.c/kernel'):
+        with pytest.raises(ValueError, match=f'{re.escape(repr(part))} is never used'):
             way([(part, ('mlp', 'embed')), *ALL])
 
 
@@ -99,6 +99,7 @@ PATTERNS = [
     '.*',
     '(enc|dec)/bias',
     'kernel',
+    'enc/ke.',
     '[^/]+/[^/]+',
     '',
 ]

@@ -67,6 +67,19 @@ def test_a_statistic_whose_shape_does_not_match_its_parameter(partitioner):
         partitioner.get_mesh_axes(state)
 
 
+def test_a_statistic_that_may_belong_to_two_parameters(partitioner):
+    """Both trees contain the path w, and their layouts differ."""
+
+    def model(*names):
+        return {'params': {'w': nn.LogicallyPartitioned(jnp.zeros((8, 8)), names)}}
+
+    state = {'a': model('embed', 'mlp'), 'b': model('mlp', 'embed'), 'mu': {'w': jnp.zeros((8, 8))}}
+    with pytest.raises(ValueError, match=r'mu/w.*a/params/w.*b/params/w'):
+        partitioner.get_mesh_axes(state)
+    state['b'] = model('embed', 'mlp')
+    assert partitioner.get_mesh_axes(state)['mu']['w'] == P('data', 'model')
+
+
 def test_a_rule_for_an_axis_that_the_mesh_lacks():
     partitioner = PjitPartitioner(2, logical_axis_rules=[('embed', 'expert')])
     box = nn.LogicallyPartitioned(jnp.zeros((8,)), ('embed',))

@@ -152,12 +152,18 @@ def test_B19_optimizer_sharding(metadata, rules):
         model = linear(**metadata)
         return nnx.state((model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)))
 
-    axes = partitioner.get_mesh_axes(partitioner.eval_shape(init))
+    plan = partitioner.plan(init)
+    axes = plan.specs
+    assert {row.path: row.role for row in plan.rows if row.path.endswith('/kernel')} == {
+        '0/kernel': 'parameters',
+        '1/opt_state/0/mu/kernel': 'optimizer',
+        '1/opt_state/0/nu/kernel': 'optimizer',
+    }
     assert set(axes[0]['kernel']) <= {None}
     assert axes[1]['opt_state'][0]['mu']['kernel'] == expected
     if rules:
         return  # one compiled program is enough
-    state = partitioner.init(init)
+    state = plan.init()
     assert state[0]['kernel'].get_value().sharding.is_fully_replicated
     born = state[1]['opt_state'][0]['nu']['kernel'].get_value()
     assert born.sharding.is_equivalent_to(NamedSharding(mesh, expected), 2)
