@@ -1,9 +1,10 @@
 """Executes notebooks in place, each in a fresh kernel on eight virtual CPU devices.
 
-    python notebooks/execute.py            # all of this folder
-    python notebooks/execute.py tour.ipynb  # of this folder, or a path to any other
+Usage:
+  python notebooks/execute.py             # all notebooks in this folder
+  python notebooks/execute.py tour.ipynb  # one of them, or the path of any other
 
-What is written depends on nothing but the notebook: no times, no paths, no names of machines.
+The stored outputs depend only on the notebook: they have no times, paths or names of machines.
 """
 
 import os
@@ -11,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import matplotlib.font_manager  # noqa: F401  # the first import on a machine warns of its cost
+import matplotlib.font_manager  # noqa: F401  # Its first import on a machine prints a warning.
 import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
@@ -25,12 +26,14 @@ _METADATA = {
 _CELL_SECONDS = 120
 
 
-def executed(path: Path) -> NotebookNode:
-    """A notebook with the outputs of running it now, in the folder where it lies.
+def execute(path: Path) -> NotebookNode:
+    """Runs a notebook in the folder that contains it, and returns it with the new outputs.
+
+    The file does not change.
 
     Raises:
-      nbclient.exceptions.CellExecutionError: a cell raises.
-      ValueError: a cell writes to stderr, where warnings are, with the paths of this machine.
+      nbclient.exceptions.CellExecutionError: if a cell raises.
+      ValueError: if a cell writes to stderr. Warnings do, and they contain paths of this machine.
     """
     notebook = nbformat.read(path, as_version=4)
     notebook.metadata = nbformat.from_dict(_METADATA)
@@ -43,24 +46,24 @@ def executed(path: Path) -> NotebookNode:
             record_timing=False,
             coalesce_streams=True,
             resources={'metadata': {'path': str(path.resolve().parent)}},
-            # Sockets that are files: no ports that others may listen on.
+            # The sockets are files, because other programs could use or listen on a port.
             config=Config(KernelManager={'transport': 'ipc', 'ip': f'{sockets}/kernel'}),
         ).execute(env={**os.environ, **environment})
     for cell in code_cells(notebook):
         for output in cell.outputs:
             if output.get('name') == 'stderr':
                 raise ValueError(f'{path.name}: a cell writes to stderr:\n{output.text}')
-    notebook.metadata = nbformat.from_dict(_METADATA)  # the kernel adds its version
+    notebook.metadata = nbformat.from_dict(_METADATA)  # The kernel has added its version.
     return notebook
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
-    """The cells that run."""
+    """The code cells of a notebook."""
     return [cell for cell in notebook.cells if cell.cell_type == 'code']
 
 
-def shown(cell: NotebookNode) -> tuple[list[str], int]:
-    """What a cell shows: the lines of its text, and how many images."""
+def summarize_outputs(cell: NotebookNode) -> tuple[list[str], int]:
+    """The lines of text that a cell prints, and the number of images that it shows."""
     images = [o for o in cell.outputs if 'image/png' in o.get('data', {})]
     texts = [
         o.text if o.output_type == 'stream' else o.data.get('text/plain', '')
@@ -70,25 +73,25 @@ def shown(cell: NotebookNode) -> tuple[list[str], int]:
     return [line.rstrip() for line in '\n'.join(texts).splitlines() if line.strip()], len(images)
 
 
-def found(name: str) -> Path:
-    """The notebook of a path, or of a name in this folder.
+def find(name: str) -> Path:
+    """The notebook with this path, or with this name in this folder.
 
     Raises:
-      SystemExit: there is none, in one line.
+      SystemExit: if there is none; the message lists the notebooks of this folder.
     """
     for path in (Path(name), FOLDER / name):
         if path.is_file():
             return path
     known = ', '.join(sorted(path.name for path in FOLDER.glob('*.ipynb')))
-    raise SystemExit(f'there is no notebook {name!r}; in {FOLDER} there are {known}')
+    raise SystemExit(f'error: there is no notebook {name!r}; {FOLDER} has {known}')
 
 
 def main(names: list[str]) -> None:
-    """Executes notebooks, by default all of this folder, and writes them where they are."""
-    paths = [found(name) for name in names] or sorted(FOLDER.glob('*.ipynb'))
+    """Executes notebooks, by default all of this folder, and stores their outputs in them."""
+    paths = [find(name) for name in names] or sorted(FOLDER.glob('*.ipynb'))
     for path in paths:
         print(f'executing {path.name}', flush=True)
-        nbformat.write(executed(path), path)
+        nbformat.write(execute(path), path)
 
 
 if __name__ == '__main__':

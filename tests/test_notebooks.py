@@ -1,11 +1,11 @@
-"""The notebooks run, and show what is written in them."""
+"""The notebooks run, and their stored outputs are those of running them."""
 
 import tempfile
 
 import nbformat
 import pytest
 
-from notebooks.execute import FOLDER, code_cells, executed, found, shown
+from notebooks.execute import FOLDER, code_cells, execute, find, summarize_outputs
 
 NOTEBOOKS = sorted(FOLDER.glob('*.ipynb'))
 pytestmark = pytest.mark.core
@@ -13,15 +13,15 @@ pytestmark = pytest.mark.core
 
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook(path):
-    """Texts are compared, of images only that they are there: their bytes are matplotlib's."""
-    written = code_cells(nbformat.read(path, as_version=4))
-    assert written
-    for cell, now in zip(written, code_cells(executed(path)), strict=True):
-        assert shown(cell) == shown(now), cell.source
+    """Texts must be equal. Images are only counted, because matplotlib decides their bytes."""
+    stored = code_cells(nbformat.read(path, as_version=4))
+    assert stored
+    for cell, now in zip(stored, code_cells(execute(path)), strict=True):
+        assert summarize_outputs(cell) == summarize_outputs(now), cell.source
 
 
 @pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
-def test_nothing_of_the_machine_is_written(path):
+def test_outputs_do_not_depend_on_the_machine(path):
     text = path.read_text()
     for private in (str(FOLDER.parent), tempfile.gettempdir(), 'site-packages', '.iopub.'):
         assert private not in text
@@ -30,16 +30,16 @@ def test_nothing_of_the_machine_is_written(path):
 @pytest.mark.parametrize(
     'source, message', [('import sys\nprint(1, file=sys.stderr)', 'stderr'), ('1 / 0', 'division')]
 )
-def test_what_goes_wrong_in_a_cell_is_an_error(source, message, tmp_path):
+def test_a_failing_cell_is_an_error(source, message, tmp_path):
     cells = [nbformat.v4.new_code_cell(source)]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / 'wrong.ipynb')
     with pytest.raises(Exception, match=message):
-        executed(tmp_path / 'wrong.ipynb')
+        execute(tmp_path / 'wrong.ipynb')
 
 
-def test_notebooks_are_found_by_path_or_name(tmp_path):
+def test_find_takes_a_path_or_a_name(tmp_path):
     (tmp_path / 'own.ipynb').write_text('{}')
-    assert found(str(tmp_path / 'own.ipynb')) == tmp_path / 'own.ipynb'
-    assert found('tour.ipynb').resolve() == FOLDER / 'tour.ipynb'
+    assert find(str(tmp_path / 'own.ipynb')) == tmp_path / 'own.ipynb'
+    assert find('tour.ipynb').resolve() == FOLDER / 'tour.ipynb'
     with pytest.raises(SystemExit, match=r"no notebook 'nope.ipynb'"):
-        found('nope.ipynb')
+        find('nope.ipynb')
