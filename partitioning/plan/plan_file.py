@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,7 +41,6 @@ _ROW_KEYS = (
     'bytes_total',
     'bytes_per_device',
 )
-_DIMENSION_KEYS = ('name', 'axes', 'reason', 'rule', 'lost', 'policy', 'wanted', 'fits')
 
 
 def to_json(rows: Sequence[PlanRow], mesh: MeshLike) -> str:
@@ -166,37 +165,55 @@ def _dimension_from_json(path: str, dim: int, held: Any) -> ResolvedDimension:
         raise ValueError(
             f'{where}: it must be an object such as {{"name": null, ...}}, not {held!r}'
         )
-    _check_keys(where, held, ('name', 'axes', 'reason'), _DIMENSION_KEYS)
-    if not isinstance(held['reason'], str):
-        raise ValueError(f'{where}: "reason" must be a text, not {held["reason"]!r}')
-    for key in ('name', 'axes', 'wanted'):
-        if not _is_axes(held.get(key)):
-            raise ValueError(
-                f'{where}: "{key}" must be a name, a list of mesh axes or null, not {held[key]!r}'
-            )
-    if held.get('policy') not in (None, *_policies()):
-        raise ValueError(f'{where}: "policy" must be one of {_policies()}, not {held["policy"]!r}')
-    axes = _tuples(held['axes'])
+    _check_keys(where, held, ('name', 'axes', 'reason'), [*_DIMENSION])
+    for key, value in held.items():
+        is_valid, expected = _DIMENSION[key]
+        if not is_valid(value):
+            raise ValueError(f'{where}: "{key}" must be {expected}, not {value!r}')
+    given = {key: _tuples(value) for key, value in held.items()}
+    axes = given.pop('axes')
     return ResolvedDimension(
-        name=_tuples(held['name']),
-        mesh_axes=axes,
-        rule=_tuples(held.get('rule')),
-        lost=_tuples(held.get('lost', [])),
-        reason=held['reason'],
-        policy=held.get('policy'),
-        wanted=_tuples(held.get('wanted', held['axes'])),
-        fits=_tuples(held.get('fits', [])),
+        **{'rule': None, 'lost': (), 'mesh_axes': axes, 'wanted': axes, **given}
     )
-
-
-def _policies() -> tuple[str, ...]:
-    return tuple(x for kind in typing.get_args(Policy) for x in typing.get_args(kind))
 
 
 def _is_axes(value: Any) -> bool:
     if isinstance(value, list):
         return all(isinstance(axis, str) for axis in value)
     return value is None or isinstance(value, str)
+
+
+def _is_rule(value: Any) -> bool:
+    return _is_pair(value) and isinstance(value[0], str) and _is_axes(value[1])
+
+
+def _is_lost(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        _is_pair(x) and _is_rule(x[0]) and isinstance(x[1], str) for x in value
+    )
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2
+
+
+def _is_policy(value: Any) -> bool:
+    return value in _POLICIES
+
+
+_POLICIES = [x for kind in typing.get_args(Policy) for x in typing.get_args(kind)]
+_AXES = (_is_axes, 'a name, a list of mesh axes or null')
+# The entries of a dimension, each with its check and what it must be.
+_DIMENSION: dict[str, tuple[Callable[[Any], bool], str]] = {
+    'name': _AXES,
+    'axes': _AXES,
+    'reason': (lambda x: isinstance(x, str), 'a text'),
+    'rule': (_is_rule, 'a [logical axis, mesh axes] pair'),
+    'lost': (_is_lost, 'a list of [rule, reason] pairs'),
+    'policy': (_is_policy, f'one of {_POLICIES}'),
+    'wanted': _AXES,
+    'fits': (lambda x: isinstance(x, list) and all(map(is_count, x)), 'a list of sizes'),
+}
 
 
 def _check_keys(
