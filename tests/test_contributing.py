@@ -18,6 +18,7 @@ from train.data import Feed, LocalBatches, Prefetch
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / 'CONTRIBUTING.md').read_text()
+pytestmark = pytest.mark.smoke  # The flows pass through most rooms.
 MESH = MeshConfig(axes={'data': 4, 'model': 2})
 
 
@@ -41,8 +42,9 @@ def recorded_calls():
         yield calls
     finally:
         sys.setprofile(None)
-        inside = [(Path(file), name) for file, name in calls if file.startswith(str(ROOT))]
-        calls[:] = [(str(file.relative_to(ROOT)), name) for file, name in inside]
+        prefix = f'{ROOT}/'
+        inside = [(file.removeprefix(prefix), name) for file, name in calls if prefix in file]
+        calls[:] = [call for call in inside if call[0].startswith(('partitioning/', 'train/'))]
 
 
 def assert_visited_once_in_order(listed, calls):
