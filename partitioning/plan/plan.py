@@ -15,7 +15,7 @@ from partitioning.plan.audit import Audit, audit_rows
 from partitioning.plan.findings import Finding, row_findings, rule_findings
 from partitioning.plan.fixed_point import check_fixed_point
 from partitioning.plan.plan_file import from_json, to_json
-from partitioning.plan.rows import PlanRow, make_row
+from partitioning.plan.rows import PlanRow, shard_shape
 from partitioning.plan.rule_set import RuleSet
 from partitioning.plan.tables import count, shape_str, spec_or_padded_str, text_table
 from partitioning.rules import (
@@ -206,16 +206,18 @@ class Plan:
         Raises:
           ValueError: if the plan lacks a path, or an array cannot have its spec.
         """
-        changed = {path: self[path] for path in specs}
-        for path, row in changed.items():
-            entries = [*specs[path], *[None] * (len(row.shape) - len(specs[path]))]
-            dimensions = [
+        changed = {}
+        for path, spec in specs.items():
+            row = self[path]
+            shard = shard_shape(path, row.shape, spec, self.mesh)
+            entries = [*spec, *[None] * (len(row.shape) - len(spec))]
+            dimensions = tuple(
                 dataclasses.replace(d, mesh_axes=axes, wanted=axes, reason=reason, policy=None)
                 for d, axes in zip(row.dimensions, entries, strict=True)
-            ]
-            array = jax.ShapeDtypeStruct(row.shape, 'int8')  # the dtype and bytes stay
-            new = make_row(path, array, self.mesh, dimensions, row.role)
-            changed[path] = new._replace(dtype=row.dtype, bytes_total=row.bytes_total)
+            )
+            changed[path] = row._replace(
+                dimensions=dimensions, spec=PartitionSpec(*entries), shard_shape=shard
+            )
 
         def swap(x: Any) -> Any:
             return changed.get(x.path, x) if isinstance(x, PlanRow) else x

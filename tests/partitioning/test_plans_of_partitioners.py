@@ -1,4 +1,4 @@
-"""Plans that drive a partitioner: states, optimizers, padding, gradients."""
+"""Plans that drive a partitioner: states, optimizers, padding, gradients, and other specs."""
 
 import jax
 import jax.numpy as jnp
@@ -7,23 +7,26 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from planned_models import ENTRIES, KEY, MESH, RULES, SHAPES, params, resolve
+from plans_by_hand import MESH, TREE, planned, read
 
-from partitioning import PaddedSpec, PjitPartitioner, TrainState, create_mesh
+from partitioning import PaddedSpec, PjitPartitioner, Plan, TrainState, create_mesh, diff
 from partitioning.compat.pytorch import shard_module
+from partitioning.plan import check_mesh, impose_plan
+from partitioning.plan.plan_file import to_json
 
 pytestmark = pytest.mark.core
 
-OPTIMIZERS = {
-    'adamw': lambda: optax.adamw(1e-2),
-    'adafactor': lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+KEY = jax.random.key(0)
+ADAMW = optax.adamw(1e-2)
+ADAFACTOR = optax.adafactor(1e-2, min_dim_size_to_factor=8)
+RULES = [('embed', 'data'), ('mlp', 'model')]
+NAMES = {'fc1/kernel': ('embed', 'mlp'), 'fc2/kernel': ('mlp', 'embed')}
+BY_RULES = {
+    'mesh': MESH,
+    'logical_axis_rules': [('batch', 'data'), *RULES],
+    'params_axes_names_override': [*NAMES.items(), ('.*/bias', (None,))],
 }
-NAMES = [
-    ('fc1/kernel', ('embed', 'mlp')),
-    ('fc2/kernel', ('mlp', 'embed')),
-    ('.*/bias', ('other',)),
-]
-BY_RULES = {'fc1/kernel': P('data', 'model'), 'fc2/kernel': P('model', 'data')}
+PLAN = planned(names=NAMES, rules=RULES)
 
 
 def by_path(tree):
@@ -32,67 +35,99 @@ def by_path(tree):
     return {jax.tree_util.keystr(p, simple=True, separator='/'): x for p, x in flat}
 
 
-def driven(plan, how):
-    if how == 'plan':
-        return PjitPartitioner(mesh=MESH, plan=plan)
-    return PjitPartitioner(mesh=MESH, params_axes_names_override=plan.path_rules)
+def from_file(plan):
+    return read(to_json(plan.rows, plan.mesh))
 
 
-@pytest.mark.parametrize('how', ['plan', 'path_rules'])
-@pytest.mark.parametrize('tx', OPTIMIZERS)
-def test_states_are_born_as_equivalent_rules_bear_them(tx, how):
+def of_state(tx):
+    """A plan of a whole train state."""
+    return PjitPartitioner(**BY_RULES).resolve(TrainState.create(TREE, tx))
+
+
+@pytest.mark.parametrize('tx', [ADAMW, ADAFACTOR], ids=['adamw', 'adafactor'])
+def test_states_are_born_as_by_equivalent_rules(tx):
+    """The plan is of the parameters alone, and the optimizer follows."""
+
     def init(key):
-        tree = jax.tree.map(lambda x: jax.random.normal(key, x.shape), params())
-        return TrainState.create(tree, OPTIMIZERS[tx]())
+        tree = jax.tree.map(lambda x: jax.random.normal(key, x.shape), TREE)
+        return TrainState.create(tree, tx)
 
-    rules = PjitPartitioner(
-        mesh=MESH,
-        logical_axis_rules=[('batch', 'data'), *RULES, ('other', None)],
-        params_axes_names_override=NAMES,
-    )
-    resolved = resolve(BY_RULES)
-    state, expected = driven(resolved, how).init(init, KEY), rules.init(init, KEY)
+    plan = PjitPartitioner(mesh=MESH, plan=from_file(PLAN)).plan(init, KEY)
+    expected = PjitPartitioner(**BY_RULES).init(init, KEY)
+    state = plan.init(KEY)
     shardings = by_path(jax.tree.map(lambda x: x.sharding, state))
     assert shardings == by_path(jax.tree.map(lambda x: x.sharding, expected))
-    assert len(shardings) > 2 * len(SHAPES)
+    assert len(shardings) > 2 * len(PLAN.rows)
     followed = [path for path in shardings if path.startswith('opt_state') and 'kernel' in path]
     assert any('data' in str(shardings[path].spec) for path in followed)
     jax.tree.map(np.testing.assert_array_equal, state, expected)
-    axes = resolved.resolve_state(jax.eval_shape(init, KEY), MESH).mesh_axes
-    assert by_path(axes) == {path: sharding.spec for path, sharding in shardings.items()}
+    assert by_path(plan.specs) == {path: sharding.spec for path, sharding in shardings.items()}
 
 
 def test_factored_statistics_keep_the_axes_of_their_dimensions():
-    """By hand: rows of a kernel are over its first axes, columns over its second."""
-    state = TrainState.create(params(), OPTIMIZERS['adafactor']())
-    axes = by_path(resolve(BY_RULES).resolve_state(state, MESH).mesh_axes)
-    of = {path.removeprefix('opt_state/0/'): spec for path, spec in axes.items()}
+    """By hand: the rows of a kernel are over its first axes, the columns over its second."""
+    plan = impose_plan(PLAN, TrainState.create(TREE, ADAFACTOR), MESH)
+    specs = {path.removeprefix('opt_state/0/'): spec for path, spec in by_path(plan.specs).items()}
     # optax reduces the largest dimension for v_row and the second largest for v_col.
-    assert of['v_row/fc1/kernel'] == P('data') and of['v_col/fc1/kernel'] == P('model')
-    assert of['v_row/fc2/kernel'] == P('data') and of['v_col/fc2/kernel'] == P('model')
+    assert specs['v_row/fc1/kernel'] == P('data') and specs['v_col/fc1/kernel'] == P('model')
+    assert specs['v_row/fc2/kernel'] == P('data') and specs['v_col/fc2/kernel'] == P('model')
 
 
-def test_the_audit_of_a_plan():
-    resolved = resolve(BY_RULES)
-    partitioner = PjitPartitioner(mesh=MESH, plan=resolved)
-    state = partitioner.init(lambda: TrainState.create(_born(), OPTIMIZERS['adamw']()))
+def test_the_plan_of_a_train_state_is_imposed_row_by_row():
+    state = TrainState.create(TREE, ADAFACTOR)
+    plan = from_file(of_state(ADAFACTOR))
+    assert {row.role for row in plan.rows} == {'parameters', 'optimizer', 'other'}
+    assert impose_plan(plan, state, MESH).specs == impose_plan(PLAN, state, MESH).specs
+    assert impose_plan(plan, state.params, MESH).specs == impose_plan(PLAN, TREE, MESH).specs
+    with pytest.raises(ValueError, match=r'lacks 12 arrays of the plan.*opt_state/0/v/.* alone'):
+        impose_plan(plan, TrainState.create(TREE, ADAMW), MESH)
+
+
+def test_the_optimizer_is_laid_out_as_the_plan_says():
+    """ZeRO's plan has other rows for the optimizer than its parameters imply."""
+    state = TrainState.create(TREE, ADAMW)
+    settings = {**BY_RULES, 'logical_axis_rules': [('embed', None), ('mlp', 'model')]}
+    zero = PjitPartitioner(**settings, optimizer_axis_rules=RULES)
+    plan = from_file(zero.resolve(state))
+    driven = PjitPartitioner(mesh=MESH, plan=plan)
+    assert driven.get_mesh_axes(state) == zero.get_mesh_axes(state)
+    assert plan['opt_state/0/mu/fc1/kernel'].spec == P('data', 'model')
+    assert plan['params/fc1/kernel'].spec == P(None, 'model')
+    assert driven.resolve(state) == plan and not diff(plan, driven.resolve(state))
+
+
+@pytest.mark.parametrize(
+    'settings',
+    [{'optimizer_axis_rules': RULES}, {'params_axes_names_override': [('.*', (None,))]}],
+)
+def test_settings_that_a_plan_already_determines(settings):
+    with pytest.raises(ValueError, match=rf'plan= .*{next(iter(settings))}.*remove'):
+        PjitPartitioner(mesh=MESH, plan=PLAN, **settings)
+
+
+@pytest.mark.parametrize('plan', ['plan.json', {'fc1/kernel': P('data')}])
+def test_values_that_are_not_plans(plan):
+    with pytest.raises(ValueError, match=rf'plan= .*{type(plan).__name__}.*Plan.load\(path\)'):
+        PjitPartitioner(mesh=MESH, plan=plan)
+
+
+def test_the_audit_of_an_imposed_plan():
+    partitioner = PjitPartitioner(mesh=MESH, plan=PLAN)
+    plan = partitioner.plan(lambda: TrainState.create(jax.tree.map(jnp.zeros_like, TREE), ADAMW))
+    state = plan.init()
     audit = partitioner.audit(state)
-    assert audit.by_category['parameters'] == resolved.bytes_per_device
-    assert not audit.misplaced
-    rows = {row.path.removeprefix('params/'): row for row in audit.arrays}
-    for row in resolved.arrays:
-        assert rows[row.path].spec == row.spec
-        assert rows[row.path].shard_shape == row.shard_shape
+    assert audit == plan.audit(state) and not audit.misplaced
+    assert audit.by_role['parameters'] == PLAN.bytes_per_device
+    rows = {row.path.removeprefix('params/'): row for row in audit.rows}
+    for row in PLAN.rows:
+        assert (rows[row.path].spec, rows[row.path].shard_shape) == (row.spec, row.shard_shape)
+        assert rows[row.path].reason == row.reason
     moved = jax.device_put(state, NamedSharding(MESH, P()))
-    misplaced = {row.path for row in partitioner.audit(moved).misplaced}
+    misplaced = {cost.row.path for cost in plan.audit(moved).misplaced}
     assert {'params/fc1/kernel', 'params/fc2/kernel'} <= misplaced
 
 
-def _born():
-    return jax.tree.map(jnp.zeros_like, params())
-
-
-def test_gradients_are_those_of_one_device():
+def test_gradients_equal_those_of_one_device():
     def gradients(p, x):
         def loss(p):
             y = jnp.tanh(x @ p['fc1']['kernel'] + p['fc1']['bias'])
@@ -100,74 +135,124 @@ def test_gradients_are_those_of_one_device():
 
         return jax.value_and_grad(loss)(p)
 
-    resolved, x = resolve(BY_RULES), np.ones((8, 16), 'float32')
-    axes = resolved.mesh_axes(params())
-    partitioner = PjitPartitioner(mesh=MESH, plan=resolved)
-    run = partitioner.partition(gradients, (axes, P('data')), (None, axes))
-    loss, grads = run(shard_module(params(), resolved, MESH), x)
-    assert {path: g.sharding.spec for path, g in by_path(grads).items()} == by_path(axes)
-    expected = jax.jit(gradients)(params(), x)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype('float32'), TREE)
+    x, specs = np.ones((8, 16), 'float32'), impose_plan(PLAN, TREE, MESH).specs
+    partitioner = PjitPartitioner(mesh=MESH, plan=PLAN)
+    run = partitioner.partition(gradients, (specs, P('data')), (None, specs))
+    loss, grads = run(shard_module(params, PLAN, MESH), x)
+    assert {path: g.sharding.spec for path, g in by_path(grads).items()} == by_path(specs)
+    expected = jax.jit(gradients)(params, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), (loss, grads), expected)
 
 
+PADDED_TREE = {'w': np.ones((29, 12), 'float32'), 'v': np.ones(12, 'float32')}
+PADDED_NAMES = {'w': ('embed', None), 'v': ('embed',)}
+
+
 def test_padded_parameters():
-    tree = {'w': np.ones((29, 12), 'float32'), 'v': np.ones(12, 'float32')}
-    resolved = resolve({'w': P('data'), 'v': P('data')}, tree, on_indivisible='pad')
-    padded = PaddedSpec(P(None, None), P('data', None))
-    expected = {'w': padded, 'v': P('data')}
-    assert resolved['w'].mesh_axes == padded
-    assert resolved.mesh_axes(tree) == expected
-    assert resolved.resolve_state(tree, MESH).mesh_axes == expected
-    partitioner = PjitPartitioner(mesh=MESH, plan=resolved, on_indivisible='pad')
-    assert partitioner.get_mesh_axes({'params': tree})['params'] == expected
-    partitioner = PjitPartitioner(mesh=MESH, plan=resolved)  # the plan has said it
-    assert partitioner.get_mesh_axes({'params': tree})['params'] == expected
+    """The policy that a plan has applied needs no policy of the partitioner."""
+    plan = planned(PADDED_TREE, PADDED_NAMES, RULES, on_indivisible='pad')
+    expected = {'w': PaddedSpec(P(None, None), P('data', None)), 'v': P('data')}
+    assert plan.specs == expected
+    for given in (plan, from_file(plan)):
+        assert given['w'].spec == expected['w']
+        partitioner = PjitPartitioner(mesh=MESH, plan=given)
+        assert partitioner.get_mesh_axes({'params': PADDED_TREE})['params'] == expected
+    add = partitioner.partition(lambda s: jax.tree.map(lambda x: x + 1, s), (expected,), expected)
+    np.testing.assert_array_equal(add(PADDED_TREE)['w'], np.full((29, 12), 2.0))
 
 
 def test_padding_needs_auto_axes():
-    """No plan is made that no partitioner can follow."""
     mesh = create_mesh((4, 2), ('data', 'model'), axis_types=AxisType.Explicit)
-    with pytest.raises(ValueError, match="'pad' needs Auto mesh axes"):
-        resolve({'w': P('data')}, {'w': np.ones(29)}, mesh, on_indivisible='pad')
+    with pytest.raises(ValueError, match=r"w: .*'pad' needs Auto.*'drop_axis'"):
+        planned(PADDED_TREE, PADDED_NAMES, RULES, mesh, on_indivisible='pad')
 
 
 USES = {
-    'mesh_axes': lambda plan, tree: plan.mesh_axes(tree),
-    'resolve_state': lambda plan, tree: plan.resolve_state(tree, MESH),
+    'impose_plan': lambda plan, tree: impose_plan(plan, tree, MESH),
     'shard_module': lambda plan, tree: shard_module(tree, plan, MESH),
-    'plan=': lambda plan, tree: PjitPartitioner(mesh=MESH, plan=plan).get_mesh_axes(
-        {'params': tree}
-    ),
+    'plan=': lambda plan, tree: PjitPartitioner(mesh=MESH, plan=plan).resolve({'params': tree}),
 }
 
 
 @pytest.mark.parametrize('use', USES)
-def test_models_that_are_not_those_of_the_plan(use):
-    """Another shape would be laid out by numbers that nobody has reviewed."""
-    plan = resolve(ENTRIES)
-    other = params()
-    other['fc1']['kernel'] = np.zeros((8, 32), 'float32')
-    more = params() | {'fc3': {'kernel': np.zeros((8, 8), 'float32')}}
-    less = {'fc1': params()['fc1']}
+def test_states_that_are_not_those_of_the_plan(use):
+    """Otherwise they would have layouts that nobody has reviewed."""
+    kernel = lambda *shape: {'kernel': np.zeros(shape, 'float32')}  # noqa: E731
+    other = {**TREE, 'fc1': {**TREE['fc1'], **kernel(8, 32)}}
+    half = {**TREE, 'fc1': {**TREE['fc1'], 'kernel': np.zeros((16, 64), 'float16')}}
     for tree, message in (
         (other, r'fc1/kernel.*\(8, 32\).*\(16, 64\)'),
-        (more, 'fc3/kernel.*plan|plan.*fc3/kernel'),
-        (less, 'fc2/bias.*plan|plan.*fc2/bias'),
+        (half, r'fc1/kernel.*float16.*float32'),
+        ({**TREE, 'fc3': kernel(8, 8)}, r'fc3/kernel is not in the plan'),
+        ({'fc1': TREE['fc1']}, r'lacks 2 arrays of the plan.*fc2/bias'),
     ):
         with pytest.raises(ValueError, match=message):
-            USES[use](plan, tree)
+            USES[use](PLAN, tree)
 
 
 def test_other_meshes():
-    plan, other = resolve(ENTRIES), create_mesh((2, 4), ('data', 'model'))
-    message = 'the plan is for the mesh data 4 x model 2, not data 2 x model 4'
+    other = create_mesh((2, 4), ('data', 'model'))
     for use in (
-        lambda: plan.resolve_state(params(), other),
-        lambda: shard_module(params(), plan, other),
-        lambda: PjitPartitioner(mesh=other, plan=plan).get_mesh_axes({'params': params()}),
-        lambda: plan.check_mesh(other),
+        lambda: impose_plan(PLAN, TREE, other),
+        lambda: shard_module(TREE, PLAN, other),
+        lambda: PjitPartitioner(mesh=other, plan=PLAN).get_mesh_axes({'params': TREE}),
+        lambda: check_mesh(PLAN, other),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=r'data 4 x model 2.*data 2 x model 4'):
             use()
-    plan.check_mesh(MESH.abstract_mesh)
-    assert resolve(ENTRIES, mesh=MESH.abstract_mesh) == plan
+    for same in (MESH.abstract_mesh, {'data': 4, 'model': 2}):
+        check_mesh(PLAN, same)
+        assert planned(names=NAMES, rules=RULES, mesh=MESH) == Plan(same, PLAN.rows)
+
+
+# Plans with other specs.
+
+
+def test_other_specs_for_some_arrays():
+    plan = impose_plan(PLAN, TREE, MESH)
+    new = plan.replace_specs({'fc1/kernel': P(None, 'data'), 'fc1/bias': P()}, 'measured')
+    assert new.specs == {
+        'fc1': {'bias': P(None), 'kernel': P(None, 'data')},
+        'fc2': {'bias': P(None), 'kernel': P('model', 'data')},
+    }
+    row = new['fc1/kernel']
+    assert (row.shard_shape, row.dtype, row.bytes_per_device) == ((16, 16), 'float32', 1024)
+    assert row.reason == 'embed, mlp: measured' and row.bytes_total == 4096
+    assert plan.specs['fc1']['kernel'] == P('data', 'model')  # the plan itself is unchanged
+    (change,) = diff(plan, new).changed
+    assert change.path == 'fc1/kernel' and 'shard_shape' in change.fields
+    assert impose_plan(from_file(new), TREE, MESH).specs == new.specs
+
+
+@pytest.mark.parametrize(
+    'specs, error, message',
+    [
+        ({'fc1/kernle': P()}, KeyError, "fc1/kernle.*Did you mean 'fc1/kernel'"),
+        ({'fc1/kernel': P('modle')}, ValueError, r"fc1/kernel.*Did you mean 'model'"),
+        ({'fc1/kernel': P(None, None, 'model')}, ValueError, r'fc1/kernel.*3 entries.*2 dim'),
+        ({'fc1/bias': P(('data', 'data'))}, ValueError, "fc1/bias.*'data' appears twice"),
+    ],
+)
+def test_specs_that_an_array_cannot_have(specs, error, message):
+    with pytest.raises(error, match=message):
+        PLAN.replace_specs(specs, 'measured')
+
+
+# What a plan alone cannot do.
+
+
+def test_a_plan_of_a_file_has_no_state():
+    plan = from_file(PLAN)
+    for use in (lambda: plan.specs, lambda: plan.logical_axes):
+        with pytest.raises(ValueError, match=r'PjitPartitioner\(mesh=mesh, plan=plan\)'):
+            use()
+    with pytest.raises(ValueError, match=r'PjitPartitioner\(mesh=mesh, plan=plan\)'):
+        plan.shardings  # noqa: B018  # the property raises
+    for use in (plan.init, lambda: plan.abstract_state):
+        with pytest.raises(ValueError, match=r'partitioner.plan\(init, key\)'):
+            use()
+    assert plan.audit().bytes_per_device == PLAN.bytes_per_device == 256 + 64 + 512 + 512
+    with pytest.raises(KeyError, match=r"fc1/kernal.*Did you mean 'fc1/kernel'"):
+        plan['fc1/kernal']
