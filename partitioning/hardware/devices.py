@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -16,6 +16,41 @@ TpuMesh: TypeAlias = tuple[int, int, int, int]
 # The extent of any other machine: (processes, devices per process).
 OtherMesh: TypeAlias = tuple[int, int]
 HardwareMesh: TypeAlias = TpuMesh | OtherMesh
+
+
+def check_devices(
+    devices: Sequence[JaxDevice] | None, backend: str | None = None
+) -> list[JaxDevice]:
+    """Returns the devices to make a mesh of, by default all devices of `backend`.
+
+    Raises:
+      ValueError: if there is no device, a device appears twice, the devices are of several kinds,
+        or both arguments are given.
+    """
+    if devices is not None and backend is not None:
+        raise ValueError(f'backend={backend!r} and devices each decide the devices: keep one')
+    given = jax.devices(backend) if devices is None else devices
+    found = list(given) if isinstance(given, Iterable) else [given]
+    if not found:
+        raise ValueError('devices is empty: a mesh needs at least one device')
+    for device in found:
+        if not hasattr(device, 'process_index') or not hasattr(device, 'device_kind'):
+            raise ValueError(
+                f'devices must be JAX devices, such as jax.devices() or the devices of '
+                f'describe_topology(...), not {device!r}'
+            )
+    kinds = sorted({(device.platform, device.device_kind) for device in found})
+    if len(kinds) > 1:
+        listed = ' and '.join(f'{kind} ({platform})' for platform, kind in kinds)
+        raise ValueError(f'all devices of a mesh must be of one kind, not {listed}')
+    counts = collections.Counter(device.id for device in found)
+    repeated = [number for number, count in counts.items() if count > 1]
+    if repeated:
+        raise ValueError(
+            f'{len(repeated)} of the {len(counts)} devices appear more than once, for example '
+            f'device {repeated[0]} {counts[repeated[0]]} times'
+        )
+    return found
 
 
 def has_coords(device: JaxDevice) -> bool:

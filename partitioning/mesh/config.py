@@ -5,30 +5,34 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Literal, Self, cast, get_args
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Self, cast, get_args
 
+import numpy as np
+from absl import logging
 from jax.sharding import AxisType, Mesh
 
-from partitioning.hardware import HardwareMesh, JaxDevice, describe_topology, parse_topology
-from partitioning.mesh.granules import best_grid
-from partitioning.mesh.placement import (
-    AxisPairs,
-    grid_over_granules,
-    grid_over_slices,
-    make_mesh,
-    split_experts,
-    wrong_number_of_types,
+from partitioning.hardware import (
+    HardwareMesh,
+    JaxDevice,
+    check_devices,
+    describe_topology,
+    has_coords,
+    num_slices,
+    parse_topology,
 )
-from partitioning.mesh.t5x_settings import check_mesh_settings, check_submesh, t5x_axes
+from partitioning.mesh.granules import best_grid, check_same_size, granules_of, join_blocks
+from partitioning.mesh.order import order_devices
+from partitioning.mesh.t5x_settings import check_submesh, t5x_axes
+from partitioning.mesh.t5x_tiles import check_last_axis, split_experts, t5x_grid
 from partitioning.mesh.validation import (
     AxisSizes,
     AxisTypes,
     check_axes,
     check_axis_types,
     check_count,
-    check_devices,
     fill,
+    show_sizes,
 )
 from partitioning.rules import nearest
 
@@ -96,15 +100,23 @@ class MeshConfig:
     _setting_names: tuple[str, str] = dataclasses.field(default=('axes', 'dcn'), compare=False)
 
     def __post_init__(self) -> None:
-        self._keep(axes=check_axes(self.axes, self._setting_names[0]))
+        kept: dict[str, Any] = {'axes': check_axes(self.axes, self._setting_names[0])}
         if self.dcn is not None:
-            self._keep(dcn=check_axes(self.dcn, self._setting_names[1]) if self.dcn else ())
-        self._keep(axis_types=check_axis_types(self.axis_types))
-        self._check_axes()
-        self._check_granules()
-        self._check_machine()
-        self._check_order()
-        self._check_experts()
+            kept['dcn'] = check_axes(self.dcn, self._setting_names[1]) if self.dcn else ()
+        kept['axis_types'] = check_axis_types(self.axis_types)
+        for name in ('granule_size', 'num_slices', 'num_expert_partitions'):
+            if getattr(self, name) is not None:
+                check_count(getattr(self, name), name)
+        if self.devices is not None and self.topology is None:
+            kept['devices'] = tuple(check_devices(self.devices, self.backend))
+        if self.model_parallel_submesh is not None:
+            kept['model_parallel_submesh'] = check_submesh(self.model_parallel_submesh)
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
+        for problem in (*self._axis_problems(), *self._machine_problems(), *self._order_problems()):
+            raise ValueError(problem)
+        if self.topology is not None:
+            parse_topology(self.topology)
 
     @classmethod
     def from_t5x(
@@ -116,12 +128,7 @@ class MeshConfig:
         dcn_mesh_shape: Sequence[int] | None = None,
         *,
         mesh_axis_names: Sequence[str] | None = None,
-        devices: Sequence[JaxDevice] | None = None,
-        axis_types: AxisTypes = AxisType.Auto,
-        granule_size: int | None = None,
-        topology: str | None = None,
-        num_slices: int | None = None,
-        num_expert_partitions: int | None = None,
+        **settings: Any,
     ) -> Self:
         """Returns the mesh that T5X's settings describe.
 
@@ -138,24 +145,16 @@ class MeshConfig:
           mesh_axis_names: other names than ('data', 'model') or ('replica', 'data', 'model'). With
             the two shapes there may be any number of axes. With `num_partitions`, the first of
             three names is the axis of the slices, also on one slice.
-          devices, axis_types, granule_size, topology, num_slices, num_expert_partitions: as in the
-            class.
+          **settings: the machine and types, as in the class: `devices`, `axis_types`,
+            `granule_size`, `topology`, `num_slices` and `num_expert_partitions`.
 
         Raises:
           ValueError: if no setting decides the mesh, or settings contradict each other.
         """
-        deciding = (num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape)
-        check_mesh_settings(*deciding)
-        return cls(
-            **t5x_axes(*deciding, mesh_axis_names),
-            axis_types=axis_types,
-            granule_size=granule_size,
-            topology=topology,
-            num_slices=num_slices,
-            devices=devices,
-            backend=backend,
-            num_expert_partitions=num_expert_partitions,
+        axes = t5x_axes(
+            num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape, mesh_axis_names
         )
+        return cls(**axes, backend=backend, **settings)
 
     @staticmethod
     def parse_axes(text: str) -> dict[str, int]:
@@ -178,34 +177,15 @@ class MeshConfig:
           ValueError: if the sizes do not fit the devices; the message has sizes that do.
           RuntimeError: if `topology` needs a compiler that is not installed.
         """
-        devices = self._find_devices()
-        if self.dcn is not None:
-            names, grid = grid_over_granules(
-                devices,
-                self._pairs,
-                cast(AxisPairs, self.dcn),
-                self.process_is_granule,
-                self.granule_size,
-                self._setting_names,
-            )
-        elif self.slice_axis is not None or self.order == 't5x':
-            names, grid = grid_over_slices(
-                devices,
-                self._pairs,
-                self.slice_axis,
-                self.granule_size,
-                self._setting_names[0],
-                t5x_order=self.order == 't5x',
-                model_parallel_submesh=self.model_parallel_submesh,
-            )
-        else:
-            names = self._names
-            setting = self._setting_names[0]
-            sizes = fill(self._sizes, len(devices), setting, 'devices', names=names)
-            grid = best_grid(devices, sizes, self.granule_size)
+        names, grid = self._place(self._find_devices())
         if self.num_expert_partitions is not None:
             names, grid = split_experts(names, grid, self.num_expert_partitions)
-        return make_mesh(grid, names, self.axis_types)
+        types = cast(tuple[AxisType, ...], self.axis_types)
+        if len(types) not in (1, len(names)):
+            raise ValueError(_wrong_number_of_types(types, names))
+        mesh = Mesh(grid, names, axis_types=types * (len(names) if len(types) == 1 else 1))
+        logging.info('mesh %s of %d devices', dict(mesh.shape), mesh.size)
+        return mesh
 
     def __repr__(self) -> str:
         shown = []
@@ -213,120 +193,136 @@ class MeshConfig:
             value = getattr(self, field.name)
             if value in (field.default, (AxisType.Auto,)) or field.name.startswith('_'):
                 continue
-            if field.name in ('axes', 'dcn'):
-                value = dict(value)
+            text = repr(dict(value) if field.name in ('axes', 'dcn') else value)
             if field.name == 'devices':
-                value = f'<{len(value)} devices>'
-            shown.append(f'{field.name}={value if field.name == "devices" else repr(value)}')
+                text = f'<{len(value)} devices>'
+            shown.append(f'{field.name}={text}')
         return f'MeshConfig({", ".join(shown)})'
-
-    # Checks without devices.
-
-    def _keep(self, **values: object) -> None:
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
-
-    def _check_axes(self) -> None:
-        names = self._names
-        for name, _ in cast(AxisPairs, self.dcn or ()):
-            if name not in names:
-                raise ValueError(
-                    f'dcn names axis {name!r}, but the axes are {names}.{nearest(name, names)} '
-                    'Add it to axes, with size 1 if it spans slices only'
-                )
-        slices = self.slice_axis
-        if slices is not None and (not isinstance(slices, str) or not slices):
-            raise ValueError(f'slice_axis={slices!r} must be the name of an axis')
-        if self.dcn is not None and slices is not None and slices not in names:
-            raise ValueError(f'slice_axis={slices!r} must be one of the axes {names} if dcn is set')
-        least = len(names) + (self.num_expert_partitions is not None)
-        most = least + (slices is not None and slices not in names)
-        types = cast(tuple, self.axis_types)
-        if len(types) not in (1, least, most):
-            raise wrong_number_of_types(types, names)
-
-    def _check_granules(self) -> None:
-        size, by_process = self.granule_size, self.process_is_granule
-        if size is not None:
-            check_count(size, 'granule_size')
-        if by_process not in (None, True, False):
-            raise ValueError(f'process_is_granule={by_process!r} must be True, False or None')
-        if by_process is not None and size is not None:
-            raise ValueError(
-                f'granule_size={size} and process_is_granule={by_process} each decide the '
-                'granules: keep one'
-            )
-        if by_process is not None and self.dcn is None:
-            raise ValueError(
-                f'process_is_granule={by_process} says what dcn counts: set dcn, or remove it'
-            )
-
-    def _check_machine(self) -> None:
-        if self.topology is not None:
-            if self.devices is not None or self.backend is not None:
-                other = 'backend' if self.devices is None else 'devices'
-                raise ValueError(
-                    f'topology={self.topology!r} and {other} each decide the devices: keep one'
-                )
-            parse_topology(self.topology)
-        if self.num_slices is not None:
-            check_count(self.num_slices, 'num_slices')
-            if self.topology is None:
-                raise ValueError(
-                    f'num_slices={self.num_slices} needs topology=: devices that are here know '
-                    'their slices'
-                )
-        if self.devices is not None:
-            self._keep(devices=tuple(check_devices(self.devices, self.backend)))
-
-    def _check_order(self) -> None:
-        if self.order not in get_args(Order):
-            raise ValueError(f"order={self.order!r} must be 'best' or 't5x'")
-        if self.order == 't5x' and self.dcn is not None:
-            raise ValueError("order='t5x' has no dcn: T5X orders slice by slice. Set slice_axis")
-        if self.order == 't5x' and self._sizes[-1] == -1:
-            raise ValueError(f"order='t5x' needs the size of the last axis {self._names[-1]!r}")
-        tile = self.model_parallel_submesh
-        if tile is None:
-            return
-        self._keep(model_parallel_submesh=check_submesh(tile))
-        if self.order != 't5x' or math.prod(tile) != self._sizes[-1]:
-            raise ValueError(
-                f"model_parallel_submesh={tuple(tile)} needs order='t5x' and a last axis of size "
-                f'{math.prod(tile)}, not order={self.order!r} and {dict(self._pairs)}'
-            )
-
-    def _check_experts(self) -> None:
-        experts = self.num_expert_partitions
-        if experts is None:
-            return
-        check_count(experts, 'num_expert_partitions')
-        if 'data' not in self._names or 'expert' in self._names:
-            raise ValueError(
-                f"num_expert_partitions={experts} splits 'expert' off the axis 'data', but the "
-                f'axes are {self._names}'
-            )
-
-    # Devices in their places.
-
-    @property
-    def _pairs(self) -> AxisPairs:
-        return cast(AxisPairs, self.axes)
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self._pairs)
-
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        return tuple(size for _, size in self._pairs)
+        return tuple(dict(self.axes))
 
     def _find_devices(self) -> list[JaxDevice]:
         if self.topology is not None:
             return list(_described_devices(self.topology, self.num_slices or 1))
-        if self.devices is not None:
-            return list(self.devices)
-        return check_devices(None, self.backend)
+        return check_devices(None, self.backend) if self.devices is None else list(self.devices)
+
+    def _place(self, devices: list[JaxDevice]) -> tuple[tuple[str, ...], np.ndarray]:
+        """Returns the names of the axes, and the devices in their places."""
+        names, sizes = self._names, tuple(dict(self.axes).values())
+        (setting, dcn_setting), t5x_order = self._setting_names, self.order == 't5x'
+        granules, counted, with_dcn = [devices], 'slices', ''
+        if self.dcn is not None:
+            dcn = dict(self.dcn)
+            over = tuple(dcn.get(name, 1) for name in names)
+            granules, counted = self._granules_of_dcn(devices, over)
+            check_same_size(granules)
+            with_dcn = f' with {dcn_setting} {show_sizes(over, dcn_setting, names)}'
+            with_sizes = f' with {setting} {show_sizes(sizes, setting, names)}'
+            over = fill(over, len(granules), dcn_setting, counted, with_sizes, names)
+        else:
+            if has_coords(devices[0]) and (self.slice_axis is not None or t5x_order):
+                granules = granules_of(devices, granule_size=self.granule_size)
+                check_same_size(granules)
+            if len(granules) > 1 and self.slice_axis not in names:
+                names, sizes = self._with_slice_axis(len(granules)), (1, *sizes)
+            over = tuple(len(granules) if name == self.slice_axis else 1 for name in names)
+        blocks: list[np.ndarray] = []
+        if t5x_order:
+            tile, model = self.model_parallel_submesh, sizes[-1]
+            if tile is None:
+                check_last_axis(granules, names[-1], model, setting)
+            blocks = [t5x_grid(g, model, tile, self.granule_size) for g in granules]
+        several = len(granules) > 1
+        each = f'devices in each of the {len(granules)} {counted}' if several else 'devices'
+        sizes = fill(sizes, len(granules[0]), setting, each, with_dcn, names)
+        if not several and not t5x_order:
+            return names, best_grid(devices, sizes, self.granule_size)
+        blocks = blocks or [order_devices(granule, sizes) for granule in granules]
+        return names, join_blocks([block.reshape(sizes) for block in blocks], over)
+
+    def _granules_of_dcn(
+        self, devices: list[JaxDevice], dcn_sizes: Sequence[int]
+    ) -> tuple[list[list[JaxDevice]], str]:
+        """Returns the granules that `dcn` counts, and what messages call them."""
+        size, by_process = self.granule_size, self.process_is_granule
+        several = num_slices(devices) > 1
+        if not (by_process or size or several) and set(dcn_sizes) == {1}:
+            return [devices], 'slices'  # axes can also spread over processes
+        by_slice = not by_process and (has_coords(devices[0]) or several)
+        counted = 'granules' if size else 'slices' if by_slice else 'processes'
+        return granules_of(devices, by_process, size), counted
+
+    def _with_slice_axis(self, num_slices: int) -> tuple[str, ...]:
+        if self.slice_axis is None:
+            raise ValueError(
+                f'the axes {self._names} have no axis for the {num_slices} slices: name 3 axes, '
+                "for example ('replica', 'data', 'model'), or set slice_axis='replica'"
+            )
+        return (self.slice_axis, *self._names)
+
+    # What settings contradict, in messages.
+
+    def _axis_problems(self) -> Iterator[str]:
+        names, slices, experts = self._names, self.slice_axis, self.num_expert_partitions
+        for name in [name for name in dict(self.dcn or ()) if name not in names]:
+            yield (
+                f'dcn names axis {name!r}, but the axes are {names}.{nearest(name, names)} Add it '
+                'to axes, with size 1 if it spans slices only'
+            )
+        if slices is not None and (not isinstance(slices, str) or not slices):
+            yield f'slice_axis={slices!r} must be the name of an axis'
+        in_front = slices is not None and slices not in names
+        if self.dcn is not None and in_front:
+            yield f'slice_axis={slices!r} must be one of the axes {names} if dcn is set'
+        types = cast(tuple[AxisType, ...], self.axis_types)
+        least = len(names) + (experts is not None)
+        if len(types) not in (1, least, least + in_front):
+            yield _wrong_number_of_types(types, names)
+        if experts is not None and ('data' not in names or 'expert' in names):
+            yield (
+                f"num_expert_partitions={experts} splits 'expert' off the axis 'data', but the "
+                f'axes are {names}'
+            )
+
+    def _machine_problems(self) -> Iterator[str]:
+        size, by_process, topology = self.granule_size, self.process_is_granule, self.topology
+        if by_process not in (None, True, False):
+            yield f'process_is_granule={by_process!r} must be True, False or None'
+        if by_process is not None and size is not None:
+            yield (
+                f'granule_size={size} and process_is_granule={by_process} each decide the '
+                'granules: keep one'
+            )
+        if by_process is not None and self.dcn is None:
+            yield f'process_is_granule={by_process} says what dcn counts: set dcn, or remove it'
+        if topology is not None and (self.devices is not None or self.backend is not None):
+            other = 'backend' if self.devices is None else 'devices'
+            yield f'topology={topology!r} and {other} each decide the devices: keep one'
+        if self.num_slices is not None and topology is None:
+            yield (
+                f'num_slices={self.num_slices} needs topology=: devices that are here know their '
+                'slices'
+            )
+
+    def _order_problems(self) -> Iterator[str]:
+        (last, size), tile = tuple(self.axes)[-1], self.model_parallel_submesh
+        if self.order not in get_args(Order):
+            yield f"order={self.order!r} must be 'best' or 't5x'"
+        if self.order == 't5x' and self.dcn is not None:
+            yield "order='t5x' has no dcn: T5X orders slice by slice. Set slice_axis"
+        if self.order == 't5x' and size == -1:
+            yield f"order='t5x' needs the size of the last axis {last!r}"
+        if tile is not None and (self.order != 't5x' or math.prod(tile) != size):
+            yield (
+                f"model_parallel_submesh={tile} needs order='t5x' and a last axis of size "
+                f'{math.prod(tile)}, not order={self.order!r} and {dict(self.axes)}'
+            )
+
+
+def _wrong_number_of_types(types: Sequence[AxisType], names: Sequence[str]) -> str:
+    return f'axis_types={types} must be one type, or one for each of the axes {names}'
 
 
 # Each description makes new devices, but the meshes of one config must be equal.

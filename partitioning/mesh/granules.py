@@ -20,16 +20,14 @@ def granules_of(
 ) -> list[list[JaxDevice]]:
     """Groups devices so that the links within a group are faster than those between groups.
 
+    The groups are in the order of their slice or process numbers. By default, devices of several
+    slices are grouped by slice, TPUs of one slice form one group, and GPUs and CPUs are grouped by
+    process.
+
     Args:
       devices: the devices, in any order.
-      process_is_granule: True groups by process, False by slice. By default, devices of several
-        slices are grouped by slice, TPUs of one slice form one group, and GPUs and CPUs are
-        grouped by process.
-      granule_size: the number of devices per group: whole neighbouring processes, or equal parts
-        of one.
-
-    Returns:
-      The groups, in the order of their slice or process numbers.
+      process_is_granule: True groups by process, False by slice.
+      granule_size: the number of devices per group: whole processes, or equal parts of one.
 
     Raises:
       ValueError: if `granule_size` does not divide the machine or contradicts its links.
@@ -44,81 +42,39 @@ def granules_of(
     return [groups[number] for number in sorted(groups)]
 
 
-def same_size(granules: Sequence[Sequence[JaxDevice]]) -> bool:
-    """Whether all groups have the same number of devices."""
-    return len({len(granule) for granule in granules}) == 1
-
-
 def check_same_size(granules: Sequence[Sequence[JaxDevice]]) -> None:
-    """Checks that a mesh can hold the groups side by side.
-
-    Raises:
-      ValueError: if the groups differ in size.
-    """
-    if not same_size(granules):
+    """Raises ValueError if the groups differ in size, so that a mesh cannot hold them."""
+    sizes = [len(granule) for granule in granules]
+    if len(set(sizes)) > 1:
         raise ValueError(
-            f'the slices (or processes) have unequal sizes, {[len(g) for g in granules]} devices: '
-            'choose equal ones with devices='
+            f'the slices (or processes) have unequal sizes, {sizes} devices: choose equal ones '
+            'with devices='
         )
 
 
 def best_grid(
     devices: Sequence[JaxDevice], sizes: Sequence[int], granule_size: int | None = None
 ) -> np.ndarray:
-    """Orders devices so that the later axes of a mesh get the faster links.
+    """Returns an array of devices, of shape `sizes`, whose later axes have the faster links.
 
-    Args:
-      devices: the devices, in any order.
-      sizes: the sizes of the mesh axes, whose product is the number of devices.
-      granule_size: as in `granules_of`.
-
-    Returns:
-      An array of devices of shape `sizes`.
-
-    Raises:
-      ValueError: as `granules_of`, or if TPU slices differ in size.
+    The last axes stay within a granule (see `granules_of`) as far as it reaches.
     """
     granules = granules_of(devices, granule_size=granule_size)
     if has_coords(devices[0]):
         check_same_size(granules)
-    if len(granules) == 1 or not same_size(granules):
-        return order_devices(devices, sizes)
-    within, over = spread(sizes, len(granules[0]))
+    if len({len(granule) for granule in granules}) > 1:
+        granules = [list(devices)]  # hosts of unequal size
+    within: list[int] = []
+    left = len(granules[0])
+    for size in reversed(sizes):
+        within.insert(0, math.gcd(size, left))
+        left //= within[0]
+    over = [size // inner for size, inner in zip(sizes, within, strict=True)]
     return join_blocks([order_devices(granule, within) for granule in granules], over)
 
 
-def spread(axis_sizes: Sequence[int], granule_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Splits each axis into a factor within a granule and a factor over granules.
-
-    The last axes stay within a granule as far as it reaches.
-
-    Args:
-      axis_sizes: the sizes of the mesh axes.
-      granule_size: the number of devices in a granule, which divides the product of the sizes.
-
-    Returns:
-      The sizes within a granule and the sizes over the granules; their elementwise product is
-      `axis_sizes`.
-    """
-    within = []
-    for size in reversed(axis_sizes):
-        inner = math.gcd(size, granule_size)
-        granule_size //= inner
-        within.append(inner)
-    ici = tuple(reversed(within))
-    return ici, tuple(size // inner for size, inner in zip(axis_sizes, ici, strict=True))
-
-
 def join_blocks(blocks: Sequence[np.ndarray], over: Sequence[int]) -> np.ndarray:
-    """Joins the blocks of the granules, all of one shape, to the grid of a mesh.
-
-    Args:
-      blocks: the devices of each granule in their order.
-      over: the number of blocks along each axis.
-
-    Returns:
-      An array of devices of shape `over * shape of a block`.
-    """
+    """Joins the devices of each granule, all of one shape, with `over` blocks along each axis."""
     shape = blocks[0].shape
     n = len(shape)
     interleaved = [axis for pair in zip(range(n), range(n, 2 * n), strict=True) for axis in pair]

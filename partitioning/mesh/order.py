@@ -21,20 +21,12 @@ _V5P_CUBE_RING = (0, 1, 3, 2, 6, 7, 5, 4)
 
 
 def order_devices(devices: Sequence[JaxDevice], axis_sizes: Sequence[int]) -> np.ndarray:
-    """Orders the devices of one TPU slice, or of one group of GPUs or CPUs.
+    """Returns the devices of one TPU slice, or one group of GPUs or CPUs, of shape `axis_sizes`.
 
     GPUs and CPUs are ordered by process and id. TPUs are in the order of
     `jax.experimental.mesh_utils.create_device_mesh` if it has one, and otherwise form the shortest
-    rings of the torus. If chips are missing from the box that the TPUs span, their order follows a
-    path that winds through the box.
-
-    Args:
-      devices: the devices, in any order.
-      axis_sizes: the sizes of the mesh axes, in ascending order of traffic; their product is the
-        number of devices.
-
-    Returns:
-      An array of devices of shape `axis_sizes`.
+    rings of the torus; later axes have more traffic. If chips are missing from the box that the
+    TPUs span, their order follows a path that winds through the box.
     """
     shape = tuple(axis_sizes)
     if not all(has_coords(d) for d in devices):
@@ -58,13 +50,9 @@ def as_array(devices: Sequence[JaxDevice]) -> np.ndarray:
 
 
 def torus_of(device: JaxDevice, bounds: Sequence[int]) -> Torus:
-    """Returns the torus of a box of chips.
+    """Returns the torus of a box of (x, y, z, cores) with this device in it.
 
     A dimension closes to a ring if it does so in the whole slice and the box spans all of it.
-
-    Args:
-      device: a device in the box.
-      bounds: the extent of the box, as (x, y, z, cores).
     """
     x, y, z, cores = bounds
     whole = slice_bounds(device) or (x, y, z)

@@ -59,7 +59,11 @@ def axis_rings(
     number = {d.id: i for i, granule in enumerate(granules) for d in granule}
     granule = np.array([number[d.id] for d in devices]).reshape(mesh.devices.shape)
     torus, places = _on_torus(mesh, wrap)
-    fast, slow = _networks(mesh)
+    fast, slow = 'memory', 'network'
+    if devices[0].platform == 'gpu':
+        fast = 'NVLink'
+    if has_coords(devices[0]):
+        fast, slow = 'ICI', 'DCN'
     rings = []
     for axis, (name, size) in enumerate(mesh.shape.items()):
         crosses = granule != np.roll(granule, -1, axis=axis)
@@ -80,32 +84,21 @@ def mesh_table(
     Args as in `axis_rings`.
     """
     processes = collections.Counter(d.process_index for d in mesh.devices.flat)
-    each = sorted(set(processes.values()))
     kind = mesh.devices.flat[0].device_kind
-    kind = 'CPU' if kind == 'cpu' else kind
     rows = [('axis', 'size', 'network', 'mean hops', 'worst hops')]
     for ring in axis_rings(mesh, wrap=wrap, granule_size=granule_size):
         moves = ring.size > 1 and ring.mean_hops is not None
         mean, worst = (f'{ring.mean_hops:.2f}', f'{ring.worst_hops}') if moves else ('-', '-')
         rows.append((ring.axis, str(ring.size), ring.network, mean, worst))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    of_each = f' of {" or ".join(map(str, each))}' if len(processes) > 1 else ''
-    lines = [f'{_count(mesh.size, f"{kind} device")}, {_count(len(processes), "process")}{of_each}']
-    for axis, size, network, mean, worst in rows:
-        cells = (
-            axis.ljust(widths[0]),
-            size.rjust(widths[1]),
-            network.ljust(widths[2]),
-            mean.rjust(widths[3]),
-            worst.rjust(widths[4]),
-        )
+    each = ' or '.join(map(str, sorted(set(processes.values()))))
+    devices = f'{mesh.size} {"CPU" if kind == "cpu" else kind} device{"s" * (mesh.size > 1)}'
+    several = f'{len(processes)} processes of {each}'
+    lines = [f'{devices}, {several if len(processes) > 1 else "1 process"}']
+    for row in rows:
+        cells = map(str.format, ('{:<{}}', '{:>{}}', '{:<{}}', '{:>{}}', '{:>{}}'), row, widths)
         lines.append('  '.join(cells).rstrip())
     return '\n'.join(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    plural = 'es' if noun.endswith('s') else 's'
-    return f'{number} {noun}{plural if number != 1 else ""}'
 
 
 def _on_torus(mesh: Mesh, wrap: Sequence[bool] | None) -> tuple[Torus | None, np.ndarray]:
@@ -124,11 +117,3 @@ def _on_torus(mesh: Mesh, wrap: Sequence[bool] | None) -> tuple[Torus | None, np
     if wrap is not None:
         torus = dataclasses.replace(torus, wrap=(*map(bool, wrap), False))
     return torus, places.reshape(*mesh.devices.shape, 4)
-
-
-def _networks(mesh: Mesh) -> tuple[str, str]:
-    """Returns the network within a granule and the network between granules."""
-    device = mesh.devices.flat[0]
-    if has_coords(device):
-        return 'ICI', 'DCN'
-    return ('NVLink' if device.platform == 'gpu' else 'memory'), 'network'

@@ -18,8 +18,8 @@ from partitioning.hardware import (
     places_in_processes,
 )
 from partitioning.mesh.granules import best_grid
-from partitioning.mesh.order import TWO_CORES, order_devices
-from partitioning.mesh.validation import as_tuple_of
+from partitioning.mesh.order import TWO_CORES, as_array, order_devices
+from partitioning.mesh.validation import as_tuple_of, divisors
 from partitioning.rules import is_count
 
 _ONE_DEVICE = ('TPU v4', 'TPU v4 lite')  # the two cores of a chip are one device (megacore)
@@ -31,19 +31,9 @@ def t5x_grid(
     model_parallel_submesh: HardwareMesh | None = None,
     granule_size: int | None = None,
 ) -> np.ndarray:
-    """Orders the devices of one slice as T5X does where it has an order for them.
+    """Returns the devices of one slice, of shape (data, model), in T5X's order if it has one.
 
-    Args:
-      devices: the devices of one TPU slice, or all devices of another machine.
-      num_partitions: the size of the model axis, which divides the number of devices.
-      model_parallel_submesh: the tile of the model axis; by default T5X's own, if it has one.
-      granule_size: as in `granules_of`.
-
-    Returns:
-      An array of devices of shape (data, model).
-
-    Raises:
-      ValueError: if the tile does not tile the slice, or the devices are not on a TPU torus.
+    Other machines than TPUs count as one slice. The tile of the model axis is T5X's by default.
     """
     tile = model_parallel_submesh
     shape = (len(devices) // num_partitions, num_partitions)
@@ -65,31 +55,77 @@ def tiled_grid(
     local_devices: Sequence[JaxDevice] = (),
     tile_by_host_if_needed: bool = True,
 ) -> np.ndarray:
-    """Orders devices so that each row of the model axis is one tile of the machine, as T5X does.
-
-    Args:
-      model_parallel_submesh: the tile: (x, y, z, cores) on TPU, (processes, devices) elsewhere.
-      devices: all devices, in any order.
-      local_devices: the devices of one process, by default of the first; their extent is the tile
-        of a host.
-      tile_by_host_if_needed: whether each process holds one contiguous block of the mesh.
-
-    Returns:
-      An array of devices of shape (data, model).
-
-    Raises:
-      ValueError: if the tile does not divide the machine, or hosts cut through tiles.
-    """
+    """Returns devices of shape (data, model), each row of which is one tile; see `get_mesh`."""
     first = min(d.process_index for d in devices)
     local = list(local_devices or [d for d in devices if d.process_index == first])
     tile = tuple(as_tuple_of(model_parallel_submesh, 'model_parallel_submesh'))
+    places = _places(devices)
+    machine, host = _extent(places), _extent(_places(local))
+    _check_tile(tile, machine, devices)
+    grid = np.empty(machine, dtype=object)
+    grid[tuple(places.T)] = as_array(devices)
+    order = _z_major_order(cast(TpuMesh, machine), cast(TpuMesh, tile)) if len(tile) == 4 else None
+    if order is not None:
+        if tile[3] != machine[3]:
+            raise ValueError(
+                f'model_parallel_submesh {tile} spans a whole plane of the machine {machine}, so '
+                f'it must take all {machine[3]} cores of each chip: use {(*tile[:3], machine[3])}'
+            )
+        grid, tile = grid.transpose(order), tuple(tile[i] for i in order)
+    factors: list[tuple[int, ...]]
+    factors = [(g // m, m) for g, m in zip(grid.shape, tile, strict=True)]
+    if order is None and tile_by_host_if_needed:
+        factors = [_host_tiling(*sizes) for sizes in zip(machine, tile, host, strict=True)]
+    # Split each dimension by its factors, and group the n-th factors of all dimensions.
+    width = len(factors[0])
+    parts = grid.reshape([factor for group in factors for factor in group])
+    grouped = [width * d + i for i in range(width) for d in range(len(factors))]
+    return parts.transpose(grouped).reshape(-1, math.prod(tile))
+
+
+def split_experts(
+    names: tuple[str, ...], grid: np.ndarray, num_experts: int
+) -> tuple[tuple[str, ...], np.ndarray]:
+    """Splits an 'expert' axis off the 'data' axis: all of it, if there are more experts."""
+    place = names.index('data')
+    data = grid.shape[place]
+    if data % num_experts and num_experts % data:
+        raise ValueError(
+            f'num_expert_partitions={num_experts!r} is neither a factor nor a multiple of the '
+            f'{data} devices of the data axis; use one of {_listed(divisors(data))}'
+        )
+    experts = min(num_experts, data)
+    shape = (*grid.shape[:place], data // experts, experts, *grid.shape[place + 1 :])
+    return (*names[: place + 1], 'expert', *names[place + 1 :]), grid.reshape(shape)
+
+
+def check_last_axis(
+    slices: Sequence[Sequence[JaxDevice]], name: str, size: int, setting: str
+) -> None:
+    """Checks that the last axis divides the devices of the machine, or of each slice."""
+    total, several = len(slices[0]), len(slices) > 1
+    if total % size == 0:
+        return
+    where = f'each of the {len(slices)} slices' if several else 'the machine'
+    problem, hint = '', f'use one of {_listed(divisors(total))}'
+    if size > total:
+        problem = f': it is larger than {"a slice" if several else "the machine"}'
+        if several and size <= total * len(slices):
+            hint += f', or spread {name!r} over slices with ici_mesh_shape and dcn_mesh_shape'
+    shown = setting if setting == 'num_partitions' else f'axis {name!r}'
+    raise ValueError(
+        f'{shown}={size} does not divide the {total} devices of {where}{problem}; {hint}'
+    )
+
+
+def _check_tile(
+    tile: tuple[int, ...], machine: tuple[int, ...], devices: Sequence[JaxDevice]
+) -> None:
     if num_slices(devices) > 1:
         raise ValueError(
             f'get_mesh makes the mesh of one slice, not of {num_slices(devices)} slices: use '
             'default_mesh'
         )
-    places = _places(devices)
-    machine, host = _extent(places), _extent(_places(local))
     fits = len(tile) == len(machine) and all(map(is_count, tile))
     if not fits or any(g % m for g, m in zip(machine, tile, strict=True)):
         raise ValueError(
@@ -101,26 +137,6 @@ def tiled_grid(
             f'{len(devices)} devices do not fill a machine of {machine} '
             f'({math.prod(machine)} devices)'
         )
-    grid = np.empty(machine, dtype=object)
-    for device, place in zip(devices, places.tolist(), strict=True):
-        grid[tuple(place)] = device
-
-    order = _z_major_order(cast(TpuMesh, machine), cast(TpuMesh, tile)) if len(tile) == 4 else None
-    if order is not None:
-        if tile[3] != machine[3]:
-            raise ValueError(
-                f'model_parallel_submesh {tile} spans a whole plane of the machine {machine}, so '
-                f'it must take all {machine[3]} cores of each chip: use {(*tile[:3], machine[3])}'
-            )
-        grid, tile = grid.transpose(order), tuple(tile[i] for i in order)
-        tiled = _split(grid, [(g // m, m) for g, m in zip(grid.shape, tile, strict=True)])
-    elif tile_by_host_if_needed:
-        tiled = _split(
-            grid, [_host_tiling(g, m, h) for g, m, h in zip(machine, tile, host, strict=True)]
-        )
-    else:
-        tiled = _split(grid, [(g // m, m) for g, m in zip(machine, tile, strict=True)])
-    return tiled.reshape(-1, math.prod(tile))
 
 
 def _places(devices: Sequence[JaxDevice]) -> np.ndarray:
@@ -144,24 +160,17 @@ def default_tile(devices: Sequence[JaxDevice], num_partitions: int) -> TpuMesh |
     x, _, z, cores = machine
     if math.prod(machine) != len(devices) or cores != (2 if kind in TWO_CORES else 1):
         return None  # the devices are a part of a slice, or v4 without megacore
-    table: dict[int, TpuMesh]
+    tiles: list[TpuMesh]
     if kind in TWO_CORES:
-        table = {
-            1: (1, 1, 1, 1),
-            2: (1, 1, 1, 2),
-            4: (2, 1, 1, 2),
-            8: (2, 2, 1, 2),
-            16: (4, 2, 1, 2),
-        }
+        tiles = [(1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2), (2, 2, 1, 2), (4, 2, 1, 2)]
     else:
-        table = {
-            1: (1, 1, 1, 1),
-            2: (1, 2, 1, 1),
-            4: (4, 1, 1, 1) if x >= 4 else (2, 2, 1, 1),
-            8: (1, 1, 8, 1) if z >= 8 else (4, 2, 1, 1),
-            16: _v4_tile_of_16(x, z),
-        }
-    tile = table.get(num_partitions)
+        tiles = [
+            *((1, 1, 1, 1), (1, 2, 1, 1)),
+            (4, 1, 1, 1) if x >= 4 else (2, 2, 1, 1),
+            (1, 1, 8, 1) if z >= 8 else (4, 2, 1, 1),
+            _v4_tile_of_16(x, z),
+        ]
+    tile = {math.prod(tile): tile for tile in tiles}.get(num_partitions)
     if tile is None or any(g % m for g, m in zip(machine, tile, strict=True)):
         return None
     return tile
@@ -202,8 +211,5 @@ def _host_tiling(machine: int, tile: int, host: int) -> tuple[int, int, int, int
     )
 
 
-def _split(grid: np.ndarray, factors: list[tuple[int, ...]]) -> np.ndarray:
-    """Splits each dimension by `factors`, and groups the n-th factors of all dimensions."""
-    width = len(factors[0])
-    parts = grid.reshape([f for group in factors for f in group])
-    return parts.transpose([width * d + i for i in range(width) for d in range(len(factors))])
+def _listed(numbers: Sequence[int]) -> str:
+    return ', '.join(map(str, numbers))

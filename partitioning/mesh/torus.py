@@ -55,8 +55,7 @@ def ring_order(
     traffic: tensor parallelism of an 8B transformer moves 3 to 15 times the bytes of its data axis.
 
     Args:
-      torus: the machine.
-      axis_sizes: the sizes of the mesh axes, whose product is that of `torus.bounds`.
+      torus, axis_sizes: the machine and the sizes of the mesh axes, with equal products.
       whole_row_major: whether an axis of whole dimensions goes through them row-major instead of as
         a ring.
 
@@ -77,15 +76,9 @@ def ring_order(
 
 
 def hops_to_next(torus: Torus, places: np.ndarray, axis: int) -> np.ndarray:
-    """Counts the hops from each position of a mesh to the next along an axis.
+    """Counts the hops from each position of a mesh to the next along an axis, which is a ring.
 
-    Args:
-      torus: the machine.
-      places: the coordinates of each position on it, of shape `(*mesh, dimensions)`.
-      axis: the index of the mesh axis; its last position is followed by the first.
-
-    Returns:
-      An array of integers with the shape of the mesh.
+    The coordinates of each position on the torus, `places`, have the shape `(*mesh, dimensions)`.
     """
     away = np.abs(places - np.roll(places, -1, axis=axis))
     shorter = np.where(torus.wrap, np.minimum(away, np.array(torus.bounds) - away), away)

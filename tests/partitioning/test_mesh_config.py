@@ -305,7 +305,7 @@ def test_contradictions_of_t5x_settings(no_devices, settings, parts):
                 'dcn': {'data': 2},
                 'devices': tpu_slices(2, (2, 2, 2), 'TPU v4'),
             },
-            ["axes {'data': 4, 'model': 4}", "dcn {'data': 2}", '16', '2 slices is 8'],
+            ["axes {'data': 4, 'model': 4}", "dcn {'data': 2, 'model': 1}", '16', '2 slices is 8'],
         ),
         (
             {

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from partitioning.hardware import JaxDevice, num_slices
+from partitioning.hardware import JaxDevice, check_devices, num_slices
 from partitioning.mesh import create_hybrid_mesh
-from partitioning.mesh.validation import as_tuple_of, check_devices, check_names, fill
+from partitioning.mesh.validation import as_tuple_of, check_names, fill
 from partitioning.rules import check_axes, describe_axes, from_tuple, num_shards, rank_problem
 
 # A mesh dimension by its number or name, a tuple of them, or None for a dimension kept whole.
