@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from absl import logging
 from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import HardwareMesh
@@ -35,6 +35,8 @@ from partitioning.rules import (
     standard_logical_axis_rules,
 )
 from partitioning.state import PathRules, check_path_rules, get_logical_axes
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class BasePjitPartitioner(BasePartitioner):
@@ -222,7 +224,7 @@ class PjitPartitioner(BasePjitPartitioner):
         )
         axes = batch[0] if batch else None
         if (slices := self._slice_axis) is not None and slices not in as_tuple(axes):
-            logging.warning(
+            _LOGGER.warning(
                 "'batch' is sharded over %s, so each of the %d parts of %r computes the same rows",
                 axes,
                 self.mesh.shape[slices],
@@ -240,7 +242,7 @@ class PjitPartitioner(BasePjitPartitioner):
                 f"no rule for 'batch', so each device would compute all rows.{hint} Write "
                 "('batch', 'data'), or ('batch', None) to replicate it on purpose"
             )
-        logging.warning("no rule for 'batch': each device computes all of its rows")
+        _LOGGER.warning("no rule for 'batch': each device computes all of its rows")
 
     def _check_default_rules(self) -> None:
         """Rules that the user did not choose must not leave a mesh axis unused."""

@@ -128,8 +128,23 @@ def test_the_parser_sees_imports_inside_functions():
     assert any(name.startswith('flax') for name in imported(PACKAGE / 'constraints.py'))
 
 
+def test_every_public_name_can_be_imported():
+    stub = ast.parse((PACKAGE / '__init__.pyi').read_text())
+    listed = [a.name for node in stub.body if isinstance(node, ast.ImportFrom) for a in node.names]
+    assert len(listed) == len(set(listed)) > 60
+    assert set(partitioning.__all__) <= set(listed)
+    for name in listed:
+        assert getattr(partitioning, name) is not None
+    assert 30 <= len(partitioning.__all__) <= 40
+    with pytest.raises(AttributeError, match='no_such_name'):
+        partitioning.no_such_name  # noqa: B018
+
+
 def test_import_is_light():
-    code = 'import json, sys, partitioning; print(json.dumps(sorted(sys.modules)))'
+    code = (
+        'import json, sys; from partitioning import PjitPartitioner;'
+        'print(json.dumps(sorted(sys.modules)))'
+    )
     out = subprocess.run(
         [sys.executable, '-c', code],
         cwd=PACKAGE.parent,
@@ -139,5 +154,6 @@ def test_import_is_light():
     )
     loaded = set(json.loads(out.stdout))
     assert {'jax', 'partitioning.partitioner'} <= loaded
+    assert 'partitioning.pictures' not in loaded
     heavy = {'flax', 'optax', 'gin', 'grain', 'orbax', 'rich', 'train', 'tensorflow', 'torch'}
     assert not heavy & loaded
