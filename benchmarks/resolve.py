@@ -1,4 +1,4 @@
-"""How long the layout of a whole train state takes, beside a plain tree map over it.
+"""How long the layout of a whole train state takes, compared with linen.
 
   python benchmarks/resolve.py
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.sharding import AxisType, PartitionSpec
 
@@ -15,19 +14,15 @@ from partitioning.plan.rows import (
     NOT_OF_PARAMETER,
     SAID_NONE,
     PlanRow,
-    dtype_name,
     make_row,
-    shard_shape,
     without_name,
 )
 from partitioning.plan.rule_set import RuleSet
 from partitioning.rules import (
     MeshLike,
-    PaddedSpec,
     Problem,
     Report,
     ResolvedDimension,
-    Spec,
     axis_sizes,
     describe_axes,
     raise_problem,
@@ -62,55 +57,32 @@ def build_plan(state: Any, rules: RuleSet, mesh: MeshLike, report: Report = rais
     return Plan(mesh, tuple(rows), tree=StateTree(entries, tree.treedef), rules=rules)
 
 
-class _Layout(NamedTuple):
-    dimensions: tuple[ResolvedDimension, ...]
-    spec: Spec
-    problems: tuple[Problem, ...]
-    shard_shape: tuple[int, ...] | None
-
-
 class _Builder:
-    """The rows of one plan; layouts that many arrays share are resolved once."""
+    """The entries of one plan; layouts that many arrays share are resolved once."""
 
     def __init__(self, rules: RuleSet, mesh: MeshLike, report: Report):
         self.covered: list[PlanRow] = []
         self._rules, self._mesh, self._report = rules, mesh, report
-        self._known: dict[Any, _Layout] = {}
+        self._known: dict[Any, tuple[PlanRow | Unplanned, tuple[Problem, ...]]] = {}
 
     def entry(self, leaf: Leaf) -> PlanRow | Unplanned:
         if leaf.parameter is None:
             return self._nameless(leaf)
-        shape = None if leaf.array is None else shape_of(leaf.array)
-        key = (leaf.parameter[1:], leaf.role == 'optimizer', leaf.dims, shape)
-        layout = self._known.get(key)
-        if layout is None:
-            layout = self._known[key] = self._resolve(leaf, leaf.parameter, shape)
-        for problem in layout.problems:
+        shape, dtype = getattr(leaf.array, 'shape', None), getattr(leaf.array, 'dtype', None)
+        key = (leaf.parameter[1:], leaf.role, leaf.dims, type(leaf.array), shape, dtype)
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = self._resolve(leaf, leaf.parameter)
+        entry, problems = known
+        for problem in problems:
             self._report('/'.join(leaf.parameter.path), problem)
-        if shape is None:
-            return Unplanned(leaf.names, layout.spec)
-        if layout.shard_shape is None or not hasattr(leaf.array, 'dtype'):
-            return make_row(
-                '/'.join(leaf.path), leaf.array, self._mesh, layout.dimensions, leaf.role
-            )
-        return PlanRow(
-            '/'.join(leaf.path),
-            shape,
-            dtype_name(leaf.array.dtype),
-            leaf.role,
-            layout.dimensions,
-            layout.spec,
-            layout.shard_shape,
-            nbytes(leaf.array),
-        )
+        return entry if type(entry) is Unplanned else PlanRow('/'.join(leaf.path), *entry[1:])
 
     def _nameless(self, leaf: Leaf) -> PlanRow | Unplanned:
         """An array that has no names and follows no parameter."""
         if leaf.said_none:
-            for path, array in leaf.covered:
+            own = () if leaf.array is None else ((leaf.path, leaf.array),)
+            for path, array in (*leaf.covered, *own):
                 self.covered.append(self._replicated(path, array, leaf.role, SAID_NONE))
-            if leaf.array is not None:
-                self.covered.append(self._replicated(leaf.path, leaf.array, leaf.role, SAID_NONE))
             return Unplanned(leaf.names, None)
         is_array = hasattr(leaf.array, 'dtype') or isinstance(leaf.array, complex | float | int)
         if not is_array:  # no array here, or a leaf such as a string
@@ -123,30 +95,31 @@ class _Builder:
         dimensions = [without_name(reason)] * len(shape_of(array))
         return make_row('/'.join(path), array, self._mesh, dimensions, role)
 
-    def _resolve(self, leaf: Leaf, parameter: Parameter, shape: tuple[int, ...] | None) -> _Layout:
-        """The layout of a leaf, taken from the layout of its parameter.
+    def _resolve(
+        self, leaf: Leaf, parameter: Parameter
+    ) -> tuple[PlanRow | Unplanned, tuple[Problem, ...]]:
+        """The entry of a leaf, taken from the layout of its parameter.
 
         If its names were resolved apart from those of the parameter, they could win mesh axes that
         the parameter uses for other dimensions.
         """
         resolved, problems = _resolve_parameter(leaf.role, parameter, self._rules, self._mesh)
-        dimensions = tuple(
-            without_name(NOT_OF_PARAMETER) if d is None else d for d in leaf.pick(resolved)
-        )
-        if problems:
-            dimensions = tuple(dataclasses.replace(d, mesh_axes=None) for d in dimensions)
-            return _Layout(dimensions, _replicated_spec(len(dimensions)), problems, None)
-        spec = to_spec(dimensions)
-        if isinstance(spec, PaddedSpec) and AxisType.Explicit in _axis_types(self._mesh):
+        nothing = without_name(NOT_OF_PARAMETER)
+        dimensions = [nothing if d is None else d for d in leaf.pick(resolved)]
+        padded = any(d.policy == 'pad' for d in dimensions)
+        if padded and AxisType.Explicit in getattr(self._mesh, 'axis_types', ()):
             message = (
                 "on_indivisible='pad' needs Auto mesh axes, not Explicit ones: choose 'drop_axis'"
             )
-            problems = (Problem('policy', message),)
-            return _Layout(dimensions, spec, problems, None)
-        shard = None
-        if shape is not None:
-            shard = shard_shape('/'.join(leaf.path), shape, spec, self._mesh)
-        return _Layout(dimensions, spec, (), shard)
+            problems = (*problems, Problem('policy', message))
+        if problems:
+            rank = len(dimensions) if leaf.array is None else len(shape_of(leaf.array))
+            dimensions = [*dimensions, *[nothing] * rank][:rank]
+            dimensions = [dataclasses.replace(d, mesh_axes=None, policy=None) for d in dimensions]
+        if leaf.array is None:
+            return Unplanned(leaf.names, to_spec(dimensions)), problems
+        row = make_row('/'.join(leaf.path), leaf.array, self._mesh, dimensions, leaf.role)
+        return row, problems
 
 
 def _resolve_parameter(
@@ -172,15 +145,6 @@ def _resolve_parameter(
         note = ' (by optimizer_axis_rules)'
         problems = tuple(p._replace(message=p.message + note) for p in problems)
     return resolved, problems
-
-
-def _axis_types(mesh: MeshLike) -> tuple[AxisType, ...]:
-    return getattr(mesh, 'axis_types', ())
-
-
-@functools.cache
-def _replicated_spec(rank: int) -> PartitionSpec:
-    return PartitionSpec(*[None] * rank)
 
 
 def _too_large(leaf: Leaf, mesh: MeshLike) -> Problem:
