@@ -225,6 +225,8 @@ def test_numpy_integers_are_valid_steps_and_rows():
     expected = LocalBatches(rows, 8, range(8))[step]
     found = LocalBatches(rows, 8, np.arange(8))[np.int64(step)]
     np.testing.assert_equal(found, expected)
+    for index in range(2**44, 2**44 + 20):
+        np.testing.assert_equal(rows[np.int64(index)], rows[index])
 
 
 @pytest.mark.parametrize('row_indices', [[], [0, 8], [-1, 0]])

@@ -145,9 +145,10 @@ def test_workers_read_ahead_up_to_the_limit(partitioner, workers):
     rows = Rows()
     with closing(feed_of(partitioner, rows, workers)) as batches:
         for taken in range(6):
-            # 4 local batches, 2 on the devices, and those on their way between the two.
-            rows.wait_until(lambda read, taken=taken: len(read) >= 8 * (taken + 6))
-            assert len(rows.read) <= 8 * (taken + 4 + 2 + 2)
+            # 4 local batches, 2 on the devices, and 1 on its way between the two.
+            limit = 8 * (taken + 4 + 2 + 1)
+            rows.wait_until(lambda read, limit=limit: len(read) >= limit)
+            assert len(rows.read) == limit
             next(batches)
 
 
