@@ -11,10 +11,11 @@ from partitioning.hardware.devices import (
     get_coords,
     has_coords,
     num_slices,
-    places_in_processes,
+    places_of,
     slice_bounds,
     slice_of,
 )
+from partitioning.hardware.granules import granules_of
 from partitioning.hardware.topology import Topology, describe_topology, parse_topology
 
 __all__ = [
@@ -30,10 +31,11 @@ __all__ = [
     'chip_of',
     'describe_topology',
     'get_coords',
+    'granules_of',
     'has_coords',
     'num_slices',
     'parse_topology',
-    'places_in_processes',
+    'places_of',
     'slice_bounds',
     'slice_of',
     'torus_wrap',

@@ -130,13 +130,9 @@ def chip_of(device_kind: str) -> Chip | None:
 def torus_wrap(device_kind: str, bounds: Sequence[int]) -> tuple[bool, bool, bool]:
     """Returns for each dimension of a TPU slice whether its links close to a ring.
 
-    v4, v5p and 7x slices are built of cubes of 4 x 4 x 4 chips, and have all three rings if they
-    consist of whole cubes. v2, v3, v5e and v6e slices have the ring of a dimension if they are as
-    long as their pod (Cloud TPU documentation).
-
-    Args:
-      device_kind: the `device_kind` of its devices.
-      bounds: the number of chips of the slice along x, y and z.
+    `bounds` are its chips along x, y and z. v4, v5p and 7x slices are built of cubes of 4 x 4 x 4
+    chips, and have all three rings if they consist of whole cubes. v2, v3, v5e and v6e slices have
+    the ring of a dimension if they are as long as their pod (Cloud TPU documentation).
     """
     x, y, z = bounds
     if device_kind in _CUBES:

@@ -24,8 +24,7 @@ def check_devices(
     """Returns the devices to make a mesh of, by default all devices of `backend`.
 
     Raises:
-      ValueError: if there is no device, a device appears twice, the devices are of several kinds,
-        or both arguments are given.
+      ValueError: if there is no device, or they are not distinct devices of one kind.
     """
     if devices is not None and backend is not None:
         raise ValueError(f'backend={backend!r} and devices each decide the devices: keep one')
@@ -84,8 +83,14 @@ def bounds_from_last_device(last_device: JaxDevice) -> HardwareMesh:
     return jax.process_count(), jax.local_device_count()
 
 
-def places_in_processes(devices: Sequence[JaxDevice]) -> np.ndarray:
-    """Returns an array with the (rank of the process, rank by id in it) of each device."""
+def places_of(devices: Sequence[JaxDevice]) -> np.ndarray:
+    """Returns an array with the place of each device in the part of a machine that they span.
+
+    It is `(x, y, z, core)` on TPU, and `(rank of the process, rank by id in it)` elsewhere.
+    """
+    if all(has_coords(device) for device in devices):
+        places = np.array([(*d.coords, d.core_on_chip) for d in devices], dtype=np.int64)
+        return places - places.min(axis=0)
     rank = {process: i for i, process in enumerate(sorted({d.process_index for d in devices}))}
     numbers: collections.Counter[int] = collections.Counter()
     places = np.empty((len(devices), 2), dtype=np.int64)
@@ -113,8 +118,7 @@ def num_slices(devices: Sequence[JaxDevice]) -> int:
 def slice_bounds(device: JaxDevice) -> tuple[int, int, int] | None:
     """Returns the number of chips along x, y and z of the whole slice of a TPU device.
 
-    It does not depend on the part of the slice that is in use. It is None for devices without a
-    client, such as the stand-ins of tests.
+    It is None for devices without a client, such as the stand-ins of tests.
     """
     client = getattr(device, 'client', None)
     return None if client is None else _bounds_of_slices(client).get(slice_of(device))

@@ -32,7 +32,7 @@ _CUDA_ENVIRONMENT = {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'}
 class Topology:
     """A described machine and its devices, which can be elsewhere.
 
-    It can be used wherever devices are expected, for example `create_mesh(..., devices=topology)`.
+    It can be used wherever devices are expected: `create_mesh(..., devices=topology)`.
 
     Attributes:
       name: the name, for example 'v5p:4x4x4' or 'h100:2x8'.
@@ -162,37 +162,35 @@ def _tpu_devices(
         options['num_slices'] = num_slices
     if chip.name == 'v4':
         options['chip_config_name'] = 'megacore'
-    from jax.experimental import topologies
-
-    with _environment(_LIBTPU_ENVIRONMENT):
-        try:
-            described = topologies.get_topology_desc(f'{chip.name}:{_by(shape)}', 'tpu', **options)
-        except RuntimeError as error:
-            if 'not installed' in str(error):
-                raise RuntimeError(
-                    "describing TPUs needs libtpu: pip install 'meshwright[aot]'"
-                ) from None
-            raise ValueError(f'{chip.name}:{_by(shape)} with {options}: {error}') from error
-    return tuple(described.devices)
+    name = f'{chip.name}:{_by(shape)}'
+    try:
+        return _devices(_LIBTPU_ENVIRONMENT, name, 'tpu', options)
+    except RuntimeError as error:
+        if 'not installed' in str(error):
+            raise RuntimeError(
+                "describing TPUs needs libtpu: pip install 'meshwright[aot]'"
+            ) from None
+        raise ValueError(f'{name} with {options}: {error}') from error
 
 
 def _cuda_devices(chip: Chip, shape: Sequence[int], num_slices: int) -> tuple[JaxDevice, ...]:
+    options = {'target_config': target_config(chip), 'topology': _by((num_slices, *shape))}
+    try:
+        return _devices(_CUDA_ENVIRONMENT, '', 'cuda', options)
+    except NotImplementedError:
+        raise RuntimeError(
+            "describing GPUs needs jax's CUDA plugin, in the version of jax: "
+            "pip install 'meshwright[aot-gpu]'"
+        ) from None
+
+
+def _devices(
+    environment: Mapping[str, str], name: str, platform: str, options: Mapping[str, Any]
+) -> tuple[JaxDevice, ...]:
     from jax.experimental import topologies
 
-    with _environment(_CUDA_ENVIRONMENT):
-        try:
-            described = topologies.get_topology_desc(
-                '',
-                platform='cuda',
-                target_config=target_config(chip),
-                topology=_by((num_slices, *shape)),
-            )
-        except NotImplementedError:
-            raise RuntimeError(
-                "describing GPUs needs jax's CUDA plugin, in the version of jax: "
-                "pip install 'meshwright[aot-gpu]'"
-            ) from None
-    return tuple(described.devices)
+    with _environment(environment):
+        return tuple(topologies.get_topology_desc(name, platform, **options).devices)
 
 
 @contextlib.contextmanager

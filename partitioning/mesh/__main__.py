@@ -12,15 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from partitioning.hardware import Topology, describe_topology
+from partitioning.hardware import describe_topology
 from partitioning.mesh.config import MeshConfig
 from partitioning.mesh.rings import mesh_table
 from partitioning.pictures.mesh_drawing import draw_mesh
-
-_EXAMPLES = """examples:
-  --topology=v5e:16x16 --num_partitions=8
-  --topology=v5p:8x8x8 --num_slices=2 --axes=data=-1,model=8 --dcn=data=2
-  --topology=h100:16x8 --num_partitions=16 --png=mesh.png"""
 
 
 def _reader(read: Callable[[str], Any], example: str = '') -> Callable[[str], Any]:
@@ -74,16 +69,13 @@ _VIEW: Flags = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Returns:
-      The exit status: 0, or 2 if the flags do not describe a mesh.
-    """
+    """Runs the command and returns its exit status: 2 if the flags do not describe a mesh."""
     parser = argparse.ArgumentParser(
         prog='python -m partitioning.mesh',
         description='Shows the mesh of a machine: axes, networks, hops between neighbours.',
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_EXAMPLES,
+        epilog='examples:\n  --topology=v5e:16x16 --num_partitions=8 --png=mesh.png\n'
+        '  --topology=v5p:8x8x8 --num_slices=2 --axes=data=-1,model=8 --dcn=data=2',
     )
     for name, (read, text) in (_COMMON | _WITH_AXES | _OF_T5X | _VIEW).items():
         parser.add_argument(f'--{name}', type=read, help=text)
@@ -100,19 +92,22 @@ def _show(given: dict[str, Any]) -> None:
     png = given.get('png')
     if png is not None and (not png.endswith('.png') or not Path(png).parent.is_dir()):
         raise ValueError(f'--png={png} must be a path that ends in .png, in an existing folder')
-    config, topology, machine = _config(given), _topology(given), 'this machine'
+    config, machine, rings = _config(given), 'this machine', ''
     view: dict[str, Any] = {'wrap': None, 'granule_size': given.get('granule_size')}
-    rings = ''
-    if topology is not None:
+    options = {k: given[k] for k in ('num_slices', 'wrap', 'chips_per_host_bounds') if k in given}
+    if 'topology' in given:
+        topology = describe_topology(given['topology'], **options)
         slices = f'{topology.num_slices} slices of ' if topology.num_slices > 1 else ''
         machine = f'{slices}{topology.name}'
         config = dataclasses.replace(
             config, topology=None, num_slices=None, devices=topology.devices
         )
-    if topology is not None and topology.chip.platform == 'tpu':
-        view['wrap'] = topology.wrap
-        closed = [name for name, ring in zip('xyz', topology.wrap, strict=True) if ring]
-        rings = f', links form {"rings along " + ", ".join(closed) if closed else "no rings"}'
+        if topology.chip.platform == 'tpu':
+            view['wrap'] = topology.wrap
+            closed = ', '.join(n for n, ring in zip('xyz', topology.wrap, strict=True) if ring)
+            rings = f', links form {f"rings along {closed}" if closed else "no rings"}'
+    elif options:
+        raise ValueError('--wrap and --chips_per_host_bounds can only be used with --topology')
     mesh = config.build()
     print(f'{machine}{rings}')
     print(mesh_table(mesh, **view))
@@ -139,16 +134,6 @@ def _config(given: dict[str, Any]) -> MeshConfig:
 
 def _flags(names: Iterable[str]) -> str:
     return ', '.join(f'--{name}' for name in names)
-
-
-def _topology(given: dict[str, Any]) -> Topology | None:
-    flags = ('num_slices', 'wrap', 'chips_per_host_bounds')
-    options = {name: given[name] for name in flags if name in given}
-    if 'topology' in given:
-        return describe_topology(given['topology'], **options)
-    if options:
-        raise ValueError('--wrap and --chips_per_host_bounds can only be used with --topology')
-    return None
 
 
 if __name__ == '__main__':

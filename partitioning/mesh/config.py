@@ -17,12 +17,12 @@ from partitioning.hardware import (
     JaxDevice,
     check_devices,
     describe_topology,
+    granules_of,
     has_coords,
     num_slices,
     parse_topology,
 )
-from partitioning.mesh.granules import best_grid, check_same_size, granules_of, join_blocks
-from partitioning.mesh.order import order_devices
+from partitioning.mesh.order import best_grid, check_same_size, join_blocks, order_devices
 from partitioning.mesh.t5x_settings import check_submesh, t5x_axes
 from partitioning.mesh.t5x_tiles import check_last_axis, split_experts, t5x_grid
 from partitioning.mesh.validation import (
@@ -226,13 +226,13 @@ class MeshConfig:
                 granules = granules_of(devices, granule_size=self.granule_size)
                 check_same_size(granules)
             if len(granules) > 1 and self.slice_axis not in names:
-                names, sizes = self._with_slice_axis(len(granules)), (1, *sizes)
+                names, sizes = self._names_with_slices(len(granules)), (1, *sizes)
             over = tuple(len(granules) if name == self.slice_axis else 1 for name in names)
         blocks: list[np.ndarray] = []
         if t5x_order:
             tile, model = self.model_parallel_submesh, sizes[-1]
             if tile is None:
-                check_last_axis(granules, names[-1], model, setting)
+                check_last_axis(model, len(granules[0]), len(granules), names[-1], setting)
             blocks = [t5x_grid(g, model, tile, self.granule_size) for g in granules]
         several = len(granules) > 1
         each = f'devices in each of the {len(granules)} {counted}' if several else 'devices'
@@ -254,7 +254,7 @@ class MeshConfig:
         counted = 'granules' if size else 'slices' if by_slice else 'processes'
         return granules_of(devices, by_process, size), counted
 
-    def _with_slice_axis(self, num_slices: int) -> tuple[str, ...]:
+    def _names_with_slices(self, num_slices: int) -> tuple[str, ...]:
         if self.slice_axis is None:
             raise ValueError(
                 f'the axes {self._names} have no axis for the {num_slices} slices: name 3 axes, '

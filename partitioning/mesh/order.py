@@ -1,4 +1,4 @@
-"""The order of the devices of one slice in a mesh, by their links instead of their numbers."""
+"""The order of devices in a mesh, by their links instead of their numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 from absl import logging
 
-from partitioning.hardware import JaxDevice, has_coords, slice_bounds, torus_wrap
+from partitioning.hardware import (
+    JaxDevice,
+    granules_of,
+    has_coords,
+    places_of,
+    slice_bounds,
+    torus_wrap,
+)
 from partitioning.mesh.torus import Torus, mean_hops, ring_order, snake
 
 TWO_CORES = ('TPU v2', 'TPU v3')  # each core is a device
@@ -32,14 +39,53 @@ def order_devices(devices: Sequence[JaxDevice], axis_sizes: Sequence[int]) -> np
     if not all(has_coords(d) for d in devices):
         by_process = sorted(devices, key=lambda d: (d.process_index, d.id))
         return as_array(by_process).reshape(shape)
-    places = np.array([(*d.coords, d.core_on_chip) for d in devices], dtype=np.int64)
-    places -= places.min(axis=0)
+    places = places_of(devices)
     bounds = tuple((places.max(axis=0) + 1).tolist())
     if math.prod(bounds) != len(devices):
         return _winding(devices, places, bounds).reshape(shape)
     grid = np.empty(bounds, dtype=object)
     grid[tuple(places.T)] = as_array(devices)
     return grid.reshape(-1)[_order_on_torus(grid, shape)]
+
+
+def check_same_size(granules: Sequence[Sequence[JaxDevice]]) -> None:
+    """Raises ValueError if the groups differ in size, so that a mesh cannot hold them."""
+    sizes = [len(granule) for granule in granules]
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f'the slices (or processes) have unequal sizes, {sizes} devices: choose equal ones '
+            'with devices='
+        )
+
+
+def best_grid(
+    devices: Sequence[JaxDevice], sizes: Sequence[int], granule_size: int | None = None
+) -> np.ndarray:
+    """Returns an array of devices, of shape `sizes`, whose later axes have the faster links.
+
+    The last axes stay within a granule (see `granules_of`) as far as it reaches.
+    """
+    granules = granules_of(devices, granule_size=granule_size)
+    if has_coords(devices[0]):
+        check_same_size(granules)
+    if len({len(granule) for granule in granules}) > 1:
+        granules = [list(devices)]  # hosts of unequal size
+    within: list[int] = []
+    left = len(granules[0])
+    for size in reversed(sizes):
+        within.insert(0, math.gcd(size, left))
+        left //= within[0]
+    over = [size // inner for size, inner in zip(sizes, within, strict=True)]
+    return join_blocks([order_devices(granule, within) for granule in granules], over)
+
+
+def join_blocks(blocks: Sequence[np.ndarray], over: Sequence[int]) -> np.ndarray:
+    """Joins the devices of each granule, all of one shape, with `over` blocks along each axis."""
+    shape = blocks[0].shape
+    n = len(shape)
+    interleaved = [axis for pair in zip(range(n), range(n, 2 * n), strict=True) for axis in pair]
+    sizes = [outer * inner for outer, inner in zip(over, shape, strict=True)]
+    return np.stack(blocks).reshape(*over, *shape).transpose(interleaved).reshape(sizes)
 
 
 def as_array(devices: Sequence[JaxDevice]) -> np.ndarray:

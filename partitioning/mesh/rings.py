@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.hardware import has_coords
-from partitioning.mesh.granules import granules_of
+from partitioning.hardware import granules_of, has_coords
 from partitioning.mesh.order import torus_of
 from partitioning.mesh.torus import Torus, hops_to_next
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import numpy as np
 
 from partitioning.hardware import (
     HardwareMesh,
     JaxDevice,
-    TpuMesh,
-    get_coords,
     has_coords,
     num_slices,
-    places_in_processes,
+    places_of,
 )
-from partitioning.mesh.granules import best_grid
-from partitioning.mesh.order import TWO_CORES, as_array, order_devices
-from partitioning.mesh.validation import as_tuple_of, divisors
+from partitioning.mesh.order import TWO_CORES, as_array, best_grid, order_devices
+from partitioning.mesh.validation import as_tuple_of, list_divisors
 from partitioning.rules import is_count
 
 _ONE_DEVICE = ('TPU v4', 'TPU v4 lite')  # the two cores of a chip are one device (megacore)
@@ -35,7 +31,7 @@ def t5x_grid(
 
     Other machines than TPUs count as one slice. The tile of the model axis is T5X's by default.
     """
-    tile = model_parallel_submesh
+    tile: Sequence[int] | None = model_parallel_submesh
     shape = (len(devices) // num_partitions, num_partitions)
     if not has_coords(devices[0]):
         if tile is not None:
@@ -50,7 +46,7 @@ def t5x_grid(
 
 
 def tiled_grid(
-    model_parallel_submesh: HardwareMesh,
+    model_parallel_submesh: Sequence[int],
     devices: Sequence[JaxDevice],
     local_devices: Sequence[JaxDevice] = (),
     tile_by_host_if_needed: bool = True,
@@ -59,12 +55,12 @@ def tiled_grid(
     first = min(d.process_index for d in devices)
     local = list(local_devices or [d for d in devices if d.process_index == first])
     tile = tuple(as_tuple_of(model_parallel_submesh, 'model_parallel_submesh'))
-    places = _places(devices)
-    machine, host = _extent(places), _extent(_places(local))
+    places = places_of(devices)
+    machine, host = _extent(places), _extent(places_of(local))
     _check_tile(tile, machine, devices)
     grid = np.empty(machine, dtype=object)
     grid[tuple(places.T)] = as_array(devices)
-    order = _z_major_order(cast(TpuMesh, machine), cast(TpuMesh, tile)) if len(tile) == 4 else None
+    order = _z_major_order(machine, tile) if len(tile) == 4 else None
     if order is not None:
         if tile[3] != machine[3]:
             raise ValueError(
@@ -92,29 +88,25 @@ def split_experts(
     if data % num_experts and num_experts % data:
         raise ValueError(
             f'num_expert_partitions={num_experts!r} is neither a factor nor a multiple of the '
-            f'{data} devices of the data axis; use one of {_listed(divisors(data))}'
+            f'{data} devices of the data axis; use one of {list_divisors(data)}'
         )
     experts = min(num_experts, data)
     shape = (*grid.shape[:place], data // experts, experts, *grid.shape[place + 1 :])
     return (*names[: place + 1], 'expert', *names[place + 1 :]), grid.reshape(shape)
 
 
-def check_last_axis(
-    slices: Sequence[Sequence[JaxDevice]], name: str, size: int, setting: str
-) -> None:
+def check_last_axis(size: int, total: int, num_slices: int, name: str, setting: str) -> None:
     """Checks that the last axis divides the devices of the machine, or of each slice."""
-    total, several = len(slices[0]), len(slices) > 1
     if total % size == 0:
         return
-    where = f'each of the {len(slices)} slices' if several else 'the machine'
-    problem, hint = '', f'use one of {_listed(divisors(total))}'
-    if size > total:
-        problem = f': it is larger than {"a slice" if several else "the machine"}'
-        if several and size <= total * len(slices):
-            hint += f', or spread {name!r} over slices with ici_mesh_shape and dcn_mesh_shape'
     shown = setting if setting == 'num_partitions' else f'axis {name!r}'
+    where = 'the machine' if num_slices == 1 else f'each of the {num_slices} slices'
+    larger = f': it is larger than {"the machine" if num_slices == 1 else "a slice"}'
+    spread = f', or spread {name!r} over slices with ici_mesh_shape and dcn_mesh_shape'
     raise ValueError(
-        f'{shown}={size} does not divide the {total} devices of {where}{problem}; {hint}'
+        f'{shown}={size} does not divide the {total} devices of {where}'
+        f'{larger if size > total else ""}; use one of {list_divisors(total)}'
+        f'{spread if total < size <= total * num_slices else ""}'
     )
 
 
@@ -139,28 +131,19 @@ def _check_tile(
         )
 
 
-def _places(devices: Sequence[JaxDevice]) -> np.ndarray:
-    """The place of each device: (x, y, z, core) on TPU, (process, index in it) elsewhere."""
-    if not has_coords(devices[0]):
-        return places_in_processes(devices)
-    places = np.array([get_coords(device) for device in devices])
-    return places - places.min(axis=0)
-
-
 def _extent(places: np.ndarray) -> tuple[int, ...]:
     return tuple((places.max(axis=0) + 1).tolist())
 
 
-def default_tile(devices: Sequence[JaxDevice], num_partitions: int) -> TpuMesh | None:
+def default_tile(devices: Sequence[JaxDevice], num_partitions: int) -> tuple[int, ...] | None:
     """Returns T5X's tile of one model replica, or None if it has none that divides the slice."""
     kind = devices[0].device_kind
     if kind not in TWO_CORES + _ONE_DEVICE:
         return None
-    machine = cast(TpuMesh, _extent(_places(devices)))
+    machine = _extent(places_of(devices))
     x, _, z, cores = machine
     if math.prod(machine) != len(devices) or cores != (2 if kind in TWO_CORES else 1):
         return None  # the devices are a part of a slice, or v4 without megacore
-    tiles: list[TpuMesh]
     if kind in TWO_CORES:
         tiles = [(1, 1, 1, 1), (1, 1, 1, 2), (2, 1, 1, 2), (2, 2, 1, 2), (4, 2, 1, 2)]
     else:
@@ -168,23 +151,17 @@ def default_tile(devices: Sequence[JaxDevice], num_partitions: int) -> TpuMesh |
             *((1, 1, 1, 1), (1, 2, 1, 1)),
             (4, 1, 1, 1) if x >= 4 else (2, 2, 1, 1),
             (1, 1, 8, 1) if z >= 8 else (4, 2, 1, 1),
-            _v4_tile_of_16(x, z),
+            (2, 2, 4, 1) if x < 4 else (4, 4, 1, 1) if x < 8 else (8, 2, 1, 1),
         ]
+        if z >= 16:
+            tiles[-1] = (1, 1, 16, 1)
     tile = {math.prod(tile): tile for tile in tiles}.get(num_partitions)
     if tile is None or any(g % m for g, m in zip(machine, tile, strict=True)):
         return None
     return tile
 
 
-def _v4_tile_of_16(x: int, z: int) -> TpuMesh:
-    if z >= 16:
-        return 1, 1, 16, 1
-    if x >= 8:
-        return 8, 2, 1, 1
-    return (4, 4, 1, 1) if x >= 4 else (2, 2, 4, 1)
-
-
-def _z_major_order(machine: TpuMesh, tile: TpuMesh) -> tuple[int, int, int, int] | None:
+def _z_major_order(machine: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, ...] | None:
     """Returns the order of dimensions that keeps a host's devices together without tiling, if any.
 
     It exists if the tile spans exactly one of x and y, or z and exactly one of them.
@@ -209,7 +186,3 @@ def _host_tiling(machine: int, tile: int, host: int) -> tuple[int, int, int, int
         f'model_parallel_submesh has an entry of {tile}, but a host has {host} devices along that '
         'dimension: the entry must be a factor or a multiple of it'
     )
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ', '.join(map(str, numbers))

@@ -113,9 +113,9 @@ def fill(
     )
 
 
-def divisors(number: int) -> list[int]:
-    """Returns all divisors in ascending order."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+def list_divisors(number: int) -> str:
+    """Returns all divisors in ascending order, for messages."""
+    return ', '.join(map(str, _divisors(number)))
 
 
 def show_sizes(sizes: Sequence[int], setting: str, names: Sequence[str] | None) -> str:
@@ -156,6 +156,10 @@ def _shapes(total: int, num_axes: int) -> Iterator[tuple[int, ...]]:
     if num_axes == 1:
         yield (total,)
         return
-    for first in divisors(total):
+    for first in _divisors(total):
         for rest in _shapes(total // first, num_axes - 1):
             yield (first, *rest)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.hardware import has_coords, places_in_processes, slice_of
+from partitioning.hardware import has_coords, places_of, slice_of
 from partitioning.mesh.rings import AxisRing, axis_rings
 
 _GAP = 0.6  # the space between planes, slices and hosts, in devices
@@ -116,7 +116,7 @@ def _places(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, float, str
     devices = mesh.devices.ravel()
     slices = np.array([slice_of(d) for d in devices])
     if not all(has_coords(d) for d in devices):
-        row, column = places_in_processes(devices.tolist()).T
+        row, column = places_of(devices.tolist()).T
         places = np.stack([column, row + _GAP * slices], axis=-1)
         return places.reshape(*mesh.devices.shape, 2), 1.0, []
     x, y, z = np.array([tuple(d.coords) for d in devices]).T

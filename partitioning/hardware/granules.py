@@ -1,15 +1,11 @@
-"""Granules: groups of devices that share fast links, and how a mesh covers several of them."""
+"""Granules: groups of devices that share fast links."""
 
 from __future__ import annotations
 
 import collections
-import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from partitioning.hardware import JaxDevice, has_coords, num_slices, slice_of
-from partitioning.mesh.order import order_devices
+from partitioning.hardware.devices import JaxDevice, has_coords, num_slices, slice_of
 from partitioning.rules import is_count
 
 
@@ -40,46 +36,6 @@ def granules_of(
     for device in devices:
         groups[device.process_index if process_is_granule else slice_of(device)].append(device)
     return [groups[number] for number in sorted(groups)]
-
-
-def check_same_size(granules: Sequence[Sequence[JaxDevice]]) -> None:
-    """Raises ValueError if the groups differ in size, so that a mesh cannot hold them."""
-    sizes = [len(granule) for granule in granules]
-    if len(set(sizes)) > 1:
-        raise ValueError(
-            f'the slices (or processes) have unequal sizes, {sizes} devices: choose equal ones '
-            'with devices='
-        )
-
-
-def best_grid(
-    devices: Sequence[JaxDevice], sizes: Sequence[int], granule_size: int | None = None
-) -> np.ndarray:
-    """Returns an array of devices, of shape `sizes`, whose later axes have the faster links.
-
-    The last axes stay within a granule (see `granules_of`) as far as it reaches.
-    """
-    granules = granules_of(devices, granule_size=granule_size)
-    if has_coords(devices[0]):
-        check_same_size(granules)
-    if len({len(granule) for granule in granules}) > 1:
-        granules = [list(devices)]  # hosts of unequal size
-    within: list[int] = []
-    left = len(granules[0])
-    for size in reversed(sizes):
-        within.insert(0, math.gcd(size, left))
-        left //= within[0]
-    over = [size // inner for size, inner in zip(sizes, within, strict=True)]
-    return join_blocks([order_devices(granule, within) for granule in granules], over)
-
-
-def join_blocks(blocks: Sequence[np.ndarray], over: Sequence[int]) -> np.ndarray:
-    """Joins the devices of each granule, all of one shape, with `over` blocks along each axis."""
-    shape = blocks[0].shape
-    n = len(shape)
-    interleaved = [axis for pair in zip(range(n), range(n, 2 * n), strict=True) for axis in pair]
-    sizes = [outer * inner for outer, inner in zip(over, shape, strict=True)]
-    return np.stack(blocks).reshape(*over, *shape).transpose(interleaved).reshape(sizes)
 
 
 def _granules_of_size(devices: Sequence[JaxDevice], size: int) -> list[list[JaxDevice]]:
