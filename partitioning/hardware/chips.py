@@ -1,10 +1,8 @@
 """Chips: memory, peak rates and links, each with its source.
 
-The figures of TPUs are from the Cloud TPU documentation of each chip (peak FLOP/s, HBM, ICI and DCN
-bandwidth; ICI bandwidth is over all links and both directions of a chip), from papers where the
-documentation has none (links of v2, v3 and v4), and from the compiler (the memory that a program
-can use). The figures of GPUs are from NVIDIA's data sheets, without sparsity, and their memory is
-what CUDA reports. `Chip.source` names the source of each chip.
+The figures of TPUs are from the Cloud TPU documentation (whose ICI bandwidth is over all links and
+both directions of a chip), from papers where it has none (links of v2, v3 and v4), and from the
+compiler (the memory that a program can use). The figures of GPUs are from NVIDIA's data sheets.
 """
 
 from __future__ import annotations

@@ -11,10 +11,9 @@ import jax
 import numpy as np
 
 JaxDevice: TypeAlias = jax.Device
-# The extent of a TPU machine or of a tile of it: (x, y, z, cores per chip).
-TpuMesh: TypeAlias = tuple[int, int, int, int]
-# The extent of any other machine: (processes, devices per process).
-OtherMesh: TypeAlias = tuple[int, int]
+# The extent of a machine or of a tile of it.
+TpuMesh: TypeAlias = tuple[int, int, int, int]  # (x, y, z, cores per chip)
+OtherMesh: TypeAlias = tuple[int, int]  # (processes, devices per process)
 HardwareMesh: TypeAlias = TpuMesh | OtherMesh
 
 
@@ -60,10 +59,9 @@ def has_coords(device: JaxDevice) -> bool:
 
 
 def get_coords(device: JaxDevice) -> HardwareMesh:
-    """Returns the coordinates of `device` in its machine.
+    """Returns `(x, y, z, core)` of a TPU and `(process, index in the process)` of other devices.
 
-    They are `(x, y, z, core)` on TPU and `(process, index in the process)` elsewhere. The index is
-    the device's id modulo the number of devices per process, as in T5X.
+    The index is the device's id modulo the number of devices per process, as in T5X.
     """
     if has_coords(device):
         x, y, z = device.coords
@@ -74,8 +72,7 @@ def get_coords(device: JaxDevice) -> HardwareMesh:
 def bounds_from_last_device(last_device: JaxDevice) -> HardwareMesh:
     """Returns the extent of the machine whose device with the highest coordinates is `last_device`.
 
-    It is `(X, Y, Z, cores)` on TPU and `(processes, devices per process)` elsewhere. The process is
-    the outer dimension because devices within one process share the fastest links.
+    It is `(X, Y, Z, cores)` on TPU and `(processes, devices per process)` elsewhere.
     """
     if has_coords(last_device):
         x, y, z, core = get_coords(last_device)  # type: ignore[misc]  # has_coords: four of them
@@ -104,9 +101,8 @@ def places_of(devices: Sequence[JaxDevice]) -> np.ndarray:
 def slice_of(device: JaxDevice) -> int:
     """Returns the number of the TPU slice or NVLink domain of `device`, or 0 if it has none."""
     index = getattr(device, 'slice_index', 0)
-    if index == 0 and device.platform == 'gpu':
-        coords = getattr(device, 'coords', None) or (0,)  # (domain, host, GPU) if described
-        index = coords[0]
+    if index == 0 and device.platform == 'gpu' and getattr(device, 'coords', None):
+        return int(device.coords[0])  # described GPUs have (domain, host, GPU)
     return int(index)
 
 

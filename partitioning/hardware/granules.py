@@ -16,9 +16,8 @@ def granules_of(
 ) -> list[list[JaxDevice]]:
     """Groups devices so that the links within a group are faster than those between groups.
 
-    The groups are in the order of their slice or process numbers. By default, devices of several
-    slices are grouped by slice, TPUs of one slice form one group, and GPUs and CPUs are grouped by
-    process.
+    By default, devices of several slices are grouped by slice, TPUs of one slice form one group,
+    and GPUs and CPUs are grouped by process. Groups are in the order of these numbers.
 
     Args:
       devices: the devices, in any order.

@@ -78,9 +78,8 @@ def describe_topology(
     Args:
       name: a chip and its arrangement: 'v5e:4x4' (x, y), 'v5p:4x4x8' (x, y, z), or 'h100:2x8'
         (hosts, GPUs per host).
-      num_slices: the number of TPU slices, which the data centre network joins; for GPUs, the
-        number of NVLink domains, each with the hosts in `name`. With 1, each GPU host is a separate
-        domain.
+      num_slices: the number of TPU slices, or of NVLink domains of the hosts in `name`, which the
+        data centre network joins. With 1, each GPU host is a separate domain.
       wrap: for each dimension of a TPU slice, whether its links close to a ring; by default as in
         pods of this chip (`torus_wrap`). Only the compiler uses it: the devices do not show it, so
         the orders of meshes follow `torus_wrap`.
@@ -105,9 +104,9 @@ def describe_topology(
         return Topology(name, devices, chip, shape, num_slices, (False,) * len(shape))
     bounds = (*shape, 1) if len(shape) == 2 else shape
     host = (1, 1, 1) if math.prod(bounds) == 1 else (2, 2, 1)
+    closed = torus_wrap(chip.device_kind, bounds)
     if chips_per_host_bounds is not None:
         host = _three(chips_per_host_bounds, int, 'chips_per_host_bounds', 'integers')
-    closed = torus_wrap(chip.device_kind, bounds)
     if wrap is not None:
         closed = _three(wrap, bool, 'wrap', 'booleans')
     if any(h < 1 or b % h for b, h in zip(bounds, host, strict=True)):
@@ -120,11 +119,7 @@ def describe_topology(
 
 
 def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
-    """Returns the chip and the arrangement that a name such as 'v5p:4x4x8' stands for.
-
-    Raises:
-      ValueError: if the chip is unknown, or the arrangement has another number of dimensions.
-    """
+    """Returns the chip and the arrangement of 'v5p:4x4x8'; raises ValueError for other names."""
     kind, _, arrangement = name.partition(':') if isinstance(name, str) else ('', '', '')
     if kind not in CHIPS:
         raise ValueError(
@@ -143,7 +138,6 @@ def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
 
 
 def _three(values: Any, kind: type, option: str, what: str) -> tuple[Any, Any, Any]:
-    """Returns an option with one entry for each of x, y and z."""
     three = tuple(values) if isinstance(values, Sequence) else ()
     if len(three) != 3 or not all(type(value) is kind for value in three):
         raise ValueError(f'{option}={values!r} needs 3 entries, {what} for x, y and z')
@@ -151,11 +145,7 @@ def _three(values: Any, kind: type, option: str, what: str) -> tuple[Any, Any, A
 
 
 def _tpu_devices(
-    chip: Chip,
-    shape: Sequence[int],
-    num_slices: int,
-    wrap: Sequence[bool],
-    host: Sequence[int],
+    chip: Chip, shape: Sequence[int], num_slices: int, wrap: Sequence[bool], host: Sequence[int]
 ) -> tuple[JaxDevice, ...]:
     options: dict[str, Any] = {'wrap': tuple(wrap), 'chips_per_host_bounds': tuple(host)}
     if num_slices > 1:

@@ -158,11 +158,7 @@ class MeshConfig:
 
     @staticmethod
     def parse_axes(text: str) -> dict[str, int]:
-        """Returns the axes that a command line names, as 'data=-1,fsdp=4'.
-
-        Raises:
-          ValueError: if `text` is not of this form, or names an axis twice.
-        """
+        """Returns the axes of a text such as 'data=-1,fsdp=4'; raises ValueError for others."""
         pairs = [part.partition('=') for part in text.split(',')]
         try:
             axes = [(name.strip(), int(size)) for name, _, size in pairs]

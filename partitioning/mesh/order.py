@@ -61,10 +61,7 @@ def check_same_size(granules: Sequence[Sequence[JaxDevice]]) -> None:
 def best_grid(
     devices: Sequence[JaxDevice], sizes: Sequence[int], granule_size: int | None = None
 ) -> np.ndarray:
-    """Returns an array of devices, of shape `sizes`, whose later axes have the faster links.
-
-    The last axes stay within a granule (see `granules_of`) as far as it reaches.
-    """
+    """Returns devices, of shape `sizes`, whose last axes stay in a granule as far as it reaches."""
     granules = granules_of(devices, granule_size=granule_size)
     if has_coords(devices[0]):
         check_same_size(granules)
@@ -174,12 +171,8 @@ def _jax_order(grid: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
 
 def _takes_whole(bounds: Sequence[int], shape: Sequence[int]) -> bool:
     """Whether each axis could take whole dimensions; if not, jax has no order for the shape."""
-    products = {
-        math.prod(some)
-        for n in range(len(bounds) + 1)
-        for some in itertools.combinations(bounds, n)
-    }
-    return products.issuperset(shape)
+    subsets = (some for n in range(len(bounds) + 1) for some in itertools.combinations(bounds, n))
+    return set(map(math.prod, subsets)).issuperset(shape)
 
 
 def _winding(

@@ -58,10 +58,8 @@ def axis_rings(
     number = {d.id: i for i, granule in enumerate(granules) for d in granule}
     granule = np.array([number[d.id] for d in devices]).reshape(mesh.devices.shape)
     torus, places = _on_torus(mesh, wrap)
-    fast, slow = 'memory', 'network'
-    if devices[0].platform == 'gpu':
-        fast = 'NVLink'
-    if has_coords(devices[0]):
+    fast, slow = 'NVLink' if devices[0].platform == 'gpu' else 'memory', 'network'
+    if torus is not None:
         fast, slow = 'ICI', 'DCN'
     rings = []
     for axis, (name, size) in enumerate(mesh.shape.items()):
@@ -101,10 +99,7 @@ def mesh_table(
 
 
 def _on_torus(mesh: Mesh, wrap: Sequence[bool] | None) -> tuple[Torus | None, np.ndarray]:
-    """Returns the torus of each slice, or None for other machines, and the devices' places on it.
-
-    The places have the shape `(*mesh, 4)`.
-    """
+    """Returns the torus of each slice, or None if there is none, and places, of `(*mesh, 4)`."""
     devices = mesh.devices.ravel().tolist()
     on_torus = all(has_coords(d) for d in devices)
     if wrap is not None and (not on_torus or isinstance(wrap, str) or len(tuple(wrap)) != 3):

@@ -50,7 +50,15 @@ def t5x_axes(
         return {**arguments, 'slice_axis': 'replica' if 'replica' in mesh_axis_names else None}
     tile = model_parallel_submesh
     size = num_partitions if tile is None else math.prod(tile)
-    names = MESH_AXES if mesh_axis_names is None else _check_two_or_three(mesh_axis_names)
+    given = MESH_AXES if mesh_axis_names is None else mesh_axis_names
+    names = as_tuple_of(given, 'mesh_axis_names')
+    if len(names) not in (2, 3):
+        raise ValueError(
+            f'mesh_axis_names {names} has {len(names)} names; with num_partitions or '
+            'model_parallel_submesh, a mesh has 2 axes, or 3 with one for the slices. For other '
+            "axes use mesh=MeshConfig(axes={'data': -1, ...}), or ici_mesh_shape and "
+            'dcn_mesh_shape'
+        )
     slice_axis = 'replica' if mesh_axis_names is None else names[0] if len(names) == 3 else None
     return {
         'axes': tuple(zip(names, (1, -1, size)[-len(names) :], strict=True)),
@@ -110,15 +118,3 @@ def _check_one_decides(given: dict[str, Any], dcn_mesh_shape: Sequence[int] | No
     if len(given) > 1:
         settings = ' and '.join(f'{name}={value!r}' for name, value in given.items())
         raise ValueError(f'{settings} each decide the model axis: keep one of them')
-
-
-def _check_two_or_three(mesh_axis_names: Sequence[str]) -> tuple[str, ...]:
-    names = as_tuple_of(mesh_axis_names, 'mesh_axis_names')
-    if len(names) not in (2, 3):
-        raise ValueError(
-            f'mesh_axis_names {names} has {len(names)} names; with num_partitions or '
-            'model_parallel_submesh, a mesh has 2 axes, or 3 with one for the slices. For other '
-            "axes use mesh=MeshConfig(axes={'data': -1, ...}), or ici_mesh_shape and "
-            'dcn_mesh_shape'
-        )
-    return check_names(names, names, 'the mesh')

@@ -7,13 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from partitioning.hardware import (
-    HardwareMesh,
-    JaxDevice,
-    has_coords,
-    num_slices,
-    places_of,
-)
+from partitioning.hardware import HardwareMesh, JaxDevice, has_coords, num_slices, places_of
 from partitioning.mesh.order import TWO_CORES, as_array, best_grid, order_devices
 from partitioning.mesh.validation import as_tuple_of, list_divisors
 from partitioning.rules import is_count

@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,8 +38,7 @@ class Torus:
     hops: Sizes
 
 
-@dataclasses.dataclass(frozen=True)
-class _Box:
+class _Box(NamedTuple):
     """The part of each dimension that a mesh axis takes: the number of devices and their stride."""
 
     sizes: Sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -152,13 +152,10 @@ def _nearest_sizes(sizes: Sequence[int], total: int) -> tuple[int, ...]:
     return () if len(sizes) > 5 else min(_shapes(total, len(sizes)), key=distance)
 
 
-def _shapes(total: int, num_axes: int) -> Iterator[tuple[int, ...]]:
+def _shapes(total: int, num_axes: int) -> list[tuple[int, ...]]:
     if num_axes == 1:
-        yield (total,)
-        return
-    for first in _divisors(total):
-        for rest in _shapes(total // first, num_axes - 1):
-            yield (first, *rest)
+        return [(total,)]
+    return [(n, *rest) for n in _divisors(total) for rest in _shapes(total // n, num_axes - 1)]
 
 
 def _divisors(number: int) -> list[int]:
