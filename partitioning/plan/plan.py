@@ -26,6 +26,7 @@ from partitioning.rules import (
     boundary_spec,
     describe_axes,
     nearest,
+    to_spec,
 )
 from partitioning.state.traversal import StateTree
 
@@ -196,7 +197,7 @@ class Plan:
         except ValueError as error:
             raise ValueError(f'{path}: {error}') from error
 
-    def replace_specs(self, specs: Mapping[str, PartitionSpec], reason: str) -> Plan:
+    def replace_specs(self, specs: Mapping[str, Spec], reason: str) -> Plan:
         """The plan with other specs for some arrays.
 
         Args:
@@ -210,13 +211,20 @@ class Plan:
         for path, spec in specs.items():
             row = self[path]
             shard = shard_shape(path, row.shape, spec, self.mesh)
-            entries = [*spec, *[None] * (len(row.shape) - len(spec))]
+            both: Any = boundary_spec(spec), getattr(spec, 'inside', spec)
+            entries = [[*s, *[None] * (len(row.shape) - len(s))] for s in both]
             dimensions = tuple(
-                dataclasses.replace(d, mesh_axes=axes, wanted=axes, reason=reason, policy=None)
-                for d, axes in zip(row.dimensions, entries, strict=True)
+                dataclasses.replace(
+                    d,
+                    mesh_axes=outside,
+                    wanted=inside,
+                    reason=reason,
+                    policy=None if outside == inside else 'pad',
+                )
+                for d, outside, inside in zip(row.dimensions, *entries, strict=True)
             )
             changed[path] = row._replace(
-                dimensions=dimensions, spec=PartitionSpec(*entries), shard_shape=shard
+                dimensions=dimensions, spec=to_spec(dimensions), shard_shape=shard
             )
 
         def swap(x: Any) -> Any:

@@ -69,7 +69,7 @@ def from_json(text: str) -> tuple[tuple[PlanRow, ...], dict[str, int]]:
     if not isinstance(held, Mapping) or held.get('format') != FORMAT:
         found = held.get('format') if isinstance(held, Mapping) else held
         raise ValueError(f'the file must have "format": "{FORMAT}", not {found!r}')
-    _check_keys('the file', held, ('format', 'mesh', 'rows'), ('format', 'mesh', 'rows'))
+    check_keys('the file', held, ('format', 'mesh', 'rows'), ('format', 'mesh', 'rows'))
     mesh, rows = held['mesh'], held['rows']
     if not isinstance(mesh, Mapping) or not mesh or not all(map(is_count, mesh.values())):
         raise ValueError(f'"mesh" must be the size of each axis, as {{"data": 4}}, not {mesh!r}')
@@ -130,7 +130,7 @@ def _row_from_json(row: Any, mesh: Mapping[str, int]) -> PlanRow:
     if not isinstance(row, Mapping) or not isinstance(row.get('path'), str):
         raise ValueError(f'a row must be an object with a "path", not {row!r}')
     path = row['path']
-    _check_keys(path, row, _ROW_KEYS, _ROW_KEYS)
+    check_keys(path, row, _ROW_KEYS, _ROW_KEYS)
     shape, dimensions = row['shape'], row['dimensions']
     if not isinstance(shape, list) or not all(is_count(n) or n == 0 for n in shape):
         raise ValueError(f'{path}: "shape" must be a list of sizes, not {shape!r}')
@@ -165,7 +165,7 @@ def _dimension_from_json(path: str, dim: int, held: Any) -> ResolvedDimension:
         raise ValueError(
             f'{where}: it must be an object such as {{"name": null, ...}}, not {held!r}'
         )
-    _check_keys(where, held, ('name', 'axes', 'reason'), [*_DIMENSION])
+    check_keys(where, held, ('name', 'axes', 'reason'), [*_DIMENSION])
     for key, value in held.items():
         is_valid, expected = _DIMENSION[key]
         if not is_valid(value):
@@ -216,9 +216,10 @@ _DIMENSION: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _check_keys(
+def check_keys(
     where: str, held: Mapping[str, Any], required: Sequence[str], known: Sequence[str]
 ) -> None:
+    """Raises ValueError if an object of JSON lacks a required key, or has an unknown one."""
     for key in held:
         if key not in known:
             raise ValueError(f'{where} has an unknown entry {key!r}.{nearest(key, known)}')

@@ -69,6 +69,9 @@ class PlanRow(NamedTuple):
         """The reason of every dimension, in one line."""
         if not self.shape:
             return 'a scalar'
+        reasons = {str(d) for d in self.dimensions}
+        if len(reasons) == 1 and not any(isinstance(d.name, str) for d in self.dimensions):
+            return reasons.pop()
         return join_reasons(
             (dimension_str(d.name, dim), str(d)) for dim, d in enumerate(self.dimensions)
         )

@@ -77,6 +77,18 @@ def test_a_sharder_may_return_another_nnx_module():
     assert 'fc1/second' in held(placed)
 
 
+def test_a_sharder_may_return_the_array_of_an_nnx_variable():
+    """The variable stays in the module, with its type and metadata."""
+    module = NnxMlp(nnx.Rngs(0))
+    variable = module.fc1.kernel
+    variable.set_metadata('kept', 'yes')
+    sharder = Returns(lambda variable, mesh: place(variable[...], mesh, P('data')))
+    shard_module(module, ShardingPlan({'fc1/kernel': sharder}), MESH)
+    assert type(module.fc1.kernel) is nnx.Param
+    assert module.fc1.kernel.get_metadata('kept') == 'yes'
+    assert module.fc1.kernel[...].sharding.spec == P('data', None)
+
+
 def test_arrays_that_a_sharder_leaves_are_not_in_the_plan():
     tree = {'big': {'w': np.zeros((64, 128), 'float32')}}
     for function in (

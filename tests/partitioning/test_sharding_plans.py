@@ -37,10 +37,10 @@ pytestmark = pytest.mark.core
 
 
 @OF_MODELS
-@pytest.mark.parametrize('separator', ['/', '.'])
-def test_rows(model, separator):
-    plan = {path.replace('/', separator): spec for path, spec in ENTRIES.items()}
-    resolved = resolve(plan, MODELS[model]())
+def test_rows(model):
+    module = MODELS[model]()
+    resolved = resolve(ENTRIES, module)
+    assert resolve({path.replace('/', '.'): x for path, x in ENTRIES.items()}, module) == resolved
     rows = {row.path: row for row in resolved.rows if row.role == 'parameters'}
     assert {path: row.spec for path, row in rows.items()} == SPECS
     assert {path: row.shape for path, row in rows.items()} == SHAPES
@@ -66,7 +66,7 @@ def test_shard_module(model):
         np.testing.assert_array_equal(x, before[path])
 
 
-@OF_MODELS
+@pytest.mark.parametrize('model', ['linen boxes', 'an nnx module'])
 def test_shard_module_with_a_resolved_plan(model):
     module = MODELS[model]()
     resolved = resolve(ENTRIES, module)
@@ -74,9 +74,9 @@ def test_shard_module_with_a_resolved_plan(model):
     assert {path: x.sharding.spec for path, x in after.items()} == SPECS
 
 
-@pytest.mark.parametrize('model', ['a dict', 'linen variables', 'linen boxes'])
-def test_abstract_models(model):
-    module = MODELS[model]()
+@pytest.mark.parametrize('names', [False, True])
+def test_abstract_models(names):
+    module = linen(names)
     abstract = jax.eval_shape(lambda: module)
     for plan in ENTRIES, {'fc1': ByData(), 'fc2/kernel': P('model')}:
         assert resolve(plan, abstract) == resolve(plan, module)

@@ -136,6 +136,18 @@ def test_chunks_are_inferred_from_shards_in_any_order(rank, data):
     assert {s for s in again if s.num_elements} == {s for s in shards if s.num_elements}
 
 
+def test_empty_chunks_are_inferred():
+    """Empty chunks come last; each begins at the end of the dimension."""
+    shards = ChunkShardingSpec(0, range(4)).build_metadata((2, 3))
+    assert [(s.shard_offsets[0], s.shard_sizes[0]) for s in shards] == [
+        (0, 1), (1, 1), (2, 0), (2, 0)
+    ]  # fmt: skip
+    assert infer_sharding_spec(shards) == ChunkShardingSpec(0, range(4))
+    assert infer_sharding_spec(shards[::-1]) == ChunkShardingSpec(0, (0, 1, 3, 2))
+    elsewhere = [*shards[:3], ShardMetadata((1, 0), (0, 3), 3)]
+    assert infer_sharding_spec(elsewhere) == EnumerableShardingSpec(elsewhere)
+
+
 # PartitionSpecs.
 
 

@@ -79,7 +79,7 @@ def test_D1_names_and_devices_that_jax_accepts_twice():
             lambda mesh=mesh: tile_assignment(mesh, ('x',)),
             lambda mesh=mesh: set_global_mesh(mesh),
         ):
-            refuses(call, "has axis 'x' 2 times|has device 0 2 times")
+            refuses(call, "axis 'x' appears 2 times|device id 0 appears 2 times")
 
 
 def test_D2_parts_of_a_mesh():

@@ -197,7 +197,7 @@ def test_D15_one_spec_for_all(xy):
     assert all(a.sharding.is_fully_replicated for a in shard_batch(batch, None, xy).values())
     refuses(
         lambda: shard_batch({**batch, 'z': np.zeros(3)}, ('x', None), xy),
-        r"z.*\('x', None\) has 2 entries, but .* 1 dimensions, \(3,\)",
+        r"z.*\('x', None\) has 2 entries, but .* 1 dimension, \(3,\)",
     )
 
 

@@ -34,10 +34,6 @@ from partitioning.rules import is_count
 class AutoDistPlanner(ShardingPlanner):
     """The base class of AutoDist's planners.
 
-    Usage:
-      params = shard_module(params, PartitionedPS().build_plan(params, mesh), mesh)
-      print(PSLoadBalancing().build(params, servers=['A', 'B']).report())
-
     Attributes:
       mesh_axis: the mesh axis that variables are split over. The default is 'data', or the only
         axis larger than 1.
@@ -215,31 +211,22 @@ class Parallax(ServerPlanner, AllReducePlanner):
 
 
 class _Decision(NamedTuple):
-    """What a planner decides: how many shards of which dimension, and who holds them.
+    """What a planner decides: how many shards of which dimension, and who holds them."""
 
-    Attributes:
-      num_shards: gives the number of shards for the size of the dimension.
-      on_servers: the variables that servers hold; the gradients of the others are all-reduced.
-      dimension: the dimension to cut; 'random' draws one that is larger than 1.
-      first_server: whether only the first server is used, instead of the least loaded ones.
-    """
-
-    num_shards: Callable[[int], int]
-    on_servers: Literal['all', 'sparse', 'none']
-    dimension: Literal['first', 'random'] = 'first'
-    first_server: bool = False
+    num_shards: Callable[[int], int]  # of a dimension of this size
+    on_servers: Literal['all', 'sparse', 'none']  # The other gradients are all-reduced.
+    random_dimension: bool = False  # The default is dimension 0.
+    first_server: bool = False  # The default is the least loaded one.
 
     def cut(self, variable: Variable, seed: int) -> PartitionerConfig | None:
         """How a variable is cut; None for a whole variable."""
         dims = [0] if variable.shape else []
-        if self.dimension == 'random' and not variable.sparse:
+        if self.random_dimension and not variable.sparse:
             dims = [dim for dim, size in enumerate(variable.shape) if size > 1]
         if not dims:
             return None
-        cut = dims[0]
-        if len(dims) > 1:
-            random = np.random.default_rng([seed, zlib.crc32(variable.name.encode())])
-            cut = dims[random.integers(len(dims))]
+        random = np.random.default_rng([seed, zlib.crc32(variable.name.encode())])
+        cut = dims[random.integers(len(dims))]
         num_shards = self.num_shards(variable.shape[cut])
         counts = [num_shards if dim == cut else 1 for dim in range(len(variable.shape))]
         return PartitionerConfig(counts) if num_shards > 1 else None
@@ -256,7 +243,7 @@ _DECISIONS: dict[type, _Decision] = {
     UnevenPartitionedPS: _Decision(uneven_shards, 'all'),
     AllReduce: _Decision(_one, 'none'),
     PartitionedAR: _Decision(even_shards, 'none'),
-    RandomAxisPartitionAR: _Decision(even_shards, 'none', dimension='random'),
+    RandomAxisPartitionAR: _Decision(even_shards, 'none', random_dimension=True),
     Parallax: _Decision(_one, 'sparse'),
 }
 

@@ -24,7 +24,7 @@ from partitioning.compat.autodist.splits import split_axis
 from partitioning.compat.autodist.variables import (
     GraphConfig,
     NodeConfig,
-    check_keys,
+    check_object,
     node_of,
     row_of,
 )
@@ -171,8 +171,8 @@ class Strategy:
             held = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f'a strategy file must be JSON: {error}') from error
-        check_keys('the strategy', held, ('id', 'path', 'graph_config', 'node_config'))
-        check_keys('graph_config', held['graph_config'], ('planner', 'servers'))
+        check_object('the strategy', held, ('id', 'path', 'graph_config', 'node_config'))
+        check_object('graph_config', held['graph_config'], ('planner', 'servers'))
         if not isinstance(held['node_config'], list):
             raise ValueError(f'"node_config" must be a list of rows, not {held["node_config"]!r}')
         strategy = cls(

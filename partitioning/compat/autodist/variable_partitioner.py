@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ from partitioning.compat.autodist.compression import is_compression_state
 from partitioning.compat.autodist.planners import AutoDistPlanner
 from partitioning.compat.autodist.splits import PartitionerConfig, split_axis
 from partitioning.compat.autodist.strategy import Strategy
-from partitioning.compat.pytorch.sharder import placed
+from partitioning.compat.pytorch.entries import placed
 from partitioning.compat.pytorch.sharding_plan import ShardingPlan, ShardingPlanner
 from partitioning.compat.pytorch.trees import is_variables
 from partitioning.constraints import lay_out
@@ -23,8 +22,8 @@ from partitioning.plan import Plan, PlanRow, impose_plan, suffixes
 from partitioning.rules import (
     OnIndivisible,
     OnUnmatched,
+    PaddedSpec,
     as_tuple,
-    boundary_spec,
     describe_axes,
     from_tuple,
     nearest,
@@ -91,7 +90,8 @@ class VariablePartitioner:
           ValueError: if a path does not exist, if the mesh or an array cannot have a layout, if a
             Strategy is for other parameters, or if a setting would have no effect.
         """
-        params, held = unbox(_parameters_of(state)), unbox(state)
+        params = state['params'] if is_variables(state) else getattr(state, 'params', state)
+        params, held = unbox(params), unbox(state)
         errors = _rounding_errors(held)
         self._check_settings(config, bool(errors))
         plan = impose_plan(self._resolve(params, config), held, self.mesh)
@@ -145,12 +145,7 @@ class VariablePartitioner:
                 f'but the workers are along {axis!r} of the mesh {describe_axes(self.mesh)}: pass '
                 'mesh= of this mesh to compress_gradients, or set mesh_axis='
             )
-        specs = {}
-        for path in errors:
-            # The parameter may use the axis of the workers, which the error cannot use twice.
-            rest = (as_tuple(axes) for axes in tuple(boundary_spec(plan[path].spec))[1:])
-            free = (from_tuple([a for a in axes if a != axis]) for axes in rest)
-            specs[path] = PartitionSpec(axis, *free)
+        specs = {path: _of_worker(plan[path].spec, axis) for path in errors}
         return plan.replace_specs(specs, 'the rounding errors of each worker')
 
 
@@ -173,12 +168,9 @@ def shard_gradients(grads: Any, plan: Plan) -> Any:
     mesh: Any = plan.mesh
 
     def shard(name: str, gradient: Any) -> Any:
-        row = _row_of(name.removeprefix('params/'), rows)
-        if row.shape != shape_of(gradient):
-            found = shape_of(gradient)
-            raise ValueError(
-                f'{name}: the gradient has shape {found}, but its parameter {row.shape}'
-            )
+        row, shape = _row_of(name.removeprefix('params/'), rows), shape_of(gradient)
+        if row.shape != shape:
+            raise ValueError(f'{name}: the gradient is {shape}, but its parameter {row.shape}')
         return lay_out(gradient, row.spec, mesh)
 
     return jax.tree_util.tree_map_with_path(
@@ -207,12 +199,15 @@ def _row_of(name: str, rows: Mapping[str, list[PlanRow]]) -> PlanRow:
     return found[0]
 
 
-def _parameters_of(state: Any) -> Any:
-    """The part of a state that a planner lays out; the rest follows it."""
-    nnx = sys.modules.get('flax.nnx')  # without this import, there is no nnx state
-    if nnx is not None and isinstance(state, nnx.State):
-        return nnx.filter_state(state, nnx.Param)
-    return state['params'] if is_variables(state) else getattr(state, 'params', state)
+def _of_worker(spec: Any, axis: str) -> Any:
+    """The spec of a rounding error that follows its parameter, with the workers along `axis`."""
+    if isinstance(spec, PaddedSpec):
+        outside, inside = _of_worker(spec.outside, axis), _of_worker(spec.inside, axis)
+        return outside if outside == inside else PaddedSpec(outside, inside)
+    # The parameter may use the axis of the workers, which the error cannot use twice.
+    rest = (as_tuple(axes) for axes in tuple(spec)[1:])
+    free = (from_tuple([a for a in axes if a != axis]) for axes in rest)
+    return PartitionSpec(axis, *free)
 
 
 def _rounding_errors(state: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from partitioning.compat.autodist.splits import PartitionerConfig, check_sparse_axis, split_sizes
 from partitioning.compat.pytorch.trees import parameters
+from partitioning.plan.plan_file import check_keys
 from partitioning.rules import is_count, nearest
 from partitioning.state import shape_of
 from partitioning.state.boxes import array_of
@@ -161,12 +162,12 @@ class GraphConfig:
 
     def __post_init__(self) -> None:
         names = self.servers
-        listed = not isinstance(names, str) and isinstance(names, Iterable) and [*names]
+        listed = () if isinstance(names, str) or not isinstance(names, Iterable) else tuple(names)
         if not listed or not all(isinstance(name, str) and name for name in listed):
             raise ValueError(f"servers {names!r} must be a list of names, such as ['A', 'B']")
         if twice := [name for name in listed if listed.count(name) > 1]:
             raise ValueError(f'servers {names!r}: {twice[0]!r} appears twice')
-        object.__setattr__(self, 'servers', tuple(listed))
+        object.__setattr__(self, 'servers', listed)
 
 
 _VARIABLE_KEYS = tuple(field.name for field in dataclasses.fields(Variable))
@@ -183,7 +184,7 @@ def row_of(node: NodeConfig) -> dict[str, Any]:
 def node_of(row: Any) -> NodeConfig:
     """What the row of a strategy file says; a row that is not valid raises ValueError."""
     where = repr(row.get('name') if isinstance(row, Mapping) and row.get('name') else row)
-    check_keys(where, row, (*_VARIABLE_KEYS, *_NODE_KEYS))
+    check_object(where, row, (*_VARIABLE_KEYS, *_NODE_KEYS))
     for key, kind in _TYPES.items():
         if not isinstance(row[key], kind):
             raise ValueError(f'{where}: "{key}" must be a {kind.__name__}, not {row[key]!r}')
@@ -199,12 +200,8 @@ def node_of(row: Any) -> NodeConfig:
     return NodeConfig(variable=variable, **held)
 
 
-def check_keys(where: str, held: Any, keys: Sequence[str]) -> None:
-    """Raises ValueError unless a JSON object has exactly these keys."""
+def check_object(where: str, held: Any, keys: Sequence[str]) -> None:
+    """Raises ValueError unless a value of JSON is an object with exactly these keys."""
     if not isinstance(held, Mapping):
         raise ValueError(f'{where} must be an object with {", ".join(keys)}, not {held!r}')
-    for key in held:
-        if key not in keys:
-            raise ValueError(f'{where}: unknown key {key!r}.{nearest(key, keys)}')
-    if absent := [key for key in keys if key not in held]:
-        raise ValueError(f'{where} lacks {", ".join(absent)}')
+    check_keys(where, held, keys, keys)

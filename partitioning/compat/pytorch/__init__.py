@@ -1,12 +1,7 @@
-"""PyTorch's ShardingPlan on a mesh, and shards that PyTorch has cut.
+"""PyTorch's ShardingPlan on a mesh, and shards that PyTorch has cut."""
 
-Usage:
-  from partitioning.compat.pytorch import ShardingPlan, shard_module
-  params = shard_module(params, ShardingPlan({'fc1.weight': P('model')}), mesh)
-"""
-
-from partitioning.compat.pytorch.modules import shard_module
-from partitioning.compat.pytorch.outputs import constrain_outputs
+from partitioning.compat.pytorch.entries import Sharder, place
+from partitioning.compat.pytorch.modules import constrain_outputs, shard_module
 from partitioning.compat.pytorch.shard_metadata import (
     ShardMetadata,
     check_tensor,
@@ -17,7 +12,6 @@ from partitioning.compat.pytorch.shard_reading import (
     infer_partition_spec,
     infer_sharding_spec,
 )
-from partitioning.compat.pytorch.sharder import Sharder, place
 from partitioning.compat.pytorch.sharding_plan import ShardingPlan, ShardingPlanner
 from partitioning.compat.pytorch.sharding_specs import (
     ChunkShardingSpec,

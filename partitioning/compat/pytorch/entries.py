@@ -1,14 +1,15 @@
-"""The entries of a plan: the array that each is for, and the layout that it gives."""
+"""The entries of a plan: the array that each is for, and the layout or Sharder that it gives."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from partitioning.compat.pytorch.sharder import Sharder
 from partitioning.compat.pytorch.trees import (
     Places,
     arrays_by_path,
@@ -24,6 +25,7 @@ from partitioning.plan.building import SMALL
 from partitioning.rules import (
     AxisRules,
     ResolvedDimension,
+    check_layout,
     check_spec,
     describe_axes,
     dimension_axes,
@@ -31,30 +33,76 @@ from partitioning.rules import (
     sharding_axes,
     try_resolve,
 )
-from partitioning.state import Path, Role, nbytes, shape_of
+from partitioning.state import Path, Role, nbytes, path_str, shape_of
 from partitioning.state.boxes import array_of, carried_names, is_carrier
 
 
-class PlannedModule(NamedTuple):
-    """A model to which the Sharders of a plan were applied.
+class Sharder(abc.ABC):
+    """Lays out all arrays of a module.
 
-    Attributes:
-      module: the model, with the results of the Sharders in it.
-      entries: the entry of each array that has one, by path, and a reason that names its source.
+    Usage:
+      class FirstRowsThenColumns(Sharder):
+          def shard(self, module, mesh):
+              specs = {'bag_0': P('model'), 'bag_1': P(None, 'model')}
+              return {name: place(bag, mesh, specs[name]) for name, bag in module.items()}
     """
 
+    @abc.abstractmethod
+    def shard(self, module: Any, mesh: Mesh) -> Any:
+        """Lays out a module.
+
+        Args:
+          module: the subtree of parameters below the path, arrays or ShapeDtypeStructs; or the
+            submodule of an nnx module.
+          mesh: the mesh.
+
+        Returns:
+          The replacement of `module`, possibly of another structure. `place` gives each array its
+          NamedSharding. Arrays without one are treated as if the plan did not name them.
+        """
+
+
+def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Lays out all arrays of a tree by one spec; ShapeDtypeStructs get the sharding.
+
+    Raises:
+      ValueError: if the mesh or an array cannot have the spec; the message has the array's path.
+    """
+    if not isinstance(spec, PartitionSpec):
+        raise ValueError(f'{spec!r} is not a PartitionSpec: write P({spec!r})')
+    sharding = NamedSharding(mesh, spec)
+
+    def one(path: Any, x: Any) -> Any:
+        check_layout(spec, mesh, path_str(path) or 'the array', shape_of(x))
+        return placed(x, sharding)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def placed(x: Any, sharding: NamedSharding) -> Any:
+    """An array moved to its shards, or a ShapeDtypeStruct with the sharding."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.device_put(x, sharding)
+
+
+class PlannedModule(NamedTuple):
+    """A model to which the Sharders of a plan were applied, and its entries."""
+
     module: Any
-    entries: Mapping[Path, tuple[Any, str]]
+    entries: Mapping[Path, tuple[Any, str]]  # by path, each with the reason
 
     def resolve(self, mesh: Mesh, rules: AxisRules) -> Plan:
         """The layout of each array; see `ShardingPlan.resolve`."""
 
-        def rows(role: Role, leaves: Mapping[Path, Any]) -> list[PlanRow]:
-            get = self.entries.get
-            return [_row(path, x, get(path), rules, mesh, role) for path, x in leaves.items()]
-
-        made = rows('parameters', parameters(self.module)) + rows('other', buffers(self.module))
-        return Plan(mesh, tuple(made))
+        roles: dict[Role, Mapping[Path, Any]]
+        roles = {'parameters': parameters(self.module), 'other': buffers(self.module)}
+        rows = (
+            _row(path, x, self.entries.get(path), rules, mesh, role)
+            for role, arrays in roles.items()
+            for path, x in arrays.items()
+        )
+        return Plan(mesh, tuple(rows))
 
 
 def apply_entries(plan: Mapping[str, Any], module: Any, mesh: Mesh) -> PlannedModule:
@@ -62,7 +110,8 @@ def apply_entries(plan: Mapping[str, Any], module: Any, mesh: Mesh) -> PlannedMo
 
     Raises:
       TypeError: if an entry is not a layout.
-      ValueError: if a path does not exist, or if two entries are for the same array.
+      ValueError: if a path does not exist, if a layout is for a module, or if two entries are for
+        the same array.
     """
     if not isinstance(plan, Mapping):
         raise TypeError(f'plan={plan!r} must map paths to layouts, {{"fc1/kernel": P(...)}}')
@@ -93,36 +142,29 @@ def apply_entries(plan: Mapping[str, Any], module: Any, mesh: Mesh) -> PlannedMo
     return PlannedModule(module, entries)
 
 
-def are_names(entry: Any) -> bool:
-    """Whether an entry has a logical name, a tuple of mesh axes or None for each dimension."""
-    return isinstance(entry, tuple | list) and all(
-        name is None or isinstance(name, str | tuple) for name in entry
+def is_layout(entry: Any) -> bool:
+    """Whether an entry is a spec, a NamedSharding, or names, mesh axes and None by dimension."""
+    return isinstance(entry, PartitionSpec | NamedSharding) or (
+        isinstance(entry, tuple | list)
+        and all(name is None or isinstance(name, str | tuple) for name in entry)
     )
 
 
 def _check_entry(name: Any, entry: Any) -> None:
     if not isinstance(name, str):
         raise TypeError(f"{name!r} is not a path: write the keys with '/' between, 'fc1/kernel'")
-    layout = isinstance(entry, PartitionSpec | NamedSharding | Sharder) or are_names(entry)
-    if not layout and not hasattr(entry, 'to_partition_spec'):
+    known = is_layout(entry) or isinstance(entry, Sharder)
+    if not known and not hasattr(entry, 'to_partition_spec'):
         raise TypeError(
             'Only a PartitionSpec, logical names, a NamedSharding or a Sharder is supported to '
             f'shard {name!r}, not {type(entry).__name__} {entry!r}'
         )
     if not name:
-        raise ValueError(
-            "'' is not a path: an entry is for a module or parameter of the model, such as "
-            "'decoder'"
-        )
+        raise ValueError("'' is not a path: an entry is for a module or parameter, as 'decoder'")
 
 
 def _find(plan: Mapping[str, Any], module: Any) -> dict[Path, str]:
-    """The name of each entry by the path of its array or module.
-
-    Raises:
-      ValueError: if a path does not exist, if a layout is for a module, or if two entries are for
-        the same array.
-    """
+    """The name of each entry by the path of its array or module; see `apply_entries` for errors."""
     known = {**buffers(module), **parameters(module)}
     again = other_names(module, known)
     places = Places([*known, *again])
@@ -148,14 +190,7 @@ def _find(plan: Mapping[str, Any], module: Any) -> dict[Path, str]:
     return found
 
 
-def _row(
-    path: Path,
-    leaf: Any,
-    entry: tuple[Any, str] | None,
-    rules: AxisRules,
-    mesh: Mesh,
-    role: Role,
-) -> PlanRow:
+def _row(path: Path, leaf: Any, entry: Any, rules: AxisRules, mesh: Mesh, role: Role) -> PlanRow:
     """The row of one array, laid out by its entry, by the names it carries, or not at all."""
     name, array = '/'.join(path), array_of(leaf)
     shape = shape_of(array)
@@ -198,16 +233,15 @@ def _explain(dimension: ResolvedDimension, reason: str) -> ResolvedDimension:
 def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any, ...]:
     """The layout of each dimension: a logical name, a tuple of mesh axes, or None."""
     if isinstance(entry, NamedSharding):
-        _check_mesh(path, entry, mesh)
+        check_mesh_of(entry, mesh, f'{path}: ')
         entry = entry.spec
     elif hasattr(entry, 'to_partition_spec'):
-        giver = f'{path}: {type(entry).__name__}.to_partition_spec'
         try:
             entry = entry.to_partition_spec(mesh, shape)
         except ValueError as error:
             raise ValueError(f'{path}: {error}') from error
         if not isinstance(entry, PartitionSpec):
-            raise TypeError(f'{giver} must return a PartitionSpec, but has returned {entry!r}')
+            raise TypeError(f'{path}: to_partition_spec must return a PartitionSpec, not {entry!r}')
     if not isinstance(entry, PartitionSpec):
         return tuple(entry)
     if PartitionSpec.UNCONSTRAINED in tuple(entry):
@@ -216,24 +250,24 @@ def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any
     return dimension_axes(entry, len(shape))
 
 
-def _check_mesh(path: str, sharding: NamedSharding, mesh: Mesh) -> None:
+def check_mesh_of(sharding: NamedSharding, mesh: Mesh | AbstractMesh, where: str = '') -> None:
     """Raises ValueError for a sharding that a spec on this mesh cannot express."""
     own = sharding.mesh
     if own.shape != mesh.shape:
         raise ValueError(
-            f'{path}: its NamedSharding is for the mesh {describe_axes(own)}, but this mesh is '
+            f'{where}its NamedSharding is for the mesh {describe_axes(own)}, but this mesh is '
             f'{describe_axes(mesh)}'
         )
     if not isinstance(own, Mesh) or not isinstance(mesh, Mesh):
         return
     if own.devices.tolist() != mesh.devices.tolist():
         raise ValueError(
-            f'{path}: the mesh of its NamedSharding has other devices than this mesh, or the same '
+            f'{where}the mesh of its NamedSharding has other devices than this mesh, or the same '
             'ones in another order: use the same mesh for both'
         )
     usual = NamedSharding(mesh, PartitionSpec()).memory_kind
     if sharding.memory_kind not in (None, usual):
         raise ValueError(
-            f'{path}: its NamedSharding is for {sharding.memory_kind!r} memory, but a plan uses '
+            f'{where}its NamedSharding is for {sharding.memory_kind!r} memory, but a plan uses '
             f'the memory of the devices, {usual!r}'
         )

@@ -92,8 +92,7 @@ def infer_sharding_spec(
     shape = _shape(shards)
     check_tensor(shards, shape)
     for dim in range(len(shape)):
-        # An empty chunk begins where the last full one ends, and comes after it.
-        ordered = sorted(shards, key=lambda s: (s.shard_offsets[dim], not s.shard_sizes[dim]))
+        ordered = sorted(shards, key=lambda s: s.shard_offsets[dim])
         placements = [shard.placement for shard in ordered]
         if len({*placements}) < len(placements):
             placements = [*range(len(ordered))]

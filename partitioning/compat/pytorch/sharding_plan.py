@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
-from partitioning.compat.pytorch.entries import apply_entries, are_names
+from partitioning.compat.pytorch.entries import apply_entries, is_layout
 from partitioning.compat.pytorch.trees import is_nnx_module
 from partitioning.plan import Plan
 from partitioning.rules import AxisRules, LogicalAxisRules, OnIndivisible, OnUnmatched
@@ -110,7 +110,7 @@ class ShardingPlan:
         for name, layout in layouts.items():
             if not isinstance(name, str):
                 raise TypeError(f'output_plan must name modules by path, not by {name!r}')
-            if not isinstance(layout, PartitionSpec | NamedSharding) and not are_names(layout):
+            if not is_layout(layout):
                 raise TypeError(
                     'Only a PartitionSpec, logical names or a NamedSharding is supported as '
                     f'output_plan for {name!r}, not {layout!r}'

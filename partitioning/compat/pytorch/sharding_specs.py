@@ -225,11 +225,8 @@ def _spec_of_parts(parts: Sequence[int], mesh: MeshLike) -> PartitionSpec:
     """The spec that cuts each dimension into a number of parts, by whole mesh axes.
 
     A dimension takes one axis if one has that size, and otherwise several in the order of the
-    mesh, as long as axes remain for the other dimensions.
-
-    Raises:
-      ValueError: if no axes make these parts, or if several axes have the size of the only
-        dimension that is cut.
+    mesh, as long as axes remain for the other dimensions. It is a ValueError if no axes make these
+    parts, or if several axes have the size of the only dimension that is cut.
     """
     sizes = {axis: size for axis, size in axis_sizes(mesh).items() if size > 1}
     cut = [number for number in parts if number > 1]
@@ -245,10 +242,8 @@ def _spec_of_parts(parts: Sequence[int], mesh: MeshLike) -> PartitionSpec:
             f'no axes of the mesh {describe_axes(mesh)} make {tuple(parts)} parts along the '
             'dimensions: use another mesh, or write a PartitionSpec'
         )
-    entries = [from_tuple(axes) for axes in found]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+    rank = max((dim for dim, axes in enumerate(found, start=1) if axes), default=0)
+    return PartitionSpec(*map(from_tuple, found[:rank]))
 
 
 def _take_axes(

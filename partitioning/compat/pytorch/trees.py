@@ -45,11 +45,7 @@ def parameters(module: Any) -> dict[Path, Any]:
     Raises:
       ValueError: if there are no parameters.
     """
-    if is_variables(module):
-        found = dict(arrays_by_path(module['params']))
-    else:
-        leaves = arrays_by_path(nnx_state(module))
-        found = dict([(path, x) for path, x in leaves if is_parameter_variable(x)] or leaves)
+    found = _parameters_and_others(module)[0]
     if not found:
         raise ValueError(f'a {type(module).__name__} without arrays has nothing to lay out')
     return found
@@ -62,18 +58,22 @@ def buffers(module: Any) -> dict[Path, Any]:
     of an nnx module or state. Any other pytree has none. The state of an optimizer is left out: its
     paths end in the paths of the parameters, and its layout follows theirs.
     """
-    if is_variables(module):
-        others = [(path, x) for path, x in arrays_by_path(module) if path[0] != 'params']
-    else:
-        leaves = arrays_by_path(nnx_state(module))
-        others = [(path, x) for path, x in leaves if not is_parameter_variable(x)]
-        others = [] if len(others) == len(leaves) else others  # a tree without nnx variables
-    followed = {*parameters(module)}
+    followed, others = _parameters_and_others(module)
 
     def follows(path: Path) -> bool:  # to the end, or up to one more key
         return any(path[n:] in followed or path[n:-1] in followed for n in range(len(path)))
 
-    return {path: x for path, x in others if not is_optimizer_variable(x) and not follows(path)}
+    return {p: x for p, x in others.items() if not is_optimizer_variable(x) and not follows(p)}
+
+
+def _parameters_and_others(module: Any) -> tuple[dict[Path, Any], dict[Path, Any]]:
+    leaves = dict(arrays_by_path(nnx_state(module)))
+    if is_variables(module):
+        found = {path: x for path, x in leaves.items() if path[0] == 'params'}
+    else:
+        found = {path: x for path, x in leaves.items() if is_parameter_variable(x)} or leaves
+    others = {path: x for path, x in leaves.items() if path not in found}
+    return {p[1:] if is_variables(module) else p: x for p, x in found.items()}, others
 
 
 def arrays_by_path(tree: Any) -> list[tuple[Path, Any]]:

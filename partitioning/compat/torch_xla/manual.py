@@ -140,20 +140,18 @@ def disable_manual_sharding(
 def _explain(error: Exception, mesh: Mesh, spec: PartitionSpec) -> str | None:
     """Returns a clearer message for an error of jax, or None if it is clear already."""
     axes = describe_axes(mesh)
-    if isinstance(error, ValueError) and 'require replication' in str(error):
+    if 'require replication' in str(error):
         return (
             f'partition spec {tuple(spec)} does not use all axes of the mesh {axes}, and the '
             'results may differ along the others: reduce over them (jax.lax.psum, pmean, ...), or '
             'add them to partition_spec=. In place of an all-gather, call disable_manual_sharding '
             'and then mark_sharding with None for the dimension'
         )
-    if isinstance(error, NameError) and 'unbound axis name' in str(error):
+    # For an axis that the mesh lacks, some collectives of jax raise an empty AssertionError.
+    if 'unbound axis name' in str(error):
         return f'{error} The mesh is {axes}'
-    if isinstance(error, AssertionError) and not error.args:  # Some collectives of jax say nothing.
-        return (
-            f'an assertion without a message failed: the mesh {axes} may lack the axis of a '
-            'collective, or the assertion is in the function itself'
-        )
+    if isinstance(error, AssertionError) and not error.args:
+        return f'an assertion failed, perhaps over an axis that the mesh lacks. The mesh is {axes}'
     return None
 
 

@@ -32,9 +32,6 @@ def mesh_from_device_ids(
 ) -> Mesh:
     """Returns the mesh with these device ids, as torch_xla's `Mesh` takes them.
 
-    Usage:
-      mesh = mesh_from_device_ids(np.arange(8), (4, 2), ('x', 'y'))
-
     Args:
       device_ids: the `device.id` of every device, in row-major order of the mesh.
       mesh_shape: the size of each axis. One may be -1, which means whatever remains.
@@ -58,10 +55,9 @@ def get_1d_mesh(
     axis_name: str | None = None, *, devices: Sequence[JaxDevice] | None = None
 ) -> Mesh:
     """Returns the mesh with all devices, ordered by id, on one axis, which is '0' by default."""
-    found = check_devices(devices)
-    ids = sorted(device.id for device in found)
+    ids = sorted(device.id for device in check_devices(devices))
     names = None if axis_name is None else (axis_name,)
-    return mesh_from_device_ids(ids, (len(ids),), names, devices=found)
+    return mesh_from_device_ids(ids, (-1,), names, devices=devices)
 
 
 def HybridMesh(
@@ -115,10 +111,8 @@ def get_global_mesh() -> Mesh | None:
 
 def mesh_or_global(mesh: Mesh | None) -> Mesh:
     """Returns `mesh`, or the global mesh if it is None; raises ValueError if it is not a mesh."""
-    if mesh is None:
-        mesh = _global_mesh
-        if mesh is None:
-            raise ValueError('no global mesh is set: pass a mesh, or call set_global_mesh')
+    if mesh is None and (mesh := _global_mesh) is None:
+        raise ValueError('no global mesh is set: pass a mesh, or call set_global_mesh')
     if not isinstance(mesh, Mesh):
         raise ValueError(
             f'mesh must be a jax.sharding.Mesh, not {mesh!r}; it comes before the partition spec'
@@ -171,7 +165,8 @@ def resolve_partition_spec(
     where = f'partition spec {entries}'
     if shape is not None and len(entries) != len(shape):
         raise ValueError(rank_problem(where, len(entries), shape).message)
-    axes = [_axes_of(mesh, entry, where) for entry in entries]
+    parts = [e if isinstance(e, tuple) else () if e is None else (e,) for e in entries]
+    axes = [[_axis_name(mesh, axis, where) for axis in group] for group in parts]
     check_axes([axis for group in axes for axis in group], mesh, where)
     return PartitionSpec(*map(from_tuple, axes))
 
@@ -184,21 +179,20 @@ def shards_per_dimension(mesh: Mesh, spec: PartitionSpec) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=64)
 def _check_unique(mesh: Mesh) -> None:
     """jax accepts meshes with a repeated axis or device, and fails only when they are used."""
-    ids = [device.id for device in mesh.devices.flat]
-    for noun, values in (('axis', mesh.axis_names), ('device', ids)):
-        for value, count in collections.Counter(values).items():
-            if count > 1:
-                raise ValueError(
-                    f'the mesh with axes {mesh.axis_names} has {noun} {value!r} {count} times: '
-                    f'each {noun} may appear only once'
-                )
+    where = f'the mesh with axes {mesh.axis_names}: '
+    _check_no_repeats(mesh.axis_names, f'{where}axis')
+    _check_no_repeats([device.id for device in mesh.devices.flat], f'{where}device id')
 
 
-def _axis_names(
-    axis_names: Sequence[str] | None, sizes: Sequence[int], setting: str
-) -> tuple[str, ...]:
+def _check_no_repeats(values: Sequence[Any], noun: str) -> None:
+    for value, count in collections.Counter(values).items():
+        if count > 1:
+            raise ValueError(f'{noun} {value!r} appears {count} times among {len(values)}')
+
+
+def _axis_names(names: Sequence[str] | None, sizes: Any, setting: str) -> tuple[str, ...]:
     sizes = as_tuple_of(sizes, setting)
-    names = [str(i) for i in range(len(sizes))] if axis_names is None else axis_names
+    names = [str(i) for i in range(len(sizes))] if names is None else names
     return check_names(names, sizes, setting)
 
 
@@ -212,9 +206,7 @@ def _check_ids(device_ids: Iterable[int] | np.ndarray, known: dict[int, JaxDevic
             raise ValueError(f'device id {number!r} must be an integer')
         if number not in known:
             raise ValueError(f'device id {number} is not among the ids {_listed(known)}')
-    for number, count in collections.Counter(ids).items():
-        if count > 1:
-            raise ValueError(f'device id {number} appears {count} times among {len(ids)} ids')
+    _check_no_repeats(ids, 'device id')
     if len(ids) != len(known):
         raise ValueError(
             f'{len(ids)} device ids {_listed(ids)} for {len(known)} devices: use all of them, or '
@@ -228,13 +220,8 @@ def _listed(ids: Iterable[int]) -> str:
     return f'{known[0]} to {known[-1]}' if len(known) > 16 else str(known)
 
 
-def _axes_of(mesh: Mesh, entry: Any, where: str) -> tuple[str, ...]:
-    """Returns the mesh axes of one entry; whether the mesh has these names is not checked yet."""
-    parts = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-    return tuple(_axis_name(mesh, part, where) for part in parts)
-
-
 def _axis_name(mesh: Mesh, axis: Any, where: str) -> str:
+    """Returns the name of an axis; whether the mesh has a name is not checked yet."""
     if isinstance(axis, str):
         return axis
     if isinstance(axis, bool) or not isinstance(axis, int | np.integer):

@@ -143,9 +143,6 @@ def iota_tile_assignment(mesh: Mesh | None, partition_spec: SpecLike) -> IotaTil
 def hlo_sharding(mesh: Mesh | None, partition_spec: SpecLike) -> str:
     """Returns the sharding in the notation of HLO.
 
-    Usage:
-      hlo_sharding(mesh, (0, None))  # over 4 x 2: '{devices=[4,1,2]<=[8] last_tile_dim_replicate}'
-
     Devices have the numbers of torch_xla's partitions: 0, 1, ... by increasing id, so a mesh in
     another order is written as a list. (jax numbers devices by their position in the mesh instead.)
     """
