@@ -20,7 +20,7 @@ from partitioning.plan.rows import (
 from partitioning.rules import MeshLike, axis_sizes, describe_axes, nearest
 from partitioning.state import Leaf, Path, shape_of, walk
 from partitioning.state.boxes import array_of, is_carrier, is_metadata, key_names
-from partitioning.state.naming import parameter_names
+from partitioning.state.naming import parameter_roots
 from partitioning.state.traversal import StateTree
 
 
@@ -86,7 +86,7 @@ def match_rows(entries: Sequence[tuple[Path, Any]], rows: Sequence[PlanRow]) -> 
         whole = one.role == 'optimizer'  # other optimizers have trees with the same suffixes
         for suffix in [one.path] if whole else suffixes(tuple(one.path.split('/'))):
             by_suffix.setdefault(suffix, []).append(one)
-    parameters = {*parameter_names(entries)}
+    parameters = parameter_roots(entries).keys()
     found: dict[Path, PlanRow] = {}
     for path, leaf in entries:
         if is_metadata(leaf):

@@ -1,11 +1,19 @@
-"""Any train state -> the logical axes of its leaves -> their layouts.
+"""Any train state -> its arrays: the path, role and axis names of each.
 
-`boxes`: what carries names; `path_names`: names by path; `naming`: what has names; `follow`:
-what an optimizer keeps; `walk`: all of a state in one walk; `resolved`: the rules applied;
-`train_state`: a state in T5X's manner.
+The rooms of this package, in the order in which a state passes through them:
+  boxes: the objects that carry axis names, and the arrays inside them.
+  path_names: axis names by regular expressions on paths, for models without names.
+  naming: the arrays of a state that have names, and the parameters among them.
+  follow: the parameter that each array of an optimizer belongs to.
+  traversal: the one walk over a state, which uses all of the above.
+
+In addition, `train_state` defines a train state like T5X's, `linen` defines corrected linen boxes,
+and `conversion` translates between linen, nnx and T5X. The last two import flax, so they are loaded
+on first use.
 """
 
 from partitioning.state.boxes import (
+    Parameter,
     Path,
     array_leaves,
     key_names,
@@ -14,7 +22,6 @@ from partitioning.state.boxes import (
     shape_of,
     unbox,
 )
-from partitioning.state.follow import Parameter
 from partitioning.state.path_names import PathRules, check_path_rules, override_params_axes_names
 from partitioning.state.train_state import TrainState
 from partitioning.state.traversal import Leaf, Role, get_logical_axes, walk

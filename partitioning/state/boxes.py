@@ -6,11 +6,10 @@ not import flax.
 
 from __future__ import annotations
 
-import enum
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 
@@ -19,61 +18,56 @@ from partitioning.rules import LogicalAxisRules, check_rules
 Path = tuple[str, ...]
 
 
-class Carrier(enum.Enum):
-    """The kinds of objects that carry axis names."""
-
-    BOX = 'linen box'
-    VARIABLE = 'nnx variable'
-    METADATA = 'AxisMetadata'  # in a separate collection, next to that of the array
-
-
-class CarriedNames(NamedTuple):
-    """The names that a carrier gives to its array.
+class Parameter(NamedTuple):
+    """An array with axis names. Statistics of an optimizer may follow it.
 
     Attributes:
-      names: one entry per dimension: a name, None, or a tuple of mesh axes. None if the carrier
-        has no names.
+      path: its path in the state.
+      names: one entry per dimension: a name, None, or a tuple of mesh axes.
+      shape: the global shape, or None if the state gives the names without the array.
       axes_as_names: whether a name may be a mesh axis, as in `flax.linen.Partitioned` and nnx.
       rules: rules for this array only, tried before all others.
-      mesh: the mesh that the array was created for, or None.
+      mesh: the mesh that the names are for, or None.
     """
 
-    names: tuple[Any, ...] | None
-    axes_as_names: bool
-    rules: LogicalAxisRules
-    mesh: Any
+    path: Path
+    names: tuple[Any, ...]
+    shape: tuple[int, ...] | None
+    axes_as_names: bool = False
+    rules: LogicalAxisRules = ()
+    mesh: Any = None
 
 
 @functools.cache
-def _carrier_of_type(cls: Any) -> Carrier | None:
+def _kind(cls: Any) -> Literal['box', 'variable', 'metadata'] | None:
     if hasattr(cls, 'get_metadata') and hasattr(cls, 'get_value'):
-        return Carrier.VARIABLE
+        return 'variable'
     if 'names' in getattr(cls, '__dataclass_fields__', ()) or hasattr(cls, 'names'):
         if hasattr(cls, 'unbox'):
-            return Carrier.BOX
+            return 'box'
         if cls.__name__ == 'AxisMetadata':
-            return Carrier.METADATA
+            return 'metadata'
     return None
-
-
-def carrier(x: Any) -> Carrier | None:
-    """The kind of carrier that `x` is, or None if it is not a carrier."""
-    return _carrier_of_type(x.__class__)
 
 
 def is_carrier(x: Any) -> bool:
     """Whether `x` is a linen box, an nnx variable or an AxisMetadata."""
-    return _carrier_of_type(x.__class__) is not None
+    return _kind(x.__class__) is not None
 
 
 def is_metadata(x: Any) -> bool:
     """Whether `x` is an AxisMetadata of T5X, which names an array in another collection."""
-    return _carrier_of_type(x.__class__) is Carrier.METADATA
+    return _kind(x.__class__) == 'metadata'
 
 
 def is_box(x: Any) -> bool:
     """Whether `x` is a linen box that carries axis names."""
-    return _carrier_of_type(x.__class__) is Carrier.BOX
+    return _kind(x.__class__) == 'box'
+
+
+def is_variable(x: Any) -> bool:
+    """Whether `x` is an nnx variable."""
+    return _kind(x.__class__) == 'variable'
 
 
 def unbox(tree: Any) -> Any:
@@ -93,9 +87,9 @@ def rebox(boxed: Any, tree: Any) -> Any:
 
 def array_of(x: Any) -> Any:
     """The array inside a carrier; anything else is returned unchanged."""
-    while (kind := carrier(x)) is Carrier.BOX:
+    while is_box(x):
         x = x.value
-    return x.get_value() if kind is Carrier.VARIABLE else x
+    return x.get_value() if is_variable(x) else x
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
@@ -109,39 +103,38 @@ def nbytes(array: Any) -> int:
     return math.prod(shape_of(array)) * (4 if dtype is None else dtype.itemsize)
 
 
-def carried_names(x: Any) -> CarriedNames:
-    """The names that the carrier `x` gives to its array."""
-    if carrier(x) is Carrier.VARIABLE:
-        metadata = x.get_metadata()
+def carried_names(x: Any, path: Path = ()) -> Parameter | None:
+    """The array inside the carrier `x` at `path` with its names, or None if it has no names."""
+    if is_variable(x):
+        metadata, shape = x.get_metadata(), shape_of(x.get_value())
         names = metadata.get('out_sharding')
         names = getattr(names, 'spec', names)  # it may be a NamedSharding
         if names is None and 'optimizer_sharding' in metadata:
-            names = (None,) * len(shape_of(x.get_value()))  # only its statistics are sharded
+            names = (None,) * len(shape)  # only its statistics are sharded
+        if names is None:
+            return None
         rules = check_rules(metadata.get('sharding_rules') or ())
-        return CarriedNames(
-            None if names is None else tuple(names), True, rules, metadata.get('mesh')
-        )
-    logical = hasattr(x, 'rules') or carrier(x) is Carrier.METADATA
+        return Parameter(path, tuple(names), shape, True, rules, metadata.get('mesh'))
+    logical = hasattr(x, 'rules') or is_metadata(x)
     rules = check_rules(getattr(x, 'rules', None) or ())
-    return CarriedNames(tuple(x.names), not logical, rules, getattr(x, 'mesh', None))
+    mesh = getattr(x, 'mesh', None)
+    return Parameter(path, tuple(x.names), shape_of(array_of(x)), not logical, rules, mesh)
 
 
 def lacks_names(x: Any) -> bool:
     """Whether a leaf may be a parameter, has dimensions, and carries no names for them."""
-    if carrier(x) is Carrier.VARIABLE:
-        unnamed = is_parameter_variable(x) and carried_names(x).names is None
-        return unnamed and bool(shape_of(array_of(x)))
-    return not is_carrier(x) and bool(shape_of(x))
+    unnamed = carried_names(x) is None if is_parameter_variable(x) else not is_carrier(x)
+    return unnamed and bool(shape_of(array_of(x)))
 
 
 def is_parameter_variable(x: Any) -> bool:
     """Whether `x` is an nnx.Param or an instance of a subclass."""
-    return carrier(x) is Carrier.VARIABLE and _has_base(x.__class__, 'Param')
+    return is_variable(x) and _has_base(x.__class__, 'Param')
 
 
 def is_optimizer_variable(x: Any) -> bool:
     """Whether `x` is a variable of the state of an nnx.Optimizer."""
-    return carrier(x) is Carrier.VARIABLE and _has_base(x.__class__, 'OptState')
+    return is_variable(x) and _has_base(x.__class__, 'OptState')
 
 
 @functools.cache
@@ -168,6 +161,19 @@ def path_str(path: Sequence[Any]) -> str:
 def array_leaves(state: Any) -> list[tuple[Path, Any]]:
     """The (path, array) pairs of a state, with the arrays taken out of their carriers."""
     flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
-    return [
-        (key_names(path), array_of(x)) for path, x in flat if carrier(x) is not Carrier.METADATA
-    ]
+    return [(key_names(path), array_of(x)) for path, x in flat if not is_metadata(x)]
+
+
+def metadata_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The path inside T5X's 'params_axes' that names the array at `path` inside 'params'."""
+    return (*path[:-1], f'{path[-1]}_axes')
+
+
+def described_path(path: Path) -> Path:
+    """The path of the array that an AxisMetadata names: params/kernel for params_axes/kernel_axes.
+
+    The first key that ends with '_axes' is the collection.
+    """
+    place = next((i for i, key in enumerate(path) if key.endswith('_axes')), len(path) - 1)
+    collection, name = path[place].removesuffix('_axes'), path[-1].removesuffix('_axes')
+    return (*path[:place], collection, *path[place + 1 : -1], name)

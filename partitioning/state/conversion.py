@@ -16,9 +16,16 @@ from flax.core import FrozenDict
 from flax.linen.partitioning import AxisMetadata
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from partitioning.rules import LogicalAxisRules
-from partitioning.state.boxes import array_of, carried_names, is_box, is_carrier, is_metadata
-from partitioning.state.follow import Parameter
+from partitioning.state.boxes import (
+    Parameter,
+    array_of,
+    carried_names,
+    is_box,
+    is_carrier,
+    is_metadata,
+    is_variable,
+    metadata_path,
+)
 from partitioning.state.linen import LogicallyPartitioned, Partitioned
 from partitioning.state.naming import named_arrays
 
@@ -29,25 +36,13 @@ _VARIABLE_FIELDS = {'out_sharding', 'mesh', 'sharding_rules', 'linen_meta_type'}
 
 
 class _Array(NamedTuple):
-    """One array with its names.
+    """One array with its names."""
 
-    Attributes:
-      collection: 'params', 'batch_stats', ...
-      keys: its path inside the collection.
-      value: the array.
-      names: one per dimension, or None if the array has no names.
-      mesh: the mesh that the names are for, or None.
-      rules: rules for this array only.
-      box: the class of the linen box to put it in.
-    """
-
-    collection: str
-    keys: Keys
+    collection: str  # 'params', 'batch_stats', ...
+    keys: Keys  # its path inside the collection
     value: Any
-    names: tuple[Any, ...] | None
-    mesh: Any
-    rules: LogicalAxisRules
-    box: Any
+    named: Parameter | None  # its names, mesh and rules
+    box: Any = LogicallyPartitioned  # the class of the linen box to put it in
 
     @property
     def path(self) -> str:
@@ -97,7 +92,7 @@ def to_linen_boxes(state: Any) -> dict[str, Any]:
       ValueError: if a variable has metadata that a box cannot hold, or if its type does not
         correspond to a linen collection. The message contains the path.
     """
-    return _tree((array, _to_box(array)) for array in _read(state))
+    return unflatten_dict({(a.collection, *a.keys): _to_box(a) for a in _read(state)})
 
 
 def to_params_axes(state: Any) -> dict[str, Any]:
@@ -114,31 +109,25 @@ def to_params_axes(state: Any) -> dict[str, Any]:
       ValueError: if an array has its own mesh or rules, or a dimension has a tuple of mesh axes:
         AxisMetadata cannot hold these. The message contains the path.
     """
-    arrays = _read(state)
-    for array in arrays:
+    flat: dict[Keys, Any] = {}
+    for array in _read(state):
+        flat[array.collection, *array.keys] = array.value
+        if (named := array.named) is None:
+            continue
         unsupported = {
-            'tuples of mesh axes': any(isinstance(name, tuple) for name in array.names or ()),
-            'a mesh': array.mesh is not None,
-            'rules': bool(array.rules),
+            'tuples of mesh axes': any(isinstance(name, tuple) for name in named.names),
+            'a mesh': named.mesh is not None,
+            'rules': bool(named.rules),
         }
         if any(unsupported.values()):
             extra = ' and '.join(what for what, has in unsupported.items() if has)
             raise ValueError(
-                f'{array.path} has names {array.names} with {extra}, which AxisMetadata cannot '
+                f'{array.path} has names {named.names} with {extra}, which AxisMetadata cannot '
                 'hold; pass the mesh and the rules to the partitioner'
             )
-    names = (
-        (
-            array._replace(
-                collection=f'{array.collection}_axes',
-                keys=(*array.keys[:-1], f'{array.keys[-1]}_axes'),
-            ),
-            AxisMetadata(names=array.names),
-        )
-        for array in arrays
-        if array.names is not None
-    )
-    return {**_tree((array, array.value) for array in arrays), **_tree(names)}
+        names_path = (f'{array.collection}_axes', *metadata_path(array.keys))
+        flat[names_path] = AxisMetadata(names=named.names)
+    return unflatten_dict(flat)
 
 
 def _read(tree: Any) -> list[_Array]:
@@ -156,9 +145,9 @@ def _read(tree: Any) -> list[_Array]:
             "pass all variables, {'params': ...}, not the content of one collection"
         )
     flat = flatten_dict(tree, is_leaf=lambda _, x: is_carrier(x))
-    for keys, x in flat.items():
-        _check_carrier('/'.join(map(str, keys)), x)
     entries = [(tuple(map(str, keys)), x) for keys, x in flat.items()]
+    for path, x in entries:
+        _check_carrier('/'.join(path), x)
     carried = named_arrays(entries, ()).carried if any(is_carrier(x) for x in flat.values()) else {}
     return [
         _from_collection(keys, x, carried.get(path))
@@ -177,19 +166,17 @@ def _is_collection(name: Any) -> bool:
 
 
 def _from_collection(keys: Keys, x: Any, carried: Parameter | None) -> _Array:
-    box = type(x) if is_box(x) else LogicallyPartitioned
-    array = _Array(keys[0], keys[1:], array_of(x), None, None, (), box)
-    if carried is not None:
-        array = array._replace(names=carried.names, mesh=carried.mesh, rules=carried.rules)
-    if is_box(x):
-        _check_fields(array, _field_names(box) - _BOX_FIELDS)
-    return array
+    array = _Array(keys[0], keys[1:], array_of(x), carried)
+    if not is_box(x):
+        return array
+    _check_fields(array, _field_names(type(x)) - _BOX_FIELDS)
+    return array._replace(box=type(x))
 
 
 def _check_carrier(path: str, x: Any) -> None:
     if is_box(x) and is_box(x.value):
         raise ValueError(f'{path} is a box inside a box; remove one of them')
-    if is_carrier(x) and not is_box(x) and not is_metadata(x):
+    if is_variable(x):
         raise ValueError(
             f'{path} is an nnx variable ({type(x).__name__}) in a dict of collections; pass an '
             'nnx.State instead'
@@ -205,13 +192,12 @@ def _from_variable(keys: Keys, variable: Any) -> _Array:
             f'{path} is a {type(variable).__name__}, which has no linen collection; leave it out '
             'with nnx.state(model, nnx.Param), or name one with nnx.register_variable_name'
         ) from None
-    carried = carried_names(variable)
-    metadata = variable.get_metadata()
-    box = metadata.get('linen_meta_type', LogicallyPartitioned if carried.rules else Partitioned)
-    mesh = carried.mesh
-    if mesh is None:
-        mesh = getattr(metadata.get('out_sharding'), 'mesh', None)  # it may be a NamedSharding
-    array = _Array(collection, keys, variable.get_value(), carried.names, mesh, carried.rules, box)
+    metadata, named = variable.get_metadata(), carried_names(variable)
+    if named is not None and named.mesh is None:  # out_sharding may be a NamedSharding
+        named = named._replace(mesh=getattr(metadata.get('out_sharding'), 'mesh', None))
+    box = LogicallyPartitioned if named is not None and named.rules else Partitioned
+    box = metadata.get('linen_meta_type', box)
+    array = _Array(collection, keys, variable.get_value(), named, box)
     known = _VARIABLE_FIELDS | nnx.Variable.required_metadata
     _check_fields(array, {k for k, v in metadata.items() if k not in known and v not in (None, ())})
     return array
@@ -227,51 +213,45 @@ def _check_fields(array: _Array, unknown: Iterable[str]) -> None:
 
 def _check_distinct_paths(arrays: Iterable[_Array]) -> None:
     """Raises ValueError if two arrays have the same path once their collections are removed."""
-    paths: dict[Keys, str] = {}
+    paths: dict[Keys, str] = {(): 'its collection'}
+    clashes: list[tuple[str, str]] = []
     for array in arrays:
-        if array.keys in paths or not array.keys:
-            raise ValueError(_clash(array, paths.get(array.keys, 'its collection')))
+        if array.keys in paths:
+            clashes.append((array.path, paths[array.keys]))
         paths[array.keys] = array.path
-    for array in arrays:
-        for n in range(1, len(array.keys)):
-            if array.keys[:n] in paths:
-                raise ValueError(_clash(array, paths[array.keys[:n]]))
-
-
-def _clash(array: _Array, other: str) -> str:
-    return (
-        f'{array.path} and {other} have the same path in an nnx model, because nnx paths do not '
-        'contain the collection; rename one of them'
-    )
+    inner = ((array, array.keys[:n]) for array in arrays for n in range(1, len(array.keys)))
+    clashes += [(array.path, paths[above]) for array, above in inner if above in paths]
+    for one, other in clashes:
+        raise ValueError(
+            f'{one} and {other} have the same path in an nnx model, because nnx paths do not '
+            'contain the collection; rename one of them'
+        )
 
 
 def _to_variable(array: _Array) -> Any:
     kind = nnx.variable_type_from_name(array.collection, allow_register=True)
-    metadata: dict[str, Any] = {}
-    if array.names is not None:
-        metadata = {'out_sharding': array.names, 'linen_meta_type': array.box}
-    if array.mesh is not None:
-        metadata['mesh'] = array.mesh
-    if array.rules:
-        metadata['sharding_rules'] = array.rules
-    return kind(array.value, **metadata)
+    if (named := array.named) is None:
+        return kind(array.value)
+    optional = {'mesh': named.mesh, 'sharding_rules': named.rules}
+    return kind(
+        array.value,
+        out_sharding=named.names,
+        linen_meta_type=array.box,
+        **{key: value for key, value in optional.items() if value not in (None, ())},
+    )
 
 
 def _to_box(array: _Array) -> Any:
-    if array.names is None:
+    if (named := array.named) is None:
         return array.value
-    rules = {'rules': array.rules or None} if 'rules' in _field_names(array.box) else {}
-    if array.rules and not rules:
+    rules = {'rules': named.rules or None} if 'rules' in _field_names(array.box) else {}
+    if named.rules and not rules:
         raise ValueError(
             f'{array.path} has rules, which a {array.box.__name__} cannot hold; use a '
             'LogicallyPartitioned, or pass the rules to the partitioner'
         )
-    return array.box(array.value, array.names, mesh=array.mesh, **rules)
+    return array.box(array.value, named.names, mesh=named.mesh, **rules)
 
 
 def _field_names(box: Any) -> set[str]:
     return {field.name for field in dataclasses.fields(box)}
-
-
-def _tree(entries: Iterable[tuple[_Array, Any]]) -> dict[str, Any]:
-    return unflatten_dict({(array.collection, *array.keys): x for array, x in entries})

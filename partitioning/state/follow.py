@@ -8,35 +8,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 
-from partitioning.rules import LogicalAxisRules, Problem, ProblemError
-from partitioning.state.boxes import Path
+from partitioning.rules import Problem, ProblemError
+from partitioning.state.boxes import Parameter, Path
 
 # For each dimension of a leaf, the index of the matching dimension of its parameter, or None.
 Dims = tuple[int | None, ...]
-
-
-class Parameter(NamedTuple):
-    """An array with axis names. Statistics of an optimizer may follow it.
-
-    Attributes:
-      path: its path in the state.
-      names: one per dimension.
-      shape: the global shape, or None if the state gives the names without the array.
-      axes_as_names: whether a name may be a mesh axis.
-      rules: rules for this array only, tried before all others.
-      mesh: the mesh that the names are for, or None.
-    """
-
-    path: Path
-    names: tuple
-    shape: tuple[int, ...] | None
-    axes_as_names: bool = False
-    rules: LogicalAxisRules = ()
-    mesh: Any = None
 
 
 class Parameters:
@@ -95,7 +74,12 @@ class Parameters:
                 owner = _nearest_path(path, derived)
                 return owner, _match_dims(shape, owner.shape or (), factored) or no_dims
         if candidates:
-            raise ProblemError(_mismatch(shape, candidates[0][0]))
+            parameter = candidates[0][0]
+            message = (
+                f'its shape {shape} cannot be derived from the shape {parameter.shape} of its '
+                f'parameter {"/".join(parameter.path)}, so its layout is unknown; {_FIX}'
+            )
+            raise ProblemError(Problem('names', message))
         return self._by_partial_path(path, shape, factored) or (None, no_dims)
 
     def _listed(self, path: Path, dim: int, shape: tuple[int, ...]) -> Parameter | None:
@@ -146,28 +130,14 @@ _FIX = (
 )
 
 
-def _mismatch(shape: tuple[int, ...], parameter: Parameter) -> Problem:
-    return Problem(
-        'names',
-        f'its shape {shape} cannot be derived from the shape {parameter.shape} of its parameter '
-        f'{"/".join(parameter.path)}, so its layout is unknown; {_FIX}',
-    )
-
-
 @functools.lru_cache(maxsize=4096)
 def _match_dims(
     shape: tuple[int, ...], parameter: tuple[int, ...], factored: str | None
 ) -> Dims | None:
-    """Matches the dimensions of a leaf with those of its parameter.
+    """Matches the dimensions of a leaf with those of its parameter, by the shapes of both.
 
-    Args:
-      shape: the shape of the leaf.
-      parameter: the shape of the parameter.
-      factored: 'v_row' or 'v_col' if the path of the leaf contains this key.
-
-    Returns:
-      For each dimension of the leaf, the index of the matching dimension of the parameter, or
-      None. None for all if the shape of the leaf cannot be derived.
+    The result is None if the shape of the leaf cannot be derived from that of the parameter.
+    `factored` is 'v_row' or 'v_col' if the path of the leaf contains this key.
     """
     whole = tuple(range(len(parameter)))
     if shape == parameter:

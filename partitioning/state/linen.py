@@ -72,13 +72,8 @@ class _Box:
                 f'the current mesh is {describe_axes(current.shape)} or has other axis types; '
                 'create the box without mesh='
             )
-        resolved, problems = try_resolve(
-            self.names,
-            AxisRules(rules),
-            mesh=mesh,
-            shape=self.value.shape,
-            axes_as_names=self._axes_as_names,
-        )
+        options = {'shape': self.value.shape, 'axes_as_names': self._axes_as_names}
+        resolved, problems = try_resolve(self.names, AxisRules(rules), mesh=mesh, **options)
         if problems:
             return self.value
         over = None if self.mesh is None or not current.empty else self.mesh
@@ -93,9 +88,6 @@ class _Box:
 class Partitioned(_Box, nn.Partitioned):
     """A `flax.linen.Partitioned`, whose names are mesh axes, with corrected methods.
 
-    It differs in `add_axis` and `remove_axis` (negative indices, `python -O`) and in `unbox`
-    (Explicit mesh axes).
-
     Usage:
       kernel = Partitioned(jnp.zeros((8, 4)), ('data', 'model'))
       stacked = kernel.add_axis(0, {nn.PARTITION_NAME: None})  # (None, 'data', 'model')
@@ -105,10 +97,7 @@ class Partitioned(_Box, nn.Partitioned):
 
 
 class LogicallyPartitioned(_Box, nn.LogicallyPartitioned):
-    """A `flax.linen.LogicallyPartitioned` with corrected methods.
-
-    It differs in `add_axis` and `remove_axis` (negative indices, `python -O`) and in `unbox`
-    (Explicit mesh axes).
+    """A `flax.linen.LogicallyPartitioned`, whose names are logical axes, with corrected methods.
 
     Usage:
       kernel = LogicallyPartitioned(jnp.zeros((8, 4)), ('embed', 'mlp'))
@@ -131,7 +120,7 @@ def with_partitioning(
     Raises:
       ValueError: if `names` is not a tuple or a list.
     """
-    return _box_result(init, functools.partial(Partitioned, names=_check_names(names), mesh=mesh))
+    return _box_result(init, Partitioned, names, mesh=mesh)
 
 
 def with_logical_partitioning(
@@ -152,21 +141,16 @@ def with_logical_partitioning(
       ValueError: if `names` is not a tuple or a list, or if `rules` are invalid.
     """
     checked = None if rules is None else check_rules(rules)
-    box = functools.partial(
-        LogicallyPartitioned, names=_check_names(names), mesh=mesh, rules=checked
-    )
-    return _box_result(init, box)
+    return _box_result(init, LogicallyPartitioned, names, mesh=mesh, rules=checked)
 
 
-def _check_names(names: Any) -> tuple[Any, ...]:
+def _box_result(init: Callable[..., Any], box: Any, names: Any, **settings: Any) -> Any:
+    """`init` with its result in a box."""
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise ValueError(f'names must be a tuple, such as ({names!r},), not {names!r}')
-    return tuple(names)
 
-
-def _box_result(init: Callable[..., jax.Array], box: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(init)
     def boxed(*args: Any, **kwargs: Any) -> Any:
-        return box(init(*args, **kwargs))
+        return box(init(*args, **kwargs), tuple(names), **settings)
 
     return boxed

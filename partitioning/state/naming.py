@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from partitioning.rules import ProblemError
 from partitioning.state.boxes import (
+    Parameter,
     Path,
     array_of,
     carried_names,
+    described_path,
     is_carrier,
     is_metadata,
     is_optimizer_variable,
@@ -17,7 +20,7 @@ from partitioning.state.boxes import (
     lacks_names,
     shape_of,
 )
-from partitioning.state.follow import Parameter, Parameters
+from partitioning.state.follow import Parameters
 from partitioning.state.path_names import (
     PathRules,
     check_all_named,
@@ -77,35 +80,30 @@ def named_arrays(
     if not overrides:
         return _known({path: carried[path] for path in roots}, roots, carried, {})
     arrays = {path: x for path, x in entries if not is_metadata(x)}
-    texts = {path: ('/'.join(path), '/'.join(path[len(root) :])) for path, root in roots.items()}
-    given, used = match_paths(texts, overrides)
+    texts = {path: ['/'.join(path), '/'.join(path[len(root) :])] for path, root in roots.items()}
+    texts |= {path: ['/'.join(path)] for path in arrays if path not in roots}
+    found = match_paths(texts, overrides)
     unnamed = [path for path in roots if path not in carried and lacks_names(arrays[path])]
-    check_all_named([texts[path][-1] for path in unnamed if path not in given])
-    parameters = {path: carried[path] for path in roots if path in carried}
-    parameters |= _parameters(given, arrays)
-    known = _known(parameters, roots, carried, {})
-    others = {
-        path: ('/'.join(path),)
-        for path, x in arrays.items()
-        if path not in roots and not _follows(path, shape_of(array_of(x)), known.to_follow)
-    }
-    given_others, used_there = match_paths(others, overrides)
-    check_all_used({**texts, **others}, overrides, used | used_there)
-    return known._replace(overridden=_parameters(given_others, arrays))
+    check_all_named([texts[path][-1] for path in unnamed if path not in found])
+    given = _parameters({path: tuple(overrides[i][1]) for path, i in found.items()}, arrays)
+    named = {**carried, **given}
+    known = _known({path: named[path] for path in roots if path in named}, roots, carried, {})
+    for path in given.keys() - roots.keys():
+        if _follows(path, given[path].shape or (), known.to_follow):
+            del given[path], found[path], texts[path]  # a statistic gets the names of its parameter
+    check_all_used(texts, overrides, found.values())
+    return known._replace(overridden={p: x for p, x in given.items() if p not in roots})
 
 
-def parameter_names(entries: Entries) -> dict[Path, Path]:
-    """The paths of all parameters, with names or without, each with its path inside its tree."""
-    roots = _roots(*_candidates(entries, {}, True))
-    return {path: path[len(root) :] for path, root in roots.items()}
+def parameter_roots(entries: Entries) -> Mapping[Path, Path]:
+    """The paths of all parameters, with names or without, each with the path of its tree."""
+    return _roots(*_candidates(entries, {}, True))
 
 
 def _exactly_named(entries: Entries, exact: Mapping[Path, tuple[Any, ...]]) -> NamedArrays:
-    roots = _roots(*_candidates(entries, {}, True))
-    named = _parameters(exact, dict(entries))
-    parameters = {path: named[path] for path in roots if path in named}
-    others = {path: p for path, p in named.items() if path not in roots}
-    return _known(parameters, roots, {}, others)
+    roots, named = parameter_roots(entries), _parameters(exact, dict(entries))
+    parameters = {path: named.pop(path) for path in roots if path in named}
+    return _known(parameters, roots, {}, named)
 
 
 def _known(
@@ -153,56 +151,31 @@ def _follows(path: Path, shape: tuple[int, ...], parameters: Parameters) -> bool
 def _carried(entries: Entries) -> dict[Path, Parameter]:
     """The arrays that carry names, or whose names are in a collection of AxisMetadata."""
     carriers = [(path, leaf) for path, leaf in entries if is_carrier(leaf)]
-    held = dict(entries) if any(is_metadata(leaf) for _, leaf in carriers) else {}
-    named = {}
+    arrays = dict(entries) if any(is_metadata(leaf) for _, leaf in carriers) else {}
+    named: dict[Path, Parameter] = {}
     for path, leaf in carriers:
         if isinstance(getattr(leaf, 'names', None), str):
             raise ValueError(
                 f'{"/".join(path)}: names must be a tuple, such as ({leaf.names!r},), not '
                 f'{leaf.names!r}'
             )
-        carried = carried_names(leaf)
-        if carried.names is None:
+        if (parameter := carried_names(leaf, path)) is None:
             continue
-        target, array = path, array_of(leaf)
-        if isinstance(array, dict | list | tuple):
+        if isinstance(array_of(leaf), dict | list | tuple):
             raise ValueError(
-                f'{"/".join(path)}: the box with names {carried.names} contains several arrays; '
+                f'{"/".join(path)}: the box with names {parameter.names} contains several arrays; '
                 'put each array in a separate box'
             )
         if is_metadata(leaf):
-            target = _described(path)
-            if target not in held:
+            path = described_path(path)
+            if path not in arrays:
                 raise ValueError(
-                    f'{"/".join(path)} names the array {"/".join(target)}, which does not exist'
+                    f'{"/".join(parameter.path)} names the array {"/".join(path)}, which does not '
+                    'exist'
                 )
-            array = array_of(held[target])
-        named[target] = Parameter(
-            target,
-            carried.names,
-            shape_of(array),
-            carried.axes_as_names,
-            carried.rules,
-            carried.mesh,
-        )
+            parameter = parameter._replace(path=path, shape=shape_of(array_of(arrays[path])))
+        named[path] = parameter
     return named
-
-
-def _described(path: Path) -> Path:
-    """The path of the array that `path` names: params/dense/kernel for .../dense/kernel_axes."""
-    place = next((i for i, key in enumerate(path) if key.endswith('_axes')), len(path) - 1)
-    collection, name = path[place].removesuffix('_axes'), path[-1].removesuffix('_axes')
-    return (*path[:place], collection, *path[place + 1 : -1], name)
-
-
-def _shared_keys(paths: Sequence[Path]) -> Path:
-    """The keys that all paths start with, without the last key of each path."""
-    first, *others = (path[:-1] for path in paths)
-    differ = (
-        next((i for i, key in enumerate(first) if other[i : i + 1] != (key,)), len(first))
-        for other in others
-    )
-    return first[: min(differ, default=len(first))]
 
 
 def _roots(paths: Sequence[Path], shapes: Mapping[Path, tuple[int, ...]]) -> dict[Path, Path]:
@@ -214,7 +187,9 @@ def _roots(paths: Sequence[Path], shapes: Mapping[Path, tuple[int, ...]]) -> dic
     """
     depths = {path: path.index('params') + 1 for path in paths if 'params' in path}
     if not depths:
-        return dict.fromkeys(paths, _shared_keys(paths)) if paths else {}
+        keys = zip(*(path[:-1] for path in paths), strict=False)
+        same = itertools.takewhile(lambda keys: len({*keys}) == 1, keys)
+        return dict.fromkeys(paths, tuple(first for first, *_ in same))
     least = min(depths.values())
     roots = {path: path[:depth] for path, depth in depths.items() if depth == least}
     copied = _copied(roots, paths, shapes)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from partitioning.rules import check_rank, nearest
 from partitioning.state.boxes import (
-    Carrier,
     Path,
     array_of,
-    carrier,
     is_carrier,
+    is_variable,
     key_names,
     lacks_names,
+    metadata_path,
     shape_of,
 )
 
@@ -60,44 +60,16 @@ def _is_name(name: Any) -> bool:
 Texts = Sequence[str]  # the strings that a pattern may match for one array, the shortest last
 
 
-def match_paths(
-    arrays: Mapping[Path, Texts], rules: PathRules
-) -> tuple[dict[Path, tuple[Any, ...]], set[int]]:
-    """Finds the names that path rules give to arrays.
-
-    Args:
-      arrays: for each path the strings that a pattern may match.
-      rules: path rules; the first that matches a whole string wins.
-
-    Returns:
-      The names by path, for the arrays that a rule matches, and the indices of the rules used.
-    """
-    found: dict[Path, tuple[Any, ...]] = {}
-    used: set[int] = set()
-    literal: dict[str, int] = {}  # a lookup instead of a search through thousands of rules
-    patterns: list[int] = []
-    for place, (pattern, _) in enumerate(rules):
-        if (text := _literal(pattern)) is None:
-            patterns.append(place)
-        else:
-            literal.setdefault(text, place)
+def match_paths(arrays: Mapping[Path, Texts], rules: PathRules) -> dict[Path, int]:
+    """The index of the first rule that matches one of the strings of each array, by path."""
+    patterns = [_compiled(pattern) for pattern, _ in rules]
+    found = {}
     for path, texts in arrays.items():
-        first = min((literal[text] for text in texts if text in literal), default=len(rules))
-        for place in patterns:
-            if place < first and any(_compiled(rules[place][0]).fullmatch(text) for text in texts):
-                first = place
+        for index, pattern in enumerate(patterns):
+            if any(map(pattern.fullmatch, texts)):
+                found[path] = index
                 break
-        if first < len(rules):
-            found[path] = tuple(rules[first][1])
-            used.add(first)
-    return found, used
-
-
-@functools.cache
-def _literal(pattern: str) -> str | None:
-    """The text that a regular expression is the escaped form of, or None."""
-    text = re.sub(r'\\(.)', r'\1', pattern)
-    return text if re.escape(text) == pattern else None
+    return found
 
 
 def check_all_named(missing: Sequence[str]) -> None:
@@ -110,17 +82,11 @@ def check_all_named(missing: Sequence[str]) -> None:
         )
 
 
-def check_all_used(arrays: Mapping[Path, Texts], rules: PathRules, used: set[int]) -> None:
+def check_all_used(arrays: Mapping[Path, Texts], rules: PathRules, used: Collection[int]) -> None:
     """Raises ValueError if a path rule is not used."""
-    for place, (pattern, _) in enumerate(rules):
-        if place in used:
-            continue
+    for pattern in [pattern for index, (pattern, _) in enumerate(rules) if index not in used]:
         known = [texts[-1] for texts in arrays.values()]
-        taken = [
-            texts[-1]
-            for texts in arrays.values()
-            if any(_compiled(pattern).fullmatch(text) for text in texts)
-        ]
+        taken = [t[-1] for t in arrays.values() if any(map(_compiled(pattern).fullmatch, t))]
         why = (
             f'earlier rules match {taken[0]} and everything else that it matches; move it up'
             if taken
@@ -154,35 +120,36 @@ def override_params_axes_names(params: Any, rules: PathRules) -> Any:
         return _override_collection(params, checked)
     flat, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_carrier)
     entries = [(key_names(path), leaf) for path, leaf in flat]
-    found = _match(
-        {path: ('/'.join(path),) for path, _ in entries},
-        checked,
-        [path for path, leaf in entries if lacks_names(leaf)],
-    )
+    shapes = {path: shape_of(array_of(leaf)) for path, leaf in entries}
+    names = _names(shapes, checked, [path for path, leaf in entries if lacks_names(leaf)])
 
     def named(path: Path, leaf: Any) -> Any:
-        if path not in found:
+        if path not in names:
             return leaf
-        array = array_of(leaf)
-        check_rank(found[path], shape_of(array), '/'.join(path))
-        if carrier(leaf) is Carrier.VARIABLE:
-            return leaf.replace(array, out_sharding=found[path])
-        return LogicallyPartitioned(array, found[path])
+        if is_variable(leaf):
+            return leaf.replace(array_of(leaf), out_sharding=names[path])
+        return LogicallyPartitioned(array_of(leaf), names[path])
 
     return jax.tree.unflatten(treedef, [named(path, leaf) for path, leaf in entries])
 
 
-def _match(
-    arrays: Mapping[Path, Texts], rules: PathRules, unnamed: Sequence[Path]
+def _names(
+    shapes: Mapping[Path, tuple[int, ...]], rules: PathRules, unnamed: Sequence[Path]
 ) -> dict[Path, tuple[Any, ...]]:
-    found, used = match_paths(arrays, rules)
+    """The names that the rules give to arrays, with all checks."""
+    texts = {path: ('/'.join(path),) for path in shapes}
+    found = match_paths(texts, rules)
     check_all_named(['/'.join(path) for path in unnamed if path not in found])
-    check_all_used(arrays, rules, used)
-    return found
+    check_all_used(texts, rules, found.values())
+    names = {path: tuple(rules[index][1]) for path, index in found.items()}
+    for path in names:
+        check_rank(names[path], shapes[path], '/'.join(path))
+    return names
 
 
 def _override_collection(variables: Mapping[str, Any], rules: PathRules) -> dict[str, Any]:
     from flax.linen.partitioning import AxisMetadata
+    from flax.traverse_util import unflatten_dict
 
     shapes = {
         key_names(path): shape_of(leaf)
@@ -191,20 +158,9 @@ def _override_collection(variables: Mapping[str, Any], rules: PathRules) -> dict
     axes = jax.tree_util.tree_leaves_with_path(variables['params_axes'], is_leaf=is_carrier)
     merged = {key_names(path): metadata for path, metadata in axes}
     unnamed = [path for path in shapes if shapes[path] and metadata_path(path) not in merged]
-    found = _match({path: ('/'.join(path),) for path in shapes}, rules, unnamed)
-    for path, names in found.items():
-        check_rank(names, shapes[path], '/'.join(path))
+    for path, names in _names(shapes, rules, unnamed).items():
         merged[metadata_path(path)] = AxisMetadata(names=names)
-    nested: dict[str, Any] = {}
-    for path, metadata in merged.items():
-        inner = functools.reduce(lambda node, key: node.setdefault(key, {}), path[:-1], nested)
-        inner[path[-1]] = metadata
-    return {**variables, 'params_axes': nested}
-
-
-def metadata_path(path: Path) -> Path:
-    """The path in T5X's 'params_axes' for the array at `path` in 'params'."""
-    return (*path[:-1], f'{path[-1]}_axes')
+    return {**variables, 'params_axes': unflatten_dict(merged)}
 
 
 @functools.cache

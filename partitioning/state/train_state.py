@@ -117,13 +117,11 @@ class TrainState:
         """
         from flax import serialization
 
-        ours, theirs = _shapes(self.state_dict()), _shapes(state_dict)
+        ours, theirs = _describe(self.state_dict()), _describe(state_dict)
         for path in sorted(ours.keys() | theirs.keys()):
-            if ours.get(path) != theirs.get(path):
-                raise ValueError(
-                    f'{path} is {_describe(theirs.get(path))} in the state_dict, but '
-                    f'{_describe(ours.get(path))} in this state'
-                )
+            here, there = (arrays.get(path, 'not an array') for arrays in (ours, theirs))
+            if here != there:
+                raise ValueError(f'{path} is {there} in the state_dict, but {here} in this state')
         restored = serialization.from_state_dict(self._arrays(), dict(state_dict))
         return self.replace(
             **{name: rebox(getattr(self, name), value) for name, value in restored.items()}
@@ -136,13 +134,11 @@ class TrainState:
         return {name: value for name, value in held.items() if value is not None}
 
 
-def _shapes(state_dict: Any) -> dict[str, tuple[int, ...] | None]:
-    flat = jax.tree_util.tree_leaves_with_path(state_dict, is_leaf=lambda x: x is None)
+def _describe(state_dict: Any) -> dict[str, str]:
+    """The arrays of a state_dict by path, in words."""
+    flat = jax.tree_util.tree_leaves_with_path(state_dict)
     return {
-        path_str(path): None if leaf is None or isinstance(leaf, str) else shape_of(leaf)
+        path_str(path): f'an array of shape {shape_of(leaf)}'
         for path, leaf in flat
+        if not isinstance(leaf, str)
     }
-
-
-def _describe(shape: tuple[int, ...] | None) -> str:
-    return 'not an array' if shape is None else f'an array of shape {shape}'

@@ -21,17 +21,17 @@ from partitioning.rules import (
     raise_problem,
 )
 from partitioning.state.boxes import (
-    Carrier,
+    Parameter,
     Path,
     array_of,
-    carrier,
     is_carrier,
     is_metadata,
     is_parameter_variable,
+    is_variable,
     key_names,
     shape_of,
 )
-from partitioning.state.follow import Dims, Parameter
+from partitioning.state.follow import Dims
 from partitioning.state.naming import NamedArrays, named_arrays
 from partitioning.state.path_names import PathRules
 
@@ -91,11 +91,6 @@ class StateTree(Generic[LeafT]):
     def map(self, function: Callable[[LeafT], Any]) -> Any:
         """The tree of the state with `function(entry)` in place of each array."""
         return self.treedef.unflatten([x if is_metadata(x) else function(x) for x in self.leaves])
-
-    @property
-    def arrays(self) -> list[LeafT]:
-        """The leaves without the AxisMetadata."""
-        return [x for x in self.leaves if not is_metadata(x)]
 
 
 def walk(
@@ -179,37 +174,30 @@ def _origin(
     path: Path, leaf: Any, shape: tuple[int, ...], known: NamedArrays
 ) -> tuple[Role, Parameter | None, Dims]:
     """The role of a leaf, the parameter it follows, and how their dimensions correspond."""
+    role: Role = 'parameters'
     own = known.parameters.get(path)
-    itself = tuple(range(len(shape)))
-    if own is not None:
-        _check_rank(own, shape)
-        return 'parameters', own, itself
-    if (own := known.overridden.get(path)) is not None:
-        _check_rank(own, shape)
-        return 'other', own, itself
-    own = known.carried.get(path)
-    if own is None and shape and _is_missing(path, leaf, known.trees):
-        raise ProblemError(Problem('names', _missing(path, leaf, shape)))
-    owner, dims = known.to_follow.follow(path, shape)
-    role: Role = 'other' if owner is None else 'optimizer'
     if own is None:
-        return role, owner, dims
-    if owner is not None and len(own.names) == len(owner.shape or ()):
-        came_along = own.names == known.carried.get(owner.path, owner).names
-        # Otherwise they are nnx's optimizer_sharding, which replaces the names of the parameter.
-        return role, owner if came_along else own._replace(shape=owner.shape), dims
-    _check_rank(own, shape)
-    return role, own, itself
-
-
-def _check_rank(own: Parameter, shape: tuple[int, ...]) -> None:
+        role, own = 'other', known.overridden.get(path)
+    if own is None:
+        own = known.carried.get(path)
+        if own is None and shape and _is_missing(path, leaf, known.trees):
+            raise ProblemError(Problem('names', _missing(path, leaf, shape)))
+        owner, dims = known.to_follow.follow(path, shape)
+        role = 'other' if owner is None else 'optimizer'
+        if own is None:
+            return role, owner, dims
+        if owner is not None and len(own.names) == len(owner.shape or ()):
+            came_along = own.names == known.carried.get(owner.path, owner).names
+            # Otherwise they are nnx's optimizer_sharding, which replaces the parameter's names.
+            return role, owner if came_along else own._replace(shape=owner.shape), dims
     if len(own.names) != len(shape):
         raise ProblemError(names_rank_problem(own.names, shape))
+    return role, own, tuple(range(len(shape)))
 
 
 def _is_missing(path: Path, leaf: Any, trees: set[Path]) -> bool:
     """Whether a leaf without names should have names, because it is a parameter."""
-    if carrier(leaf) is Carrier.VARIABLE:
+    if is_variable(leaf):
         return is_parameter_variable(leaf)
     for tree in trees:  # noqa: SIM110  # called for every leaf, and twice as fast as any()
         if path[: len(tree)] == tree:
@@ -220,7 +208,7 @@ def _is_missing(path: Path, leaf: Any, trees: set[Path]) -> bool:
 def _missing(path: Path, leaf: Any, shape: tuple[int, ...]) -> str:
     nothing = (None,) * len(shape)
     how = f'create it with flax.linen.with_logical_partitioning(init, {nothing})'
-    if carrier(leaf) is Carrier.VARIABLE:
+    if is_variable(leaf):
         how = f'create it with the metadata out_sharding={nothing}'
     return (
         f'Missing axis names for parameters: {"/".join(path)} of shape {shape} has no names, but '
@@ -265,12 +253,9 @@ def _is_names(x: Any) -> bool:
 
 def _leaf_as_said(path: Path, names: Any, arrays: Mapping[Path, Any]) -> Leaf:
     array = arrays.get(path)
-    keys = set(path)
-    role: Role = 'other'
-    if keys & {'opt_state', 'param_states', 'state'}:
-        role = 'optimizer'
-    elif keys & {'params', 'target'}:
-        role = 'parameters'
+    keys = {*path}
+    role: Role = 'parameters' if keys & {'params', 'target'} else 'other'
+    role = 'optimizer' if keys & {'opt_state', 'param_states', 'state'} else role
     if names is None:
         covered = tuple((p, x) for p, x in arrays.items() if p[: len(path)] == path != p)
         dims = (None,) * len(shape_of(array))
