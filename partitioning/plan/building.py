@@ -30,7 +30,6 @@ from partitioning.rules import (
     try_resolve,
 )
 from partitioning.state import Leaf, Parameter, Role, nbytes, shape_of, walk
-from partitioning.state.boxes import is_metadata
 from partitioning.state.traversal import StateTree
 
 # An array of at most this many bytes needs no names if it follows no parameter: random keys,
@@ -52,7 +51,7 @@ def build_plan(state: Any, rules: RuleSet, mesh: MeshLike, report: Report = rais
     """
     tree = walk(state, rules.overrides, report)
     builder = _Builder(rules, mesh, report)
-    entries = tuple(x if is_metadata(x) else builder.entry(x) for x in tree.leaves)
+    entries = tuple(builder.entry(x) if isinstance(x, Leaf) else x for x in tree.leaves)
     rows = [x for x in entries if isinstance(x, PlanRow)] + builder.covered
     return Plan(mesh, tuple(rows), tree=StateTree(entries, tree.treedef), rules=rules)
 
@@ -68,8 +67,9 @@ class _Builder:
     def entry(self, leaf: Leaf) -> PlanRow | Unplanned:
         if leaf.parameter is None:
             return self._nameless(leaf)
-        shape, dtype = getattr(leaf.array, 'shape', None), getattr(leaf.array, 'dtype', None)
-        key = (leaf.parameter[1:], leaf.role, leaf.dims, type(leaf.array), shape, dtype)
+        shape = getattr(leaf.array, 'shape', None)
+        dtype = getattr(leaf.array, 'dtype', type(leaf.array))
+        key = (leaf.parameter[1:], leaf.role, leaf.dims, shape, dtype)
         if (known := self._known.get(key)) is None:
             known = self._known[key] = self._resolve(leaf, leaf.parameter)
         entry, problems = known

@@ -90,7 +90,10 @@ class StateTree(Generic[LeafT]):
 
     def map(self, function: Callable[[LeafT], Any]) -> Any:
         """The tree of the state with `function(entry)` in place of each array."""
-        return self.treedef.unflatten([x if is_metadata(x) else function(x) for x in self.leaves])
+        # Entries are NamedTuples, and AxisMetadata is not a tuple.
+        return self.treedef.unflatten(
+            [function(x) if isinstance(x, tuple) else x for x in self.leaves]
+        )
 
 
 def walk(
