@@ -4,10 +4,7 @@ import dataclasses
 import gzip
 import itertools
 import json
-import math
 import tracemalloc
-import zlib
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -15,21 +12,17 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from refusals import write_array_record
+from written_files import both, documents, index_of, write
 
 from train.data import (
     ArrayRecords,
-    ByteTokenizer,
     Document,
     JsonLines,
     ParquetFiles,
     Records,
     Source,
     TextFiles,
-    baselines,
-    open_index,
     python_library,
 )
 from train.data.text.sources import Listing
@@ -40,17 +33,6 @@ pytestmark = pytest.mark.core
 DOCUMENTS = ['one', '', ' two\n', 'a\tb\x00c', 'x\r\ny\rz\u2028w', 'naïve Ω \U0001f600', 'one']
 
 
-def write(root, contents):
-    for name, content in contents.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-
-
-def numbered(count):
-    return {f'part{i % 3}/file{i}.txt': f'<file {i}>'.encode() for i in range(count)}
-
-
 def json_lines(documents, field='text', **how):
     return ''.join(json.dumps({'id': 1, field: d}, **how) + '\n' for d in documents).encode()
 
@@ -58,23 +40,6 @@ def json_lines(documents, field='text', **how):
 def write_parquet(path, column, name='text', **how):
     table = pyarrow.table({'id': list(range(len(column))), name: column})
     pyarrow.parquet.write_table(table, path, **how)
-
-
-def index_of(source, cache):
-    return open_index(source, ByteTokenizer(), str(cache), lambda *progress: None)
-
-
-def documents(stream):
-    """The documents of a stream of bytes, cut at the separators."""
-    tokens = stream.tokens.tolist()
-    assert tokens[0] == tokens[-1] == 256
-    cuts = [i for i, token in enumerate(tokens) if token == 256]
-    return [bytes(tokens[a + 1 : b]) for a, b in itertools.pairwise(cuts)]
-
-
-def both(source, cache):
-    index = index_of(source, cache)
-    return documents(index.training), documents(index.held_out)
 
 
 def names(source):
@@ -178,81 +143,6 @@ def test_the_python_library_has_training_and_held_out_text(tmp_path):
     index = index_of(python_library(), tmp_path)
     assert index.training.num_bytes > 1_000_000
     assert index.held_out.num_bytes > 10_000
-
-
-# Holding out.
-
-
-def test_whole_files_are_held_out(tmp_path):
-    contents = numbered(300)
-    write(tmp_path, contents)
-    source = TextFiles(pattern='**/*.txt', root=str(tmp_path), holdout_percent=20)
-    training, held_out = both(source, tmp_path / 'cache')
-    assert Counter(training + held_out) == Counter(contents.values())
-    assert 30 <= len(held_out) <= 90  # 60 expected, standard deviation 7
-
-
-def test_adding_a_file_does_not_move_others(tmp_path):
-    write(tmp_path, numbered(100))
-    source = TextFiles(pattern='**/*.txt', root=str(tmp_path), holdout_percent=20)
-    before = both(source, tmp_path / 'cache')
-    write(tmp_path, {f'part1/new{i}.txt': f'<new {i}>'.encode() for i in range(50)})
-    after = both(source, tmp_path / 'cache')
-    assert all(set(old) < set(new) for old, new in zip(before, after, strict=True))
-
-
-def test_the_location_of_the_root_does_not_matter(tmp_path):
-    splits = []
-    for folder in ('one', 'two/deeper'):
-        write(tmp_path / folder, numbered(60))
-        source = TextFiles(pattern='**/*.txt', root=str(tmp_path / folder), holdout_percent=20)
-        splits.append(both(source, tmp_path / 'cache'))
-    assert splits[0] == splits[1]
-    assert all(splits[0])
-
-
-@pytest.mark.parametrize('written', ['./**/*.txt', 'part0/../**/*.txt', '{root}/**/*.txt'])
-def test_equivalent_patterns_give_the_same_split(tmp_path, written):
-    write(tmp_path, numbered(60))
-    patterns = ['**/*.txt', written.format(root=tmp_path)]
-    plain, other, together = (
-        both(TextFiles(pattern=p, root=str(tmp_path), holdout_percent=20), tmp_path / 'cache')
-        for p in (patterns[0], patterns[1], patterns)
-    )
-    assert other == plain
-    assert together == plain, 'a file is in both parts, or twice in one'
-
-
-def test_a_larger_percentage_holds_out_a_superset(tmp_path):
-    write(tmp_path, numbered(200))
-    small, large = (
-        both(TextFiles(pattern='**/*', root=str(tmp_path), holdout_percent=p), tmp_path / 'c')[1]
-        for p in (10, 30)
-    )
-    assert set(small) < set(large)
-
-
-@pytest.mark.parametrize('percent', [0, 0.01, 0.5, 20, 99.5, 100])
-def test_the_held_out_share_is_about_the_percentage(percent):
-    # Large corpora hold out small shares: 0.001 percent of 100 million documents is a thousand.
-    count = 100_000
-    source = TextFiles(pattern='*', holdout_percent=percent)
-    held_out = sum(source.is_held_out(f'corpus/part.jsonl:{i}') for i in range(count))
-    expected = count * percent / 100
-    deviation = math.sqrt(expected * (1 - percent / 100))
-    assert abs(held_out - expected) <= 5 * deviation
-
-
-def test_the_current_directory_does_not_affect_absolute_patterns(tmp_path, monkeypatch):
-    write(tmp_path / 'texts', {f'{i}.txt': b'%d' % i for i in range(40)})
-    hashes = set()
-    for folder in ('texts', 'elsewhere', 'elsewhere/below'):
-        (tmp_path / folder).mkdir(exist_ok=True)
-        monkeypatch.chdir(tmp_path / folder)
-        source = TextFiles(pattern=str(tmp_path / 'texts/*.txt'), holdout_percent=30)
-        hashes.add(index_of(source, tmp_path / 'cache').content_hash)
-    assert len(hashes) == 1
-    assert len([p for p in (tmp_path / 'cache').iterdir() if p.is_dir()]) == 1, 'and one index'
 
 
 # The same documents through every kind of source.
@@ -388,29 +278,3 @@ def test_many_records_keep_their_order(tmp_path):
         ArrayRecords(pattern='*.array_record', root=str(tmp_path), holdout_percent=0),
     ):
         assert both(source, tmp_path / 'cache')[0] == [t.encode() for t in texts]
-
-
-# The baselines.
-
-
-def test_entropy_of_known_texts():
-    assert baselines.order0_bits_per_byte(bytes(range(256)) * 7) == pytest.approx(8)
-    assert baselines.order0_bits_per_byte(b'aaaa') == 0
-    assert baselines.order0_bits_per_byte(b'abcc') == pytest.approx(1.5)
-
-
-@given(st.binary(min_size=1, max_size=300))
-@settings(deadline=None, max_examples=50)
-def test_entropy_against_the_formula(text):
-    expected = -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values())
-    assert baselines.compute(text)['order-0 entropy'] == pytest.approx(expected, abs=1e-9)
-
-
-def test_zlib_against_its_own_stream():
-    text = b'the quick brown fox ' * 100
-    stream = zlib.compressobj(level=9)
-    compressed = stream.compress(text) + stream.flush()
-    assert zlib.decompress(compressed) == text
-    assert baselines.compute(text)['zlib -9'] == 8 * len(compressed) / len(text) < 0.5
-    noise = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8).tobytes()
-    assert 8 <= baselines.compute(noise)['zlib -9'] < 8.1
