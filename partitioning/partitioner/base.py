@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -241,7 +242,7 @@ class BasePartitioner(abc.ABC):
           ValueError: as `resolve`.
         """
         named, program = trace_init(init_fn, self.mesh, self.logical_axis_rules, args)
-        return self.resolve(named).with_program(program)
+        return dataclasses.replace(self.resolve(named), program=program)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """The state that an init function makes, born in its shards; see `plan`."""

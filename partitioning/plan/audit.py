@@ -134,18 +134,15 @@ class Audit:
 
     def as_dict(self) -> dict[str, Any]:
         """The audit as values that JSON can hold."""
-        costs = {cost.row.path: cost for cost in self.replicated}
-        rows = []
+        rows = {row.path: row_to_json(row) for row in self.rows}
         for row in self.rows:
-            cost = costs.get(row.path)
-            rows.append(
-                row_to_json(row)
-                | {
-                    'spec': spec_str(boundary_spec(row.spec)),
-                    'replicated_bytes_per_device': 0 if cost is None else cost.bytes_per_device,
-                    'reason': '' if cost is None else cost.reason,
-                }
-            )
+            rows[row.path] |= {
+                'spec': spec_str(boundary_spec(row.spec)),
+                'replicated_bytes_per_device': 0,
+                'reason': '',
+            }
+        for row, extra, reason in self.replicated:
+            rows[row.path] |= {'replicated_bytes_per_device': extra, 'reason': reason}
         return {
             'mesh': dict(axis_sizes(self.mesh)),
             'bytes_total': self.bytes_total,
@@ -154,7 +151,7 @@ class Audit:
             'bytes_by_device': {str(k): held for k, held in self.bytes_by_device.items()},
             'replicated_bytes_per_device': self.replicated_bytes_per_device,
             'balance': self.balance,
-            'rows': rows,
+            'rows': [*rows.values()],
         }
 
     def __str__(self) -> str:

@@ -142,10 +142,6 @@ class Plan:
         """
         return self._program().run(self, *args)
 
-    def with_program(self, program: InitProgram) -> Plan:
-        """The plan with a program that makes the state."""
-        return dataclasses.replace(self, program=program)
-
     # What the plan says.
 
     def audit(self, state: Any = None, *, budget: float | None = None) -> Audit:

@@ -31,16 +31,7 @@ from partitioning.rules.dimensions import Policy
 from partitioning.state import Role
 
 FORMAT = 'meshwright plan 2'
-_ROW_KEYS = (
-    'path',
-    'shape',
-    'dtype',
-    'role',
-    'dimensions',
-    'shard_shape',
-    'bytes_total',
-    'bytes_per_device',
-)
+_ROW_KEYS = 'path shape dtype role dimensions shard_shape bytes_total bytes_per_device'.split()
 
 
 def to_json(rows: Sequence[PlanRow], mesh: MeshLike) -> str:
@@ -80,16 +71,8 @@ def from_json(text: str) -> tuple[tuple[PlanRow, ...], dict[str, int]]:
 
 def row_to_json(row: PlanRow) -> dict[str, Any]:
     """A row as values that JSON can hold."""
-    return {
-        'path': row.path,
-        'shape': list(row.shape),
-        'dtype': row.dtype,
-        'role': row.role,
-        'dimensions': [_dimension_to_json(d) for d in row.dimensions],
-        'shard_shape': list(row.shard_shape),
-        'bytes_total': row.bytes_total,
-        'bytes_per_device': row.bytes_per_device,
-    }
+    held = {key: _lists(getattr(row, key)) for key in _ROW_KEYS}
+    return held | {'dimensions': [_dimension_to_json(d) for d in row.dimensions]}
 
 
 def _dimension_to_json(d: ResolvedDimension) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -37,9 +38,7 @@ def layout_table(rows: Sequence[PlanRow], mesh: MeshLike) -> str:
         for row in rows
     ]
     total, held = sum(r.bytes_total for r in rows), sum(r.bytes_per_device for r in rows)
-    devices = 1
-    for size in axis_sizes(mesh).values():
-        devices *= size
+    devices = math.prod(axis_sizes(mesh).values())
     return '\n'.join(
         [
             f'mesh: {describe_axes(mesh)} ({count(devices, "device")})',

@@ -92,7 +92,7 @@ class StateTree(Generic[LeafT]):
         """The tree of the state with `function(entry)` in place of each array."""
         # Entries are NamedTuples, and AxisMetadata is not a tuple.
         return self.treedef.unflatten(
-            [function(x) if isinstance(x, tuple) else x for x in self.leaves]
+            [function(x) if isinstance(x, tuple) else x for x in self.leaves]  # type: ignore[arg-type]
         )
 
 
