@@ -31,7 +31,7 @@ from partitioning.rules.dimensions import Policy
 from partitioning.state import Role
 
 FORMAT = 'meshwright plan 2'
-_ROW_KEYS = 'path shape dtype role dimensions shard_shape bytes_total bytes_per_device'.split()
+_ROW_KEYS = [*(name for name in PlanRow._fields if name != 'spec'), 'bytes_per_device']
 
 
 def to_json(rows: Sequence[PlanRow], mesh: MeshLike) -> str:
