@@ -1,12 +1,12 @@
-"""How long the layout of a whole train state takes, compared with linen.
+"""How long get_mesh_axes of a whole train state takes, compared with linen.
 
   python benchmarks/resolve.py
 
-5,000 parameters of 500 layers with the states of SGD, Adam, adamw and Adafactor (factored), mesh
-data 4 x model 2, all abstract. The peer is linen's own `nn.get_partition_spec` and
-`nn.logical_to_mesh` of the same boxed state: one resolution of each box, without checks, and
-nothing for Adafactor's factored statistics, whose boxes have names of another rank. Both take
-turns; medians. The walks of the state are counted.
+The state has 5,000 parameters in 500 layers and is abstract, with SGD, Adam, AdamW or factored
+Adafactor, on a mesh of data 4 x model 2. The peer is linen's `nn.get_partition_spec` with
+`nn.logical_to_mesh` of the same boxed state, which resolves each box without checks and cannot name
+Adafactor's factored statistics. Both run alternately, and the table shows medians and the number of
+walks over the state.
 """
 
 from __future__ import annotations
