@@ -1,4 +1,4 @@
-"""Activations laid out by name or spec: no mesh, Auto meshes, Explicit meshes."""
+"""Activations are laid out by name or spec, without a mesh and over axes of every type."""
 
 import functools
 
@@ -17,6 +17,8 @@ from partitioning import (
     global_mesh_defined,
     with_sharding_constraint,
 )
+from partitioning.constraints import lay_out
+from partitioning.rules import PaddedSpec
 
 pytestmark = pytest.mark.core
 
@@ -40,7 +42,7 @@ def test_without_a_mesh_nothing_happens():
 
 
 @MESHES
-def test_by_name(axis_type):
+def test_constrain_lays_out_by_name(axis_type):
     mesh = mesh_of(axis_type)
     with jax.set_mesh(mesh):
         assert global_mesh_defined()
@@ -51,7 +53,7 @@ def test_by_name(axis_type):
 
 
 @MESHES
-def test_by_spec(axis_type):
+def test_with_sharding_constraint_lays_out_by_spec(axis_type):
     mesh = mesh_of(axis_type)
     with jax.set_mesh(mesh):
         a, b, c = jax.jit(
@@ -64,8 +66,8 @@ def test_by_spec(axis_type):
 
 
 @MESHES
-def test_inside_an_abstract_mesh(axis_type):
-    """With the mesh entered inside the jitted function, as partitioned functions do."""
+def test_constrain_inside_an_abstract_mesh(axis_type):
+    """The jitted function enters the mesh itself, as partitioned functions do."""
     mesh = mesh_of(axis_type)
 
     @jax.jit
@@ -78,7 +80,7 @@ def test_inside_an_abstract_mesh(axis_type):
 
 
 @MESHES
-def test_gradients_pass(axis_type):
+def test_constrain_is_differentiable(axis_type):
     mesh = mesh_of(axis_type)
 
     def loss(x):
@@ -89,7 +91,7 @@ def test_gradients_pass(axis_type):
     np.testing.assert_allclose(grads, 2 * X)
 
 
-def test_rules_of_the_context():
+def test_constrain_uses_the_rules_of_the_context():
     mesh = mesh_of(AxisType.Auto)
     fn = jax.jit(lambda x: constrain(x, ('batch', 'embed')))
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
@@ -111,14 +113,14 @@ def test_rules_of_the_context():
         (('batch', 'embed'), None, 'rules'),
     ],
 )
-def test_errors(axis_type, names, rules, message):
+def test_errors_of_constrain(axis_type, names, rules, message):
     with jax.set_mesh(mesh_of(axis_type)), pytest.raises(ValueError, match=message):
         jax.jit(functools.partial(constrain, names=names, rules=rules))(X)
 
 
 @MESHES
-def test_indivisible(axis_type):
-    """jax would drop the constraint without a word under Auto axes."""
+def test_constrain_refuses_sizes_that_do_not_divide(axis_type):
+    """Under Auto axes, jax would drop the constraint without a warning."""
     with (
         jax.set_mesh(mesh_of(axis_type)),
         pytest.raises(ValueError, match='6 is not divisible by 4'),
@@ -127,8 +129,8 @@ def test_indivisible(axis_type):
 
 
 @pytest.mark.parametrize('types', ['auto', 'explicit', ('explicit', 'auto'), ('auto', 'explicit')])
-def test_outside_a_function_arrays_are_moved(types):
-    """From wherever they were made, and along every axis of the spec."""
+def test_arrays_outside_a_function_are_moved(types):
+    """Arrays are moved along every axis of the spec, wherever they were created."""
     mesh, made_before = create_mesh((4, 2), ('x', 'y'), axis_types=types), jnp.ones((8, 4))
     with jax.set_mesh(mesh):
         for spec in (P('x', None), P(None, 'y'), P('x', 'y'), P('y', 'x')):
@@ -142,7 +144,7 @@ def test_outside_a_function_arrays_are_moved(types):
 
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
-def test_the_context_of_old_is_an_error():
+def test_the_deprecated_mesh_context_is_an_error():
     x, old = jnp.ones((8, 8)), mesh_of(AxisType.Auto)
     with old:
         for use in (
@@ -156,8 +158,8 @@ def test_the_context_of_old_is_an_error():
 
 
 @MESHES
-def test_what_an_array_cannot_have(axis_type):
-    """jax would leave the constraint out in jit, and otherwise raise errors of its own."""
+def test_specs_that_do_not_fit_the_array_are_errors(axis_type):
+    """jax would ignore some of these specs inside jit."""
     with jax.set_mesh(mesh_of(axis_type)):
         for spec, message in (
             (P('data'), r'9 is not divisible by 4.*8 or 12'),
@@ -170,3 +172,74 @@ def test_what_an_array_cannot_have(axis_type):
             ):
                 with pytest.raises(ValueError, match=message):
                     call(jnp.ones(9))
+
+
+# lay_out with a mesh given explicitly.
+
+
+@MESHES
+@pytest.mark.parametrize('spec', [P('data', 'model'), P(None, 'data'), None], ids=str)
+def test_lay_out_over_a_given_mesh(axis_type, spec):
+    """No mesh is set; the array is moved outside a function and constrained inside."""
+    mesh = mesh_of(axis_type)
+    expected = NamedSharding(mesh, P() if spec is None else spec)
+    moved = lay_out(X, spec, mesh)
+    np.testing.assert_array_equal(moved, X)
+    assert moved.sharding.is_equivalent_to(expected, 2)
+    inside = jax.jit(lambda x: lay_out(x, spec, mesh) * 2)(moved)
+    np.testing.assert_array_equal(inside, X * 2)
+    assert inside.sharding.is_equivalent_to(expected, 2)
+
+
+def test_lay_out_over_axes_of_mixed_types():
+    mesh = create_mesh((4, 2), ('x', 'y'), axis_types=('explicit', 'auto'))
+    both = P(('x', 'y'), None)
+    assert lay_out(X, both, mesh).sharding.is_equivalent_to(NamedSharding(mesh, both), 2)
+    traced = jax.jit(lambda x: lay_out(x, both, mesh) * 2)
+    with jax.set_mesh(mesh):
+        y = traced(X)
+        assert y.sharding.is_equivalent_to(NamedSharding(mesh, both), 2)
+        np.testing.assert_array_equal(y, X * 2)
+        with pytest.raises(ValueError, match=r"\('y', 'x'\).*Explicit axes before Auto"):
+            jax.jit(lambda x: lay_out(x, P(('y', 'x'))))(X)
+    with pytest.raises(ValueError, match=r'x 4 x y 2.*Explicit, Auto.*set_mesh'):
+        jax.jit(lambda x: lay_out(x, P('x'), mesh))(X)
+
+
+def test_lay_out_refuses_an_axis_that_is_manual():
+    mesh = mesh_of(AxisType.Auto)
+    specs = {'in_specs': P('data'), 'out_specs': P('data'), 'axis_names': {'data'}}
+
+    def run(spec):
+        body = jax.shard_map(lambda x: lay_out(x, spec) * 2, mesh=mesh, **specs)
+        with jax.set_mesh(mesh):
+            return jax.jit(body)(X)
+
+    np.testing.assert_array_equal(run(P(None, 'model')), X * 2)
+    with pytest.raises(ValueError, match="'data' is Manual"):
+        run(P('data'))
+
+
+def test_a_padded_spec_is_its_inside_in_functions_and_its_outside_elsewhere():
+    mesh, spec = mesh_of(AxisType.Auto), PaddedSpec(P(None, None), P(None, 'model'))
+    x = X[:, :7]
+    assert lay_out(x, spec, mesh).sharding.is_fully_replicated
+    seen = []
+
+    @jax.jit
+    def fn(x):
+        y = lay_out(x * 2, spec, mesh)
+        jax.debug.inspect_array_sharding(y, callback=seen.append)
+        return y + 1
+
+    with jax.set_mesh(mesh):
+        y = fn(x)
+        jax.effects_barrier()  # the callback may run after the call returns
+    np.testing.assert_array_equal(y, x * 2 + 1)
+    (found,) = seen
+    assert found.is_equivalent_to(NamedSharding(mesh, P(None, 'model')), 2)
+
+
+def test_a_padded_spec_needs_auto_axes():
+    with pytest.raises(ValueError, match=r"'pad'.*Auto.*Explicit"):
+        lay_out(X, PaddedSpec(P(None), P('data')), mesh_of(AxisType.Explicit))

@@ -1,4 +1,4 @@
-"""fsdp_logical_axis_rules: FSDP and ZeRO as tables by hand."""
+"""fsdp_logical_axis_rules gives the layouts of FSDP and ZeRO, compared with tables by hand."""
 
 import flax.linen as nn
 import jax
@@ -27,7 +27,7 @@ def box(shape, *names, dtype=jnp.float32):
 
 
 def partitioner_of(rules=RULES, policy=None, **settings):
-    """Over 4 x 2 devices."""
+    """A partitioner for a mesh of data 4 x model 2."""
     return PjitPartitioner(2, logical_axis_rules=rules, on_indivisible=policy, **settings)
 
 
@@ -56,7 +56,7 @@ FSDP = {
         ('standard', ('layers', 'embed', 'mlp'), P(None, 'data', 'model')),
         ('standard', ('embed',), P('data')),
         ('standard', ('mlp',), P('model')),
-        # Activations keep their batch on the data axes, wherever its rule stands.
+        # The batch of activations stays on the data axes, wherever its rule is in the list.
         ('standard', ('batch', 'length', 'embed'), P('data', None, None)),
         ('standard', ('batch', 'length', 'mlp'), P('data', None, 'model')),
         ('backwards', ('embed', 'batch'), P(None, 'data')),
@@ -67,7 +67,7 @@ FSDP = {
         ('two axes', ('batch', 'embed'), P(BOTH, None)),
         ('one of two', ('embed', 'mlp'), P('fsdp', 'model')),
         ('one of two', ('batch', 'embed'), P(BOTH, None)),
-        # The first name of an array's takes them.
+        # The first of the given names that an array has gets the axes.
         ('embed, kv', ('heads', 'kv', 'embed'), P('model', None, 'data')),
         ('kv, embed', ('heads', 'kv', 'embed'), P('model', 'data', None)),
         ('embed, kv', ('heads', 'kv'), P('model', 'data')),
@@ -97,7 +97,7 @@ def test_fsdp_and_zero_of_a_state(rules, of_optimizer, params, statistics, held)
     assert partitioner.data_partition_spec == P('data')
 
 
-def test_fsdp_rules_keep_the_policies_of_theirs():
+def test_fsdp_rules_keep_the_policies_of_the_given_rules():
     rules = fsdp_logical_axis_rules(AxisRules(STANDARD, 'replicate', 'drop_axis'))
     spec = logical_to_mesh_axes(('embed', 'new'), rules, mesh=DATA4_MODEL2, shape=(6, 7))
     assert spec == P(None, None)

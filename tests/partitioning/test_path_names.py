@@ -10,7 +10,6 @@ import optax
 import pytest
 from flax import nnx
 from flax.linen.partitioning import AxisMetadata
-from flax.training import train_state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -18,10 +17,8 @@ from jax.sharding import PartitionSpec as P
 from partitioning import (
     AxisNames,
     PjitPartitioner,
-    TrainState,
     get_logical_axes,
     override_params_axes_names,
-    unbox,
 )
 
 pytestmark = pytest.mark.core
@@ -32,7 +29,6 @@ SHAPES = {'enc/kernel': (8, 16), 'enc/bias': (16,), 'dec/kernel': (16, 8)}
 PATHS = list(SHAPES)
 ALL = [('.*/kernel', ('embed', 'mlp')), ('.*/bias', ('mlp',))]
 NAMES = {'enc/kernel': ('embed', 'mlp'), 'enc/bias': ('mlp',), 'dec/kernel': ('embed', 'mlp')}
-SPECS = {'enc/kernel': P('data', 'model'), 'enc/bias': P('model'), 'dec/kernel': P('data', 'model')}
 SWAPPED = ('enc/kernel', ('mlp', 'embed'))  # the names of ALL in the other order
 
 
@@ -68,28 +64,28 @@ def by_partitioner(rules, tree=None):
     return by_path(partitioner_of(rules).get_logical_axes(state)['params'])
 
 
-WAYS = pytest.mark.parametrize('way', [by_function, by_partitioner])
+BOTH = pytest.mark.parametrize('names_by', [by_function, by_partitioner])
 
 
 # Which rule wins, and which rules are errors.
 
 
-@WAYS
-def test_names_by_path(way):
-    assert way(ALL) == NAMES
+@BOTH
+def test_rules_name_arrays_by_path(names_by):
+    assert names_by(ALL) == NAMES
 
 
-@WAYS
-def test_the_first_matching_rule_wins(way):
-    assert way([SWAPPED, *ALL]) == NAMES | {'enc/kernel': AxisNames('mlp', 'embed')}
+@BOTH
+def test_the_first_matching_rule_wins(names_by):
+    assert names_by([SWAPPED, *ALL]) == NAMES | {'enc/kernel': AxisNames('mlp', 'embed')}
 
 
-@WAYS
-def test_a_rule_must_match_the_whole_path(way):
+@BOTH
+def test_a_rule_must_match_the_whole_path(names_by):
     """re.match and re.search would accept 'enc/ker' and 'kernel'."""
     for part in ('enc/ker', 'kernel', 'nc/kernel', '/kernel', 'enc/ke.', '.c/kernel'):
         with pytest.raises(ValueError, match=f'{re.escape(repr(part))} is never used'):
-            way([(part, ('mlp', 'embed')), *ALL])
+            names_by([(part, ('mlp', 'embed')), *ALL])
 
 
 PATTERNS = [
@@ -116,41 +112,41 @@ def test_any_rules_agree_with_re_fullmatch(patterns):
         for path in ('enc/kernel', 'dec/kernel')
     }
     complete = None not in winner.values() and set(winner.values()) == set(range(len(patterns)))
-    for way in (by_function, by_partitioner):
+    for names_by in (by_function, by_partitioner):
         if complete:
             expected = {path: AxisNames(f'a{i}', f'b{i}') for path, i in winner.items()}
-            assert way(rules, tree) == expected
-        elif rules or way is by_function:
+            assert names_by(rules, tree) == expected
+        elif rules or names_by is by_function:
             with pytest.raises(ValueError, match='path rule'):
-                way(rules, tree)
+                names_by(rules, tree)
 
 
-@WAYS
-def test_a_parameter_that_no_rule_matches(way):
+@BOTH
+def test_a_parameter_that_no_rule_matches(names_by):
     """The message contains the rule to add, and this rule then works."""
     with pytest.raises(ValueError, match='no path rule matches enc/bias') as error:
-        way(ALL[:1])
+        names_by(ALL[:1])
     (line,) = re.findall(r"Add \('(\S+)', ", str(error.value))
-    assert way([*ALL[:1], (line, ('mlp',))]) == NAMES
+    assert names_by([*ALL[:1], (line, ('mlp',))]) == NAMES
 
 
-@WAYS
-def test_the_rule_to_add_is_escaped(way):
+@BOTH
+def test_the_rule_to_add_is_escaped(names_by):
     tree = {'layer+1': {'kernel': jnp.zeros((8, 8))}, 'layer1': {'kernel': jnp.zeros((8, 8))}}
     with pytest.raises(ValueError) as error:
-        way([('layer1/kernel', (None, None))], tree)
+        names_by([('layer1/kernel', (None, None))], tree)
     (line,) = re.findall(r"Add \('(\S+)', ", str(error.value))
     assert re.fullmatch(line, 'layer+1/kernel') and not re.fullmatch(line, 'layer1/kernel')
 
 
-@WAYS
-def test_the_first_of_many_unmatched_parameters_are_listed(way):
+@BOTH
+def test_the_first_of_many_unmatched_parameters_are_listed(names_by):
     tree = {f'layer_{i}': {'kernel': jnp.zeros((8, 8))} for i in range(6)}
     with pytest.raises(ValueError, match=r'layer_0/kernel, layer_1/kernel, .* and 2 more'):
-        way([('layer_5/kernel', (None, None))], tree)
+        names_by([('layer_5/kernel', (None, None))], tree)
 
 
-@WAYS
+@BOTH
 @pytest.mark.parametrize(
     'rule, message',
     [
@@ -160,18 +156,18 @@ def test_the_first_of_many_unmatched_parameters_are_listed(way):
         (ALL[0], "'.*/kernel' is never used: earlier rules .*move it up"),
     ],
 )
-def test_a_rule_that_is_never_used(way, rule, message):
+def test_a_rule_that_is_never_used(names_by, rule, message):
     """The last rule is misspelt, or the rules before it match everything that it matches."""
     with pytest.raises(ValueError, match=message):
-        way([*ALL, rule])
+        names_by([*ALL, rule])
 
 
-@WAYS
+@BOTH
 @pytest.mark.parametrize('names', [(), ('mlp',), ('layers', 'embed', 'mlp')])
-def test_names_of_another_rank(way, names):
+def test_names_of_the_wrong_rank(names_by, names):
     message = rf'enc/kernel.*{len(names)} entr(y|ies).* 2 dimensions, \(8, 16\)'
     with pytest.raises(ValueError, match=message):
-        way([('enc/kernel', names), *ALL])
+        names_by([('enc/kernel', names), *ALL])
 
 
 @pytest.mark.parametrize(
@@ -191,7 +187,7 @@ def test_malformed_rules(rules, message):
     with pytest.raises(ValueError, match=message):
         override_params_axes_names(params(), rules)
     with pytest.raises(ValueError, match=message):
-        partitioner_of(rules)  # before there is a state
+        partitioner_of(rules)  # before it sees a state
 
 
 def test_rules_may_be_lists_as_in_gin():
@@ -212,9 +208,11 @@ def test_paths_from_the_top_of_the_state_match_too():
 # Parameters with names keep them if no rule matches.
 
 
-@WAYS
-def test_unmatched_boxes_keep_their_names(way):
-    assert way([SWAPPED], params(boxed=True)) == NAMES | {'enc/kernel': AxisNames('mlp', 'embed')}
+@BOTH
+def test_unmatched_boxes_keep_their_names(names_by):
+    assert names_by([SWAPPED], params(boxed=True)) == NAMES | {
+        'enc/kernel': AxisNames('mlp', 'embed')
+    }
 
 
 def test_a_new_box_has_no_rules_or_mesh():
@@ -278,11 +276,11 @@ def nnx_state(tx=None, **metadata):
         return nnx.state(model if tx is None else (model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
 
 
-OF_NNX = [('enc/kernel', ('embed', 'mlp')), ('.*/(bias|scale)', ('mlp',))]
+NNX_RULES = [('enc/kernel', ('embed', 'mlp')), ('.*/(bias|scale)', ('mlp',))]
 
 
 def test_nnx_variables():
-    new = override_params_axes_names(nnx_state(), [*OF_NNX, ('norm/mean', (None,))])
+    new = override_params_axes_names(nnx_state(), [*NNX_RULES, ('norm/mean', (None,))])
     assert new['enc']['kernel'].get_metadata()['out_sharding'] == ('embed', 'mlp')
     names = by_path(get_logical_axes(new))
     assert names['enc/kernel'] == AxisNames('embed', 'mlp')
@@ -293,116 +291,15 @@ def test_nnx_variables():
 def test_nnx_parameters_without_a_rule():
     """The statistics of BatchNorm are not parameters, so they need no rule."""
     with pytest.raises(ValueError, match='no path rule matches enc/bias, norm/bias, norm/scale'):
-        override_params_axes_names(nnx_state(), OF_NNX[:1])
+        override_params_axes_names(nnx_state(), NNX_RULES[:1])
     with pytest.raises(ValueError, match=r'no path rule matches .*norm/bias, norm/scale'):
-        partitioner_of(OF_NNX[:1]).get_mesh_axes(nnx_state(optax.adam(1e-3)))
+        partitioner_of(NNX_RULES[:1]).get_mesh_axes(nnx_state(optax.adam(1e-3)))
 
 
 def test_nnx_state_with_optimizer():
-    axes = partitioner_of(OF_NNX).get_mesh_axes(nnx_state(optax.adam(1e-3)))
+    axes = partitioner_of(NNX_RULES).get_mesh_axes(nnx_state(optax.adam(1e-3)))
     model, statistics = by_path(axes[0]), by_path(axes[1]['opt_state'][0]['mu'])
     expected = {'enc/kernel': P('data', 'model')}
     expected |= dict.fromkeys(['enc/bias', 'norm/bias', 'norm/scale'], P('model'))
     assert statistics == expected
     assert model == expected | {'norm/mean': P(None), 'norm/var': P(None)}
-
-
-# Arrays that are not parameters.
-
-
-@pytest.mark.parametrize('collection', ['batch_stats', 'flax_mutables/batch_stats'])
-def test_other_collections_are_named_by_the_full_path(collection):
-    variables = {'params': params(), 'batch_stats': {'norm': {'mean': jnp.zeros(16)}}}
-    if collection != 'batch_stats':
-        variables = TrainState.create(variables, optax.identity())
-    partitioner = partitioner_of([*ALL, (f'{collection}/norm/mean', ('mlp',))])
-    axes = by_path(partitioner.get_mesh_axes(variables))
-    assert axes[f'{collection}/norm/mean'] == P('model')
-    assert axes['params/enc/kernel'] == P('data', 'model')
-    without = by_path(partitioner_of(ALL).get_mesh_axes(variables))
-    assert without[f'{collection}/norm/mean'] == P(None)
-    with pytest.raises(ValueError, match="'norm/mean' is never used"):
-        partitioner_of([*ALL, ('norm/mean', ('mlp',))]).get_mesh_axes(variables)
-
-
-TXS = {
-    'adam': lambda: optax.adam(1e-3),
-    'lbfgs': lambda: optax.lbfgs(memory_size=3),  # its state has a field `params`
-    'adafactor': lambda: optax.adafactor(1e-3, min_dim_size_to_factor=8),
-}
-STATES = {
-    'ours': lambda p, tx: TrainState.create({'params': p}, tx),
-    'flax': lambda p, tx: train_state.TrainState.create(apply_fn=None, params=p, tx=tx),
-    'dict': lambda p, tx: {'params': p, 'opt_state': tx.init(unbox(p))},
-    'optimizer first': lambda p, tx: {'a': tx.init(unbox(p)), 'params': p},
-}
-
-
-def follows(path, shape, of):
-    """The expected spec of a statistic: each dimension as in the parameter, found by its size."""
-    owner = next((p for p in PATHS if path.endswith(p)), None)
-    if owner is None or shape == (1,):
-        return P(*[None] * len(shape))
-    axes = dict(zip(SHAPES[owner], of[owner], strict=True))
-    return P(*(axes.get(size) for size in shape))
-
-
-@pytest.mark.parametrize('tx', TXS)
-@pytest.mark.parametrize('kind', STATES)
-@pytest.mark.parametrize('boxed', [False, True])
-def test_optimizer_state_follows(kind, tx, boxed):
-    """One parameter has the opposite order of names, given by a rule or replacing its box."""
-    state = STATES[kind](params(boxed), TXS[tx]())
-    partitioner = partitioner_of([SWAPPED] if boxed else [SWAPPED, *ALL])
-    expected = SPECS | {'enc/kernel': P('model', 'data')}
-    shapes = {p: jnp.shape(x) for p, x in by_path(unbox(state)).items()}
-    axes = by_path(partitioner.get_mesh_axes(state))
-    assert axes.keys() == shapes.keys()
-    for path, spec in axes.items():
-        assert spec == follows(path, shapes[path], expected), path
-    copies = [p for p in axes if p.endswith('enc/kernel') and shapes[p] == SHAPES['enc/kernel']]
-    assert len(copies) == {'adam': 3, 'lbfgs': 4, 'adafactor': 1}[tx]
-
-
-def test_optimizer_state_of_overridden_nnx_variables_follows():
-    named = {'kernel_metadata': {'out_sharding': ('embed', 'mlp')}}
-    rules = [('enc/kernel', ('mlp', 'embed')), *OF_NNX[1:]]
-    axes = partitioner_of(rules).get_mesh_axes(nnx_state(optax.adam(1e-3), **named))
-    assert axes[0]['enc']['kernel'] == P('model', 'data')
-    assert axes[1]['opt_state'][0]['mu']['enc']['kernel'] == P('model', 'data')
-
-
-# Roles: the state of L-BFGS contains a tree that is called `params` too.
-
-BYTES = 4 * (8 * 16 // 8 + 16 // 2 + 16 * 8 // 8)  # all parameters on one device
-
-
-def of_nnx(tx):
-    return nnx_state(tx), OF_NNX, 4 * (8 * 16 // 8 + 3 * 16 // 2)
-
-
-@pytest.mark.parametrize('kind', [*STATES, 'nnx'])
-def test_copies_of_parameters_have_the_role_of_the_optimizer(kind):
-    tx = optax.scale_by_lbfgs(3)
-    state, rules, held = of_nnx(tx) if kind == 'nnx' else (STATES[kind](params(), tx), ALL, BYTES)
-    held_by_role = partitioner_of(rules).resolve(jax.eval_shape(lambda: state)).audit().by_role
-    assert held_by_role['parameters'] == held
-    # `params`, `updates` and two histories of 3; then their weights, a count, in nnx also the step.
-    numbers = 4 * 3 + 4 + 4 * (kind == 'nnx')
-    assert held_by_role['optimizer'] == (1 + 1 + 2 * 3) * held + numbers
-
-
-@pytest.mark.parametrize('named', ['by path', 'boxes', 'boxes everywhere'])
-def test_parameters_are_not_looked_for_in_an_optimizer(named):
-    """The parameters are not under 'params', and the optimizer has other rules."""
-    rules = ALL if named == 'by path' else ()
-    model = params(boxed=named != 'by path')
-    state = {
-        'model': model,
-        'opt': optax.scale_by_lbfgs(3).init(model if named == 'boxes everywhere' else unbox(model)),
-    }
-    replicated = [('embed', None), ('mlp', 'model')]
-    partitioner = partitioner_of(rules, logical_axis_rules=replicated, optimizer_axis_rules=RULES)
-    plan = partitioner.resolve(state)
-    assert plan['model/enc/kernel'].spec == P(None, 'model')
-    assert {plan[f'model/{path}'].role for path in PATHS} == {'parameters'}

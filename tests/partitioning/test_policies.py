@@ -35,7 +35,7 @@ def padded(outside, inside):
 
 
 def partitioner_of(rules=RULES, policy=None, **settings):
-    """Over 4 x 2 devices."""
+    """A partitioner for a mesh of data 4 x model 2."""
     return PjitPartitioner(2, logical_axis_rules=rules, on_indivisible=policy, **settings)
 
 
@@ -52,11 +52,11 @@ def partitioner_of(rules=RULES, policy=None, **settings):
         (('embed', 'mlp'), (6, 7), [None, None], [None, None], ['data', 'model']),
         (('embed', 'mlp'), (8, 7), ['data', None], ['data', None], ['data', 'model']),
         ((None, 'mlp'), (5, 1), [None, None], [None, None], [None, 'model']),
-        # What 'both' gives up it has won from 'late', which does not get it back.
+        # 'late' does not get 'model' back after 'both' loses it.
         (('both', 'late'), (12, 8), [None, None], ['data', None], [('data', 'model'), None]),
     ],
 )
-def test_tables(names, shape, replicate, drop_axis, inside):
+def test_specs_under_each_policy(names, shape, replicate, drop_axis, inside):
     def under(policy):
         of = {'mesh': DATA4_MODEL2, 'shape': shape, 'on_indivisible': policy}
         return logical_to_mesh_axes(names, RULES, **of)
@@ -73,7 +73,7 @@ def test_tables(names, shape, replicate, drop_axis, inside):
     [
         (12, ('x', 'y', 'z')),
         (4, ('x', 'y')),
-        (6, ('x', 'z')),  # ('y', 'z') splits as much; it comes later
+        (6, ('x', 'z')),  # ('y', 'z') gives as many shards, but comes later
         (9, 'z'),
         (2, 'x'),
         (7, None),
@@ -87,7 +87,7 @@ def test_drop_axis_keeps_the_most_shards(size, expected):
 
 
 @pytest.mark.parametrize('policy', POLICIES)
-def test_what_divides_needs_no_policy(policy):
+def test_sizes_that_divide_need_no_policy(policy):
     state = {'w': box((8, 6, 5), 'embed', 'mlp', None)}
     assert partitioner_of(policy=policy).get_mesh_axes(state) == {'w': P('data', 'model', None)}
 
@@ -155,7 +155,7 @@ def test_unmatched_names_can_only_be_replicated():
         AxisRules(RULES, on_unmatched='drop_axis')
 
 
-# AxisRules: rules and policies that travel together.
+# AxisRules keep rules and policies together.
 
 
 def test_axis_rules_are_a_tuple_of_rules():
@@ -169,13 +169,13 @@ def test_axis_rules_are_a_tuple_of_rules():
 @pytest.mark.parametrize(
     'again', [AxisRules, copy.deepcopy, copy.copy, lambda rules: pickle.loads(pickle.dumps(rules))]
 )
-def test_policies_travel_with_the_rules(given, again):
+def test_copies_of_axis_rules_keep_their_policies(given, again):
     rules = again(AxisRules(given, on_unmatched='replicate', on_indivisible='pad'))
     assert isinstance(rules, AxisRules) and rules == tuple(given)
     assert (rules.on_unmatched, rules.on_indivisible) == ('replicate', 'pad')
 
 
-def test_other_rules_under_the_same_policies():
+def test_with_rules_keeps_the_policies():
     rules = AxisRules(RULES, 'replicate', 'drop_axis').with_rules([('a', 'data')])
     assert rules == (('a', 'data'),)
     assert (rules.on_unmatched, rules.on_indivisible) == ('replicate', 'drop_axis')
@@ -230,7 +230,7 @@ def test_statistics_follow_under_a_policy(policy):
 
 @pytest.mark.parametrize('policy', WI)
 def test_factored_statistics_under_a_policy(policy):
-    """Of 16 x 7, the rows keep the 7 that does not divide, the columns the 16 that does."""
+    """Of 16 x 7, rows keep 7, which is not divisible, and columns keep 16, which is."""
     tx = optax.scale_by_factored_rms(min_dim_size_to_factor=4)
     axes = partitioner_of(policy=policy).get_mesh_axes(with_optimizer(PARAMETERS, tx))
     assert axes['opt_state'].v_row['wi'] == BIAS[policy]
@@ -239,7 +239,7 @@ def test_factored_statistics_under_a_policy(policy):
 
 @pytest.mark.parametrize('of_optimizer', [None, 'replicate'])
 def test_policies_of_the_optimizer_rules(of_optimizer):
-    """One for both sets of rules, or each its own."""
+    """One policy applies to both sets of rules, or each set has its own."""
     zero = RULES if of_optimizer is None else AxisRules(RULES, on_indivisible=of_optimizer)
     rules = AxisRules([('embed', None), ('mlp', 'model')], on_indivisible='pad')
     policy = 'pad' if of_optimizer is None else None
@@ -249,7 +249,7 @@ def test_policies_of_the_optimizer_rules(of_optimizer):
     assert axes['opt_state'].trace['wi'] == WI[of_optimizer or 'pad']
 
 
-# The cost: what a device holds, less the even share it would hold if the size were divisible.
+# The cost is the bytes on one device, minus an even share of the array.
 
 
 @pytest.mark.parametrize(

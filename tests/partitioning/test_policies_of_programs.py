@@ -35,7 +35,7 @@ def padded(outside, inside):
 
 
 def partitioner_of(rules=RULES, policy=None, **settings):
-    """Over 4 x 2 devices."""
+    """A partitioner for a mesh of data 4 x model 2."""
     settings.setdefault('mesh', MeshConfig.from_t5x(num_partitions=2))
     return PjitPartitioner(logical_axis_rules=rules, on_indivisible=policy, **settings)
 
@@ -43,7 +43,7 @@ def partitioner_of(rules=RULES, policy=None, **settings):
 EXPLICIT = MeshConfig.from_t5x(num_partitions=2, axis_types='explicit')
 
 
-# Programs: of a width of 7 over 2 devices each computes 4.
+# Programs. With a width of 7 over 2 devices, each device computes 4 columns.
 
 MODEL_RULES = [('batch', 'data'), ('embed', None), ('mlp', 'model')]
 PADDED = padded([None, None], [None, 'model'])
@@ -79,12 +79,12 @@ def partitioned_step(partitioner):
 
 
 def dot_shapes(lowered):
-    """Shapes of the products that one device computes."""
+    """The shapes of the matrix products that one device computes."""
     found = re.findall(r'= f32\[([\d,]+)\]\S* dot\(', lowered.compile().as_text())
     return {tuple(map(int, shape.split(','))) for shape in found}
 
 
-def test_padded_training_is_training():
+def test_padded_training_equals_training_on_one_device():
     partitioner = partitioner_of(MODEL_RULES, 'pad')
     step, plain_step = partitioned_step(partitioner), jax.jit(train_step)
     state, plain = partitioner.init(init, KEY), unbox(jax.jit(init)(KEY))
@@ -100,8 +100,8 @@ def test_padded_training_is_training():
 
 
 @pytest.mark.parametrize('policy, width, never', [('pad', 4, 7), ('replicate', 7, 4)])
-def test_what_a_device_computes_in_training(policy, width, never):
-    """Of 8 rows over 4 devices, 2; of 7 columns over 2, what the policy says."""
+def test_the_part_of_a_product_that_a_device_computes(policy, width, never):
+    """8 rows over 4 devices are 2 rows each; the policy decides about 7 columns over 2 devices."""
     step = partitioned_step(partitioner_of(MODEL_RULES, policy))
     found = dot_shapes(step.lower(unbox(jax.eval_shape(init, KEY)), X))
     assert (2, width) in found and not any(never in shape for shape in found)
@@ -123,7 +123,7 @@ def project(w, x, negate=False, scale=1.0):
     ],
     ids=['static', 'static left out', 'keyword', 'keywords', 'keywords only'],
 )
-def test_static_and_keyword_arguments_beside_padded_ones(args, kwargs):
+def test_static_and_keyword_arguments_next_to_padded_ones(args, kwargs):
     partitioner = partitioner_of(MODEL_RULES, 'pad')
     resources = ({'w': PADDED}, partitioner.data_partition_spec)
     fn = partitioner.partition(project, resources, None, static_argnums=2)
@@ -141,8 +141,8 @@ def test_static_arguments_before_padded_ones(static):
     assert dot_shapes(fn.lower(2, W, X)) == {(2, 4)}
 
 
-def test_a_static_argument_left_out_takes_no_padding_away():
-    """What its position stands for in a shorter call is no static argument."""
+def test_padding_stays_if_a_static_argument_is_left_out():
+    """A shorter call has no argument at the static position."""
     fn = partitioner_of(MODEL_RULES, 'pad').partition(
         lambda x, w, scale=1: x @ w * scale, (P('data'), PADDED), None, static_argnums=2
     )
@@ -150,8 +150,8 @@ def test_a_static_argument_left_out_takes_no_padding_away():
     assert dot_shapes(fn.lower(X, W)) == {(2, 4)}
 
 
-def test_chunks_of_a_padded_array_are_those_of_its_state():
-    """It is whole where checkpoints are written."""
+def test_chunks_of_a_padded_array_are_those_of_its_outside():
+    """Checkpoints contain the array without padding."""
     partitioner = partitioner_of(MODEL_RULES, 'pad')
     whole = partitioner.get_local_chunk_info((16, 7), P(None, None))
     assert partitioner.get_local_chunk_info((16, 7), PADDED) == whole
@@ -160,7 +160,7 @@ def test_chunks_of_a_padded_array_are_those_of_its_state():
 # Explicit axes.
 
 
-def test_pad_takes_auto_axes():
+def test_pad_needs_auto_axes():
     partitioner = partitioner_of(policy='pad', mesh=EXPLICIT)
     assert partitioner.get_mesh_axes({'w': box((8,), 'mlp')}) == {'w': P('model')}
     with pytest.raises(ValueError, match=r"params/w.*'pad'.*Explicit.*'drop_axis'"):
@@ -168,12 +168,12 @@ def test_pad_takes_auto_axes():
 
 
 @pytest.mark.parametrize('policy', ['replicate', 'drop_axis'])
-def test_other_policies_take_explicit_axes(policy):
+def test_other_policies_work_with_explicit_axes(policy):
     partitioner = partitioner_of(policy=policy, mesh=EXPLICIT)
     assert partitioner.get_mesh_axes({'w': box((8, 7), 'embed', 'mlp')}) == {'w': P('data', None)}
 
 
-# Activations: `constrain` follows the policy of the rules around it.
+# Activations: `constrain` follows the policy of the rules in its context.
 
 WIDE = [('rows', None), ('width', ('data', 'model'))]
 INSIDE = {  # of 8 x 6, with the 6 over data 4 x model 2
@@ -184,7 +184,7 @@ INSIDE = {  # of 8 x 6, with the 6 over data 4 x model 2
 
 
 def assert_laid_out_inside(partitioner, spec, lay_out):
-    """What `lay_out` makes of an 8 x 6 activation inside a partitioned function."""
+    """Checks how `lay_out` shards an 8 x 6 activation inside a partitioned function."""
     seen = []
 
     def fn(x):
@@ -193,7 +193,9 @@ def assert_laid_out_inside(partitioner, spec, lay_out):
         return y * 2
 
     x = np.arange(48, dtype=np.float32).reshape(8, 6) / 48
-    np.testing.assert_allclose(partitioner.partition(fn, None, None)(x), np.tanh(x) * 2, rtol=1e-5)
+    y = partitioner.partition(fn, None, None)(x)
+    jax.effects_barrier()  # the callback may run after the call returns
+    np.testing.assert_allclose(y, np.tanh(x) * 2, rtol=1e-5)
     (found,) = seen
     assert found.is_equivalent_to(NamedSharding(partitioner.mesh, spec), 2)
 
@@ -206,7 +208,7 @@ def test_constrain_follows_the_policy_around_it(policy):
         assert_laid_out_inside(partitioner, INSIDE[policy], lay_out)
 
 
-def test_constrain_prefers_policies_of_its_own():
+def test_policies_given_to_constrain_win():
     names, rules = ('rows', 'width'), AxisRules(WIDE, on_indivisible='pad')
     partitioner = partitioner_of(WIDE, 'replicate')
     drop = lambda x: constrain(x, names, on_indivisible='drop_axis')  # noqa: E731
@@ -218,14 +220,14 @@ def test_constrain_prefers_policies_of_its_own():
     'names, message',
     [(('rows', 'width'), r'6 is not divisible by 8.*8, '), (('new', 'rows'), "no rule .*'new'")],
 )
-def test_constrain_without_a_policy_is_an_error(names, message):
+def test_constrain_raises_an_error_by_default(names, message):
     fn = partitioner_of(WIDE).partition(lambda x: constrain(x, names), None, None)
     with pytest.raises(ValueError, match=message):
         fn(np.ones((8, 6), np.float32))
 
 
-def test_a_padded_spec_constrains_to_what_it_is_inside():
-    """As a step does that lays out gradients by the axes of its parameters."""
+def test_a_padded_spec_constrains_to_its_inside():
+    """A step lays out gradients like this, by the specs of its parameters."""
     partitioner = partitioner_of(WIDE, 'pad')
     spec = partitioner.get_mesh_axes({'w': box((8, 6), 'rows', 'width')})['w']
     lay_out = lambda x: with_sharding_constraint(x, spec)  # noqa: E731

@@ -1,4 +1,4 @@
-"""Logical axis names -> PartitionSpec: T5X's and linen's tables, errors, reasons."""
+"""Rules map logical axis names to PartitionSpecs, as in T5X and linen, with errors and reasons."""
 
 import pickle
 
@@ -60,7 +60,7 @@ FOO_DATA = [('foo', 'data'), ('bar', 'model')]
         (FOO_DATA, ('foo', UNC, UNC, None, None), P('data', UNC, UNC, None, None)),
     ],
 )
-def test_tables(rules, names, expected):
+def test_specs_of_t5x_and_linen(rules, names, expected):
     assert logical_to_mesh_axes(names, rules, on_unmatched='replicate') == expected
 
 
@@ -85,7 +85,7 @@ def test_same_as_linen(names, place_of_none, rules):
     assert tuple(ours) == tuple(nn.logical_to_mesh_axes(names, rules))
 
 
-# Errors, each with the way out.
+# Errors, each with its solution.
 
 
 def test_unmatched_name():
@@ -94,7 +94,7 @@ def test_unmatched_name():
     message = str(error.value)
     assert "no rule for logical axis 'embd' of ('batch', 'embd')" in message
     assert "'embed'" in message  # the nearest name
-    assert "('embd', None)" in message  # the line to add
+    assert "('embd', None)" in message  # the rule to add
 
 
 def test_unmatched_name_with_nothing_near():
@@ -108,11 +108,11 @@ def test_name_on_two_dimensions():
         logical_to_mesh_axes(('foo', 'foo', 'baz'), PRIORITIES)
 
 
-def test_none_on_two_dimensions_is_fine():
+def test_none_may_name_two_dimensions():
     assert logical_to_mesh_axes((None, 'foo', None), PRIORITIES) == P(None, 'model', None)
 
 
-def test_rules_that_can_be_read_once_only():
+def test_rules_must_not_be_a_generator():
     with pytest.raises(ValueError, match='rule'):
         logical_to_mesh_axes(('foo', 'bar'), (rule for rule in PRIORITIES))
 
@@ -168,7 +168,7 @@ def test_policies_that_replicate():
     'names, policy', [(('new',), {'on_unmatched': 'eror'}), (('foo',), {'on_indivisible': 'eror'})]
 )
 def test_policies_that_do_not_exist(names, policy):
-    """A slip in a policy's name must not act as another policy."""
+    """A misspelt policy must not act as another policy."""
     with pytest.raises(ValueError, match='eror'):
         logical_to_mesh_axes(names, [('foo', 'model')], mesh={'model': 2}, shape=(2,), **policy)
 
@@ -214,7 +214,7 @@ def test_reason_of_a_rule_that_replicates():
 
 
 def test_reason_of_an_axis_of_size_one():
-    """The rule wins, and yet the dimension is whole on every device."""
+    """The rule wins, but the dimension is whole on every device."""
     (dim,) = resolve_axes(('a',), [('a', 'x')], mesh={'x': 1}, shape=(6,))
     assert dim.mesh_axes == 'x' and 'size 1' in dim.reason
 

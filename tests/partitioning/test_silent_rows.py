@@ -1,7 +1,6 @@
-"""What T5X fails at or passes over in silence, by names, rules, specs and states.
+"""Mistakes that T5X ignores or reports badly: here each works, or is an error with the solution.
 
-Each is an error here that says where, what and what to write instead, or it works. The rows that
-other files have (batch rules, constraints, keywords, most optimizers) are not repeated.
+Other files test batch rules, constraints, keywords and most optimizers.
 """
 
 import re
@@ -35,7 +34,7 @@ W = np.arange(64.0, dtype=np.float32).reshape(8, 8)
 
 @flax.struct.dataclass
 class T5XState:
-    """A state that names its axes itself, those of the optimizer too; None where it has none."""
+    """A state that names the axes of all its arrays itself, with None for those without names."""
 
     step: jax.Array
     params: dict
@@ -50,7 +49,7 @@ class T5XState:
 
 @flax.struct.dataclass
 class Parameters:
-    """The same without an optimizer, as T5X's states for inference."""
+    """A state without an optimizer that names its axes itself, like T5X's InferenceState."""
 
     params: dict
     names: AxisNames = flax.struct.field(pytree_node=False)
@@ -64,8 +63,8 @@ def nnx_state(names):
         return {'params': {'w': nnx.Param(jnp.asarray(W), out_sharding=names)}}
 
 
-# The ways to name the axes of params/w: for each, a function that makes the state.
-WAYS = {
+# Each front-end that can name the axes of params/w, with a function that makes the state.
+FRONT_ENDS = {
     'logical box': lambda names: {'params': {'w': nn.LogicallyPartitioned(W, names)}},
     'box': lambda names: {'params': {'w': nn.Partitioned(W, names)}},
     'params_axes': lambda names: {
@@ -75,58 +74,58 @@ WAYS = {
     'nnx variable': nnx_state,
     'path rule': lambda names: {'params': {'w': W}},
     'as_logical_axes': lambda names: Parameters({'w': W}, AxisNames(*names)),
-    'as_logical_axes, of specs': lambda names: Parameters({'w': W}, P(*names)),
+    'as_logical_axes with specs': lambda names: Parameters({'w': W}, P(*names)),
 }
-each_way = pytest.mark.parametrize('way', WAYS)
+each_front_end = pytest.mark.parametrize('front_end', FRONT_ENDS)
 
 
-def mesh_axes(way, names):
-    """What the partitioner makes of params/w."""
-    overrides = [('w', names)] if way == 'path rule' else ()
+def mesh_axes(front_end, names):
+    """The spec of params/w."""
+    overrides = [('w', names)] if front_end == 'path rule' else ()
     partitioner = PjitPartitioner(2, logical_axis_rules=RULES, params_axes_names_override=overrides)
-    axes = partitioner.get_mesh_axes(WAYS[way](names))
+    axes = partitioner.get_mesh_axes(FRONT_ENDS[front_end](names))
     params = axes.params if isinstance(axes, Parameters) else axes['params']
     (leaf,) = jax.tree.leaves(params, is_leaf=lambda x: isinstance(x, P))
     return leaf
 
 
-@each_way
-def test_names_with_rules(way):
-    """What the errors below are compared with works."""
-    assert mesh_axes(way, ('embed', 'mlp')) == P('data', 'model')
-    assert mesh_axes(way, ('heads', None)) == P(None, None)
+@each_front_end
+def test_correct_names(front_end):
+    """Correct names work; the tests below change one thing each."""
+    assert mesh_axes(front_end, ('embed', 'mlp')) == P('data', 'model')
+    assert mesh_axes(front_end, ('heads', None)) == P(None, None)
 
 
-@each_way
-def test_a_name_without_a_rule(way):
+@each_front_end
+def test_a_name_without_a_rule(front_end):
     with pytest.raises(ValueError) as error:
-        mesh_axes(way, ('embd', 'mlp'))
+        mesh_axes(front_end, ('embd', 'mlp'))
     message = str(error.value)
     assert 'params/w' in message and "'embd' of ('embd', 'mlp')" in message
     assert "Did you mean 'embed'?" in message and "('embd', None)" in message
 
 
-@each_way
+@each_front_end
 @pytest.mark.parametrize('names', [('embed',), ('heads', 'embed', 'mlp')])
-def test_too_few_or_too_many_names(way, names):
+def test_too_few_or_too_many_names(front_end, names):
     with pytest.raises(ValueError) as error:
-        mesh_axes(way, names)
+        mesh_axes(front_end, names)
     message = str(error.value)
     assert 'params/w' in message and str(names) in message and '(8, 8)' in message
     assert f'logical axes {names} has {len(names)} entr' in message
 
 
-@each_way
-def test_a_rule_to_an_axis_that_the_mesh_lacks(way):
+@each_front_end
+def test_a_rule_to_an_axis_that_the_mesh_lacks(front_end):
     with pytest.raises(ValueError) as error:
-        mesh_axes(way, ('stray', None))
+        mesh_axes(front_end, ('stray', None))
     message = str(error.value)
     assert 'params/w' in message and "('stray', 'expert')" in message
     assert 'the mesh is data 4 x model 2' in message
 
 
 def test_a_rule_of_the_batch_to_an_axis_that_the_mesh_lacks():
-    """Before a function is partitioned by it."""
+    """The error is raised before any function is partitioned."""
     partitioner = PjitPartitioner(2, logical_axis_rules=[('batch', 'dta')])
     with pytest.raises(ValueError, match=r"'dta'.*data 4 x model 2.*'data'"):
         partitioner.data_partition_spec  # noqa: B018
@@ -171,8 +170,8 @@ def test_a_mesh_axis_twice_in_a_chunk(partitioner, spec):
 
 
 @pytest.mark.parametrize('spec', [*TWICE, P('dta')])
-def test_specs_that_are_none(partitioner, spec):
-    """They are refused where they are given, with the path of the array they are for."""
+def test_invalid_specs(partitioner, spec):
+    """They are refused where they are passed, with the path of their array."""
     for resources in ((({'params': {'w': spec}},), None), (None, {'params': {'w': spec}})):
         with pytest.raises(ValueError, match='params/w'):
             partitioner.partition(lambda s: s, *resources)
@@ -180,7 +179,7 @@ def test_specs_that_are_none(partitioner, spec):
         partitioner.move_params_to_devices({'params': {'w': W}}, {'params': {'w': spec}})
 
 
-# Specs of another number of dimensions.
+# Specs with the wrong number of dimensions.
 
 LONG = P('data', None, None)
 
@@ -198,20 +197,19 @@ def test_specs_that_are_too_long(partitioner):
 
 
 @pytest.mark.parametrize('spec', [LONG, P('data', None, 'model')])
-def test_specs_that_are_too_long_for_the_parts_of_processes(partitioner, spec):
+def test_specs_that_are_too_long_for_chunks(partitioner, spec):
     with pytest.raises(ValueError):
         host_local_array_to_global_array({'w': W}, partitioner.mesh, {'w': spec})
 
 
-def test_specs_that_are_shorter_leave_the_rest_whole(partitioner):
-    """As everywhere in jax."""
+def test_shorter_specs_leave_the_other_dimensions_whole(partitioner):
     double = partitioner.partition(lambda s: s, ({'w': P('data')},), {'w': P('model')})
     placed = double({'w': W})['w']
     assert placed.sharding.is_equivalent_to(NamedSharding(partitioner.mesh, P('model', None)), 2)
     np.testing.assert_array_equal(placed, W)
 
 
-# States of T5X with optax, as its OptaxWrapper has them.
+# States of T5X with optax, like those of its OptaxWrapper.
 
 
 def t5x_state(tx, names):
@@ -221,7 +219,7 @@ def t5x_state(tx, names):
 
 @pytest.mark.parametrize('names', [AxisNames('embed', 'mlp'), P('embed', 'mlp')])
 def test_a_t5x_state_with_a_chain_of_optax(partitioner, names):
-    """Its tuples and named tuples are not taken for axis names."""
+    """Tuples in the state of optax are not mistaken for axis names."""
     state = t5x_state(optax.adam(1e-3), names)
     axes = partitioner.get_mesh_axes(state)
     assert axes.params == {'w': P('data', 'model')}
@@ -235,13 +233,13 @@ def test_a_t5x_state_with_a_chain_of_optax(partitioner, names):
     assert new.opt_state[0].mu['w'].addressable_shards[0].data.shape == (2, 4)
 
 
-def test_a_t5x_state_with_a_typo_says_which_array(partitioner):
+def test_the_error_of_a_t5x_state_names_the_array(partitioner):
     state = t5x_state(optax.adam(1e-3), AxisNames('embd', 'mlp'))
     with pytest.raises(ValueError, match=r"w.*'embd'.*'embed'"):
         partitioner.get_mesh_axes(state)
 
 
-REFUSED = {  # 'unregistered optax state type' in T5X; how many statistics are of the full shape
+REFUSED = {  # T5X: 'unregistered optax state type'; here with the number of full-shape statistics
     'adafactor': (lambda: optax.adafactor(1e-3), 1),
     'novograd': (lambda: optax.novograd(1e-3), 1),
     'amsgrad': (lambda: optax.amsgrad(1e-3), 3),
@@ -254,11 +252,11 @@ REFUSED = {  # 'unregistered optax state type' in T5X; how many statistics are o
 }
 
 
-@pytest.mark.parametrize('way', ['logical box', 'params_axes'])
+@pytest.mark.parametrize('front_end', ['logical box', 'params_axes'])
 @pytest.mark.parametrize('name', REFUSED)
-def test_optimizers_that_t5x_refuses(partitioner, name, way):
+def test_optimizers_that_t5x_refuses(partitioner, name, front_end):
     make, copies = REFUSED[name]
-    state = WAYS[way](('embed', 'mlp'))
+    state = FRONT_ENDS[front_end](('embed', 'mlp'))
     state['opt_state'] = jax.eval_shape(make().init, {'w': W})
     axes = partitioner.get_mesh_axes(state)['opt_state']
     assert jax.tree.structure(axes) == jax.tree.structure(state['opt_state'])
@@ -269,14 +267,14 @@ def test_optimizers_that_t5x_refuses(partitioner, name, way):
     )
 
 
-@pytest.mark.parametrize('way', ['logical box', 'params_axes'])
-def test_factored_statistics_are_sharded(way):
-    """Rows and columns of Adafactor hold a share, not all, of a device's bytes."""
+@pytest.mark.parametrize('front_end', ['logical box', 'params_axes'])
+def test_factored_statistics_are_sharded(front_end):
+    """Each device holds only a shard of the rows and columns of Adafactor."""
     shape = (256, 128)
     partitioner = PjitPartitioner(2, logical_axis_rules=standard_logical_axis_rules(2, 2))
     w = jnp.zeros(shape)
     state = {'params': {'w': nn.LogicallyPartitioned(w, ('embed', 'mlp'))}}
-    if way == 'params_axes':
+    if front_end == 'params_axes':
         state = {'params': {'w': w}, 'params_axes': {'w_axes': AxisMetadata(('embed', 'mlp'))}}
     state['opt_state'] = jax.eval_shape(optax.adafactor(1e-3).init, {'w': w})
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
@@ -296,8 +294,8 @@ def test_factored_statistics_are_sharded(way):
         (('stray', None), "('stray', 'expert')"),
     ],
 )
-def test_constraints_by_names_that_do_not_map(partitioner, names, message):
-    """On CPU, inside a partitioned function and under jax.set_mesh."""
+def test_constraints_by_wrong_names(partitioner, names, message):
+    """The error is raised on CPU too, in a partitioned function and under jax.set_mesh."""
     with pytest.raises(ValueError, match=re.escape(message)):
         partitioner.partition(lambda x: constrain(x, names), None, None)(W)
     with jax.set_mesh(partitioner.mesh), pytest.raises(ValueError, match=re.escape(message)):

@@ -1,0 +1,150 @@
+"""Every front-end gives the same spec, or refuses the same names.
+
+The front-ends are linen boxes, T5X's `params_axes`, nnx variables and path rules.
+"""
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from flax.linen.partitioning import AxisMetadata
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_resolution_properties import AXES, POLICIES, RULES, SIZES, cases
+
+from partitioning import AxisRules, PjitPartitioner, logical_to_mesh_axes
+
+pytestmark = pytest.mark.core
+
+
+@functools.cache
+def mesh_of(*sizes):
+    return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), tuple(AXES))
+
+
+SMALL_MESHES = [(2, 2, 2), (1, 4, 2), (3, 2, 1), (1, 1, 7), (2, 1, 3), (5, 1, 1)]
+
+
+def by_name(names, shape, rules, mesh):
+    return logical_to_mesh_axes(names, rules, mesh=mesh, shape=shape)
+
+
+def by_state(make_state, overrides=None):
+    def front_end(names, shape, rules, mesh):
+        path_rules = () if overrides is None else [(overrides, names)]
+        partitioner = PjitPartitioner(
+            mesh=mesh, logical_axis_rules=rules, params_axes_names_override=path_rules
+        )
+        state = make_state(jax.ShapeDtypeStruct(shape, jnp.float32), names)
+        axes = partitioner.get_mesh_axes(state)['params']['w']
+        return axes.get_value() if isinstance(axes, nnx.Variable) else axes
+
+    return front_end
+
+
+def variable(array, names):
+    with nnx.use_eager_sharding(False):
+        return {'params': {'w': nnx.Param(array, out_sharding=names)}}
+
+
+FRONT_ENDS = {
+    'linen': by_state(lambda x, names: {'params': {'w': nn.LogicallyPartitioned(x, names)}}),
+    'T5X': by_state(
+        lambda x, names: {'params': {'w': x}, 'params_axes': {'w_axes': AxisMetadata(names)}}
+    ),
+    'nnx': by_state(variable),
+    'path rules': by_state(lambda x, _: {'params': {'w': x}}, overrides='w'),
+}
+
+
+def answer(front_end, *args):
+    try:
+        return front_end(*args)
+    except ValueError:
+        return ValueError
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(), st.sampled_from(SMALL_MESHES), st.sampled_from(POLICIES), st.booleans())
+def test_every_front_end_has_the_same_answer(case, sizes, policy, lenient):
+    rules = AxisRules(case.rules, 'replicate' if lenient else 'error', policy)
+    args = (case.names, case.shape, rules, mesh_of(*sizes))
+    expected = answer(by_name, *args)
+    for name, front_end in FRONT_ENDS.items():
+        assert answer(front_end, *args) == expected, name
+
+
+@pytest.mark.parametrize('front_end', FRONT_ENDS)
+@pytest.mark.parametrize(
+    'names, shape',
+    [(('a',), (8, 8)), (('a', 'b', None), (8, 8)), (('a', 'a'), (8, 8)), (('g', None), (8, 8))],
+    ids=['too few', 'too many', 'twice', 'no rule'],
+)
+def test_every_front_end_refuses_wrong_names(front_end, names, shape):
+    rules = [('a', 'x'), ('b', 'y')]
+    mesh = mesh_of(2, 2, 2)
+    assert FRONT_ENDS[front_end](('a', 'b'), (8, 8), rules, mesh) == P('x', 'y')
+    with pytest.raises(ValueError, match='params/w'):
+        FRONT_ENDS[front_end](names, shape, rules, mesh)
+
+
+# Names of linen's Partitioned and of nnx may be mesh axes.
+
+
+def partitioned(array, names):
+    return {'params': {'w': nn.Partitioned(array, names)}}
+
+
+AXES_AS_NAMES = {'linen': by_state(partitioned), 'nnx': by_state(variable)}
+
+
+@pytest.mark.parametrize('front_end', AXES_AS_NAMES)
+@pytest.mark.parametrize(
+    'names, rules, expected',
+    [
+        (('x', None), [('a', 'y')], P('x', None)),
+        (('x', 'a'), [('a', 'y')], P('x', 'y')),
+        (
+            ('a', 'x'),
+            [('a', 'x'), ('a', 'z')],
+            P('z', 'x'),
+        ),  # a named axis is taken
+        (('x', 'a'), [('x', 'z'), ('a', 'x')], P('z', 'x')),  # with a rule it is a logical axis
+        (('x', 'y'), [('x', None)], P(None, 'y')),
+        ((('x', 'y'), 'a'), [('a', 'y'), ('a', 'z')], P(('x', 'y'), 'z')),
+    ],
+)
+def test_mesh_axes_as_names(front_end, names, rules, expected):
+    assert AXES_AS_NAMES[front_end](names, (8, 8), rules, mesh_of(2, 2, 2)) == expected
+
+
+@pytest.mark.parametrize('front_end', ['linen', 'T5X', 'path rules'])
+def test_logical_names_cannot_be_mesh_axes(front_end):
+    with pytest.raises(ValueError, match="no rule for logical axis 'x'"):
+        FRONT_ENDS[front_end](('x', None), (8, 8), [('a', 'y')], mesh_of(2, 2, 2))
+
+
+MIXED = st.lists(st.sampled_from([*'abc', *AXES]), unique=True, min_size=1, max_size=3).map(tuple)
+
+
+@settings(deadline=None, max_examples=100)
+@given(MIXED, RULES, st.sampled_from(SMALL_MESHES), st.data())
+def test_mesh_axes_as_names_have_the_same_answer_and_jax_accepts_it(names, rules, sizes, data):
+    shape = data.draw(st.tuples(*[SIZES] * len(names)))
+    policies = {'on_unmatched': 'replicate', 'on_indivisible': 'replicate'}
+    args = (names, shape, AxisRules(rules, **policies), mesh_of(*sizes))
+    spec = AXES_AS_NAMES['linen'](*args)
+    assert AXES_AS_NAMES['nnx'](*args) == spec
+    mesh = dict(zip(AXES, sizes, strict=True))
+    # Named mesh axes win over all rules, as if each had a rule at the start of the list.
+    named = [(name, name) for name in names if name in AXES]
+    logical = logical_to_mesh_axes(names, [*named, *rules], mesh=mesh, shape=shape, **policies)
+    assert spec == logical
+    NamedSharding(args[-1], spec).shard_shape(shape)
