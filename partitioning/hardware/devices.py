@@ -85,7 +85,7 @@ def places_of(devices: Sequence[JaxDevice]) -> np.ndarray:
 
     It is `(x, y, z, core)` on TPU, and `(rank of the process, rank by id in it)` elsewhere.
     """
-    if all(has_coords(device) for device in devices):
+    if has_coords(devices[0]):
         places = np.array([(*d.coords, d.core_on_chip) for d in devices], dtype=np.int64)
         return places - places.min(axis=0)
     rank = {process: i for i, process in enumerate(sorted({d.process_index for d in devices}))}

@@ -29,12 +29,14 @@ def granules_of(
     """
     if granule_size is not None:
         return _granules_of_size(devices, granule_size)
-    if process_is_granule is None and num_slices(devices) == 1:
-        process_is_granule = not has_coords(devices[0])
-    groups: dict[int, list[JaxDevice]] = collections.defaultdict(list)
-    for device in devices:
-        groups[device.process_index if process_is_granule else slice_of(device)].append(device)
-    return [groups[number] for number in sorted(groups)]
+    numbers = [slice_of(device) for device in devices]
+    by_default = len(set(numbers)) == 1 and not has_coords(devices[0])
+    if by_default if process_is_granule is None else process_is_granule:
+        numbers = [device.process_index for device in devices]
+    groups: dict[int, list[JaxDevice]] = {number: [] for number in sorted(set(numbers))}
+    for number, device in zip(numbers, devices, strict=True):
+        groups[number].append(device)
+    return list(groups.values())
 
 
 def _granules_of_size(devices: Sequence[JaxDevice], size: int) -> list[list[JaxDevice]]:

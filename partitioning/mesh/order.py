@@ -36,7 +36,7 @@ def order_devices(devices: Sequence[JaxDevice], axis_sizes: Sequence[int]) -> np
     TPUs span, their order follows a path that winds through the box.
     """
     shape = tuple(axis_sizes)
-    if not all(has_coords(d) for d in devices):
+    if not has_coords(devices[0]):
         by_process = sorted(devices, key=lambda d: (d.process_index, d.id))
         return as_array(by_process).reshape(shape)
     places = places_of(devices)
@@ -65,8 +65,8 @@ def best_grid(
     granules = granules_of(devices, granule_size=granule_size)
     if has_coords(devices[0]):
         check_same_size(granules)
-    if len({len(granule) for granule in granules}) > 1:
-        granules = [list(devices)]  # hosts of unequal size
+    if len(granules) == 1 or len({len(granule) for granule in granules}) > 1:
+        return order_devices(devices, sizes)
     within: list[int] = []
     left = len(granules[0])
     for size in reversed(sizes):
