@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from partitioning.hardware.chips import Chip
 
-# From NVIDIA's white paper of each architecture: compute capability; streaming multiprocessors, and
-# the float32 units and bytes of shared memory of each; bytes of second-level cache; boost clock in
-# GHz.
+# From NVIDIA's white papers: compute capability; streaming multiprocessors, and float32 units and
+# bytes of shared memory of each; bytes of second-level cache; boost clock in GHz.
 _ARCHITECTURES = {
     'a100': ((8, 0), 108, 64, 164 * 1024, 40 * 2**20, 1.41),
     'h100': ((9, 0), 132, 128, 228 * 1024, 50 * 2**20, 1.98),
