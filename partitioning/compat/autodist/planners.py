@@ -213,8 +213,8 @@ class Parallax(ServerPlanner, AllReducePlanner):
 class _Decision(NamedTuple):
     """What a planner decides: how many shards of which dimension, and who holds them."""
 
-    num_shards: Callable[[int], int]  # of a dimension of this size
     on_servers: Literal['all', 'sparse', 'none']  # The other gradients are all-reduced.
+    num_shards: Callable[[int], int] | None = None  # By size of the dimension; None cuts nothing.
     random_dimension: bool = False  # The default is dimension 0.
     first_server: bool = False  # The default is the least loaded one.
 
@@ -223,7 +223,7 @@ class _Decision(NamedTuple):
         dims = [0] if variable.shape else []
         if self.random_dimension and not variable.sparse:
             dims = [dim for dim, size in enumerate(variable.shape) if size > 1]
-        if not dims:
+        if not dims or self.num_shards is None:
             return None
         random = np.random.default_rng([seed, zlib.crc32(variable.name.encode())])
         cut = dims[random.integers(len(dims))]
@@ -232,19 +232,15 @@ class _Decision(NamedTuple):
         return PartitionerConfig(counts) if num_shards > 1 else None
 
 
-def _one(size: int) -> int:
-    return 1
-
-
 _DECISIONS: dict[type, _Decision] = {
-    PS: _Decision(_one, 'all', first_server=True),
-    PSLoadBalancing: _Decision(_one, 'all'),
-    PartitionedPS: _Decision(even_shards, 'all'),
-    UnevenPartitionedPS: _Decision(uneven_shards, 'all'),
-    AllReduce: _Decision(_one, 'none'),
-    PartitionedAR: _Decision(even_shards, 'none'),
-    RandomAxisPartitionAR: _Decision(even_shards, 'none', random_dimension=True),
-    Parallax: _Decision(_one, 'sparse'),
+    PS: _Decision('all', first_server=True),
+    PSLoadBalancing: _Decision('all'),
+    PartitionedPS: _Decision('all', even_shards),
+    UnevenPartitionedPS: _Decision('all', uneven_shards),
+    AllReduce: _Decision('none'),
+    PartitionedAR: _Decision('none', even_shards),
+    RandomAxisPartitionAR: _Decision('none', even_shards, random_dimension=True),
+    Parallax: _Decision('sparse'),
 }
 
 

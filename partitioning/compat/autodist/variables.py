@@ -172,7 +172,8 @@ class GraphConfig:
 
 _VARIABLE_KEYS = tuple(field.name for field in dataclasses.fields(Variable))
 _NODE_KEYS = tuple(f.name for f in dataclasses.fields(NodeConfig) if f.name != 'variable')
-_TYPES = {'sparse': bool, 'local_replication': bool, 'servers': list, 'groups': list}
+_TYPES: dict[str, type] = dict.fromkeys(('shape', 'servers', 'groups'), list)
+_TYPES |= dict.fromkeys(('sparse', 'local_replication'), bool)
 
 
 def row_of(node: NodeConfig) -> dict[str, Any]:
@@ -183,14 +184,13 @@ def row_of(node: NodeConfig) -> dict[str, Any]:
 
 def node_of(row: Any) -> NodeConfig:
     """What the row of a strategy file says; a row that is not valid raises ValueError."""
-    where = repr(row.get('name') if isinstance(row, Mapping) and row.get('name') else row)
-    check_object(where, row, (*_VARIABLE_KEYS, *_NODE_KEYS))
+    check_object('a row of "node_config"', row, (*_VARIABLE_KEYS, *_NODE_KEYS))
+    where = repr(row['name'])
     for key, kind in _TYPES.items():
         if not isinstance(row[key], kind):
             raise ValueError(f'{where}: "{key}" must be a {kind.__name__}, not {row[key]!r}')
-    shape = row['shape']
-    if not isinstance(shape, list) or not all(is_count(n) or n == 0 for n in shape):
-        raise ValueError(f'{where}: "shape" must be a list of sizes, not {shape!r}')
+    if not all(is_count(size) or size == 0 for size in row['shape']):
+        raise ValueError(f'{where}: "shape" must be a list of sizes, not {row["shape"]!r}')
     try:
         variable = Variable(**{key: row[key] for key in _VARIABLE_KEYS})
     except TypeError as error:

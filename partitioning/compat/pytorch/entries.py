@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -86,33 +86,29 @@ def placed(x: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(x, sharding)
 
 
-class PlannedModule(NamedTuple):
-    """A model to which the Sharders of a plan were applied, and its entries."""
+def resolve_entries(
+    plan: Mapping[str, Any], module: Any, mesh: Mesh, rules: AxisRules
+) -> tuple[Any, Plan]:
+    """Applies the Sharders of a plan, and resolves the layout of each array.
 
-    module: Any
-    entries: Mapping[Path, tuple[Any, str]]  # by path, each with the reason
-
-    def resolve(self, mesh: Mesh, rules: AxisRules) -> Plan:
-        """The layout of each array; see `ShardingPlan.resolve`."""
-
-        roles: dict[Role, Mapping[Path, Any]]
-        roles = {'parameters': parameters(self.module), 'other': buffers(self.module)}
-        rows = (
-            _row(path, x, self.entries.get(path), rules, mesh, role)
-            for role, arrays in roles.items()
-            for path, x in arrays.items()
-        )
-        return Plan(mesh, tuple(rows))
-
-
-def apply_entries(plan: Mapping[str, Any], module: Any, mesh: Mesh) -> PlannedModule:
-    """Finds the array of each entry and applies the Sharders; an nnx module is changed in place.
+    Returns:
+      The module with the results of the Sharders (an nnx module is changed in place), and the plan.
 
     Raises:
-      TypeError: if an entry is not a layout.
-      ValueError: if a path does not exist, if a layout is for a module, or if two entries are for
-        the same array.
+      TypeError, ValueError: as `ShardingPlan.resolve`.
     """
+    module, entries = _apply_sharders(plan, module, mesh)
+    rows: list[PlanRow] = []
+    roles: dict[Role, Any] = {'parameters': parameters(module), 'other': buffers(module)}
+    for role, arrays in roles.items():
+        rows += [_row(path, x, entries.get(path), rules, mesh, role) for path, x in arrays.items()]
+    return module, Plan(mesh, tuple(rows))
+
+
+def _apply_sharders(
+    plan: Mapping[str, Any], module: Any, mesh: Mesh
+) -> tuple[Any, Mapping[Path, tuple[Any, str]]]:
+    """The module with the results of the Sharders, and the entry of each array with its reason."""
     if not isinstance(plan, Mapping):
         raise TypeError(f'plan={plan!r} must map paths to layouts, {{"fc1/kernel": P(...)}}')
     if not isinstance(mesh, Mesh | AbstractMesh):
@@ -139,7 +135,7 @@ def apply_entries(plan: Mapping[str, Any], module: Any, mesh: Mesh) -> PlannedMo
             sharding = getattr(array_of(leaf), 'sharding', None)
             if isinstance(sharding, NamedSharding):
                 entries[*path, *below] = (sharding, f'{sharder} says so')
-    return PlannedModule(module, entries)
+    return module, entries
 
 
 def is_layout(entry: Any) -> bool:

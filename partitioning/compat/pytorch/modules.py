@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from partitioning.compat.pytorch.entries import apply_entries, check_mesh_of
+from partitioning.compat.pytorch.entries import check_mesh_of, resolve_entries
 from partitioning.compat.pytorch.sharding_plan import ShardingPlan
 from partitioning.compat.pytorch.trees import is_array, is_nnx_module, nnx_state, subtree
 from partitioning.constraints import lay_out
@@ -73,8 +73,8 @@ def shard_module(
     if outputs and is_nnx_module(module):
         _find_submodules(module, outputs)  # raises before anything is changed
     policies = AxisRules(rules or (), on_unmatched, on_indivisible)
-    planned = apply_entries(plan.plan, module, mesh)
-    made = _place(planned.module, planned.resolve(mesh, policies), mesh)
+    made, resolved = resolve_entries(plan.plan, module, mesh, policies)
+    made = _place(made, resolved, mesh)
     if outputs and is_nnx_module(made):
         _constrain_submodules(made, outputs, mesh, policies)
     return made

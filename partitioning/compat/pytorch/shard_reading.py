@@ -27,10 +27,6 @@ def array_from_shards(
 ) -> jax.Array:
     """Makes a sharded array of the shards of a tensor.
 
-    Usage:
-      shards = ChunkShardingSpec(0, range(3)).build_metadata((10, 16))
-      x = array_from_shards([(s, load(s.placement)) for s in shards], (10, 16), sharding)
-
     Args:
       blocks: each shard with its array, or with a function that reads the array. A process reads
         only the shards that its devices hold a part of, each once.

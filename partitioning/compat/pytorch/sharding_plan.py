@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from partitioning.compat.pytorch.entries import apply_entries, is_layout
+from partitioning.compat.pytorch.entries import is_layout, resolve_entries
 from partitioning.compat.pytorch.trees import is_nnx_module
 from partitioning.plan import Plan
 from partitioning.rules import AxisRules, LogicalAxisRules, OnIndivisible, OnUnmatched
@@ -93,7 +93,7 @@ class ShardingPlan:
             from flax import nnx  # already imported, because the module is an nnx module
 
             module = nnx.clone(module)  # Sharders change it in place
-        return apply_entries(self.plan, module, mesh).resolve(mesh, policies)
+        return resolve_entries(self.plan, module, mesh, policies)[1]
 
     def outputs(self) -> dict[Path, tuple[str, Any]]:
         """The name and the layout of each module of `output_plan`, by path.

@@ -103,10 +103,6 @@ def enable_manual_sharding(t: Any, mesh: Mesh | None, partition_spec: SpecLike) 
     """Lays out an array and returns its blocks, for functions that see one block each.
 
     The arguments and errors are those of `mark_sharding`.
-
-    Usage:
-      shards = enable_manual_sharding(x, mesh, (0, 1))
-      x = disable_manual_sharding(shards.apply(lambda block: block + 1))
     """
     mesh = mesh_or_global(mesh)
     if isinstance(t, PaddedArray):

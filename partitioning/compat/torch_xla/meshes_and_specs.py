@@ -69,9 +69,6 @@ def HybridMesh(
 ) -> Mesh:
     """Returns a mesh over one or several slices, with the device order of `create_hybrid_mesh`.
 
-    Usage:
-      mesh = HybridMesh(ici_mesh_shape=(2, 2), dcn_mesh_shape=(2, 1), axis_names=('data', 'model'))
-
     Args:
       ici_mesh_shape: the size of each axis inside a slice.
       dcn_mesh_shape: the number of slices along each axis; required if there are several slices.

@@ -105,10 +105,8 @@ def replication_groups(mesh: Mesh | None, partition_spec: SpecLike) -> list[list
 def group_assignment(mesh: Mesh | None, partition_spec: SpecLike) -> list[Any]:
     """Returns the numbers of the replication groups, nested like their tiles.
 
-    The list is empty if tiles have no replicas, or if the array is replicated.
-
-    Usage:
-      group_assignment(mesh, (0, None))  # over 4 x 2: [[0], [1], [2], [3]]
+    Over a 4 x 2 mesh, (0, None) gives [[0], [1], [2], [3]]. The list is empty if tiles have no
+    replicas, or if the array is replicated.
     """
     tiling = _tiling(mesh, partition_spec)
     if tiling.type != ShardingType.PARTIAL:
