@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
-from absl import logging
 from jax.sharding import AxisType, Mesh
 
 from partitioning.hardware import (
@@ -36,6 +36,7 @@ from partitioning.mesh.validation import (
 )
 from partitioning.rules import nearest
 
+_LOGGER = logging.getLogger(__name__)
 Order = Literal['best', 't5x']
 
 
@@ -180,7 +181,7 @@ class MeshConfig:
         if len(types) not in (1, len(names)):
             raise ValueError(_wrong_number_of_types(types, names))
         mesh = Mesh(grid, names, axis_types=types * (len(names) if len(types) == 1 else 1))
-        logging.info('mesh %s of %d devices', dict(mesh.shape), mesh.size)
+        _LOGGER.info('mesh %s of %d devices', dict(mesh.shape), mesh.size)
         return mesh
 
     def __repr__(self) -> str:

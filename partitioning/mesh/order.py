@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 
 import numpy as np
-from absl import logging
 
 from partitioning.hardware import (
     JaxDevice,
@@ -20,6 +20,7 @@ from partitioning.hardware import (
 )
 from partitioning.mesh.torus import Torus, mean_hops, ring_order, snake
 
+_LOGGER = logging.getLogger(__name__)
 TWO_CORES = ('TPU v2', 'TPU v3')  # each core is a device
 _TRAYS = ('TPU v5 lite', 'TPU v5e', 'TPU v6 lite', 'TPU7x')  # jax has special rings for them
 _LARGEST_TRAY = 32  # devices; for more, jax assigns whole dimensions only and has no rings
@@ -179,7 +180,7 @@ def _winding(
     devices: Sequence[JaxDevice], places: np.ndarray, bounds: tuple[int, ...]
 ) -> np.ndarray:
     """Orders the devices along a path that winds through their box."""
-    logging.warning(
+    _LOGGER.warning(
         '%d TPU devices do not fill the %s box that they span: their mesh winds through it, and '
         'its rings have detours',
         len(devices),
