@@ -23,8 +23,7 @@ import jax
 jax.config.update('jax_num_cpu_devices', 8)
 
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from partitioning import PjitPartitioner
 

@@ -1,42 +1,30 @@
 """Machines: devices and their coordinates, chips and their rates, and described topologies."""
 
-from partitioning.hardware.chips import CHIPS, Chip, chip_of, torus_wrap
-from partitioning.hardware.devices import (
-    HardwareMesh,
-    JaxDevice,
-    OtherMesh,
-    TpuMesh,
-    bounds_from_last_device,
-    check_devices,
-    get_coords,
-    has_coords,
-    num_slices,
-    places_of,
-    slice_bounds,
-    slice_of,
+from partitioning.hardware.chips import (
+    CHIPS as CHIPS,
+    Chip as Chip,
+    chip_of as chip_of,
+    torus_wrap as torus_wrap,
 )
-from partitioning.hardware.granules import granules_of
-from partitioning.hardware.topology import Topology, describe_topology, parse_topology
-
-__all__ = [
-    'CHIPS',
-    'Chip',
-    'HardwareMesh',
-    'JaxDevice',
-    'OtherMesh',
-    'Topology',
-    'TpuMesh',
-    'bounds_from_last_device',
-    'check_devices',
-    'chip_of',
-    'describe_topology',
-    'get_coords',
-    'granules_of',
-    'has_coords',
-    'num_slices',
-    'parse_topology',
-    'places_of',
-    'slice_bounds',
-    'slice_of',
-    'torus_wrap',
-]
+from partitioning.hardware.devices import (
+    HardwareMesh as HardwareMesh,
+    JaxDevice as JaxDevice,
+    OtherMesh as OtherMesh,
+    TpuMesh as TpuMesh,
+    bounds_from_last_device as bounds_from_last_device,
+    check_devices as check_devices,
+    get_coords as get_coords,
+    has_coords as has_coords,
+    num_slices as num_slices,
+    places_of as places_of,
+    slice_bounds as slice_bounds,
+    slice_of as slice_of,
+)
+from partitioning.hardware.granules import (
+    granules_of as granules_of,
+)
+from partitioning.hardware.topology import (
+    Topology as Topology,
+    describe_topology as describe_topology,
+    parse_topology as parse_topology,
+)

@@ -9,20 +9,16 @@ neighbours: device orders that suit a torus often give a process strided rows.
 """
 
 from partitioning.layout.arrays import (
-    global_to_local,
-    host_local_array_to_global_array,
-    local_to_global,
+    global_to_local as global_to_local,
+    host_local_array_to_global_array as host_local_array_to_global_array,
+    local_to_global as local_to_global,
 )
-from partitioning.layout.batch_rows import DataLayout, data_layout
-from partitioning.layout.chunker import Indivisible, LocalChunker, LocalChunkInfo
-
-__all__ = [
-    'DataLayout',
-    'Indivisible',
-    'LocalChunkInfo',
-    'LocalChunker',
-    'data_layout',
-    'global_to_local',
-    'host_local_array_to_global_array',
-    'local_to_global',
-]
+from partitioning.layout.batch_rows import (
+    DataLayout as DataLayout,
+    data_layout as data_layout,
+)
+from partitioning.layout.chunker import (
+    Indivisible as Indivisible,
+    LocalChunker as LocalChunker,
+    LocalChunkInfo as LocalChunkInfo,
+)

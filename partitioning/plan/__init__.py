@@ -5,34 +5,41 @@ state. `audit` says what devices hold, `findings` and `linting` what is suspicio
 whether arrays stay in place. `plan_file` is the file format and `difference` compares two plans.
 """
 
-from partitioning.plan.audit import Audit
-from partitioning.plan.building import build_plan
-from partitioning.plan.difference import Change, PlanDiff, diff
-from partitioning.plan.findings import Finding
-from partitioning.plan.linting import lint
-from partitioning.plan.matching import check_mesh, impose_plan, suffixes
-from partitioning.plan.plan import InitProgram, Plan
-from partitioning.plan.rows import PlanRow, make_row
-from partitioning.plan.rule_set import RuleSet
-from partitioning.plan.tables import Table, shape_str, text_table
-
-__all__ = [
-    'Audit',
-    'Change',
-    'Finding',
-    'InitProgram',
-    'Plan',
-    'PlanDiff',
-    'PlanRow',
-    'RuleSet',
-    'Table',
-    'build_plan',
-    'check_mesh',
-    'diff',
-    'impose_plan',
-    'lint',
-    'make_row',
-    'shape_str',
-    'suffixes',
-    'text_table',
-]
+from partitioning.plan.audit import (
+    Audit as Audit,
+)
+from partitioning.plan.building import (
+    build_plan as build_plan,
+)
+from partitioning.plan.difference import (
+    Change as Change,
+    PlanDiff as PlanDiff,
+    diff as diff,
+)
+from partitioning.plan.findings import (
+    Finding as Finding,
+)
+from partitioning.plan.linting import (
+    lint as lint,
+)
+from partitioning.plan.matching import (
+    check_mesh as check_mesh,
+    impose_plan as impose_plan,
+    suffixes as suffixes,
+)
+from partitioning.plan.plan import (
+    InitProgram as InitProgram,
+    Plan as Plan,
+)
+from partitioning.plan.rows import (
+    PlanRow as PlanRow,
+    make_row as make_row,
+)
+from partitioning.plan.rule_set import (
+    RuleSet as RuleSet,
+)
+from partitioning.plan.tables import (
+    Table as Table,
+    shape_str as shape_str,
+    text_table as text_table,
+)

@@ -115,7 +115,7 @@ def _row_from_json(row: Any, mesh: Mapping[str, int]) -> PlanRow:
     path = row['path']
     check_keys(path, row, _ROW_KEYS, _ROW_KEYS)
     shape, dimensions = row['shape'], row['dimensions']
-    if not isinstance(shape, list) or not all(is_count(n) or n == 0 for n in shape):
+    if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
         raise ValueError(f'{path}: "shape" must be a list of sizes, not {shape!r}')
     if not isinstance(dimensions, list) or len(dimensions) != len(shape):
         raise ValueError(

@@ -13,34 +13,26 @@ on first use.
 """
 
 from partitioning.state.boxes import (
-    Parameter,
-    Path,
-    array_leaves,
-    key_names,
-    nbytes,
-    path_str,
-    shape_of,
-    unbox,
+    Parameter as Parameter,
+    Path as Path,
+    array_leaves as array_leaves,
+    key_names as key_names,
+    nbytes as nbytes,
+    path_str as path_str,
+    shape_of as shape_of,
+    unbox as unbox,
 )
-from partitioning.state.path_names import PathRules, check_path_rules, override_params_axes_names
-from partitioning.state.train_state import TrainState
-from partitioning.state.traversal import Leaf, Role, get_logical_axes, walk
-
-__all__ = [
-    'Leaf',
-    'Parameter',
-    'Path',
-    'PathRules',
-    'Role',
-    'TrainState',
-    'array_leaves',
-    'check_path_rules',
-    'get_logical_axes',
-    'key_names',
-    'nbytes',
-    'override_params_axes_names',
-    'path_str',
-    'shape_of',
-    'unbox',
-    'walk',
-]
+from partitioning.state.path_names import (
+    PathRules as PathRules,
+    check_path_rules as check_path_rules,
+    override_params_axes_names as override_params_axes_names,
+)
+from partitioning.state.train_state import (
+    TrainState as TrainState,
+)
+from partitioning.state.traversal import (
+    Leaf as Leaf,
+    Role as Role,
+    get_logical_axes as get_logical_axes,
+    walk as walk,
+)

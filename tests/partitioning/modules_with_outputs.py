@@ -6,8 +6,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from partitioning import create_mesh
 from partitioning.compat.pytorch import ShardingPlan, constrain_outputs, shard_module

@@ -8,8 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.training import train_state
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from partitioning import PaddedSpec, PjitPartitioner, TrainState, create_mesh
 from partitioning.compat.autodist import (

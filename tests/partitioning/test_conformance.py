@@ -7,8 +7,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from small_models import (
     FRONT_ENDS,
     PARAMETERS,

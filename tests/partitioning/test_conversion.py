@@ -9,10 +9,8 @@ from boxed_states import KEY, RULES, box, partitioner_of
 from flax import nnx
 from flax.core import freeze
 from flax.linen import partitioning as t5x
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from hypothesis import given, settings, strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from partitioning import (
     LogicallyPartitioned,

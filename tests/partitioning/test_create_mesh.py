@@ -8,8 +8,7 @@ import random
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType
 from mock_devices import cpus, gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
 

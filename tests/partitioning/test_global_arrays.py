@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from mock_devices import mesh_of_processes
 
 from partitioning import PjitPartitioner, host_local_array_to_global_array

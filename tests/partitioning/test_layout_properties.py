@@ -6,8 +6,7 @@ import math
 import layout_oracle
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import NamedSharding
 from layout_oracle import check_chunks, check_rows
 from mock_devices import mesh_of_processes

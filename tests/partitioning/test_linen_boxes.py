@@ -7,8 +7,7 @@ import optax
 import pytest
 from boxed_states import RULES, box, partitioner_of, spec_of
 from flax import nnx
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 from partitioning import (
     TrainState,

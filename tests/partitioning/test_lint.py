@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from partitioning import (
     AxisNames,
@@ -19,8 +18,7 @@ from partitioning import (
     resolve_axes,
     unbox,
 )
-from partitioning.plan import Finding, RuleSet
-from partitioning.plan import lint as lint_rule_set
+from partitioning.plan import Finding, RuleSet, lint as lint_rule_set
 
 pytestmark = pytest.mark.core
 

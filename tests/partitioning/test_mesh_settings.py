@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
 
 from partitioning import MeshConfig, PjitPartitioner

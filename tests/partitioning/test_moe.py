@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
 
 from partitioning import MeshConfig, MoePjitPartitioner, PjitPartitioner

@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from modules_with_outputs import MESH, TOP, Block, X, has_spec, tower, under_jit
 
 from partitioning import create_mesh

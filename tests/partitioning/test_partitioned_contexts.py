@@ -5,8 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from test_partitioned import RULES, rows
 
 from partitioning import BasePjitPartitioner, PjitPartitioner, PjittedFnWithContext

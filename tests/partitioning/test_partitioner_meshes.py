@@ -5,8 +5,7 @@ import dataclasses
 import flax.linen as nn
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from mock_devices import gpus, ids, tpu_slices, tpus
 
 from partitioning import (

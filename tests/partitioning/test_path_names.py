@@ -10,8 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.linen.partitioning import AxisMetadata
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 from partitioning import (

@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from plans_by_hand import MESH, TREE, planned, read
 
 from partitioning import PaddedSpec, PjitPartitioner, Plan, TrainState, create_mesh, diff

@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.linen.partitioning import AxisMetadata
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from test_resolution_properties import AXES, POLICIES, RULES, SIZES, cases
 
 from partitioning import AxisRules, PjitPartitioner, logical_to_mesh_axes

@@ -12,8 +12,7 @@ import math
 
 import flax.linen as nn
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import AbstractMesh, NamedSharding
 
 from partitioning import AxisRules, logical_to_mesh_axes, resolve_axes

@@ -5,8 +5,7 @@ import pickle
 import flax.linen as nn
 import jax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 from partitioning import (

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from planned_models import ENTRIES, MESH, ONE, RULES, ByData, params, resolve
 
 from partitioning import PjitPartitioner

@@ -7,8 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from planned_models import MESH
 
 from partitioning import PjitPartitioner, TrainState, create_mesh

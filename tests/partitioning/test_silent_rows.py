@@ -14,8 +14,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.linen.partitioning import AxisMetadata
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from partitioning import (
     AxisNames,

@@ -8,8 +8,7 @@ import optax
 import pytest
 from flax.core import unfreeze
 from flax.linen.partitioning import param_with_axes, variable_with_axes
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from train_states import (
     KERNEL,
     NAMES,

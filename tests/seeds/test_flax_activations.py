@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 from boxed_states import XY, partitioner_of
 from flax.linen.spmd import RulesFallback
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from partitioning import AxisRules, constrain, create_mesh
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from boxed_states import KEY, XY, of_xy, ones
 from flax import errors
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import partitioning
 from partitioning import (

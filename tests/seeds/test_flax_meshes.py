@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from boxed_states import KEY, XY, OneArray, of_xy, ones, partitioner_of
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from partitioning import (
     LogicallyPartitioned,

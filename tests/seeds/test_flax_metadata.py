@@ -11,8 +11,7 @@ from boxed_states import KEY, ones, partitioner_of
 from flax import nnx
 from flax.linen import partitioning as t5x
 from flax.nnx.training import optimizer as nnx_optimizer
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from partitioning import (
     AxisNames,

@@ -3,8 +3,7 @@
 import jax
 import pytest
 from boxed_states import KEY, OneArray, box, ones
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from partitioning import (
     AxisRules,

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from mock_devices import mesh_of_processes
 
 from partitioning import LocalChunker, PaddedSpec, PjitPartitioner, create_mesh

@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from mock_devices import mesh_of_processes, tpu_slices, tpus, v3_4x4
 
 from partitioning import (

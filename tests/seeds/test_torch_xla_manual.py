@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from xla_meshes import SHUFFLED, mesh_of, refuses, xy_mesh
 
 from partitioning.compat.torch_xla import (

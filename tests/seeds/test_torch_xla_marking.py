@@ -5,10 +5,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from xla_meshes import IN_ORDER, SHUFFLED, TYPES, explicit, mesh_of, refuses, xy_mesh
-from xla_meshes import bounds_by_device as bounds
+from jax.sharding import NamedSharding, PartitionSpec as P
+from xla_meshes import (
+    IN_ORDER,
+    SHUFFLED,
+    TYPES,
+    bounds_by_device as bounds,
+    explicit,
+    mesh_of,
+    refuses,
+    xy_mesh,
+)
 
 from partitioning import constrain, create_mesh, with_sharding_constraint
 from partitioning.compat.torch_xla import (

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from mock_devices import SliceDevice, cpus, ids, tpu_slices, tpus, v3_4x4
 from xla_meshes import IN_ORDER, mesh_of, refuses, xy_mesh
 

@@ -3,10 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from hypothesis import given, settings, strategies as st
+from jax.sharding import NamedSharding, PartitionSpec as P
 from mock_devices import mesh_of_processes
 from xla_meshes import IN_ORDER, SHUFFLED, bounds_by_device, mesh_of, refuses, xy_mesh
 

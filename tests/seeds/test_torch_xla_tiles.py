@@ -5,10 +5,8 @@ import math
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from mock_devices import MockDevice
 from xla_meshes import IN_ORDER, mesh_of, refuses, xy_mesh
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from described_machines import assert_each_device_once, ids
 from hop_counter import fewest_weighted, hops_of_axis, mean_hops, weighted
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh
 from jax_orders import JAX_HYBRID_ORDERS, JAX_ORDERS
 from mock_devices import tpu_slices, tpus

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import pytest
 from described_machines import MACHINES, described, ids, needs_libtpu
 from jax.experimental import topologies
-from jax.sharding import NamedSharding, SingleDeviceSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from mock_devices import tpus
 
 import partitioning

@@ -13,8 +13,7 @@ from absl.testing import flagsaver
 from rich.console import Console
 
 from partitioning.rules import as_tuple
-from train import __main__ as command_line
-from train import machine
+from train import __main__ as command_line, machine
 from train.config import load_config
 from train.config.load import REPOSITORY
 from train.console import RunConsole

@@ -5,8 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from train.data import ByteTokenizer, SpanCorruption
 from train.data.rows.span_corruption import Corruption, CorruptSpans

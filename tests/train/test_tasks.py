@@ -6,8 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from train.data import ByteTokenizer, CausalLM, Mixture, SpanCorruption
 from train.data.text.sources import Records

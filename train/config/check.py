@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import gin
-from gin import config as gin_internals
-from gin import config_parser
+from gin import config as gin_internals, config_parser
 
 from partitioning.rules import nearest
 from train.config.parse import Reference, Statement
