@@ -1,12 +1,12 @@
-"""Dispatch: a call of a partitioned function beside the raw `jax.jit` of the same function.
+"""The time of a call of a partitioned function, compared with `jax.jit` of the same function.
 
 Run: python benchmarks/dispatch.py [--rounds 4000]
 
-Eight virtual CPU devices, mesh data 4 x model 2, states of 10 and 500 leaves, a step that only
-reads its state and one that donates it. The callables take turns in a random order, and the ratio
-is that of the medians. `jax.jit` runs twice, as two functions: the partitioned call is compared
-with both together, and the ratio of one to the other is the noise of the measurement. The arrays
-are tiny, so the time is that of the call.
+It uses eight virtual CPU devices (mesh data 4 x model 2), states of 10 and 500 leaves, a step
+that only reads its state, and a step that donates it. The functions are called in random order.
+`jax.jit` is measured as two separate functions: the column `ratio` divides the median time of the
+partitioned function by the median of both together, and `noise` divides the medians of the two by
+each other. The arrays are tiny, so the time is that of the call alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def update(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def compare(leaves: int, donate: bool, rounds: int) -> list[float]:
-    """Median seconds of a call: partitioned, raw (both), raw (one), raw (the other)."""
+    """Returns the median seconds of a call: partitioned, both raw functions, and each of them."""
     partitioner = PjitPartitioner(num_partitions=2)
     spec = P('data', 'model')
     fn, out_spec = (update, spec) if donate else (read, P())
@@ -72,8 +72,8 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     gc.disable()
     print(
-        f'jax {jax.__version__}, {jax.device_count()} devices, medians of {rounds} calls '
-        f'(10 leaves) and {rounds // 3} (500)'
+        f'jax {jax.__version__}, {jax.device_count()} devices, medians of {rounds:,} calls with 10 '
+        f'leaves and {rounds // 3:,} calls with 500 leaves'
     )
     print(f'{"leaves":>6}  {"step":<9}  {"partitioned":>12}  {"jax.jit":>10}  ratio  noise')
     for leaves in (10, 500):

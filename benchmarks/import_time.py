@@ -4,8 +4,8 @@ Run: python benchmarks/import_time.py [--rounds 15]
 
 `import partitioning` loads a module only when one of its names is used, so the first use,
 `from partitioning import PjitPartitioner`, is measured too. Each statement runs in a fresh
-interpreter, the statements take turns, and the ratios are ratios of medians. The time is that of
-the statement; the memory is the peak of the process after it.
+interpreter, and the statements alternate. `seconds` is the median time of the statement, and
+`peak MiB` is the median peak memory of the process. The ratios are relative to `import jax`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def measure(statement: str) -> tuple[float, float]:
     code = _CODE.format(statement=statement)
     out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
     seconds, peak = out.stdout.split()
-    unit = 1 if sys.platform == 'darwin' else 1024  # ru_maxrss: bytes there, KiB elsewhere
+    unit = 1 if sys.platform == 'darwin' else 1024  # macOS reports ru_maxrss in bytes, Linux in KiB
     return float(seconds), float(peak) * unit / 2**20
 
 

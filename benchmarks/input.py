@@ -5,14 +5,15 @@
 The text is the source code of Python's standard library, about 12 MB. Batches of 32 rows of 1,024
 tokens are read on the host, without devices. The tokenizers are bytes and a SentencePiece model of
 8,000 tokens trained on the same text. The rows are cut from the stream, packed from documents, or
-made by span corruption. Each figure is a median of rounds that alternate with those of the peers:
+made by span corruption. Two peers are measured in alternation, and all figures are medians:
 
   rows     a grain.DataLoader with a shuffling IndexSampler over the same rows of our token index
-  text     the same over the files, each tokenized when it is read, and cut or padded to a row
+  text     a grain.DataLoader over the files, which tokenizes each file when it reads it, and cuts
+           or pads it to one row
 
-Only tokens with weight count; the last column is their share, and the rest is padding. The second
-table shows how long a step waits for its batch, at the rate at which one host of each kind would
-train a model of 8 B parameters.
+Tokens per second count only tokens with weight. The last column is their share of all tokens; the
+rest is padding. The second table simulates hosts that train a model of 8 B parameters, and shows
+the fraction of the time that their steps wait for batches.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ from train.data import (
 
 LENGTH, BATCH, STEPS, ROUNDS = 1024, 32, 60, 5
 SOURCE = python_library()
-# The share of the peak that well-tuned runs of this size reach.
+# The fraction of the peak FLOP/s that well-tuned runs of this size reach.
 MODEL_FLOPS_UTILIZATION = 0.5
 FLOPS_PER_TOKEN = 6 * 8.0e9
 
 
 class Documents:
-    """Rows made from files when they are read: each file is tokenized, and cut or padded."""
+    """Rows made while reading: each file is tokenized, and cut or padded to one row."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -101,7 +102,7 @@ def train_sentencepiece(folder: Path) -> SentencePieceTokenizer:
 
 
 def ours(task: Any) -> Callable[[], Iterator[dict[str, np.ndarray]]]:
-    """Local batches of a task, read by as many threads as a Feed has."""
+    """Returns a function that iterates over local batches of a task, with the threads of a Feed."""
     rows = task.training(seed=0)
     batches = LocalBatches(rows, BATCH, tuple(range(BATCH)))
     options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
@@ -109,7 +110,7 @@ def ours(task: Any) -> Callable[[], Iterator[dict[str, np.ndarray]]]:
 
 
 def data_loader(source: Any) -> Callable[[], Iterator[dict[str, np.ndarray]]]:
-    """A plain DataLoader over a source of rows."""
+    """Returns a function that iterates over batches of a plain DataLoader."""
 
     def batches() -> Iterator[dict[str, np.ndarray]]:
         sampler = grain.samplers.IndexSampler(len(source), shuffle=True, seed=0, num_epochs=None)
@@ -126,7 +127,7 @@ def data_loader(source: Any) -> Callable[[], Iterator[dict[str, np.ndarray]]]:
 
 
 def rate(make: Callable[[], Iterator[dict[str, np.ndarray]]], steps: int) -> tuple[float, float]:
-    """Reads batches, and returns (tokens with weight per second, their share of all tokens)."""
+    """Returns the tokens with weight per second, and their share of all tokens."""
     batches = make()
     next(batches)
     started, counted, places = time.perf_counter(), 0.0, 0
@@ -172,12 +173,12 @@ def throughput(cache: str, tokenizers: dict[str, Tokenizer]) -> None:
 
 
 def waiting(cache: str) -> None:
-    """Prints the share of the time that steps wait, for hosts that train an 8 B model."""
+    """Prints the fraction of the time that steps wait, for hosts that train an 8 B model."""
     partitioner = PjitPartitioner(num_partitions=2)
     task = CausalLM(source=SOURCE, cache_dir=cache, packing='pack').open(8192)
     rows = task.training(seed=0)
     indices = partitioner.get_data_layout(8).row_indices
-    print(f'\n{"host that trains 8 B":32}{"tokens/s":>14}{"input wait":>14}')
+    print(f'\n{"host training an 8 B model":32}{"tokens/s":>14}{"input wait":>14}')
     hosts = {'v5p': 4, 'v6e': 8, 'h100': 8, 'tpu7x': 4, 'b200': 8}
     for kind, chips in hosts.items():
         flops = CHIPS[kind].peak_flops * chips * MODEL_FLOPS_UTILIZATION

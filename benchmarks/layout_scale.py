@@ -2,12 +2,16 @@
 
   python benchmarks/layout_scale.py
 
-The meshes have axes (data, 8) and 64 to 8,192 synthetic processes of 4 devices each, so that two
-processes read the same rows; there are 4 rows per shard. Measured for each mesh, in seconds: the
-chunker of one process; the data layouts of all processes; the chunkers of all processes with their
-chunks of a matrix that is sharded over both axes; and what one process needs when it starts, which
-is its own chunker and data layout. The peer is `NamedSharding.devices_indices_map` of the same
-batch. Both are measured in turn, and the medians are printed.
+The meshes have the shape (data, 8) and 64 to 8,192 synthetic processes of 4 devices each, so two
+processes read the same rows. Each data shard has 4 rows. For each mesh, it measures four things:
+
+  chunker       the chunker of one process
+  all layouts   the data layouts of all processes
+  all chunks    the chunks that all processes hold of a matrix sharded over both axes
+  own start     what one process computes when it starts: its own chunker and data layout
+
+The peer is `NamedSharding.devices_indices_map` of the same batch. All are measured in alternation,
+and the medians are printed.
 """
 
 from __future__ import annotations
@@ -87,7 +91,7 @@ OURS = {
 
 
 def compare(processes: int) -> tuple[list[float], float]:
-    """The medians of our functions and of the peer, each call on a mesh that is not cached."""
+    """Returns the median seconds of our functions and of the peer, on uncached meshes."""
     devices = np.empty(processes * DEVICES_PER_PROCESS, object)
     for i in range(devices.size):
         devices[i] = SyntheticDevice(i, i // DEVICES_PER_PROCESS)
@@ -97,7 +101,9 @@ def compare(processes: int) -> tuple[list[float], float]:
 
     def seconds(work: Callable[[Mesh, int], Any]) -> float:
         turn = next(turns)
-        mesh = Mesh(grid, (f'data{turn}', f'model{turn}'))  # New names: no cache knows this mesh.
+        mesh = Mesh(
+            grid, (f'data{turn}', f'model{turn}')
+        )  # New axis names, so no cache contains this mesh.
         gc.collect()
         start = time.perf_counter()
         work(mesh, batch)
@@ -109,8 +115,8 @@ def compare(processes: int) -> tuple[list[float], float]:
 
 
 def main() -> None:
-    """Prints the seconds, the microseconds per process, and how the time grows."""
-    compare(PROCESSES[0])  # Imports and compilations happen here.
+    """Prints the seconds, the microseconds per process, and the exponent of the growth."""
+    compare(PROCESSES[0])  # The first call also imports modules, so it is not measured.
     results = {processes: compare(processes) for processes in PROCESSES}
     header = ''.join(f'  {name:>14}' for name in OURS)
     print('measured: seconds, and in parentheses the ratio to jax')
@@ -129,7 +135,7 @@ def main() -> None:
     }
     exponents['jax'] = math.log(last_peer / first_peer) / growth
     listed = ', '.join(f'{name} {exponent:.2f}' for name, exponent in exponents.items())
-    print(f'from {few:,} to {many:,} processes, time grows with the power of: {listed}')
+    print(f'exponent of the growth of time from {few:,} to {many:,} processes: {listed}')
 
 
 if __name__ == '__main__':

@@ -15,21 +15,23 @@ from absl import app, flags, logging
 from train.errors import first_line
 
 _GIN_FILE = flags.DEFINE_multi_string(
-    'gin_file', [], 'A gin file. Repeat the flag for more; later files override earlier ones.'
+    'gin_file', [], 'A gin file. Repeat the flag to add files; later files override earlier ones.'
 )
 _GIN_BINDINGS = flags.DEFINE_multi_string(
-    'gin_bindings', [], 'A binding that overrides the files. --gin.NAME=value is a short form.'
+    'gin_bindings',
+    [],
+    'A gin binding, which overrides the files. --gin.NAME=value is the short form.',
 )
 _SEARCH_PATHS = flags.DEFINE_multi_string(
     'gin_search_paths', [], 'Folders with gin files and includes, separated by commas.'
 )
 _ALLOW = flags.DEFINE_multi_string(
-    'gin_allow', [], 'Your own packages that gin files may name, separated by commas.'
+    'gin_allow', [], 'Your own packages that gin files may import, separated by commas.'
 )
 _CPU_DEVICES = flags.DEFINE_integer(
     'cpu_devices',
     None,
-    'Number of virtual devices on a machine with only a CPU (8).',
+    'Number of virtual devices on a machine with only a CPU. The default is 8.',
     lower_bound=1,
 )
 _MULTIHOST = flags.DEFINE_bool(
@@ -86,7 +88,7 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, TypeError) and 'In call to configurable' in str(error):
         missing = str(error).split('\n')[0].partition(' missing ')[2]
         name = str(error).partition("In call to configurable '")[2].partition("'")[0]
-        return f'{name} is missing {missing}: set it in a gin file' if missing else None
+        return f'{name} lacks {missing}: set each in a gin file' if missing else None
     if not isinstance(error, ValueError | OSError | FloatingPointError):
         return None
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
@@ -96,6 +98,21 @@ def explain(error: Exception) -> str | None:
     # gin appends lines that name the configurable it was calling.
     message = str(error).split('\n  In call to configurable')[0]
     return ' '.join(message.split())
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """Returns the arguments that are not flags, and exits with one line if a flag is invalid."""
+    try:
+        return flags.FLAGS(argv)
+    except flags.UnrecognizedFlagError as error:
+        line = (
+            f'unknown flag --{error.flagname}: settings are written --gin.NAME=value, and '
+            'python -m train --help lists all flags'
+        )
+    except flags.Error as error:
+        line = f'{first_line(error)}; see python -m train --help'
+    print(f'error: {line}', file=sys.stderr)
+    sys.exit(2)
 
 
 def main(argv: list[str]) -> int:
@@ -121,4 +138,4 @@ def main(argv: list[str]) -> int:
 
 if __name__ == '__main__':
     logging.set_verbosity(logging.WARNING)
-    app.run(main, argv=rewrite_gin_flags(sys.argv))
+    app.run(main, argv=rewrite_gin_flags(sys.argv), flags_parser=parse_flags)

@@ -26,7 +26,7 @@ class CheckpointConfig:
     Attributes:
       period: the number of steps between two checkpoints. 0 saves only at the end of the run.
       keep: the number of newest checkpoints to keep. None keeps all.
-      steps: steps to save in addition to those of the period.
+      steps: additional steps after which to save a checkpoint.
     """
 
     period: int = 1000
@@ -52,7 +52,7 @@ class RestoreConfig:
 
     Attributes:
       path: in mode 'specific', one checkpoint, `<model_dir>/checkpoints/<step>`; in mode 'latest',
-        the folder of a run or of its checkpoints, whose newest complete checkpoint is restored.
+        the folder of a run or of its checkpoints; the newest complete checkpoint is restored.
       mode: 'latest' or 'specific'.
     """
 
@@ -95,8 +95,8 @@ class RestoreConfig:
         step = int(path.name) if self.mode == 'specific' else max(steps, default=None)
         if step not in steps:
             raise ConfigError(
-                f'{self.setting} {path} is not a complete checkpoint; {folder} has complete '
-                f'checkpoints of the steps {steps}'
+                f'{self.setting} {path} is not a complete checkpoint; the complete checkpoints in '
+                f'{folder} are of the steps {", ".join(map(str, steps)) or "(none)"}'
             )
         return folder, step
 
@@ -108,7 +108,7 @@ class RestoreConfig:
 def complete_steps(directory: Path) -> list[int]:
     """Returns the steps of complete checkpoints, in ascending order.
 
-    Orbax takes every directory with a number for a name for a checkpoint. This function skips those
+    Orbax treats every directory whose name is a number as a checkpoint. This function skips those
     without the metadata that a finished save writes.
     """
     if not directory.is_dir():
@@ -183,7 +183,7 @@ class Checkpoints:
             raise self._damaged(step, error) from error
 
     def _check(self, step: int, abstract_state: Any, prefix: str = '') -> None:
-        """Compares the checkpoint with the state, before the restore makes processes wait."""
+        """Compares the checkpoint with the state, before `restore` makes processes wait."""
         with raise_on_all_processes():
             try:
                 self._compare(step, abstract_state, prefix)
@@ -193,9 +193,9 @@ class Checkpoints:
                 raise self._damaged(step, error) from error
 
     def _damaged(self, step: int, error: Exception) -> ConfigError:
-        hint = 'delete it to resume from the one before'
+        hint = 'delete it to resume from the previous checkpoint'
         if self._restored_by is not None:
-            hint = f'set {self._restored_by} to another one'
+            hint = f'set {self._restored_by} to another checkpoint'
         return ConfigError(
             f'checkpoint {self.directory / str(step)} is damaged ({first_line(error)}): {hint}'
         )
@@ -205,7 +205,7 @@ class Checkpoints:
         return step in self._steps or (bool(self._period) and step % self._period == 0)
 
     def save(self, step: int, state: Any) -> None:
-        """Starts to save a state. Writing continues while training does."""
+        """Starts to save a state. Files are written in the background while training continues."""
         if step in self._manager.all_steps() and not _is_complete(self.directory / str(step)):
             self._manager.delete(step)  # An earlier save did not finish.
         if step not in self._manager.all_steps():
@@ -233,7 +233,7 @@ class Checkpoints:
             first, setting = differing[0], self._restored_by or 'MODEL_DIR'
             raise ConfigError(
                 f'checkpoint {self.directory / str(step)} belongs to another model or optimizer: '
-                f'{len(differing)} arrays differ. The first is {first}: '
+                f'{len(differing):,} arrays differ. The first is {first}: '
                 f'{saved.get(first, "absent")} in the checkpoint, {wanted.get(first, "absent")} in '
                 f'this run. Use the settings it was trained with, or another {setting}'
             )

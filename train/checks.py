@@ -1,4 +1,4 @@
-"""Checks of a run's settings, made before the run costs anything."""
+"""Checks of a run's settings, made before anything is compiled or written."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def check_batch(partitioner: BasePartitioner, batch_size: int, num_microbatches:
     parts = partitioner.data_mesh_size * num_microbatches
     if batch_size % parts:
         raise ConfigError(
-            f'batch_size {batch_size} does not divide into {num_microbatches} microbatches over a '
+            f'batch_size {batch_size} cannot be split into {num_microbatches} microbatches over a '
             f'data axis of size {partitioner.data_mesh_size}: use a multiple of {parts}'
         )
 
@@ -204,8 +204,9 @@ def check_steps_left(restore: RestoreConfig, restored_step: int, total_steps: in
     if restored_step >= total_steps:
         raise ConfigError(
             f'total_steps is {total_steps}, but the checkpoint of {restore.setting} '
-            f'{restore.path} is already at step {restored_step}, and its steps count: use '
-            f'{restored_step + total_steps} to train for {total_steps} more steps'
+            f'{restore.path} is already at step {restored_step}, which counts '
+            f'towards total_steps: use {restored_step + total_steps} to train for {total_steps} '
+            'more steps'
         )
 
 

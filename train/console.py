@@ -39,7 +39,7 @@ class RunConsole:
         quiet = jax.process_index() != 0
         self._console = console or Console(highlight=False, quiet=quiet)
         if not self._console.is_terminal:
-            self._console.width = 160  # Without a terminal, rows need not fit a screen.
+            self._console.width = 160  # In a file or a pipe, the rows of a table may be long.
         self._progress: Progress | None = None
 
     @property
@@ -48,8 +48,9 @@ class RunConsole:
         return self._console.is_terminal
 
     def say(self, message: str, style: str | None = None) -> None:
-        """Prints one line without interpreting its markup."""
-        self._console.print(Text(message, style=style or ''))
+        """Prints one line without interpreting its markup. Only a terminal wraps it."""
+        text = Text(message, style=style or '')
+        self._console.print(text, soft_wrap=not self.is_terminal)
 
     def heading(self, title: str) -> None:
         """Prints a heading."""
@@ -152,7 +153,7 @@ class RunConsole:
         self._console.print(table)
 
     def audit(self, audit: Audit) -> None:
-        """Prints what a device holds of the state, and how far that is from an even split."""
+        """Prints the bytes of the state per device, and how far they exceed an even split."""
         roles = ', '.join(f'{role} {format_bytes(size)}' for role, size in audit.by_role.items())
         above = audit.replicated_bytes_per_device
         even = audit.bytes_per_device - above

@@ -42,7 +42,7 @@ class LossConfig:
       z_loss: the coefficient of the squared log-normalizer of the softmax, added for each target.
       label_smoothing: the part of a target's probability that is spread over all other tokens.
       divisor: 'weights' divides by the number of targets that count, 'targets' by the number of all
-        targets including padding, and a number by itself.
+        targets including padding, and a number divides by that number.
     """
 
     z_loss: float = 0.0
@@ -148,7 +148,7 @@ def make_train_step(
         another and summed in float32 before the update.
       data_spec: the PartitionSpec of the batch, which microbatches keep.
       loss: the loss to minimize, by default `LossConfig()`.
-      weight_metrics: whether the metrics include those of every parameter.
+      weight_metrics: whether to add the metrics of every parameter, see `per_parameter_metrics`.
     """
     loss = loss or LossConfig()
     tx = optimizer.build()

@@ -69,10 +69,10 @@ def train(
         no checkpoint. By default, a run starts from new parameters.
       loss: the loss to minimize, by default `LossConfig()`, the cross-entropy.
       num_microbatches: the number of parts of a batch that are computed one after another.
-      weight_metrics: whether the training metrics include those of every parameter.
+      weight_metrics: whether to add the metrics of every parameter to the training metrics.
       log_period: the number of steps between records of training metrics.
       seed: the seed of the initial parameters, the order of the data, and dropout.
-      sample: the text to generate at the end. By default, there is none.
+      sample: the text to generate at the end. By default, no text is generated.
       prefetch: how far ahead of the steps batches are read, by default `Prefetch()`.
 
     Returns:
@@ -91,7 +91,7 @@ def train(
     data_spec = partitioner.data_partition_spec
     console.mesh(partitioner.mesh)
 
-    # ---- input: rows by index, of which each step reads its batch
+    # ---- input: rows with random access; each step reads its batch by index
     with console.tokenizing() as progress, raise_on_all_processes():
         for each in (task, *(eval_tasks or {}).values()):
             checks.check_vocabulary(model, each.num_tokens)
@@ -196,7 +196,7 @@ def train(
         evaluator.evaluate(eval_step, state.params, first_step)
 
     # ---- loop
-    # A save that has begun is finished, whatever ends the loop.
+    # However the loop ends, a save that has begun is completed.
     with (
         closing(saved),
         closing(writer),

@@ -1,4 +1,4 @@
-"""Global batches of real data: which rows each device holds, byte for byte."""
+"""Reports which rows of real global batches the devices of a process hold, by hash."""
 
 import hashlib
 from contextlib import closing
@@ -13,7 +13,7 @@ from train.data.text.sources import Records
 
 BATCH, LENGTH, SEED = 16, 32, 11
 MODEL_SIZES = (1, 4)  # meshes of 8 devices: 8x1 and 2x4
-# (first step, steps): a run from its beginning, one that resumes, and one far away.
+# (first step, number of steps): a new run, a resumed run, and a run that is very far.
 RUNS = ((0, 3), (2, 1), (100_000, 1))
 
 
@@ -39,7 +39,7 @@ def run(folder):
 
 
 def tasks(folder):
-    """Tasks whose token indices the processes share: the first process that needs one builds it."""
+    """Returns tasks whose token indices the processes share. The first to need one builds it."""
 
     def source(name):
         rng = np.random.default_rng(list(name.encode()))
@@ -55,7 +55,7 @@ def tasks(folder):
 
 
 def hash_row(row):
-    """A hash of the arrays of one row, with their names and dtypes."""
+    """Returns a hash of the arrays of one row, with their names and dtypes."""
     digest = hashlib.blake2b(digest_size=8)
     for name in sorted(row):
         digest.update(f'{name} {row[name].dtype} {row[name].shape} '.encode() + row[name].tobytes())
@@ -63,7 +63,7 @@ def hash_row(row):
 
 
 def _held_rows(batch):
-    """The global number and hash of every row that the devices of this process hold."""
+    """Returns the global number and hash of every row that the devices of this process hold."""
     copies = {}
     for name, array in batch.items():
         assert array.shape[0] == BATCH
@@ -75,6 +75,6 @@ def _held_rows(batch):
 
 
 def _weighted_sum(array):
-    """An integer that changes if rows or elements change their places."""
+    """Returns an integer that changes if rows or elements are reordered."""
     places = jnp.arange(array.size, dtype=jnp.int32).reshape(array.shape)
     return jnp.sum(array.astype(jnp.int32) * (places % 127 + 1))

@@ -1,4 +1,4 @@
-"""What happens if only one of two processes fails, or reads other data, before a run starts."""
+"""Failures before a run starts in only one of two processes, or data that differs between them."""
 
 import inspect
 from pathlib import Path
@@ -18,7 +18,7 @@ from train.train import train
 
 
 def run(index, folder):
-    """Reports the error of every failure in this process, or None."""
+    """Reports the error that this process raises in each case, or None."""
     folder = Path(folder)
     if index == 0:
         (folder / 'checkpoints/3').mkdir(parents=True)
@@ -28,7 +28,7 @@ def run(index, folder):
     return {
         'nobody fails': error_of(fail, index, None),
         'second fails': error_of(fail, index, ConfigError('no file matches')),
-        'second fails otherwise': error_of(fail, index, OSError('no such thing')),
+        'second fails with an OSError': error_of(fail, index, OSError('no such thing')),
         'same data': error_of(compare_data, ['a', 'b']),
         'different data': error_of(compare_data, ['a', 'b' if index else 'c']),
         'different steps': error_of(check_same_step, index),
@@ -37,7 +37,7 @@ def run(index, folder):
 
 
 def failing_runs(index, folder):
-    """The errors of runs for which the folder or the checkpoint of one process is wrong."""
+    """Returns the errors of runs in which one process has a wrong folder or checkpoint."""
     config = TransformerConfig(
         vocab_size=264,
         num_layers=1,

@@ -1,4 +1,4 @@
-"""Meshes of all devices, as one process sees them."""
+"""Reports the meshes of all devices that one process makes."""
 
 import jax.numpy as jnp
 
@@ -27,7 +27,7 @@ def run(count):
 
 
 def sum_over_all_devices():
-    """A sum that the processes compute together, of an array that each computes its shards of."""
+    """Returns a sum over a global array. Each process computes its own shards of the array."""
     partitioner = PjitPartitioner(num_partitions=2)
     spec = partitioner.data_partition_spec
     rows = partitioner.partition(lambda: jnp.arange(8.0), None, spec)()

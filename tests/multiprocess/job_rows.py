@@ -1,7 +1,7 @@
-"""Rows of the batch on meshes of many device orders: each process feeds and reads back its own.
+"""Each process feeds its rows of a batch and reads them back, on meshes of many device orders.
 
-Each process checks its own arrays; an AssertionError here fails the test that started it. The rows
-that it must hold come from the places of its devices, see layout_oracle.
+Each process checks its own arrays. An AssertionError here fails the test that started the process.
+The expected rows follow from the positions of its devices; see layout_oracle.
 """
 
 import jax
@@ -28,14 +28,14 @@ def run(count, index):
         'rolled 4x2': [7, 0, 1, 2, 3, 4, 5, 6],
         'mixed 2x4': [3, 0, 7, 5, 1, 6, 2, 4],
     }
-    partitioners = {f'of jax {8 // n}x{n}': PjitPartitioner(num_partitions=n) for n in (1, 2, 4)}
+    partitioners = {f'default {8 // n}x{n}': PjitPartitioner(num_partitions=n) for n in (1, 2, 4)}
     for name, order in orders.items():
         shape = tuple(map(int, name.split()[-1].split('x')))
         grid = np.array([devices[i] for i in order]).reshape(shape)
         partitioners[name] = PjitPartitioner(mesh=Mesh(grid, ('data', 'model')))
     meshes = {name: check_mesh(one, index) for name, one in partitioners.items()}
     few = Mesh(np.array([d for d in devices if d.process_index == 0]), ('data',))
-    return {'meshes': meshes, 'errors': errors_of_a_mesh_without_us(few) if index else []}
+    return {'meshes': meshes, 'errors': errors_of_a_mesh_without_this_process(few) if index else []}
 
 
 def check_mesh(partitioner, index):
@@ -65,7 +65,7 @@ def check_mesh(partitioner, index):
 
 
 def check_spec(partitioner, spec, index):
-    """Checks a batch over other axes, and columns that are sharded as well."""
+    """Checks a batch that is sharded over other axes or by columns, too."""
     rows = list(check_rows(partitioner.mesh, spec[0] or (), BATCH)[index])
     array = partitioner.to_global(KNOWN[rows], BATCH, spec)
     assert_holds(array, KNOWN)
@@ -97,7 +97,7 @@ def check_numbers_of_rows(partitioner, mine, index):
             raise AssertionError('a wrong number of rows was accepted')
 
 
-def errors_of_a_mesh_without_us(mesh):
+def errors_of_a_mesh_without_this_process(mesh):
     """The errors of a process that has no device of the mesh."""
     errors = []
     for call in (

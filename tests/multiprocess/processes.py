@@ -1,4 +1,4 @@
-"""Starts processes that work together, and collects what they report."""
+"""Starts several processes at the same time, and collects their reports."""
 
 import contextlib
 import json
@@ -11,12 +11,12 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 HERE = Path(__file__).parent
-HANG_SECONDS = 1200  # Long enough for any load: it only ends processes that wait forever.
+HANG_SECONDS = 1200  # Far longer than any job takes; it only ends processes that hang.
 
 
 @contextlib.contextmanager
 def reserved_port():
-    """A port that no other program gets while the context is open.
+    """Reserves a port, which no other program gets while the context is open.
 
     The socket that reserves it never listens. It allows other sockets of this user on the port,
     as the socket of jax's coordinator does, so that the coordinator can bind it.
@@ -46,7 +46,7 @@ def run_together(commands, **environment):
                 )
                 processes.append(process)
             with ThreadPoolExecutor(len(processes)) as pool:
-                futures = [pool.submit(_raise_if_it_fails, process) for process in processes]
+                futures = [pool.submit(_wait_for_success, process) for process in processes]
                 done, pending = wait(futures, HANG_SECONDS, FIRST_EXCEPTION)
                 failed = [i for i, f in enumerate(futures) if f in done and f.exception()]
                 _kill(processes)
@@ -73,11 +73,11 @@ def run_worker(count, folder):
 
 
 def report_path(folder, index):
-    """Where a worker writes its report: stdout also has lines of the collectives."""
+    """Returns the file of a worker's report. Its stdout also contains lines of the collectives."""
     return Path(folder) / f'report {index}.json'
 
 
-def _raise_if_it_fails(process):
+def _wait_for_success(process):
     if process.wait() != 0:
         raise RuntimeError
 

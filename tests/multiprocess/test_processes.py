@@ -1,4 +1,4 @@
-"""Real JAX processes, 2, 4 and 8 of them with 8 devices in all: they see one mesh and one batch."""
+"""2, 4 and 8 real JAX processes with 8 devices in total see the same meshes and batches."""
 
 import functools
 
@@ -10,7 +10,7 @@ from processes import run_worker
 
 @pytest.fixture(scope='module')
 def reports_of(tmp_path_factory):
-    """What each of N processes reports of all jobs; N processes are started only once."""
+    """A function from N to the reports of N processes, which are started only once."""
 
     @functools.cache
     def run(count):
@@ -57,8 +57,8 @@ def test_a_sum_over_all_devices_is_right(reports):
 # Rows.
 
 
-def test_every_row_has_a_reader_and_every_shard_one_first_reader(reports):
-    """The workers check their own rows; here, all of them must agree."""
+def test_every_row_is_read_and_each_shard_has_exactly_one_first_host(reports):
+    """Each worker checks its own rows; this test checks that all workers report the same."""
     rows_of_meshes = [report['rows']['meshes'] for report in reports]
     assert len(rows_of_meshes[0]) == 6
     assert all(rows == rows_of_meshes[0] for rows in rows_of_meshes)
@@ -71,20 +71,20 @@ def test_every_row_has_a_reader_and_every_shard_one_first_reader(reports):
         assert sorted(firsts) == sorted(shards), name
 
 
-def test_the_orders_are_strided_and_shared_as_intended(reports):
-    """Otherwise, the checks of the rows would test only the easy case."""
+def test_the_device_orders_include_strided_and_shared_rows(reports):
+    """Without such orders, the checks of the rows would cover only contiguous rows."""
     count, layouts = len(reports), reports[0]['rows']['meshes']
     rows = {name: [rows for _, _, *rows in of.values()] for name, of in layouts.items()}
     strided = {name for name, of in rows.items() if any(r[-1] - r[0] >= len(r) for r in of)}
-    assert not any(name.startswith('of jax') for name in strided)
+    assert not any(name.startswith('default') for name in strided)
     assert ('strided 8x1' in strided) == (count < 8)  # One device has contiguous rows.
     shared = sum(len(r) for r in {tuple(r) for r in rows['rolled 4x2']}) > 16
     assert shared == (count < 8)
     # 'data' has size 2 and 'model' size 4: half of the processes read the same rows.
-    assert all(rows['of jax 2x4'].count(r) == count // 2 for r in rows['of jax 2x4'])
+    assert all(rows['default 2x4'].count(r) == count // 2 for r in rows['default 2x4'])
     # 'data' has size 4: each process reads its part of the rows, in order.
     shards = min(count, 4)
-    shard_ids = [shard_id for shard_id, *_ in layouts['of jax 4x2'].values()]
+    shard_ids = [shard_id for shard_id, *_ in layouts['default 4x2'].values()]
     assert shard_ids == [index * shards // count for index in range(count)]
 
 
@@ -104,7 +104,7 @@ def test_a_process_without_devices_of_a_mesh_gets_an_error(reports):
 
 @pytest.fixture(scope='module')
 def alone(folder):
-    """What one process with 8 devices, which is this one, holds of every batch."""
+    """The rows of every batch that this process, which has all 8 devices, holds alone."""
     return job_batches.run(folder)
 
 
@@ -134,7 +134,7 @@ def assert_batches_are(expected, batches_of_processes):
         assert [row for _, row in sorted(set(copies))] == expected[name, int(step)], key
 
 
-def test_one_process_has_the_rows_of_the_task(alone, expected):
+def test_one_process_holds_the_rows_of_the_task(alone, expected):
     assert_batches_are(expected, [alone])
     sums = {key: total for key, _, total in alone}
     assert len(set(sums.values())) >= len(expected), 'sums tell batches apart'
@@ -143,7 +143,7 @@ def test_one_process_has_the_rows_of_the_task(alone, expected):
     assert len(rows) > 0.9 * sum(map(len, expected.values())), 'batches differ from step to step'
 
 
-def test_several_processes_have_the_same_rows_and_sums_as_one(reports, alone, expected):
+def test_several_processes_hold_the_same_rows_and_sums_as_one(reports, alone, expected):
     assert_batches_are(expected, [report['batches'] for report in reports])
     sums = {key: total for key, _, total in alone}
     for report in reports:
@@ -153,16 +153,16 @@ def test_several_processes_have_the_same_rows_and_sums_as_one(reports, alone, ex
 # Failures.
 
 
-def test_if_one_process_fails_the_other_says_which(reports_of):
+def test_if_one_process_fails_the_other_names_it(reports_of):
     first, second = (report['failures'] for report in reports_of(2))
     for name in ('nobody fails', 'same data'):
         assert first[name] is None and second[name] is None
     assert second['second fails'] == 'ConfigError: no file matches'
     assert first['second fails'] == 'ConfigError: process 1 failed: no file matches'
-    assert second['second fails otherwise'] == 'OSError: no such thing'
-    assert first['second fails otherwise'] == 'ConfigError: process 1 failed: no such thing'
+    assert second['second fails with an OSError'] == 'OSError: no such thing'
+    assert first['second fails with an OSError'] == 'ConfigError: process 1 failed: no such thing'
     for one in (first, second):
-        assert 'processes [1] read other data' in one['different data']
+        assert 'processes [1] read different' in one['different data']
     assert first['different steps'] == second['different steps']
     assert '[0, 1]' in first['different steps']
 

@@ -1,4 +1,4 @@
-"""A run of two real processes from the command line gives the same result as a run of one."""
+"""`python -m train` with two real processes gives the same results as with one process."""
 
 import json
 import sys
@@ -35,7 +35,7 @@ def records(model_dir):
     ]
 
 
-def test_two_processes_train_and_evaluate_like_one_which_resumes_them(tmp_path):
+def test_two_processes_train_like_one_and_one_process_resumes_their_run(tmp_path):
     with reserved_port() as port:
         joint = ['--cpu_devices=4', f'--coordinator_address=127.0.0.1:{port}', '--process_count=2']
         _, first, second = run_together(
@@ -47,7 +47,7 @@ def test_two_processes_train_and_evaluate_like_one_which_resumes_them(tmp_path):
     assert 'step 4/4' in first
     assert 'step' not in second, 'only the first process logs'
 
-    # One process resumes what two have saved: other shardings, the same state.
+    # One process resumes the checkpoint of two: the shardings differ, and the state is the same.
     [resumed] = run_together([command(tmp_path / 'two', 5)])
     assert 'resumed from step 4' in resumed
     one, two = records(tmp_path / 'one'), records(tmp_path / 'two')

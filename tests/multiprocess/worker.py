@@ -1,8 +1,8 @@
-"""One of several JAX processes with 8 CPU devices in all: runs every job, and reports the results.
+"""Runs every job as one of several JAX processes with 8 CPU devices in total.
 
   python worker.py <port of process 0> <number of processes> <index> <folder>
 
-One start serves all jobs, because most of the time of a job is the start of its processes.
+All jobs share one start of the processes, because the start takes most of the time.
 """
 
 import json
@@ -18,7 +18,7 @@ def main():
     jax.config.update('jax_cpu_collectives_implementation', 'gloo')
     jax.distributed.initialize(f'127.0.0.1:{port}', count, index)
 
-    # These import jax, whose devices must be configured first.
+    # These modules use jax's devices, so they are imported after the configuration.
     import job_batches
     import job_failures
     import job_meshes

@@ -1,4 +1,4 @@
-"""The machines that these tests describe, and the facts known about them."""
+"""The machines that these tests describe, and the facts that each description must contain."""
 
 import contextlib
 import dataclasses
@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from partitioning import Topology, describe_topology
 
 
-def _cuda_plugin_fits() -> bool:
-    """Whether jax would load the plugin, whose version must be that of jaxlib."""
+def _has_cuda_plugin() -> bool:
+    """Whether jax can load the plugin. Its version must equal the version of jaxlib."""
     for package in ('jax-cuda13-plugin', 'jax-cuda12-plugin'):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(package) == importlib.metadata.version('jaxlib')
@@ -24,11 +24,11 @@ def _cuda_plugin_fits() -> bool:
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec('libtpu') is None,
-    reason='libtpu, which describes TPUs, is not installed',
+    reason='describing TPUs needs libtpu, which is not installed',
 )
 needs_cuda_plugin = pytest.mark.skipif(
-    not _cuda_plugin_fits(),
-    reason="jax's CUDA plugin, which describes GPUs, is not installed in jaxlib's version",
+    not _has_cuda_plugin(),
+    reason="describing GPUs needs jax's CUDA plugin in the version of jaxlib",
 )
 
 
@@ -75,12 +75,12 @@ PARTITIONS = (1, 2, 4, 8, 16, 32)
 
 @functools.cache
 def described(name: str, slices: int = 1) -> Topology:
-    """A description, which all tests share."""
+    """Describes a machine once; all tests share the description."""
     return describe_topology(name, num_slices=slices)
 
 
 def ids(mesh: Mesh) -> list:
-    """The device ids of a mesh as nested lists, numbered from 0 in each described slice."""
+    """Returns the device ids of a mesh as nested lists. Each described slice starts at 0."""
     return np.vectorize(lambda d: d.id % 100_000, otypes=[int])(mesh.devices).tolist()
 
 

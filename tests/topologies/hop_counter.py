@@ -1,4 +1,4 @@
-"""An independent count of hops, one pair of devices at a time, and a bound on the fewest hops."""
+"""Counts hops independently, pair by pair, and computes a lower bound on the hops of a mesh."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Wrap = tuple[bool, ...]
 
 
 def hops_between(a, b, bounds: Sequence[int], wrap: Sequence[bool]) -> int:
-    """The number of links on the shortest way from one chip of a slice to another."""
+    """Returns the number of links on the shortest path between two chips of a slice."""
     hops = 0
     for dimension in range(3):
-        there = (b.coords[dimension] - a.coords[dimension]) % bounds[dimension]
+        distance = (b.coords[dimension] - a.coords[dimension]) % bounds[dimension]
         if wrap[dimension]:
-            hops += min(there, bounds[dimension] - there)
+            hops += min(distance, bounds[dimension] - distance)
         else:
             hops += abs(b.coords[dimension] - a.coords[dimension])
     return hops
 
 
 def steps(grid: np.ndarray, axis: int) -> Iterator[tuple]:
-    """The pairs of neighbours in all rings along an axis, including the last and the first."""
+    """Yields the neighbours in all rings along an axis, including the pair of last and first."""
     for start in itertools.product(*(range(n) for i, n in enumerate(grid.shape) if i != axis)):
         ring = [grid[(*start[:axis], i, *start[axis:])] for i in range(grid.shape[axis])]
         for i, device in enumerate(ring):
@@ -37,7 +37,7 @@ def steps(grid: np.ndarray, axis: int) -> Iterator[tuple]:
 def hops_of_axis(
     grid: np.ndarray, axis: int, bounds: Sequence[int], wrap: Sequence[bool]
 ) -> list[int]:
-    """The hops of every step along an axis that stays within a slice."""
+    """Returns the hops of every step along an axis, except steps between slices."""
     return [
         hops_between(a, b, bounds, wrap)
         for a, b in steps(grid, axis)
@@ -46,13 +46,13 @@ def hops_of_axis(
 
 
 def mean_hops(grid: np.ndarray, bounds: Sequence[int], wrap: Sequence[bool]) -> list[float]:
-    """The mean hops of each axis of a mesh of one slice."""
+    """Returns the mean hops of each axis of a mesh in one slice."""
     found = [hops_of_axis(grid, axis, bounds, wrap) for axis in range(grid.ndim)]
     return [sum(hops) / len(hops) for hops in found]
 
 
 def networks(mesh: Mesh, axis: int) -> str:
-    """ICI, DCN or both, from the slices of the two ends of each step."""
+    """Returns the networks that the steps along an axis use: ICI, DCN or both."""
     if mesh.devices.shape[axis] == 1:
         return '-'
     crossings = {
@@ -63,7 +63,7 @@ def networks(mesh: Mesh, axis: int) -> str:
 
 
 def weighted(means: Sequence[float], shape: Sequence[int]) -> float:
-    """The weighted sum over the axes: each weighs four times as much as the axis before it."""
+    """Returns the weighted sum of mean hops. Each axis weighs four times as much as the last."""
     cost, weight = 0.0, 1.0
     for mean, size in zip(reversed(means), reversed(shape), strict=True):
         cost += weight * mean
@@ -71,22 +71,23 @@ def weighted(means: Sequence[float], shape: Sequence[int]) -> float:
     return cost
 
 
-# The fewest hops of meshes made of boxes, from a lower bound on closed tours.
+# A lower bound on the hops of meshes whose axes are boxes of the torus.
 
 
 @functools.cache
 def fewest_hops(box: Sizes, strides: Sizes, bounds: Sizes, wrap: Wrap, cores: int) -> int:
-    """A lower bound on the hops of any ring through a box.
+    """Returns a lower bound on the hops of any ring through a box of devices.
 
-    It crosses each dimension there and back, or once around it. And to come to all places that
-    differ only along the dimensions of dear steps, it needs one dear step for each of those.
+    A ring crosses each dimension twice, or once if the dimension wraps around. In addition, take
+    all dimensions whose steps cost at least some price. Devices that differ only along these
+    dimensions can be reached only by such expensive steps, so the ring needs one for each of them.
 
     Args:
-      box: places along x, y, z and the cores of a chip.
-      strides: the distance between them along each.
-      bounds: of the slice in chips, then its cores a chip.
-      wrap: whether x, y and z close to a ring.
-      cores: index of the dimension whose steps cost nothing.
+      box: the number of devices along x, y, z and the cores of a chip.
+      strides: the distance between neighbours of the box along each dimension.
+      bounds: the size of the slice in chips, followed by the cores per chip.
+      wrap: whether links close x, y and z to rings.
+      cores: the index of the dimension of the cores, whose steps cost nothing.
     """
     dimensions = [d for d, size in enumerate(box) if size > 1]
     step = {d: 0 if d == cores else _shorter(strides[d], bounds[d], wrap[d]) for d in dimensions}
@@ -95,31 +96,31 @@ def fewest_hops(box: Sizes, strides: Sizes, bounds: Sizes, wrap: Wrap, cores: in
         around = wrap[d] and box[d] * strides[d] == bounds[d]
         moves[d] = min(box[d], 2 * (box[d] - 1)) if around else 2 * (box[d] - 1)
     for price in sorted(set(step.values()), reverse=True):
-        dear = [d for d in dimensions if step[d] >= price]
-        needed = math.prod(box[d] for d in dear)
-        cheapest = min(dear, key=lambda d: step[d])
-        moves[cheapest] += max(0, needed - sum(moves[d] for d in dear))
+        expensive = [d for d in dimensions if step[d] >= price]
+        needed = math.prod(box[d] for d in expensive)
+        cheapest = min(expensive, key=lambda d: step[d])
+        moves[cheapest] += max(0, needed - sum(moves[d] for d in expensive))
     return sum(moves[d] * step[d] for d in dimensions)
 
 
 def fewest_weighted(
     shape: Sequence[int], bounds: Sequence[int], wrap: Sequence[bool], cores: int
 ) -> tuple[float, list[float]]:
-    """The least weighted sum of mean hops over all choices of a box per axis, in any nesting.
+    """Returns the smallest weighted sum of mean hops over all ways to give each axis a box.
 
     Args:
-      shape: of the mesh.
-      bounds: of the slice, in chips.
-      wrap: whether x, y and z close to a ring.
-      cores: devices of a chip.
+      shape: the shape of the mesh.
+      bounds: the size of the slice, in chips.
+      wrap: whether links close x, y and z to rings.
+      cores: the number of devices per chip.
 
     Returns:
-      (the sum, the mean hops of each axis that it is of).
+      The sum, and the mean hops of each axis of the mesh that has this sum.
     """
     machine, closed = (*bounds, cores), (*wrap, False)
-    ways = [list(_splits(n, len(shape))) for n in machine]
+    splits = [list(_splits(n, len(shape))) for n in machine]
     best = math.inf, [math.inf]
-    for choice in itertools.product(*ways):
+    for choice in itertools.product(*splits):
         sizes = [tuple(c[0][axis] for c in choice) for axis in range(len(shape))]
         if any(math.prod(s) != n for s, n in zip(sizes, shape, strict=True)):
             continue
@@ -136,7 +137,7 @@ def _shorter(distance: int, bound: int, wraps: bool) -> int:
 
 
 def _splits(size: int, axes: int) -> set[tuple[Sizes, Sizes]]:
-    """All ways to share a dimension between the axes, as (size, stride) of each axis."""
+    """Returns all ways to split a dimension between the axes, as (sizes, strides) of the axes."""
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     orders = itertools.permutations(range(axes))
     shares = [s for s in itertools.product(divisors, repeat=axes) if math.prod(s) == size]

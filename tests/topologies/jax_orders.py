@@ -1,4 +1,4 @@
-"""Known device orders of jax, as (machine, mesh shape, ids), with ids numbered along x first."""
+"""Device orders of jax that were written down: (machine, mesh shape, ids). x varies fastest."""
 
 V4_2X2X4 = [[0, 2, 1, 3], [4, 6, 5, 7], [8, 10, 9, 11], [12, 14, 13, 15]]
 JAX_ORDERS = [
@@ -19,7 +19,7 @@ JAX_ORDERS = [
     ('v5p:2x2x2', (4, 2), [[0, 1], [3, 2], [6, 7], [5, 4]]),
     ('v3:2x2', (8,), [0, 1, 2, 3, 6, 7, 4, 5]),
 ]
-# (machine, slices, shape within a slice, shape over slices, ids numbered across the slices)
+# (machine, slices, shape within a slice, shape over slices, ids that continue from slice to slice)
 JAX_HYBRID_ORDERS = [
     (
         *('v4:2x2x2', 2, (1, 2, 4), (2, 1, 1)),

@@ -1,4 +1,4 @@
-"""default_mesh and MeshConfig on every described TPU, for every number of partitions."""
+"""`default_mesh` and `MeshConfig` on every described TPU, for every number of partitions."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ MESHES = [case for case in CASES if not refused(case)]
 REFUSED = [case for case in CASES if refused(case)]
 
 
-def test_the_table_is_of_75_meshes_and_3_errors():
+def test_the_cases_are_75_meshes_and_3_errors():
     assert (len(MESHES), len(REFUSED)) == (75, 3)
 
 
@@ -144,7 +144,7 @@ def test_shapes_within_and_over_slices(name, ici):
         assert {d.slice_index for d in part.flat} == {s}
 
 
-def test_a_model_axis_over_slices_as_the_error_suggests():
+def test_a_model_axis_over_slices_works_as_the_error_message_suggests():
     devices = described('v5e:4x4', 2).devices
     mesh = default_mesh(32, ici_mesh_shape=(1, 1, 16), dcn_mesh_shape=(1, 1, 2), devices=devices)
     assert mesh.devices.shape == (1, 1, 32)
@@ -174,12 +174,12 @@ def test_experts_on_v3_2x2(experts, choice, shape):
     mesh = default_moe_mesh(experts, **choice, devices=devices)
     assert mesh.axis_names == ('data', 'expert', 'model')
     assert mesh.devices.shape == shape
-    # The experts are neighbours on the data axis that they are taken from.
+    # Experts that share a group are neighbours along the data axis of the default mesh.
     plain = default_mesh(**{'num_partitions': None, **choice}, devices=devices)
     assert np.reshape(ids(mesh), (-1, shape[-1])).tolist() == ids(plain)
 
 
-def test_a_large_machine():
+def test_a_mesh_of_4096_chips():
     devices = described('v5p:16x16x16').devices
     mesh = default_mesh(64, devices=devices)
     assert mesh.devices.shape == (64, 64)
@@ -187,10 +187,10 @@ def test_a_large_machine():
     assert_each_device_once(mesh, devices)
 
 
-# MeshConfig describes the machine, too.
+# A MeshConfig can name the machine.
 
 
-def test_a_config_with_a_topology_needs_no_machine():
+def test_a_config_with_a_topology_needs_no_devices():
     config = MeshConfig(axes={'data': -1, 'model': 4}, dcn={'data': 2}, topology='v5e:4x4')
     two = dataclasses.replace(config, num_slices=2).build()
     assert dict(two.shape) == {'data': 8, 'model': 4}
@@ -202,7 +202,7 @@ def test_a_config_with_a_topology_needs_no_machine():
     assert ids(t5x.build()) == ids(default_mesh(4, devices=described('v3:4x4').devices))
 
 
-def test_a_config_from_gin_up_to_compilation():
+def test_a_config_from_gin_compiles_a_program_for_described_devices():
     gin.external_configurable(MeshConfig, 'DescribedMesh')
     gin.parse_config("""
         DescribedMesh.axes = {'data': -1, 'model': 2}

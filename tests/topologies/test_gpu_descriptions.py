@@ -1,4 +1,4 @@
-"""Descriptions of GPU machines, and their meshes, in which 'model' stays inside hosts if it can."""
+"""Described GPU machines, and their meshes: model groups stay inside a host if they fit."""
 
 import collections
 
@@ -33,7 +33,7 @@ def gpu_ids(mesh):
 
 
 def granule_of(device, domains):
-    """The NVLink domain of a device if the machine has several, else its host."""
+    """Returns the NVLink domain of a device if the machine has several, otherwise its host."""
     return device.coords[0] if domains > 1 else device.process_index
 
 
@@ -53,7 +53,7 @@ def test_devices_of_a_description(name, domains, hosts, local):
 
 
 @pytest.mark.parametrize('name, domains, hosts, local, partitions', CASES)
-def test_groups_stay_in_few_granules_and_their_networks_are_known(
+def test_model_groups_span_as_few_granules_as_possible_and_report_their_networks(
     name, domains, hosts, local, partitions
 ):
     devices = described(name, domains).devices
@@ -89,7 +89,7 @@ def test_groups_stay_in_few_granules_and_their_networks_are_known(
         ('h200:2x4', 8, (1, 8)),
     ],
 )
-def test_the_partitioner(name, partitions, shape):
+def test_the_partitioner_on_gpus(name, partitions, shape):
     config = MeshConfig.from_t5x(partitions, devices=described(name).devices)
     partitioner = PjitPartitioner(mesh=config)
     assert partitioner.mesh.devices.shape == shape
@@ -123,12 +123,12 @@ def test_model_groups_stay_inside_a_rack(name, domains, partitions):
     assert model.network == ('NVLink' if partitions > 1 else '-')
 
 
-def test_without_racks_the_same_groups_leave_their_host():
+def test_without_granule_size_model_groups_span_hosts():
     mesh = default_mesh(8, devices=described('b200:36x4').devices)
     assert axis_rings(mesh)[1].network == 'NVLink + network'
 
 
-def test_described_racks_are_known_without_their_size():
+def test_described_racks_do_not_need_granule_size():
     devices = described('b200:18x4', 2).devices
     for partitions in (8, 9, 24, 72):
         mesh = default_mesh(partitions, devices=devices)
@@ -138,7 +138,7 @@ def test_described_racks_are_known_without_their_size():
     assert axis_rings(across)[1].network == 'NVLink + network'
 
 
-def test_axes_over_racks():
+def test_an_axis_over_racks_uses_the_network():
     devices = described('b200:36x4').devices
     mesh = create_mesh((2, 18, 4), ('replica', 'data', 'model'), devices=devices, granule_size=72)
     assert np.vectorize(lambda d: d.id)(mesh.devices).tolist() == (
@@ -149,6 +149,6 @@ def test_axes_over_racks():
 
 
 @pytest.mark.parametrize('size', [7, 6, 100, 145])
-def test_racks_that_are_not_whole_hosts(size):
+def test_a_granule_size_that_does_not_consist_of_whole_hosts(size):
     with pytest.raises(ValueError, match=f'granule_size={size}.*144 devices'):
         default_mesh(4, devices=described('b200:36x4').devices, granule_size=size)

@@ -1,4 +1,4 @@
-"""Which rows and chunks each process holds on real TPUs, for every process of many meshes."""
+"""The rows and chunks of every process, on many meshes of described TPUs."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ class Case:
 
 
 def order_of_jax(slices: int, model: int) -> Callable[[list], Mesh]:
-    """jax's own order for the torus, which does not consider processes."""
+    """Returns a function that makes jax's own mesh, which does not consider processes."""
 
     def make(devices):
         shape = (len(devices) // slices // model, model)
@@ -51,7 +51,7 @@ def order_of_jax(slices: int, model: int) -> Callable[[list], Mesh]:
 
 
 def rolled_ring(devices: list) -> Mesh:
-    """A ring through the torus that starts inside a host: processes share some of their rows."""
+    """Makes a mesh from a ring that starts inside a host, so processes share some of their rows."""
     ring = mesh_utils.create_device_mesh((len(devices),), devices, allow_split_physical_axes=True)
     return Mesh(np.roll(ring, 1).reshape(-1, 2), ('data', 'model'))
 
@@ -90,7 +90,7 @@ def cases_of(machine: Machine) -> list[Case]:
     else:
         made.append(('rolled ring', rolled_ring))
     if slices == 1 and machine.name.startswith(('v2', 'v3', 'v4')):
-        # T5X has two orders of one tile: the order of the torus, and one with hosts as blocks.
+        # T5X can order the tiles of a torus in two ways: along the torus, or with hosts as blocks.
         made += [
             (
                 f'T5X tile {tile}{", hosts as blocks" if by_host else ""}',
@@ -104,10 +104,10 @@ def cases_of(machine: Machine) -> list[Case]:
     return [Case(machine, what, make) for what, make in made]
 
 
-# Machines whose torus differs: v2 is like v3, v6e like v5e.
+# Machines are skipped if another one has the same torus: v2 is like v3, v6e is like v5e.
 BY_NAME = {str(machine): machine for machine in MACHINES}
 SAME_TORUS = ('v2:4x4', 'v6e:16x16', '2 of v6e:16x16')
-LARGE = 'v5p:8x8x8'  # 512 devices; one mesh of them is enough.
+LARGE = 'v5p:8x8x8'  # It has 512 devices, so only one mesh is tested.
 MORE_MACHINES = [
     dataclasses.replace(BY_NAME[like], name=name, slices=slices, devices=devices)
     for like, name, slices, devices in [
@@ -129,13 +129,13 @@ CASES = [
 
 
 def axes_of_rows(mesh: Mesh) -> list[tuple[str, ...]]:
-    """Axes to shard a batch over: none, all but the last, the last, and all with the last first."""
+    """Returns axes to shard a batch over: none, all but the last, the last, and all reordered."""
     *most, last = mesh.axis_names
     return list(dict.fromkeys([(), tuple(most), (last,), (last, *most)]))
 
 
 def specs_of_matrices(mesh: Mesh) -> list[tuple]:
-    """Specs that shard both dimensions, or one."""
+    """Returns specs that shard both dimensions of a matrix, or one."""
     *most, last = mesh.axis_names
     return [(tuple(most), last), (last, tuple(reversed(most))), (None, most[-1])]
 
@@ -150,7 +150,7 @@ def test_every_process_gets_the_rows_and_chunks_of_its_devices(case):
 
 
 def test_the_meshes_include_hard_cases():
-    """Contiguous rows are the easy case, so many meshes must have strided or shared rows."""
+    """Many meshes must have strided or shared rows, because contiguous rows are the easy case."""
     assert len({str(case) for case in CASES}) == len(CASES)
     strided = uneven = 0
     for case in CASES:
@@ -159,7 +159,7 @@ def test_the_meshes_include_hard_cases():
         held = held_rows(case.mesh, axes, batch_size)
         strided += any(rows[-1] - rows[0] >= len(rows) for rows in held.values())
         uneven += not is_even(held, batch_size)
-    # jax's orders may change between versions; with jax 0.10 there are 57 and 8.
+    # With jax 0.10 there are 57 and 8. The bounds are lower because jax may change its orders.
     assert strided > 40
     assert uneven > 5
 
@@ -171,7 +171,9 @@ def test_the_meshes_include_hard_cases():
         ('v5p:4x4x4', (1, 16, 4), 2, 16),  # T5X: every process raises.
     ],
 )
-def test_two_slices_that_t5x_gets_wrong(name, ici, rows_per_device, num_shards):
+def test_rows_on_two_slices_where_t5x_reads_wrong_rows_or_raises(
+    name, ici, rows_per_device, num_shards
+):
     devices = described(name, 2).devices
     mesh = default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=(2, 1, 1), devices=devices)
     assert [d.slice_index for d in mesh.devices[:, 0, 0]] == [0, 1]

@@ -1,4 +1,4 @@
-"""Orders of meshes of TPU slices, on mock devices, for which no compiler is needed."""
+"""Device orders of meshes on mock TPU slices, which need no libtpu."""
 
 import itertools
 import math
@@ -48,13 +48,13 @@ def test_known_orders_of_jax_over_slices(name, slices, ici, dcn, expected):
     bounds, kind, _ = machine(name)
     devices = tpu_slices(slices, bounds, kind)
     assert ids(create_hybrid_mesh(ici, dcn, names(ici), devices=devices)) == expected
-    # create_mesh finds the same split from the total sizes if only the first axis spans slices.
+    # If only the first axis spans slices, create_mesh finds the same order from the total sizes.
     sizes = [i * d for i, d in zip(ici, dcn, strict=True)]
     if dcn[1:] == (1,) * len(dcn[1:]):
         assert ids(create_mesh(sizes, names(sizes), devices=devices)) == expected
 
 
-# Any machine, any shape.
+# Random machines and shapes.
 
 # Some of these slices are not cubes of 4, and a side of 6 is not a power of two.
 boxes = st.tuples(*[st.sampled_from((2, 4, 6, 8))] * 2, st.sampled_from((1, 2, 4)))
@@ -74,14 +74,14 @@ def meshes(draw):
 
 
 def closed(kind, bounds):
-    """Slices of whole cubes have three rings, and v5e slices of this size have none."""
+    """Returns which of x, y and z are rings: all in slices of whole cubes, none in v5e here."""
     whole = kind != 'TPU v5 lite' and all(n % 4 == 0 for n in bounds)
     return (whole, whole, whole)
 
 
 @settings(max_examples=60, deadline=None)
 @given(meshes())
-def test_any_shape_holds_every_device_and_is_measured_right(case):
+def test_a_mesh_of_any_shape_has_every_device_and_axis_rings_counts_its_hops(case):
     mesh, bounds, devices = case
     assert_each_device_once(mesh, devices)
     wrap = closed(devices[0].device_kind, bounds)
@@ -99,7 +99,7 @@ def test_any_shape_holds_every_device_and_is_measured_right(case):
     ),
     st.data(),
 )
-def test_split_dimensions_are_split_as_well_as_boxes_can_be(chip, data):
+def test_axes_that_split_dimensions_have_as_few_hops_as_any_boxes(chip, data):
     kind, bounds = chip
     size = math.prod(bounds)
     powers = [2**i for i in range(size.bit_length())]
@@ -112,14 +112,14 @@ def test_split_dimensions_are_split_as_well_as_boxes_can_be(chip, data):
     wrap = (bounds[0] == 16, False, False) if kind == 'TPU v5 lite' else (True, True, True)
     means = mean_hops(mesh.devices, bounds, wrap)
     whole, several = _sizes_of_whole_dimensions(bounds)
-    # Otherwise jax has an order, or an axis goes row-major through several whole dimensions.
+    # Other shapes use jax's order, or an axis that takes several whole dimensions row by row.
     if not whole.issuperset(shape) and several.isdisjoint(shape):
         fewest = fewest_weighted(shape, bounds, wrap, 1)[0]
         assert weighted(means, shape) <= fewest + 1e-9, (shape, means)
 
 
 def _sizes_of_whole_dimensions(bounds):
-    """The sizes of axes that take any number of whole dimensions, and that take two or more."""
+    """Returns the sizes of axes that take any number of whole dimensions, or at least two."""
     used = [n for n in bounds if n > 1]
     sizes = [
         {math.prod(some) for some in itertools.combinations(used, number)}
@@ -128,7 +128,7 @@ def _sizes_of_whole_dimensions(bounds):
     return set().union(*sizes), set().union(*sizes[2:])
 
 
-def test_a_mesh_that_ignores_the_links_is_measured_as_such():
+def test_axis_rings_measures_a_mesh_that_ignores_the_links():
     devices = tpus((4, 4, 4), 'TPU v5')
     plain = np.array(sorted(devices, key=lambda d: d.id), dtype=object).reshape(8, 8)
     assert [r.mean_hops for r in axis_rings(Mesh(plain, ('data', 'model')))] == [

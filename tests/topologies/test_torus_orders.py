@@ -1,4 +1,4 @@
-"""Orders of described TPUs: few hops along every axis, and the known orders of jax and T5X."""
+"""Device orders of described TPUs: few hops along every axis, and the orders of jax and T5X."""
 
 import functools
 
@@ -51,7 +51,7 @@ def hops(name, grid):
 
 @functools.cache
 def jax_hops(name, shape):
-    """The mean hops of jax's order, or None if it would have to split dimensions."""
+    """Returns the mean hops of jax's order, or None if jax would have to split dimensions."""
     try:
         grid = mesh_utils.create_device_mesh(shape, list(described(name).devices))
     except NotImplementedError:
@@ -68,7 +68,7 @@ def fewest(name, shape):
 
 
 def test_the_counter_on_rings_counted_by_hand():
-    # A row of four and back is 1 + 1 + 1 + 3 hops, or 4 where links close it to a ring.
+    # Along a row of four and back there are 1 + 1 + 1 + 3 hops, or 4 if the row is a ring.
     row = np.array([d for d in described('v5e:4x4').devices if d.coords[1] == 0])
     row = np.array(sorted(row, key=lambda d: d.coords[0]))
     assert mean_hops(row, (4, 4, 1), (False, False, False)) == [1.5]
@@ -92,8 +92,8 @@ def test_few_hops_along_every_axis(name, shape):
     assert_rings_are_as_counted(create(name, shape), ONE_SLICE[name])
 
 
-def test_jax_has_an_order_for_some_of_the_shapes_only():
-    # Otherwise one branch of the test above would not run.
+def test_jax_refuses_some_of_the_shapes_and_orders_others():
+    # Both branches of the test above must run.
     refused = sum(jax_hops(name, shape) is None for name, shape in SHAPES)
     assert 15 <= refused <= len(SHAPES) - 15
 
@@ -108,7 +108,7 @@ def test_jax_has_an_order_for_some_of_the_shapes_only():
         ('v5e:16x16', (4, 16, 4), [4.0, 2.0, 1.0]),
     ],
 )
-def test_three_axes(name, shape, expected):
+def test_the_hops_of_three_axes(name, shape, expected):
     assert all(
         ours <= most + 1e-9
         for ours, most in zip(hops(name, create(name, shape).devices), expected, strict=True)
@@ -141,16 +141,16 @@ def test_a_box_within_a_slice_is_ordered_like_a_separate_slice(name, part, alike
 
 
 @pytest.mark.parametrize('shape', [(64, 4), (32, 8), (8, 32)])
-def test_half_of_a_ring_does_not_close(shape):
-    """The part has half of x, whose links lead out of it, so only y and z close."""
+def test_a_part_with_half_of_a_ring_has_no_ring_there(shape):
+    """The part contains half of x, so only y and z are rings inside it."""
     devices = [d for d in described('v5p:8x8x8').devices if d.coords[0] < 4]
     mesh = create_mesh(shape, ('data', 'model'), devices=devices)
     means = mean_hops(mesh.devices, (4, 8, 8), (False, True, True))
     assert [ring.mean_hops for ring in axis_rings(mesh)] == pytest.approx(means)
 
 
-def test_devices_that_do_not_fill_a_box_wind_through_it():
-    # 15 chips of 4 x 4: nearly all are neighbours, but the way back is long.
+def test_devices_that_do_not_fill_a_box_form_a_path_of_neighbours():
+    # 15 chips of 4 x 4: nearly all steps are between neighbours, but the last one is long.
     devices = [d for d in described('v5e:4x4').devices if tuple(d.coords) != (3, 3, 0)]
     mesh = create_mesh((15,), ('data',), devices=devices)
     assert_each_device_once(mesh, devices)
@@ -198,7 +198,7 @@ def test_rings_that_lead_through_both_slices(shape):
     assert [r.network for r in axis_rings(mesh)].count('ICI + DCN') == 1
 
 
-def test_other_rings_count_other_hops():
+def test_the_argument_wrap_changes_the_counted_hops():
     mesh = create('v5p:4x4x4', (16, 4))
     for wrap in ((False, False, False), (False, False, True)):
         expected = mean_hops(mesh.devices, (4, 4, 4), wrap)
@@ -222,7 +222,7 @@ def test_known_orders_of_jax_over_slices(name, slices, ici, dcn, expected):
     assert np.vectorize(lambda d: number[d.id])(mesh.devices).tolist() == expected
 
 
-def test_first_row_of_v3_4x4_as_in_jax():
+def test_the_first_row_of_v3_4x4_equals_that_of_jax():
     assert ids(create('v3:4x4', (4, 8)))[0] == [0, 1, 2, 3, 10, 11, 8, 9]
 
 
@@ -257,7 +257,7 @@ T5X_SUBMESHES = [
     ('v3:4x4', (1, 4, 1, 2), V3_Z_MAJOR),
     ('v4:2x2x2', (1, 2, 1, 1), [[0, 2], [1, 3], [4, 6], [5, 7]]),
     ('v4:2x2x2', (2, 2, 1, 1), [[0, 2, 1, 3], [4, 6, 5, 7]]),
-    # Tiles that span a plane of hosts: z is the slowest in their order.
+    # In the order of tiles that span a plane of hosts, z varies slowest.
     ('v4:4x4x4', (4, 1, 1, 1), np.arange(64).reshape(16, 4).tolist()),
     (
         *('v4:4x4x4', (1, 4, 1, 1)),
@@ -316,8 +316,8 @@ def test_partitions_that_do_not_divide_v3():
         ('tpu7x:2x2x1', (2, 4), [1.0, 0.5]),
     ],
 )
-def test_small_machines_have_the_rings_of_their_shape(name, shape, expected):
-    """jax has one order of these devices for all shapes, which suits another arrangement."""
+def test_small_machines_have_no_more_hops_than_with_the_fixed_order_of_jax(name, shape, expected):
+    """jax uses one fixed order for these devices, which needs more hops for some shapes."""
     topology = described(name)
     mesh = create_mesh(shape, ('data', 'model'), devices=topology)
     assert_each_device_once(mesh, topology.devices)

@@ -1,4 +1,4 @@
-"""Descriptions of TPUs: their devices, hosts, slices and chips, their options, and errors."""
+"""Descriptions of TPUs: devices, hosts, slices, chips, options and errors."""
 
 import collections
 import itertools
@@ -28,7 +28,7 @@ from partitioning import (
 
 all_machines = pytest.mark.parametrize('machine', MACHINES, ids=str)
 
-# The memory of a device in GiB: the limit in the compiler's error if it is exceeded.
+# The memory of a device in GiB. The compiler's error for a larger program contains this limit.
 HBM_GIB = {
     'v2': 7.48,
     'v3': 15.48,
@@ -90,7 +90,7 @@ def test_each_process_has_a_tile_of_four_chips(machine):
 
 @needs_libtpu
 @all_machines
-def test_ids_run_along_x_and_start_anew_in_each_slice(machine):
+def test_ids_count_along_x_first_and_restart_in_each_slice(machine):
     x_size, y_size, _ = machine.bounds
     for d in machine.describe().devices:
         x, y, z = d.coords
@@ -101,7 +101,7 @@ def test_ids_run_along_x_and_start_anew_in_each_slice(machine):
 
 @needs_libtpu
 @all_machines
-def test_only_devices_of_several_slices_know_theirs(machine):
+def test_devices_have_a_slice_index_only_if_there_are_several_slices(machine):
     devices = machine.describe().devices
     if machine.slices == 1:
         assert not any(hasattr(d, 'slice_index') for d in devices)
@@ -117,7 +117,7 @@ def test_only_devices_of_several_slices_know_theirs(machine):
     'name, kind, bounds, cores',
     [('v3:4x4', 'TPU v3', (4, 4, 1), 2), ('v5p:2x2x2', 'TPU v5', (2, 2, 2), 1)],
 )
-def test_the_layout_of_t5x_test_devices(name, kind, bounds, cores):
+def test_described_devices_equal_the_mock_devices_of_t5x(name, kind, bounds, cores):
     def facts(devices):
         return {(d.id, d.process_index, *d.coords, d.core_on_chip, d.device_kind) for d in devices}
 
@@ -135,7 +135,7 @@ def test_each_process_of_v5p_2x2x2_has_one_layer():
 
 @needs_libtpu
 @all_machines
-def test_extent_from_the_last_device(machine):
+def test_bounds_from_the_last_device(machine):
     last = max(machine.describe().devices, key=get_coords)
     assert bounds_from_last_device(last) == (*machine.bounds, machine.cores)
 
@@ -147,7 +147,7 @@ def test_a_single_chip_is_one_host():
 
 
 @needs_libtpu
-def test_repr_of_a_description():
+def test_the_repr_of_a_description():
     assert repr(described('v5e:4x4')) == "Topology('v5e:4x4': 16 devices, 4 processes)"
     assert 'num_slices=2: 32 devices, 8 processes' in repr(described('v5e:4x4', 2))
 
@@ -163,7 +163,7 @@ def test_memory_of_a_device(name, gib):
 
 @needs_libtpu
 @pytest.mark.parametrize('name', ONE_HOST)
-def test_memory_is_what_the_compiler_allows(name):
+def test_memory_equals_the_limit_of_the_compiler(name):
     topology = described(name)
     here = SingleDeviceSharding(topology.devices[0])
     too_large = jax.ShapeDtypeStruct((800, 2**28), jnp.float32, sharding=here)
@@ -192,7 +192,7 @@ def test_every_chip_names_its_source():
     'name, wrap',
     [
         ('v5p:4x4x8', (True, True, True)),
-        ('v5p:2x2x4', (False, False, False)),  # not of whole cubes
+        ('v5p:2x2x4', (False, False, False)),  # does not consist of whole cubes of 4
         ('tpu7x:2x2x2', (False, False, False)),
         ('v5e:16x8', (True, False, False)),
         ('v6e:8x16', (False, True, False)),
@@ -200,13 +200,13 @@ def test_every_chip_names_its_source():
         ('v3:16x16', (False, False, False)),  # its pod is 32 x 32
     ],
 )
-def test_rings_by_default(name, wrap):
+def test_the_default_of_wrap(name, wrap):
     assert described(name).wrap == wrap
 
 
 @needs_libtpu
 @pytest.mark.parametrize('wrap', [(False, False, False), (True, False, True)])
-def test_other_rings(wrap):
+def test_the_argument_wrap(wrap):
     topology = describe_topology('v5p:4x4x4', wrap=wrap)
     assert topology.wrap == wrap
     assert topology.bounds == (4, 4, 4)
@@ -215,7 +215,7 @@ def test_other_rings(wrap):
 @needs_libtpu
 @pytest.mark.parametrize('wrap, gathers', [(None, True), ((False, False, False), False)])
 def test_wrap_reaches_the_compiler(wrap, gathers):
-    # Over all of an open 4 x 4 x 4 torus an all-gather becomes zeros and an all-reduce.
+    # Without rings, the compiler replaces this all-gather by an all-reduce.
     mesh = create_mesh((64,), ('data',), devices=describe_topology('v5p:4x4x4', wrap=wrap).devices)
     rows = jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=NamedSharding(mesh, P('data')))
     double = jax.jit(lambda a: 2 * a, out_shardings=NamedSharding(mesh, P()))
@@ -234,7 +234,7 @@ def test_wrap_reaches_the_compiler(wrap, gathers):
         ('v5p:4x4x4', (2, 2, 2), 8),
     ],
 )
-def test_other_hosts(name, host, processes):
+def test_the_argument_chips_per_host_bounds(name, host, processes):
     topology = describe_topology(name, chips_per_host_bounds=host)
     assert topology.num_processes == processes
     tiles = {
@@ -269,7 +269,7 @@ def test_unknown_chips(name):
 
 
 @pytest.mark.core
-def test_a_chip_written_almost_right():
+def test_a_misspelled_chip_gets_a_hint():
     with pytest.raises(ValueError, match=r"Did you mean 'v5p'\?"):
         describe_topology('v5pp:4x4x4')
 
@@ -321,7 +321,7 @@ def test_options_that_do_not_fit_the_machine(name, options, message):
 
 
 @needs_libtpu
-def test_environment_variables_are_as_before(monkeypatch):
+def test_the_environment_variables_are_restored(monkeypatch):
     monkeypatch.setenv('TPU_WORKER_HOSTNAMES', 'my-own-host')
     monkeypatch.delenv('ALLOW_MULTIPLE_LIBTPU_LOAD', raising=False)
     before = dict(os.environ)
@@ -334,7 +334,7 @@ def test_environment_variables_are_as_before(monkeypatch):
 
 @pytest.mark.core
 @pytest.mark.parametrize('own', [None, 'my-own-folder'])
-def test_environment_variables_are_as_before_a_failure(monkeypatch, own):
+def test_a_failure_restores_the_environment_variables(monkeypatch, own):
     seen = {}
 
     def refuse(*_, **__):
@@ -350,13 +350,13 @@ def test_environment_variables_are_as_before_a_failure(monkeypatch, own):
     with pytest.raises(ValueError, match=r'v5e:4x4.*the machine is too odd'):
         describe_topology('v5e:4x4')
     assert dict(os.environ) == before
-    # libtpu saw that others may load it, and that it writes no log files unless the user asks.
+    # Other processes may load libtpu, too, and it writes log files only if the user asks for them.
     assert seen['ALLOW_MULTIPLE_LIBTPU_LOAD'] == '1'
     assert seen['TPU_LOG_DIR'] == (own or 'disabled')
 
 
 def run_python(program: str, folder: pathlib.Path) -> subprocess.CompletedProcess:
-    """Runs a program without environment variables for TPUs or jax."""
+    """Runs a program without the environment variables of TPUs and jax."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(('TPU_', 'JAX_'))}
     environment.pop('ALLOW_MULTIPLE_LIBTPU_LOAD', None)
     paths = [str(pathlib.Path(partitioning.__file__).parents[1]), environment.get('PYTHONPATH', '')]
@@ -372,8 +372,10 @@ def run_python(program: str, folder: pathlib.Path) -> subprocess.CompletedProces
 
 
 @needs_libtpu
-def test_describing_is_silent_also_beside_another_process(tmp_path):
-    described('v5e:4x4')  # this process has loaded libtpu, which by default locks others out
+def test_describing_prints_nothing_even_if_another_process_has_loaded_libtpu(tmp_path):
+    described(
+        'v5e:4x4'
+    )  # This process loads libtpu, which by default prevents other processes from loading it.
     done = run_python(
         "from partitioning import describe_topology; print(describe_topology('v5p:2x2x2'))",
         tmp_path,
@@ -384,7 +386,7 @@ def test_describing_is_silent_also_beside_another_process(tmp_path):
 
 
 @pytest.mark.core
-def test_without_libtpu_one_line_says_what_to_install(tmp_path):
+def test_without_libtpu_the_error_says_what_to_install(tmp_path):
     done = run_python(
         "import sys; sys.modules['libtpu'] = None\n"
         "from partitioning import describe_topology; describe_topology('v5e:4x4')",
@@ -408,11 +410,11 @@ def test_without_libtpu_one_line_says_what_to_install(tmp_path):
     ],
     ids=str,
 )
-def test_options_of_other_types(options):
+def test_options_of_wrong_types(options):
     with pytest.raises(ValueError, match='needs 3 entries'):
         describe_topology('v5e:4x4', **options)
 
 
-def test_capital_letters_get_a_hint():
+def test_a_chip_in_capital_letters_gets_a_hint():
     with pytest.raises(ValueError, match="Did you mean 'v5e'"):
         describe_topology('V5E:4x4')

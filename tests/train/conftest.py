@@ -23,7 +23,7 @@ from train.config import load_config
 
 @pytest.fixture(autouse=True, scope='package')
 def _compilation_cache(tmp_path_factory):
-    """Runs of the same small model share their compiled programs."""
+    """Caches compiled programs, which runs of the same small model share."""
     jax.config.update('jax_compilation_cache_dir', str(tmp_path_factory.mktemp('programs')))
     jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
     yield
@@ -53,17 +53,17 @@ def texts(tmp_path):
 
 @pytest.fixture
 def run(texts):
-    """The function (model_dir, *changes) that trains the small model."""
+    """Returns a function (model_dir, *changes) that trains the small model."""
     return lambda model_dir, *changes: train_small(model_dir, texts, *changes)
 
 
 class FinishedRun(NamedTuple):
-    """A run of 6 steps with checkpoints and evaluations at 2, 4 and 6. Leave its folder as it is.
+    """A run of 6 steps with checkpoints and evaluations at 2, 4 and 6. Tests must not change it.
 
     Attributes:
       directory: its folder.
       state: the state after its last step.
-      traces: what was traced during the run: 'init' and 'train step', once for each time.
+      traces: 'init' or 'train step' for each time that one of them was traced.
     """
 
     directory: Path

@@ -1,4 +1,4 @@
-"""The error messages of bad sources, checked the same way everywhere."""
+"""Helpers that return the error message of a bad source and check its form."""
 
 import tempfile
 
@@ -9,8 +9,8 @@ from train.data import ByteTokenizer, Tokenizer, open_index
 from train.errors import ConfigError
 
 
-class TakesText(Tokenizer):
-    """A tokenizer without a model that accepts only text, like the tokenizers of subwords."""
+class TextOnlyTokenizer(Tokenizer):
+    """A tokenizer that accepts only UTF-8, like subword tokenizers, but needs no model."""
 
     num_tokens = 257
     separator = 256

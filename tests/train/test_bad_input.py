@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from refusals import TakesText, file_refusal, refusal, write_array_record
+from refusals import TextOnlyTokenizer, file_refusal, refusal, write_array_record
 
 from train.data import (
     ArrayRecords,
@@ -74,7 +74,7 @@ def test_an_invalid_holdout_percent(tmp_path, percent):
 
 
 @pytest.mark.parametrize(
-    ('line', 'say'),
+    ('line', 'expected'),
     [
         (b'{"text": "x"', 'JSON'),
         (b'plain text', 'JSON'),
@@ -94,11 +94,11 @@ def test_an_invalid_holdout_percent(tmp_path, percent):
         (b'{"text": "x\xed\xa0\xbd"}', 'UTF-8|surrogate'),
     ],
 )
-def test_a_bad_line_of_json(tmp_path, line, say):
+def test_a_bad_line_of_json(tmp_path, line, expected):
     content = b'{"text": "a"}\n\n' + line + b'\n{"text": "b"}\n'
     message = file_refusal(tmp_path, JsonLines, 'b.jsonl', content)
     assert 'b.jsonl:3' in message
-    assert re.search(say, message), message
+    assert re.search(expected, message), message
 
 
 def test_a_missing_field_names_the_nearest_one(tmp_path):
@@ -134,7 +134,7 @@ def test_invalid_utf8_for_a_tokenizer_of_text(tmp_path, kind):
         source, place = ArrayRecords(**where), r'b\.array_record.*1'
     else:
         source, place = Records(records=[b'good', bad], holdout_percent=0), r'record 1\b'
-    message = refusal(tmp_path / 'cache', source, TakesText())
+    message = refusal(tmp_path / 'cache', source, TextOnlyTokenizer())
     assert re.search(rf'{place} .*UTF-8.* byte {bad.index(0xFF)}\b', message), message
     if kind != 'JSON lines':
         assert 'ByteTokenizer' in message

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-from refusals import TakesText, file_refusal, refusal, write_array_record
+from refusals import TextOnlyTokenizer, file_refusal, refusal, write_array_record
 
 from train.data import (
     ArrayRecords,
@@ -51,7 +51,7 @@ def test_a_damaged_parquet_file(tmp_path, damage):
 
 
 @pytest.mark.parametrize(
-    ('column', 'say'),
+    ('column', 'expected'),
     [
         (['a', None], 'row 1.*null'),
         ([7], 'row 0.*7'),
@@ -59,9 +59,9 @@ def test_a_damaged_parquet_file(tmp_path, damage):
         ([['a']], 'row 0'),
     ],
 )
-def test_a_parquet_row_that_is_not_text(tmp_path, column, say):
+def test_a_parquet_row_that_is_not_text(tmp_path, column, expected):
     message = file_refusal(tmp_path, ParquetFiles, 'b.parquet', parquet_bytes(column))
-    assert re.search(say, message), message
+    assert re.search(expected, message), message
 
 
 def test_a_missing_parquet_column(tmp_path):
@@ -78,7 +78,7 @@ def test_a_parquet_string_need_not_be_utf8(tmp_path):
     source = ParquetFiles(pattern='b.parquet', root=str(tmp_path), holdout_percent=0)
     listed = list(source.listing().documents)
     assert [document.content for document in listed] == [b'good', b'\xff\xfe']
-    message = refusal(tmp_path / 'cache', source, TakesText())
+    message = refusal(tmp_path / 'cache', source, TextOnlyTokenizer())
     assert re.search('b.parquet:1 is not UTF-8', message), message
 
 
@@ -110,7 +110,7 @@ def test_an_array_record_that_is_not_a_json_object(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ('record', 'say'),
+    ('record', 'expected'),
     [
         (None, 'null|None'),
         (7, '7'),
@@ -120,9 +120,9 @@ def test_an_array_record_that_is_not_a_json_object(tmp_path):
         ('\ud83d', 'surrogate'),
     ],
 )
-def test_a_record_that_is_not_text(tmp_path, record, say):
+def test_a_record_that_is_not_text(tmp_path, record, expected):
     message = refusal(tmp_path / 'cache', Records(records=['a', record], cache_key='bad'))
-    assert re.search(rf'record 1\b.*({say})', message), message
+    assert re.search(rf'record 1\b.*({expected})', message), message
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def documents(name, count=700):
 
 @pytest.fixture(scope='module')
 def opened(tmp_path_factory):
-    """A function that opens a task afresh, without state from earlier reads."""
+    """Returns a function that opens a task again, without state from earlier reads."""
     cache = str(tmp_path_factory.mktemp('tokens'))
 
     def source(name):
@@ -80,7 +80,7 @@ def joined(rows, batch_size, step, mesh, axes, processes):
 
 @pytest.fixture(scope='module')
 def readers(opened):
-    """For each task and seed, the rows opened twice: for the processes and to compare with."""
+    """Opens the rows of each task and seed twice: for the processes, and for the comparison."""
     return {
         (name, seed): tuple(opened(name).training(seed) for _ in range(2))
         for name in TASKS
@@ -108,7 +108,7 @@ def test_a_batch_is_the_same_on_any_mesh(readers, task, seed, number, rows_each,
         assert b''.join(batch[r][name] for r in range(batch_size)) == array.tobytes(), name
 
 
-def test_random_meshes_are_of_every_kind():
+def test_the_random_meshes_include_every_kind():
     """The test above needs meshes with gaps in the rows, shared rows and uneven chunks."""
     gaps = shared = uneven = 0
     for number in range(300):
@@ -216,7 +216,7 @@ def test_each_target_of_an_evaluation_has_weight_once(tmp_path, packing, batch_s
 
 
 def test_numpy_integers_are_valid_steps_and_rows():
-    """Also at large steps, where intermediate results exceed 64 bits."""
+    """They are valid even at large steps, where intermediate results exceed 64 bits."""
     source = Records(records=['abc ' * 50, 'xyz ' * 50], holdout_percent=0)
     tasks = [CausalLM(source=source), CausalLM(source=source)]
     rows = Mixture(tasks=tasks, weights=[2, 1]).open(8).training(0)

@@ -219,6 +219,20 @@ def test_no_gin_file(fails):
     fails([], 'no gin file', '--gin_file=')
 
 
+@pytest.mark.parametrize(
+    'flag, words',
+    [
+        ('--modeldir=3', ('--modeldir', '--gin.NAME=value', '--help')),
+        ('--cpu_devices=0', ('--cpu_devices=0', 'positive integer', '--help')),
+    ],
+)
+def test_an_invalid_flag(capsys, flag, words):
+    with flagsaver.flagsaver(), pytest.raises(SystemExit) as exit_:
+        command_line.parse_flags(['train', flag])
+    assert exit_.value.code == 2
+    assert_one_error(capsys.readouterr().err, *words)
+
+
 def test_an_extra_argument(fails, tmp_path, texts):
     fails([*arguments(tmp_path / 'model', texts), 'extra'], "'extra'", '--help')
     assert not (tmp_path / 'model').exists()

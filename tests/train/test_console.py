@@ -27,6 +27,12 @@ def printed_axes(partitioner):
     return {name: axes for name, _shape, axes, *_ in cells}
 
 
+def test_a_long_line_is_wrapped_only_by_a_terminal():
+    out = io.StringIO()
+    RunConsole(Console(file=out, width=20)).say('word ' * 100)
+    assert out.getvalue() == 'word ' * 100 + '\n'
+
+
 def test_the_table_shows_logical_axes_with_their_mesh_axes():
     names = [('w', ('embed', 'kv')), ('b', ('kv',))]
     named = PjitPartitioner(

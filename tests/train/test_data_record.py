@@ -1,4 +1,4 @@
-"""The record of a run's data: the same data passes, other data is refused or reported."""
+"""The record of a run's data: the same data passes, and changes are refused or reported."""
 
 import json
 
@@ -23,7 +23,7 @@ SETTINGS = {'seed': 0, 'batch_size': 8, 'length': 16}
 
 
 class Shifted(ByteTokenizer):
-    """Another tokenizer."""
+    """A tokenizer with another identity."""
 
     identity = 'shifted'
 
@@ -155,8 +155,8 @@ def test_the_message_counts_the_documents_before_and_after(corpus, run):
     write_record(run, corpus.record(corpus.task(source)))
     (corpus.folder / '7.txt').unlink()
     message = refusal(run, corpus.record(corpus.task(source)))
-    assert f'{len(TEXTS)} + 0 documents' in message
-    assert f'{len(TEXTS) - 1} + 0 documents' in message
+    assert f'{len(TEXTS)} training and 0 held-out documents' in message
+    assert f'{len(TEXTS) - 1} training and 0 held-out documents' in message
 
 
 def test_mixtures_with_other_weights_order_or_parts_are_refused(corpus, run):

@@ -19,7 +19,7 @@ from train.data import Feed, FiniteBatches, LocalBatches, Prefetch, feed
 from train.errors import ConfigError
 
 WORKERS = [0, 1, 3]
-TIMEOUT = 60  # seconds until a thread that should have come counts as lost
+TIMEOUT = 60  # seconds to wait for a thread before a test fails
 
 
 class Rows:
@@ -145,7 +145,7 @@ def test_workers_read_ahead_up_to_the_limit(partitioner, workers):
     rows = Rows()
     with closing(feed_of(partitioner, rows, workers)) as batches:
         for taken in range(6):
-            # 4 local batches, 2 on the devices, and 1 on its way between the two.
+            # 4 local batches, 2 batches on the devices, and 1 batch that is being moved there.
             limit = 8 * (taken + 4 + 2 + 1)
             rows.wait_until(lambda read, limit=limit: len(read) >= limit)
             assert len(rows.read) == limit
@@ -188,7 +188,7 @@ def test_workers_read_at_the_same_time(partitioner):
 
 @pytest.mark.parametrize('workers', [0, 1])
 def test_waiting_for_the_source_is_counted(partitioner, workers, monkeypatch):
-    """On a fake clock, on which reading a row takes a second and everything else takes no time."""
+    """On the fake clock, reading a row takes one second and everything else takes no time."""
     now, requested = [0.0], threading.Event()
 
     def perf_counter():

@@ -20,7 +20,7 @@ def seed():
 
 
 @pytest.mark.parametrize(
-    ('text', 'line', 'said'),
+    ('text', 'line', 'expected'),
     [
         ('\ntrainn.seed = 1', 2, "no configurable 'trainn'. Did you mean 'train'?"),
         ('A = @optax.adamww', 1, "no configurable 'optax.adamww'. Did you mean 'optax.adamw'?"),
@@ -40,10 +40,10 @@ def seed():
         ("# a\ninclude 'nowhere.gin'", 2, 'no such gin file: nowhere.gin'),
     ],
 )
-def test_unknown_names(refusal, text, line, said):
+def test_unknown_names(refusal, text, line, expected):
     message = refusal(text + '\n')
     assert f'run.gin:{line}: ' in message
-    assert said in message
+    assert expected in message
 
 
 def test_an_ambiguous_name_lists_the_choices(refusal):
@@ -57,7 +57,7 @@ def test_an_ambiguous_name_lists_the_choices(refusal):
 
 
 @pytest.mark.parametrize(
-    ('text', 'lines', 'said'),
+    ('text', 'lines', 'expected'),
     [
         ('A = 1\nB = [1,\n  2\nC = 3\n', (2, 3, 4, 5), ''),
         ('A = 1\nB = (1, 2]\n', (2,), ''),
@@ -76,10 +76,10 @@ def test_an_ambiguous_name_lists_the_choices(refusal):
         ('include configs/a.gin\n', (1,), ''),
     ],
 )
-def test_a_syntax_error_names_the_line(refusal, text, lines, said):
+def test_a_syntax_error_names_the_line(refusal, text, lines, expected):
     message = refusal(text)
     assert any(f'run.gin:{line}: syntax error: ' in message for line in lines), message
-    assert said in message
+    assert expected in message
     assert '\n' not in message
 
 
@@ -105,7 +105,7 @@ def test_a_flag_for_an_unused_macro(refusal):
 
 
 @pytest.mark.parametrize(
-    ('binding', 'said'),
+    ('binding', 'expected'),
     [
         ('trainn.seed=1', "no configurable 'trainn'. Did you mean 'train'?"),
         ('train.sed=1', "'train' has no parameter 'sed'. Did you mean 'seed'?"),
@@ -113,10 +113,10 @@ def test_a_flag_for_an_unused_macro(refusal):
         ('train.seed=@nowhere', "no configurable 'nowhere'"),
     ],
 )
-def test_unknown_names_in_flags(refusal, binding, said):
+def test_unknown_names_in_flags(refusal, binding, expected):
     message = refusal('', binding)
     assert message.startswith(f'--gin.{binding}: ')
-    assert said in message
+    assert expected in message
 
 
 def test_at_least_one_file_is_required():
@@ -157,7 +157,7 @@ def test_a_file_that_is_not_text(tmp_path):
 
 
 @pytest.mark.parametrize('statement', ['import optax.adamw', 'from train.schedules import nearest'])
-def test_an_import_of_something_else_than_a_module(refusal, statement):
+def test_an_import_of_a_name_that_is_not_a_module(refusal, statement):
     message = refusal(f'{statement}\n')
     assert 'run.gin:1: ' in message
 
@@ -203,7 +203,7 @@ def test_a_scope_that_is_never_used_is_refused(refusal, scope):
     assert ':6: ' in message
 
 
-def test_modules_of_the_users_own_may_enter_scopes(load, refusal, intruder):
+def test_modules_of_the_user_may_enter_scopes(load, refusal, intruder):
     text = 'import intruder\n' + textwrap.dedent(SCOPED)
     load(text + "entirely/TextFiles.exclude = 'z'\n", allow=['intruder'])
     assert "Did you mean 'a/b'" in refusal(

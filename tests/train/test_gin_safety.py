@@ -1,4 +1,4 @@
-"""What gin files may import and name, and that nothing else is run."""
+"""gin files may import and name only allowed modules, and nothing else is run."""
 
 import importlib
 import math

@@ -23,8 +23,8 @@ from train.data.text import token_index
 
 pytestmark = pytest.mark.core
 
-# A source that records which documents are read. In a process of its own, it stops after four
-# documents, says so, and continues when it is told to.
+# A program with a source that logs which documents it reads. It pauses after four documents,
+# reports this, and continues when its parent writes to it.
 BUILDER = """
 import dataclasses, sys
 from train.data import ByteTokenizer, Document, Source, open_index

@@ -21,7 +21,7 @@ def sentencepiece_model(tmp_path_factory):
     return prefix.with_suffix('.model')
 
 
-def test_packed_rows_of_another_tokenizer(run, tmp_path, capsys, sentencepiece_model):
+def test_a_run_on_packed_rows_with_sentencepiece(run, tmp_path, capsys, sentencepiece_model):
     state = run(
         tmp_path / 'model',
         "CausalLM.packing='pack'",

@@ -46,7 +46,7 @@ def test_two_device_counts_conflict(monkeypatch):
 
 
 @pytest.mark.parametrize('given', [('host:1', None, None), (None, 2, 0), ('host:1', 2, None)])
-def test_the_three_flags_of_a_process_belong_together(given):
+def test_the_three_flags_of_a_process_must_be_given_together(given):
     flags = r'--coordinator_address.*--process_count.*--process_index'
     with pytest.raises(ConfigError, match=flags):
         machine.join_processes(*given, False)
@@ -59,6 +59,6 @@ def test_a_process_index_out_of_range(index):
 
 
 @pytest.mark.parametrize('maximum, size', [(1, 1), (2, 2), (16, 8), (6, 2)])
-def test_a_model_axis_that_fits(maximum, size):
+def test_num_partitions_that_fit(maximum, size):
     assert jax.device_count() == 8
     assert machine.num_partitions_that_fit(maximum) == size

@@ -60,7 +60,7 @@ def test_every_record_of_the_resumed_step_is_kept(tmp_path):
     assert read(tmp_path) == [{'step': 2, 'train/loss': 1.0}, {'step': 2, 'eval/loss': 2.0}]
 
 
-def test_a_run_from_step_0_drops_the_records_of_one_that_never_saved(tmp_path):
+def test_a_run_from_step_0_drops_all_earlier_records(tmp_path):
     write(tmp_path, 0, (1, {'loss': 4.0}), (2, {'loss': 3.0}))
     write(tmp_path, 0, (1, {'loss': 5.0}))
     assert read(tmp_path) == [{'step': 1, 'loss': 5.0}]

@@ -73,19 +73,19 @@ def test_a_tokenizer_without_its_package_names_the_extra(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize('content', [None, 'folder', b'', b'garbage', b'\xff\xfe', b'{}'], ids=repr)
 @pytest.mark.parametrize(
-    ('kind', 'say'),
+    ('kind', 'words'),
     [
         (SentencePieceTokenizer, 'not a SentencePiece model'),
         (HuggingFaceTokenizer, 'not a tokenizer.json'),
     ],
 )
-def test_an_invalid_tokenizer_file(tmp_path, kind, say, content):
+def test_an_invalid_tokenizer_file(tmp_path, kind, words, content):
     path = tmp_path / 'model'
     if content == 'folder':
         path.mkdir()
     elif content is not None:
         path.write_bytes(content)
-    expected = {None: 'No such file', 'folder': 'Is a directory'}.get(content, say)
+    expected = {None: 'No such file', 'folder': 'Is a directory'}.get(content, words)
     source = Records(records=['a'], cache_key='a')
     messages = [refusal(tmp_path / 'cache', source, kind(path=str(path)))]
     with pytest.raises(ConfigError) as caught:

@@ -98,7 +98,7 @@ def test_bins_are_those_of_textbook_best_fit_decreasing(given_items):
     assert sorted((capacity - filled).astype(int).tolist()) == sorted(expected)
     assert bins.shape == (len(lengths),)
     assert sorted(set(bins.tolist())) == list(range(len(expected))), 'numbered from 0 without gaps'
-    # The longest items come first, so a bin's number tells when it was opened.
+    # Items are placed in the order of decreasing length, so bins are numbered in that order.
     firsts = [
         max(n for n, b in zip(lengths, bins, strict=True) if b == i) for i in range(len(expected))
     ]
@@ -175,7 +175,7 @@ def test_a_long_document_is_cut_into_whole_rows_and_a_remainder():
 
 
 @pytest.mark.parametrize('length', [15, 16, 17])
-def test_a_document_that_barely_fits_or_does_not(length):
+def test_documents_at_the_limit_of_a_row(length):
     """A document of 15 tokens has 16 targets, because the separator after it is one."""
     rows = all_rows(pack(stream_of(labelled([15])), length, SEPARATOR))
     sizes = [len(positions) for row in rows for *_, positions in pieces_in(row)]
@@ -267,5 +267,5 @@ def test_row_indices_out_of_range_are_an_error():
     for rows in (SplitRows(stream, 4, SEPARATOR), pack(stream, 4, SEPARATOR)):
         assert len(list(rows)) == len(rows), 'iterating ends'
         for index in (-1, len(rows)):
-            with pytest.raises(IndexError, match=f'row {index} of {len(rows)}'):
+            with pytest.raises(IndexError, match=f'no row {index}: there are {len(rows)} rows'):
                 rows[index]

@@ -1,4 +1,4 @@
-"""What a run starts from: errors and messages about other runs' checkpoints, and about its own."""
+"""Errors and messages about the checkpoint that a run or an evaluation starts from."""
 
 import dataclasses
 import inspect
@@ -18,7 +18,7 @@ from train.evaluation import evaluate_checkpoint
 
 @dataclasses.dataclass(frozen=True)
 class OtherBytes(ByteTokenizer):
-    """Bytes under another name."""
+    """The tokenizer of bytes with another identity."""
 
     identity = 'other bytes'
 
@@ -49,8 +49,8 @@ def restoring(path):
 
 
 def test_a_run_that_restores_a_checkpoint_needs_steps_after_it(run, finished, tmp_path):
-    said = r'total_steps is 2, .* step 6.* 8 .* 2 more steps'
-    with pytest.raises(ConfigError, match=said):
+    expected = r'total_steps is 2, .* step 6.* 8 .* 2 more steps'
+    with pytest.raises(ConfigError, match=expected):
         run(tmp_path / 'two', 'TRAIN_STEPS=2', *restoring(finished.directory))
     assert not (tmp_path / 'two').exists()
 
@@ -61,11 +61,11 @@ def test_a_run_without_steps_left_prints_its_scores_and_writes_none(
     model_dir = finished.copy(tmp_path / 'model')
     before = records(model_dir)
     run(model_dir, 'TRAIN_STEPS=4')
-    said = capsys.readouterr().out
-    assert 'already at step 6 of 4; raise TRAIN_STEPS' in said
-    assert f'{before[-1]["eval/bits_per_byte"]:.3f}' in said
+    output = capsys.readouterr().out
+    assert 'already at step 6 of 4; raise TRAIN_STEPS' in output
+    assert f'{before[-1]["eval/bits_per_byte"]:.3f}' in output
     assert records(model_dir) == before
-    listed = [line.split()[-1] for line in said.split('-- files')[1].split('\n') if '/' in line]
+    listed = [line.split()[-1] for line in output.split('-- files')[1].split('\n') if '/' in line]
     assert listed and all((tmp_path / line).exists() for line in listed)
 
 
@@ -105,7 +105,7 @@ EXPLICIT = MeshConfig(axes={'data': 8, 'model': 1}, axis_types='explicit')
 
 
 @pytest.mark.parametrize(
-    'change, said',
+    'change, expected',
     [
         ({'output_dir': 'gs://x'}, "output_dir 'gs://x' must be"),
         ({'output_dir': __file__}, 'output_dir .* is a file'),
@@ -124,7 +124,7 @@ EXPLICIT = MeshConfig(axes={'data': 8, 'model': 1}, axis_types='explicit')
     ],
     ids=lambda x: x if isinstance(x, str) else next(iter(x)),
 )
-def test_a_bad_setting_of_an_evaluation_is_an_error(evaluate, tmp_path, change, said):
-    with pytest.raises(ConfigError, match=said):
+def test_a_bad_setting_of_an_evaluation_is_an_error(evaluate, tmp_path, change, expected):
+    with pytest.raises(ConfigError, match=expected):
         evaluate(tmp_path / 'none', **change)
     assert not (tmp_path / 'scores').exists()

@@ -32,7 +32,7 @@ def test_imports_go_down(path):
         assert module.startswith(BELOW[path.parent.name]), f'{path.name} imports {module}'
 
 
-def test_the_rooms_are_found():
+def test_every_package_of_the_input_is_checked():
     assert {path.parent.name for path in FILES} == set(BELOW)
     assert len(FILES) > 12
 

@@ -49,11 +49,11 @@ def test_a_run_with_evaluations_and_checkpoints_traces_the_model_and_the_step_on
 def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_resumes_exactly(
     run, finished, tmp_path, during_step, number
 ):
-    handler = signal.getsignal(number)  # Background jobs of a shell ignore Ctrl-C.
+    handler = signal.getsignal(number)  # In background jobs of a shell, the handler ignores Ctrl-C.
     undo = during_step(3, lambda: signal.raise_signal(number))
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / 'model', 'CHECKPOINT_PERIOD=0')
-    # Step 3 had already looked for a signal when it came.
+    # The signal arrives after step 3 has looked for it, so step 4 is the last.
     assert complete_steps(tmp_path / 'model/checkpoints') == [4]
     assert signal.getsignal(number) is handler
     undo()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.core
 
 SEPARATOR = 256
 LAST = 356  # the last of 100 sentinels after the tokens of bytes
-FIRST = 1256  # the first sentinel of rows made here, far enough above the bytes for any text
+FIRST = 1256  # the first sentinel in these tests, far above the bytes, so that no text contains one
 
 
 def maker(corruption, text_length, spare=0):
@@ -133,7 +133,7 @@ def test_putting_the_spans_back_gives_the_text(length, density, mean_span, seed,
         cut = sum(map(len, spans.values()))
         assert 1 <= cut <= length - 1
         assert abs(cut - density * length) <= 1
-        # The requested number of spans, as far as there are enough tokens to remove and to keep.
+        # There are fewer spans if there are too few tokens to remove or to keep.
         asked = min(max(1, cut / mean_span), cut, length - cut)
         assert abs(len(spans) - asked) <= 0.5
         first = encoder.index(FIRST)
@@ -166,13 +166,13 @@ def test_the_arrays_of_a_row(length, spare, seed):
     assert set(row['decoder_target_tokens'][decoder - 1 :].tolist()) == {SEPARATOR}
 
 
-def test_a_text_of_one_token_stays():
+def test_a_text_of_one_token_loses_nothing():
     row = maker(Corruption(0.15, 3.0), 20)(np.array([7], np.int32), np.random.default_rng(0))
     assert parts_of(row) == ([7], [])
 
 
 def test_every_choice_of_spans_is_equally_likely():
-    """Of 8 tokens, 4 are removed in 2 spans: 3 ways to split the kept and 3 the removed tokens."""
+    """4 of 8 tokens are removed in 2 spans: there are 3 ways to split each half of the tokens."""
     corruption, rng = Corruption(0.5, 2.0), np.random.default_rng(0)
     drawn = 9000
     counts = collections.Counter(tuple(corruption.spans(8, rng).tolist()) for _ in range(drawn))
@@ -240,7 +240,7 @@ def test_the_shares_of_a_long_text():
     assert abs(cut / spans - 3.0) < 0.05
 
 
-def test_evaluation_cuts_the_same_every_time():
+def test_an_evaluation_removes_the_same_spans_every_time():
     task = SpanCorruption(source=Records(records=[b'a text of some length'], holdout_percent=100))
     one, two = (task.open(12).evaluation() for _ in range(2))
     assert one.num_bytes is None, 'its targets are not the bytes of the text'

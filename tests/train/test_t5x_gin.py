@@ -49,14 +49,14 @@ def checkpoints(model_dir):
 
 
 def test_pretraining_finetuning_and_evaluating(pretrain, load_t5x, tmp_path, capsys):
-    """Each run starts from the results of the one before."""
+    """Each run starts from the checkpoint of the previous run."""
     model_dir = tmp_path / 'model'
     pretrain(model_dir, 'TRAIN_STEPS=10')
     state = pretrain(model_dir)
     assert int(state.step) == 20
-    said = capsys.readouterr().out
-    assert 'train_script.train.random_seed is None: using seed 0' in said
-    assert f'resumed from step 10 of {model_dir}/checkpoints' in said
+    output = capsys.readouterr().out
+    assert 'train_script.train.random_seed is None: using seed 0' in output
+    assert f'resumed from step 10 of {model_dir}/checkpoints' in output
     assert checkpoints(model_dir) == [10, 20]
     written = records(model_dir)
     losses = [r['train/loss'] for r in written if 'train/loss' in r]
@@ -70,9 +70,9 @@ def test_pretraining_finetuning_and_evaluating(pretrain, load_t5x, tmp_path, cap
     tune += ['BATCH_SIZE=8', 'EVAL_PERIOD=4', 'utils.SaveCheckpointConfig.checkpoint_steps=[22]']
     tune += ['models.DecoderOnlyModel.predict_batch_with_aux.num_decodes=8']
     assert int(load_t5x('finetune', *tune, 'TRAIN_STEPS=24')().step) == 24
-    said = capsys.readouterr().out
-    assert f'restored from step 20 of {model_dir}/checkpoints' in said
-    assert 'infer_eval_dataset_cfg is skipped' in said
+    output = capsys.readouterr().out
+    assert f'restored from step 20 of {model_dir}/checkpoints' in output
+    assert 'infer_eval_dataset_cfg is skipped' in output
     assert checkpoints(tuned_dir) == [22, 24]
     assert checkpoints(model_dir) == [10, 20]
     assert records(tuned_dir)[0]['step'] == 22
@@ -162,7 +162,7 @@ def test_parameters_of_another_size_are_not_restored(pretrain, load_t5x, tmp_pat
 
 
 @pytest.mark.parametrize(
-    'path, mode, said',
+    'path, mode, expected',
     [
         ('nowhere', 'latest', r'RestoreCheckpointConfig\.path \S+nowhere does not exist'),
         ('model/checkpoint_20', 'specific', r'(?m)T5X.* is \S+/model/checkpoints/20$'),
@@ -175,14 +175,14 @@ def test_parameters_of_another_size_are_not_restored(pretrain, load_t5x, tmp_pat
         ('model', 'latest', 'not a complete checkpoint'),
     ],
 )
-def test_missing_checkpoints(load_t5x, tmp_path, path, mode, said):
+def test_missing_checkpoints(load_t5x, tmp_path, path, mode, expected):
     (tmp_path / 'model/checkpoints/7').mkdir(parents=True)
     entry = load_t5x(
         *('finetune', f"MODEL_DIR='{tmp_path}/tuned'", 'TRAIN_STEPS=2'),
         f"INITIAL_CHECKPOINT_PATH='{tmp_path}/{path}'",
         f"utils.RestoreCheckpointConfig.mode='{mode}'",
     )
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=expected):
         entry()
     assert not (tmp_path / 'tuned').exists()
 
@@ -217,7 +217,7 @@ def lines(text):
 
 
 @pytest.mark.parametrize(
-    'line, said',
+    'line, expected',
     [
         ('train_script.train.total_step = 1', "Did you mean 'total_steps'?"),
         ('train_script.train:\n  eval_perod = 1', "Did you mean 'eval_period'?"),
@@ -242,7 +242,7 @@ def lines(text):
         ('import __main__ as train_script', 'from train.t5x import train_script'),
     ],
 )
-def test_wrong_names_suggest_the_nearest(t5x_files, tmp_path, line, said):
+def test_wrong_names_suggest_the_nearest(t5x_files, tmp_path, line, expected):
     file, text = tmp_path / 'mine.gin', (REPOSITORY / 'configs/t5x/pretrain.gin').read_text()
     head, _, rest = text.partition('import partitioning\n')
     written = f'{head}import partitioning\n{rest}{line}\n'
@@ -250,13 +250,13 @@ def test_wrong_names_suggest_the_nearest(t5x_files, tmp_path, line, said):
     place = f'{file}:{len(lines(written))}: '
     with pytest.raises(ConfigError) as error:
         load_config([T5X_MODEL, str(file), t5x_files('x')[-1]], ['TRAIN_STEPS=1', "MODEL_DIR='x'"])
-    assert said in str(error.value)
+    assert expected in str(error.value)
     assert str(error.value).startswith(place)
     assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    'flag, said',
+    'flag, expected',
     [
         ('utils.SaveCheckpointConfig.perid=1', "Did you mean 'period'?"),
         ('train/utils.DatasetConfig.shufle=True', "Did you mean 'shuffle'?"),
@@ -264,10 +264,10 @@ def test_wrong_names_suggest_the_nearest(t5x_files, tmp_path, line, said):
         ('TRAIN_STEP=1', "Did you mean 'TRAIN_STEPS'?"),
     ],
 )
-def test_wrong_flags_suggest_the_nearest(t5x_files, flag, said):
+def test_wrong_flags_suggest_the_nearest(t5x_files, flag, expected):
     with pytest.raises(ConfigError) as error:
         load_config(t5x_files('pretrain'), ['TRAIN_STEPS=1', "MODEL_DIR='x'", flag])
-    assert said in str(error.value)
+    assert expected in str(error.value)
     assert str(error.value).startswith(f'--gin.{flag}: ')
 
 

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from refusals import TakesText
+from refusals import TextOnlyTokenizer
 
 from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.data import ByteTokenizer, CausalLM, Mixture, TextFiles
@@ -13,12 +13,12 @@ from train.t5x.adafactor import Adafactor
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures('own_registry')]
 
-# For each configurable, refused bindings and a part of the message besides the setting's name.
+# For each configurable: refused bindings, and a part of the message after the setting's name.
 
 REFUSED = {
     'train_script.train': [
         ('relative_steps=10', 'set total_steps'),
-        ('use_hardware_rng=True', 'same on every mesh'),
+        ('use_hardware_rng=True', 'differ between meshes'),
         ('get_dataset_fn=@gin_utils.summarize_gin_config', 'tasks of train.data'),
         ('train_eval_get_dataset_fn=@gin_utils.summarize_gin_config', 'tasks of train.data'),
         ('prepare_train_iter_fn=@gin_utils.summarize_gin_config', 'tasks of train.data'),
@@ -166,8 +166,8 @@ REFUSED = {
 ALL = [(key, *pair) for key, pairs in REFUSED.items() for pair in pairs]
 
 
-@pytest.mark.parametrize('key, setting, said', ALL, ids=[f'{k}.{s}' for k, s, _ in ALL])
-def test_settings_without_equivalent_are_refused(load_t5x, tmp_path, key, setting, said):
+@pytest.mark.parametrize('key, setting, expected', ALL, ids=[f'{k}.{s}' for k, s, _ in ALL])
+def test_settings_without_equivalent_are_refused(load_t5x, tmp_path, key, setting, expected):
     where = [f"MODEL_DIR='{tmp_path}/model'", f"INITIAL_CHECKPOINT_PATH='{tmp_path}/none'"]
     entry = load_t5x('finetune', *where, 'TRAIN_STEPS=1', 'BATCH_SIZE=8', f'{key}.{setting}')
     with pytest.raises(ValueError) as error:
@@ -175,12 +175,12 @@ def test_settings_without_equivalent_are_refused(load_t5x, tmp_path, key, settin
     [message] = str(error.value).split('\n  In call to configurable')[:1]
     assert len(message.splitlines()) == 1
     assert re.split(r'=|\[', setting)[0] in message or 'LossConfig.divisor' in message
-    assert said in message
+    assert expected in message
     assert not (tmp_path / 'model').exists()
 
 
 @pytest.mark.parametrize(
-    'setting, said',
+    'setting, expected',
     [
         ('eval_script.evaluate.fallback_init_rng=1', 'leave it out'),
         ('eval_script.evaluate.model=@models.DecoderOnlyModel', 'with the parentheses'),
@@ -192,13 +192,13 @@ def test_settings_without_equivalent_are_refused(load_t5x, tmp_path, key, settin
         ('utils.DatasetConfig.task_feature_lengths=None', "{'targets': number of tokens in a row}"),
     ],
 )
-def test_settings_that_an_evaluation_refuses(load_t5x, tmp_path, setting, said):
+def test_settings_that_an_evaluation_refuses(load_t5x, tmp_path, setting, expected):
     (tmp_path / 'checkpoints/7').mkdir(parents=True)
     (tmp_path / 'checkpoints/7/_CHECKPOINT_METADATA').write_text('{}')
     where = [f"CHECKPOINT_PATH='{tmp_path}/checkpoints/7'", f"EVAL_OUTPUT_DIR='{tmp_path}/scores'"]
     with pytest.raises(ConfigError) as error:
         load_t5x('eval', *where, setting)()
-    assert said in str(error.value)
+    assert expected in str(error.value)
     assert not (tmp_path / 'scores').exists()
 
 
@@ -218,14 +218,14 @@ def test_different_seeds_are_refused(load_t5x, tmp_path):
         entry()
 
 
-def test_the_vocabulary_must_be_that_of_the_task(texts):
+def test_the_model_and_the_task_must_have_the_same_vocabulary(texts):
     given = models.DecoderOnlyModel(
         module=network.DecoderWrapper(config=network.TransformerConfig(vocab_size=264)),
         vocabulary=ByteTokenizer(),
         optimizer_def=Adafactor(),
     )
     source = TextFiles(pattern='*.txt', root=str(texts))
-    same, other = CausalLM(source=source), CausalLM(source=source, tokenizer=TakesText())
+    same, other = CausalLM(source=source), CausalLM(source=source, tokenizer=TextOnlyTokenizer())
     given.check_vocabulary(same)
     for task in (other, Mixture(tasks=[same, other], weights=[1, 1])):
         with pytest.raises(ConfigError, match=r'vocabulary is \S+, but the task has text'):
@@ -244,7 +244,7 @@ def test_packed_training_rows_require_pack(texts):
 
 
 @pytest.mark.parametrize(
-    'make, said',
+    'make, expected',
     [
         (lambda: CheckpointConfig(steps=[2, 0]), r'steps\[1\] is 0'),
         (lambda: CheckpointConfig(steps='2'), "steps is '2': it must be a list"),
@@ -253,6 +253,6 @@ def test_packed_training_rows_require_pack(texts):
         (lambda: RestoreConfig(path='x', mode='all'), "mode is 'all'"),
     ],
 )
-def test_invalid_settings_of_checkpoints(make, said):
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_settings_of_checkpoints(make, expected):
+    with pytest.raises(ConfigError, match=expected):
         make()

@@ -1,4 +1,4 @@
-"""What T5X's settings become: rules for `kv_heads`, and paths to restore."""
+"""The translation of T5X's settings: rules for `kv_heads`, and paths to restore."""
 
 import functools
 
@@ -41,7 +41,7 @@ class _Named(PjitPartitioner):
 
 
 def test_with_rules_changes_only_the_rules():
-    """The class, attributes, mesh and policies stay."""
+    """The class, attributes, mesh and policies remain the same."""
     given = _Named(num_partitions=2, logical_axis_rules=[('heads', 'model'), ('batch', 'data')])
     given.name, given.params_on_devices = 'mine', False
     assert given.names == ['heads', 'batch'] and given.data_mesh_size == 4

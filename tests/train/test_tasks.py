@@ -107,7 +107,7 @@ def test_every_window_of_a_mixture_follows_its_weights(lm, weights):
         counts = collections.Counter(names[first:last])
         for name, weight in zip('abc', weights, strict=False):
             expected = weight / sum(weights) * (last - first)
-            # There is no drift: in a window of any length, a part is at most a row or two off.
+            # The error does not grow: in a window of any length, it is at most one or two rows.
             assert abs(counts[name] - expected) <= len(weights), (first, last, name)
 
 
@@ -123,7 +123,7 @@ def test_each_part_has_its_own_epochs(lm):
         assert len(set(full)) == len(full), 'each epoch has a different order'
 
 
-def test_the_data_of_one_part_do_not_affect_the_rows_of_another(lm):
+def test_the_data_of_one_part_does_not_affect_the_rows_of_another(lm):
     def read(second):
         tasks = [lm(numbered('a', 30)), lm(second), lm(numbered('c', 11))]
         rows = Mixture(tasks=tasks, weights=[2, 1, 1]).open(LENGTH).training(seed=5)

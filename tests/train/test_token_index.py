@@ -58,7 +58,7 @@ def write_lines(root):
     return {'pattern': '*.jsonl', 'root': str(root)}
 
 
-def test_every_change_of_the_tokens_makes_another_index(tmp_path):
+def test_every_setting_that_changes_the_tokens_makes_another_index(tmp_path):
     root, cache = tmp_path / 'data', tmp_path / 'cache'
     root.mkdir()
     where = write_lines(root)
@@ -104,7 +104,7 @@ def test_a_signature_may_be_any_json(tmp_path, signature):
     assert [len(source.reads) for source in sources] == [1, 0]
 
 
-def test_a_signature_does_not_hide_settings_of_the_index(tmp_path, monkeypatch):
+def test_a_signature_cannot_overwrite_settings_of_the_index(tmp_path, monkeypatch):
     # A source may use these names for its own settings.
     def directory(tokenizer):
         source = listed(signature={'tokenizer': 'mine', 'format': 1})

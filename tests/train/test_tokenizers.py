@@ -120,7 +120,7 @@ def test_separators_decode_to_nothing(made):
 
 
 def test_documents_decode_one_after_another(made):
-    # As `Stream.head` and the baselines decode them, to count the bytes of the documents.
+    # `Stream.head` and the baselines decode documents like this to count their bytes.
     for tokenizer in every(made):
         tokens = [tokenizer.separator]
         for document in encode(tokenizer, ['the quick', 'brown', 'fox']):
@@ -236,7 +236,7 @@ def test_truncation_padding_and_templates_of_the_file_are_ignored(made, tmp_path
         assert tokens.tolist() == expected.tolist()
 
 
-def test_the_separator_is_the_most_likely_token_or_the_given_one(made):
+def test_the_separator_is_the_given_token_or_the_first_common_one(made):
     package = tokenizers.Tokenizer.from_file(str(made / 'two-separators.json'))
     assert hugging_face(made, 'two-separators').separator == package.token_to_id('</s>')
     named = hugging_face(made, 'two-separators', separator_token='[SEP]')
@@ -245,14 +245,14 @@ def test_the_separator_is_the_most_likely_token_or_the_given_one(made):
 
 
 @pytest.mark.parametrize(
-    ('name', 'token', 'say'),
+    ('name', 'token', 'expected'),
     [('no-separator', None, '<eos>'), ('bpe', '</s>', '</s>')],
 )
-def test_a_missing_separator(made, name, token, say):
+def test_a_missing_separator(made, name, token, expected):
     with pytest.raises(ConfigError, match='separator_token') as caught:
         hugging_face(made, name, separator_token=token).separator  # noqa: B018
     assert f'{name}.json has no special token' in str(caught.value)
-    assert say in str(caught.value)
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize('kind', ['a word', 'undeclared'])

@@ -110,7 +110,7 @@ def check_complete(configurable: Callable[..., Any]) -> None:
 
 
 def dynamic_imports(statements: Iterable[Statement]) -> dict[str, Statement]:
-    """The imports of files with dynamic registration, by the name that each import binds."""
+    """Returns the imports of files with dynamic registration, by the name that each binds."""
     imports = [s for s in statements if isinstance(s.parsed, config_parser.ImportStatement)]
     dynamic = {s.file for s in imports if s.parsed.module == _DYNAMIC_REGISTRATION}
     return {
@@ -158,7 +158,7 @@ def _bound_macro(statement: Statement) -> str | None:
 
 
 def _check_scopes(statements: Sequence[Statement], own_code: bool) -> None:
-    """Checks that the scope of every binding is entered by a reference; otherwise it does nothing.
+    """Checks that a reference enters the scope of every binding; other bindings have no effect.
 
     A scope stays active in everything that is called inside it. The scope of a reference and its
     enclosing scopes may therefore contain bindings of any configurable.

@@ -20,7 +20,7 @@ ENTRY_POINTS = (
 
 
 def find_entry() -> Callable[..., Any]:
-    """The entry point that the loaded configuration sets parameters of; by default `train.train`.
+    """Returns the entry point that the configuration sets parameters of, or `train.train`.
 
     Raises:
       ConfigError: if the configuration sets parameters of several entry points.

@@ -61,7 +61,7 @@ def load_config(
 def _with_imports(
     binding: str, flags: Sequence[parse.Statement], statements: Sequence[parse.Statement]
 ) -> str:
-    """A binding, after the imports of files with dynamic registration if it uses their names."""
+    """Returns a binding, preceded by the imports of the files if it uses their names."""
     imports = check.dynamic_imports(statements)
     names = [r.selector for flag in flags for r in flag.references if not r.is_macro]
     names += [flag.parsed.selector for flag in flags if getattr(flag.parsed, 'arg_name', None)]

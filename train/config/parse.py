@@ -154,7 +154,7 @@ def _parse(text: io.StringIO, file: str) -> list[Statement]:
     collector = _Collector()
     statements = []
     try:
-        # The parser reads the first token when it is made, so that it may already fail here.
+        # The constructor reads the first token, so it can already raise a SyntaxError.
         parser = config_parser.ConfigParser(text, collector)
         for parsed in parser:
             flag = file.startswith('--')

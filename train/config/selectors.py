@@ -77,7 +77,7 @@ def resolve(
       The configurable, or None for one of gin's own.
 
     Raises:
-      ConfigError: if nothing or several things have the name, or a gin file may not use it.
+      ConfigError: if no object or several objects have the name, or a gin file may not use it.
     """
     if selector in _GIN_OWN:
         return None
@@ -147,7 +147,7 @@ def _runs_code(found: Any, origin: str) -> bool:
 
 
 def _attribute(dotted: str) -> Any:
-    """The object at a dotted path, whose modules are imported as necessary; None if absent."""
+    """Returns the object at a dotted path, or None. Modules are imported as necessary."""
     parts = dotted.split('.')
     for split in range(len(parts), 0, -1):
         try:
@@ -161,7 +161,7 @@ def _attribute(dotted: str) -> Any:
 
 
 def _known() -> set[str]:
-    """Names of configurables as people write them: the last part, and the last two parts."""
+    """Returns the names of configurables as people write them: the last one or two parts."""
     return {
         '.'.join(selector.split('.')[-n:])
         for selector, _ in gin_internals._REGISTRY.items()

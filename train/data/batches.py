@@ -18,7 +18,7 @@ Batch = dict[str, jax.Array]
 class LocalBatches:
     """The rows that one process reads in each step, with random access by step.
 
-    Grain can read it as an endless source.
+    It has the interface of a Grain source, and it is endless.
 
     Args:
       rows: endless rows with random access.
@@ -45,7 +45,7 @@ class LocalBatches:
 
 
 class FiniteBatches:
-    """The rows that one process reads of a finite set. Rows of zeros fill up the last batch.
+    """The rows of a finite set that one process reads. Rows of zeros fill up the last batch.
 
     Args:
       rows: the finite set, with random access.
@@ -62,7 +62,7 @@ class FiniteBatches:
         self.batch_size = batch_size
         self._row_indices = _checked(row_indices, batch_size)
         if not len(rows):
-            raise ConfigError('there are no rows to make batches of')
+            raise ConfigError('there are 0 rows: a batch needs at least one')
         self._filler = {name: np.zeros_like(value) for name, value in rows[0].items()}
 
     def __len__(self) -> int:

@@ -105,7 +105,7 @@ class Feed:
             self.waited += time.perf_counter() - started
 
     def close(self) -> None:
-        """Stops the threads. Afterwards the iteration has ended."""
+        """Stops the threads and ends the iteration."""
         self._close()
 
 

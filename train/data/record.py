@@ -156,16 +156,16 @@ def write_record(directory: Path, record: dict[str, Any]) -> None:
 
 
 def _identity(record: dict[str, Any]) -> Any:
-    """The part of a record that must not change: everything except how a source is spelled."""
+    """The part of a record that must not change: everything except the names of the sources."""
     parts = [{k: v for k, v in part.items() if k != 'source'} for part in record['parts']]
     return record['tokenizer'], parts
 
 
 def _summary(record: dict[str, Any]) -> str:
     parts = [
-        f'{part["source"]} with {part["documents"]} + {part["held_out_documents"]} documents, '
-        f'{part["bytes"]:,} bytes (hash {part["content_hash"][:8]}, weight {part["weight"]:.3g}, '
-        f'{_settings(part["rows"])})'
+        f'{part["source"]} with {part["documents"]:,} training and {part["held_out_documents"]:,} '
+        f'held-out documents, {part["bytes"]:,} bytes (hash {part["content_hash"][:8]}, '
+        f'weight {part["weight"]:.3g}, {_settings(part["rows"])})'
         for part in record['parts']
     ]
     return f'{", ".join(parts)}, tokenizer {record["tokenizer"][:28]}'

@@ -1,7 +1,7 @@
 """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
 Suffixes of array names: B batch, L length, D embed, H heads, K kv_heads, N head_dim, F mlp,
-V vocab. Every parameter carries its logical axes, and every activation is constrained by name.
+V vocab. Every parameter carries its logical axes, and activations are constrained by theirs.
 """
 
 from __future__ import annotations

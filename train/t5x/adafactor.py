@@ -30,7 +30,7 @@ class StandardFactorRules:
 
 
 def standard_logical_factor_rules(rules: Any = None) -> StandardFactorRules:
-    """Stands for T5X's rules by logical axes. optax chooses the factored dimensions instead.
+    """Replaces T5X's rules by logical axes. optax chooses the factored dimensions itself.
 
     Args:
       rules: custom rules, which are refused.
@@ -45,7 +45,7 @@ def standard_logical_factor_rules(rules: Any = None) -> StandardFactorRules:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adafactor:
-    """The optimizer of T5X's configurations. Its learning rate is that of the trainer.
+    """The optimizer of T5X's configurations. The trainer sets its learning rate.
 
     Attributes:
       learning_rate: must be None; set `trainer.Trainer.learning_rate_fn` instead.

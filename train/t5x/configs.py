@@ -32,10 +32,11 @@ class DatasetConfig:
       mixture_or_task_name: a task of train.data, or the name of one.
       task_feature_lengths: {'targets': the number of tokens in a row}. Evaluations may leave it as
         None, as in T5X.
-      split: 'train', or 'validation' or 'test' for the held-out part of the task.
+      split: 'train' for the training part of the task; 'validation' or 'test' for its held-out
+        part.
       batch_size: the number of rows in a batch.
       shuffle: must be True for training and False for evaluation.
-      seed: the seed of the training rows, or None for any.
+      seed: the seed of the training rows. None uses the seed of the run.
       use_cached: has no effect on the rows; text is always tokenized once and stored.
       pack: whether a row may hold several examples.
       use_custom_packing_ops: must be off.

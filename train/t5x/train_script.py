@@ -29,8 +29,8 @@ _ROWS = 'tasks of train.data make the rows'
 _ARRAYS = 'arrays are jax.Arrays and Orbax saves them'
 # Settings that must be off, with the reason.
 OFF = {
-    'relative_steps': 'a resumed run would train as many steps again; set total_steps instead',
-    'use_hardware_rng': 'random numbers must be the same on every mesh, unlike hardware ones',
+    'relative_steps': 'each time a run resumes, it would train more steps; set total_steps instead',
+    'use_hardware_rng': 'random numbers of the hardware differ between meshes',
     'get_dataset_fn': _ROWS,
     'train_eval_get_dataset_fn': _ROWS,
     'prepare_train_iter_fn': _ROWS,
@@ -209,7 +209,7 @@ def _tasks(
 ) -> tuple[Task, dict[str, Task] | None]:
     """The task to train on and the tasks to evaluate.
 
-    Instead of the latter, None stands for the held-out part of the training task.
+    The second value is None if the held-out part of the training task is evaluated.
     """
     training.check_trains('train/')
     if evaluated is None:
@@ -241,7 +241,7 @@ def _report_differences(settings: Mapping[str, Any], seed: int) -> None:
         console.say(f'{KEY}.train_eval_dataset_cfg is None: evaluating the task once, at the end')
     if settings['infer_eval_dataset_cfg'] is not None:
         settings['infer_eval_dataset_cfg'].check_evaluates('infer_eval/')
-        _ = settings['infer_eval_dataset_cfg'].task  # a wrong name is an error
+        _ = settings['infer_eval_dataset_cfg'].task  # raises an error if the name is wrong
         console.say(f'{KEY}.infer_eval_dataset_cfg is skipped: no task scores decoded text')
     if isinstance(optimizer, Adafactor) and optimizer.logical_factor_rules is not None:
         console.say(

@@ -18,7 +18,7 @@ from train.data.text.token_index import TokenIndex
 from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError, check_counts
 
-# The baselines of an evaluation use only this much of the text, so that they take about a second.
+# Baselines are computed on at most this many tokens of the text, which takes about a second.
 BASELINE_TOKENS = 4 << 20
 
 
@@ -136,8 +136,8 @@ class OpenTask:
         """The held-out rows of all parts, each once.
 
         Args:
-          max_targets: use only this many held-out tokens, the first ones; several parts share them
-            equally. By default, all are used.
+          max_targets: the number of held-out tokens to use, from the first one on. Several parts
+            share it equally. By default, all are used.
 
         Raises:
           ConfigError: if nothing is held out, or if the rows of two parts have different arrays.

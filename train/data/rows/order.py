@@ -28,7 +28,7 @@ def shuffle(rows: Any, seed: int) -> grain.MapDataset:
 
 
 def mix(datasets: Sequence[Any], weights: Sequence[float]) -> grain.MapDataset:
-    """Endless rows of several datasets. Any number of first rows follows the weights closely.
+    """Endless rows of several datasets. The first n rows follow the weights closely, for every n.
 
     Args:
       datasets: endless rows.
@@ -64,7 +64,7 @@ def _permutation(seed: int, epoch: int, count: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Mixed:
-    """Two mixed datasets: n * `units` // WEIGHT_UNITS of the first n rows come from the first."""
+    """Two mixed datasets. Of the first n rows, n * `units` // WEIGHT_UNITS come from `first`."""
 
     first: Any
     second: Any

@@ -97,9 +97,9 @@ class PackedRows:
 
 
 def check_within(index: int, rows: Sized) -> None:
-    """Raises an IndexError if the index is not one of a row, so that iterating ends."""
+    """Raises an IndexError if there is no row with this index, which ends a loop over the rows."""
     if not 0 <= index < len(rows):
-        raise IndexError(f'row {index} of {len(rows)}')
+        raise IndexError(f'there is no row {index}: there are {len(rows)} rows')
 
 
 def pack(stream: Stream, length: int, separator: int) -> PackedRows:
@@ -149,7 +149,9 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
         while len(items):
             fitting = rooms >> size
             if fitting:
-                room = size + (fitting & -fitting).bit_length() - 1  # the smallest that suffices
+                room = (
+                    size + (fitting & -fitting).bit_length() - 1
+                )  # the least free space that suffices
                 candidates = with_room[room].pop()
                 if not with_room[room]:
                     rooms ^= 1 << room

@@ -35,7 +35,7 @@ class Corruption:
     mean_span: float
 
     def counts(self, length: int) -> tuple[int, int]:
-        """The number of removed tokens and of their spans. A text of one token keeps it."""
+        """The number of removed tokens and of removed spans. A text of one token loses nothing."""
         if length < 2:
             return 0, 0
         noise = min(max(round(length * self.density), 1), length - 1)
@@ -62,7 +62,7 @@ class Corruption:
     def spans(self, length: int, rng: np.random.Generator) -> np.ndarray:
         """Alternating lengths of kept and removed spans, int64 [2 * spans], drawn at random.
 
-        If nothing is removed, the only length is that of the text.
+        If nothing is removed, the result is [length].
         """
         noise, spans = self.counts(length)
         if not spans:
@@ -83,7 +83,7 @@ class Texts:
 
     def __getitem__(self, index: int) -> np.ndarray:
         check_within(index, self)
-        # The separator before the first document ends no document, so it is left out.
+        # Position 0 is the separator before the first document, which is not part of any text.
         start = 1 + int(index) * self.length
         return self.stream.tokens[start : start + self.length].astype(np.int32)
 

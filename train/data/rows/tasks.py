@@ -42,11 +42,11 @@ class Task(abc.ABC):
     @property
     @abc.abstractmethod
     def num_tokens(self) -> int:
-        """The size of the vocabulary; every token in its rows is below it."""
+        """The size of the vocabulary. Every token in a row is smaller."""
 
     @abc.abstractmethod
     def open(self, length: int, progress: Progress = no_progress) -> OpenTask:
-        """Opens the task, and builds those of its token indices that are not in the cache.
+        """Opens the task. Token indices that are not in the cache are built.
 
         Args:
           length: the number of tokens in a row, or of encoder tokens if rows have an encoder part.
@@ -195,7 +195,7 @@ class Mixture(Task):
     """Rows of several tasks, mixed by weights. Each task has its own epochs.
 
     Attributes:
-      tasks: the tasks. They have the same tokenizer and the same arrays in a row.
+      tasks: the tasks. All must have the same tokenizer and make rows with the same arrays.
       weights: the share of each task in the rows. The weights need not add up to 1.
     """
 

@@ -62,11 +62,11 @@ def find_files(
         ]
         if not matches:
             excluded = f' after excluding {exclude}' if exclude else ''
-            hint = '' if folder.is_dir() else ', which is not a directory'
+            hint = '' if folder.is_dir() else ': this root is not a directory'
             if (folder / os.path.expanduser(one)).is_dir():
-                hint = f', only a directory: write {one.rstrip("/")}/**/*.txt'
+                hint = f': it matches a directory; write {one.rstrip("/")}/**/*.txt'
             raise ConfigError(
-                f'empty corpus: no file matches {one!r} in {folder.resolve()}{hint}{excluded}'
+                f'empty corpus: no file matches {one!r} in {folder.resolve()}{excluded}{hint}'
             )
         found |= {file.name: file for file in matches}
     return tuple(found[name] for name in sorted(found))
@@ -135,7 +135,7 @@ class _Zstandard(io.RawIOBase):
     def __init__(self, file: File, raw: BinaryIO):
         zstandard = import_optional('zstandard', 'data', f'{file.path}')
         self._file, self._raw = file, raw
-        # Files made by `zstd --long=31` refer back to the last 2 GiB.
+        # Files made by `zstd --long=31` need a window of 2 GiB.
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._error = zstandard.ZstdError
         self._frame: Any = None
@@ -146,7 +146,7 @@ class _Zstandard(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._pending:
-            chunk = self._raw.read(512)  # of repetitive text, 512 bytes can expand to megabytes
+            chunk = self._raw.read(512)  # 512 compressed bytes can expand to megabytes
             if not chunk:
                 if self._frame is not None:
                     raise ConfigError(

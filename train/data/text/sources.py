@@ -28,7 +28,8 @@ class Document:
     Attributes:
       name: its name in the source. The name alone decides whether the document is held out.
       content: its bytes; text is encoded as UTF-8.
-      done: how much of the source has been read up to its end, in the units of `Listing.size`.
+      done: how much of the source has been read after this document, in the units of
+        `Listing.size`.
       where: its place, for messages; by default `name`.
     """
 
@@ -65,7 +66,8 @@ class Source(abc.ABC):
 
     Attributes:
       holdout_percent: about this percentage of the documents is held out for evaluation. A
-        document's name alone decides whether it is held out, so adding documents moves no other.
+        document's name alone decides whether it is held out, so adding documents does not change
+        which of the others are held out.
     """
 
     holdout_percent: float = 2.0
@@ -140,14 +142,14 @@ class FileSource(Source):
         """Yields (number, content, bytes read) for each document of a file.
 
         The number is the document's place in the file, or None if the whole file is one document.
-        The third value says how many bytes of the file have been read up to its end.
+        The third value is the number of bytes of the file that have been read after the document.
         """
 
 
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFiles(FileSource):
-    """Text files, each of them one document. Files ending in .gz or .zst are decompressed."""
+    """Text files: each file is one document. Files ending in .gz or .zst are decompressed."""
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
         with open_file(file) as (stream, _):
@@ -157,7 +159,7 @@ class TextFiles(FileSource):
 @gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonLines(FileSource):
-    """Files with one JSON object per line, each of them one document.
+    """Files with one JSON object per line: each line is one document.
 
     Files ending in .gz or .zst are decompressed.
 

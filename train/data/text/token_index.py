@@ -59,8 +59,8 @@ def open_index(
     """The token index of a source. It is built if it is not in the cache.
 
     The index depends on the tokenizer and on the names, sizes and times of the files: if any of
-    them changes, another index is built. Of several processes that share the cache, one builds the
-    index while the others wait.
+    them changes, another index is built. If several processes share the cache, one builds the
+    index and the others wait.
 
     Args:
       source: the documents.
@@ -154,8 +154,8 @@ def _open(directory: Path, settings: Any, keep: Any = None) -> TokenIndex:
         meta = json.loads((directory / 'index.json').read_text())
         if meta['settings'] != settings:
             raise ConfigError(
-                f'token index {directory} has different settings from those its name stands for: '
-                'delete it'
+                f'token index {directory} was built with other settings than the source and the '
+                'tokenizer have now: delete it, and the next run builds it again'
             )
         streams = {part: open_stream(directory / part, meta['parts'][part]) for part in PARTS}
         return TokenIndex(
@@ -186,7 +186,7 @@ def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 @contextlib.contextmanager
 def _locked(cache: Path, key: str) -> Iterator[None]:
-    """Lets one process at a time in. If that process dies, the system releases its lock."""
+    """Holds a lock that only one process can have. The system releases it if the process dies."""
     with writing(cache / key):
         cache.mkdir(parents=True, exist_ok=True)
         file = (cache / f'{key}.lock').open('w')

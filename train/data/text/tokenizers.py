@@ -25,7 +25,7 @@ class Tokenizer(abc.ABC):
     """Converts text to tokens and back.
 
     Attributes:
-      num_tokens: the size of the vocabulary; every token is below it.
+      num_tokens: the size of the vocabulary. Every token is smaller.
       separator: the token that stands before and after every document.
       identity: a string that differs between tokenizers that encode differently.
     """
@@ -156,7 +156,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def separator(self) -> int:  # type: ignore[override]
-        # Only special tokens will do: text is never encoded as one, and decoding leaves them out.
+        # Only special tokens can separate documents: encoding never produces them, and decoding
+        # skips them.
         special = {
             token.content: number
             for number, token in self._tokenizer.get_added_tokens_decoder().items()
