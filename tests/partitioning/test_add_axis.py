@@ -13,7 +13,7 @@ from partitioning import (
 )
 from partitioning.state.linen import LogicallyPartitioned
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 N = nn.PARTITION_NAME
 

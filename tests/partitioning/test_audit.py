@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from partitioning import AxisNames, MeshConfig, PjitPartitioner, TrainState, unbox
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 # Over data 4 x model 2. 'mlp' loses 'model' to 'vocab' where an array has both.
 RULES = [('vocab', 'model'), ('embed', 'data'), ('mlp', 'model'), ('heads', None)]

@@ -19,7 +19,7 @@ from partitioning import (
 from partitioning.constraints import lay_out
 from partitioning.rules import PaddedSpec
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 RULES = [('batch', 'data'), ('embed', 'model'), ('length', None)]
 X = np.arange(64.0, dtype=np.float32).reshape(8, 8)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 from partitioning import PjitPartitioner, check_compiled_once
 from partitioning.plan.fixed_point import check_fixed_point
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 RULES = [('embed', 'data'), ('mlp', 'model')]
 

@@ -16,7 +16,7 @@ from partitioning import (
 from partitioning.partitioner import pjit
 from partitioning.plan import building, matching
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 nn = pytest.importorskip('flax.linen')
 RULES = [('batch', 'data'), ('embed', 'data'), ('mlp', 'model')]

@@ -9,7 +9,7 @@ from mock_devices import MockDevice, cpus, gpus, tpu_slices, tpus
 from partitioning import CHIPS, bounds_from_last_device, get_coords
 from partitioning.hardware import chip_of, has_coords, num_slices, torus_wrap
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
 # Coordinates.

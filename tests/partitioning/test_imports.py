@@ -10,7 +10,7 @@ import pytest
 
 import partitioning
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 PACKAGE = Path(partitioning.__file__).parent
 MODULES = sorted(PACKAGE.rglob('*.py'))

@@ -11,7 +11,7 @@ from mock_devices import mesh_of_processes, tpu_slices, tpus
 from partitioning import LocalChunker, LocalChunkInfo, PjitPartitioner, default_mesh
 from partitioning.layout import data_layout
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
 def v3(num_partitions):

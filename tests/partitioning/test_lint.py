@@ -20,7 +20,7 @@ from partitioning import (
 )
 from partitioning.plan import Finding, RuleSet, lint as lint_rule_set
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 SIZES = {'data': 4, 'model': 2}
 RULES = [('embed', 'data'), ('mlp', 'model'), ('heads', None)]

@@ -13,7 +13,7 @@ from mock_devices import cpus, gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
 
 from partitioning.mesh import MeshConfig
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
 # Ways to write it.

@@ -16,7 +16,7 @@ from plans_by_hand import FILE, MESH, NAMES, RULES, TREE, planned, plans, read
 from partitioning import PaddedSpec, PjitPartitioner, Plan, TrainState, diff
 from partitioning.plan.plan_file import to_json
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 PLAN = planned()
 BY_PATH = {

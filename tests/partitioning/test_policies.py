@@ -19,7 +19,7 @@ from partitioning import (
 )
 from partitioning.rules import PaddedSpec
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 DATA4_MODEL2 = {'data': 4, 'model': 2}
 RULES = [('embed', 'data'), ('mlp', 'model'), ('both', ('data', 'model')), ('late', 'model')]

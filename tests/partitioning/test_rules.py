@@ -15,7 +15,7 @@ from partitioning import (
     resolve_axes,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 UNC = P.UNCONSTRAINED
 EMBED_HEAD = [('head', 'model'), ('embed', 'model'), ('embed', 'data'), ('vocab', 'model')]

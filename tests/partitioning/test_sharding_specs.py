@@ -26,7 +26,7 @@ from partitioning.compat.pytorch import (
     validate_non_overlapping_shards_metadata,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
 def assert_one_tensor(shards, shape):

@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 from partitioning import AxisNames, PjitPartitioner, standard_logical_axis_rules
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 RULES = standard_logical_axis_rules(2, 2)
 

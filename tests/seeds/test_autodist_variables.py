@@ -15,7 +15,7 @@ from partitioning.compat.autodist.splits import (
     uneven_shards,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
 def test_A1_from_a_list():

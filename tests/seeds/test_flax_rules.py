@@ -17,7 +17,7 @@ from partitioning import (
     with_partitioning,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 UNC = P.UNCONSTRAINED
 

@@ -19,7 +19,7 @@ from partitioning.compat.pytorch import (
     validate_non_overlapping_shards_metadata,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
 def test_C9_sizes_of_chunks():

@@ -13,7 +13,7 @@ from partitioning import (
     standard_logical_axis_rules,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
 def partitioner(logical_axis_rules=None, **settings):

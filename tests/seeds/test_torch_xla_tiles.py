@@ -23,7 +23,7 @@ from partitioning.compat.torch_xla import (
     tile_assignment,
 )
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 PAIRS = [[0, 1], [2, 3], [4, 5], [6, 7]]
 HALVES = [[0, 1, 2, 3], [4, 5, 6, 7]]

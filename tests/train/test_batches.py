@@ -12,6 +12,8 @@ from partitioning.layout import data_layout
 from train.data import CausalLM, FiniteBatches, LocalBatches, Mixture, SpanCorruption
 from train.data.text.sources import Records
 
+pytestmark = pytest.mark.smoke
+
 LENGTH = 12
 TASKS = ('split', 'pack', 'spans', 'mixture')
 

@@ -16,7 +16,11 @@ from train import schedules
 from train.config import load_config
 from train.optimizers import Optimizer
 
-pytestmark = [pytest.mark.core, pytest.mark.usefixtures('own_registry')]
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.smoke,
+    pytest.mark.usefixtures('own_registry'),
+]
 
 DYNAMIC = 'from __gin__ import dynamic_registration\n'
 

@@ -7,7 +7,7 @@ import pytest
 
 from train.metrics import MetricWriter
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
 def write(model_dir, resumed_step, *records):

@@ -16,6 +16,8 @@ from train import train as train_module
 from train.checkpoints import complete_steps
 from train.errors import ConfigError
 
+pytestmark = pytest.mark.smoke
+
 
 def assert_equal_states(one, two):
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):

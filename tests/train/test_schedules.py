@@ -8,7 +8,7 @@ import pytest
 
 from train.schedules import create_learning_rate_scheduler
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 STEPS = (0, 1, 7, 49, 50, 51, 99, 100, 101, 149, 150, 199, 200, 250, 349, 350, 1000)
 BASE, WARMUP, DECAY, PER_DECAY, PER_CYCLE = 0.3, 100, 0.5, 70, 250
