@@ -102,9 +102,12 @@ def constrain(
             f'constrain{tuple(names)}: a mesh is set, but there are no axis rules. Call it in '
             'a function that PjitPartitioner.partition made, or pass rules='
         )
-    spec = logical_to_mesh_axes(
-        names, rules, mesh=mesh, shape=x.shape, on_indivisible=on_indivisible
-    )
+    try:
+        spec = logical_to_mesh_axes(
+            names, rules, mesh=mesh, shape=x.shape, on_indivisible=on_indivisible
+        )
+    except ValueError as error:
+        raise ValueError(f'constrain{tuple(names)}: {error}') from None
     return lay_out(x, spec)
 
 

@@ -18,7 +18,7 @@ from partitioning import (
     unbox,
 )
 
-pytestmark = [pytest.mark.core, pytest.mark.smoke]
+pytestmark = pytest.mark.core
 
 box = nn.LogicallyPartitioned
 ADAM = optax.adam(1e-3)

@@ -236,7 +236,7 @@ def test_a_batch_size_must_be_a_count_everywhere(size):
         ({'x': rows(8), 'y': rows(16)}, P('data'), 16, r'x has 8 rows'),
         ([rows(8), [rows(8), rows(2)]], P(), None, r'1/1 has 2 rows'),
         # Specs.
-        (rows(8), P('data', 'model'), None, r'2 entries.* 1 dimensions, \(8,\)'),
+        (rows(8), P('data', 'model'), None, r'2 entries.* 1 dimension, \(8,\)'),
         ({'a': rows(8, 2), 'b': rows(8)}, P('data', 'model'), None, 'b: .* 2 entries'),
         (rows(8), P('dta'), None, "'dta'.* data 4 x model 2. Did you mean 'data'"),
         (rows(8, 4), P('data', 'data'), None, "'data' appears twice"),

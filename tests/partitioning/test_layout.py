@@ -201,7 +201,7 @@ def test_a_process_without_devices_is_named(host):
         ((128, 16), ['data', 'data'], "'data' appears twice"),
         ((128, 16), [('data', 'model'), 'model'], "'model' appears twice"),
         ((128, 16), ['data'], r'1 entry.* 2 dimensions, \(128, 16\)'),
-        ((128,), ['data', None], r'2 entries.* 1 dimensions, \(128,\)'),
+        ((128,), ['data', None], r'2 entries.* 1 dimension, \(128,\)'),
         ((128, 16), 'data', "'data' must have one entry per dimension"),
         ((128, 16), [{'data'}, None], "{'data'} in .* must be a mesh axis"),
         ((130, 16), ['data', None], '130.* 8.* 128 or 136'),

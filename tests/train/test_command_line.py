@@ -196,7 +196,7 @@ def test_a_run_that_fails_prints_one_line(tmp_path, texts):
     [
         (
             ['NUM_PARTITIONS=2', 'TransformerConfig.mlp_dim=63'],
-            ['params/layers/mlp', "'mlp'", '63', 'model'],
+            ['constrain', "'mlp'", '63', 'model', '62 or 64'],
         ),
         (['VOCAB_SIZE=256'], ['vocab_size 256', '257']),
         (["TextFiles.root='/nonexistent'"], ['/nonexistent']),

@@ -10,8 +10,6 @@ import pytest
 from train import machine
 from train.errors import ConfigError
 
-pytestmark = pytest.mark.smoke
-
 COUNTS = ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')
 PROGRAM = """
 import sys, jax

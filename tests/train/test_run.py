@@ -16,8 +16,6 @@ from train import train as train_module
 from train.checkpoints import complete_steps
 from train.errors import ConfigError
 
-pytestmark = pytest.mark.smoke
-
 
 def assert_equal_states(one, two):
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
@@ -40,6 +38,7 @@ def during_step(monkeypatch):
     return during_step
 
 
+@pytest.mark.smoke
 def test_a_run_with_evaluations_and_checkpoints_traces_the_model_and_the_step_once(finished):
     assert int(finished.state.step) == 6
     assert finished.traces == ['init', 'train step']
