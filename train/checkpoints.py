@@ -95,8 +95,8 @@ class RestoreConfig:
         step = int(path.name) if self.mode == 'specific' else max(steps, default=None)
         if step not in steps:
             raise ConfigError(
-                f'{self.setting} {path} is not a complete checkpoint; the complete checkpoints in '
-                f'{folder} are of the steps {", ".join(map(str, steps)) or "(none)"}'
+                f'{self.setting} {path} is not a complete checkpoint; complete steps in {folder}: '
+                f'{", ".join(map(str, steps)) or "none"}'
             )
         return folder, step
 

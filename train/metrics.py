@@ -16,8 +16,8 @@ class MetricWriter:
     """Writes scalars to `<model_dir>/metrics.jsonl` and `<model_dir>/tensorboard/`.
 
     Only process 0 writes. When a run resumes, records after the step it resumes from are dropped:
-    an earlier run wrote them, but did not reach its next checkpoint. Each step therefore has the
-    records of one training only.
+    the run wrote them before it was interrupted, and will write them again. Each step therefore
+    has one record.
 
     Args:
       model_dir: the folder of the run.

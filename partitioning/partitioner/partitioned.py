@@ -266,7 +266,7 @@ def to_shardings(resources: Any, mesh: Mesh) -> Any:
         if isinstance(leaf, Sharding):
             return leaf
         spec = PartitionSpec() if leaf is None else boundary_spec(leaf)
-        where = path_str(path) or 'the resource'
+        where = path_str(path) or 'axis resource'
         if not isinstance(spec, PartitionSpec):
             raise ValueError(
                 f'{where}: a resource must be a PartitionSpec, a Sharding or None, not {leaf!r}; '

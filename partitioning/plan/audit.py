@@ -128,9 +128,10 @@ class Audit:
     def _way_out(self) -> str:
         replicated = self.replicated_bytes_per_device
         if 2 * replicated < self.bytes_per_device:
-            return f'Only {replicated:,} of the bytes are replicated: use more devices'
+            return f'Only {replicated:,} of the bytes are replicated, so use more devices'
         cost = self.replicated[0]
-        return f'{replicated:,} of the bytes are replicated, first {cost.row.path}, {cost.reason}'
+        where = f'the largest such array is {cost.row.path} ({cost.reason})'
+        return f'{replicated:,} of the bytes are replicated; {where}'
 
     def as_dict(self) -> dict[str, Any]:
         """The audit as values that JSON can hold."""

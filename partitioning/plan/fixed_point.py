@@ -43,6 +43,6 @@ def _check_array(path: str, array: Any, expected: Sharding) -> None:
     if not held.is_equivalent_to(expected, array.ndim):
         raise ValueError(
             f'{path} of shape {array.shape} is laid out as {sharding_str(held)}, but the plan says '
-            f'{sharding_str(expected)}: partition the function that made it with plan.specs as its '
-            'out_axis_resources'
+            f'{sharding_str(expected)}: pass plan.specs as out_axis_resources when you partition '
+            'the function that makes this state'
         )

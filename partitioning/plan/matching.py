@@ -117,8 +117,8 @@ def match_rows(entries: Sequence[tuple[Path, Any]], rows: Sequence[PlanRow]) -> 
         plural = 's' if len(absent) > 1 else ''
         raise ValueError(
             f'the state lacks {len(absent)} array{plural} of the plan, first {absent[0].path}: '
-            'make the plan again for this state, or for its parameters alone, which the optimizer '
-            'then follows'
+            'make a plan for this state, or a plan for its parameters only, which fits every '
+            'optimizer'
         )
     return found
 

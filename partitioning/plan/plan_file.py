@@ -10,8 +10,8 @@
      ]}
 
 A dimension also has "rule", the rule that decided; "lost", the rules that did not apply, each with
-the reason; and "policy", "wanted" and "fits" if a policy was applied. Entries that say nothing are
-omitted. Equal plans are equal files, so version control shows what changed.
+the reason; and "policy", "wanted" and "fits" if a policy was applied. Empty ones are omitted.
+Equal plans have equal files, so version control shows what changed.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def to_json(rows: Sequence[PlanRow], mesh: MeshLike) -> str:
 
 
 def from_json(text: str) -> tuple[tuple[PlanRow, ...], dict[str, int]]:
-    """The rows and the sizes of the mesh axes of a text that `to_json` wrote.
+    """Reads a text that `to_json` wrote: returns the rows, and the sizes of the mesh axes.
 
     The text may have been edited since.
 
     Raises:
-      ValueError: if the text is not a plan, if the mesh or an array cannot have a spec, or if a
+      ValueError: if the text is not a plan, if a spec does not fit the mesh or its array, or if a
         figure contradicts the spec.
     """
     try:
@@ -63,7 +63,7 @@ def from_json(text: str) -> tuple[tuple[PlanRow, ...], dict[str, int]]:
     check_keys('the file', held, ('format', 'mesh', 'rows'), ('format', 'mesh', 'rows'))
     mesh, rows = held['mesh'], held['rows']
     if not isinstance(mesh, Mapping) or not mesh or not all(map(is_count, mesh.values())):
-        raise ValueError(f'"mesh" must be the size of each axis, as {{"data": 4}}, not {mesh!r}')
+        raise ValueError(f'"mesh" must map each axis to a size, as {{"data": 4}}, not {mesh!r}')
     if not isinstance(rows, list):
         raise ValueError(f'"rows" must be a list, not {rows!r}')
     return tuple(_row_from_json(row, mesh) for row in rows), dict(mesh)
@@ -109,7 +109,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _row_from_json(row: Any, mesh: Mapping[str, int]) -> PlanRow:
-    """A row whose figures are computed again: those of the file must be the same."""
+    """Makes a row, computes its figures, and compares them with the figures in the file."""
     if not isinstance(row, Mapping) or not isinstance(row.get('path'), str):
         raise ValueError(f'a row must be an object with a "path", not {row!r}')
     path = row['path']
@@ -219,7 +219,7 @@ def _dtype(path: str, name: Any) -> Any:
 
 @functools.cache
 def _dtype_of_name(name: str) -> Any:
-    """The dtype that arrays write as this name, those of random keys included."""
+    """The dtype with this name. Dtypes of random keys have names too, such as 'key<fry>'."""
     for impl in ('threefry2x32', 'rbg', 'unsafe_rbg'):
         key = jax.eval_shape(functools.partial(jax.random.key, 0, impl=impl))
         if str(key.dtype) == name:

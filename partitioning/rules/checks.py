@@ -121,7 +121,7 @@ def rank_problem(described: str, entries: int, shape: Sequence[int]) -> Problem:
     return Problem(
         'rank',
         f'{described} has {entries} {noun}, but the array has {len(shape)} {dimensions}, '
-        f'{tuple(shape)}; write one entry or None per dimension',
+        f'{tuple(shape)}; write one entry for each dimension (None replicates it)',
     )
 
 
@@ -165,8 +165,8 @@ def indivisible(
     return Problem(
         'indivisible',
         f'dimension {dim}{called} of shape {tuple(shape)}: size {size} is not divisible by '
-        f'{shards}, the number of shards over {over}. Use {", ".join(choices[:-1])} or '
-        f'{choices[-1]}',
+        f'{shards}, the number of shards over {over}. Use {", ".join(choices[:-1])}, '
+        f'or {choices[-1]}',
     )
 
 

@@ -75,7 +75,7 @@ def boundary_spec(spec: Any) -> Any:
 def dimension_axes(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
     """For each of `rank` dimensions the tuple of its mesh axes, or None if it is replicated.
 
-    `resolve_axes` accepts these entries as names.
+    `resolve_axes` accepts these entries in place of logical axes.
     """
     entries = [*spec, *[None] * (rank - len(spec))]
     return tuple(as_tuple(e) or None if isinstance(e, str | tuple) else e for e in entries)

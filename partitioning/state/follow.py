@@ -22,8 +22,8 @@ class Parameters:
     """The parameters of a state, looked up by the last keys of a path.
 
     Args:
-      by_path: the parameters by their path inside their tree. Several trees may have the same
-        path. A state with only one parameter also has it under the empty path.
+      by_path: for each path inside a tree, the parameters with this path; several trees can have
+        one. If the state has only one parameter, the empty path has it too.
     """
 
     def __init__(self, by_path: Mapping[Path, Sequence[Parameter]]):

@@ -71,8 +71,8 @@ def named_arrays(
     roots = _roots(*_candidates(entries, carried, bool(overrides)))
     if not roots:
         raise ValueError(
-            'Missing axis names: no parameter of the state has any. Pass the state before its '
-            'names are removed, partitioner.eval_shape(init, key); or create parameters with '
+            'Missing axis names: no parameter of the state has any. If init adds names, pass '
+            'partitioner.eval_shape(init, key), which keeps them; or create parameters with '
             'flax.linen.with_logical_partitioning(init, names) or nnx.Param(..., out_sharding='
             "names); or name them by path: params_axes_names_override=[('.*/kernel', ('embed', "
             "'mlp')), ...]; or give the state a method as_logical_axes()"

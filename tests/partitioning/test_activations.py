@@ -44,7 +44,7 @@ def test_constrain_over_a_mixed_mesh(axis_types):
 @MIXED
 @pytest.mark.parametrize('axes', [('data', 'model'), ('model', 'data')])
 def test_a_dimension_over_axes_of_both_types(axis_types, axes):
-    """The array gets the spec or there is an error, because the order of axes orders the rows."""
+    """If the axes cannot be applied in this order, there is an error: their order matters."""
     mesh = create_mesh((4, 2), ('data', 'model'), axis_types=axis_types)
     with jax.set_mesh(mesh):
         try:

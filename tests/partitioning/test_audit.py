@@ -195,7 +195,7 @@ def test_the_advice_if_most_bytes_are_replicated(partitioner):
         partitioner.audit(jax.eval_shape(lambda: state), budget=2000)
     message = str(error.value)
     assert '2,176 bytes, 176 more than the budget of 2,000' in message
-    assert 'first params/big' in message and 'heads: a rule replicates it' in message
+    assert 'array is params/big' in message and 'heads: a rule replicates it' in message
 
 
 @pytest.mark.parametrize('budget', [0, -1, float('nan'), '16GB'])

@@ -116,7 +116,7 @@ def test_gradients_that_are_already_summed():
 
 def test_outside_of_a_shard_map():
     tx = compress_gradients(axis_name='data')
-    with pytest.raises(ValueError, match=r"'data'.*leave axis_name out"):
+    with pytest.raises(ValueError, match=r"'data'.*remove axis_name"):
         tx.update(PARAMS, tx.init(PARAMS))
 
 

@@ -80,8 +80,8 @@ def test_replicas_are_slices(kind, bounds, cores, slices):
         assert ids(mesh)[replica] == (np.array(ids(mesh)[0]) + replica * each).tolist()
 
 
-def test_two_slices_need_no_shapes():
-    """'replica' spans the data centre network, both with tiles and with partitions."""
+def test_two_slices_without_ici_and_dcn_shapes():
+    """The axis 'replica' spans the slices, for num_partitions and for model_parallel_submesh."""
     devices = tpu_slices(2, (2, 2, 2), 'TPU v4')
     for choice in ({'num_partitions': 4}, {'model_parallel_submesh': (2, 2, 1, 1)}):
         mesh = MeshConfig.from_t5x(**choice, devices=devices).build()
@@ -118,7 +118,7 @@ def test_cpu_honours_num_partitions(num_partitions, data):
         assert sorted(np.ravel(ids(mesh)).tolist()) == sorted(d.id for d in jax.devices())
 
 
-def test_cpu_default_is_one_process_a_row():
+def test_the_default_cpu_mesh_has_one_row_per_process():
     assert dict(get_cpu_mesh().shape) == {'data': 1, 'model': 8}
 
 

@@ -1,4 +1,4 @@
-"""fsdp_logical_axis_rules gives the layouts of FSDP and ZeRO, compared with tables by hand."""
+"""fsdp_logical_axis_rules gives the layouts of FSDP and ZeRO in tables written by hand."""
 
 import flax.linen as nn
 import jax
@@ -78,22 +78,22 @@ def test_fsdp_rules(rules, names, expected):
 
 
 @pytest.mark.parametrize(
-    'rules, of_optimizer, params, statistics, held',
-    [  # of 64 x 32 float32: 8192 bytes over data 4 x model 2
+    'rules, optimizer_rules, params, statistics, bytes_held',
+    [  # Bytes of a 64 x 32 float32 parameter (8192 in all) over data 4 x model 2.
         (STANDARD, None, P(None, 'model'), P(None, 'model'), 4096 + 2 * 4096),
         (STANDARD, FSDP['standard'], P(None, 'model'), P('data', 'model'), 4096 + 2 * 1024),
         (FSDP['standard'], None, P('data', 'model'), P('data', 'model'), 1024 + 2 * 1024),
     ],
     ids=['data parallel', 'ZeRO 1', 'FSDP'],
 )
-def test_fsdp_and_zero_of_a_state(rules, of_optimizer, params, statistics, held):
-    partitioner = partitioner_of(rules, optimizer_axis_rules=of_optimizer)
+def test_fsdp_and_zero_of_a_state(rules, optimizer_rules, params, statistics, bytes_held):
+    partitioner = partitioner_of(rules, optimizer_axis_rules=optimizer_rules)
     state = with_optimizer({'w': box((64, 32), 'embed', 'mlp')}, optax.adam(1e-3))
     axes = partitioner.get_mesh_axes(state)
     adam = axes['opt_state'][0]
     assert axes['params']['w'] == params
     assert adam.mu['w'] == adam.nu['w'] == statistics
-    assert partitioner.audit(state).bytes_per_device == held + 4  # and Adam's count
+    assert partitioner.audit(state).bytes_per_device == bytes_held + 4  # and Adam's count
     assert partitioner.data_partition_spec == P('data')
 
 

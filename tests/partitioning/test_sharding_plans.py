@@ -44,9 +44,11 @@ def test_rows(model):
     assert {path: row.shape for path, row in rows.items()} == SHAPES
     assert {path: row.shard_shape for path, row in rows.items()} == SHARDS
     assert {row.dtype for row in rows.values()} == {'float32'}
-    beside = sum(row.bytes_total for row in resolved.rows if row.role == 'other')
-    assert resolved.bytes_per_device == 4 * sum(np.prod(s) for s in SHARDS.values()) + beside
-    assert resolved.bytes_total == 4 * sum(np.prod(s) for s in SHAPES.values()) + beside
+    bytes_of_buffers = sum(row.bytes_total for row in resolved.rows if row.role == 'other')
+    assert (
+        resolved.bytes_per_device == 4 * sum(np.prod(s) for s in SHARDS.values()) + bytes_of_buffers
+    )
+    assert resolved.bytes_total == 4 * sum(np.prod(s) for s in SHAPES.values()) + bytes_of_buffers
     assert [d.reason for d in resolved['fc1/kernel'].dimensions] == ['the plan says so'] * 2
     assert 'not in the plan' in resolved['fc1/bias'].dimensions[0].reason
 
@@ -201,8 +203,8 @@ def test_large_arrays_are_not_replicated_silently(number):
     ) as error:
         resolve({}, tree)
     assert '8 devices (data 4 x model 2)' in str(error.value)
-    for said in resolve({'w': P()}, tree), resolve({}, tree, on_unmatched='replicate'):
-        assert said['w'].spec == P(None)
+    for replicated in resolve({'w': P()}, tree), resolve({}, tree, on_unmatched='replicate'):
+        assert replicated['w'].spec == P(None)
 
 
 def test_names_of_boxes():
@@ -267,8 +269,8 @@ def specs_and_shapes(draw):
 
 @settings(max_examples=50, deadline=None)
 @given(specs_and_shapes(), st.sampled_from(['float32', 'bfloat16', 'int8']))
-def test_rows_agree_with_jax(of, dtype):
-    shape, spec = of
+def test_rows_agree_with_jax(shape_and_spec, dtype):
+    shape, spec = shape_and_spec
     row = resolve({'w': spec}, {'w': jax.ShapeDtypeStruct(shape, dtype)}, ONE)['w']
     sharding = NamedSharding(ONE, spec)
     assert row.shard_shape == sharding.shard_shape(shape)

@@ -16,7 +16,7 @@ from train_states import (
     WAYS,
     arrays,
     assert_same,
-    each_plain_way,
+    each_unboxed_way,
     each_way,
     made,
     variables,
@@ -151,7 +151,7 @@ def test_gradients_may_have_no_boxes(way):
         np.testing.assert_allclose(unbox(state.params)['dense'][name], p, **CLOSE)
 
 
-@each_plain_way
+@each_unboxed_way
 def test_updates_are_those_of_optax(way):
     """The update of this chain needs the parameters."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.1))

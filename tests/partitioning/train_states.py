@@ -45,7 +45,7 @@ WAYS = {
 }
 each_way = pytest.mark.parametrize('way', WAYS)
 # States without boxes, such as those that `PjitPartitioner.init` makes.
-each_plain_way = pytest.mark.parametrize('way', ['collections', 'arrays alone'])
+each_unboxed_way = pytest.mark.parametrize('way', ['collections', 'arrays alone'])
 
 
 def made(way, tx=None):

@@ -1,4 +1,4 @@
-"""The rows B18 and B19 about Flax: names in T5X's params_axes and in the metadata of nnx."""
+"""Behaviours B18 and B19 of Flax: names in T5X's params_axes and in the metadata of nnx."""
 
 import inspect
 
@@ -29,7 +29,7 @@ ON_BOTH = pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit
 # T5X's names in a separate collection.
 
 
-class Beside(nn.Module):
+class TwoMatrices(nn.Module):
     @nn.compact
     def __call__(self, x):
         w1 = t5x.param_with_axes('W1', ones, (4, 6), axes=('emb', 'mlp'))
@@ -62,7 +62,7 @@ def test_B18_params_axes():
 def test_B18_scan_with_axes():
     lift = {'variable_axes': {'params': 0, 'stats': 1}, 'split_rngs': {'params': True}}
     named = {'axis_name': 'layer', 'axes_collections': ('params', 'stats')}
-    scanned = t5x.scan_with_axes(Beside, **lift, **named, in_axes=(), length=3)()
+    scanned = t5x.scan_with_axes(TwoMatrices, **lift, **named, in_axes=(), length=3)()
     variables = jax.eval_shape(scanned.init, KEY, jnp.ones((2, 4)))
     expected = {
         'params': {'W1': ('layer', 'emb', 'mlp'), 'W2': ('layer', 'mlp', 'emb')},
@@ -108,11 +108,11 @@ def test_B19_variables_in_a_mesh(axis_type):
 
 
 def test_B19_without_a_mesh():
-    """flax refuses; the `init` and `eval_shape` of a partitioner set a mesh."""
+    """flax raises an error without a mesh; `partitioner.init` sets the mesh."""
     with pytest.raises(ValueError, match='An auto mesh context or metadata is required'):
         linear()
-    born = partitioner_of().init(lambda: nnx.state(linear()))
-    assert born['kernel'].sharding.spec == P(None, 'model')
+    state = partitioner_of().init(lambda: nnx.state(linear()))
+    assert state['kernel'].sharding.spec == P(None, 'model')
 
 
 @pytest.mark.parametrize('written', ['tuple', 'spec', 'sharding'])
@@ -164,5 +164,5 @@ def test_B19_optimizer_sharding(metadata, rules):
         return  # one compiled program is enough
     state = plan.init()
     assert state[0]['kernel'].get_value().sharding.is_fully_replicated
-    born = state[1]['opt_state'][0]['nu']['kernel'].get_value()
-    assert born.sharding.is_equivalent_to(NamedSharding(mesh, expected), 2)
+    nu = state[1]['opt_state'][0]['nu']['kernel'].get_value()
+    assert nu.sharding.is_equivalent_to(NamedSharding(mesh, expected), 2)

@@ -129,7 +129,7 @@ def test_a_record_that_is_not_text(tmp_path, record, expected):
     'records', [7, None, iter('ab'), {'a': 'b'}, 'one text'], ids=lambda x: type(x).__name__
 )
 def test_records_must_be_a_sequence_of_texts(tmp_path, records):
-    # A mapping has no first item, and a text is one document rather than one per letter.
+    # A mapping has no order of documents, and a text would become one document per letter.
     message = refusal(tmp_path / 'cache', lambda: Records(records=records))
     assert type(records).__name__ in message
 
@@ -146,7 +146,9 @@ def test_a_file_without_permission(tmp_path, kind):
     assert re.search('secret.*ermission', message), message
 
 
-@pytest.mark.skipif(not os.path.exists('/proc/self/mem'), reason='needs a file that fails to read')
+@pytest.mark.skipif(
+    not os.path.exists('/proc/self/mem'), reason='needs /proc/self/mem, which cannot be read'
+)
 @pytest.mark.parametrize('kind', [TextFiles, JsonLines, ParquetFiles, ArrayRecords])
 def test_a_file_whose_reading_fails(tmp_path, kind):
     # The first page of a process's memory is never mapped, so reading it is an error.

@@ -65,7 +65,7 @@ def test_a_model_has_the_size_in_its_name(model):
 
 @pytest.mark.parametrize('model', MODELS)
 def test_a_model_file_sets_every_size(model):
-    # pretrain.gin includes a model. No setting of it may remain after choosing another one.
+    # pretrain.gin includes one model. If another is chosen, it must replace every setting.
     chosen = pretrain(f'configs/models/{model}.gin')['model'].config
     gin.clear_config()
     load_config([f'configs/models/{model}.gin'])

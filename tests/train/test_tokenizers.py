@@ -187,11 +187,11 @@ def test_bytes_are_their_own_tokens(contents):
 
 
 @pytest.mark.parametrize('name', ['fallback', 'plain', 'no-end'])
-def test_sentencepiece_tokens_are_those_of_the_package(made, name):
+def test_sentencepiece_tokens_match_the_package(made, name):
     tokenizer = sentence_piece(made, name)
     package = sentencepiece.SentencePieceProcessor(model_file=tokenizer.path)
     for text, tokens in zip(TEXTS, encode(tokenizer, TEXTS), strict=True):
-        assert tokens.tolist() == package.encode(text), 'tokens, with no begin and no end'
+        assert tokens.tolist() == package.encode(text), 'there must be no begin or end token'
     assert tokenizer.num_tokens == package.get_piece_size()
     assert tokenizer.separator == package.piece_to_id('<s>' if name == 'no-end' else '</s>')
 
@@ -211,7 +211,7 @@ def test_a_sentencepiece_model_without_begin_and_end_has_no_separator(made):
 # Hugging Face.
 
 
-def test_hugging_face_tokens_are_those_of_the_package(made):
+def test_hugging_face_tokens_match_the_package(made):
     tokenizer = hugging_face(made)
     package = tokenizers.Tokenizer.from_file(tokenizer.path)
     for text, tokens in zip(TEXTS, encode(tokenizer, TEXTS), strict=True):
@@ -257,8 +257,8 @@ def test_a_missing_separator(made, name, token, expected):
 
 @pytest.mark.parametrize('kind', ['a word', 'undeclared'])
 def test_a_token_that_documents_contain_cannot_separate(made, tmp_path, kind):
-    # Documents contain the tokens of words, and decoding keeps tokens that the file does not
-    # declare special. Neither can separate documents, so both are refused or handled.
+    # A word's token also occurs in documents. A token that the file does not declare as special
+    # would be decoded as text. In both cases there must be an error or a working separator.
     if kind == 'a word':
         tokenizer = hugging_face(made, separator_token='the')
     else:

@@ -94,8 +94,8 @@ def resolve(
         raise refusal(statement, f'{selector!r}, which belongs to {origin!r},', origin)
     if _runs_code(found, origin):
         raise ConfigError(
-            f'{statement.place}: {selector!r} of {origin} is refused: it can run code or change '
-            'files that a configuration names'
+            f'{statement.place}: {selector!r} of {origin} is refused: a gin file could use it to '
+            'run code or to change files'
         )
     return found
 

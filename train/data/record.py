@@ -58,7 +58,7 @@ def check_same_everywhere(record: dict[str, Any]) -> None:
     """Checks that all processes read the same data. Every process must call it.
 
     Raises:
-      ConfigError: if some processes read different data from process 0.
+      ConfigError: if some processes do not read the same data as process 0.
     """
     if jax.process_count() == 1:
         return
@@ -69,7 +69,7 @@ def check_same_everywhere(record: dict[str, Any]) -> None:
     differing = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
     if differing:
         raise ConfigError(
-            f'processes {differing} read different training or evaluation data from process 0: '
+            f'processes {differing} and process 0 read different training or evaluation data: '
             'all hosts must have the same files and settings; process '
             f'{jax.process_index()} has {_summary(record)}'
         )
@@ -84,8 +84,8 @@ def check_same_as_before(directory: Path, record: dict[str, Any], step: int) -> 
       step: the step from which the run resumes.
 
     Returns:
-      One sentence for each setting that has changed. With such a change, later steps see different
-      rows than without it.
+      One sentence for each changed setting. Such a change is allowed, but the run's later steps
+      see different rows.
 
     Raises:
       ConfigError: if the documents, the tokenizer, the rows or the weights have changed, or if the

@@ -11,7 +11,7 @@ import optax
 from train.errors import check_counts
 from train.optimizers import Optimizer
 from train.schedules import Schedule
-from train.t5x.refusals import number, off, only, refusal
+from train.t5x.refusals import check_number, check_off, check_one_of, refusal
 
 # The valid intervals of numeric settings.
 NUMBERS = {
@@ -39,7 +39,7 @@ def standard_logical_factor_rules(rules: Any = None) -> StandardFactorRules:
       ConfigError: if rules are given.
     """
     why = 'optax factors the two largest dimensions of a parameter'
-    off('adafactor.standard_logical_factor_rules.rules', rules, why)
+    check_off('adafactor.standard_logical_factor_rules.rules', rules, why)
     return StandardFactorRules()
 
 
@@ -90,27 +90,29 @@ class Adafactor:
     def __post_init__(self) -> None:
         key = 'adafactor.Adafactor'
         trainer = 'the learning rate is set by trainer.Trainer.learning_rate_fn'
-        off(f'{key}.learning_rate', self.learning_rate, trainer)
+        check_off(f'{key}.learning_rate', self.learning_rate, trainer)
         why = "optax's smallest scale of a parameter is 0.001"
-        only(f'{key}.epsilon2', self.epsilon2, (1e-3,), why)
+        check_one_of(f'{key}.epsilon2', self.epsilon2, (1e-3,), why)
         scaled = self.multiply_by_parameter_scale
         why = 'optax scales the updates of all parameters or of none'
-        only(f'{key}.multiply_by_parameter_scale', scaled, (True, False), why)
+        check_one_of(f'{key}.multiply_by_parameter_scale', scaled, (True, False), why)
         factoring = 'optax factors the two largest dimensions of a parameter'
-        off(f'{key}.factor_map', self.factor_map, factoring)
+        check_off(f'{key}.factor_map', self.factor_map, factoring)
         rules = self.logical_factor_rules
         if rules is not None and not isinstance(rules, StandardFactorRules):
             raise refusal(f'{key}.logical_factor_rules', rules, f'{factoring}; leave it out')
         exponent = self.weight_decay_rate_lr_exponent
         why = "optax's weight decay has a constant rate"
-        off(f'{key}.weight_decay_rate_lr_exponent', exponent, why)
+        check_off(f'{key}.weight_decay_rate_lr_exponent', exponent, why)
         scale = self.max_parameter_scale
-        off(f'{key}.max_parameter_scale', scale, 'optax does not limit the scale of a parameter')
+        check_off(
+            f'{key}.max_parameter_scale', scale, 'optax does not limit the scale of a parameter'
+        )
         for name, allowed in NUMBERS.items():
-            number(f'{key}.{name}', getattr(self, name), allowed)
+            check_number(f'{key}.{name}', getattr(self, name), allowed)
         check_counts(minimum=0, **{f'{key}.step_offset': self.step_offset})
         check_counts(**{f'{key}.min_dim_size_to_factor': self.min_dim_size_to_factor})
-        only(f'{key}.factored', self.factored, (True, False), 'it must be True or False')
+        check_one_of(f'{key}.factored', self.factored, (True, False), 'it must be True or False')
         try:
             floating = jnp.issubdtype(jnp.dtype(self.dtype_momentum), jnp.floating)
         except TypeError:
@@ -119,7 +121,7 @@ class Adafactor:
             why = "write 'float32' or 'bfloat16'"
             raise refusal(f'{key}.dtype_momentum', self.dtype_momentum, why)
         why = 'a run stops as soon as the loss is not finite'
-        off(f'{key}.skip_nan_updates', self.skip_nan_updates, why)
+        check_off(f'{key}.skip_nan_updates', self.skip_nan_updates, why)
 
     def optimizer(self, learning_rate: Schedule) -> Optimizer:
         """The trainer's optimizer with this learning rate."""

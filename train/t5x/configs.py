@@ -11,7 +11,7 @@ from train.data import CausalLM, Task
 from train.errors import check_counts
 from train.schedules import create_learning_rate_scheduler
 from train.t5x import seqio
-from train.t5x.refusals import expect, off, only, refusal
+from train.t5x.refusals import check_off, check_one_of, expect, refusal
 
 __all__ = [
     'CheckpointConfig',
@@ -64,11 +64,11 @@ class DatasetConfig:
         if self.seed is not None:
             check_counts(minimum=0, **{f'{key}.seed': self.seed})
         why = 'there is only one way to pack rows'
-        off(f'{key}.use_custom_packing_ops', self.use_custom_packing_ops, why)
+        check_off(f'{key}.use_custom_packing_ops', self.use_custom_packing_ops, why)
         why = 'rows always have the requested length'
-        only(f'{key}.trim_output_features', self.trim_output_features, (True,), why)
+        check_one_of(f'{key}.trim_output_features', self.trim_output_features, (True,), why)
         why = 'import the module that adds the tasks in the gin file (--gin_allow)'
-        off(f'{key}.module', self.module, why)
+        check_off(f'{key}.module', self.module, why)
 
     def check_trains(self, scope: str) -> None:
         """Checks that these rows are for training.
@@ -80,9 +80,9 @@ class DatasetConfig:
           ConfigError: if they are held out or not shuffled.
         """
         key = f'{scope}utils.DatasetConfig'
-        only(f'{key}.split', self.split, ('train',), 'a task has only one training part')
+        check_one_of(f'{key}.split', self.split, ('train',), 'a task has only one training part')
         why = 'training rows come in an order that depends on the seed'
-        only(f'{key}.shuffle', self.shuffle, (True,), why)
+        check_one_of(f'{key}.shuffle', self.shuffle, (True,), why)
 
     def check_evaluates(self, scope: str) -> None:
         """Checks that these rows are for evaluation.
@@ -94,8 +94,10 @@ class DatasetConfig:
           ConfigError: if they are not held out, or if they are shuffled.
         """
         key = f'{scope}utils.DatasetConfig'
-        only(f'{key}.split', self.split, HELD_OUT, 'evaluations use the held-out part of a task')
-        only(f'{key}.shuffle', self.shuffle, (False,), 'held-out rows are not shuffled')
+        check_one_of(
+            f'{key}.split', self.split, HELD_OUT, 'evaluations use the held-out part of a task'
+        )
+        check_one_of(f'{key}.shuffle', self.shuffle, (False,), 'held-out rows are not shuffled')
 
     @property
     def task(self) -> Task:
@@ -163,11 +165,13 @@ class SaveCheckpointConfig:
         for i, step in enumerate(self.checkpoint_steps or ()):
             check_counts(**{f'{key}.checkpoint_steps[{i}]': step})
         why = 'arrays are saved in their own dtypes, so that a resumed run continues exactly'
-        only(f'{key}.dtype', self.dtype, ('float32',), why)
-        off(f'{key}.checkpointer_cls', self.checkpointer_cls, 'checkpoints are written by Orbax')
+        check_one_of(f'{key}.dtype', self.dtype, ('float32',), why)
+        check_off(
+            f'{key}.checkpointer_cls', self.checkpointer_cls, 'checkpoints are written by Orbax'
+        )
         transformations = self.state_transformation_fns
         why = 'a checkpoint holds the unchanged state of the run'
-        off(f'{key}.state_transformation_fns', transformations, why)
+        check_off(f'{key}.state_transformation_fns', transformations, why)
 
     def translated(self) -> checkpoints.CheckpointConfig:
         """The same settings for this trainer."""
@@ -205,15 +209,15 @@ class RestoreCheckpointConfig:
     def __post_init__(self) -> None:
         key = 'utils.RestoreCheckpointConfig'
         whole = 'a checkpoint is restored completely, and compared before any array is read'
-        off(f'{key}.assignment_map', self.assignment_map, whole)
-        only(f'{key}.strict', self.strict, (True,), whole)
-        off(f'{key}.fallback_to_scratch', self.fallback_to_scratch, whole)
-        off(f'{key}.state_transformation_fns', self.state_transformation_fns, whole)
+        check_off(f'{key}.assignment_map', self.assignment_map, whole)
+        check_one_of(f'{key}.strict', self.strict, (True,), whole)
+        check_off(f'{key}.fallback_to_scratch', self.fallback_to_scratch, whole)
+        check_off(f'{key}.state_transformation_fns', self.state_transformation_fns, whole)
         why = 'arrays are restored in the dtypes in which they were saved'
-        only(f'{key}.dtype', self.dtype, (None, 'float32'), why)
-        off(f'{key}.checkpointer_cls', self.checkpointer_cls, 'checkpoints are read by Orbax')
+        check_one_of(f'{key}.dtype', self.dtype, (None, 'float32'), why)
+        check_off(f'{key}.checkpointer_cls', self.checkpointer_cls, 'checkpoints are read by Orbax')
         why = 'exactly one checkpoint is restored'
-        only(f'{key}.mode', self.mode, ('latest', 'specific'), why)
+        check_one_of(f'{key}.mode', self.mode, ('latest', 'specific'), why)
         if self.path and self._one_path is None:
             raise refusal(f'{key}.path', self.path, f'{why}; give one path')
 

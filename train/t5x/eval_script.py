@@ -19,7 +19,7 @@ from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
 from train.t5x.gin_utils import check_summarize
 from train.t5x.models import DecoderOnlyModel
 from train.t5x.network import with_kv_heads
-from train.t5x.refusals import expect, off
+from train.t5x.refusals import check_off, expect
 from train.t5x.seqio import check_evaluator
 
 KEY = 'eval_script.evaluate'
@@ -56,7 +56,7 @@ def evaluate(
       ConfigError: if a setting cannot be honoured.
     """
     why = 'an evaluation needs a complete checkpoint'
-    off(f'{KEY}.fallback_init_rng', fallback_init_rng, why)
+    check_off(f'{KEY}.fallback_init_rng', fallback_init_rng, why)
     check_summarize(f'{KEY}.summarize_config_fn', summarize_config_fn)
     check_evaluator(f'{KEY}.inference_evaluator_cls', inference_evaluator_cls)
     expect(f'{KEY}.model', model, DecoderOnlyModel, '@models.DecoderOnlyModel()')

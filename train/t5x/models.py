@@ -13,7 +13,7 @@ from train.schedules import Schedule
 from train.steps import LossConfig
 from train.t5x.adafactor import Adafactor
 from train.t5x.network import ONLY_DECODER, DecoderWrapper
-from train.t5x.refusals import expect, off, refusal
+from train.t5x.refusals import check_off, expect, refusal
 
 # T5X's names of the divisors of a loss -> their names here.
 _DIVISORS: dict[str, Any] = {
@@ -57,9 +57,9 @@ class DecoderOnlyModel:
         expect(f'{key}.optimizer_def', self.optimizer_def, Adafactor, '@adafactor.Adafactor()')
         why = 'the model attends only to earlier tokens'
         bidirectional = self.inputs_bidirectional_attention
-        off(f'{key}.inputs_bidirectional_attention', bidirectional, why)
+        check_off(f'{key}.inputs_bidirectional_attention', bidirectional, why)
         why = 'tasks of train.data make the rows'
-        off(f'{key}.feature_converter_cls', self.feature_converter_cls, why)
+        check_off(f'{key}.feature_converter_cls', self.feature_converter_cls, why)
 
     def transformer(self) -> Transformer:
         """The network."""

@@ -8,7 +8,7 @@ from typing import Any
 from train.errors import ConfigError
 
 
-def off(key: str, value: Any, why: str) -> None:
+def check_off(key: str, value: Any, why: str) -> None:
     """Checks that a setting is off: None, False, zero or empty.
 
     Args:
@@ -23,7 +23,7 @@ def off(key: str, value: Any, why: str) -> None:
         raise refusal(key, value, f'{why}; leave it out')
 
 
-def only(key: str, value: Any, allowed: Sequence[Any], why: str) -> None:
+def check_one_of(key: str, value: Any, allowed: Sequence[Any], why: str) -> None:
     """Checks that a setting has one of the supported values.
 
     Args:
@@ -39,7 +39,7 @@ def only(key: str, value: Any, allowed: Sequence[Any], why: str) -> None:
         raise refusal(key, value, f'{why}; write {key} = {allowed[0]!r}')
 
 
-def number(key: str, value: Any, allowed: str) -> None:
+def check_number(key: str, value: Any, allowed: str) -> None:
     """Checks that a setting is a number in an interval.
 
     Args:

@@ -22,7 +22,7 @@ import gin
 from partitioning.rules import nearest
 from train.data import ByteTokenizer, SentencePieceTokenizer, Task, Tokenizer
 from train.errors import ConfigError
-from train.t5x.refusals import expect_class, off, refusal
+from train.t5x.refusals import check_off, expect_class, refusal
 
 _registered: dict[str, Task] = {}
 
@@ -94,7 +94,7 @@ def SentencePieceVocabulary(  # seqio's name
       ConfigError: if `extra_ids` is set; use `SpanCorruption.num_sentinels` instead.
     """
     why = 'tasks add the tokens that they need (SpanCorruption.num_sentinels)'
-    off('seqio.SentencePieceVocabulary.extra_ids', extra_ids, why)
+    check_off('seqio.SentencePieceVocabulary.extra_ids', extra_ids, why)
     return SentencePieceTokenizer(path=sentencepiece_model_file)
 
 
@@ -105,7 +105,7 @@ def ByteVocabulary(extra_ids: int = 0) -> Tokenizer:  # seqio's name
       ConfigError: if `extra_ids` is set; use `SpanCorruption.num_sentinels` instead.
     """
     why = 'tasks add the tokens that they need (SpanCorruption.num_sentinels)'
-    off('seqio.ByteVocabulary.extra_ids', extra_ids, why)
+    check_off('seqio.ByteVocabulary.extra_ids', extra_ids, why)
     return ByteTokenizer()
 
 
@@ -129,7 +129,7 @@ class JSONLogger:
 
     def __post_init__(self) -> None:
         why = 'no text is decoded, so there are no results to write'
-        off('seqio.JSONLogger.write_n_results', self.write_n_results, why)
+        check_off('seqio.JSONLogger.write_n_results', self.write_n_results, why)
 
 
 LOGGERS = (PyLoggingLogger, TensorBoardLogger, JSONLogger)
@@ -157,7 +157,7 @@ class Evaluator:
                 raise refusal(f'{key}.logger_cls', logger, f'use {names}')
             logger()  # this checks the logger's own settings
         why = 'train_script.train.eval_steps sets the number of evaluated batches'
-        off(f'{key}.num_examples', self.num_examples, why)
+        check_off(f'{key}.num_examples', self.num_examples, why)
 
 
 def check_evaluator(key: str, evaluator_cls: Any) -> None:

@@ -19,7 +19,7 @@ from train.t5x.configs import CheckpointConfig, DatasetConfig
 from train.t5x.gin_utils import check_summarize
 from train.t5x.models import DecoderOnlyModel
 from train.t5x.network import with_kv_heads
-from train.t5x.refusals import expect, expect_class, off, only, refusal
+from train.t5x.refusals import check_off, check_one_of, expect, expect_class, refusal
 from train.t5x.seqio import check_evaluator
 from train.t5x.trainer import Trainer, check_actions
 from train.train import train as train_here
@@ -174,11 +174,11 @@ def _check(settings: Mapping[str, Any]) -> None:
       ConfigError: if a setting cannot be honoured.
     """
     for name, why in OFF.items():
-        off(f'{KEY}.{name}', settings[name], why)
+        check_off(f'{KEY}.{name}', settings[name], why)
     for name, why in ON.items():
-        only(f'{KEY}.{name}', settings[name], (True,), why)
+        check_one_of(f'{KEY}.{name}', settings[name], (True,), why)
     concurrent = settings['concurrent_metrics']
-    only(f'{KEY}.concurrent_metrics', concurrent, (True, False), 'it must be True or False')
+    check_one_of(f'{KEY}.concurrent_metrics', concurrent, (True, False), 'it must be True or False')
     check_summarize(f'{KEY}.summarize_config_fn', settings['summarize_config_fn'])
     check_actions(f'{KEY}.actions', settings['actions'])
     check_evaluator(f'{KEY}.inference_evaluator_cls', settings['inference_evaluator_cls'])

@@ -50,7 +50,7 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TerminateOnNanAction:
-    """Stops a run whose loss is not finite, which every run does anyway."""
+    """Stops a run if its loss is not finite. Every run does so, even without this action."""
 
     task: str = 'train'
     metric: str = 'loss'
@@ -58,7 +58,7 @@ class TerminateOnNanAction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStoppingAction:
-    """Stands for stopping when a metric stops improving, which is refused."""
+    """T5X's early stopping. A gin file can name it, but a run refuses it with an error."""
 
     metric: Sequence[str] = ()
     mode: str = 'min'

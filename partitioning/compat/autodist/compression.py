@@ -1,4 +1,4 @@
-"""Gradients that are averaged in few bits: AutoDist's compressors, as optax transformations."""
+"""Gradients averaged in a narrow dtype: AutoDist's compressors, as optax transformations."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class CompressionState(NamedTuple):
     """What a step leaves for the next one: the rounding errors of each worker.
 
     Attributes:
-      error: a tree like the parameters, float32 or wider, each [workers, *shape], or [1, *shape]
-        inside a shard_map over the workers. It is None for a parameter that is not floating, and
-        None as a whole without error feedback.
+      error: a tree like the parameters, of arrays [workers, *shape] in float32 or wider. Inside a
+        shard_map over the workers they are [1, *shape]. A parameter that is not floating has None.
+        Without error feedback, `error` is None.
     """
 
     error: Any
@@ -55,7 +55,7 @@ def compress_gradients(
       @functools.partial(
           jax.shard_map, mesh=mesh, in_specs=(P(), specs, P('data')), out_specs=(P(), specs))
       def step(params, opt_state, rows):
-          # pcast gives each worker its own gradient; jax would sum those of shared parameters.
+          # Without pcast, jax would sum the gradients before they are compressed.
           grads = jax.grad(loss)(jax.lax.pcast(params, 'data', to='varying'), rows)
           updates, opt_state = tx.update(grads, opt_state)
           return optax.apply_updates(params, updates), opt_state
@@ -78,8 +78,8 @@ def compress_gradients(
 
     Raises:
       ValueError: if `dtype` is not floating, if `mesh` is missing or is given without `axis_name`,
-        or if the mesh lacks an axis. `update` raises it outside of a shard_map over the workers,
-        if gradients are already summed, or if the errors are not those of one worker.
+        or if the mesh lacks an axis. `update` raises it if it runs outside a shard_map over the
+        workers, if gradients are already summed, or if an error is not [1, *shape].
     """
     import optax  # imported here because it is heavy and only compression needs it
 
@@ -133,7 +133,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def _wide(x: Any) -> Any:
-    """The dtype to add in: float32, or the dtype of `x` if it is wider."""
+    """The dtype for sums: float32, or the dtype of `x` if it is wider."""
     return jnp.promote_types(jnp.result_type(x), jnp.float32)
 
 
@@ -143,7 +143,7 @@ def _floating(dtype: Any) -> Any:
     except TypeError as error:
         raise ValueError(f'dtype {dtype!r} is not a dtype: {error}') from error
     if not jnp.issubdtype(found, jnp.floating):
-        raise ValueError(f"gradients cannot be sent as {found}: use a floating dtype, 'bfloat16'")
+        raise ValueError(f"dtype {found} is not floating: use 'bfloat16', for example")
     return found
 
 
@@ -168,8 +168,8 @@ def _check_inside(axis_name: AxisName | None) -> None:
             jax.lax.axis_index(axis)
     except NameError as error:
         raise ValueError(
-            f'compress_gradients(axis_name={axis_name!r}) averages over {axis_name!r}, so call it '
-            'inside a jax.shard_map over it; outside of one, leave axis_name out'
+            f'compress_gradients(axis_name={axis_name!r}) must run inside a jax.shard_map over '
+            f'{axis_name!r}; without a shard_map, remove axis_name'
         ) from error
 
 
@@ -186,8 +186,8 @@ def _compressed(
     if error is not None:
         if error.shape != (1, *jnp.shape(gradient)):
             raise ValueError(
-                f'a gradient of shape {jnp.shape(gradient)} has errors of shape {error.shape}, but '
-                f'one worker has one: pass compression_specs(opt_state, {axis_name!r}) as the '
+                f'a gradient of shape {jnp.shape(gradient)} has errors of shape {error.shape}, not '
+                f'{(1, *jnp.shape(gradient))}: pass compression_specs(opt_state, {axis_name!r}) as '
                 'in_specs and out_specs of the shard_map, and mesh= to compress_gradients'
             )
         wanted = gradient.astype(error.dtype) + error[0]
@@ -210,9 +210,8 @@ def _check_own(gradient: Any, axes: tuple[str, ...]) -> None:
     for axis in axes:
         if axis in _varying(jax.lax.axis_index(axis)) and axis not in _varying(gradient):
             raise ValueError(
-                f'a gradient of shape {jnp.shape(gradient)} is already summed over {axis!r}, in '
-                f'its own dtype: differentiate by jax.lax.pcast(params, {axis!r}, to='
-                "'varying'), which gives each worker its own parameters"
+                f'a gradient of shape {jnp.shape(gradient)} is already summed over {axis!r}, '
+                f"uncompressed: give jax.grad jax.lax.pcast(params, {axis!r}, to='varying')"
             )
 
 

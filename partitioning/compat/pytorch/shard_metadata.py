@@ -66,7 +66,7 @@ class ShardMetadata:
 
 
 def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
-    """Raises ValueError for no shards, for shards of several ranks, and for overlapping shards."""
+    """Raises ValueError if there are no shards, if their ranks differ, or if shards overlap."""
     for shard in shards:
         if not isinstance(shard, ShardMetadata):
             raise ValueError(

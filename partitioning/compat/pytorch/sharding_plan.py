@@ -46,12 +46,11 @@ class ShardingPlan:
     Attributes:
       plan: an entry per parameter, by its path with '/' or '.' between the keys: a PartitionSpec, a
         tuple of logical names, a NamedSharding, or an object with `to_partition_spec(mesh, shape)`,
-        such as a PartitionerConfig. A Sharder may stand for a parameter or a module.
+        such as a PartitionerConfig. A Sharder can be the entry of a parameter or of a module.
       output_plan: the layout of the output per module, by its path; '' is the whole model. See
         `constrain_outputs`.
-      return_local_tensor: the modules of `output_plan` of whose outputs each process reads its own
-        rows. The outputs stay global arrays of their global shape; `partitioner.to_local` returns
-        the rows.
+      return_local_tensor: modules of `output_plan`. Each process needs only its own rows of their
+        outputs, and `partitioner.to_local` returns these rows. The outputs stay global arrays.
     """
 
     plan: Mapping[str, Any]
@@ -72,20 +71,20 @@ class ShardingPlan:
         Args:
           module: parameters, abstract or not; see `ShardingPlanner.build_plan`.
           mesh: the mesh.
-          rules: the rules for logical names, in the plan and on parameters that it does not name. A
-            name may also be a mesh axis.
+          rules: the rules for the logical names in the plan and on parameters that the plan does
+            not name. A mesh axis can also be used as a name.
           on_unmatched: the policy for names without a rule, and for arrays above 16 KiB that
             neither the plan nor a name covers: 'error', or 'replicate'.
           on_indivisible: the policy for sizes that their mesh axes do not divide; see
             `resolve_axes`.
 
         Returns:
-          The layouts of parameters and buffers. It does not contain the layouts of outputs.
+          A plan with the parameters and buffers, but without the outputs of modules.
 
         Raises:
           TypeError: if an entry is not a layout.
           ValueError: if a path does not exist, with the nearest one; if two entries are for the
-            same array; if the mesh or the array cannot have a layout.
+            same array; if a layout does not fit the mesh or the array.
         """
         self.outputs()
         policies = AxisRules(rules or (), on_unmatched, on_indivisible)

@@ -59,7 +59,7 @@ class ManualShards:
             block. It can use the names of the mesh axes in `jax.lax.psum`, `psum_scatter`,
             `ppermute` and so on. Outside jit, every call compiles it again.
           *others: more arrays on the same mesh.
-          partition_spec: the layout of the array of the results; by default that of this array.
+          partition_spec: the layout of the returned array; by default the layout of this array.
 
         Raises:
           ValueError: if the results differ along a mesh axis that `partition_spec` does not use; if
@@ -74,8 +74,8 @@ class ManualShards:
                 )
             if other.mesh != self.mesh:
                 raise ValueError(
-                    f'operand {number} is on another mesh, {describe_axes(other.mesh)}, or on the '
-                    f'mesh of the first array, {describe_axes(self.mesh)}, in another device order'
+                    f'operand {number} is on another mesh ({describe_axes(other.mesh)}) than the '
+                    f'first array ({describe_axes(self.mesh)}), or their device orders differ'
                 )
         spec = self.spec
         if partition_spec is not None:
@@ -106,7 +106,7 @@ def enable_manual_sharding(t: Any, mesh: Mesh | None, partition_spec: SpecLike) 
     """
     mesh = mesh_or_global(mesh)
     if isinstance(t, PaddedArray):
-        raise ValueError('a PaddedArray cannot be manual: pass its .array, which has the padding')
+        raise ValueError('t is a PaddedArray: pass t.array, which includes the padding')
     remedy = "pass mark_sharding(..., on_indivisible='pad').array"
     array, spec = lay_out_evenly(t, mesh, partition_spec, remedy)
     return ManualShards(array=array, mesh=mesh, spec=spec)
@@ -140,14 +140,14 @@ def _explain(error: Exception, mesh: Mesh, spec: PartitionSpec) -> str | None:
         return (
             f'partition spec {tuple(spec)} does not use all axes of the mesh {axes}, and the '
             'results may differ along the others: reduce over them (jax.lax.psum, pmean, ...), or '
-            'add them to partition_spec=. In place of an all-gather, call disable_manual_sharding '
-            'and then mark_sharding with None for the dimension'
+            'add them to partition_spec=. To gather a dimension, call disable_manual_sharding and '
+            'then mark_sharding with None for it'
         )
     # For an axis that the mesh lacks, some collectives of jax raise an empty AssertionError.
     if 'unbound axis name' in str(error):
         return f'{error} The mesh is {axes}'
     if isinstance(error, AssertionError) and not error.args:
-        return f'an assertion failed, perhaps over an axis that the mesh lacks. The mesh is {axes}'
+        return f'jax raised an AssertionError; perhaps an axis is missing. The mesh is {axes}'
     return None
 
 

@@ -31,12 +31,13 @@ class ShardingType(enum.IntEnum):
 
 
 class IotaTileAssignment(NamedTuple):
-    """A tile assignment as the device numbers 0, 1, ..., reshaped, transposed and reshaped again.
+    """A tile assignment without a list: the numbers 0, 1, ... are reshaped to `reshape_dims`,
+    transposed by `transpose_perm`, and reshaped to `dims`.
 
     Attributes:
       dims: the number of tiles along each dimension, then the replicas of a tile if there are any.
       reshape_dims: the first shape of the device numbers, which is the shape of the mesh.
-      transpose_perm: the permutation of its dimensions. The result is reshaped to `dims`.
+      transpose_perm: the permutation of the dimensions of that shape.
       subgroup: the meaning of the last of `dims`: [REPLICATED], or [] if all of them are tiles.
     """
 
@@ -49,7 +50,7 @@ class IotaTileAssignment(NamedTuple):
 class _Tiling(NamedTuple):
     ids: np.ndarray  # the device ids, in the shape of the mesh
     counts: tuple[int, ...]  # the number of tiles along each dimension
-    order: tuple[int, ...]  # the mesh dimensions: those of the spec, major first, then the others
+    order: tuple[int, ...]  # the mesh dimensions that the spec uses, major first, then the others
     replicas: int  # the number of devices that hold the same tile
 
     @property
@@ -70,12 +71,12 @@ class _Tiling(NamedTuple):
         return np.argsort(np.argsort(self.ids, axis=None)).reshape(self.ids.shape)
 
     def by_tile(self, values: np.ndarray) -> np.ndarray:
-        """Values of the devices in the shape of the mesh, as one row per tile."""
+        """Turns one value per device, in the shape of the mesh, into one row per tile."""
         return values.transpose(self.order).reshape(-1, self.replicas)
 
 
 def sharding_type(mesh: Mesh | None, partition_spec: SpecLike) -> ShardingType:
-    """Returns the effective type of arrays with this spec, in which axes of size 1 do not count.
+    """Returns the type of arrays with this spec. Mesh axes of size 1 do not count.
 
     It is MAXIMAL on one device, REPLICATED if all devices hold the whole array, TILED if every
     device has its own tile, and PARTIAL if several devices hold the same tile.
