@@ -135,7 +135,7 @@ def test_invalid_operands_and_results(shards):
         (lambda: shards.apply(jnp.add, partition_spec=('z', None)), "'z' .* x 4 x y 2"),
         (lambda: shards.apply(lambda b: b, partition_spec=('x', None)), 'does not use all axes'),
         (lambda: enable_manual_sharding(shards, mesh, ('x', 'y')), 'ManualShards is not an array'),
-        (lambda: enable_manual_sharding(padded, mesh, ('x',)), 'PaddedArray.* pass t\.array'),
+        (lambda: enable_manual_sharding(padded, mesh, ('x',)), r'PaddedArray.* pass t\.array'),
         (lambda: disable_manual_sharding(np.ones(8)), 'ndarray is not ManualShards'),
         (lambda: disable_manual_sharding(shards, 8), 'full_shape=8 must be a sequence'),
     ]:
