@@ -19,12 +19,12 @@ CONTENTS = [b'one', b'', b'two three', b'\x00\xff', b'four']
 
 
 def quiet(*progress):
-    pass
+    """A `Progress` callback that prints nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listed(Source):
-    """Documents with a signature, and a count of how often they are read."""
+    """A source that counts how often its documents are read. An exception as content is raised."""
 
     contents: list
     signature: object = 'listed'
@@ -71,11 +71,13 @@ def listed(contents=CONTENTS, signature=None, **settings):
 
 
 def refusal(cache, source, tokenizer=None):
+    """Returns the error message of opening the index of a source."""
     with pytest.raises(ConfigError) as caught:
         open_index(source, tokenizer or ByteTokenizer(), str(cache), quiet)
     assert '\n' not in str(caught.value)
     return str(caught.value)
 
 
-def left_in(cache):
+def files_in(cache):
+    """Returns the names of the files and folders in a cache, without lock files."""
     return [path.name for path in cache.iterdir() if path.suffix != '.lock']

@@ -48,7 +48,7 @@ def partitioner(data: int, model_axis: int) -> PjitPartitioner:
 
 
 def batch(step: int, rows: int = 8, length: int = 16) -> dict[str, np.ndarray]:
-    """Rows with a pattern to learn: each counts up from its own start by its own stride."""
+    """Returns rows with a pattern to learn: each row counts up, with its own start and stride."""
     rng = np.random.default_rng(step)
     start, stride = rng.integers(0, 256, (rows, 1)), rng.integers(1, 4, (rows, 1))
     tokens = ((start + stride * np.arange(length + 1)) % 256).astype(np.int32)

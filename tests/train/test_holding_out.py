@@ -4,7 +4,7 @@ import math
 from collections import Counter
 
 import pytest
-from written_files import both, index_of, numbered, write
+from written_files import documents_of_both_parts, index_of, numbered, write
 
 from train.data import TextFiles
 
@@ -15,7 +15,7 @@ def test_whole_files_are_held_out(tmp_path):
     contents = numbered(300)
     write(tmp_path, contents)
     source = TextFiles(pattern='**/*.txt', root=str(tmp_path), holdout_percent=20)
-    training, held_out = both(source, tmp_path / 'cache')
+    training, held_out = documents_of_both_parts(source, tmp_path / 'cache')
     assert Counter(training + held_out) == Counter(contents.values())
     assert 30 <= len(held_out) <= 90  # 60 expected, standard deviation 7
 
@@ -23,9 +23,9 @@ def test_whole_files_are_held_out(tmp_path):
 def test_adding_a_file_does_not_move_others(tmp_path):
     write(tmp_path, numbered(100))
     source = TextFiles(pattern='**/*.txt', root=str(tmp_path), holdout_percent=20)
-    before = both(source, tmp_path / 'cache')
+    before = documents_of_both_parts(source, tmp_path / 'cache')
     write(tmp_path, {f'part1/new{i}.txt': f'<new {i}>'.encode() for i in range(50)})
-    after = both(source, tmp_path / 'cache')
+    after = documents_of_both_parts(source, tmp_path / 'cache')
     assert all(set(old) < set(new) for old, new in zip(before, after, strict=True))
 
 
@@ -34,7 +34,7 @@ def test_the_location_of_the_root_does_not_matter(tmp_path):
     for folder in ('one', 'two/deeper'):
         write(tmp_path / folder, numbered(60))
         source = TextFiles(pattern='**/*.txt', root=str(tmp_path / folder), holdout_percent=20)
-        splits.append(both(source, tmp_path / 'cache'))
+        splits.append(documents_of_both_parts(source, tmp_path / 'cache'))
     assert splits[0] == splits[1]
     assert all(splits[0])
 
@@ -44,7 +44,9 @@ def test_equivalent_patterns_give_the_same_split(tmp_path, written):
     write(tmp_path, numbered(60))
     patterns = ['**/*.txt', written.format(root=tmp_path)]
     plain, other, together = (
-        both(TextFiles(pattern=p, root=str(tmp_path), holdout_percent=20), tmp_path / 'cache')
+        documents_of_both_parts(
+            TextFiles(pattern=p, root=str(tmp_path), holdout_percent=20), tmp_path / 'cache'
+        )
         for p in (patterns[0], patterns[1], patterns)
     )
     assert other == plain
@@ -54,7 +56,9 @@ def test_equivalent_patterns_give_the_same_split(tmp_path, written):
 def test_a_larger_percentage_holds_out_a_superset(tmp_path):
     write(tmp_path, numbered(200))
     small, large = (
-        both(TextFiles(pattern='**/*', root=str(tmp_path), holdout_percent=p), tmp_path / 'c')[1]
+        documents_of_both_parts(
+            TextFiles(pattern='**/*', root=str(tmp_path), holdout_percent=p), tmp_path / 'c'
+        )[1]
         for p in (10, 30)
     )
     assert set(small) < set(large)

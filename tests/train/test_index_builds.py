@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 import pytest
-from listed_sources import CONTENTS, Counted, left_in, listed, quiet, refusal
+from listed_sources import CONTENTS, Counted, files_in, listed, quiet, refusal
 
 from train.data import (
     ByteTokenizer,
@@ -110,20 +110,20 @@ def test_processes_that_build_at_the_same_time_build_once_and_agree(builder, mon
     streams = (index.training.tokens.tolist(), index.held_out.tokens.tolist())
     assert theirs.strip() == ' '.join(map(str, (index.content_hash, *streams)))
     assert builder.read() == EVERY_DOCUMENT, 'the documents are read once'
-    assert len(left_in(builder.cache)) == 1
+    assert len(files_in(builder.cache)) == 1
 
 
 def test_an_index_can_be_built_after_a_process_was_killed(builder):
     builder.process.send_signal(signal.SIGKILL)
     builder.process.wait()
-    (half,) = left_in(builder.cache)
+    (half,) = files_in(builder.cache)
     assert not (builder.cache / half / 'index.json').exists()
     assert builder.read() == EVERY_DOCUMENT[:5]
     builder.log.unlink()
     index = builder.open()
     assert builder.read() == EVERY_DOCUMENT
     assert index.training.num_bytes + index.held_out.num_bytes == 10 * len('document 0')
-    assert left_in(builder.cache) == [index.directory.name]
+    assert files_in(builder.cache) == [index.directory.name]
 
 
 @pytest.mark.parametrize('where', ['source', 'tokenizer', 'progress'])
@@ -142,7 +142,7 @@ def test_an_interrupted_build_leaves_nothing(tmp_path, monkeypatch, where, error
     source = listed(contents)
     with pytest.raises(error):
         open_index(source, tokenizer, str(tmp_path), stop if where == 'progress' else quiet)
-    assert left_in(tmp_path) == []
+    assert files_in(tmp_path) == []
     index = open_index(listed(), Counted(), str(tmp_path), quiet)
     assert index.training.num_bytes == 18
 
@@ -174,7 +174,7 @@ def test_a_full_disk(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert str(tmp_path) in message
-    assert left_in(tmp_path) == []
+    assert files_in(tmp_path) == []
 
 
 def edit(index, **changes):

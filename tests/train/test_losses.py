@@ -49,10 +49,12 @@ def test_the_loss_with_a_z_loss_and_smoothed_labels(net, smoothing, z_loss):
 
 
 @pytest.mark.parametrize(
-    'divisor, by, microbatches',
+    'divisor, expected_divisor, microbatches',
     [('weights', 120.0, 1), ('targets', 128.0, 2), (10.0, 10.0, 1)],
 )
-def test_the_divisor_of_gradients_and_the_metrics_of_parameters(net, divisor, by, microbatches):
+def test_the_divisor_of_gradients_and_the_metrics_of_parameters(
+    net, divisor, expected_divisor, microbatches
+):
     module, params, logits, grads = net
     optimizer = Optimizer(transform=optax.sgd, learning_rate=1.0, clip_norm=None)
     step = make_train_step(
@@ -66,7 +68,7 @@ def test_the_divisor_of_gradients_and_the_metrics_of_parameters(net, divisor, by
     )
     state, metrics = jax.jit(step)(TrainState.create(params, optimizer.build()), DATA)
     name, before = 'final_norm/scale', np.asarray(params['final_norm']['scale'], np.float64)
-    gradient = np.asarray(grads['final_norm']['scale'], np.float64) / by
+    gradient = np.asarray(grads['final_norm']['scale'], np.float64) / expected_divisor
     after = before - gradient
     np.testing.assert_allclose(state.params['final_norm']['scale'], after, rtol=1e-4)
     expected = {

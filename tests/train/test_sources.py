@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 from refusals import write_array_record
-from written_files import both, documents, index_of, write
+from written_files import documents, documents_of_both_parts, index_of, write
 
 from train.data import (
     ArrayRecords,
@@ -59,7 +59,10 @@ def test_files_come_once_each_sorted_by_name(tmp_path):
         holdout_percent=0,
     )
     assert names(source) == sorted(contents)
-    assert both(source, tmp_path / 'cache') == ([contents[n] for n in sorted(contents)], [])
+    assert documents_of_both_parts(source, tmp_path / 'cache') == (
+        [contents[n] for n in sorted(contents)],
+        [],
+    )
 
 
 def test_pattern_and_exclude_may_be_single_strings(tmp_path):
@@ -78,7 +81,7 @@ def test_a_tilde_stands_for_the_home_directory(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path / 'home'))
     assert names(TextFiles(pattern='*.txt', root='~/text')) == ['a.txt']
     source = TextFiles(pattern='~/text/*.txt', holdout_percent=0)
-    assert both(source, tmp_path / 'cache')[0] == [b'a']
+    assert documents_of_both_parts(source, tmp_path / 'cache')[0] == [b'a']
 
 
 def test_patterns_start_at_the_current_directory(tmp_path, monkeypatch):
@@ -99,7 +102,7 @@ def test_a_file_name_need_not_be_utf8(tmp_path):
     except OSError:
         pytest.skip('this file system takes UTF-8 names only')
     source = TextFiles(pattern='*.txt', root=str(tmp_path), holdout_percent=0)
-    assert both(source, tmp_path / 'cache')[0] == [b'coffee']
+    assert documents_of_both_parts(source, tmp_path / 'cache')[0] == [b'coffee']
 
 
 @pytest.mark.parametrize('frames', [1, 3])
@@ -113,7 +116,7 @@ def test_compressed_files_are_decompressed(tmp_path, ending, compress, frames):
     content = b''.join(compress(text[a:b]) for a, b in itertools.pairwise(cuts))
     write(tmp_path, {f'a.txt.{ending}': content, f'b.txt.{ending}': compress(b'')})
     source = TextFiles(pattern='*', root=str(tmp_path), holdout_percent=0)
-    assert both(source, tmp_path / 'cache')[0] == [text, b'']
+    assert documents_of_both_parts(source, tmp_path / 'cache')[0] == [text, b'']
 
 
 def test_zstandard_files_with_a_large_window_are_read(tmp_path):
@@ -122,7 +125,7 @@ def test_zstandard_files_with_a_large_window_are_read(tmp_path):
     stream = zstandard.ZstdCompressor(compression_params=how).compressobj()
     (tmp_path / 'a.zst').write_bytes(stream.compress(b'text') + stream.flush())
     source = TextFiles(pattern='*', root=str(tmp_path), holdout_percent=0)
-    assert both(source, tmp_path / 'cache')[0] == [b'text']
+    assert documents_of_both_parts(source, tmp_path / 'cache')[0] == [b'text']
 
 
 def test_decompression_needs_little_memory(tmp_path):
@@ -256,9 +259,12 @@ def test_a_custom_source_may_have_settings_of_any_type(tmp_path):
 
     write(tmp_path, {'a.jsonl': json_lines(['en one', 'fr deux', 'de drei'])})
     where = {'pattern': '*.jsonl', 'root': str(tmp_path), 'holdout_percent': 0}
-    assert both(Tagged(**where), tmp_path / 'cache')[0] == [b'en one', b'de drei']
+    assert documents_of_both_parts(Tagged(**where), tmp_path / 'cache')[0] == [
+        b'en one',
+        b'de drei',
+    ]
     other = Tagged(languages=('fr',), **where)
-    assert both(other, tmp_path / 'cache')[0] == [b'fr deux']
+    assert documents_of_both_parts(other, tmp_path / 'cache')[0] == [b'fr deux']
 
 
 def test_the_hash_depends_on_documents_boundaries_and_parts(tmp_path):
@@ -277,4 +283,4 @@ def test_many_records_keep_their_order(tmp_path):
         ParquetFiles(pattern='*.parquet', root=str(tmp_path), holdout_percent=0),
         ArrayRecords(pattern='*.array_record', root=str(tmp_path), holdout_percent=0),
     ):
-        assert both(source, tmp_path / 'cache')[0] == [t.encode() for t in texts]
+        assert documents_of_both_parts(source, tmp_path / 'cache')[0] == [t.encode() for t in texts]

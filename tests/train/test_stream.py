@@ -5,7 +5,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from listed_sources import Counted, left_in, listed, quiet, refusal
+from listed_sources import Counted, files_in, listed, quiet, refusal
 
 from train.data import (
     ByteTokenizer,
@@ -67,7 +67,7 @@ def test_the_dtype_fits_the_vocabulary(tmp_path, num_tokens, dtype):
 def test_a_token_outside_the_vocabulary_is_refused(tmp_path, offset):
     message = refusal(tmp_path, listed([b'a']), Counted(num_tokens=1000, offset=offset))
     assert str(97 + offset) in message
-    assert left_in(tmp_path) == []
+    assert files_in(tmp_path) == []
 
 
 def test_the_head_of_a_stream_counts_its_bytes(tmp_path):

@@ -55,7 +55,7 @@ def test_shardings_are_a_fixed_point_and_the_step_compiles_once(single_device_lo
 
 @pytest.mark.core
 @pytest.mark.parametrize('microbatches', [2, 4])
-def test_microbatches_change_nothing(single_device_losses, microbatches):
+def test_microbatches_do_not_change_the_losses(single_device_losses, microbatches):
     assert_same_losses(Run(2, 2, microbatches=microbatches), single_device_losses)
 
 
@@ -72,7 +72,7 @@ def test_remat_does_not_change_the_losses(single_device_losses, remat):
     ],
     ids=str,
 )
-def test_variants_of_the_model_are_equal_on_meshes(changes):
+def test_variants_of_the_model_have_the_same_losses_on_a_mesh(changes):
     one, many = Run(1, 1, net=model(**changes)), Run(4, 2, net=model(**changes))
     assert_same_losses(many, one.losses(4), steps=4)
 

@@ -28,6 +28,6 @@ def documents(stream):
     return [bytes(tokens[a + 1 : b]) for a, b in itertools.pairwise(cuts)]
 
 
-def both(source, cache):
+def documents_of_both_parts(source, cache):
     index = index_of(source, cache)
     return documents(index.training), documents(index.held_out)
