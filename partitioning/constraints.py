@@ -44,11 +44,11 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
         PaddedSpec counts as its `inside` within partitioned functions.
 
     Returns:
-      `x`, laid out as `lay_out` does it; `x` itself where no mesh is set. No platform is skipped,
-      because a layout that is wrong on TPU is wrong on CPU too.
+      The arrays in these layouts, or `x` itself if no mesh is set. CPUs get the layouts too, so
+      that tests on CPUs find errors.
 
     Raises:
-      ValueError: as `lay_out`.
+      ValueError: if `lay_out` raises it for an array.
     """
     if not global_mesh_defined():
         _check_no_old_context()
@@ -81,11 +81,10 @@ def constrain(
         rules. See `resolve_axes`. Under 'pad' XLA pads the array; this needs Auto axes.
 
     Returns:
-      `x` in the layout that the rules give; `x` itself where no mesh is set.
+      `x` in the layout that the rules give, or `x` itself if no mesh is set.
 
     Raises:
-      ValueError: if a mesh is set and there are no rules, and as `resolve_axes`, for the shape of
-        `x`.
+      ValueError: if a mesh is set and there are no rules, or if `resolve_axes` raises it for `x`.
     """
     if names is None or not hasattr(x, 'shape'):
         raise ValueError(f'constrain takes one array and its names, not {x!r} and {names!r}')
@@ -121,15 +120,15 @@ def lay_out(x: Any, spec: PartitionSpec | PaddedSpec | None, mesh: Mesh | None =
       mesh: the mesh; by default the mesh that is set.
 
     Returns:
-      Inside a traced function the array constrained over Auto axes and resharded over Explicit
-      axes; elsewhere the array moved to the devices of the mesh. `x` itself where no mesh is given
-      or set.
+      The array in this layout. Inside a traced function it is constrained over Auto axes and
+      resharded over Explicit axes; elsewhere it is moved to the devices. If there is no mesh, it is
+      returned unchanged.
 
     Raises:
-      ValueError: if the deprecated `with mesh:` stands in place of `jax.set_mesh`; if the mesh or
-        the array cannot have the spec, sizes that do not divide included, which jax would leave
-        whole without a warning; if the spec names a Manual axis, that of a surrounding shard_map,
-        or an Auto axis before an Explicit one; if `mesh` has axes of several types and is not set.
+      ValueError: if the mesh was set by the deprecated `with mesh:`; if the spec does not fit the
+        mesh or the array (jax itself would replicate a size that is not divisible); if the spec
+        names a Manual axis of a shard_map, or an Auto axis before an Explicit one in a dimension;
+        or if `mesh` has axes of several types and is not set.
     """
     around, traced = jax.sharding.get_abstract_mesh(), isinstance(x, jax.core.Tracer)
     over: Mesh | AbstractMesh | None = mesh
@@ -149,7 +148,7 @@ def lay_out(x: Any, spec: PartitionSpec | PaddedSpec | None, mesh: Mesh | None =
         x = jax.device_put(x, NamedSharding(over, _keep_unconstrained(x, outer, over)))
         if not isinstance(x, jax.core.Tracer):
             return x
-        # In a trace this was only an operation of the program: XLA may lay out its result freely.
+        # In a trace, device_put does not fix the layout: XLA may still choose another one.
     target = inner if over is around else NamedSharding(over, inner)
     kinds = {*over.axis_types}
     if not in_shard_map and kinds == {AxisType.Auto}:
@@ -185,8 +184,8 @@ def _check_no_old_context() -> None:
     except RuntimeError:  # jax sees no mesh either
         return
     raise ValueError(
-        'only jax itself sees the mesh of `with mesh:`, which is deprecated, so nothing would be '
-        'laid out here: write `with jax.set_mesh(mesh):`'
+        'the mesh was set by the deprecated `with mesh:`, so this constraint would do nothing: '
+        'write `with jax.set_mesh(mesh):`'
     )
 
 
@@ -238,9 +237,8 @@ def _check_types(axes: tuple[str, ...], types: Mapping[str, AxisType]) -> None:
     for axis, kind in zip(axes, kinds, strict=True):
         if kind == AxisType.Manual:
             raise ValueError(
-                f'mesh axis {axis!r} is Manual inside this shard_map: the array is already one '
-                "device's part along it, so it cannot be laid out over it. Remove the axis from "
-                'the spec'
+                f'mesh axis {axis!r} is Manual inside this shard_map, so the array is already one '
+                'shard along it: remove the axis from the spec'
             )
     if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
         raise ValueError(

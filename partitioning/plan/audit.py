@@ -1,4 +1,4 @@
-"""What every device holds of a state: by role, what is replicated and why, and how evenly."""
+"""What every device holds of a state, what is replicated and why, and how even the split is."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Cost(NamedTuple):
 
     Attributes:
       row: the array.
-      bytes_per_device: how many bytes more one device holds than without the cause.
+      bytes_per_device: the bytes that one device holds only because of the cause.
       reason: the cause.
     """
 
@@ -86,7 +86,7 @@ class Audit:
 
     @functools.cached_property
     def replicated(self) -> tuple[Cost, ...]:
-        """Arrays of which a device holds more than an even share, the most costly first."""
+        """The arrays with more than an even share on a device, the most costly first."""
         wrong = {cost.row.path: cost.reason for cost in self.misplaced}
         found = []
         for row in self.rows:
@@ -97,12 +97,12 @@ class Audit:
 
     @property
     def replicated_bytes_per_device(self) -> int:
-        """What a device holds beyond its even share of every array, in bytes."""
+        """The bytes that a device holds in addition to an even share of every array."""
         return sum(cost.bytes_per_device for cost in self.replicated)
 
     @functools.cached_property
     def policies(self) -> tuple[Cost, ...]:
-        """Arrays for which a policy had to decide, with what that costs a device."""
+        """The arrays that a policy decided, with the bytes that this costs a device."""
         return tuple(_policy_cost(row, self.mesh) for row in self.rows if _policy_dimensions(row))
 
     @property
@@ -112,7 +112,7 @@ class Audit:
         return sum(held) / (len(held) * max(held)) if any(held) else 1.0
 
     def check_budget(self, budget: float) -> None:
-        """Raises ValueError if a device holds more than `budget` bytes, and says of what."""
+        """Raises ValueError if a device holds more than `budget` bytes, and lists the arrays."""
         check_bytes(budget)
         if self.bytes_per_device <= budget:
             return
@@ -202,7 +202,7 @@ def audit_rows(
     Args:
       rows: the rows.
       mesh: the mesh, or the sizes of its axes.
-      state: the state, whose arrays say how they are laid out; by default they follow the plan.
+      state: the state, to audit the layouts of its arrays; by default the plan is audited.
       budget: the most bytes that one device may hold.
 
     Raises:
@@ -262,7 +262,9 @@ def _misplaced(rows: Sequence[PlanRow], mesh: MeshLike, state: Any) -> dict[str,
             if not array.sharding.is_equivalent_to(expected, len(shape)):
                 found[name] = array.sharding
     if planned:
-        raise ValueError(f'{next(iter(planned))} of the plan is not in the state: audit all of it')
+        raise ValueError(
+            f'{next(iter(planned))} of the plan is not in the state: pass the whole state'
+        )
     return found
 
 

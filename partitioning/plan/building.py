@@ -33,7 +33,7 @@ from partitioning.state import Leaf, Parameter, Role, nbytes, shape_of, walk
 from partitioning.state.traversal import StateTree
 
 # An array of at most this many bytes needs no names if it follows no parameter: random keys,
-# hyperparameters, statistics of a few thousand channels. The audit lists it all the same.
+# hyperparameters, statistics of a few thousand channels. The audit lists it nevertheless.
 SMALL = 16 * 1024
 
 
@@ -100,8 +100,8 @@ class _Builder:
     ) -> tuple[PlanRow | Unplanned, tuple[Problem, ...]]:
         """The entry of a leaf, taken from the layout of its parameter.
 
-        If its names were resolved apart from those of the parameter, they could win mesh axes that
-        the parameter uses for other dimensions.
+        If its names were resolved separately, they could get mesh axes that the parameter uses for
+        other dimensions.
         """
         resolved, problems = _resolve_parameter(leaf.role, parameter, self._rules, self._mesh)
         nothing = without_name(NOT_OF_PARAMETER)

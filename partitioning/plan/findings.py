@@ -1,4 +1,4 @@
-"""What is wrong or suspicious in rules and in the rows of a plan: all of it, not only the first."""
+"""Lists everything that is wrong or suspicious in rules and in the rows of a plan."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _of_rules(noun: str, rules: AxisRules, sizes: Mapping[str, int]) -> Iterator
             yield Finding('error', problem.kind, f'{noun} {rule!r}', problem.message)
         if axes and all(sizes.get(axis) == 1 for axis in axes):
             yield _warn(noun, 'size 1', rule, 'a mesh axis of size 1 shards nothing')
-        # A rule is skipped if one of its axes is taken, and then any rule with these axes is too.
+        # If an earlier rule with some of these axes is skipped, so is this rule: they are taken.
         before = [r for r in rules[:place] if r[0] == rule[0] and {*as_tuple(r[1])} <= {*axes}]
         if before:
             message = f'it can never win, because {before[0]!r} comes before it: remove one'

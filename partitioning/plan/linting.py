@@ -1,4 +1,4 @@
-"""Every finding about rules, a mesh and a state, also where no plan can be made of them."""
+"""Every finding about rules, a mesh and a state, even if they do not form a valid plan."""
 
 from __future__ import annotations
 

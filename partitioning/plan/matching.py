@@ -28,14 +28,13 @@ def impose_plan(plan: Plan, state: Any, mesh: Mesh) -> Plan:
     """The plan of a state whose arrays another plan lays out.
 
     Args:
-      plan: of the arrays of the state, or of its parameters alone.
-      state: a pytree, abstract or not. The optimizer's state is laid out as the plan says, and
-        follows the parameters if the plan is of parameters alone.
+      plan: a plan of the whole state or only of its parameters.
+      state: a pytree, abstract or not. Without rows for the optimizer's state,
+        its layout follows the parameters.
       mesh: a mesh with the axes that the plan is for.
 
     Raises:
-      ValueError: if the mesh, or an array's shape or dtype, is not that of the plan, or if the
-        state has other parameters.
+      ValueError: if the mesh, or the path, shape or dtype of an array differs from the plan.
     """
     check_mesh(plan, mesh)
     flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
@@ -75,7 +74,7 @@ def match_rows(entries: Sequence[tuple[Path, Any]], rows: Sequence[PlanRow]) -> 
 
     Args:
       entries: the leaves with their paths; each carrier of names is one leaf.
-      rows: the rows of a plan. If it is of parameters alone, the optimizer's state has no rows.
+      rows: the rows of a plan, which may have no rows for the optimizer's state.
 
     Raises:
       ValueError: if a parameter has no row, a row has no array, or a shape or dtype differs.
@@ -124,7 +123,7 @@ def match_rows(entries: Sequence[tuple[Path, Any]], rows: Sequence[PlanRow]) -> 
 
 
 def suffixes(path: Path) -> list[str]:
-    """A path and all that it ends with, the longest first."""
+    """A path and all its suffixes, the longest first."""
     return ['/'.join(path[n:]) for n in range(max(len(path), 1))]
 
 
@@ -144,7 +143,7 @@ def _check_same(name: str, array: Any, row: PlanRow) -> None:
 
 
 def _canonical(dtype: Any) -> str:
-    """A dtype as jax holds it, possibly with fewer bits; those of random keys are unchanged."""
+    """The dtype that jax uses for it, possibly with fewer bits. Random keys keep theirs."""
     if str(dtype).startswith('key<'):
         return str(dtype)
     return str(jax.dtypes.canonicalize_dtype(dtype))

@@ -32,7 +32,7 @@ from partitioning.state.traversal import StateTree
 
 
 class Unplanned(NamedTuple):
-    """A place of the state that is not one array: a subtree, or an array that is not there.
+    """A node of the state that is not one array: a subtree, or a missing array.
 
     Attributes:
       names: the logical axes that the state gives it.
@@ -62,7 +62,7 @@ class Plan:
     Usage:
       plan = partitioner.plan(init, key)  # traces init once
       print(plan)
-      state = plan.init(key)  # born in its shards
+      state = plan.init(key)  # created in its shards
       step = partitioner.partition(step, (plan.specs, None), (plan.specs, None))
 
     Two plans are equal if their meshes have the same axes and they have the same rows.
@@ -71,7 +71,7 @@ class Plan:
       mesh: the mesh, or the size of each of its axes if the plan comes from a file.
       rows: one row per array.
       tree: the structure of the state; None if the plan is not of a state that is here.
-      rules: the rules that made the plan; None if other decisions did.
+      rules: the rules that made the plan; None if it was not made by rules.
       program: makes the state; None unless the plan was made from an init function.
     """
 
@@ -86,7 +86,7 @@ class Plan:
         if len({row.path for row in self.rows}) < len(self.rows):
             paths = [row.path for row in self.rows]
             twice = next(path for path in paths if paths.count(path) > 1)
-            raise ValueError(f'two arrays of the plan have the path {twice}: give each its own')
+            raise ValueError(f'two arrays of the plan have the path {twice}: rename one of them')
 
     # The state, as trees.
 
@@ -104,8 +104,8 @@ class Plan:
         """
         if not isinstance(self.mesh, Mesh | AbstractMesh):
             raise ValueError(
-                'this plan has the sizes of its mesh axes but no mesh: give it to '
-                'PjitPartitioner(mesh=mesh, plan=plan) and take the plan of that partitioner'
+                'this plan has the sizes of its mesh axes but no mesh: use '
+                'PjitPartitioner(mesh=mesh, plan=plan).plan(init, key)'
             )
         sharding = functools.cache(functools.partial(NamedSharding, self.mesh))
         return self._tree().map(lambda x: sharding(boundary_spec(x.spec) or PartitionSpec()))
@@ -129,7 +129,7 @@ class Plan:
         )
 
     def init(self, *args: Any) -> Any:
-        """The state, whose every array is born in its shards and never whole on one device.
+        """Makes the state. Each array is created in its shards, never whole on one device.
 
         Args:
           *args: arguments of the init function, with the shapes and dtypes it was planned for.
@@ -148,8 +148,8 @@ class Plan:
         """What every device holds of the state, what is replicated, and why.
 
         Args:
-          state: the state, to compare where its arrays are with the plan; by default the audit is
-            of the plan alone.
+          state: the state, whose layouts are compared with the plan; by default only the plan is
+            audited.
           budget: the most bytes that one device may hold.
 
         Raises:
@@ -165,7 +165,7 @@ class Plan:
         return tuple(dict.fromkeys(found))
 
     def check(self, state: Any) -> None:
-        """Checks that the arrays of a state are where the plan puts them: it is a fixed point.
+        """Checks that the arrays of a state are laid out as in the plan.
 
         Args:
           state: the state, after init, after a step or after a restore.
@@ -201,7 +201,7 @@ class Plan:
           reason: why, for each dimension.
 
         Raises:
-          ValueError: if the plan lacks a path, or an array cannot have its spec.
+          ValueError: if the plan lacks a path, or a spec does not fit its array.
         """
         changed = {}
         for path, spec in specs.items():
@@ -281,7 +281,7 @@ class Plan:
     def _tree(self) -> StateTree[PlanRow | Unplanned]:
         if self.tree is None:
             raise ValueError(
-                'this plan lists arrays but has no state to make a tree of: impose it with '
+                'this plan lists arrays but does not know the structure of the state: use '
                 'PjitPartitioner(mesh=mesh, plan=plan).plan(init, key)'
             )
         return self.tree
@@ -289,8 +289,7 @@ class Plan:
     def _program(self) -> InitProgram:
         if self.program is None:
             raise ValueError(
-                'this plan was not made from an init function: partitioner.plan(init, key) makes '
-                'one that can init'
+                'this plan was not made from an init function: use partitioner.plan(init, key)'
             )
         return self.program
 

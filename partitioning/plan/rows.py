@@ -105,7 +105,7 @@ def make_row(
       role: what the array is for.
 
     Raises:
-      ValueError: if the mesh or the array cannot have the spec that the dimensions make.
+      ValueError: if the spec of the dimensions does not fit the mesh or the array.
     """
     shape = shape_of(array)
     if not hasattr(array, 'dtype'):
@@ -129,8 +129,8 @@ def shard_shape(path: str, shape: Sequence[int], spec: Spec, mesh: MeshLike) -> 
     """The shape of one device's shard.
 
     Raises:
-      ValueError: if the mesh or an array of this shape cannot have the spec, or if a PaddedSpec
-        pads a dimension that divides.
+      ValueError: if the spec does not fit the mesh or the shape, or if a PaddedSpec pads a
+        dimension whose size is divisible.
     """
     outside = boundary_spec(spec)
     check_layout(outside, mesh, path, shape)

@@ -36,7 +36,7 @@ class Problem(NamedTuple):
 
 
 class ProblemError(ValueError):
-    """A problem on its way to the function that reports it."""
+    """A problem that a function raises, so that its caller can report it."""
 
     def __init__(self, problem: Problem):
         super().__init__(problem.message)
@@ -48,7 +48,7 @@ Report = Callable[[str, Problem], None]
 
 
 def raise_problem(path: str, problem: Problem) -> None:
-    """Raises a problem of an array as a ValueError, which begins with T5X's words."""
+    """Raises a problem of an array as a ValueError. It begins with the words of T5X's error."""
     raise ValueError(f'Failed to map logical axes for {path}: {problem.message}')
 
 
@@ -115,7 +115,7 @@ def axis_problems(axes: Iterable[str], mesh: MeshLike) -> Iterator[Problem]:
 
 
 def rank_problem(described: str, entries: int, shape: Sequence[int]) -> Problem:
-    """Names or a spec with another number of entries than the array has dimensions."""
+    """The problem that names or a spec do not have one entry per dimension."""
     noun = 'entry' if entries == 1 else 'entries'
     dimensions = 'dimension' if len(shape) == 1 else 'dimensions'
     return Problem(
@@ -132,7 +132,7 @@ def check_rank(names: Sequence[Any], shape: Sequence[int], where: str) -> None:
 
 
 def names_rank_problem(names: Sequence[Any], shape: Sequence[int]) -> Problem:
-    """Logical axes whose number is not the rank of the array."""
+    """The problem that there is not one logical axis per dimension."""
     return rank_problem(f'logical axes {tuple(names)}', len(names), shape)
 
 
@@ -145,7 +145,7 @@ def indivisible(
     name: str | None = None,
     policies: Sequence[str] = (),
 ) -> Problem:
-    """A dimension whose size the shards over its mesh axes do not divide.
+    """The problem that the size of a dimension is not divisible by its number of shards.
 
     Args:
       dim: the number of the dimension.

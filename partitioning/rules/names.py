@@ -15,7 +15,7 @@ OnIndivisible = Literal['error', 'replicate', 'drop_axis', 'pad']
 class AxisNames(tuple):
     """The logical axis names of one array, one name or None per dimension.
 
-    It is a class of its own so that jax treats it as one leaf of a pytree, not as a node.
+    As a class, it is one leaf of a pytree for jax; a plain tuple would be a node.
     """
 
     __slots__ = ()
@@ -60,8 +60,8 @@ def remove_axis(names: Sequence[str | None], index: int, name: str | None) -> Ax
         raise ValueError(f'{tuple(names)} has no dimension {index}, so {name!r} cannot be removed')
     if names[place] != name:
         raise ValueError(
-            f'dimension {index} of {tuple(names)} is {names[place]!r}, not {name!r}, which was to '
-            'be removed'
+            f'dimension {index} of {tuple(names)} is {names[place]!r}, not {name!r}: give its '
+            'own name to remove it'
         )
     return AxisNames(*names[:place], *names[place + 1 :])
 

@@ -14,7 +14,7 @@ from partitioning.rules.names import OnIndivisible
 def apply_policy(
     resolved: ResolvedDimension, size: int, mesh: MeshLike, policy: OnIndivisible
 ) -> ResolvedDimension:
-    """A dimension whose size its shards do not divide, laid out by a policy.
+    """Applies a policy to a dimension whose size is not divisible by its number of shards.
 
     Args:
       resolved: the dimension as the rules lay it out.

@@ -51,8 +51,8 @@ def resolve_axes(
       rules: (logical axis, mesh axis or axes or None) pairs in order of priority.
       mesh: a mesh, abstract or not, or the size of each of its axes. With it, a rule for an axis
         that the mesh lacks is an error.
-      shape: the global shape of the array. With `mesh`, a size that its mesh axes do not divide is
-        found here.
+      shape: the global shape of the array. If `mesh` is given too, sizes are
+        checked: each must be divisible by its number of shards.
       on_unmatched: the policy for a name without a rule: 'error', or 'replicate' the dimension.
         By default it is the policy of `rules`, which is 'error' unless AxisRules say otherwise.
       on_indivisible: the policy for a size that its mesh axes do not divide: 'error'; 'replicate'
@@ -99,7 +99,7 @@ def try_resolve(
     shape: Sequence[int] | None = None,
     axes_as_names: bool = False,
 ) -> tuple[tuple[ResolvedDimension, ...], tuple[Problem, ...]]:
-    """The dimensions that `resolve_axes` returns, and every problem it would raise, in its order.
+    """Like `resolve_axes`, but returns all problems next to the dimensions and raises none.
 
     Raises:
       ValueError: if `names` is not a sequence of names.

@@ -39,7 +39,7 @@ class TrainState:
     flax_mutables: Any = None
     flax_mutables_axes: Any = None
 
-    # Read by the walk over a state: statistics get their axes from their parameters.
+    # `walk` reads this: statistics get the axes of their parameters.
     names_follow_parameters = True
 
     @classmethod
