@@ -52,7 +52,7 @@ def check_devices(
 
 
 def has_coords(device: JaxDevice) -> bool:
-    """Whether `device` knows its place on a 3-D torus, as TPUs do and CPUs and GPUs do not."""
+    """Whether `device` has coordinates on a 3-D torus. TPUs have them; CPUs and GPUs do not."""
     # Described GPUs also have three coordinates (domain, host, GPU), but no cores.
     on_torus = hasattr(device, 'core_on_chip')
     return on_torus and len(getattr(device, 'coords', None) or ()) == 3
@@ -81,7 +81,7 @@ def bounds_from_last_device(last_device: JaxDevice) -> HardwareMesh:
 
 
 def places_of(devices: Sequence[JaxDevice]) -> np.ndarray:
-    """Returns an array with the place of each device in the part of a machine that they span.
+    """Returns the coordinates of each device within the part of a machine that they span.
 
     It is `(x, y, z, core)` on TPU, and `(rank of the process, rank by id in it)` elsewhere.
     """

@@ -32,7 +32,7 @@ def target_config(chip: Chip) -> str:
         'l2_cache_size': l2_bytes,
         'clock_rate_ghz': clock_ghz,
         'device_memory_size': chip.hbm_bytes,
-        # A block can use 1 KiB less than there is.
+        # A block can use 1 KiB less than the whole.
         'shared_memory_per_block_optin': shared_memory - 1024,
         'registers_per_core_limit': 2**16,
         'registers_per_block_limit': 2**16,

@@ -1,4 +1,4 @@
-"""Descriptions of machines that are not here, from libtpu and the CUDA plugin."""
+"""Descriptions of machines without their hardware, from libtpu and the CUDA plugin."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CUDA_ENVIRONMENT = {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'}
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A described machine and its devices, which can be elsewhere.
+    """A described machine and its devices, without the hardware.
 
     It can be used wherever devices are expected: `create_mesh(..., devices=topology)`.
 
@@ -73,7 +73,7 @@ def describe_topology(
     wrap: Sequence[bool] | None = None,
     chips_per_host_bounds: Sequence[int] | None = None,
 ) -> Topology:
-    """Describes a machine by its name; the machine does not have to be here.
+    """Describes a machine by its name. No hardware is needed.
 
     Args:
       name: a chip and its arrangement: 'v5e:4x4' (x, y), 'v5p:4x4x8' (x, y, z), or 'h100:2x8'
@@ -185,7 +185,7 @@ def _devices(
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables while a compiler is loaded, and removes them before devices are looked for."""
+    """Sets variables while a compiler is loaded, and removes them before jax finds devices."""
     added = {k: v for k, v in variables.items() if k not in os.environ}
     os.environ.update(added)
     try:

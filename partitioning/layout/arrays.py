@@ -21,12 +21,12 @@ def local_to_global(
 
     Args:
       local_batch: a pytree of arrays [local rows, ...] with the rows of `DataLayout.row_indices`,
-        in their order. Every other dimension is whole, even where `spec` shards it.
+        in their order. Other dimensions are whole, even if `spec` shards them.
       mesh: the mesh.
       spec: the mesh axes of the rows and of further dimensions.
       batch_size: the number of rows of the global batch; by default, it follows from the number of
-        rows of this process. Pass it if there are several processes, because none of them sees how
-        many rows the others have read.
+        rows of this process. Pass it if there are several processes, because a process
+        does not know how many rows the others have.
 
     Returns:
       A pytree of jax.Arrays [batch_size, ...]. On CPU, they may share the memory of the numpy
@@ -34,7 +34,7 @@ def local_to_global(
 
     Raises:
       ValueError: if an array does not have the rows of this process, if arrays differ in their
-        number of rows, if integers do not fit 32 bits, or if an array cannot have the spec.
+        number of rows, if integers do not fit 32 bits, or if the spec does not fit an array.
     """
     check_spec(spec, mesh, 'the batch')
     axes = axes_per_dimension(spec)

@@ -1,4 +1,4 @@
-"""Rows of the batch: which process reads which."""
+"""Which rows of the batch each process reads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from partitioning.rules import as_tuple, describe_axes, is_count, sizes_that_fit
 class DataLayout:
     """The part of the batch that one process reads, which T5X calls its shard.
 
-    `row_indices` is right on every mesh. A reader that knows only T5X's two numbers and takes
-    `batch_size / num_shards` rows is right if `is_even` is True.
+    `row_indices` is correct on every mesh. A reader that uses only `shard_id` and `num_shards`, as
+    in T5X, reads the correct rows if `is_even` is True.
 
     Attributes:
       batch_size: the number of rows of the global batch.
@@ -47,7 +47,7 @@ def data_layout(
       mesh: the mesh.
       axes: the mesh axes that the batch is sharded over, in order.
       batch_size: the number of rows of the global batch.
-      process_index: the process to answer for; by default this one.
+      process_index: the process that reads; by default this one.
 
     Raises:
       ValueError: if `batch_size` is not an integer >= 1 that divides into equal shards, if an axis

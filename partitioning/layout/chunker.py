@@ -42,12 +42,12 @@ class LocalChunker:
 
     Args:
       global_mesh: any mesh.
-      process_index: the process to answer for; by default this one.
+      process_index: the process that holds the chunks; by default this one.
 
     Attributes:
       global_mesh: the mesh.
       mesh_axes: the names of its axes, in order.
-      process_index: the process it answers for.
+      process_index: the process that holds the chunks.
 
     Raises:
       ValueError: if the process holds no device of the mesh.
@@ -81,7 +81,7 @@ class LocalChunker:
           global_shape: the shape of the array.
           mesh_axes: for each dimension, the mesh axis, axes or None that shard it.
           on_indivisible: what to do if the shards do not divide the size of a dimension. 'error'
-            raises; 'pad' pads the size to the next one that divides, and leaves the padding out.
+            raises; 'pad' computes the shards of the next divisible size, without the padding.
 
         Raises:
           ValueError: if the ranks differ, if an axis does not exist or appears twice, if a size
@@ -161,8 +161,7 @@ class LocalChunker:
     def _ownership_of_dimension(self, mesh_axes: str | Sequence[str]) -> ShardOwnership:
         if isinstance(mesh_axes, set | frozenset):
             raise ValueError(
-                f'mesh axes {mesh_axes!r} have no order, but the order numbers the shards; use a '
-                'tuple'
+                f'mesh axes {mesh_axes!r} have no order, so shards cannot be numbered; use a tuple'
             )
         return shard_ownership(self.global_mesh, (as_tuple(mesh_axes),))
 
@@ -197,7 +196,7 @@ class LocalChunker:
             return slice(min(positions[0], size), min(positions[-1] + 1, size), steps.pop())
         raise ValueError(
             f'process {self.process_index} holds shards {list(positions)} of {num_shards} along '
-            f'dimension {dim}, which no slice describes: use get_local_chunks, which lists every '
+            f'dimension {dim}, which do not form a slice: use get_local_chunks, which lists every '
             'shard'
         )
 

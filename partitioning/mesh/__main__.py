@@ -1,4 +1,4 @@
-"""Shows the mesh of a machine, here or described: its axes, their networks and their hops.
+"""Shows the mesh of a real or described machine: its axes, their networks and their hops.
 
 python -m partitioning.mesh --topology=v5e:16x16 --num_partitions=8 --png=mesh.png
 """

@@ -44,8 +44,8 @@ Order = Literal['best', 't5x']
 class MeshConfig:
     """A mesh, described by its axes and the machine that it is for.
 
-    The constructor finds settings that contradict each other, before any device is looked for;
-    `build` finds sizes that do not fit the machine.
+    The constructor raises errors for settings that contradict each other, without using devices.
+    `build` raises errors for sizes that do not fit the machine.
 
     Usage:
       MeshConfig(axes={'data': -1, 'fsdp': 4, 'model': 2}).build()
@@ -69,7 +69,7 @@ class MeshConfig:
         GPUs of a host: 72 for racks of 72 GPUs.
       process_is_granule: whether `dcn` counts processes (True) or slices (False). By default it
         counts TPU slices or NVLink domains, or processes if the devices know of neither.
-      topology: a machine that is not here, such as 'v5p:4x4x4'; see `describe_topology`.
+      topology: a described machine, such as 'v5p:4x4x4'; see `describe_topology`.
       num_slices: the number of slices of `topology`, by default 1.
       devices: the devices to use, in any order, from Python only. By default, all of `backend`.
       backend: the JAX backend whose devices to use, by default JAX's default one.
@@ -139,7 +139,7 @@ class MeshConfig:
         Args:
           num_partitions: the size of the 'model' axis; the remaining devices make 'data'.
           model_parallel_submesh: the tile of the 'model' axis, instead of `num_partitions`.
-          backend: as in the class.
+          backend: the JAX backend whose devices to use.
           ici_mesh_shape: the size of each axis within a slice, together with `dcn_mesh_shape` and
             instead of `num_partitions`.
           dcn_mesh_shape: the size of each axis over slices.
@@ -259,7 +259,7 @@ class MeshConfig:
             )
         return (self.slice_axis, *self._names)
 
-    # What settings contradict, in messages.
+    # The messages for settings that contradict each other.
 
     def _axis_problems(self) -> Iterator[str]:
         names, slices, experts = self._names, self.slice_axis, self.num_expert_partitions

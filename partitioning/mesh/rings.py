@@ -42,7 +42,7 @@ def axis_rings(
     """Measures the rings of each axis of a mesh.
 
     Args:
-      mesh: the mesh, of devices that are here or described.
+      mesh: the mesh, of real or described devices.
       wrap: for each of x, y and z, whether links close the mesh's part of a TPU slice to a ring; by
         default as slices of these TPUs do.
       granule_size: the number of GPUs that share one NVLink network, by default those of a host.

@@ -1,4 +1,4 @@
-"""T5X's settings of a mesh as axes: the contradictions between them, and what they stand for."""
+"""Converts T5X's settings of a mesh to axes, and checks that they do not contradict each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def t5x_axes(
     dcn_mesh_shape: Sequence[int] | None,
     mesh_axis_names: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """Returns the arguments of MeshConfig that T5X's settings stand for.
+    """Converts T5X's settings to the arguments of MeshConfig.
 
     Raises:
       ValueError: if no setting or several decide the model axis, or if the names do not fit them.

@@ -94,7 +94,7 @@ def mean_hops(torus: Torus, order: np.ndarray) -> list[float]:
 def _best_boxes(torus: Torus, axis_sizes: Sizes) -> list[_Box]:
     """Returns one box per axis, found by depth-first search with the better boxes first.
 
-    A box has the strides that the boxes chosen before it leave. The last axis is placed first; on
+    Boxes that are chosen earlier determine its strides. The last axis is placed first; on
     all but the very largest slices, every other order of the axes is tried as well.
     """
     unit = _Box((1,) * len(torus.bounds), (1,) * len(torus.bounds))

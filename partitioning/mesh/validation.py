@@ -1,4 +1,4 @@
-"""Settings of a mesh as users write them: checked, and brought into one form."""
+"""Checks the settings of a mesh, and converts them to one form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_count(value: Any, setting: str) -> None:
 
 
 def as_tuple_of(value: Any, setting: str) -> tuple[Any, ...]:
-    """Returns a setting as a tuple; raises ValueError for strings and what is not iterable."""
+    """Returns a setting as a tuple; raises ValueError for a string or a non-iterable value."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ValueError(f'{setting}={value!r} must be a sequence, for example (2, 4)')
     return tuple(value)

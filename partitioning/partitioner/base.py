@@ -162,7 +162,7 @@ class BasePartitioner(abc.ABC):
           local_batch: a pytree of arrays [local rows, ...]: the rows that
             `get_data_layout(batch_size).row_indices` of this process lists, in that order.
           batch_size: the rows of the global batch. By default it follows from the rows of this
-            process. With several processes, give it, because none can see what others have read.
+            process. Pass it if there are several processes.
           spec: the mesh axes of the dimensions of the batch; by default `data_partition_spec`.
             Dimensions after the first are whole in `local_batch`, whether they are sharded or not.
 
@@ -228,7 +228,7 @@ class BasePartitioner(abc.ABC):
         return jax.device_put(train_state, to_shardings(train_state_axes, self.mesh))
 
     def plan(self, init_fn: Callable[..., Any], *args: Any) -> Plan:
-        """The plan of the state that an init function makes; it traces and walks the state once.
+        """The plan of the state that an init function makes. The function is traced once.
 
         Args:
           init_fn: makes a train state of `args`, with names on its parameters as `resolve` needs
@@ -245,7 +245,7 @@ class BasePartitioner(abc.ABC):
         return dataclasses.replace(self.resolve(named), program=program)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
-        """The state that an init function makes, born in its shards; see `plan`."""
+        """Makes the state of an init function, with each array in its shards; see `plan`."""
         return self.plan(init_fn, *args).init(*args)
 
     def eval_shape(self, fn: Callable[..., Any], *args: Any) -> Any:

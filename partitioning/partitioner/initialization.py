@@ -1,4 +1,4 @@
-"""States born in their shards, from an init function that is traced once."""
+"""Creates states in their shards, with an init function that is traced once."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def trace_init(
     Returns:
       The abstract state with its boxes, and the program that makes the state.
     """
-    # Over Explicit axes jax lays out a result by what it is made of, and a state made of a random
-    # key would be whole on every device. So the program is traced and runs over Auto axes.
+    # Over Explicit axes a result gets its layout from its inputs, so a state that is made from a
+    # random key would be replicated. Therefore the program is traced and runs over Auto axes.
     auto = Mesh(mesh.devices, mesh.axis_names)
     traced = jax.make_jaxpr(in_context(init_fn, auto, rules), return_shape=True)
     jaxpr, named = traced(*args)
@@ -72,7 +72,7 @@ def _kind(x: Any) -> str:
 
 
 def _strongly_typed(x: Any, aval: Any) -> Any:
-    """A result without a weak type: a step returns none, and would be compiled twice.
+    """A result without a weak type. With one, the first two steps would be compiled separately.
 
     The type is read from the traced result, because a constant result is a plain number.
     """

@@ -25,7 +25,7 @@ def has_padded(resources: Any) -> bool:
 def pad_inside(
     fn: Callable[..., Any], in_resources: Any, out_resources: Any, static_argnums: Sequence[int]
 ) -> Callable[..., Any]:
-    """`fn`, with arrays that have a PaddedSpec sharded inside it.
+    """Returns `fn`, inside which arrays with a PaddedSpec are sharded.
 
     XLA's partitioner pads sizes that its devices do not divide and slices results at the end of
     the program: with 7 columns over 2 devices, each device computes 4. The arguments and the result

@@ -92,7 +92,7 @@ class _Partitioned(PjittedFnWithContext):
 
     jax.jit accepts no keyword arguments together with in_shardings. Those that name a parameter
     with an entry in in_shardings become positional. The others are passed as one last dict, in the
-    layout in which they arrive.
+    layout that they already have.
     """
 
     def __init__(self, fn: Callable[..., Any], mesh: Mesh, rules: LogicalAxisRules, **jit: Any):
@@ -149,7 +149,7 @@ class _Partitioned(PjittedFnWithContext):
         ]
         if isinstance(self._in_shardings, tuple):
             laid_out = len(self._in_shardings) + len(self._jit.keywords['static_argnums'])
-        else:  # one entry for all arguments, as far as they follow each other without a gap
+        else:  # one entry for all arguments, up to the first one that is missing
             named = itertools.takewhile(kwargs.__contains__, names[len(args) :])
             laid_out = len(args) + len(list(named))
         laid_out = max(laid_out, len(args))
@@ -228,7 +228,7 @@ def partition_function(
 
 
 def in_context(fn: Callable[..., Any], mesh: Mesh, rules: LogicalAxisRules) -> Callable[..., Any]:
-    """`fn`, entering the mesh and the rules by itself; jax runs its body only to trace it."""
+    """`fn` inside the mesh and the rules; jax runs its body only to trace it."""
 
     @functools.wraps(fn)
     def inside(*args: Any) -> Any:
@@ -287,8 +287,8 @@ def _axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
     from flax.core import spmd  # heavy, and only tracing needs it
 
     with spmd.logical_axis_rules(rules), contextlib.ExitStack() as stack:
-        # nnx would lay out variables where they are created, by its own reading of the rules, and
-        # fails at statistics whose rank is not that of their parameter. Here shardings decide.
+        # nnx would lay out variables where they are created. It fails if the rank of a statistic
+        # is not the rank of its parameter. Here the shardings decide.
         if 'flax.nnx' in sys.modules:
             stack.enter_context(sys.modules['flax.nnx'].use_eager_sharding(False))
         yield

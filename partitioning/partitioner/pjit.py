@@ -97,7 +97,7 @@ class PjitPartitioner(BasePjitPartitioner):
     Usage:
       partitioner = PjitPartitioner(num_partitions=2)
       plan = partitioner.plan(init, key)
-      state = plan.init(key)  # born sharded
+      state = plan.init(key)  # created in its shards
       step = partitioner.partition(
           step,
           (plan.specs, partitioner.data_partition_spec),
@@ -114,7 +114,7 @@ class PjitPartitioner(BasePjitPartitioner):
         `fsdp_logical_axis_rules` makes them for ZeRO.
       on_unmatched: the policy for names without a rule, in both sets of rules. The default is that
         of the rules themselves (`AxisRules`), or an error; see `resolve_axes`.
-      on_indivisible: the policy for sizes that their mesh axes do not divide, likewise.
+      on_indivisible: the policy for sizes that are not divisible, with the same default.
       params_axes_names_override: (regular expression, names) pairs that name parameters by their
         paths, such as 'decoder/mlp/kernel'; see `override_params_axes_names`.
       plan: the layout of the state, such as `Plan.load` reads it. It replaces the rules for the
@@ -192,7 +192,7 @@ class PjitPartitioner(BasePjitPartitioner):
         kept = {'mesh': self.mesh, '_local_chunker': self._local_chunker}
         other = copy.copy(self)
         for name in list(vars(other)):
-            # Any other cached value, also of a subclass, may depend on the rules.
+            # Every other cached value may depend on the rules, in subclasses too.
             if name not in kept and isinstance(
                 getattr(type(self), name, None), functools.cached_property
             ):
@@ -297,13 +297,13 @@ class PjitPartitioner(BasePjitPartitioner):
 
 
 def _check_plan(plan: Any, settings: dict[str, Any]) -> None:
-    """Raises ValueError if `plan` is not a Plan, or stands next to settings it replaces."""
+    """Raises ValueError if `plan` is not a Plan, or if settings that it replaces are given too."""
     if plan is None:
         return
     if not isinstance(plan, Plan):
         raise ValueError(
-            f'plan= takes a Plan, not a {type(plan).__name__}: write Plan.load(path), or resolve '
-            'it for a mesh first'
+            f'plan= takes a Plan, not a {type(plan).__name__}: pass Plan.load(path) or the '
+            'result of resolve'
         )
     if given := ', '.join(name for name, value in settings.items() if value):
         raise ValueError(f'plan= already determines what {given} would: remove {given}')
@@ -314,7 +314,7 @@ def _optional(convert: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _over_slices(rule: tuple[str, MeshAxes], slices: str | None) -> tuple[str, MeshAxes]:
-    """A rule, in which the axis over slices comes first if it shards the batch over 'data'."""
+    """Adds the axis over slices, in front, to a rule that shards the batch over 'data'."""
     name, axes = rule[0], as_tuple(rule[1])
     if name != 'batch' or slices is None or slices in axes or 'data' not in axes:
         return rule

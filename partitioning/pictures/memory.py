@@ -90,7 +90,7 @@ def draw_audit(
 def bytes_by_role(audit: Audit) -> dict[str, dict[int, int]]:
     """For each role, the bytes that each device holds, by the id of the device.
 
-    Arrays that are not where the plan puts them are counted apart from the roles.
+    Arrays that are not where the plan puts them are counted separately.
     """
     ids = audit.bytes_by_device
     mesh = {*ids}

@@ -33,7 +33,7 @@ def draw_mesh(
     axis. The line is the ring of the axis through the first device, and its last step is dotted.
 
     Args:
-      mesh: the mesh, of devices that are here or described.
+      mesh: the mesh, of real or described devices.
       path: the file, whose extension decides the format ('.png').
       title: a line above the panels.
       wrap, granule_size: as in `axis_rings`.

@@ -49,7 +49,7 @@ def sharding_figure(picture: ShardGrid) -> Figure:
 
 
 def _draw_blocks(plot: Any, picture: ShardGrid, panel: Panel, width: float, height: float) -> None:
-    """The blocks of a panel, each so many inches wide and high, with numbers if they fit."""
+    """Draws the blocks of a panel in the given size, in inches, with numbers if they fit."""
     colors = [[picture.color(block) for block in row] for row in panel.rows]
     plot.pcolormesh(
         np.arange(len(colors[0]) + 1),
@@ -70,7 +70,7 @@ def _draw_blocks(plot: Any, picture: ShardGrid, panel: Panel, width: float, heig
 
 
 def _number_blocks(axis: Any, ranges: Sequence[Range | None], dim: int | None) -> None:
-    """The first elements of the blocks beside their edges, and what dimension it is."""
+    """Labels the edges of blocks with their first elements, and with the dimension."""
     if dim is None:
         axis.set_ticks([])
         return
@@ -84,6 +84,6 @@ def _number_blocks(axis: Any, ranges: Sequence[Range | None], dim: int | None) -
 
 
 def _text_size(labels: Sequence[Sequence[str]], width: float, height: float) -> float:
-    """Points of the largest text that fits all blocks of so many inches."""
+    """The largest font size that fits all blocks, whose size is in inches."""
     longest = max(len(label) for row in labels for label in row)
     return min(9.0, 0.55 * height * _POINTS, 0.9 * width * _POINTS / (0.62 * longest))

@@ -234,7 +234,7 @@ def _as_it_says(state: Any) -> StateTree[Leaf]:
 
 
 def _check_covered(named: Sequence[Path], arrays: Mapping[Path, Any]) -> None:
-    """Raises ValueError if as_logical_axes() lacks an array or has a place the state lacks."""
+    """Raises ValueError if as_logical_axes() lacks an array or has one that the state lacks."""
     known = {*named}
     for path in arrays:
         if not any(path[:n] in known for n in range(len(path) + 1)):

@@ -138,7 +138,7 @@ class PartitionedPS(ServerPlanner):
 
 
 class UnevenPartitionedPS(ServerPlanner):
-    """Cuts dimension 0 in the smallest number of shards that does not divide it, placed by load.
+    """Cuts dimension 0 in the smallest number of shards that does not divide its size.
 
     On a mesh, this is the same as PartitionedPS. jax lays out equal shards only; for rows that the
     axis does not divide, use on_indivisible='pad' of `ShardingPlan.resolve` or VariablePartitioner.
@@ -168,7 +168,7 @@ class RandomAxisPartitionAR(AllReducePlanner):
     Attributes:
       seed: an integer >= 0.
       sparse: the paths of variables with sparse gradients, or regular expressions that match them.
-        A `Variable` says itself whether it is sparse.
+        A `Variable` has its own field for this.
     """
 
     seed: int = 0

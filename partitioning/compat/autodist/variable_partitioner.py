@@ -160,7 +160,7 @@ def shard_gradients(grads: Any, plan: Plan) -> Any:
       ValueError: if a gradient belongs to no parameter of the plan, could belong to several, or has
         another shape than its parameter.
     """
-    rows = collections.defaultdict(list)  # by every ending of the path, the shortest path first
+    rows = collections.defaultdict(list)  # by every suffix of the path, the shortest path first
     for row in sorted(plan.rows, key=lambda row: row.path.count('/')):
         if row.role == 'parameters':
             for end in suffixes(tuple(row.path.split('/'))):
@@ -181,12 +181,10 @@ def shard_gradients(grads: Any, plan: Plan) -> Any:
 
 
 def _row_of(name: str, rows: Mapping[str, list[PlanRow]]) -> PlanRow:
-    """The row of the parameter whose gradient has this path, or a path that ends in it."""
+    """The row of the parameter whose path is this path or ends with it."""
     found = rows.get(name, [])
     if not found:
-        raise ValueError(
-            f'{name} is the gradient of no parameter in the plan.{nearest(name, rows)}'
-        )
+        raise ValueError(f'{name} does not belong to a parameter in the plan.{nearest(name, rows)}')
     # If both `0/kernel` and `0/sub/kernel` exist, the gradient `kernel` is of the first: that of
     # the second would be `sub/kernel`.
     roots = [row.path.removesuffix(name) for row in found]

@@ -28,7 +28,7 @@ class Variable:
       shape: the global shape.
       dtype: the dtype, such as 'float32'.
       sparse: whether the gradient covers only a few rows, as for an embedding table. In jax it is
-        dense all the same; this only decides what planners do with the variable.
+        dense anyway; this only decides what planners do with the variable.
     """
 
     name: str
@@ -79,7 +79,7 @@ def given_variables(x: Any) -> tuple[Variable, ...] | None:
         return tuple(held)
     raise TypeError(
         f'{sum(found)} of the {len(found)} leaves of a {type(x).__name__} are Variables: give a '
-        'list, [Variable(...), ...], or a pytree of parameters without any'
+        'list of Variables only, or a pytree of parameters only'
     )
 
 

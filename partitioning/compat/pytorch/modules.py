@@ -47,7 +47,7 @@ def shard_module(
 
     Args:
       module: parameters, which may be linen variables; or an nnx module.
-      plan: a ShardingPlan; or a Plan, for which `rules` and the policies are already decided.
+      plan: a ShardingPlan; or a Plan, which takes no `rules` and no policies.
       mesh: the mesh.
       rules, on_unmatched, on_indivisible: as in `ShardingPlan.resolve`.
 
@@ -60,7 +60,7 @@ def shard_module(
 
     Raises:
       TypeError: if `plan` is not a plan, and as `ShardingPlan.resolve`.
-      ValueError: as `ShardingPlan.resolve`; if `output_plan` names a module that does not exist.
+      ValueError: if `ShardingPlan.resolve` raises it, or if `output_plan` names an absent module.
     """
     if isinstance(plan, Plan):
         settings = {'rules': rules, 'on_unmatched': on_unmatched, 'on_indivisible': on_indivisible}
@@ -234,6 +234,6 @@ def _not_called(name: str, called: Mapping[Path, None]) -> str:
     if names:
         return f'.{nearest(name, names)} These were called: {", ".join(map(repr, names))}'
     return (
-        ', and no other module: a function that jax has already traced is not traced again, so '
+        ', and no other module: functions that were already traced do not count, so '
         'enter constrain_outputs inside the jitted function'
     )

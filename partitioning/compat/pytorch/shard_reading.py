@@ -25,7 +25,7 @@ def array_from_shards(
     sharding: Sharding,
     dtype: Any = None,
 ) -> jax.Array:
-    """Makes a sharded array of the shards of a tensor.
+    """Makes a sharded array from the shards of a tensor.
 
     Args:
       blocks: each shard with its array, or with a function that reads the array. A process reads
@@ -39,7 +39,7 @@ def array_from_shards(
 
     Raises:
       ValueError: if the shards do not make an array of this shape, if a block has another shape or
-        dtype than the others say, or if the shape does not divide by the sharding.
+        dtype than the others, or if the sharding does not divide the shape.
     """
     check_tensor([shard for shard, _ in blocks], shape)
     if isinstance(sharding, NamedSharding):
@@ -100,7 +100,7 @@ def infer_sharding_spec(
 
 
 def infer_partition_spec(shards: Sequence[ShardMetadata], mesh: MeshLike) -> PartitionSpec:
-    """The spec by which a mesh cuts a tensor as these shards do.
+    """The spec that cuts a tensor over a mesh into these shards.
 
     Args:
       shards: equal blocks along every dimension, in any order; or chunks along one dimension, of
@@ -116,7 +116,7 @@ def infer_partition_spec(shards: Sequence[ShardMetadata], mesh: MeshLike) -> Par
 
 
 def _shape(shards: Sequence[ShardMetadata]) -> tuple[int, ...]:
-    """The shape of the tensor that the shards make, if they make one."""
+    """The shape of the tensor; raises ValueError if the shards do not form one."""
     validate_non_overlapping_shards_metadata(shards)
     return tuple(map(max, zip(*(shard.stops for shard in shards), strict=True)))
 

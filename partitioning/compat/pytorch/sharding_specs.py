@@ -192,7 +192,7 @@ class GridShardingSpec(ShardingSpec):
 
 @dataclasses.dataclass(frozen=True)
 class EnumerableShardingSpec(ShardingSpec):
-    """A tensor in any blocks, each written out.
+    """A tensor in blocks of any sizes, which are listed one by one.
 
     Attributes:
       shards: the blocks, in any order; they do not overlap.

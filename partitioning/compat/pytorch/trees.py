@@ -31,7 +31,7 @@ def is_variables(module: Any) -> bool:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array or a number, and not a text among them."""
+    """Whether a leaf is an array or a number, and not a string."""
     array = array_of(leaf)
     return hasattr(array, 'shape') or isinstance(array, int | float | complex)
 

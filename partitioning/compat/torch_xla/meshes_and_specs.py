@@ -36,7 +36,7 @@ def mesh_from_device_ids(
       device_ids: the `device.id` of every device, in row-major order of the mesh.
       mesh_shape: the size of each axis. One may be -1, which means whatever remains.
       axis_names: the name of each axis; by default '0', '1', ...
-      devices: the devices that have these ids, all of which the mesh uses; by default all devices.
+      devices: the devices with these ids, which the mesh must all use; by default all devices.
 
     Raises:
       ValueError: if the ids are not the ids of the devices, each exactly once; if the product of
