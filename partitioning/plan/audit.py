@@ -130,8 +130,9 @@ class Audit:
         if 2 * replicated < self.bytes_per_device:
             return f'Only {replicated:,} of the bytes are replicated, so use more devices'
         cost = self.replicated[0]
-        where = f'the largest such array is {cost.row.path} ({cost.reason})'
-        return f'{replicated:,} of the bytes are replicated; {where}'
+        over, _, why = cost.reason.partition(': ')
+        where = f'{cost.row.path}, {over} ({why or "misplaced"})'
+        return f'{replicated:,} of the bytes are replicated; the largest such array is {where}'
 
     def as_dict(self) -> dict[str, Any]:
         """The audit as values that JSON can hold."""
