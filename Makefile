@@ -21,10 +21,9 @@ PIP := -m pip install --quiet --disable-pip-version-check
 quickstart: $(VENV)/.train
 	$(VENV)/bin/python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'$(MODEL_DIR)'"
 
-# Two workers, each with one file at a time. More would take the cores that tests with several
-# processes need.
+# Two workers: more would take the cores that tests with several processes need.
 test: lint
-	$(DEV)/bin/python -m pytest -n 2 --dist loadfile --durations=20 $(PYTEST_ARGS)
+	$(DEV)/bin/python -m pytest -n 2 --dist worksteal --durations=20 $(PYTEST_ARGS)
 
 smoke: $(DEV)/.dev
 	$(DEV)/bin/python -m pytest -n 2 --dist loadfile -m smoke $(PYTEST_ARGS)

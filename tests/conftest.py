@@ -1,4 +1,8 @@
-"""Every test sees 8 virtual CPU devices, on any machine."""
+"""Every test sees 8 virtual CPU devices, on any machine.
+
+Tests check layouts and numbers, not speed. XLA therefore compiles without most optimizations, which
+takes half the time.
+"""
 
 import os
 
@@ -6,8 +10,11 @@ import gin
 import jax
 import pytest
 
-os.environ.setdefault('JAX_PLATFORMS', 'cpu')  # for the programs that tests start
+# The environment is for programs that tests start.
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
 jax.config.update('jax_platforms', 'cpu')
+jax.config.update('jax_disable_most_optimizations', True)
 jax.config.update('jax_num_cpu_devices', 8)
 
 

@@ -162,7 +162,7 @@ def test_if_one_process_fails_the_other_names_it(reports_of):
     assert second['second fails with an OSError'] == 'OSError: no such thing'
     assert first['second fails with an OSError'] == 'ConfigError: process 1 failed: no such thing'
     for one in (first, second):
-        assert 'processes [1] read different' in one['different data']
+        assert 'processes [1] and process 0 read different' in one['different data']
     assert first['different steps'] == second['different steps']
     assert '[0, 1]' in first['different steps']
 
