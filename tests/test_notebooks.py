@@ -2,10 +2,16 @@
 
 import tempfile
 
-import nbformat
 import pytest
 
-from notebooks.execute import FOLDER, code_cells, execute, find, summarize_outputs
+nbformat = pytest.importorskip('nbformat', reason='the notebooks need the extra [notebooks]')
+from notebooks.execute import (  # noqa: E402  # It imports nbformat too.
+    FOLDER,
+    code_cells,
+    execute,
+    find,
+    summarize_outputs,
+)
 
 NOTEBOOKS = sorted(FOLDER.glob('*.ipynb'))
 pytestmark = pytest.mark.core
