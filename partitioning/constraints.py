@@ -23,6 +23,7 @@ from partitioning.rules import (
     describe_axes,
     dimension_axes,
     logical_to_mesh_axes,
+    padding_problems,
     sharding_axes,
 )
 
@@ -140,8 +141,8 @@ def lay_out(x: Any, spec: PartitionSpec | PaddedSpec | None, mesh: Mesh | None =
     padded = isinstance(spec, PaddedSpec)
     inner, outer = _inside_and_outside(spec)
     in_shard_map = AxisType.Manual in around.axis_types
-    if padded and AxisType.Explicit in over.axis_types:
-        raise ValueError("on_indivisible='pad' needs Auto mesh axes, not Explicit ones")
+    for problem in padding_problems(over) if padded else ():
+        raise ValueError(problem.message)
     if not padded and not in_shard_map:
         check_layout(inner, over, f'an array of shape {np.shape(x)}', np.shape(x))
     if isinstance(over, Mesh) and not traced:

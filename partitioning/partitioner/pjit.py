@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
 from partitioning.hardware import HardwareMesh
 from partitioning.layout import LocalChunker
@@ -32,6 +32,7 @@ from partitioning.rules import (
     as_tuple,
     logical_to_mesh_axes,
     nearest,
+    padding_problems,
     standard_logical_axis_rules,
 )
 from partitioning.state import PathRules, check_path_rules, get_logical_axes
@@ -69,11 +70,8 @@ class BasePjitPartitioner(BasePartitioner):
         if isinstance(in_axis_resources, list):
             in_axis_resources = tuple(in_axis_resources)
         if has_padded((in_axis_resources, out_axis_resources)):
-            if AxisType.Explicit in self.mesh.axis_types:
-                raise ValueError(
-                    'a PaddedSpec needs Auto mesh axes, not Explicit ones: choose '
-                    "on_indivisible='drop_axis'"
-                )
+            for problem in padding_problems(self.mesh):
+                raise ValueError(problem.message)
             fn = pad_inside(fn, in_axis_resources, out_axis_resources, static)
         return partition_function(
             fn,

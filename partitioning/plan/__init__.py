@@ -12,7 +12,6 @@ from partitioning.plan.building import (
     build_plan as build_plan,
 )
 from partitioning.plan.difference import (
-    Change as Change,
     PlanDiff as PlanDiff,
     diff as diff,
 )
@@ -37,9 +36,4 @@ from partitioning.plan.rows import (
 )
 from partitioning.plan.rule_set import (
     RuleSet as RuleSet,
-)
-from partitioning.plan.tables import (
-    Table as Table,
-    shape_str as shape_str,
-    text_table as text_table,
 )

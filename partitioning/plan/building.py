@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from partitioning.plan.plan import Plan, Unplanned
 from partitioning.plan.rows import (
@@ -25,6 +25,7 @@ from partitioning.rules import (
     ResolvedDimension,
     axis_sizes,
     describe_axes,
+    padding_problems,
     raise_problem,
     to_spec,
     try_resolve,
@@ -106,12 +107,8 @@ class _Builder:
         resolved, problems = _resolve_parameter(leaf.role, parameter, self._rules, self._mesh)
         nothing = without_name(NOT_OF_PARAMETER)
         dimensions = [nothing if d is None else d for d in leaf.pick(resolved)]
-        padded = any(d.policy == 'pad' for d in dimensions)
-        if padded and AxisType.Explicit in getattr(self._mesh, 'axis_types', ()):
-            message = (
-                "on_indivisible='pad' needs Auto mesh axes, not Explicit ones: choose 'drop_axis'"
-            )
-            problems = (*problems, Problem('policy', message))
+        if any(d.policy == 'pad' for d in dimensions):
+            problems = (*problems, *padding_problems(self._mesh))
         if problems:
             rank = len(dimensions) if leaf.array is None else len(shape_of(leaf.array))
             dimensions = [*dimensions, *[nothing] * rank][:rank]

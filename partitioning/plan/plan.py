@@ -122,11 +122,14 @@ class Plan:
         Raises:
           ValueError: if the plan was not made from an init function.
         """
-        return jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-            self._program().abstract_state,
-            _broadcast(self.shardings, self._program().abstract_state),
-        )
+        abstract = self._program().abstract_state
+
+        def place(s: NamedSharding, arrays: Any) -> Any:
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), arrays
+            )
+
+        return jax.tree.map(place, self.shardings, abstract)
 
     def init(self, *args: Any) -> Any:
         """Makes the state. Each array is created in its shards, never whole on one device.
@@ -292,8 +295,3 @@ class Plan:
                 'this plan was not made from an init function: use partitioner.plan(init, key)'
             )
         return self.program
-
-
-def _broadcast(prefix: Any, tree: Any) -> Any:
-    """A tree of the structure of `tree` with the entries of a prefix of it."""
-    return jax.tree.map(lambda x, below: jax.tree.map(lambda _: x, below), prefix, tree)

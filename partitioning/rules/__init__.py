@@ -27,6 +27,7 @@ from partitioning.rules.checks import (
     check_spec as check_spec,
     indivisible as indivisible,
     names_rank_problem as names_rank_problem,
+    padding_problems as padding_problems,
     raise_problem as raise_problem,
     rank_problem as rank_problem,
     sizes_that_fit as sizes_that_fit,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from partitioning.rules.axes import (
     MeshLike,
@@ -168,6 +168,14 @@ def indivisible(
         f'{shards}, the number of shards over {over}. Use {", ".join(choices[:-1])}, '
         f'or {choices[-1]}',
     )
+
+
+def padding_problems(mesh: MeshLike) -> tuple[Problem, ...]:
+    """Why nothing can be padded on a mesh: XLA pads over Auto axes only."""
+    if AxisType.Explicit not in getattr(mesh, 'axis_types', ()):
+        return ()
+    why = "on_indivisible='pad' needs Auto mesh axes, not Explicit ones: choose 'drop_axis'"
+    return (Problem('policy', why),)
 
 
 def sizes_that_fit(size: int, shards: int) -> tuple[int, ...]:

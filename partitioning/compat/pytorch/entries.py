@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.compat.pytorch.trees import (
     Places,
@@ -30,6 +30,7 @@ from partitioning.rules import (
     describe_axes,
     dimension_axes,
     from_tuple,
+    padding_problems,
     sharding_axes,
     try_resolve,
 )
@@ -205,10 +206,10 @@ def _row(path: Path, leaf: Any, entry: Any, rules: AxisRules, mesh: Mesh, role: 
         entry = (PartitionSpec(), 'not in the plan, so replicated')
     names = _names(name, entry[0], shape, mesh)
     dimensions, problems = try_resolve(names, rules, mesh=mesh, shape=shape, axes_as_names=True)
-    if problems:
-        raise ValueError(f'{name}: {problems[0].message}')
-    if AxisType.Explicit in mesh.axis_types and any(d.policy == 'pad' for d in dimensions):
-        raise ValueError(f"{name}: on_indivisible='pad' needs Auto mesh axes, not Explicit ones")
+    if any(d.policy == 'pad' for d in dimensions):
+        problems = (*problems, *padding_problems(mesh))
+    for problem in problems:
+        raise ValueError(f'{name}: {problem.message}')
     return make_row(name, array, mesh, [_explain(d, entry[1]) for d in dimensions], role)
 
 
