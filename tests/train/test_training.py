@@ -1,15 +1,15 @@
 """The train step: the same numbers on every mesh, a fixed point of layouts, one compilation."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from small import Run, batch, model
 
 from partitioning import unbox
+from train.optimizers import Optimizer
 from train.steps import loss_sums
-
-MESHES = [(8, 1), (2, 4), (1, 8)]
 
 
 @pytest.fixture(scope='module')
@@ -30,9 +30,16 @@ def test_the_model_learns(single_device_losses):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize('data, model_axis', MESHES)
-def test_losses_are_equal_on_every_mesh(single_device_losses, data, model_axis):
-    assert_same_losses(Run(data, model_axis), single_device_losses)
+@pytest.mark.parametrize(
+    'data, model_axis, changes, microbatches',
+    [(8, 1, {}, 1), (2, 4, {'remat': 'full'}, 4), (1, 8, {'remat': 'dots'}, 2)],
+    ids=str,
+)
+def test_losses_do_not_depend_on_mesh_remat_and_microbatches(
+    single_device_losses, data, model_axis, changes, microbatches
+):
+    run = Run(data, model_axis, net=model(**changes), microbatches=microbatches)
+    assert_same_losses(run, single_device_losses)
 
 
 @pytest.mark.core
@@ -53,27 +60,10 @@ def test_shardings_are_a_fixed_point_and_the_step_compiles_once(single_device_lo
     assert all(x.is_deleted() for x in jax.tree.leaves(first.params)), 'the state is donated'
 
 
-@pytest.mark.core
-@pytest.mark.parametrize('microbatches', [2, 4])
-def test_microbatches_do_not_change_the_losses(single_device_losses, microbatches):
-    assert_same_losses(Run(2, 2, microbatches=microbatches), single_device_losses)
-
-
-@pytest.mark.parametrize('remat', ['full', 'dots'])
-def test_remat_does_not_change_the_losses(single_device_losses, remat):
-    assert_same_losses(Run(4, 2, net=model(remat=remat)), single_device_losses, steps=4)
-
-
-@pytest.mark.parametrize(
-    'changes',
-    [
-        {'scan_layers': False, 'remat': 'full'},
-        {'num_kv_heads': 2, 'tie_embeddings': True},
-    ],
-    ids=str,
-)
-def test_variants_of_the_model_have_the_same_losses_on_a_mesh(changes):
-    one, many = Run(1, 1, net=model(**changes)), Run(4, 2, net=model(**changes))
+def test_a_variant_of_the_model_has_the_same_losses_on_a_mesh():
+    changes = {'scan_layers': False, 'num_kv_heads': 2, 'tie_embeddings': True}
+    one = Run(1, 1, net=model(**changes))
+    many = Run(4, 2, net=model(**changes, remat='full'))
     assert_same_losses(many, one.losses(4), steps=4)
 
 
@@ -83,9 +73,8 @@ def test_bfloat16_compute_keeps_float32_parameters_and_similar_losses(single_dev
     assert {x.dtype for x in jax.tree.leaves(run.state.params)} == {np.dtype('float32')}
 
 
-@pytest.mark.parametrize('name', ['lion', 'adafactor', 'novograd', 'amsgrad'])
-def test_optimizer_state_is_sharded_like_the_parameters(name):
-    run = Run(4, 2, net=model(num_layers=1), transform=getattr(optax, name))
+def test_optimizer_state_is_sharded_like_the_parameters():
+    run = Run(4, 2, net=model(num_layers=1), transform=optax.adafactor)
     before = shardings(run.state)
     run.losses(1)
     assert shardings(run.state) == before
@@ -100,24 +89,26 @@ def _replicated(x):
 
 
 def test_dropout_is_a_function_of_seed_and_step(single_device_losses):
-    dropped, again = (Run(4, 2, net=model(dropout_rate=0.2)).losses(3) for _ in range(2))
+    run = Run(4, 2, net=model(dropout_rate=0.2))
+    first = jax.tree.map(jnp.copy, run.state)
+    dropped = run.losses(3)
+    run.state = first
     other_seed = Run(4, 2, net=model(dropout_rate=0.2), seed=1).losses(3)
-    np.testing.assert_array_equal(dropped, again)
+    np.testing.assert_array_equal(dropped, run.losses(3))
     assert np.abs(dropped - other_seed).max() > 1e-3
     assert abs(dropped[0] - single_device_losses[0]) > 1e-4
 
 
 def test_gradients_are_clipped_to_the_norm():
-    settings = {'net': model(num_layers=1), 'transform': optax.sgd, 'learning_rate': 1.0}
+    grads = {'a': jnp.array([3.0, 0.0]), 'b': jnp.array([[0.0, -4.0]])}  # of norm 5
 
-    def update_norm(clip_norm):
-        run = Run(1, 1, clip_norm=clip_norm, **settings)
-        before = jax.tree.map(np.asarray, run.state.params)
-        run.losses(1)
-        return float(optax.tree.norm(jax.tree.map(lambda a, b: a - b, run.state.params, before)))
+    def update(clip_norm):
+        tx = Optimizer(transform=optax.sgd, learning_rate=1.0, clip_norm=clip_norm).build()
+        return tx.update(grads, tx.init(grads))[0]
 
-    assert update_norm(None) > 0.2
-    assert update_norm(0.1) == pytest.approx(0.1, rel=1e-4)
+    np.testing.assert_allclose(update(None)['a'], [-3.0, 0.0])
+    np.testing.assert_allclose(update(0.1)['a'], [-0.06, 0.0], rtol=1e-6)
+    np.testing.assert_allclose(update(0.1)['b'], [[0.0, 0.08]], rtol=1e-6)
 
 
 def test_the_loss_is_the_mean_over_weighted_targets():
