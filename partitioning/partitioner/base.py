@@ -25,9 +25,15 @@ from partitioning.layout import (
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.initialization import trace_init
 from partitioning.partitioner.partitioned import (
+    AS_RETURNED,
     CompiledPartitionedCallable,
     PartitionedCallable,
     to_shardings,
+)
+from partitioning.partitioner.training_setup import (
+    TrainingSetup,
+    keep_layout,
+    num_arguments,
 )
 from partitioning.plan import Plan
 from partitioning.rules import (
@@ -244,6 +250,43 @@ class BasePartitioner(abc.ABC):
         named, program = trace_init(init_fn, self.mesh, self.logical_axis_rules, args)
         return dataclasses.replace(self.resolve(named), program=program)
 
+    def setup(
+        self, init_fn: Callable[..., Any], train_step: Callable[..., Any], *args: Any
+    ) -> TrainingSetup:
+        """The state, the step and the layout of the batch, from the functions of a program.
+
+        Usage:
+          state, step, data_spec = partitioner.setup(init, train_step, key)
+          for batch in batches:
+            state, metrics = step(state, partitioner.to_global(batch))
+
+        Args:
+          init_fn: as for `plan`.
+          train_step: maps (state, batch, ...) to the new state, or to a tuple that begins with it,
+            such as (state, metrics). It is traced inside the mesh and the rules.
+          *args: the arguments of `init_fn`.
+
+        Returns:
+          A named tuple of three. `state` is created in its shards. `step` takes what `train_step`
+          takes: the state, whose buffers it reuses; the batch, laid out by `data_spec`; and further
+          arguments, which are replicated. Arguments with a default are passed by keyword. The new
+          state is laid out like the old one, and everything else in the result is replicated.
+          `data_spec` is `data_partition_spec`. `resolve(state)` is the plan.
+
+        Raises:
+          ValueError: as `resolve`. The first call of `step` raises it too, if the result has no
+            state with the same structure, shapes and dtypes.
+        """
+        plan = self.plan(init_fn, *args)
+        of_others = [None] * (num_arguments(train_step) - 2)
+        step = self.partition(
+            keep_layout(train_step, plan.specs),
+            (plan.specs, self.data_partition_spec, *of_others),
+            AS_RETURNED,
+            donate_argnums=0,
+        )
+        return TrainingSetup(plan.init(*args), step, self.data_partition_spec)
+
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Makes the state of an init function, with each array in its shards; see `plan`."""
         return self.plan(init_fn, *args).init(*args)
@@ -251,7 +294,8 @@ class BasePartitioner(abc.ABC):
     def eval_shape(self, fn: Callable[..., Any], *args: Any) -> Any:
         """The result of a function as ShapeDtypeStructs, with boxes and names.
 
-        It is `jax.eval_shape` inside the mesh and the rules, which nnx modules need.
+        It is `jax.eval_shape` inside the mesh and the rules, which nnx modules need. As in the
+        state that `init` makes, no array is weakly typed.
         """
         return trace_init(fn, self.mesh, self.logical_axis_rules, args)[0]
 
@@ -260,7 +304,9 @@ class BasePartitioner(abc.ABC):
 
         Args:
           train_state: a pytree whose parameters carry names: linen boxes, T5X's `params_axes` or
-            nnx variables; or an object with T5X's `as_logical_axes()`.
+            nnx variables; or an object with T5X's `as_logical_axes()`. A state without its boxes is
+            recognized by the paths and shapes of its arrays if this partitioner has planned it: so
+            `plan.init(...)` and the result of a step can be passed too.
 
         Raises:
           ValueError: with the path of the first array whose layout the rules do not decide, or

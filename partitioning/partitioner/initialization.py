@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from partitioning.partitioner.partitioned import in_context
 from partitioning.plan import InitProgram, Plan
 from partitioning.rules import LogicalAxisRules
-from partitioning.state import unbox
+from partitioning.state import check_only_arrays, unbox
 
 
 def trace_init(
@@ -27,13 +28,18 @@ def trace_init(
       args: the arguments of `init_fn`, abstract or not.
 
     Returns:
-      The abstract state with its boxes, and the program that makes the state.
+      The abstract state with its boxes, and the program that makes the state. No array of either
+      is weakly typed.
+
+    Raises:
+      ValueError: with the path of the first leaf of the state that is not an array.
     """
     # Over Explicit axes a result gets its layout from its inputs, so a state that is made from a
     # random key would be replicated. Therefore the program is traced and runs over Auto axes.
     auto = Mesh(mesh.devices, mesh.axis_names)
-    traced = jax.make_jaxpr(in_context(init_fn, auto, rules), return_shape=True)
+    traced = jax.make_jaxpr(in_context(_checked(init_fn), auto, rules), return_shape=True)
     jaxpr, named = traced(*args)
+    named = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), named)
     abstract = unbox(named)
     treedef = jax.tree.structure(abstract)
     planned = jax.tree.map(_kind, args)
@@ -54,6 +60,18 @@ def trace_init(
         return jax.device_put(state, plan.shardings)
 
     return named, InitProgram(run, abstract)
+
+
+def _checked(init_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_fn` with a check of its result: jax's own error does not name the path."""
+
+    @functools.wraps(init_fn)
+    def checked(*args: Any) -> Any:
+        state = init_fn(*args)
+        check_only_arrays(state, getattr(init_fn, '__name__', 'the init function'))
+        return state
+
+    return checked
 
 
 def _check_arguments(planned: Any, given: Any) -> None:

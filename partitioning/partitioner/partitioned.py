@@ -13,10 +13,18 @@ from typing import Any, Protocol, cast
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from partitioning.partitioner.same_paths import (
+    has_structure_of,
+    lay_out_by_path,
+    shardings_of_arguments,
+)
 from partitioning.rules import AxisRules, LogicalAxisRules, PaddedSpec, boundary_spec, check_spec
 from partitioning.state import path_str
 
 CompiledPartitionedCallable = Callable[..., Any]
+
+# A resource of a result whose layout the function itself decides.
+AS_RETURNED = object()
 
 
 class PartitionedCallable(Protocol):
@@ -102,12 +110,18 @@ class _Partitioned(PjittedFnWithContext):
         self._jit = functools.partial(jax.jit, **jit)
         self._with_keywords: dict[int, Any] = {}
         self._num_traces = 0
+        self._returned: Any = None  # the last result, abstract
         super().__init__(fn, mesh, rules)
         self._pjitted_fn = self._jit(self._counted(fn), in_shardings=self._in_shardings)
 
     def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         positional, keywords = self._bind(args, kwargs) if kwargs else (args, {})
         if not keywords:
+            try:
+                return getattr(self._pjitted_fn, method)(*positional)
+            except ValueError:
+                if not self.adopt_static_fields(positional):
+                    raise
             return getattr(self._pjitted_fn, method)(*positional)
         variant = self._keyword_variant(len(positional))
         return getattr(variant, method)(*positional, keywords)
@@ -132,9 +146,39 @@ class _Partitioned(PjittedFnWithContext):
         def traced(*args: Any) -> Any:
             result = inside(*args)
             self._num_traces += 1
+            self._returned = jax.tree.map(lambda _: 0, result)
             return result
 
         return traced
+
+    def adopt_static_fields(self, args: tuple) -> bool:
+        """Matches the shardings to arguments and results by path, if their static fields differ.
+
+        An optimizer or a bound method that init creates is new in every trace, so a state can have
+        other ones than the specs that were made for it.
+
+        Args:
+          args: the positional arguments of a call that failed.
+
+        Returns:
+          Whether the structures differ and the paths are the same, so that a second call succeeds.
+        """
+        keywords = self._jit.keywords
+        static = {i % len(args) for i in keywords['static_argnums']} if args else ()
+        dynamic = tuple(arg for i, arg in enumerate(args) if i not in static)
+        out_shardings, returned = keywords['out_shardings'], self._returned
+        in_shardings = self._in_shardings
+        if not has_structure_of(in_shardings, dynamic):
+            in_shardings = shardings_of_arguments(in_shardings, dynamic)
+            if in_shardings is None:
+                return False
+        elif returned is None or has_structure_of(out_shardings, returned):
+            return False
+        by_path = lay_out_by_path(self._fn, out_shardings)
+        jit = functools.partial(jax.jit, **{**keywords, 'out_shardings': None})
+        self._pjitted_fn = jit(self._counted(by_path), in_shardings=in_shardings)
+        self._num_traces = 0
+        return True
 
     @functools.cached_property
     def _signature(self) -> inspect.Signature:
@@ -215,8 +259,15 @@ def partition_function(
     jitted = partitioned._pjitted_fn
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal jitted
         if kwargs:
             return partitioned(*args, **kwargs)
+        try:
+            return jitted(*args)
+        except ValueError:
+            if not partitioned.adopt_static_fields(args):
+                raise
+        jitted = partitioned._pjitted_fn
         return jitted(*args)
 
     functools.update_wrapper(call, fn)
@@ -258,11 +309,15 @@ def check_compiled_once(partitioned: Callable[..., Any]) -> None:
 def to_shardings(resources: Any, mesh: Mesh) -> Any:
     """The shardings on `mesh` of a pytree of PartitionSpecs, Shardings or None, which replicates.
 
+    AS_RETURNED becomes None, with which jax.jit keeps the layout.
+
     Raises:
       ValueError: if a leaf is anything else, or if the mesh cannot have a spec.
     """
 
-    def convert(path: Any, leaf: Any) -> Sharding:
+    def convert(path: Any, leaf: Any) -> Sharding | None:
+        if leaf is AS_RETURNED:
+            return None
         if isinstance(leaf, Sharding):
             return leaf
         spec = PartitionSpec() if leaf is None else boundary_spec(leaf)

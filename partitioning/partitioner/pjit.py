@@ -35,7 +35,13 @@ from partitioning.rules import (
     padding_problems,
     standard_logical_axis_rules,
 )
-from partitioning.state import PathRules, check_path_rules, get_logical_axes
+from partitioning.state import (
+    BoxedState,
+    PathRules,
+    check_path_rules,
+    get_logical_axes,
+    with_boxes,
+)
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -249,16 +255,25 @@ class PjitPartitioner(BasePjitPartitioner):
 
     # Plans and states.
 
+    # A class attribute, because subclasses need not call __init__. Its value is never changed in
+    # place: copies by with_rules share it, and threads may replace it.
+    _boxed_states: tuple[BoxedState, ...] = ()
+
+    def _with_names(self, train_state: Any) -> Any:
+        """The state with the linen boxes that it had when this partitioner last saw it."""
+        named, self._boxed_states = with_boxes(train_state, self._boxed_states)
+        return named
+
     def resolve(self, train_state: Any) -> Plan:
         if self._plan is not None:
             return impose_plan(self._plan, train_state, self.mesh)
         self._check_default_rules()
-        return build_plan(train_state, self.rule_set, self.mesh)
+        return build_plan(self._with_names(train_state), self.rule_set, self.mesh)
 
     def get_logical_axes(self, train_state: Any) -> Any:
         if self._plan is not None:
             return self.resolve(train_state).logical_axes
-        return get_logical_axes(train_state, self.rule_set.overrides)
+        return get_logical_axes(self._with_names(train_state), self.rule_set.overrides)
 
     def audit(self, train_state: Any, named: Any = None, *, budget: float | None = None) -> Audit:
         """What every device holds of a state, what is replicated, and why.
@@ -266,8 +281,8 @@ class PjitPartitioner(BasePjitPartitioner):
         Args:
           train_state: a pytree of arrays or ShapeDtypeStructs. The actual layout is read from the
             arrays; the intended layout comes from the rules.
-          named: the state with its names, if `train_state` has lost them in init:
-            `partitioner.eval_shape(init, key)`.
+          named: the state with its names, if `train_state` has lost them and this partitioner has
+            not planned it: `partitioner.eval_shape(init, key)`.
           budget: the most bytes that one device may hold.
 
         Raises:
@@ -281,9 +296,10 @@ class PjitPartitioner(BasePjitPartitioner):
         """Everything that is wrong or suspicious in the rules, for the mesh and a state.
 
         Args:
-          train_state: a state with names; by default only the rules are examined.
+          train_state: a state as for `resolve`; by default only the rules are examined.
         """
-        state = train_state if self._plan is None else None  # a plan lays it out, not the rules
+        # A loaded plan lays out the state, not the rules.
+        state = None if self._plan is not None else self._with_names(train_state)
         found = lint(self.rule_set, self.mesh, state)
         if self._given_rules is not None:
             return found

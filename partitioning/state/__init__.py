@@ -7,9 +7,10 @@ The rooms of this package, in the order in which a state passes through them:
   follow: the parameter that each array of an optimizer belongs to.
   traversal: the one walk over a state, which uses all of the above.
 
-In addition, `train_state` defines a train state like T5X's, `linen` defines corrected linen boxes,
-and `conversion` translates between linen, nnx and T5X. The last two import flax, so they are loaded
-on first use.
+In addition, `remembered_boxes` puts boxes back around the arrays of a state, `only_arrays` checks
+that functions return arrays, `train_state` defines a train state like T5X's, `linen` defines
+corrected linen boxes, and `conversion` translates between linen, nnx and T5X. The last two import
+flax, so they are loaded on first use.
 """
 
 from partitioning.state.boxes import (
@@ -22,10 +23,17 @@ from partitioning.state.boxes import (
     shape_of as shape_of,
     unbox as unbox,
 )
+from partitioning.state.only_arrays import (
+    check_only_arrays as check_only_arrays,
+)
 from partitioning.state.path_names import (
     PathRules as PathRules,
     check_path_rules as check_path_rules,
     override_params_axes_names as override_params_axes_names,
+)
+from partitioning.state.remembered_boxes import (
+    BoxedState as BoxedState,
+    with_boxes as with_boxes,
 )
 from partitioning.state.train_state import (
     TrainState as TrainState,
