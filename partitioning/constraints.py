@@ -1,12 +1,14 @@
 """Layouts of arrays inside and outside partitioned functions, on meshes with axes of any type.
 
 `lay_out` is the one place that depends on the types of mesh axes: it constrains an array over Auto
-axes, reshards it over Explicit axes, and refuses Manual axes.
+axes and reshards it over Explicit axes. It drops the Manual axes of a `jax.shard_map` from the
+spec, because inside of it an array is already one shard along them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,14 +19,18 @@ from partitioning.rules import (
     LogicalAxisRules,
     OnIndivisible,
     PaddedSpec,
-    as_tuple,
-    check_axes,
     check_layout,
+    check_spec,
     describe_axes,
     dimension_axes,
+    drop_axes,
+    drop_axes_of_names,
+    keep_layout,
     logical_to_mesh_axes,
+    manual_axes,
     padding_problems,
     sharding_axes,
+    spec_str,
 )
 
 
@@ -66,26 +72,33 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
 
 def constrain(
     x: jax.Array,
-    names: Sequence[str | None],
+    names: Sequence[Any],
     rules: LogicalAxisRules | None = None,
     *,
     on_indivisible: OnIndivisible | None = None,
 ) -> jax.Array:
     """Lays out one activation by its logical axis names.
 
+    It works inside every transformation of jax. Inside `jax.vmap` the names are those of the array
+    without the batched dimension. Inside a `jax.shard_map` the Manual axes are dropped from what
+    the rules give, and the sizes are those of one shard.
+
     Args:
       x: an array.
-      names: one logical axis name or None per dimension.
+      names: one logical axis name or None per dimension. `PartitionSpec.UNCONSTRAINED` leaves the
+        layout of a dimension to XLA.
       rules: logical axis rules. By default these are the rules of the context, which partitioned
         functions and `flax.linen.logical_axis_rules` set.
       on_indivisible: the policy for a size that its mesh axes do not divide; by default that of the
         rules. See `resolve_axes`. Under 'pad' XLA pads the array; this needs Auto axes.
 
     Returns:
-      `x` in the layout that the rules give, or `x` itself if no mesh is set.
+      `x` in the layout that the rules give, or `x` itself if no mesh is set or if all axes of the
+      mesh are Manual.
 
     Raises:
-      ValueError: if a mesh is set and there are no rules, or if `resolve_axes` raises it for `x`.
+      ValueError: if a mesh is set and there are no rules, or if `resolve_axes` or `lay_out` raises
+        it for `x`.
     """
     if names is None or not hasattr(x, 'shape'):
         raise ValueError(f'constrain takes one array and its names, not {x!r} and {names!r}')
@@ -97,39 +110,47 @@ def constrain(
         from flax.core import spmd  # the context that linen models read; heavy, so not at import
 
         rules = spmd.get_logical_axis_rules()
+    manual = manual_axes(mesh)
     if not rules:
+        if manual == mesh.axis_names:
+            return x
         raise ValueError(
             f'constrain{tuple(names)}: a mesh is set, but there are no axis rules. Call it in '
             'a function that PjitPartitioner.partition made, or pass rules='
         )
     try:
+        kept = names
+        if manual:
+            with _pmap_explained(mesh):
+                kept, rules = drop_axes_of_names(names, rules, mesh, {*manual})
         spec = logical_to_mesh_axes(
-            names, rules, mesh=mesh, shape=x.shape, on_indivisible=on_indivisible
+            kept, rules, mesh=mesh, shape=x.shape, on_indivisible=on_indivisible
         )
+        return lay_out(x, spec)
     except ValueError as error:
         raise ValueError(f'constrain{tuple(names)}: {error}') from None
-    return lay_out(x, spec)
 
 
 def lay_out(x: Any, spec: PartitionSpec | PaddedSpec | None, mesh: Mesh | None = None) -> jax.Array:
     """Lays out one array over a mesh.
 
     Args:
-      x: an array.
-      spec: the mesh axes of each dimension; None replicates. UNCONSTRAINED dimensions keep their
-        layout.
+      x: an array. Inside a `jax.shard_map` it is one shard along the Manual axes.
+      spec: the mesh axes of each dimension; None replicates. Manual axes are dropped.
+        UNCONSTRAINED dimensions keep their layout.
       mesh: the mesh; by default the mesh that is set.
 
     Returns:
       The array in this layout. Inside a traced function it is constrained over Auto axes and
-      resharded over Explicit axes; elsewhere it is moved to the devices. If there is no mesh, it is
-      returned unchanged.
+      resharded over Explicit axes; elsewhere it is moved to the devices. If there is no mesh, or if
+      all of its axes are Manual, it is returned unchanged.
 
     Raises:
       ValueError: if the mesh was set by the deprecated `with mesh:`; if the spec does not fit the
         mesh or the array (jax itself would replicate a size that is not divisible); if the spec
-        names a Manual axis of a shard_map, or an Auto axis before an Explicit one in a dimension;
-        or if `mesh` has axes of several types and is not set.
+        names an Auto axis before an Explicit one in a dimension, or an axis over which a
+        surrounding `jax.vmap` shards its batched dimension; or if `mesh` has axes of several types
+        and is not set.
     """
     around, traced = jax.sharding.get_abstract_mesh(), isinstance(x, jax.core.Tracer)
     over: Mesh | AbstractMesh | None = mesh
@@ -138,32 +159,71 @@ def lay_out(x: Any, spec: PartitionSpec | PaddedSpec | None, mesh: Mesh | None =
             _check_no_old_context()
             return x
         over = around if traced else _mesh_set_outside_traces() or around
-    padded = isinstance(spec, PaddedSpec)
+    padded, manual = isinstance(spec, PaddedSpec), manual_axes(around)
     inner, outer = _inside_and_outside(spec)
-    in_shard_map = AxisType.Manual in around.axis_types
     for problem in padding_problems(over) if padded else ():
         raise ValueError(problem.message)
-    if not padded and not in_shard_map:
-        check_layout(inner, over, f'an array of shape {np.shape(x)}', np.shape(x))
+    where = f'an array of shape {np.shape(x)}'
+    if manual:
+        _check_mesh_is_set(over, around)
+        where = f'one shard along {", ".join(map(repr, manual))}, of shape {np.shape(x)}'
+        with _pmap_explained(around):
+            check_spec(inner, around, where, np.shape(x))
+        over, inner = around, drop_axes(inner, {*manual})
+    if not padded:
+        check_layout(inner, over, where, np.shape(x))
+    if manual == over.axis_names:
+        return x
     if isinstance(over, Mesh) and not traced:
-        x = jax.device_put(x, NamedSharding(over, _keep_unconstrained(x, outer, over)))
+        x = jax.device_put(x, NamedSharding(over, keep_layout(outer, _layout_on(over, x))))
         if not isinstance(x, jax.core.Tracer):
             return x
         # In a trace, device_put does not fix the layout: XLA may still choose another one.
-    target = inner if over is around else NamedSharding(over, inner)
-    kinds = {*over.axis_types}
-    if not in_shard_map and kinds == {AxisType.Auto}:
-        return jax.lax.with_sharding_constraint(x, target)
-    if not in_shard_map and kinds == {AxisType.Explicit}:
-        return jax.sharding.reshard(x, target)
-    if around.shape != over.shape:
-        types = ', '.join(kind.name for kind in over.axis_types)
-        raise ValueError(
-            f'the mesh {describe_axes(over)} has {types} axes, and the mesh that is set is '
-            f'{describe_axes(around) or "empty"}: call the function under jax.set_mesh(mesh)'
+    with _batched_axes_explained(inner):
+        return _lay_out_traced(x, inner, over, around)
+
+
+def _lay_out_traced(
+    x: Any, spec: PartitionSpec, over: Mesh | AbstractMesh, around: AbstractMesh
+) -> jax.Array:
+    """`x` inside a trace, over a mesh whose Manual axes the spec does not name."""
+    kinds, now = {*over.axis_types}, jax.typeof(x).sharding.spec
+    if kinds == {AxisType.Auto}:
+        return jax.lax.with_sharding_constraint(
+            x, spec if over is around else NamedSharding(over, spec)
         )
+    if kinds == {AxisType.Explicit}:
+        spec = keep_layout(spec, dimension_axes(now, np.ndim(x)))
+        return jax.sharding.reshard(x, spec if over is around else NamedSharding(over, spec))
+    _check_mesh_is_set(over, around)
     types_of_axes = dict(zip(around.axis_names, around.axis_types, strict=True))
-    return _lay_out_by_type(x, inner, types_of_axes)
+    return _lay_out_by_type(x, spec, types_of_axes)
+
+
+def _lay_out_by_type(x: Any, spec: PartitionSpec, types: Mapping[str, AxisType]) -> jax.Array:
+    """`x` inside a trace, over axes of several types: Explicit ones first, then Auto ones."""
+    free = PartitionSpec.UNCONSTRAINED
+    if len(spec) == np.ndim(x) and all(entry is free for entry in spec):
+        return x
+    held = keep_layout(spec, dimension_axes(jax.typeof(x).sharding.spec, np.ndim(x)))
+    explicit: list[Any] = []
+    auto: list[Any] = []
+    for entry, kept in zip(spec, held, strict=True):
+        axes = sharding_axes(kept)
+        kinds = [types[axis] for axis in axes]
+        if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
+            raise ValueError(
+                f'a dimension over mesh axes {axes} must name Explicit axes before Auto axes'
+            )
+        explicit.append(tuple(a for a in axes if types[a] == AxisType.Explicit) or None)
+        over_auto = tuple(a for a in axes if types[a] == AxisType.Auto) or None
+        # jax cannot leave the Auto axes of a dimension open that Explicit axes shard.
+        auto.append(free if entry is free and not axes else over_auto)
+    if AxisType.Explicit in types.values():
+        x = jax.sharding.reshard(x, PartitionSpec(*explicit))
+    if AxisType.Auto in types.values():
+        x = jax.lax.with_sharding_constraint(x, PartitionSpec(*auto))
+    return x
 
 
 def _inside_and_outside(spec: Any) -> tuple[PartitionSpec, PartitionSpec]:
@@ -174,6 +234,8 @@ def _inside_and_outside(spec: Any) -> tuple[PartitionSpec, PartitionSpec]:
         raise ValueError(
             f'{spec!r} is not a PartitionSpec; `constrain` lays out by logical axis names'
         )
+    if not isinstance(spec, PartitionSpec | None):
+        raise ValueError(f'{spec!r} is not a PartitionSpec: write P(...), or None to replicate')
     spec = PartitionSpec() if spec is None else spec
     return spec, spec
 
@@ -190,6 +252,16 @@ def _check_no_old_context() -> None:
     )
 
 
+def _check_mesh_is_set(over: Mesh | AbstractMesh, around: AbstractMesh) -> None:
+    """Raises ValueError unless `over` is the mesh that is set, whose axes have several types."""
+    if around.shape != over.shape:
+        types = ', '.join(kind.name for kind in over.axis_types)
+        raise ValueError(
+            f'the mesh {describe_axes(over)} has {types} axes, and the mesh that is set is '
+            f'{describe_axes(around) or "empty"}: call the function under jax.set_mesh(mesh)'
+        )
+
+
 def _mesh_set_outside_traces() -> Mesh | None:
     """The mesh that `jax.set_mesh` has set, or None inside a trace and where none is set."""
     try:
@@ -199,49 +271,38 @@ def _mesh_set_outside_traces() -> Mesh | None:
     return None if mesh.empty else mesh
 
 
-def _keep_unconstrained(x: Any, spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """A spec whose unconstrained dimensions keep the axes that no other dimension takes."""
-    free = PartitionSpec.UNCONSTRAINED
-    if free not in tuple(spec):
-        return spec
+def _layout_on(mesh: Mesh, x: Any) -> tuple[Any, ...]:
+    """The mesh axes of each dimension of an array, if it lies on this mesh."""
     held = getattr(x, 'sharding', None)
-    now: tuple[Any, ...] = (None,) * len(spec)
     if isinstance(held, NamedSharding) and held.mesh.shape == mesh.shape:
-        now = dimension_axes(held.spec, len(spec))
-    taken = {axis for entry in spec for axis in sharding_axes(entry)}
-    kept = (axes if axes and not taken & {*axes} else None for axes in now)
-    return PartitionSpec(*(k if s is free else s for s, k in zip(spec, kept, strict=False)))
+        return dimension_axes(held.spec, np.ndim(x))
+    return (None,) * np.ndim(x)
 
 
-def _lay_out_by_type(x: Any, spec: PartitionSpec, types: Mapping[str, AxisType]) -> jax.Array:
-    """`x` inside a trace, over axes of several types: Explicit ones first, then Auto ones."""
-    now = (*jax.typeof(x).sharding.spec, *[None] * x.ndim)
-    explicit: list[Any] = []
-    auto: list[Any] = []
-    for dim, entry in enumerate(spec):
-        if entry is PartitionSpec.UNCONSTRAINED:
-            explicit.append(now[dim])
-            auto.append(entry)
-            continue
-        axes = as_tuple(entry)
-        _check_types(axes, types)
-        explicit.append(tuple(a for a in axes if types[a] == AxisType.Explicit) or None)
-        auto.append(tuple(a for a in axes if types[a] == AxisType.Auto) or None)
-    x = jax.sharding.reshard(x, PartitionSpec(*explicit))
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*auto))
-
-
-def _check_types(axes: tuple[str, ...], types: Mapping[str, AxisType]) -> None:
-    """Raises ValueError if a dimension cannot be laid out over axes of these types."""
-    check_axes(axes, jax.sharding.get_abstract_mesh(), 'a constraint')
-    kinds = [types[axis] for axis in axes]
-    for axis, kind in zip(axes, kinds, strict=True):
-        if kind == AxisType.Manual:
-            raise ValueError(
-                f'mesh axis {axis!r} is Manual inside this shard_map, so the array is already one '
-                'shard along it: remove the axis from the spec'
-            )
-    if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
+@contextlib.contextmanager
+def _pmap_explained(mesh: AbstractMesh) -> Iterator[None]:
+    """Adds to an error about a mesh axis that jax.pmap makes a mesh of one Manual axis."""
+    try:
+        yield
+    except ValueError as error:
+        if 'does not exist' not in str(error) or len(manual_axes(mesh)) < len(mesh.axis_names):
+            raise
         raise ValueError(
-            f'a dimension over mesh axes {axes} must name Explicit axes before Auto axes'
-        )
+            f'{error} All axes of this mesh are Manual; if it is that of jax.pmap, write '
+            'PjitPartitioner.partition instead of jax.pmap'
+        ) from None
+
+
+@contextlib.contextmanager
+def _batched_axes_explained(spec: PartitionSpec) -> Iterator[None]:
+    """Explains jax's error for an axis over which `jax.vmap` shards its batched dimension."""
+    try:
+        yield
+    except Exception as error:
+        # The spec names each axis once, so the second use is that of the batched dimension.
+        if 'spmd_axis_name' not in str(error) and 'duplicate entries' not in str(error):
+            raise
+        raise ValueError(
+            f'{spec_str(spec)} names a mesh axis over which jax.vmap already shards its batched '
+            f'dimension: remove the axis from the spec or the rule. jax says: {error}'
+        ) from None

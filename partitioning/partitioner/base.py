@@ -343,8 +343,9 @@ class BasePartitioner(abc.ABC):
           fn: the function.
           in_axis_resources: for each positional argument a pytree of PartitionSpecs, Shardings or
             None, which replicates; it may be a prefix of the argument. Static arguments have no
-            entry.
-          out_axis_resources: the same for the result.
+            entry. UNCONSTRAINED dimensions keep the layout that the argument has.
+          out_axis_resources: the same for the result; XLA chooses the layout of UNCONSTRAINED
+            dimensions.
           static_argnums: the positions of compile-time constants.
           donate_argnums: the positions of arguments whose buffers the result may reuse.
         """

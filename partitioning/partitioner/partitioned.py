@@ -13,12 +13,20 @@ from typing import Any, Protocol, cast
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from partitioning.partitioner.inner_layouts import inner_spec
 from partitioning.partitioner.same_paths import (
     has_structure_of,
     lay_out_by_path,
     shardings_of_arguments,
 )
-from partitioning.rules import AxisRules, LogicalAxisRules, PaddedSpec, boundary_spec, check_spec
+from partitioning.rules import (
+    AxisRules,
+    LogicalAxisRules,
+    PaddedSpec,
+    boundary_spec,
+    check_definite,
+    check_spec,
+)
 from partitioning.state import path_str
 
 CompiledPartitionedCallable = Callable[..., Any]
@@ -306,10 +314,16 @@ def check_compiled_once(partitioned: Callable[..., Any]) -> None:
         raise ValueError(f'{name} was compiled {count} times instead of once: {why}')
 
 
-def to_shardings(resources: Any, mesh: Mesh) -> Any:
+def to_shardings(resources: Any, mesh: Mesh, *, allow_unconstrained: bool = False) -> Any:
     """The shardings on `mesh` of a pytree of PartitionSpecs, Shardings or None, which replicates.
 
     AS_RETURNED becomes None, with which jax.jit keeps the layout.
+
+    Args:
+      resources: the pytree.
+      mesh: the mesh.
+      allow_unconstrained: whether a spec may have UNCONSTRAINED dimensions. It becomes None, too;
+        `lay_out_inside` applies the rest of the spec.
 
     Raises:
       ValueError: if a leaf is anything else, or if the mesh cannot have a spec.
@@ -318,9 +332,10 @@ def to_shardings(resources: Any, mesh: Mesh) -> Any:
     def convert(path: Any, leaf: Any) -> Sharding | None:
         if leaf is AS_RETURNED:
             return None
-        if isinstance(leaf, Sharding):
+        if isinstance(leaf, Sharding) and inner_spec(leaf) is None:
             return leaf
-        spec = PartitionSpec() if leaf is None else boundary_spec(leaf)
+        spec = leaf.spec if isinstance(leaf, NamedSharding) else boundary_spec(leaf)
+        spec = PartitionSpec() if leaf is None else spec
         where = path_str(path) or 'axis resource'
         if not isinstance(spec, PartitionSpec):
             raise ValueError(
@@ -328,6 +343,10 @@ def to_shardings(resources: Any, mesh: Mesh) -> Any:
                 'plan.specs has the PartitionSpecs of a state with logical axes'
             )
         check_spec(spec, mesh, where)
+        if not allow_unconstrained:
+            check_definite(spec, where)
+        elif isinstance(inner_spec(leaf), PartitionSpec):
+            return None
         if isinstance(leaf, PaddedSpec):
             check_spec(leaf.inside, mesh, where)
         return NamedSharding(mesh, spec)

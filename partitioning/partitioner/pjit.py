@@ -14,7 +14,7 @@ from partitioning.hardware import HardwareMesh
 from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner
-from partitioning.partitioner.padding import has_padded, pad_inside
+from partitioning.partitioner.inner_layouts import lay_out_inside
 from partitioning.partitioner.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
@@ -32,7 +32,6 @@ from partitioning.rules import (
     as_tuple,
     logical_to_mesh_axes,
     nearest,
-    padding_problems,
     standard_logical_axis_rules,
 )
 from partitioning.state import (
@@ -75,16 +74,13 @@ class BasePjitPartitioner(BasePartitioner):
         static = _as_indices(static_argnums)
         if isinstance(in_axis_resources, list):
             in_axis_resources = tuple(in_axis_resources)
-        if has_padded((in_axis_resources, out_axis_resources)):
-            for problem in padding_problems(self.mesh):
-                raise ValueError(problem.message)
-            fn = pad_inside(fn, in_axis_resources, out_axis_resources, static)
+        fn = lay_out_inside(fn, self.mesh, in_axis_resources, out_axis_resources, static)
         return partition_function(
             fn,
             self.mesh,
             self.logical_axis_rules,
-            in_shardings=to_shardings(in_axis_resources, self.mesh),
-            out_shardings=to_shardings(out_axis_resources, self.mesh),
+            in_shardings=to_shardings(in_axis_resources, self.mesh, allow_unconstrained=True),
+            out_shardings=to_shardings(out_axis_resources, self.mesh, allow_unconstrained=True),
             static_argnums=static,
             donate_argnums=_as_indices(donate_argnums),
         )

@@ -24,6 +24,8 @@ from partitioning.rules import (
     Report,
     ResolvedDimension,
     axis_sizes,
+    boundary_spec,
+    definite_problems,
     describe_axes,
     padding_problems,
     raise_problem,
@@ -107,6 +109,7 @@ class _Builder:
         resolved, problems = _resolve_parameter(leaf.role, parameter, self._rules, self._mesh)
         nothing = without_name(NOT_OF_PARAMETER)
         dimensions = [nothing if d is None else d for d in leaf.pick(resolved)]
+        problems = (*problems, *definite_problems(boundary_spec(to_spec(dimensions))))
         if any(d.policy == 'pad' for d in dimensions):
             problems = (*problems, *padding_problems(self._mesh))
         if problems:

@@ -17,6 +17,7 @@ from partitioning.rules import (
     ResolvedDimension,
     Spec,
     boundary_spec,
+    check_definite,
     check_layout,
     check_spec,
     describe_axes,
@@ -129,10 +130,12 @@ def shard_shape(path: str, shape: Sequence[int], spec: Spec, mesh: MeshLike) -> 
     """The shape of one device's shard.
 
     Raises:
-      ValueError: if the spec does not fit the mesh or the shape, or if a PaddedSpec pads a
+      ValueError: if the spec does not fit the mesh or the shape or leaves a dimension
+        UNCONSTRAINED, or if a PaddedSpec pads a
         dimension whose size is divisible.
     """
     outside = boundary_spec(spec)
+    check_definite(outside, path)
     check_layout(outside, mesh, path, shape)
     if isinstance(spec, PaddedSpec):
         _check_padded(path, shape, spec, mesh)

@@ -2,7 +2,8 @@
 
 `axes` describes mesh axes; `names` logical axes and rules; `checks` holds each check of axes, ranks
 and sizes once; `resolve` is the one resolution; `policies` treats sizes that are not divisible;
-`dimensions` is the result; `standard` has ready-made rules.
+`inside_shard_map` drops Manual axes; `dimensions` is the result; `standard` has ready-made
+rules.
 """
 
 from partitioning.rules.axes import (
@@ -22,9 +23,11 @@ from partitioning.rules.checks import (
     ProblemError as ProblemError,
     Report as Report,
     check_axes as check_axes,
+    check_definite as check_definite,
     check_layout as check_layout,
     check_rank as check_rank,
     check_spec as check_spec,
+    definite_problems as definite_problems,
     indivisible as indivisible,
     names_rank_problem as names_rank_problem,
     padding_problems as padding_problems,
@@ -40,7 +43,13 @@ from partitioning.rules.dimensions import (
     Spec as Spec,
     boundary_spec as boundary_spec,
     dimension_axes as dimension_axes,
+    keep_layout as keep_layout,
     to_spec as to_spec,
+)
+from partitioning.rules.inside_shard_map import (
+    drop_axes as drop_axes,
+    drop_axes_of_names as drop_axes_of_names,
+    manual_axes as manual_axes,
 )
 from partitioning.rules.names import (
     AxisNames as AxisNames,

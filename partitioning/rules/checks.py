@@ -25,6 +25,7 @@ ProblemKind = Literal[
     'unmatched',
     'indivisible',
     'policy',
+    'unconstrained',
 ]
 
 
@@ -93,6 +94,12 @@ def check_layout(spec: PartitionSpec, mesh: MeshLike, where: str, shape: Sequenc
         if shape[dim] % num_shards(axes, mesh):
             problem = indivisible(dim, shape, axes, mesh)
             raise ValueError(f'{where}: {spec_str(spec)}: {problem.message}')
+
+
+def check_definite(spec: PartitionSpec, where: str) -> None:
+    """Raises ValueError for a spec that leaves a dimension of a state UNCONSTRAINED."""
+    for problem in definite_problems(spec):
+        raise ValueError(f'{where}: {problem.message}')
 
 
 def axis_problems(axes: Iterable[str], mesh: MeshLike) -> Iterator[Problem]:
@@ -176,6 +183,18 @@ def padding_problems(mesh: MeshLike) -> tuple[Problem, ...]:
         return ()
     why = "on_indivisible='pad' needs Auto mesh axes, not Explicit ones: choose 'drop_axis'"
     return (Problem('policy', why),)
+
+
+def definite_problems(spec: PartitionSpec) -> Iterator[Problem]:
+    """The UNCONSTRAINED dimensions of a spec: only an activation can have them, not a state."""
+    entries = _entries(spec)
+    if PartitionSpec.UNCONSTRAINED in entries:
+        dim = entries.index(PartitionSpec.UNCONSTRAINED)
+        yield Problem(
+            'unconstrained',
+            f'{spec_str(spec)} leaves dimension {dim} UNCONSTRAINED, but a state needs a definite '
+            'layout: write None or a mesh axis',
+        )
 
 
 def sizes_that_fit(size: int, shards: int) -> tuple[int, ...]:

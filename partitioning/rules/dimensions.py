@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from partitioning.rules.axes import MeshAxes, as_tuple
+from partitioning.rules.axes import MeshAxes, as_tuple, sharding_axes
 from partitioning.rules.names import OnIndivisible, OnUnmatched
 
 Rule = tuple[str, MeshAxes]
@@ -79,6 +79,21 @@ def dimension_axes(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
     """
     entries = [*spec, *[None] * (rank - len(spec))]
     return tuple(as_tuple(e) or None if isinstance(e, str | tuple) else e for e in entries)
+
+
+def keep_layout(spec: PartitionSpec, now: Sequence[Any]) -> PartitionSpec:
+    """A spec whose unconstrained dimensions keep the axes that no other dimension takes.
+
+    Args:
+      spec: the spec.
+      now: the mesh axes that each dimension has at present.
+    """
+    free = PartitionSpec.UNCONSTRAINED
+    if free not in tuple(spec):
+        return spec
+    taken = {axis for entry in spec for axis in sharding_axes(entry)}
+    kept = (axes if axes and not taken & {*axes} else None for axes in now)
+    return PartitionSpec(*(k if s is free else s for s, k in zip(spec, kept, strict=False)))
 
 
 def to_spec(resolved: Sequence[ResolvedDimension]) -> Spec:

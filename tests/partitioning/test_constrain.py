@@ -205,20 +205,6 @@ def test_lay_out_over_axes_of_mixed_types():
         jax.jit(lambda x: lay_out(x, P('x'), mesh))(X)
 
 
-def test_lay_out_refuses_an_axis_that_is_manual():
-    mesh = mesh_of(AxisType.Auto)
-    specs = {'in_specs': P('data'), 'out_specs': P('data'), 'axis_names': {'data'}}
-
-    def run(spec):
-        body = jax.shard_map(lambda x: lay_out(x, spec) * 2, mesh=mesh, **specs)
-        with jax.set_mesh(mesh):
-            return jax.jit(body)(X)
-
-    np.testing.assert_array_equal(run(P(None, 'model')), X * 2)
-    with pytest.raises(ValueError, match="'data' is Manual"):
-        run(P('data'))
-
-
 def test_a_padded_spec_is_its_inside_in_functions_and_its_outside_elsewhere():
     mesh, spec = mesh_of(AxisType.Auto), PaddedSpec(P(None, None), P(None, 'model'))
     x = X[:, :7]

@@ -25,6 +25,7 @@ from partitioning.plan.building import SMALL
 from partitioning.rules import (
     AxisRules,
     ResolvedDimension,
+    check_definite,
     check_layout,
     check_spec,
     describe_axes,
@@ -74,7 +75,9 @@ def place(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     sharding = NamedSharding(mesh, spec)
 
     def one(path: Any, x: Any) -> Any:
-        check_layout(spec, mesh, path_str(path) or 'the array', shape_of(x))
+        where = path_str(path) or 'the array'
+        check_definite(spec, where)
+        check_layout(spec, mesh, where, shape_of(x))
         return placed(x, sharding)
 
     return jax.tree_util.tree_map_with_path(one, tree)
@@ -241,8 +244,7 @@ def _names(path: str, entry: Any, shape: Sequence[int], mesh: Mesh) -> tuple[Any
             raise TypeError(f'{path}: to_partition_spec must return a PartitionSpec, not {entry!r}')
     if not isinstance(entry, PartitionSpec):
         return tuple(entry)
-    if PartitionSpec.UNCONSTRAINED in tuple(entry):
-        raise ValueError(f'{path}: {entry} leaves a dimension unconstrained: write None or axes')
+    check_definite(entry, path)
     check_spec(entry, mesh, path, shape)
     return dimension_axes(entry, len(shape))
 

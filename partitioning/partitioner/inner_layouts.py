@@ -1,0 +1,106 @@
+"""Layouts that arrays have inside partitioned functions and cannot have at a jit boundary.
+
+These are the layouts of PaddedSpecs, and those of PartitionSpecs with UNCONSTRAINED dimensions.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from partitioning.constraints import lay_out
+from partitioning.rules import PaddedSpec, padding_problems
+from partitioning.state import path_str
+
+
+def is_resource(x: Any) -> bool:
+    """Whether a node of in_axis_resources or out_axis_resources is one resource."""
+    return x is None or isinstance(x, PartitionSpec | PaddedSpec | Sharding)
+
+
+def lay_out_inside(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    in_resources: Any,
+    out_resources: Any,
+    static_argnums: Sequence[int],
+) -> Callable[..., Any]:
+    """Returns `fn`, inside which arrays get the layouts that jax.jit does not accept for them.
+
+    An array with a PaddedSpec is sharded. XLA's partitioner pads sizes that its devices do not
+    divide and slices results at the end of the program: with 7 columns over 2 devices, each device
+    computes 4. An array with UNCONSTRAINED dimensions keeps their layout, and gets the mesh axes of
+    its other dimensions. The arguments and the result keep their shapes.
+
+    Args:
+      fn: a function to be jitted over the mesh.
+      mesh: the mesh.
+      in_resources: the resources of its positional arguments without the static ones; a tuple, or
+        one entry for all.
+      out_resources: the resources of its result.
+      static_argnums: the positions of arguments without an entry in `in_resources`.
+
+    Returns:
+      A function that does this, or `fn` itself if no resource needs it.
+
+    Raises:
+      ValueError: if the mesh has Explicit axes and a resource is a PaddedSpec, or all resources
+        have UNCONSTRAINED dimensions.
+    """
+    resources = jax.tree.leaves((in_resources, out_resources), is_leaf=is_resource)
+    if any(isinstance(r, PaddedSpec) for r in resources):
+        for problem in padding_problems(mesh):
+            raise ValueError(problem.message)
+    if all(inner_spec(r) is None for r in resources):
+        return fn
+    if all(isinstance(inner_spec(r), PartitionSpec) for r in resources):
+        _check_devices_are_known(mesh)
+
+    @functools.wraps(fn)
+    def laid_out(*args: Any, **kwargs: Any) -> Any:
+        placed = list(args)
+        static = {i + len(args) if i < 0 else i for i in static_argnums}
+        dynamic = [i for i in range(len(args)) if i not in static]
+        of_each = (
+            in_resources if isinstance(in_resources, tuple) else (in_resources,) * len(dynamic)
+        )
+        for i, resources in zip(dynamic, of_each, strict=False):
+            placed[i] = _lay_out_all(placed[i], resources, mesh, f'argument {i}')
+        return _lay_out_all(fn(*placed, **kwargs), out_resources, mesh, 'the result')
+
+    return laid_out
+
+
+def inner_spec(resource: Any) -> PartitionSpec | PaddedSpec | None:
+    """The layout of a resource inside functions, or None if jax.jit can take the resource."""
+    spec = resource.spec if isinstance(resource, NamedSharding) else resource
+    if isinstance(spec, PartitionSpec):
+        return spec if PartitionSpec.UNCONSTRAINED in tuple(spec) else None
+    return spec if isinstance(spec, PaddedSpec) else None
+
+
+def _check_devices_are_known(mesh: Mesh) -> None:
+    """Raises ValueError over Explicit axes, where only a definite resource names the devices."""
+    if AxisType.Explicit in mesh.axis_types:
+        raise ValueError(
+            'every argument and result has UNCONSTRAINED dimensions, so over Explicit mesh axes '
+            'jax.jit does not know the devices: write None or mesh axes for all dimensions of one'
+        )
+
+
+def _lay_out_all(tree: Any, resources: Any, mesh: Mesh, where: str) -> Any:
+    def place(path: Any, resource: Any, below: Any) -> Any:
+        spec = inner_spec(resource)
+        if spec is None:
+            return below
+        try:
+            return jax.tree.map(lambda x: lay_out(x, spec, mesh), below)
+        except ValueError as error:
+            at = f'{where}, {path_str(path)}' if path else where
+            raise ValueError(f'{at}: {error}') from None
+
+    return jax.tree_util.tree_map_with_path(place, resources, tree, is_leaf=is_resource)
