@@ -64,10 +64,7 @@ def with_sharding_constraint(x: Any, axis_resources: Any) -> Any:
     def place(resource: Any, below: Any) -> Any:
         return jax.tree.map(lambda array: lay_out(array, resource), below)
 
-    def is_spec(leaf: Any) -> bool:
-        return leaf is None or isinstance(leaf, PartitionSpec)
-
-    return jax.tree.map(place, axis_resources, x, is_leaf=is_spec)
+    return jax.tree.map(place, axis_resources, x, is_leaf=lambda leaf: leaf is None)
 
 
 def constrain(
@@ -196,34 +193,31 @@ def _lay_out_traced(
         spec = keep_layout(spec, dimension_axes(now, np.ndim(x)))
         return jax.sharding.reshard(x, spec if over is around else NamedSharding(over, spec))
     _check_mesh_is_set(over, around)
-    types_of_axes = dict(zip(around.axis_names, around.axis_types, strict=True))
-    return _lay_out_by_type(x, spec, types_of_axes)
+    return _lay_out_by_type(x, spec, dict(zip(around.axis_names, around.axis_types, strict=True)))
 
 
 def _lay_out_by_type(x: Any, spec: PartitionSpec, types: Mapping[str, AxisType]) -> jax.Array:
-    """`x` inside a trace, over axes of several types: Explicit ones first, then Auto ones."""
-    free = PartitionSpec.UNCONSTRAINED
-    if len(spec) == np.ndim(x) and all(entry is free for entry in spec):
-        return x
+    """`x` inside a trace, over axes of several types."""
     held = keep_layout(spec, dimension_axes(jax.typeof(x).sharding.spec, np.ndim(x)))
-    explicit: list[Any] = []
-    auto: list[Any] = []
-    for entry, kept in zip(spec, held, strict=True):
-        axes = sharding_axes(kept)
+    for axes in map(sharding_axes, held):
         kinds = [types[axis] for axis in axes]
         if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:
             raise ValueError(
                 f'a dimension over mesh axes {axes} must name Explicit axes before Auto axes'
             )
-        explicit.append(tuple(a for a in axes if types[a] == AxisType.Explicit) or None)
-        over_auto = tuple(a for a in axes if types[a] == AxisType.Auto) or None
-        # jax cannot leave the Auto axes of a dimension open that Explicit axes shard.
-        auto.append(free if entry is free and not axes else over_auto)
-    if AxisType.Explicit in types.values():
-        x = jax.sharding.reshard(x, PartitionSpec(*explicit))
-    if AxisType.Auto in types.values():
-        x = jax.lax.with_sharding_constraint(x, PartitionSpec(*auto))
-    return x
+    explicit = tuple(axis for axis, kind in types.items() if kind == AxisType.Explicit)
+    over_explicit = drop_axes(held, types.keys() - {*explicit})
+    if not explicit:
+        return jax.lax.with_sharding_constraint(x, spec)
+    if AxisType.Auto not in types.values():
+        return jax.sharding.reshard(x, over_explicit)
+    # All axes are Auto for the constraint. Next to Explicit axes, jax would replicate UNCONSTRAINED
+    # dimensions, and the batched dimension of a vmap, over the Auto axes.
+    return jax.sharding.auto_axes(
+        lambda x: jax.lax.with_sharding_constraint(x, spec),
+        axes=explicit,
+        out_sharding=over_explicit,
+    )(x)
 
 
 def _inside_and_outside(spec: Any) -> tuple[PartitionSpec, PartitionSpec]:

@@ -37,12 +37,16 @@ def mesh_of(types):
 def by_jax(x, spec, types, manual=()):
     """jax's own constraints, by a spec without Manual axes and with one axis per dimension."""
     kinds = dict(zip(('data', 'model'), TYPES[types], strict=True))
-    kinds = {axis: kind for axis, kind in kinds.items() if axis not in manual}
-    explicit = P(*(axis if kinds.get(axis) == EXPLICIT else None for axis in spec))
-    auto = P(*(None if kinds.get(axis) == EXPLICIT else axis for axis in spec))
-    if EXPLICIT in kinds.values():
-        x = jax.sharding.reshard(x, explicit)
-    return jax.lax.with_sharding_constraint(x, auto) if AUTO in kinds.values() else x
+    explicit = tuple(a for a, kind in kinds.items() if kind == EXPLICIT and a not in manual)
+    typed = P(*(axis if axis in explicit else None for axis in spec))
+    place = lambda x: jax.lax.with_sharding_constraint(x, P(*spec))  # noqa: E731
+    if len(explicit) + len(manual) == 2 and explicit:
+        return jax.sharding.reshard(x, typed)
+    return (
+        jax.sharding.auto_axes(place, axes=explicit, out_sharding=typed)(x)
+        if explicit
+        else place(x)
+    )
 
 
 def text(fn, *args):
@@ -138,7 +142,7 @@ def test_constraints_under_transformations(types, transformed):
         assert text(lambda x: transformed(lambda x: x, x), X) != expected  # it says something
 
 
-@pytest.mark.parametrize('types', ['auto', 'explicit'])
+@pytest.mark.parametrize('types', ['auto', 'explicit', 'explicit and auto'])
 def test_values_under_transformations(types):
     """One program with all transformations, compared with the same one without a mesh."""
 
@@ -279,6 +283,34 @@ def test_a_program_of_pmap_is_told_what_to_write():
         with pytest.raises(ValueError, match=r"'data' does not.*batch 8.*partition instead of"):
             jax.pmap(place, axis_name='batch')(X)
     np.testing.assert_array_equal(jax.pmap(lambda x: constrain(x, ('batch',)))(X), X)
+
+
+def test_axes_of_three_types():
+    mesh = jax.make_mesh((2, 2, 2), ('m', 'a', 'e'), axis_types=(EXPLICIT, AUTO, EXPLICIT))
+
+    def body(x, fn):
+        return jax.vmap(lambda x: jnp.sin(fn(x)))(x)
+
+    def by_hand(x):
+        place = lambda x: jax.lax.with_sharding_constraint(x, P(('e', 'a'), UNC))  # noqa: E731
+        return jax.sharding.auto_axes(place, axes='e', out_sharding=P('e', None))(x)
+
+    x = np.stack([X] * 4)
+    with jax.set_mesh(mesh):
+        for place in (
+            lambda x: with_sharding_constraint(x, P(('m', 'e', 'a'), UNC)),
+            lambda x: constrain(x, ('x', UNC), [('x', ('e', 'm', 'a'))]),
+        ):
+            fn = sharded(functools.partial(body, fn=place), ('m',))
+            assert text(fn, x) == text(sharded(functools.partial(body, fn=by_hand), ('m',)), x)
+        np.testing.assert_allclose(jax.jit(fn)(x), np.sin(x), rtol=1e-6)
+
+
+def test_without_jit_over_axes_of_two_types():
+    with jax.set_mesh(mesh_of('explicit and auto')):
+        place = lambda x: constrain(x, ('batch', 'embed'), RULES)  # noqa: E731
+        grads = jax.grad(lambda x: jnp.sin(place(x)).sum())(X)
+    np.testing.assert_allclose(grads, np.cos(X), rtol=1e-6)
 
 
 # Inside a vmap that shards its batched dimension.
