@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from partitioning.plan.plan import Plan, Unplanned
 from partitioning.plan.rows import (
     NO_NAMES,
+    NOT_COVERED,
     NOT_OF_PARAMETER,
     SAID_NONE,
     PlanRow,
@@ -135,6 +136,8 @@ def _resolve_parameter(
         shape=parameter.shape,
         axes_as_names=parameter.axes_as_names,
     )
+    if (covered := parameter.num_carried) is not None:
+        resolved = (*resolved[:covered], *_not_covered(parameter))
     if parameter.mesh is not None and dict(parameter.mesh.shape) != dict(axis_sizes(mesh)):
         message = (
             f'the names are for the mesh {describe_axes(parameter.mesh.shape)}, but the mesh is '
@@ -145,6 +148,13 @@ def _resolve_parameter(
         note = ' (by optimizer_axis_rules)'
         problems = tuple(p._replace(message=p.message + note) for p in problems)
     return resolved, problems
+
+
+def _not_covered(parameter: Parameter) -> list[ResolvedDimension]:
+    """The dimensions after those that the names of a parameter cover."""
+    names, rank = parameter.carried, len(parameter.names)
+    reason = f'{NOT_COVERED}: the names {names} cover {len(names)} of {rank} dimensions'
+    return [without_name(reason)] * (rank - len(names))
 
 
 def _too_large(leaf: Leaf, mesh: MeshLike) -> Problem:

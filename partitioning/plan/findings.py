@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from partitioning.plan.rows import NO_NAMES, PlanRow
+from partitioning.plan.rows import NO_NAMES, NOT_COVERED, PlanRow
 from partitioning.plan.rule_set import RuleSet
 from partitioning.rules import (
     AxisRules,
@@ -27,7 +27,7 @@ class Finding(NamedTuple):
       severity: 'error' if a layout cannot be decided, 'warning' if it may surprise.
       kind: for errors 'repeated name', 'rank', 'absent axis', 'conflict', 'unmatched',
         'indivisible', 'names', 'policy' or 'rules'; for warnings 'unused', 'shadowed', 'size 1',
-        'policy' or 'no names'.
+        'policy', 'no names' or 'few names'.
       where: the path of an array, or a rule as code.
       message: what is wrong, and what to write instead.
     """
@@ -65,6 +65,12 @@ def row_findings(rows: Sequence[PlanRow], rules: RuleSet | None) -> Iterator[Fin
             yield Finding('warning', 'no names', row.path, message)
         if row.role == 'optimizer' and not separate:
             continue  # it follows a parameter, which is reported
+        if few := [d.reason for d in row.dimensions if d.reason.startswith(f'{NOT_COVERED}: ')]:
+            message = (
+                f'{few[0]} of shape {row.shape}, so the others are not sharded; write '
+                f'{tuple(row.logical_axes)}, with a name in place of None to shard a dimension'
+            )
+            yield Finding('warning', 'few names', row.path, message)
         for d in row.dimensions:
             if d.policy is not None:
                 message = f'{d.name}: {d.policy}, {d.reason}'

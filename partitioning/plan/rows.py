@@ -82,6 +82,7 @@ class PlanRow(NamedTuple):
 NO_NAMES = 'no names, and the array follows no parameter'
 SAID_NONE = 'the state names no axes for the array'
 NOT_OF_PARAMETER = 'not a dimension of the parameter'
+NOT_COVERED = 'no name'  # fewer names than dimensions; the numbers follow
 
 
 def without_name(reason: str) -> ResolvedDimension:

@@ -28,6 +28,8 @@ class Parameter(NamedTuple):
       axes_as_names: whether a name may be a mesh axis, as in `flax.linen.Partitioned` and nnx.
       rules: rules for this array only, tried before all others.
       mesh: the mesh that the names are for, or None.
+      num_carried: how many names the array carries, if these are fewer than its dimensions. They
+        belong to the first dimensions, and `names` has None for the others.
     """
 
     path: Path
@@ -36,6 +38,28 @@ class Parameter(NamedTuple):
     axes_as_names: bool = False
     rules: LogicalAxisRules = ()
     mesh: Any = None
+    num_carried: int | None = None
+
+    @property
+    def carried(self) -> tuple[Any, ...]:
+        """The names that the array itself carries."""
+        return self.names[: self.num_carried]
+
+    def with_shape(self, shape: tuple[int, ...]) -> Parameter:
+        """The same names for an array of this shape."""
+        carried = self.carried
+        names = pad_names(carried, len(shape))
+        num_carried = len(carried) if len(carried) < len(names) else None
+        return self._replace(names=names, shape=shape, num_carried=num_carried)
+
+
+def pad_names(names: Sequence[Any], rank: int) -> tuple[Any, ...]:
+    """The names of all dimensions: if there are fewer names, the last dimensions get None.
+
+    Fewer names mean the same in flax and in a PartitionSpec. An empty tuple stays as it is: it
+    names nothing, so the array would be replicated silently.
+    """
+    return (*names, *[None] * (rank - len(names))) if names else ()
 
 
 @functools.cache
@@ -114,11 +138,13 @@ def carried_names(x: Any, path: Path = ()) -> Parameter | None:
         if names is None:
             return None
         rules = check_rules(metadata.get('sharding_rules') or ())
-        return Parameter(path, tuple(names), shape, True, rules, metadata.get('mesh'))
+        variable = Parameter(path, tuple(names), None, True, rules, metadata.get('mesh'))
+        return variable.with_shape(shape)
     logical = hasattr(x, 'rules') or is_metadata(x)
     rules = check_rules(getattr(x, 'rules', None) or ())
     mesh = getattr(x, 'mesh', None)
-    return Parameter(path, tuple(x.names), shape_of(array_of(x)), not logical, rules, mesh)
+    named = Parameter(path, tuple(x.names), None, not logical, rules, mesh)
+    return named if is_metadata(x) else named.with_shape(shape_of(array_of(x)))
 
 
 def lacks_names(x: Any) -> bool:

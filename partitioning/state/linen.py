@@ -29,31 +29,53 @@ from partitioning.rules import (
     to_spec,
     try_resolve,
 )
+from partitioning.state.boxes import pad_names
+
+
+class NoPartitionNameError(errors.PartitioningUnspecifiedError, ValueError):
+    """A transformation such as nn.scan adds a dimension to a box and gives it no name."""
+
+    def __init__(self, box: Any):
+        Exception.__init__(
+            self,
+            'a transformation (nn.scan, nn.vmap, ...) adds a dimension to, or removes one from, a '
+            f'parameter with the names {tuple(box.names)}, but does not name the dimension. Write '
+            'metadata_params={nn.PARTITION_NAME: None} in the transformation, or a name that a '
+            "rule maps, such as 'layers' with the rule ('layers', None)",
+        )
 
 
 class _Box:
-    """The methods in which both boxes differ from flax's."""
+    """The methods in which both boxes differ from flax's.
+
+    They need only what flax's own boxes have, because `traced_boxes` calls them with those too.
+    """
 
     names: Any
     value: Any
     mesh: Mesh | None
     replace: Callable[..., Any]
-    _axes_as_names: bool
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> Any:
         """A box with one more name at `index`; see `partitioning.add_axis`."""
-        return self.replace(names=tuple(add_axis(self.names, index, self._name(params))))
+        names = tuple(self.names)
+        if index < 0:  # it counts from the last dimension, which may have no name
+            rank = len(getattr(self.value, 'shape', ()))
+            names = (*names, *[None] * (rank - 1 - len(names)))
+        return self.replace(names=tuple(add_axis(names, index, _partition_name(self, params))))
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> Any:
         """A box without the name at `index`; see `partitioning.remove_axis`."""
-        return self.replace(names=tuple(remove_axis(self.names, index, self._name(params))))
+        names = remove_axis(self.names, index, _partition_name(self, params))
+        return self.replace(names=tuple(names))
 
     def unbox(self, apply_constraint: bool = True) -> Any:
         """The array, laid out by its names over the current mesh.
 
-        Without a current mesh, it is laid out over the mesh of the box, if there is one. An array
-        whose names cannot be resolved is returned unchanged: the error is raised where the whole
-        state is resolved, with the path of the array.
+        Without a current mesh, it is laid out over the mesh of the box, if there is one. Names that
+        are fewer than the dimensions belong to the first dimensions. An array whose names cannot be
+        resolved is returned unchanged: the error is raised where the whole state is resolved, with
+        the path of the array.
 
         Args:
           apply_constraint: False returns the array unchanged.
@@ -64,7 +86,8 @@ class _Box:
         current = jax.sharding.get_abstract_mesh()
         mesh = current if self.mesh is None else self.mesh
         rules = getattr(self, 'rules', None) or spmd.get_logical_axis_rules()
-        if not apply_constraint or mesh.empty or not (rules or self._axes_as_names):
+        axes_as_names = not hasattr(self, 'rules')
+        if not apply_constraint or mesh.empty or not (rules or axes_as_names):
             return self.value
         if self.mesh is not None and not current.empty and self.mesh.abstract_mesh != current:
             raise ValueError(
@@ -72,17 +95,25 @@ class _Box:
                 f'the current mesh is {describe_axes(current.shape)} or has other axis types; '
                 'create the box without mesh='
             )
-        options = {'shape': self.value.shape, 'axes_as_names': self._axes_as_names}
-        resolved, problems = try_resolve(self.names, AxisRules(rules), mesh=mesh, **options)
+        shape = self.value.shape
+        resolved, problems = try_resolve(
+            pad_names(self.names, len(shape)),
+            AxisRules(rules),
+            mesh=mesh,
+            shape=shape,
+            axes_as_names=axes_as_names,
+        )
         if problems:
             return self.value
         over = None if self.mesh is None or not current.empty else self.mesh
         return lay_out(self.value, boundary_spec(to_spec(resolved)), over)
 
-    def _name(self, params: dict[Any, Any]) -> str | None:
-        if nn.PARTITION_NAME not in params:
-            raise errors.PartitioningUnspecifiedError(self)
-        return params[nn.PARTITION_NAME]
+
+def _partition_name(box: Any, params: dict[Any, Any]) -> str | None:
+    """The name that a transformation gives to the dimension that it adds or removes."""
+    if nn.PARTITION_NAME not in params:
+        raise NoPartitionNameError(box)
+    return params[nn.PARTITION_NAME]
 
 
 class Partitioned(_Box, nn.Partitioned):
@@ -93,8 +124,6 @@ class Partitioned(_Box, nn.Partitioned):
       stacked = kernel.add_axis(0, {nn.PARTITION_NAME: None})  # (None, 'data', 'model')
     """
 
-    _axes_as_names = True
-
 
 class LogicallyPartitioned(_Box, nn.LogicallyPartitioned):
     """A `flax.linen.LogicallyPartitioned`, whose names are logical axes, with corrected methods.
@@ -103,8 +132,6 @@ class LogicallyPartitioned(_Box, nn.LogicallyPartitioned):
       kernel = LogicallyPartitioned(jnp.zeros((8, 4)), ('embed', 'mlp'))
       stacked = kernel.add_axis(0, {nn.PARTITION_NAME: 'layers'})  # ('layers', 'embed', 'mlp')
     """
-
-    _axes_as_names = False
 
 
 def with_partitioning(

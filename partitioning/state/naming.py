@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from partitioning.rules import ProblemError
@@ -17,6 +18,7 @@ from partitioning.state.boxes import (
     is_metadata,
     is_optimizer_variable,
     is_parameter_variable,
+    is_variable,
     lacks_names,
     shape_of,
 )
@@ -26,6 +28,7 @@ from partitioning.state.path_names import (
     check_all_named,
     check_all_used,
     match_paths,
+    replicating_rules,
 )
 
 Entries = Sequence[tuple[Path, Any]]  # the leaves of a state, with each carrier as one leaf
@@ -40,6 +43,7 @@ class NamedArrays(NamedTuple):
       to_follow: the parameters, for looking up the owner of a statistic.
       carried: all arrays that carry names, with these names, by path. Path rules are ignored.
       overridden: the arrays that path rules name but that are neither parameters nor statistics.
+      missing: for each parameter without names, a message that says what to write for all of them.
     """
 
     parameters: Mapping[Path, Parameter]
@@ -47,6 +51,7 @@ class NamedArrays(NamedTuple):
     to_follow: Parameters
     carried: Mapping[Path, Parameter]
     overridden: Mapping[Path, Parameter]
+    missing: Mapping[Path, str] = MappingProxyType({})
 
 
 def named_arrays(
@@ -78,13 +83,15 @@ def named_arrays(
             "'mlp')), ...]; or give the state a method as_logical_axes()"
         )
     if not overrides:
-        return _known({path: carried[path] for path in roots}, roots, carried, {})
+        known = _known({path: carried[path] for path in roots}, roots, carried, {})
+        return known._replace(missing=_missing(entries, known))
     arrays = {path: x for path, x in entries if not is_metadata(x)}
     texts = {path: ['/'.join(path), '/'.join(path[len(root) :])] for path, root in roots.items()}
     texts |= {path: ['/'.join(path)] for path in arrays if path not in roots}
     found = match_paths(texts, overrides)
     unnamed = [path for path in roots if path not in carried and lacks_names(arrays[path])]
-    check_all_named([texts[path][-1] for path in unnamed if path not in found])
+    missing = {path: shape_of(array_of(arrays[path])) for path in unnamed if path not in found}
+    check_all_named(missing, texts)
     given = _parameters({path: tuple(overrides[i][1]) for path, i in found.items()}, arrays)
     named = {**carried, **given}
     known = _known({path: named[path] for path in roots if path in named}, roots, carried, {})
@@ -120,6 +127,46 @@ def _known(
         by_path.setdefault((), list(next(iter(by_path.values()))))
     trees = set(roots.values()) - {()}
     return NamedArrays(parameters, trees, Parameters(by_path), carried, overridden)
+
+
+def _missing(entries: Entries, known: NamedArrays) -> dict[Path, str]:
+    """What to write for the parameters without names, if other parameters have names."""
+    shapes = {
+        path: shape_of(array_of(x))
+        for path, x in entries
+        if path not in known.carried and not is_metadata(x) and _is_parameter(path, x, known.trees)
+    }
+    shapes = {path: shape for path, shape in shapes.items() if shape}
+    if not shapes:
+        return {}
+    texts = {path: ['/'.join(path), _inside(path, known.trees)] for path, _ in entries}
+    first, *others = shapes
+    them = 'them' if others else 'it'
+    message = (
+        f'Missing axis names for parameters: {"/".join(first)} of shape {shapes[first]} '
+        f'{f"and {len(others)} more have" if others else "has"} no names, but other parameters do. '
+        f'To replicate {them}, write params_axes_names_override='
+        f'{replicating_rules(shapes, texts)}, with a name in place of None to shard a dimension'
+    )
+    return {first: message} | {
+        path: f'Missing axis names for parameters: no names, like {"/".join(first)}'
+        for path in others
+    }
+
+
+def _is_parameter(path: Path, leaf: Any, trees: set[Path]) -> bool:
+    if is_variable(leaf):
+        return is_parameter_variable(leaf)
+    for tree in trees:  # noqa: SIM110  # called for every leaf, and twice as fast as any()
+        if path[: len(tree)] == tree:
+            return True
+    return False
+
+
+def _inside(path: Path, trees: set[Path]) -> str:
+    """The path of an array inside its tree of parameters."""
+    tree = next((tree for tree in trees if path[: len(tree)] == tree), ())
+    return '/'.join(path[len(tree) :])
 
 
 def _candidates(

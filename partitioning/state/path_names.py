@@ -72,14 +72,53 @@ def match_paths(arrays: Mapping[Path, Texts], rules: PathRules) -> dict[Path, in
     return found
 
 
-def check_all_named(missing: Sequence[str]) -> None:
-    """Raises ValueError if `missing`, the arrays that no path rule names, is not empty."""
+def check_all_named(missing: Mapping[Path, tuple[int, ...]], arrays: Mapping[Path, Texts]) -> None:
+    """Raises ValueError if there are arrays without names that no path rule names.
+
+    Args:
+      missing: the shapes of these arrays, by path.
+      arrays: the strings that a pattern may match, for every array.
+    """
     if missing:
-        more = f' and {len(missing) - 3} more' if len(missing) > 3 else ''
+        names = [arrays[path][-1] for path in missing]
+        more = f' and {len(names) - 3} more' if len(names) > 3 else ''
         raise ValueError(
-            f'no path rule matches {", ".join(missing[:3])}{more}. Add '
-            f"('{re.escape(missing[0])}', (<a name or None for each dimension>))"
+            f'no path rule matches {", ".join(names[:3])}{more}. Add '
+            f'{replicating_rules(missing, arrays)[1:-1]}, with a name in place of None to shard a '
+            'dimension'
         )
+
+
+def replicating_rules(
+    replicated: Mapping[Path, tuple[int, ...]], arrays: Mapping[Path, Texts]
+) -> str:
+    """Path rules, as code, that replicate some arrays and match no others.
+
+    Arrays of repeated layers, whose paths differ in numbers only, share a rule.
+
+    Args:
+      replicated: the shapes of the arrays to replicate, by path.
+      arrays: the strings that a pattern may match, for every array.
+    """
+    others = [text for path, texts in arrays.items() if path not in replicated for text in texts]
+    alike: dict[tuple[str, int], dict[str, str]] = {}
+    for path, shape in replicated.items():
+        exact = re.sub(r'[^\w/-]', _literally, arrays[path][-1])
+        above, _, last = re.sub(r'\d+', '[0-9]+', exact).rpartition('/')
+        alike.setdefault((above, len(shape)), {})[exact] = last
+    rules: list[tuple[str, tuple[None, ...]]] = []
+    for (above, rank), by_path in alike.items():
+        last = '|'.join(dict.fromkeys(by_path.values()))
+        last = f'({last})' if '|' in last else last
+        pattern = f'{above}/{last}' if above else last
+        taken = any(map(_compiled(pattern).fullmatch, others))
+        rules += [(one, (None,) * rank) for one in (by_path if taken else [pattern])]
+    return str(rules)
+
+
+def _literally(character: re.Match[str]) -> str:
+    """A character as part of a pattern, without a backslash, which `repr` would double."""
+    return re.escape(character[0]) if character[0] in '^\\' else f'[{character[0]}]'
 
 
 def check_all_used(arrays: Mapping[Path, Texts], rules: PathRules, used: Collection[int]) -> None:
@@ -139,7 +178,7 @@ def _names(
     """The names that the rules give to arrays, with all checks."""
     texts = {path: ('/'.join(path),) for path in shapes}
     found = match_paths(texts, rules)
-    check_all_named(['/'.join(path) for path in unnamed if path not in found])
+    check_all_named({path: shapes[path] for path in unnamed if path not in found}, texts)
     check_all_used(texts, rules, found.values())
     names = {path: tuple(rules[index][1]) for path, index in found.items()}
     for path in names:

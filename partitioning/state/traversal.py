@@ -26,8 +26,6 @@ from partitioning.state.boxes import (
     array_of,
     is_carrier,
     is_metadata,
-    is_parameter_variable,
-    is_variable,
     key_names,
     shape_of,
 )
@@ -166,7 +164,7 @@ def _leaf(path: Path, leaf: Any, known: NamedArrays, report: Report) -> Leaf | A
     array = array_of(leaf)
     shape = shape_of(array)
     try:
-        role, owner, dims = _origin(path, leaf, shape, known)
+        role, owner, dims = _origin(path, shape, known)
     except ProblemError as error:
         report('/'.join(path), error.problem)
         return Leaf(path, array, 'other', None, (None,) * len(shape), problematic=True)
@@ -174,7 +172,7 @@ def _leaf(path: Path, leaf: Any, known: NamedArrays, report: Report) -> Leaf | A
 
 
 def _origin(
-    path: Path, leaf: Any, shape: tuple[int, ...], known: NamedArrays
+    path: Path, shape: tuple[int, ...], known: NamedArrays
 ) -> tuple[Role, Parameter | None, Dims]:
     """The role of a leaf, the parameter it follows, and how their dimensions correspond."""
     role: Role = 'parameters'
@@ -183,40 +181,20 @@ def _origin(
         role, own = 'other', known.overridden.get(path)
     if own is None:
         own = known.carried.get(path)
-        if own is None and shape and _is_missing(path, leaf, known.trees):
-            raise ProblemError(Problem('names', _missing(path, leaf, shape)))
+        if path in known.missing:
+            raise ProblemError(Problem('names', known.missing[path]))
         owner, dims = known.to_follow.follow(path, shape)
         role = 'other' if owner is None else 'optimizer'
         if own is None:
             return role, owner, dims
+        if owner is not None and own.carried == known.carried.get(owner.path, owner).carried:
+            return role, owner, dims  # the names came along with the copy
         if owner is not None and len(own.names) == len(owner.shape or ()):
-            came_along = own.names == known.carried.get(owner.path, owner).names
-            # Otherwise they are nnx's optimizer_sharding, which replaces the parameter's names.
-            return role, owner if came_along else own._replace(shape=owner.shape), dims
+            # They are nnx's optimizer_sharding, which replaces the names of the parameter.
+            return role, own._replace(shape=owner.shape), dims
     if len(own.names) != len(shape):
         raise ProblemError(names_rank_problem(own.names, shape))
     return role, own, tuple(range(len(shape)))
-
-
-def _is_missing(path: Path, leaf: Any, trees: set[Path]) -> bool:
-    """Whether a leaf without names should have names, because it is a parameter."""
-    if is_variable(leaf):
-        return is_parameter_variable(leaf)
-    for tree in trees:  # noqa: SIM110  # called for every leaf, and twice as fast as any()
-        if path[: len(tree)] == tree:
-            return True
-    return False
-
-
-def _missing(path: Path, leaf: Any, shape: tuple[int, ...]) -> str:
-    nothing = (None,) * len(shape)
-    how = f'create it with flax.linen.with_logical_partitioning(init, {nothing})'
-    if is_variable(leaf):
-        how = f'create it with the metadata out_sharding={nothing}'
-    return (
-        f'Missing axis names for parameters: {"/".join(path)} of shape {shape} has no names, but '
-        f'other parameters do. To replicate it, {how}, or name it in params_axes_names_override'
-    )
 
 
 def _as_it_says(state: Any) -> StateTree[Leaf]:

@@ -156,7 +156,7 @@ def test_shadowed_rules_are_those_that_win_in_no_array(rules):
         (box((8, 8), 'embed', 'embed'), 'repeated name', 'two dimensions'),
         (box((7, 8), 'embed', 'mlp'), 'indivisible', '4 or 8'),
         (box((8,), 'embed', 'mlp'), 'rank', "('embed', 'mlp') has 2 entries"),
-        (box((8, 8, 8), 'embed', 'mlp'), 'rank', '3 dimensions'),
+        (box((8, 8, 8)), 'rank', '3 dimensions'),
         (mesh_axes_as_names((8, 8), ('data', 'model'), ('data',)), 'conflict', "'data'"),
         (mesh_axes_as_names((8, 8), ('dta',), None), 'absent axis', "mean 'data'?"),
     ],
@@ -215,7 +215,7 @@ def test_everything_at_once():
 def test_wrong_names_do_not_hide_other_errors():
     state = params(
         a=box((8,), 'embed', 'mlp'),
-        b=box((8, 8), 'embed'),
+        b=box((8, 8), 'embed', 'mlp', None),
         c=jnp.zeros((8, 8)),
         d=box((8, 8), 'embd', 'mlp'),
     )

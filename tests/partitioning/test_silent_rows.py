@@ -104,14 +104,34 @@ def test_a_name_without_a_rule(front_end):
     assert "Did you mean 'embed'?" in message and "('embd', None)" in message
 
 
-@each_front_end
-@pytest.mark.parametrize('names', [('embed',), ('heads', 'embed', 'mlp')])
+# As in flax, the names of these belong to the first dimensions.
+FEWER = ('logical box', 'box', 'nnx variable')
+
+
+@pytest.mark.parametrize(
+    'front_end, names',
+    [
+        *[(front_end, ('heads', 'embed', 'mlp')) for front_end in FRONT_ENDS],
+        *[(front_end, ('embed',)) for front_end in FRONT_ENDS if front_end not in FEWER],
+    ],
+)
 def test_too_few_or_too_many_names(front_end, names):
     with pytest.raises(ValueError) as error:
         mesh_axes(front_end, names)
     message = str(error.value)
     assert 'params/w' in message and str(names) in message and '(8, 8)' in message
     assert f'logical axes {names} has {len(names)} entr' in message
+
+
+@pytest.mark.parametrize('front_end', FEWER)
+def test_fewer_names_in_boxes_and_variables(front_end):
+    assert mesh_axes(front_end, ('embed',)) == P('data', None)
+    partitioner = PjitPartitioner(2, logical_axis_rules=RULES)
+    found = partitioner.lint(FRONT_ENDS[front_end](('embed',)))
+    (few,) = [finding for finding in found if finding.kind == 'few names']
+    assert (few.severity, few.where) == ('warning', 'params/w')
+    assert "('embed',) cover 1 of 2 dimensions of shape (8, 8)" in few.message
+    assert "write ('embed', None)" in few.message
 
 
 @each_front_end

@@ -36,7 +36,7 @@ def test_a_parameter_without_names_among_others(partitioner):
         partitioner.get_mesh_axes(state)
 
 
-@pytest.mark.parametrize('names', [('embed',), ('layers', 'embed', 'mlp'), ()])
+@pytest.mark.parametrize('names', [('layers', 'embed', 'mlp'), ()])
 def test_names_of_the_wrong_rank(partitioner, names):
     box = nn.LogicallyPartitioned(jnp.zeros((8, 8)), names)
     message = rf'params/dense/kernel.* {len(names)} entr.* 2 dimensions'
