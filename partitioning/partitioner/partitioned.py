@@ -13,12 +13,14 @@ from typing import Any, Protocol, cast
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from partitioning.partitioner.explicit_axes import auto_where_needed
 from partitioning.partitioner.inner_layouts import inner_spec
 from partitioning.partitioner.same_paths import (
     has_structure_of,
     lay_out_by_path,
     shardings_of_arguments,
 )
+from partitioning.partitioner.trace_errors import own_errors
 from partitioning.rules import (
     AxisRules,
     LogicalAxisRules,
@@ -148,7 +150,11 @@ class _Partitioned(PjittedFnWithContext):
 
     def _counted(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` in the contexts, counting its traces."""
-        inside = in_context(fn, self._mesh, self._logical_axis_rules)
+        settings = self._jit.keywords
+        typed = auto_where_needed(
+            fn, self._mesh, settings['out_shardings'], settings['static_argnums']
+        )
+        inside = in_context(typed, self._mesh, self._logical_axis_rules)
 
         @functools.wraps(fn)
         def traced(*args: Any) -> Any:
@@ -360,7 +366,14 @@ def to_shardings(resources: Any, mesh: Mesh, *, allow_unconstrained: bool = Fals
 def _axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
     from flax.core import spmd  # heavy, and only tracing needs it
 
-    with spmd.logical_axis_rules(rules), contextlib.ExitStack() as stack:
+    from partitioning.state.traced_boxes import boxes_like_ours
+
+    with (
+        own_errors(rules),
+        spmd.logical_axis_rules(rules),
+        boxes_like_ours(),
+        contextlib.ExitStack() as stack,
+    ):
         # nnx would lay out variables where they are created. It fails if the rank of a statistic
         # is not the rank of its parameter. Here the shardings decide.
         if 'flax.nnx' in sys.modules:

@@ -1,0 +1,86 @@
+"""Errors of jax and flax while a partitioner traces a function, in our own words."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from partitioning.rules import LogicalAxisRules, as_tuple
+from partitioning.rules.checks import axis_problems
+
+_ABSENT_AXIS = re.compile(r'Resource axis: (\S+) of ')
+_NOT_EXPLICIT = re.compile(
+    r'PartitionSpec passed to (\S+) cannot contain axis names .*(P\(.*\)) with'
+)
+_PACKAGE = str(Path(__file__).parents[1])
+_LAYERS = ('flax.linen.', 'flax.nnx.nn.')
+_LIBRARIES = (str(Path(jax.__file__).parent), _PACKAGE, sysconfig.get_path('stdlib'), '<')
+
+
+@contextlib.contextmanager
+def own_errors(rules: LogicalAxisRules) -> Iterator[None]:
+    """Raises ValueErrors that say what to write for errors that users cannot read.
+
+    Args:
+      rules: the rules under which the function is traced.
+
+    Raises:
+      ValueError: if a mesh axis does not exist, if the program gives an `out_sharding` over Auto
+        axes, or if a transformation of nnx does not name the dimension that it adds. Any other
+        error is raised unchanged.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (message := _translate(error, rules)) is None:
+            raise
+        raise ValueError(message).with_traceback(error.__traceback__) from None
+
+
+def _translate(error: Exception, rules: LogicalAxisRules) -> str | None:
+    text = str(error)
+    if absent := _ABSENT_AXIS.match(text):
+        return _absent_axis(absent[1], rules) + place_of(error)
+    if refused := _NOT_EXPLICIT.match(text):
+        return (
+            f'the program gives {refused[2]} to {refused[1]}{place_of(error)}, which jax allows '
+            "over Explicit mesh axes only. Create the mesh with axis_types='explicit', or lay out "
+            'the result with partitioning.constrain instead'
+        )
+    if '"partition_name" is not specified in transform_metadata' in text:
+        return (
+            f'a transformation of nnx{place_of(error)} adds a dimension to variables with names, '
+            'but does not name it. Write transform_metadata={nnx.PARTITION_NAME: None} in the '
+            "transformation, or a name that a rule maps, such as 'layers' with the rule "
+            "('layers', None)"
+        )
+    return None
+
+
+def needs_explicit_axes(error: Exception) -> bool:
+    """Whether jax refuses an operation only because the axes of the mesh are Auto."""
+    return _NOT_EXPLICIT.match(str(error)) is not None
+
+
+def _absent_axis(axis: str, rules: LogicalAxisRules) -> str:
+    (problem, *_) = axis_problems([axis], jax.sharding.get_abstract_mesh())
+    rule = next((rule for rule in rules if axis in as_tuple(rule[1])), None)
+    return problem.message if rule is None else f'rule {tuple(rule)!r}: {problem.message}'
+
+
+def place_of(error: Exception) -> str:
+    """Where the program caused an error: ' (in Embed, called at model.py:12)', or ''."""
+    layer = line = ''
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        path, method_of = frame.f_code.co_filename, type(frame.f_locals.get('self'))
+        if method_of.__module__.startswith(_LAYERS):
+            layer = f'in {method_of.__name__}, called '
+        elif not path.startswith(_LIBRARIES) and 'flax' not in Path(path).parts:
+            layer, line = '', f'{Path(path).name}:{number}'
+    return f' ({layer}at {line})' if line else ''
