@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from partitioning.partitioner.same_paths import match_by_path
 from partitioning.partitioner.trace_errors import needs_explicit_axes, place_of
 from partitioning.rules import as_tuple
 
@@ -23,14 +24,15 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def auto_where_needed(
-    fn: Callable[..., Any], mesh: Mesh, out_shardings: Any, static_argnums: tuple[int, ...] = ()
+    fn: Callable[..., Any], mesh: Mesh, out_shardings: Any, static_argnums: Sequence[int] = ()
 ) -> Callable[..., Any]:
     """`fn`, traced over Auto axes if it cannot be traced over the Explicit axes of the mesh.
 
     Args:
       fn: a function that is traced inside the mesh.
       mesh: the mesh. If it has no Explicit axes, the result is `fn`.
-      out_shardings: the shardings of the result of `fn`, or a prefix of them.
+      out_shardings: the shardings of the result of `fn`, or a prefix of them. Over Auto axes, a
+        result without a sharding is replicated.
       static_argnums: the positions of arguments that are not arrays.
     """
     if AxisType.Explicit not in mesh.axis_types:
@@ -38,24 +40,17 @@ def auto_where_needed(
 
     @functools.wraps(fn)
     def traced(*args: Any) -> Any:
+        static = {i % len(args) for i in static_argnums} if args else set()
         try:
             # In a jaxpr of its own, a failed attempt leaves no operations behind.
-            return jax.jit(fn, static_argnums=static_argnums, inline=True)(*args)
+            return jax.jit(fn, static_argnums=tuple(static), inline=True)(*args)
         except Exception as error:  # jax's class of this error is not public
             if not _lacks_sharding(error):
                 raise
             reason = error
         why = _explain(fn, reason)
-        static = {i: args[i] for i in static_argnums if i < len(args)}
-        arrays = [x for i, x in enumerate(args) if i not in static]
-
-        def with_static(*given: Any) -> Any:
-            rest = iter(given)
-            return fn(*(static[i] if i in static else next(rest) for i in range(len(args))))
-
-        over_auto = jax.sharding.auto_axes(with_static, out_sharding=_explicit_specs(out_shardings))
         try:
-            result = over_auto(*arrays)
+            result = _over_auto_axes(fn, args, static, mesh)
         except ValueError as error:
             if not needs_explicit_axes(error):
                 raise
@@ -67,27 +62,44 @@ def auto_where_needed(
             '%s there to keep Explicit types. Until then, the function is traced over Auto axes',
             why,
         )
-        return result
+        return _over_explicit_axes(result, out_shardings)
 
     return traced
+
+
+def _over_auto_axes(fn: Callable[..., Any], args: Any, static: set[int], mesh: Mesh) -> Any:
+    """The result of `fn` inside a mesh like `mesh` with Auto axes only."""
+    with jax.sharding.use_abstract_mesh(Mesh(mesh.devices, mesh.axis_names).abstract_mesh):
+        # Over Auto axes, the type of an array says nothing about its layout.
+        untyped = [x if i in static else _reshard(x, PartitionSpec()) for i, x in enumerate(args)]
+        return fn(*untyped)
+
+
+def _over_explicit_axes(result: Any, shardings: Any) -> Any:
+    """A result of `_over_auto_axes` with types that have its shardings."""
+    leaves, treedef = jax.tree.flatten(result)
+    # If they do not fit the result, jax says so later.
+    found = match_by_path(shardings, result) or [None] * len(leaves)
+    typed = [_reshard(x, _explicit_part(s)) for x, s in zip(leaves, found, strict=True)]
+    return jax.tree.unflatten(treedef, typed)
+
+
+def _reshard(tree: Any, spec: PartitionSpec) -> Any:
+    return jax.tree.map(lambda x: jax.sharding.reshard(x, spec), tree)
+
+
+def _explicit_part(sharding: Any) -> PartitionSpec:
+    """The spec of a sharding, without its Auto axes."""
+    if not isinstance(sharding, NamedSharding):
+        return PartitionSpec()
+    auto = {*sharding.mesh.abstract_mesh.auto_axes}
+    entries = map(as_tuple, sharding.spec)
+    return PartitionSpec(*(tuple(a for a in axes if a not in auto) or None for axes in entries))
 
 
 def _lacks_sharding(error: Exception) -> bool:
     """Whether jax or flax refuses an operation only because the axes are Explicit."""
     return type(error).__name__ == 'ShardingTypeError' or 'acts as an assert' in str(error)
-
-
-def _explicit_specs(shardings: Any) -> Any:
-    """The specs of shardings, without their Auto axes."""
-
-    def convert(sharding: Any) -> PartitionSpec:
-        if not isinstance(sharding, NamedSharding):
-            return PartitionSpec()
-        auto = {*sharding.mesh.abstract_mesh.auto_axes}
-        entries = (as_tuple(e) for e in sharding.spec)
-        return PartitionSpec(*(tuple(a for a in e if a not in auto) or None for e in entries))
-
-    return jax.tree.map(convert, shardings)
 
 
 def _explain(fn: Callable[..., Any], error: Exception) -> str:
