@@ -25,16 +25,11 @@ from partitioning.layout import (
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.initialization import trace_init
 from partitioning.partitioner.partitioned import (
-    AS_RETURNED,
     CompiledPartitionedCallable,
     PartitionedCallable,
     to_shardings,
 )
-from partitioning.partitioner.training_setup import (
-    TrainingSetup,
-    keep_layout,
-    num_arguments,
-)
+from partitioning.partitioner.training_setup import TrainingSetup, partition_step
 from partitioning.plan import Plan
 from partitioning.rules import (
     LogicalAxisRules,
@@ -278,14 +273,9 @@ class BasePartitioner(abc.ABC):
             state with the same structure, shapes and dtypes.
         """
         plan = self.plan(init_fn, *args)
-        of_others = [None] * (num_arguments(train_step) - 2)
-        step = self.partition(
-            keep_layout(train_step, plan.specs),
-            (plan.specs, self.data_partition_spec, *of_others),
-            AS_RETURNED,
-            donate_argnums=0,
-        )
-        return TrainingSetup(plan.init(*args), step, self.data_partition_spec)
+        data_spec = self.data_partition_spec
+        step = partition_step(self.partition, train_step, plan.specs, data_spec)
+        return TrainingSetup(plan.init(*args), step, data_spec)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """Makes the state of an init function, with each array in its shards; see `plan`."""

@@ -18,7 +18,7 @@ from partitioning.partitioner.inner_layouts import inner_spec
 from partitioning.partitioner.same_paths import (
     has_structure_of,
     lay_out_by_path,
-    shardings_of_arguments,
+    with_static_fields,
 )
 from partitioning.partitioner.trace_errors import own_errors
 from partitioning.rules import (
@@ -32,9 +32,6 @@ from partitioning.rules import (
 from partitioning.state import path_str
 
 CompiledPartitionedCallable = Callable[..., Any]
-
-# A resource of a result whose layout the function itself decides.
-AS_RETURNED = object()
 
 
 class PartitionedCallable(Protocol):
@@ -166,7 +163,7 @@ class _Partitioned(PjittedFnWithContext):
         return traced
 
     def adopt_static_fields(self, args: tuple) -> bool:
-        """Matches the shardings to arguments and results by path, if their static fields differ.
+        """Gives the shardings the static fields of the arguments, if it is these that differ.
 
         An optimizer or a bound method that init creates is new in every trace, so a state can have
         other ones than the specs that were made for it.
@@ -175,22 +172,20 @@ class _Partitioned(PjittedFnWithContext):
           args: the positional arguments of a call that failed.
 
         Returns:
-          Whether the structures differ and the paths are the same, so that a second call succeeds.
+          Whether another call with these arguments may succeed.
         """
-        keywords = self._jit.keywords
+        keywords, fn, in_shardings = self._jit.keywords, self._fn, self._in_shardings
         static = {i % len(args) for i in keywords['static_argnums']} if args else ()
-        dynamic = tuple(arg for i, arg in enumerate(args) if i not in static)
-        out_shardings, returned = keywords['out_shardings'], self._returned
-        in_shardings = self._in_shardings
-        if not has_structure_of(in_shardings, dynamic):
-            in_shardings = shardings_of_arguments(in_shardings, dynamic)
-            if in_shardings is None:
-                return False
-        elif returned is None or has_structure_of(out_shardings, returned):
+        dynamic = [arg for i, arg in enumerate(args) if i not in static]
+        out_shardings = keywords['out_shardings']
+        if adapted := with_static_fields(in_shardings, out_shardings, dynamic):
+            in_shardings, out_shardings = adapted
+        elif self._returned is None or has_structure_of(out_shardings, self._returned):
             return False
-        by_path = lay_out_by_path(self._fn, out_shardings)
-        jit = functools.partial(jax.jit, **{**keywords, 'out_shardings': None})
-        self._pjitted_fn = jit(self._counted(by_path), in_shardings=in_shardings)
+        else:  # the result of an init function, which differs in every trace
+            fn, out_shardings = lay_out_by_path(fn, out_shardings), None
+        jit = functools.partial(jax.jit, **{**keywords, 'out_shardings': out_shardings})
+        self._pjitted_fn = jit(self._counted(fn), in_shardings=in_shardings)
         self._num_traces = 0
         return True
 
@@ -323,21 +318,17 @@ def check_compiled_once(partitioned: Callable[..., Any]) -> None:
 def to_shardings(resources: Any, mesh: Mesh, *, allow_unconstrained: bool = False) -> Any:
     """The shardings on `mesh` of a pytree of PartitionSpecs, Shardings or None, which replicates.
 
-    AS_RETURNED becomes None, with which jax.jit keeps the layout.
-
     Args:
       resources: the pytree.
       mesh: the mesh.
-      allow_unconstrained: whether a spec may have UNCONSTRAINED dimensions. It becomes None, too;
-        `lay_out_inside` applies the rest of the spec.
+      allow_unconstrained: whether a spec may have UNCONSTRAINED dimensions. It becomes None, with
+        which jax.jit keeps or chooses the layout; `lay_out_inside` applies the rest of the spec.
 
     Raises:
       ValueError: if a leaf is anything else, or if the mesh cannot have a spec.
     """
 
     def convert(path: Any, leaf: Any) -> Sharding | None:
-        if leaf is AS_RETURNED:
-            return None
         if isinstance(leaf, Sharding) and inner_spec(leaf) is None:
             return leaf
         spec = leaf.spec if isinstance(leaf, NamedSharding) else boundary_spec(leaf)

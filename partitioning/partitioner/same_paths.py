@@ -50,25 +50,42 @@ def match_by_path(prefix: Any, tree: Any) -> list[Any] | None:
     return found
 
 
-def shardings_of_arguments(shardings: Any, args: Sequence[Any]) -> tuple[Any, ...] | None:
-    """The shardings of arguments, as trees with the static fields of the arguments.
+def with_static_fields(
+    in_shardings: Any, out_shardings: Any, args: Sequence[Any]
+) -> tuple[Any, Any] | None:
+    """Shardings for arguments whose static fields differ from those of the shardings.
 
     Args:
-      shardings: a tuple with the shardings of each argument.
+      in_shardings: a tuple with the shardings of each argument.
+      out_shardings: the shardings of the result.
       args: the arguments.
 
     Returns:
-      The shardings; None if they do not match the arguments by their paths.
+      Both shardings, with the static fields of the arguments. Wherever the result has the structure
+      of an argument, it gets its static fields, as in a step that returns its state. None if each
+      argument has the structure of its shardings, or if the paths of its arrays differ.
     """
-    if not isinstance(shardings, tuple) or len(shardings) != len(args):
+    if not isinstance(in_shardings, tuple) or len(in_shardings) != len(args):
         return None
-    adapted = []
-    for given, arg in zip(shardings, args, strict=True):
-        found = match_by_path(given, arg)
-        if found is None or len(jax.tree.leaves(given, is_leaf=_is_none)) > max(len(found), 1):
-            return None
-        adapted.append(jax.tree.unflatten(jax.tree.structure(arg), found))
-    return tuple(adapted)
+    pairs = list(zip(in_shardings, args, strict=True))
+    adapted = {i: _like(*pair) for i, pair in enumerate(pairs) if not has_structure_of(*pair)}
+    if not adapted or None in adapted.values():
+        return None
+    old: dict[Any, Any] = {jax.tree.structure(in_shardings[i]): args[i] for i in adapted}
+    out_shardings = jax.tree.map(
+        lambda x: _like(x, old[jax.tree.structure(x)]) if jax.tree.structure(x) in old else x,
+        out_shardings,
+        is_leaf=lambda x: x is None or jax.tree.structure(x) in old,
+    )
+    return tuple(adapted.get(i, x) for i, x in enumerate(in_shardings)), out_shardings
+
+
+def _like(shardings: Any, tree: Any) -> Any | None:
+    """Shardings as a tree with the structure of `tree`; None if the paths differ."""
+    found = match_by_path(shardings, tree)
+    if found is None or len(jax.tree.leaves(shardings, is_leaf=_is_none)) > len(found):
+        return None
+    return jax.tree.unflatten(jax.tree.structure(tree), found)
 
 
 def lay_out_by_path(fn: Callable[..., Any], shardings: Any) -> Callable[..., Any]:

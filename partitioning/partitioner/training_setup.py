@@ -1,11 +1,12 @@
-"""A training step whose result is laid out like the state that it takes."""
+"""A training step that is partitioned by the plan of its state alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,6 @@ from jax.sharding import PartitionSpec
 from partitioning.constraints import lay_out
 from partitioning.partitioner.partitioned import PartitionedCallable
 from partitioning.partitioner.same_paths import match_by_path
-from partitioning.rules import PaddedSpec
 from partitioning.state import check_only_arrays, path_str
 
 
@@ -23,7 +23,7 @@ class TrainingSetup(NamedTuple):
 
     Attributes:
       state: the state, with each array in its shards.
-      step: the partitioned step. It donates the state that it is given.
+      step: the partitioned step. It reuses the buffers of the state that it is given.
       data_spec: the spec of the batch.
     """
 
@@ -32,35 +32,61 @@ class TrainingSetup(NamedTuple):
     data_spec: PartitionSpec
 
 
-def keep_layout(train_step: Callable[..., Any], specs: Any) -> Callable[..., Any]:
-    """`train_step` with a result in a fixed layout: the state by its specs, the rest replicated.
+def partition_step(
+    partition: Callable[..., PartitionedCallable],
+    train_step: Callable[..., Any],
+    specs: Any,
+    data_spec: PartitionSpec,
+) -> PartitionedCallable:
+    """Partitions a training step; see `BasePartitioner.setup`.
+
+    jax.jit has to know the layout of a result before it is traced. The function that is compiled
+    therefore always returns a pair of the state and the rest. If `train_step` itself returns
+    another form, that form is restored after every call.
 
     Args:
+      partition: the method of the partitioner.
       train_step: maps (state, batch, ...) to a state, or to a tuple that begins with a state.
       specs: the specs of the state.
-
-    Returns:
-      The function, to be traced inside the mesh. It raises ValueError if `train_step` returns
-      anything else, or a state whose arrays have other shapes or dtypes.
+      data_spec: the spec of the batch.
     """
-    name = getattr(train_step, '__name__', 'train_step')
+    of_others = [None] * (_num_arguments(train_step) - 2)
+    partitioned = partition(
+        _returning_pairs(train_step, specs),
+        (specs, data_spec, *of_others),
+        (specs, None),
+        donate_argnums=0,
+    )
 
-    @functools.wraps(train_step)
-    def kept(state: Any, *args: Any, **kwargs: Any) -> Any:
-        result = train_step(state, *args, **kwargs)
-        check_only_arrays(result, name)
-        _check_state(result, state, name)
-        before, (leaves, treedef) = jax.tree.leaves(state), jax.tree.flatten(result)
-        of_state = match_by_path(specs, state)
-        assert of_state is not None, 'jax has compared the structures already'
-        new = map(_lay_out, leaves, of_state, before)  # the state comes first
-        rest = (lay_out(x, None) for x in leaves[len(before) :])
-        return jax.tree.unflatten(treedef, [*new, *rest])
+    @functools.wraps(partitioned)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        pair = partitioned(*args, **kwargs)
+        return pair[1].with_state(pair[0]) if type(pair[1]) is _Rest else pair
 
-    return kept
+    return cast(PartitionedCallable, step)
 
 
-def num_arguments(train_step: Callable[..., Any]) -> int:
+@functools.partial(jax.tree_util.register_dataclass, data_fields=['values'], meta_fields=['kind'])
+@dataclasses.dataclass(frozen=True)
+class _Rest:
+    """A result without its state.
+
+    Attributes:
+      values: the other entries of the result.
+      kind: the type of the result, such as list; None if it was only a state.
+    """
+
+    values: tuple[Any, ...]
+    kind: type | None
+
+    def with_state(self, state: Any) -> Any:
+        """The result."""
+        if self.kind is None:
+            return state
+        return getattr(self.kind, '_make', self.kind)((state, *self.values))
+
+
+def _num_arguments(train_step: Callable[..., Any]) -> int:
     """The number of positional arguments that a step needs; 2 if it does not say."""
     try:
         parameters = inspect.signature(train_step).parameters.values()
@@ -71,57 +97,59 @@ def num_arguments(train_step: Callable[..., Any]) -> int:
     return max(2, len(needed))
 
 
-def _lay_out(x: Any, spec: Any, before: Any) -> jax.Array:
-    """An array of the new state in the dtype and the layout of the array that it replaces."""
-    # With a weak type, the second call would be compiled separately.
-    x = lay_out(jax.lax.convert_element_type(x, before.dtype), spec)
-    return lay_out(x, spec.outside) if isinstance(spec, PaddedSpec) else x
+def _returning_pairs(train_step: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+    """`train_step` with a result of (state, rest), in which the state is as it was before."""
+    name = getattr(train_step, '__name__', 'train_step')
+
+    @functools.wraps(train_step)
+    def pair(state: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        result = train_step(state, *args, **kwargs)
+        check_only_arrays(result, name)
+        after, rest = _state_and_rest(result, state, name)
+        of_each = match_by_path(specs, state)
+        assert of_each is not None, 'jax has compared the structures already'
+        arrays = map(_replace, jax.tree.leaves(state), jax.tree.leaves(after), of_each)
+        # Explicit axes need this: there, jax.jit moves no results.
+        return jax.tree.unflatten(jax.tree.structure(state), arrays), jax.tree.map(
+            lambda x: lay_out(x, None), rest
+        )
+
+    return pair
 
 
-def _check_state(result: Any, state: Any, name: str) -> None:
-    """Raises ValueError unless a result is or begins with a state whose arrays are as before."""
+def _replace(old: Any, new: Any, spec: Any) -> jax.Array:
+    """The new array in the layout and with the dtype of the old one.
+
+    A weak type would make jax compile the second call separately.
+    """
+    return lay_out(jax.lax.convert_element_type(new, old.dtype), spec)
+
+
+def _state_and_rest(result: Any, state: Any, name: str) -> tuple[Any, Any]:
+    """The state in the result of a step, and what comes after it.
+
+    Raises:
+      ValueError: if the result neither is nor begins with a state like the one before.
+    """
     structure: Any = jax.tree.structure(state)
-    firsts = result[:1] if isinstance(result, tuple | list) else ()
-    for candidate in (result, *firsts):
-        if jax.tree.structure(candidate) == structure:
-            return _check_same_arrays(candidate, state, name)
-    returned = _kind(result)
-    if firsts:
-        returned += f' of ({", ".join(map(_kind, result))})'
-    raise ValueError(
-        f'{name} returned {returned}, but must return the new state, or a tuple that begins with '
-        f'it, such as (state, metrics); {_difference(firsts[0] if firsts else result, state)}'
-    )
 
+    def is_state(x: Any) -> bool:
+        return bool(jax.tree.structure(x) == structure)
 
-def _kind(x: Any) -> str:
-    return f'{jax.typeof(x).str_short()}' if _is_leaf(x) else f'a {type(x).__name__}'
-
-
-def _is_leaf(x: Any) -> bool:
-    return jax.tree_util.all_leaves([x])
-
-
-def _difference(candidate: Any, state: Any) -> str:
-    """How the structure of a result differs from that of the state."""
-    paths = [
-        {path_str(path): None for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
-        for tree in (candidate, state)
-    ]
-    lacks = [path for path in paths[1] if path not in paths[0]]
-    adds = [path for path in paths[0] if path not in paths[1]]
-    if lacks:
-        return f'the state has {lacks[0] or "one array"}, which is missing in the result'
-    if adds:
-        return f'the result has {adds[0]}, which the state does not have'
-    return (
-        'the arrays have the same paths, but the containers or the static fields differ: change '
-        'the state that the step receives, for example with state.replace(...)'
-    )
+    if is_state(result):
+        new, rest = result, _Rest((), None)
+    elif isinstance(result, tuple | list) and result and is_state(result[0]):
+        new, *others = result
+        is_pair = type(result) is tuple and len(others) == 1
+        rest = others[0] if is_pair else _Rest(tuple(others), type(result))
+    else:
+        raise ValueError(_not_a_state(result, state, name))
+    _check_same_arrays(new, state, name)
+    return new, rest
 
 
 def _check_same_arrays(after: Any, before: Any, name: str) -> None:
-    """Raises ValueError if an array has another shape or dtype than in the state."""
+    """Raises ValueError if an array has another shape or dtype than before."""
     paths = jax.tree_util.tree_leaves_with_path(before)
     for (path, old), new in zip(paths, jax.tree.leaves(after), strict=True):
         was, now = jax.typeof(old), jax.typeof(new)
@@ -129,11 +157,44 @@ def _check_same_arrays(after: Any, before: Any, name: str) -> None:
         dtype = jnp.result_type(was.dtype, new) if now.weak_type else now.dtype
         if (was.shape, was.dtype) != (now.shape, dtype):
             raise ValueError(
-                f'{name} returned {path_str(path) or "the state"} as {_shape(now)}, but received '
-                f'{_shape(was)}, so each step would be compiled again: return it as '
-                f'{_shape(was)}, or make it {_shape(now)} in the init function'
+                f'{name} returned {path_str(path) or "the state"} as {_array(now)}, but received '
+                f'{_array(was)}, so each step would be compiled again: return it as '
+                f'{_array(was)}, or make it {_array(now)} in the init function'
             )
 
 
-def _shape(aval: Any) -> str:
+def _not_a_state(result: Any, state: Any, name: str) -> str:
+    """What a step returned instead of a state."""
+    returned, candidate = _kind(result), result
+    if isinstance(result, tuple | list) and result:
+        returned += f' of ({", ".join(map(_kind, result))})'
+        candidate = result[0]
+    return (
+        f'{name} returned {returned}, but must return the new state, or a tuple that begins with '
+        f'it, such as (state, metrics). {_difference(candidate, state)}'
+    )
+
+
+def _kind(x: Any) -> str:
+    """What a value is, in words: `a dict` or `float32[8]`."""
+    return _array(jax.typeof(x)) if jax.tree_util.all_leaves([x]) else f'a {type(x).__name__}'
+
+
+def _array(aval: Any) -> str:
     return f'{aval.dtype}{list(aval.shape)}'
+
+
+def _difference(candidate: Any, state: Any) -> str:
+    """How the structure of a result differs from that of the state."""
+    after, before = (
+        [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+        for tree in (candidate, state)
+    )
+    if lacks := [path for path in before if path not in after]:
+        return f'It lacks {len(lacks)} of {len(before)} arrays of the state, first {lacks[0]}'
+    if adds := [path for path in after if path not in before]:
+        return f'The state had no {adds[0]}: create it in the init function'
+    return (
+        f'The arrays are those of the state, a {type(state).__name__}, but the containers or the '
+        'static fields differ: change the state that the step receives, as state.replace(...) does'
+    )
