@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from partitioning.rules import as_tuple, check_axes, describe_axes, num_shards
+from partitioning.rules import (
+    as_tuple,
+    check_axes,
+    check_has_devices,
+    describe_axes,
+    num_shards,
+)
 
 # The mesh axes of each dimension of an array.
 Axes = tuple[tuple[str, ...], ...]
@@ -96,8 +102,10 @@ def shard_ownership(mesh: Mesh, axes: Axes) -> ShardOwnership:
       axes: the mesh axes of each dimension of the array.
 
     Raises:
-      ValueError: if the mesh lacks one of the axes, or if an axis appears twice.
+      ValueError: if the mesh lacks one of the axes, if an axis appears twice, or if the mesh is an
+        AbstractMesh.
     """
+    check_has_devices(mesh, 'the part of an array that a process holds')
     flat = tuple(axis for dimension in axes for axis in dimension)
     check_axes(flat, mesh, 'the array')
     shards = tuple(num_shards(dimension, mesh) for dimension in axes)

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.partitioner.partitioned import in_context
 from partitioning.plan import InitProgram, Plan
-from partitioning.rules import LogicalAxisRules
+from partitioning.rules import LogicalAxisRules, check_has_devices
 from partitioning.state import check_only_arrays, unbox
 
 
@@ -36,7 +36,7 @@ def trace_init(
     """
     # Over Explicit axes a result gets its layout from its inputs, so a state that is made from a
     # random key would be replicated. Therefore the program is traced and runs over Auto axes.
-    auto = Mesh(mesh.devices, mesh.axis_names)
+    auto = _over_auto_axes(mesh)
     traced = jax.make_jaxpr(in_context(_checked(init_fn), auto, rules), return_shape=True)
     jaxpr, named = traced(*args)
     named = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), named)
@@ -51,6 +51,7 @@ def trace_init(
         return jax.tree.unflatten(treedef, map(_strongly_typed, made, jaxpr.out_avals))
 
     def run(plan: Plan, *given: Any) -> Any:
+        check_has_devices(mesh, 'plan.init')
         _check_arguments(planned, given)
         replicated = NamedSharding(auto, PartitionSpec())
         shardings = jax.tree.map(lambda s: NamedSharding(auto, s.spec), plan.shardings)
@@ -72,6 +73,13 @@ def _checked(init_fn: Callable[..., Any]) -> Callable[..., Any]:
         return state
 
     return checked
+
+
+def _over_auto_axes(mesh: Mesh) -> Mesh:
+    """The mesh with Auto axes; an AbstractMesh stays one."""
+    if isinstance(mesh, AbstractMesh):
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 def _check_arguments(planned: Any, given: Any) -> None:

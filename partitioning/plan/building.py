@@ -67,6 +67,7 @@ class _Builder:
         self.covered: list[PlanRow] = []
         self._rules, self._mesh, self._report = rules, mesh, report
         self._known: dict[Any, tuple[PlanRow | Unplanned, tuple[Problem, ...]]] = {}
+        self._replicas: dict[Any, PlanRow] = {}
 
     def entry(self, leaf: Leaf) -> PlanRow | Unplanned:
         if leaf.parameter is None:
@@ -96,8 +97,13 @@ class _Builder:
         return self._replicated(leaf.path, leaf.array, leaf.role, NO_NAMES)
 
     def _replicated(self, path: Any, array: Any, role: Role, reason: str) -> PlanRow:
-        dimensions = [without_name(reason)] * len(shape_of(array))
-        return make_row('/'.join(path), array, self._mesh, dimensions, role)
+        shape = shape_of(array)
+        key = (shape, getattr(array, 'dtype', type(array)), role, reason)
+        if (row := self._replicas.get(key)) is None:
+            dimensions = [without_name(reason)] * len(shape)
+            row = make_row('/'.join(path), array, self._mesh, dimensions, role)
+            self._replicas[key] = row
+        return PlanRow('/'.join(path), *row[1:])
 
     def _resolve(
         self, leaf: Leaf, parameter: Parameter

@@ -24,6 +24,7 @@ from partitioning.rules.checks import (
     Report as Report,
     check_axes as check_axes,
     check_definite as check_definite,
+    check_has_devices as check_has_devices,
     check_layout as check_layout,
     check_rank as check_rank,
     check_spec as check_spec,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from partitioning.rules.axes import (
     MeshLike,
@@ -100,6 +100,15 @@ def check_definite(spec: PartitionSpec, where: str) -> None:
     """Raises ValueError for a spec that leaves a dimension of a state UNCONSTRAINED."""
     for problem in definite_problems(spec):
         raise ValueError(f'{where}: {problem.message}')
+
+
+def check_has_devices(mesh: MeshLike, what: str) -> None:
+    """Raises ValueError if the mesh is an AbstractMesh, and `what` needs devices."""
+    if isinstance(mesh, AbstractMesh):
+        raise ValueError(
+            f'{what} needs devices, but the mesh {describe_axes(mesh)} is an AbstractMesh: pass '
+            f'mesh=MeshConfig(axes={dict(mesh.shape)}) or a jax.sharding.Mesh to the partitioner'
+        )
 
 
 def axis_problems(axes: Iterable[str], mesh: MeshLike) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ rules. Every other leaf takes its names from the parameter that it follows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
@@ -34,6 +34,10 @@ from partitioning.state.naming import NamedArrays, named_arrays
 from partitioning.state.path_names import PathRules
 
 Role = Literal['parameters', 'optimizer', 'other']
+
+# The keys of optimizer state and of parameters in states with as_logical_axes(), as in T5X's.
+_OPTIMIZER_KEYS = frozenset({'opt_state', 'param_states', 'state'})
+_PARAMETER_KEYS = frozenset({'params', 'target'})
 
 
 class Leaf(NamedTuple):
@@ -121,7 +125,7 @@ def walk(
                 'params_axes_names_override has no effect on a state that names its axes itself '
                 'with as_logical_axes(): remove one of the two'
             )
-        return _as_it_says(state)
+        return _as_it_says(state, state.as_logical_axes())
     flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_carrier)
     entries = [(key_names(path), leaf) for path, leaf in flat]
     known = named_arrays(entries, overrides, exact)
@@ -197,34 +201,66 @@ def _origin(
     return role, own, tuple(range(len(shape)))
 
 
-def _as_it_says(state: Any) -> StateTree[Leaf]:
+def _as_it_says(state: Any, said: Any) -> StateTree[Leaf]:
     """The leaves of a state that names its axes itself, with None where it gives no names."""
     flat, treedef = jax.tree_util.tree_flatten_with_path(
-        state.as_logical_axes(), is_leaf=lambda x: x is None or _is_names(x)
+        said, is_leaf=lambda x: x is None or _is_names(x)
     )
+    named = [(key_names(path), names) for path, names in flat]
     held = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
-    arrays = {key_names(path): array_of(x) for path, x in held}
+    arrays = {key_names(path): array_of(x) for path, x in held if not is_metadata(x)}
+    covered: dict[Path, list[tuple[Path, Any]]] = {}
     if () not in arrays:  # jax looks into the state
-        _check_covered([key_names(path) for path, _ in flat], arrays)
+        covered = _covered(arrays, {path for path, _ in named})
+        _check_places([path for path, names in named if names is not None], arrays, covered, state)
     return StateTree(
-        tuple(_leaf_as_said(key_names(path), names, arrays) for path, names in flat), treedef
+        tuple(_leaf_as_said(path, names, arrays, covered.get(path, ())) for path, names in named),
+        treedef,
     )
 
 
-def _check_covered(named: Sequence[Path], arrays: Mapping[Path, Any]) -> None:
-    """Raises ValueError if as_logical_axes() lacks an array or has one that the state lacks."""
-    known = {*named}
-    for path in arrays:
-        if not any(path[:n] in known for n in range(len(path) + 1)):
+def _covered(
+    arrays: Mapping[Path, Any], known: Set[Path]
+) -> dict[Path, list[tuple[Path, Any]]]:
+    """The arrays below each path that as_logical_axes() has in place of a subtree.
+
+    Raises:
+      ValueError: if as_logical_axes() lacks an array.
+    """
+    covered: dict[Path, list[tuple[Path, Any]]] = {}
+    for path, array in arrays.items():
+        if path in known:
+            continue
+        above = next((path[:n] for n in range(len(path)) if path[:n] in known), None)
+        if above is None:
             raise ValueError(
                 f'{"/".join(path)} is not in as_logical_axes(): add its names, or None'
             )
-    inner = {path[:n] for path in arrays for n in range(len(path) + 1)}
-    for path in named:
-        if path not in inner:
+        covered.setdefault(above, []).append((path, array))
+    return covered
+
+
+def _check_places(
+    named: Sequence[Path], arrays: Mapping[Path, Any], covered: Mapping[Path, Any], state: Any
+) -> None:
+    """Raises ValueError if as_logical_axes() names an array in a place that the state lacks.
+
+    T5X's states give names for collections that they do not have: the field is None or empty.
+    """
+    missing = [path for path in named if path not in arrays and path not in covered]
+    if not missing:
+        return
+    flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: _is_empty(x) or is_carrier(x))
+    empty = {key_names(path) for path, x in flat if _is_empty(x)}
+    for path in missing:
+        if not any(path[:n] in empty for n in range(len(path) + 1)):
             raise ValueError(
                 f'as_logical_axes() has {"/".join(path)}, but the state does not: remove it'
             )
+
+
+def _is_empty(x: Any) -> bool:
+    return x is None or (isinstance(x, Mapping | tuple | list) and not x)
 
 
 def _is_names(x: Any) -> bool:
@@ -232,14 +268,17 @@ def _is_names(x: Any) -> bool:
     return type(x) is tuple and {str} <= {*map(type, x)} <= {str, type(None)}
 
 
-def _leaf_as_said(path: Path, names: Any, arrays: Mapping[Path, Any]) -> Leaf:
+def _leaf_as_said(
+    path: Path, names: Any, arrays: Mapping[Path, Any], covered: Sequence[tuple[Path, Any]]
+) -> Leaf:
     array = arrays.get(path)
-    keys = {*path}
-    role: Role = 'parameters' if keys & {'params', 'target'} else 'other'
-    role = 'optimizer' if keys & {'opt_state', 'param_states', 'state'} else role
+    role: Role = 'other'
+    if not _OPTIMIZER_KEYS.isdisjoint(path):
+        role = 'optimizer'
+    elif not _PARAMETER_KEYS.isdisjoint(path):
+        role = 'parameters'
     if names is None:
-        covered = tuple((p, x) for p, x in arrays.items() if p[: len(path)] == path != p)
         dims = (None,) * len(shape_of(array))
-        return Leaf(path, array, role, None, dims, said_none=True, covered=covered)
+        return Leaf(path, array, role, None, dims, said_none=True, covered=tuple(covered))
     shape = None if array is None else shape_of(array)
     return Leaf(path, array, role, Parameter(path, tuple(names), shape), tuple(range(len(names))))
