@@ -15,6 +15,7 @@ from partitioning.mesh.config import (
 from partitioning.mesh.rings import (
     AxisRing as AxisRing,
     axis_rings as axis_rings,
+    describe_devices as describe_devices,
     mesh_table as mesh_table,
 )
 from partitioning.mesh.validation import (

@@ -196,6 +196,22 @@ class MeshConfig:
             shown.append(f'{field.name}={text}')
         return f'MeshConfig({", ".join(shown)})'
 
+    # A configuration never changes, so a copy of one is itself.
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.devices is not None:
+            raise ValueError(
+                f'{self!r} holds devices, which cannot be pickled: describe the mesh without '
+                'devices=, or give a topology='
+            )
+        return vars(self)
+
     @property
     def _names(self) -> tuple[str, ...]:
         return tuple(dict(self.axes))

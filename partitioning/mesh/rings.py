@@ -80,22 +80,27 @@ def mesh_table(
 
     Args as in `axis_rings`.
     """
-    processes = collections.Counter(d.process_index for d in mesh.devices.flat)
-    kind = mesh.devices.flat[0].device_kind
     rows = [('axis', 'size', 'network', 'mean hops', 'worst hops')]
     for ring in axis_rings(mesh, wrap=wrap, granule_size=granule_size):
         moves = ring.size > 1 and ring.mean_hops is not None
         mean, worst = (f'{ring.mean_hops:.2f}', f'{ring.worst_hops}') if moves else ('-', '-')
         rows.append((ring.axis, str(ring.size), ring.network, mean, worst))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    each = ' or '.join(map(str, sorted(set(processes.values()))))
-    devices = f'{mesh.size} {"CPU" if kind == "cpu" else kind} device{"s" * (mesh.size > 1)}'
-    several = f'{len(processes)} processes of {each}'
-    lines = [f'{devices}, {several if len(processes) > 1 else "1 process"}']
+    lines = [describe_devices(mesh)]
     for row in rows:
         cells = map(str.format, ('{:<{}}', '{:>{}}', '{:<{}}', '{:>{}}', '{:>{}}'), row, widths)
         lines.append('  '.join(cells).rstrip())
     return '\n'.join(lines)
+
+
+def describe_devices(mesh: Mesh) -> str:
+    """The devices of a mesh in words: `16 TPU v4 devices, 4 processes of 4`."""
+    processes = collections.Counter(d.process_index for d in mesh.devices.flat)
+    kind = mesh.devices.flat[0].device_kind
+    each = ' or '.join(map(str, sorted(set(processes.values()))))
+    devices = f'{mesh.size} {"CPU" if kind == "cpu" else kind} device{"s" * (mesh.size > 1)}'
+    several = f'{len(processes)} processes of {each}'
+    return f'{devices}, {several if len(processes) > 1 else "1 process"}'
 
 
 def _on_torus(mesh: Mesh, wrap: Sequence[bool] | None) -> tuple[Torus | None, np.ndarray]:

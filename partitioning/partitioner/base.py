@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from partitioning.hardware import HardwareMesh
 from partitioning.layout import (
@@ -29,6 +29,7 @@ from partitioning.partitioner.partitioned import (
     PartitionedCallable,
     to_shardings,
 )
+from partitioning.partitioner.partitioner_object import AnyMesh, PartitionerObject, settings_of_t5x
 from partitioning.partitioner.training_setup import TrainingSetup, partition_step
 from partitioning.plan import Plan
 from partitioning.rules import (
@@ -37,12 +38,13 @@ from partitioning.rules import (
     as_tuple,
     boundary_spec,
     check_axes,
+    check_has_devices,
     num_shards,
 )
 from partitioning.state import get_logical_axes
 
 
-class BasePartitioner(abc.ABC):
+class BasePartitioner(PartitionerObject, abc.ABC):
     """Lays out data and train states over a mesh, and partitions functions.
 
     Subclasses say what the mesh is, how a state maps to it, and how a function is partitioned.
@@ -58,6 +60,7 @@ class BasePartitioner(abc.ABC):
       ici_mesh_shape: (replica, data, model) sizes within a slice; needs `dcn_mesh_shape`.
       dcn_mesh_shape: (replica, data, model) sizes over slices.
       mesh: the mesh or its description, instead of every setting above but `params_on_devices`.
+        With a `jax.sharding.AbstractMesh`, everything works that needs no devices.
 
     Raises:
       ValueError: if no setting decides the mesh, or if two settings contradict each other.
@@ -72,9 +75,9 @@ class BasePartitioner(abc.ABC):
         ici_mesh_shape: Sequence[int] | None = None,
         dcn_mesh_shape: Sequence[int] | None = None,
         *,
-        mesh: Mesh | MeshConfig | None = None,
+        mesh: AnyMesh | None = None,
     ):
-        t5x_settings: dict[str, Any] = {
+        given: dict[str, Any] = {
             'num_partitions': num_partitions,
             'model_parallel_submesh': model_parallel_submesh,
             'backend': backend,
@@ -82,7 +85,14 @@ class BasePartitioner(abc.ABC):
             'dcn_mesh_shape': dcn_mesh_shape,
         }
         self._params_on_devices = params_on_devices
-        self._mesh_source = _mesh_source(mesh, t5x_settings)
+        self._mesh_source = _mesh_source(mesh, given)
+        self._t5x_settings = settings_of_t5x(mesh, given)
+
+    def _description(self) -> list[tuple[str, str]]:
+        rows = super()._description()
+        if not self._params_on_devices:
+            rows.append(('parameters', 'in host memory until move_params_to_devices'))
+        return rows
 
     @property
     def logical_axis_rules(self) -> LogicalAxisRules:
@@ -224,6 +234,7 @@ class BasePartitioner(abc.ABC):
           train_state: a pytree of host arrays; each process gives its part of every array.
           train_state_axes: the specs of the arrays.
         """
+        check_has_devices(self.mesh, 'move_params_to_devices')
         if jax.process_count() > 1:
             return host_local_array_to_global_array(train_state, self.mesh, train_state_axes)
         return jax.device_put(train_state, to_shardings(train_state_axes, self.mesh))
@@ -347,13 +358,13 @@ class BasePartitioner(abc.ABC):
         """Compiles a partitioned function ahead of time, for arguments of these shapes."""
 
 
-def _mesh_source(mesh: Mesh | MeshConfig | None, t5x_settings: dict[str, Any]) -> Mesh | MeshConfig:
+def _mesh_source(mesh: AnyMesh | None, t5x_settings: dict[str, Any]) -> AnyMesh:
     """The mesh or its description, from the arguments of a partitioner."""
     if mesh is None:
         return MeshConfig.from_t5x(**t5x_settings)
-    if not isinstance(mesh, Mesh | MeshConfig):
+    if not isinstance(mesh, Mesh | AbstractMesh | MeshConfig):
         raise ValueError(
-            f'mesh={mesh!r} must be a MeshConfig or a jax.sharding.Mesh, such as '
+            f'mesh={mesh!r} must be a MeshConfig, a jax.sharding.Mesh or an AbstractMesh, such as '
             "MeshConfig(axes={'data': -1, 'model': 2})"
         )
     if given := [name for name, value in t5x_settings.items() if value is not None]:

@@ -6,21 +6,23 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from partitioning.hardware import HardwareMesh
 from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner
 from partitioning.partitioner.inner_layouts import lay_out_inside
+from partitioning.partitioner.lowering_only import without_devices
 from partitioning.partitioner.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
     partition_function,
     to_shardings,
 )
+from partitioning.partitioner.partitioner_object import AnyMesh, describe_rules
 from partitioning.plan import Audit, Finding, Plan, RuleSet, build_plan, impose_plan, lint
 from partitioning.rules import (
     STANDARD_MESH_AXES,
@@ -30,6 +32,7 @@ from partitioning.rules import (
     OnIndivisible,
     OnUnmatched,
     as_tuple,
+    check_has_devices,
     logical_to_mesh_axes,
     nearest,
     standard_logical_axis_rules,
@@ -55,7 +58,8 @@ class BasePjitPartitioner(BasePartitioner):
     @functools.cached_property
     def mesh(self) -> Mesh:
         source = self._mesh_source
-        return source if isinstance(source, Mesh) else source.build()
+        # An AbstractMesh has what plans and specs need; check_has_devices refuses everything else.
+        return source.build() if isinstance(source, MeshConfig) else cast(Mesh, source)
 
     def resolve(self, train_state: Any) -> Plan:
         raise ValueError(
@@ -75,7 +79,7 @@ class BasePjitPartitioner(BasePartitioner):
         if isinstance(in_axis_resources, list):
             in_axis_resources = tuple(in_axis_resources)
         fn = lay_out_inside(fn, self.mesh, in_axis_resources, out_axis_resources, static)
-        return partition_function(
+        partitioned = partition_function(
             fn,
             self.mesh,
             self.logical_axis_rules,
@@ -84,10 +88,14 @@ class BasePjitPartitioner(BasePartitioner):
             static_argnums=static,
             donate_argnums=_as_indices(donate_argnums),
         )
+        if isinstance(self.mesh, AbstractMesh):
+            return without_devices(partitioned, self.mesh)
+        return partitioned
 
     def compile(
         self, partitioned_fn: PartitionedCallable, *args: Any
     ) -> CompiledPartitionedCallable:
+        check_has_devices(self.mesh, 'compile')
         return partitioned_fn.lower(*args).compile()
 
 
@@ -134,7 +142,7 @@ class PjitPartitioner(BasePjitPartitioner):
         dcn_mesh_shape: Sequence[int] | None = None,
         logical_axis_rules: LogicalAxisRules | None = None,
         *,
-        mesh: Mesh | MeshConfig | None = None,
+        mesh: AnyMesh | None = None,
         optimizer_axis_rules: LogicalAxisRules | None = None,
         on_unmatched: OnUnmatched | None = None,
         on_indivisible: OnIndivisible | None = None,
@@ -168,15 +176,32 @@ class PjitPartitioner(BasePjitPartitioner):
 
     # The rules.
 
-    @functools.cached_property
+    @property
     def logical_axis_rules(self) -> AxisRules:
+        return self._rules_in_use
+
+    @property
+    def _logical_axis_rules(self) -> AxisRules:
+        """The rules by the attribute of T5X, which its users also assign and append to.
+
+        New rules apply to what is planned or partitioned from then on, as in T5X.
+        """
+        return AxisRules(self.logical_axis_rules)
+
+    @_logical_axis_rules.setter
+    def _logical_axis_rules(self, rules: LogicalAxisRules) -> None:
+        self._given_rules = self._as_rules(rules)
+        self._forget(kept=('mesh', '_local_chunker'))
+
+    @functools.cached_property
+    def _rules_in_use(self) -> AxisRules:
         if self._given_rules is None:
             # Use no defaults that would leave a mesh axis unused: without any rules, plan and
             # constrain raise.
             axes = self._axes_in_use
             known = set(axes) <= set(STANDARD_MESH_AXES)
             return self._as_rules(standard_logical_axis_rules(mesh_axes=axes) if known else ())
-        if isinstance(self._mesh_source, Mesh):
+        if not isinstance(self._mesh_source, MeshConfig):
             return self._given_rules
         return self._given_rules.with_rules(
             [_over_slices(rule, self._slice_axis) for rule in self._given_rules]
@@ -188,16 +213,9 @@ class PjitPartitioner(BasePjitPartitioner):
         Args:
           logical_axis_rules: as for the constructor.
         """
-        rules = self._as_rules(logical_axis_rules)
-        kept = {'mesh': self.mesh, '_local_chunker': self._local_chunker}
+        _ = self.mesh  # built once, for both
         other = copy.copy(self)
-        for name in list(vars(other)):
-            # Every other cached value may depend on the rules, in subclasses too.
-            if name not in kept and isinstance(
-                getattr(type(self), name, None), functools.cached_property
-            ):
-                delattr(other, name)
-        other._given_rules = rules
+        other._logical_axis_rules = AxisRules(logical_axis_rules)
         return other
 
     @functools.cached_property
@@ -248,6 +266,32 @@ class PjitPartitioner(BasePjitPartitioner):
         """Rules that the user did not choose must not leave a mesh axis unused."""
         if self._given_rules is None and self._plan is None:
             standard_logical_axis_rules(mesh_axes=self._axes_in_use)
+
+    def _description(self) -> list[tuple[str, str]]:
+        built = self._mesh_without_building() is not None
+        rules = self.logical_axis_rules if built else self._given_rules
+        shown = 'standard_logical_axis_rules for the axes of the mesh'
+        rows = [
+            *super()._description(),
+            ('rules', shown if rules is None else describe_rules(rules)),
+        ]
+        if self._optimizer_rules is not None:
+            rows.append(('optimizer rules', describe_rules(self._optimizer_rules)))
+        policies = self._as_rules(()) if rules is None else rules
+        rows.append(
+            (
+                'policies',
+                f'on_unmatched={policies.on_unmatched!r}, '
+                f'on_indivisible={policies.on_indivisible!r}',
+            )
+        )
+        if self._overrides:
+            rows.append(
+                ('overrides', '; '.join(f'{path} -> {names}' for path, names in self._overrides))
+            )
+        if self._plan is not None:
+            rows.append(('plan', f'{self._plan!r} lays out the state, not the rules'))
+        return rows
 
     # Plans and states.
 

@@ -55,7 +55,7 @@ class InitProgram(NamedTuple):
     abstract_state: Any
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan:
     """The layout of every array of a state on a mesh, with the reasons.
 
@@ -65,7 +65,8 @@ class Plan:
       state = plan.init(key)  # created in its shards
       step = partitioner.partition(step, (plan.specs, None), (plan.specs, None))
 
-    Two plans are equal if their meshes have the same axes and they have the same rows.
+    Two plans are equal if their meshes have the same axes and they have the same rows. A pickle of
+    a plan is like its file: it holds the sizes of the axes, the rows and the rules.
 
     Attributes:
       mesh: the mesh, or the size of each of its axes if the plan comes from a file.
@@ -77,9 +78,9 @@ class Plan:
 
     mesh: MeshLike
     rows: tuple[PlanRow, ...]
-    tree: StateTree[PlanRow | Unplanned] | None = dataclasses.field(default=None, repr=False)
-    rules: RuleSet | None = dataclasses.field(default=None, repr=False)
-    program: InitProgram | None = dataclasses.field(default=None, repr=False)
+    tree: StateTree[PlanRow | Unplanned] | None = None
+    rules: RuleSet | None = None
+    program: InitProgram | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, 'rows', tuple(self.rows))
@@ -257,6 +258,22 @@ class Plan:
 
     def __hash__(self) -> int:
         return hash((tuple(axis_sizes(self.mesh).items()), frozenset(self._by_path)))
+
+    # A plan never changes, so a copy of one is itself.
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self
+
+    def __reduce__(self) -> Any:
+        """A pickle holds what a plan file holds, and the rules, but no devices and no program."""
+        return type(self), (dict(axis_sizes(self.mesh)), self.rows, None, self.rules)
+
+    def __repr__(self) -> str:
+        arrays, mesh = count(len(self.rows), 'array'), describe_axes(self.mesh)
+        return f'<Plan of {arrays} for the mesh {mesh}: {self.bytes_per_device:,} bytes per device>'
 
     def __str__(self) -> str:
         head = ('array', 'shape', 'spec', 'shard shape', 'bytes per device', 'reason')

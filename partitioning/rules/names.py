@@ -79,6 +79,8 @@ class AxisRules(tuple):
       on_indivisible: the policy for a size that its mesh axes do not divide, with the same default;
         see `resolve_axes`.
 
+    The sum with other rules, on either side, keeps the policies.
+
     Raises:
       ValueError: if a rule is malformed or a policy does not exist.
     """
@@ -107,6 +109,12 @@ class AxisRules(tuple):
     def with_rules(self, rules: LogicalAxisRules) -> AxisRules:
         """Other rules with the same policies."""
         return AxisRules(rules, self.on_unmatched, self.on_indivisible)
+
+    def __add__(self, other: Any) -> AxisRules:
+        return self.with_rules((*self, *other))
+
+    def __radd__(self, other: Any) -> AxisRules:
+        return self.with_rules((*other, *self))
 
     def __getnewargs__(self) -> tuple:
         return tuple(self), self.on_unmatched, self.on_indivisible

@@ -219,9 +219,7 @@ def _as_it_says(state: Any, said: Any) -> StateTree[Leaf]:
     )
 
 
-def _covered(
-    arrays: Mapping[Path, Any], known: Set[Path]
-) -> dict[Path, list[tuple[Path, Any]]]:
+def _covered(arrays: Mapping[Path, Any], known: Set[Path]) -> dict[Path, list[tuple[Path, Any]]]:
     """The arrays below each path that as_logical_axes() has in place of a subtree.
 
     Raises:
@@ -250,7 +248,9 @@ def _check_places(
     missing = [path for path in named if path not in arrays and path not in covered]
     if not missing:
         return
-    flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=lambda x: _is_empty(x) or is_carrier(x))
+    flat = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda x: _is_empty(x) or is_carrier(x)
+    )
     empty = {key_names(path) for path, x in flat if _is_empty(x)}
     for path in missing:
         if not any(path[:n] in empty for n in range(len(path) + 1)):

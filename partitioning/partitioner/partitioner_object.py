@@ -1,0 +1,160 @@
+"""A partitioner as a Python object: its repr, its copies and pickles, and T5X's attributes."""
+
+from __future__ import annotations
+
+import functools
+import textwrap
+from collections.abc import Collection
+from typing import Any, Self
+
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from partitioning.mesh import MeshConfig, describe_devices
+from partitioning.rules import as_tuple, axis_sizes, describe_axes
+
+AnyMesh = Mesh | AbstractMesh | MeshConfig
+
+
+class T5xSetting:
+    """A setting under the attribute that it has in T5X. It can be read and not changed."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, partitioner: Any, owner: type | None = None) -> Any:
+        if partitioner is None:
+            return self
+        return partitioner._t5x_settings.get(self._name.removeprefix('_'))
+
+    def __set__(self, partitioner: Any, value: Any) -> None:
+        raise AttributeError(
+            f'{self._name}={value!r} would have no effect, because the mesh is already determined: '
+            f'make another {type(partitioner).__name__}({self._name.removeprefix("_")}={value!r})'
+        )
+
+
+class PartitionerObject:
+    """What a partitioner can do as a Python object, apart from partitioning."""
+
+    _mesh_source: AnyMesh
+    _t5x_settings: dict[str, Any]
+    # The cached properties that were assigned, as subclasses of T5X's partitioners do.
+    _assigned: frozenset[str] = frozenset()
+
+    _num_partitions = T5xSetting()
+    _model_parallel_submesh = T5xSetting()
+    _backend = T5xSetting()
+    _ici_mesh_shape = T5xSetting()
+    _dcn_mesh_shape = T5xSetting()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        # A cached property stores its own value without this method.
+        if isinstance(getattr(type(self), name, None), functools.cached_property):
+            super().__setattr__('_assigned', self._assigned | {name})
+
+    def _forget(self, kept: Collection[str] = ()) -> None:
+        """Forgets every cached value except those in `kept`; assigned values stay."""
+        for name in self._cached() - {*kept}:
+            del vars(self)[name]
+
+    def _cached(self) -> set[str]:
+        return {
+            name
+            for name in vars(self)
+            if name not in self._assigned
+            and isinstance(getattr(type(self), name, None), functools.cached_property)
+        }
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self.__copy__()  # everything that a partitioner holds is immutable
+
+    def __getstate__(self) -> dict[str, Any]:
+        held = vars(self)
+        mesh = held.get('mesh') if 'mesh' in self._assigned else self._mesh_source
+        if isinstance(mesh, Mesh):
+            raise ValueError(
+                f'this {type(self).__name__} holds the devices of its mesh {describe_axes(mesh)}, '
+                'which cannot be pickled: make it with '
+                f'mesh=MeshConfig(axes={dict(mesh.shape)}) in place of the Mesh'
+            )
+        computed = {*self._cached(), '_boxed_states'}  # boxes may hold a mesh
+        return {name: value for name, value in held.items() if name not in computed}
+
+    def __repr__(self) -> str:
+        rows = self._description()
+        width = max(len(name) for name, _ in rows)
+        indent = ' ' * (width + 4)
+        lines = [type(self).__name__]
+        for name, text in rows:
+            first = f'  {name:<{width}}  '
+            lines += textwrap.wrap(
+                text,
+                width=96,
+                initial_indent=first,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        return '\n'.join(lines)
+
+    def _description(self) -> list[tuple[str, str]]:
+        """The lines of the repr: a name and a text for each."""
+        mesh = self._mesh_without_building()
+        return [('mesh', describe_mesh(self._mesh_source if mesh is None else mesh))]
+
+    def _mesh_without_building(self) -> Mesh | AbstractMesh | None:
+        """The mesh, or None if it has not been built: to build one can take long, or fail."""
+        mesh = vars(self).get('mesh', self._mesh_source)
+        return None if isinstance(mesh, MeshConfig) else mesh
+
+
+def settings_of_t5x(mesh: AnyMesh | None, given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of T5X; with `mesh=`, `num_partitions` is the size of the 'model' axis."""
+    if mesh is None:
+        return given
+    if not isinstance(mesh, MeshConfig):
+        return {'num_partitions': axis_sizes(mesh).get('model', 1)}
+    sizes = [dict(axes or ()).get('model', 1) for axes in (mesh.axes, mesh.dcn)]
+    known = -1 not in sizes
+    return {
+        'num_partitions': sizes[0] * sizes[1] if known else None,
+        'model_parallel_submesh': mesh.model_parallel_submesh,
+        'backend': mesh.backend,
+    }
+
+
+def describe_mesh(mesh: AnyMesh) -> str:
+    """A mesh in one line: its axes and sizes, their types if not Auto, devices and processes."""
+    if isinstance(mesh, MeshConfig):
+        return f'not built yet: {mesh!r}'
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    axes = ' x '.join(
+        f'{name} {size}' + (f' ({types[name].name})' if types[name] != AxisType.Auto else '')
+        for name, size in mesh.shape.items()
+    )
+    if isinstance(mesh, AbstractMesh):
+        return f'{axes}, an AbstractMesh without devices'
+    return f'{axes}, {describe_devices(mesh)}'
+
+
+def describe_rules(rules: Any) -> str:
+    """Rules in their order: `batch -> data; mlp, heads -> model; kv -> replicated`."""
+    groups: list[tuple[list[str], Any]] = []
+    for name, axes in rules:
+        if groups and groups[-1][1] == axes:
+            groups[-1][0].append(name)
+        else:
+            groups.append(([name], axes))
+    return (
+        '; '.join(
+            f'{", ".join(names)} -> {" x ".join(as_tuple(axes)) or "replicated"}'
+            for names, axes in groups
+        )
+        or 'none'
+    )
