@@ -71,7 +71,11 @@ from partitioning.plan import (
     Plan as Plan,
     PlanDiff as PlanDiff,
     PlanRow as PlanRow,
+    RuleMatches as RuleMatches,
+    SuggestedRules as SuggestedRules,
     diff as diff,
+    explain_rules as explain_rules,
+    suggest_rules as suggest_rules,
 )
 from partitioning.rules import (
     AxisNames as AxisNames,

@@ -3,6 +3,10 @@
 `plan` is the type and `rows` its rows; `building` makes one from rules, `matching` imposes one on a
 state. `audit` says what devices hold, `findings` and `linting` what is suspicious, `fixed_point`
 whether arrays stay in place. `plan_file` is the file format and `difference` compares two plans.
+
+For states without names, `suggestion` writes path rules: `stacked_layers` and `path_words` read the
+shapes and paths, `dimension_names` chooses the names, and `path_patterns` the regular expressions.
+`rule_matches` shows what path rules take of a state.
 """
 
 from partitioning.plan.audit import (
@@ -34,6 +38,14 @@ from partitioning.plan.rows import (
     PlanRow as PlanRow,
     make_row as make_row,
 )
+from partitioning.plan.rule_matches import (
+    RuleMatches as RuleMatches,
+    explain_rules as explain_rules,
+)
 from partitioning.plan.rule_set import (
     RuleSet as RuleSet,
+)
+from partitioning.plan.suggestion import (
+    SuggestedRules as SuggestedRules,
+    suggest_rules as suggest_rules,
 )

@@ -11,7 +11,7 @@ from partitioning.rules import MeshLike, PaddedSpec, Spec, axis_sizes, describe_
 
 TextRows = Sequence[tuple[str, ...]]
 # Columns of these names hold numbers, which are aligned to the right.
-_NUMBERS = ('bytes', 'bytes per device', 'share', 'more than its share')
+_NUMBERS = ('arrays', 'bytes', 'bytes per device', 'share', 'more than its share')
 
 
 class Table(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from partitioning.state.boxes import (
 from partitioning.state.follow import Parameters
 from partitioning.state.path_names import (
     PathRules,
+    Texts,
     check_all_named,
     check_all_used,
     match_paths,
@@ -86,8 +87,7 @@ def named_arrays(
         known = _known({path: carried[path] for path in roots}, roots, carried, {})
         return known._replace(missing=_missing(entries, known))
     arrays = {path: x for path, x in entries if not is_metadata(x)}
-    texts = {path: ['/'.join(path), '/'.join(path[len(root) :])] for path, root in roots.items()}
-    texts |= {path: ['/'.join(path)] for path in arrays if path not in roots}
+    texts = _path_texts(roots, arrays)
     found = match_paths(texts, overrides)
     unnamed = [path for path in roots if path not in carried and lacks_names(arrays[path])]
     missing = {path: shape_of(array_of(arrays[path])) for path in unnamed if path not in found}
@@ -100,6 +100,44 @@ def named_arrays(
             del given[path], found[path], texts[path]  # a statistic gets the names of its parameter
     check_all_used(texts, overrides, found.values())
     return known._replace(overridden={p: x for p, x in given.items() if p not in roots})
+
+
+class RuleTarget(NamedTuple):
+    """An array that a path rule can name.
+
+    Attributes:
+      path: its path in the state.
+      texts: the strings that a regular expression may match, the shortest last.
+      array: the array, without its carrier.
+      is_parameter: whether the array is a parameter, which needs names.
+      has_names: whether it carries names, which a path rule would replace.
+    """
+
+    path: Path
+    texts: Texts
+    array: Any
+    is_parameter: bool
+    has_names: bool
+
+
+def rule_targets(entries: Entries) -> list[RuleTarget]:
+    """The arrays that path rules can name: all but those that follow a parameter."""
+    carried = _carried(entries)
+    roots = _roots(*_candidates(entries, carried, True))
+    arrays = {path: array_of(x) for path, x in entries if not is_metadata(x)}
+    without = {path: (None,) * len(shape_of(arrays[path])) for path in roots}
+    known = _known(_parameters(without, arrays), roots, {}, {})
+    return [
+        RuleTarget(path, texts, arrays[path], path in roots, path in carried)
+        for path, texts in _path_texts(roots, arrays).items()
+        if path in roots or not _follows(path, shape_of(arrays[path]), known.to_follow)
+    ]
+
+
+def _path_texts(roots: Mapping[Path, Path], paths: Iterable[Path]) -> dict[Path, Texts]:
+    """The strings that path rules match for each array, the parameters first."""
+    texts = {path: ['/'.join(path), '/'.join(path[len(root) :])] for path, root in roots.items()}
+    return {**texts, **{path: ['/'.join(path)] for path in paths if path not in roots}}
 
 
 def parameter_roots(entries: Entries) -> Mapping[Path, Path]:

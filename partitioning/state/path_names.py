@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -60,13 +60,18 @@ def _is_name(name: Any) -> bool:
 Texts = Sequence[str]  # the strings that a pattern may match for one array, the shortest last
 
 
-def match_paths(arrays: Mapping[Path, Texts], rules: PathRules) -> dict[Path, int]:
+How = Literal['fullmatch', 'search']  # the method of a regular expression
+
+
+def match_paths(
+    arrays: Mapping[Path, Texts], rules: Sequence[tuple[str, Any]], how: How = 'fullmatch'
+) -> dict[Path, int]:
     """The index of the first rule that matches one of the strings of each array, by path."""
-    patterns = [_compiled(pattern) for pattern, _ in rules]
+    matches = [getattr(_compiled(pattern), how) for pattern, _ in rules]
     found = {}
     for path, texts in arrays.items():
-        for index, pattern in enumerate(patterns):
-            if any(map(pattern.fullmatch, texts)):
+        for index, match in enumerate(matches):
+            if any(map(match, texts)):
                 found[path] = index
                 break
     return found
@@ -124,15 +129,19 @@ def _literally(character: re.Match[str]) -> str:
 def check_all_used(arrays: Mapping[Path, Texts], rules: PathRules, used: Collection[int]) -> None:
     """Raises ValueError if a path rule is not used."""
     for pattern in [pattern for index, (pattern, _) in enumerate(rules) if index not in used]:
-        known = [texts[-1] for texts in arrays.values()]
-        taken = [t[-1] for t in arrays.values() if any(map(_compiled(pattern).fullmatch, t))]
-        why = (
-            f'earlier rules match {taken[0]} and everything else that it matches; move it up'
-            if taken
-            else f'no whole path matches it. Paths are {", ".join(known[:3])}, ...'
-            f'{nearest(pattern, known)}'
-        )
-        raise ValueError(f'path rule {pattern!r} is never used: {why}')
+        raise ValueError(f'path rule {pattern!r} is never used: {why_unused(pattern, arrays)}')
+
+
+def why_unused(pattern: str, arrays: Mapping[Path, Texts], how: How = 'fullmatch') -> str:
+    """Why a path rule takes no array, and what to do."""
+    known = [texts[-1] for texts in arrays.values()]
+    match = getattr(_compiled(pattern), how)
+    if taken := [texts[-1] for texts in arrays.values() if any(map(match, texts))]:
+        return f'earlier rules match {taken[0]} and everything else that it matches; move it up'
+    return (
+        f'no {"whole path" if how == "fullmatch" else "path"} matches it. Paths are '
+        f'{", ".join(known[:3])}, ...{nearest(pattern, known)}'
+    )
 
 
 def override_params_axes_names(params: Any, rules: PathRules) -> Any:

@@ -1,0 +1,172 @@
+"""Few readable regular expressions for many paths: from the names of each array to path rules.
+
+A pattern describes the end of the paths that it takes, as in '.*/(q_proj|k_proj)/kernel', with as
+few keys as tell its arrays from all others. So one rule takes the arrays of all layers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Names = tuple[Any, ...]
+_LONGEST = 48  # characters of the alternatives of one pattern; if there are more, it is divided
+_FEW = 4  # up to this number, alternatives are listed instead of a pattern for everything else
+
+
+class _Item(NamedTuple):
+    """One array. Its names are None if no pattern may match it."""
+
+    place: int
+    keys: tuple[str, ...]
+    names: Names | None
+
+
+class _Found(NamedTuple):
+    """A path rule. If it is general, earlier rules must take the arrays with other names."""
+
+    place: int
+    pattern: str
+    names: Names
+    is_general: bool = False
+
+
+def make_path_rules(
+    names: Mapping[str, Names | None], general: Collection[Names] = ()
+) -> list[tuple[str, Names]]:
+    """Path rules that give each array its names.
+
+    Args:
+      names: for each path the names of the array, or None if no rule may match the path.
+      general: the names that a rule may give to everything that earlier rules leave, such as all
+        arrays that are called 'bias'.
+
+    Returns:
+      (regular expression, names) pairs for `re.fullmatch`, of which the first that matches wins, in
+      the order of the paths. General rules come last.
+    """
+    items = [_Item(i, tuple(path.split('/')), n) for i, (path, n) in enumerate(names.items())]
+    found = list(_Search(general).rules(items, ()))
+    ordered = sorted((f for f in found if not f.is_general), key=lambda f: f.place)
+    # A general rule with more keys is an exception to one with fewer; it is found before that one.
+    return [(f.pattern, f.names) for f in [*ordered, *(f for f in found if f.is_general)]]
+
+
+class _Search:
+    """The search for rules, from the last key of the paths to the first."""
+
+    def __init__(self, general: Collection[Names]):
+        self._general = general
+
+    def rules(
+        self, items: Sequence[_Item], suffix: tuple[str, ...], covered: Names | None = None
+    ) -> Iterator[_Found]:
+        """Rules for all arrays whose last keys match the patterns of `suffix`.
+
+        Arrays with the names `covered` get no rule, because a general rule will take them.
+        """
+        kinds = {item.names for item in items}
+        if kinds <= {covered, None}:
+            return
+        ended = [item for item in items if len(item.keys) == len(suffix)]
+        inner = [item for item in items if len(item.keys) > len(suffix)]
+        if inner and len(kinds) == 1 and suffix and _has_letter(suffix[0]):
+            yield _found(items, ('(.*/)?' if ended else '.*/') + '/'.join(suffix))
+            return
+        if ended and ended[0].names not in (None, covered):
+            yield _found(ended, '/'.join(suffix))
+        general = self._general_names(inner, suffix) if covered is None else None
+        below = _by_key(inner, len(suffix))
+        for piece, members in _branches(below):
+            yield from self.rules(members, (piece, *suffix), general or covered)
+        if general is not None:
+            taken = [item for item in inner if item.names == general]
+            yield _found(taken, f'.*/{"/".join(suffix)}')._replace(is_general=True)
+
+    def _general_names(self, items: Sequence[_Item], suffix: tuple[str, ...]) -> Names | None:
+        """The names for everything else that ends with a suffix, if many different paths do."""
+        if not suffix or not _has_letter(suffix[0]) or any(item.names is None for item in items):
+            return None
+        many = {}
+        for names in self._general:
+            keys = {item.keys[-1 - len(suffix)] for item in items if item.names == names}
+            many[names] = len({re.sub(r'\d+', '', key) for key in keys})
+        best = max(many, key=lambda names: many[names], default=None)
+        return best if best is not None and many[best] > _FEW else None
+
+
+def _found(items: Sequence[_Item], pattern: str) -> _Found:
+    names = items[0].names
+    assert names is not None
+    return _Found(min(item.place for item in items), pattern, names)
+
+
+def _by_key(items: Sequence[_Item], depth: int) -> dict[str, list[_Item]]:
+    """The arrays by the key in front of the last `depth` keys of their paths."""
+    found: dict[str, list[_Item]] = {}
+    for item in items:
+        found.setdefault(item.keys[-1 - depth], []).append(item)
+    return found
+
+
+def _branches(below: Mapping[str, list[_Item]]) -> Iterator[tuple[str, list[_Item]]]:
+    """Patterns of one key and the arrays that they match.
+
+    Keys whose arrays all have the same names share patterns; any other key is a pattern itself.
+    """
+    alike: dict[Names | None, list[str]] = {}
+    for key, members in below.items():
+        if len({item.names for item in members}) == 1:
+            alike.setdefault(members[0].names, []).append(key)
+        else:
+            yield _escape(key), members
+    for keys in alike.values():
+        for piece, matched in _alternatives(keys, below.keys() - {*keys}):
+            yield piece, [item for key in matched for item in below[key]]
+
+
+def _alternatives(keys: Sequence[str], others: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """Patterns that match the keys and none of the others, each with the keys it matches."""
+    templates: dict[str, list[str]] = {}
+    left = list(keys)
+    while left:
+        template, matched = _template(left[0], left, others)
+        templates[template] = matched
+        left = [key for key in left if key not in matched]
+    groups: list[list[str]] = []
+    for template in templates:
+        if groups and len('|'.join([*groups[-1], template])) <= _LONGEST:
+            groups[-1].append(template)
+        else:
+            groups.append([template])
+    for group in groups:
+        piece = group[0] if len(group) == 1 else f'({"|".join(group)})'
+        yield piece, [key for template in group for key in templates[template]]
+
+
+def _template(key: str, keys: Sequence[str], others: Collection[str]) -> tuple[str, list[str]]:
+    r"""A key with \d+ for its numbers that differ, and the keys that it matches."""
+    parts = re.split(r'(\d+)', key)
+    numbers = range(1, len(parts), 2)
+    best = _escape(key), [key]
+    for size in range(1, len(numbers) + 1):
+        for chosen in itertools.combinations(numbers, size):
+            pattern = ''.join(
+                r'\d+' if place in chosen else _escape(part) for place, part in enumerate(parts)
+            )
+            match = re.compile(pattern).fullmatch
+            matched = [one for one in keys if match(one)]
+            if len(matched) > len(best[1]) and not any(map(match, others)):
+                best = pattern, matched
+    return best
+
+
+def _has_letter(pattern: str) -> bool:
+    return re.search('[a-zA-Z]', pattern.replace(r'\d', '')) is not None
+
+
+def _escape(key: str) -> str:
+    """The key as a regular expression; unlike re.escape it leaves '-' and '~' as they are."""
+    return re.sub(r'([.^$*+?{}\[\]\\|()])', r'\\\1', key)

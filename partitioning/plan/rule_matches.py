@@ -1,0 +1,217 @@
+"""A dry run of path rules on a state: which rule takes which array, and what no rule takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec
+
+from partitioning.plan.building import SMALL
+from partitioning.plan.tables import Table, count, shape_str, text_tables
+from partitioning.rules import spec_str
+from partitioning.state import check_path_rules, key_names, nbytes, shape_of
+from partitioning.state.boxes import is_carrier
+from partitioning.state.naming import RuleTarget, rule_targets
+from partitioning.state.path_names import How, match_paths, why_unused
+
+Shape = tuple[int, ...]
+_LISTED = 10  # the number of arrays that a table lists
+_COLUMNS = 100
+_LONGEST = 60  # characters of a path in a table, so that lines fit in the columns
+_INDENT: Any = {'initial_indent': '  ', 'subsequent_indent': '  ', 'break_long_words': False}
+
+
+class RuleMatch(NamedTuple):
+    """One rule and the arrays that it takes.
+
+    Attributes:
+      pattern: the regular expression.
+      names: the names of the dimensions, or the PartitionSpec of a partition rule.
+      arrays: the shape of each array that the rule takes, by path.
+      why_unused: why it takes none, and what to do; empty if it takes some.
+    """
+
+    pattern: str
+    names: Any
+    arrays: Mapping[str, Shape]
+    why_unused: str = ''
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleMatches:
+    """What path rules take of a state.
+
+    Usage:
+      print(explain_rules(state, rules))
+
+    Attributes:
+      rules: each rule with the arrays that it takes.
+      untaken: the shape of each array that needs a rule and has none, by path.
+      misfits: the arrays whose rule has another number of names than they have dimensions, by path:
+        the shape and the names.
+      kept: the number of arrays that no rule takes because they carry names.
+      small: the number of small arrays that need no rule because they are not parameters.
+    """
+
+    rules: tuple[RuleMatch, ...]
+    untaken: Mapping[str, Shape]
+    misfits: Mapping[str, tuple[Shape, Any]]
+    kept: int = 0
+    small: int = 0
+
+    @property
+    def unused(self) -> tuple[RuleMatch, ...]:
+        """The rules that take nothing."""
+        return tuple(rule for rule in self.rules if not rule.arrays)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a partitioner accepts the rules for the state."""
+        return not (self.untaken or self.unused or self.misfits)
+
+    def __str__(self) -> str:
+        taken = sum(len(rule.arrays) for rule in self.rules)
+        total = taken + len(self.untaken) + self.kept + self.small
+        counts = {
+            f'{self.kept:,} keep the names they carry': self.kept,
+            f'{self.small:,} are small and need none': self.small,
+            f'{len(self.untaken):,} need a rule and have none': len(self.untaken),
+        }
+        parts = [f'{taken:,} taken by {count(len(self.rules), "rule")}']
+        parts += [text for text, number in counts.items() if number]
+        return f'{count(total, "array")}: {", ".join(parts)}\n\n{text_tables(self._tables())}'
+
+    def _tables(self) -> list[Table]:
+        rules = [line for rule in self.rules if rule.arrays for line in _lines(rule)]
+        untaken = [(_clip(path), shape_str(shape)) for path, shape in self.untaken.items()]
+        unused = [
+            (line,)
+            for rule in self.unused
+            for line in [rule.pattern, *textwrap.wrap(rule.why_unused, _COLUMNS, **_INDENT)]
+        ]
+        misfits = [(_clip(p), shape_str(s), _names_str(n)) for p, (s, n) in self.misfits.items()]
+        tables = [
+            Table('each rule, and below it the first array that it takes', _RULE_HEAD, rules),
+            Table(f'no rule takes {_listed(untaken)}', ('array', 'shape'), untaken[:_LISTED]),
+            Table('these rules take nothing', ('rule',), unused),
+            Table(
+                f'another number of names than dimensions: {_listed(misfits)}',
+                ('array', 'shape', 'names'),
+                misfits[:_LISTED],
+            ),
+        ]
+        return [table for table in tables if table.rows]
+
+
+_RULE_HEAD = ('arrays', 'names', 'rule')
+
+
+def explain_rules(state: Any, rules: Sequence[tuple[str, Any]]) -> RuleMatches:
+    """A dry run of path rules: which rule takes which array, and what no rule takes.
+
+    Usage:
+      rules = suggest_rules(state)
+      print(explain_rules(state, rules))
+
+    It lays out nothing and accepts rules that are not complete. The arrays of an optimizer are not
+    listed, because they follow their parameters.
+
+    Args:
+      state: a pytree of parameters or a train state, abstract or not, of any library.
+      rules: path rules, (regular expression, names) pairs, as a partitioner's
+        `params_axes_names_override` takes them; or partition rules, (regular expression,
+        PartitionSpec) pairs, which may match any part of a path.
+
+    Raises:
+      ValueError: if a rule is malformed.
+    """
+    is_spec = [isinstance(rule, tuple | list) and _is_spec(rule[-1]) for rule in rules]
+    how: How = 'search' if is_spec and all(is_spec) else 'fullmatch'
+    pairs: Sequence[tuple[str, Any]]
+    pairs = [(str(p), spec) for p, spec in rules] if how == 'search' else check_path_rules(rules)
+    targets = list_targets(state)
+    texts = {target.path: target.texts for target in targets.values()}
+    taken = match_paths(texts, pairs, how)
+    by_rule: list[dict[str, Shape]] = [{} for _ in pairs]
+    misfits: dict[str, tuple[Shape, Any]] = {}
+    left: dict[str, RuleTarget] = {}
+    for path, target in targets.items():
+        shape, index = shape_of(target.array), taken.get(target.path)
+        if index is None:
+            left[path] = target
+            continue
+        by_rule[index][path] = shape
+        names = pairs[index][1]
+        # A spec may be shorter than the rank of the array.
+        if len(names) > len(shape) or (how == 'fullmatch' and len(names) < len(shape)):
+            misfits[path] = shape, names
+    untaken = {path: shape_of(t.array) for path, t in left.items() if needs_rule(t)}
+    kept = sum(target.has_names for target in left.values())
+    return RuleMatches(
+        tuple(
+            RuleMatch(pattern, names, arrays, '' if arrays else why_unused(pattern, texts, how))
+            for (pattern, names), arrays in zip(pairs, by_rule, strict=True)
+        ),
+        untaken,
+        misfits,
+        kept,
+        len(left) - len(untaken) - kept,
+    )
+
+
+def list_targets(state: Any) -> dict[str, RuleTarget]:
+    """The arrays of a state that path rules can name, by the path for which to write a rule.
+
+    This is the path below 'params' if that is there and enough, and otherwise the whole path.
+    """
+    flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
+    targets = rule_targets([(key_names(path), leaf) for path, leaf in flat])
+    targets = [target for target in targets if hasattr(target.array, 'dtype')]
+    below = {_below_params(target): target for target in targets}
+    if len(below) == len(targets):
+        return below
+    return {target.texts[0]: target for target in targets}
+
+
+def _below_params(target: RuleTarget) -> str:
+    whole, inside = target.texts[0], target.texts[-1]
+    is_below = whole.removesuffix(f'/{inside}').split('/')[-1] == 'params'
+    return inside if is_below else whole
+
+
+def needs_rule(target: RuleTarget) -> bool:
+    """Whether an array that no rule takes could not be laid out."""
+    if target.has_names or not shape_of(target.array):
+        return False
+    return target.is_parameter or nbytes(target.array) > SMALL
+
+
+def _listed(arrays: Sequence[Any]) -> str:
+    rest = len(arrays) - _LISTED
+    return count(len(arrays), 'array') + (f', {rest:,} of them not listed' if rest > 0 else '')
+
+
+def _lines(rule: RuleMatch) -> list[tuple[str, str, str]]:
+    """The lines of a rule in the table: the rule, and below it the first array that it takes."""
+    path, shape = next(iter(rule.arrays.items()))
+    example = f'{_clip(path)} {shape_str(shape)}'
+    return [(f'{len(rule.arrays):,}', _names_str(rule.names), rule.pattern), ('', '', example)]
+
+
+def _names_str(names: Any) -> str:
+    if _is_spec(names):
+        return spec_str(names)
+    return ', '.join(f'({", ".join(n)})' if isinstance(n, tuple) else str(n) for n in names)
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _clip(path: str) -> str:
+    """A long path without its first characters."""
+    return path if len(path) <= _LONGEST else f'...{path[3 - _LONGEST :]}'

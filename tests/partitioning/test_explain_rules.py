@@ -1,0 +1,111 @@
+"""explain_rules shows which rule takes which array of a state, and what no rule takes."""
+
+import jax
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from unnamed_models import array, gpt2
+
+from partitioning import PjitPartitioner, TrainState, explain_rules, suggest_rules
+
+pytestmark = pytest.mark.core
+
+MODEL = {
+    'up': {'kernel': array(64, 256), 'bias': array(256)},
+    'down': {'kernel': array(256, 64), 'bias': array(64)},
+}
+KERNELS = [('up/kernel', ('embed', 'mlp')), ('down/kernel', ('mlp', 'embed'))]
+COMPLETE = [*KERNELS, ('.*/bias', (None,))]
+
+
+def taken(rules, state=MODEL):
+    return [list(rule.arrays) for rule in explain_rules(state, rules).rules]
+
+
+def test_the_first_match_takes_an_array():
+    found = explain_rules(MODEL, [*COMPLETE[:1], ('.*/kernel', (None, None)), *COMPLETE[2:]])
+    assert taken(COMPLETE) == [['up/kernel'], ['down/kernel'], ['down/bias', 'up/bias']]
+    assert [list(rule.arrays) for rule in found.rules][:2] == [['up/kernel'], ['down/kernel']]
+    assert found.rules[0].arrays == {'up/kernel': (64, 256)}
+    assert found.is_complete
+
+
+@pytest.mark.parametrize('rules', [COMPLETE, COMPLETE[:2], [*COMPLETE, ('x', ())], COMPLETE[::-1]])
+def test_complete_rules_are_those_that_a_partitioner_accepts(rules):
+    found = explain_rules({'params': MODEL}, rules)
+    partitioner = PjitPartitioner(2, params_axes_names_override=rules)
+    if found.is_complete:
+        partitioner.resolve({'params': MODEL})
+    else:
+        with pytest.raises(ValueError, match='path rule'):
+            partitioner.resolve({'params': MODEL})
+
+
+def test_arrays_without_a_rule_are_listed():
+    found = explain_rules(MODEL, KERNELS)
+    assert found.untaken == {'down/bias': (64,), 'up/bias': (256,)}
+    text = str(found)
+    assert '4 arrays: 2 taken by 2 rules, 2 need a rule and have none' in text
+    assert 'no rule takes 2 arrays' in text and 'up/bias' in text
+
+
+def test_unused_rules_say_why():
+    found = explain_rules(MODEL, [*COMPLETE, ('.*/up/kernal', (None, None)), ('up/bias', (None,))])
+    misspelt, late = found.unused
+    assert "Did you mean 'up/kernel'?" in misspelt.why_unused
+    assert 'move it up' in late.why_unused and 'up/bias' in late.why_unused
+    assert 'these rules take nothing' in str(found) and '.*/up/kernal' in str(found)
+
+
+def test_names_of_another_rank_are_listed():
+    found = explain_rules(MODEL, [('.*', ('embed', 'mlp'))])
+    assert found.misfits == {
+        'down/bias': ((64,), ('embed', 'mlp')),
+        'up/bias': ((256,), ('embed', 'mlp')),
+    }
+    assert not found.is_complete
+    assert 'another number of names than dimensions: 2 arrays' in str(found)
+
+
+def test_no_rules_take_nothing():
+    found = explain_rules(MODEL, [])
+    assert len(found.untaken) == 4 and found.rules == ()
+    assert '4 need a rule' in str(found)
+
+
+def test_arrays_of_the_optimizer_follow():
+    state = jax.eval_shape(lambda: TrainState.create({'params': MODEL}, optax.adam(1e-3)))
+    assert taken(COMPLETE, state) == taken(COMPLETE)
+    assert not explain_rules(state, COMPLETE).untaken
+
+
+def test_small_arrays_need_no_rule_and_large_ones_do():
+    state = {'params': MODEL, 'stats': {'small': array(8), 'large': array(128, 64)}}
+    found = explain_rules(state, COMPLETE)
+    assert found.small == 1
+    assert found.untaken == {'stats/large': (128, 64)}
+
+
+def test_partition_rules_are_searched_for():
+    rules = [('up/kernel', P('data', 'model')), ('kernel', P('model')), ('', P())]
+    found = explain_rules(MODEL, rules)
+    assert taken(rules) == [['up/kernel'], ['down/kernel'], ['down/bias', 'up/bias']]
+    assert found.is_complete and "P('data', 'model')" in str(found)
+    assert list(explain_rules(MODEL, [('bias', P('data', None))]).misfits) == [
+        *('down/bias', 'up/bias')
+    ]
+
+
+def test_malformed_rules_are_refused():
+    with pytest.raises(ValueError, match='a path rule must be'):
+        explain_rules(MODEL, [('kernel', 'embed')])
+    with pytest.raises(ValueError, match='path rules must be a list'):
+        explain_rules(MODEL, 'kernel')
+
+
+def test_the_table_fits_a_terminal():
+    deep = {'a_long_name_of_a_module': {'another_long_name_of_a_module': gpt2()}}
+    rules = [*suggest_rules(deep), ('nothing', (None,))]
+    text = str(explain_rules(deep, rules))
+    assert max(map(len, text.splitlines())) <= 100
+    assert '2304 x 768' in text and '...' in text
