@@ -30,14 +30,16 @@ def test_the_first_match_takes_an_array():
     assert found.is_complete
 
 
-@pytest.mark.parametrize('rules', [COMPLETE, COMPLETE[:2], [*COMPLETE, ('x', ())], COMPLETE[::-1]])
+@pytest.mark.parametrize(
+    'rules', [COMPLETE, COMPLETE[:2], [*COMPLETE, ('x', ())], [('.*', ('embed',))]]
+)
 def test_complete_rules_are_those_that_a_partitioner_accepts(rules):
     found = explain_rules({'params': MODEL}, rules)
     partitioner = PjitPartitioner(2, params_axes_names_override=rules)
     if found.is_complete:
         partitioner.resolve({'params': MODEL})
     else:
-        with pytest.raises(ValueError, match='path rule'):
+        with pytest.raises(ValueError, match='path rule|has 1 entry'):
             partitioner.resolve({'params': MODEL})
 
 
