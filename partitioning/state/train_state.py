@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from partitioning.state.boxes import path_str, rebox, shape_of, unbox
 from partitioning.state.traversal import walk
 
+# The classes of states that flax.serialization handles.
+_KNOWN_TO_FLAX: set[type] = set()
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +24,9 @@ class TrainState:
     Usage:
       state = TrainState.create(model.init(key, x), optax.adamw(1e-3))
       state = state.apply_gradients(grads, tx)
+
+    `flax.serialization` saves and restores the arrays of a state, as `state_dict` and
+    `restore_state` do: `to_bytes(state)`, `from_bytes(state, data)`.
 
     Attributes:
       step: the number of completed updates, an int32 scalar.
@@ -41,6 +47,14 @@ class TrainState:
 
     # `walk` reads this: statistics get the axes of their parameters.
     names_follow_parameters = True
+
+    def __post_init__(self) -> None:
+        if type(self) not in _KNOWN_TO_FLAX:  # runs at every step, so it does nothing else
+            _register_with_flax(type(self))
+
+    def __setstate__(self, held: dict[str, Any]) -> None:
+        _register_with_flax(type(self))  # a pickle is restored without __init__
+        vars(self).update(held)
 
     @classmethod
     def create(cls, variables: Any, tx: Any) -> TrainState:
@@ -96,6 +110,22 @@ class TrainState:
         """A copy of the state with another step number."""
         return self.replace(step=step)
 
+    def replace_flax_mutables(self, flax_mutables: Any) -> TrainState:
+        """A copy of the state with other mutable collections."""
+        return self.replace(flax_mutables=flax_mutables)
+
+    @property
+    def param_states(self) -> Any:
+        """The state of the optimizer, by T5X's name."""
+        return self.opt_state
+
+    def apply_gradient(self, *args: Any, **kwargs: Any) -> TrainState:
+        """T5X's method, whose states hold their optimizer; raises NotImplementedError here."""
+        raise NotImplementedError(
+            'a TrainState does not hold its optimizer: write state.apply_gradients(grads, tx), '
+            'with the learning rate in tx'
+        )
+
     def as_logical_axes(self) -> TrainState:
         """The state with AxisNames in place of arrays; see `partitioning.get_logical_axes`."""
         return walk(self).map(lambda leaf: leaf.names)
@@ -115,23 +145,53 @@ class TrainState:
         Raises:
           ValueError: if the paths or shapes of the arrays differ from those of this state.
         """
-        from flax import serialization
-
-        ours, theirs = _describe(self.state_dict()), _describe(state_dict)
-        for path in sorted(ours.keys() | theirs.keys()):
-            here, there = (arrays.get(path, 'not an array') for arrays in (ours, theirs))
-            if here != there:
-                raise ValueError(f'{path} is {there} in the state_dict, but {here} in this state')
-        restored = serialization.from_state_dict(self._arrays(), dict(state_dict))
-        return self.replace(
-            **{name: rebox(getattr(self, name), value) for name, value in restored.items()}
-        )
+        return _restore(self, state_dict, ())
 
     def _arrays(self) -> dict[str, Any]:
         """The fields that hold arrays, without their boxes."""
         names = ('step', 'params', 'opt_state', 'flax_mutables')
         held = {name: unbox(getattr(self, name)) for name in names}
+        if not held['flax_mutables']:
+            del held['flax_mutables']
         return {name: value for name, value in held.items() if value is not None}
+
+
+def _register_with_flax(cls: type[TrainState]) -> None:
+    """Makes `flax.serialization` handle a class of states.
+
+    It is called when the first state is made, because this module must not import flax.
+    """
+    from flax import serialization
+
+    def restore(state: TrainState, state_dict: Mapping[str, Any]) -> TrainState:
+        above = serialization.current_path().split('/')
+        return _restore(state, state_dict, tuple(key for key in above if key != '.'))
+
+    serialization.register_serialization_state(cls, cls.state_dict, restore, override=True)
+    _KNOWN_TO_FLAX.add(cls)
+
+
+def _restore(
+    state: TrainState, state_dict: Mapping[str, Any], above: tuple[str, ...]
+) -> TrainState:
+    """The state with other arrays; `above` is its own path, for messages."""
+    from flax import serialization
+
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(
+            f'{"/".join(above) or "the state_dict"} is of type {type(state_dict).__name__}, but a '
+            'TrainState is restored from nested dicts, such as state.state_dict()'
+        )
+    ours, theirs = _describe(state.state_dict()), _describe(state_dict)
+    for path in sorted(ours.keys() | theirs.keys()):
+        here, there = (arrays.get(path, 'not an array') for arrays in (ours, theirs))
+        if here != there:
+            whole = '/'.join((*above, path))
+            raise ValueError(f'{whole} is {there} in the state_dict, but {here} in this state')
+    restored = serialization.from_state_dict(state._arrays(), dict(state_dict))
+    return state.replace(
+        **{name: rebox(getattr(state, name), value) for name, value in restored.items()}
+    )
 
 
 def _describe(state_dict: Any) -> dict[str, str]:

@@ -1,14 +1,20 @@
-"""Partitioners as objects: repr, copies, pickles, and meshes without devices."""
+"""Partitioners and states as objects: repr, copies, pickles, bytes, and meshes without devices."""
 
 import copy
+import dataclasses
 import pickle
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
+from flax.training import train_state
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from train_states import each_way, made
 
 from partitioning import (
     AxisNames,
@@ -272,3 +278,102 @@ NEEDS_DEVICES = {
 def test_what_needs_devices_asks_for_them(abstract, applied, what):
     with pytest.raises(ValueError, match=r'needs devices.*data 4 x model 2.*MeshConfig\(axes='):
         NEEDS_DEVICES[what](abstract, applied)
+
+
+# flax.serialization.
+
+
+def filled(state, start=1.0):
+    """The same state with other numbers in every array, which no two arrays share."""
+    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, state))
+    leaves = [x + jnp.asarray(start + i, x.dtype) for i, x in enumerate(leaves)]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def assert_same(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@each_way
+def test_flax_saves_and_restores_a_state(way):
+    empty = made(way)
+    saved = filled(empty)
+    assert_same(serialization.from_state_dict(empty, serialization.to_state_dict(saved)), saved)
+    restored = serialization.from_bytes(empty, serialization.to_bytes(saved))
+    assert_same(restored, saved)
+    assert isinstance(restored, TrainState)
+    assert serialization.to_state_dict(saved).keys() == saved.state_dict().keys()
+    nested = serialization.from_bytes({'a': [empty]}, serialization.to_bytes({'a': [saved]}))
+    assert_same(nested['a'][0], saved)
+
+
+def test_flax_saves_sharded_states_and_restores_abstract_ones(concrete):
+    tx = optax.sgd(0.1, momentum=0.9)
+    plan = concrete.plan(lambda key: TrainState.create(init(key), tx), KEY)
+    state = plan.init(KEY)
+    data = serialization.to_bytes(state)
+    restored = serialization.from_bytes(plan.abstract_state, data)
+    assert_same(restored, jax.device_get(state))
+    moved = concrete.move_params_to_devices(restored, plan.specs)
+    plan.check(moved)
+    # The names are not saved, so a state in boxes is restored from one without them.
+    boxed = serialization.from_bytes(TrainState.create(init(KEY), tx), data)
+    assert boxed.params['kernel'].names == ('embed', 'mlp')
+
+
+def test_states_of_flax_and_subclasses_are_saved_too():
+    params = {'w': jnp.arange(3.0)}
+    theirs = train_state.TrainState.create(apply_fn=None, params=params, tx=optax.adam(0.1))
+    assert_same(
+        serialization.from_bytes(theirs, serialization.to_bytes(filled(theirs))), filled(theirs)
+    )
+
+    class Mine(TrainState):
+        pass
+
+    fields = [field.name for field in dataclasses.fields(Mine)]
+    jax.tree_util.register_dataclass(Mine, fields, [])
+    mine = Mine.create(params, optax.adam(0.1))
+    restored = serialization.from_bytes(mine, serialization.to_bytes(filled(mine)))
+    assert type(restored) is Mine
+    assert_same(restored, filled(mine))
+
+
+def test_what_is_missing_or_too_much_is_named_with_its_path():
+    state = {'best': made('boxes')}
+    held = serialization.to_state_dict(state)
+    for change, path in (
+        (lambda s: s['params']['dense'].pop('kernel'), 'best/params/dense/kernel'),
+        (lambda s: s['params'].update(other=np.ones(3)), 'best/params/other'),
+        (lambda s: s['opt_state']['0']['mu'].pop('dense'), 'best/opt_state/0/mu/dense/kernel'),
+        (lambda s: s.update(step=np.ones(2)), r'best/step .*\(2,\)'),
+    ):
+        wrong = jax.tree.map(lambda x: x, held)
+        change(wrong['best'])
+        with pytest.raises(ValueError, match=f'^{path} .*in the state_dict'):
+            serialization.from_state_dict(state, wrong)
+    with pytest.raises(ValueError, match=r'^best is of type int'):
+        serialization.from_state_dict(state, {'best': 1})
+
+
+BEFORE_FLAX = """
+import pickle, sys
+import jax.numpy as jnp
+from partitioning import TrainState
+if sys.argv[1:]:
+    state = pickle.loads(bytes.fromhex(sys.argv[1]))
+else:
+    state = TrainState(jnp.int32(3), {'w': jnp.ones(2)}, ())
+from flax import serialization
+print(serialization.msgpack_restore(serialization.to_bytes(state))['step'])
+"""
+
+
+def test_a_state_may_be_made_before_flax_is_imported():
+    pickled = pickle.dumps(TrainState(jnp.int32(3), {'w': jnp.ones(2)}, ())).hex()
+    programs = [
+        subprocess.Popen([sys.executable, '-c', BEFORE_FLAX, *given], stdout=subprocess.PIPE)
+        for given in ([], [pickled])
+    ]
+    assert [program.communicate()[0] for program in programs] == [b'3\n', b'3\n']
