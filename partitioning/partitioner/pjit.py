@@ -15,6 +15,14 @@ from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner
 from partitioning.partitioner.inner_layouts import lay_out_inside
+from partitioning.partitioner.layout_setting import (
+    LayoutSetting,
+    activation_rules,
+    check_batch_is_known,
+    check_layout,
+    check_no_word,
+    layout_on_mesh,
+)
 from partitioning.partitioner.lowering_only import without_devices
 from partitioning.partitioner.partitioned import (
     CompiledPartitionedCallable,
@@ -23,7 +31,17 @@ from partitioning.partitioner.partitioned import (
     to_shardings,
 )
 from partitioning.partitioner.partitioner_object import AnyMesh, describe_rules
-from partitioning.plan import Audit, Finding, Plan, RuleSet, build_plan, impose_plan, lint
+from partitioning.partitioner.rule_settings import check_batch_rule, check_plan, over_slices
+from partitioning.plan import (
+    Audit,
+    Finding,
+    PartitionRules,
+    Plan,
+    RuleSet,
+    build_plan,
+    impose_plan,
+    lint,
+)
 from partitioning.rules import (
     STANDARD_MESH_AXES,
     AxisRules,
@@ -34,7 +52,6 @@ from partitioning.rules import (
     as_tuple,
     check_has_devices,
     logical_to_mesh_axes,
-    nearest,
     standard_logical_axis_rules,
 )
 from partitioning.state import (
@@ -127,6 +144,10 @@ class PjitPartitioner(BasePjitPartitioner):
         paths, such as 'decoder/mlp/kernel'; see `override_params_axes_names`.
       plan: the layout of the state, such as `Plan.load` reads it. It replaces the rules for the
         state; the rules still lay out the batch and activations.
+      layout: decides the layout of the state by itself, whatever names its arrays have or lack:
+        'fsdp' shards the largest dimension of every array, see `partitioning.plan.by_size`;
+        'data_parallel' replicates every array; partition rules are for `from_partition_rules`.
+        Under a word, all mesh axes shard the batch. `layout` alone means all devices.
 
     Raises:
       ValueError: if a setting is malformed, or if two settings contradict each other.
@@ -148,7 +169,11 @@ class PjitPartitioner(BasePjitPartitioner):
         on_indivisible: OnIndivisible | None = None,
         params_axes_names_override: PathRules = (),
         plan: Plan | None = None,
+        layout: LayoutSetting | None = None,
     ):
+        shapes = (num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape, mesh)
+        if layout is not None and all(setting is None for setting in shapes):
+            num_partitions = 1
         super().__init__(
             num_partitions=num_partitions,
             model_parallel_submesh=model_parallel_submesh,
@@ -166,13 +191,50 @@ class PjitPartitioner(BasePjitPartitioner):
         self._optimizer_rules = _optional(self._as_rules, optimizer_axis_rules)
         self._overrides = check_path_rules(params_axes_names_override)
         self._plan = plan
-        _check_plan(
+        self._layout = check_layout(
+            layout,
+            {
+                'plan': plan,
+                'optimizer_axis_rules': optimizer_axis_rules,
+                'params_axes_names_override': params_axes_names_override,
+            },
+            {
+                'logical_axis_rules': logical_axis_rules,
+                'on_unmatched': on_unmatched,
+                'on_indivisible': on_indivisible,
+            },
+        )
+        check_plan(
             plan,
             {
                 'params_axes_names_override': params_axes_names_override,
                 'optimizer_axis_rules': optimizer_axis_rules,
             },
         )
+
+    @classmethod
+    def from_partition_rules(cls, rules: PartitionRules, **settings: Any) -> Self:
+        """A partitioner by regular expressions on paths, as in EasyLM and FJFormer.
+
+        Usage:
+          rules = [('attn/.*/kernel', P('fsdp', 'mp')), ('embedding', P('mp', 'fsdp')), ('.*', P())]
+          mesh = MeshConfig(axes={'dp': 1, 'fsdp': -1, 'mp': 2})
+          partitioner = PjitPartitioner.from_partition_rules(rules, mesh=mesh)
+
+        Args:
+          rules: (regular expression, PartitionSpec) pairs. The first rule whose expression is found
+            (`re.search`) in the path of a parameter, such as params/h/0/attn/kernel, decides its
+            mesh axes; the optimizer's state follows. A spec may be shorter than the array. Arrays
+            of one element are replicated. A tuple, a list, a string or None can replace a spec.
+          **settings: the settings of the class. With `logical_axis_rules=[('batch', axes)]` the
+            batch is sharded over these mesh axes, and otherwise over those with usual names, such
+            as 'dp', 'fsdp' and 'data'. `on_unmatched` is the policy for arrays that no rule
+            matches.
+
+        Raises:
+          ValueError: if a rule or a setting is malformed.
+        """
+        return cls(layout=rules, **settings)
 
     # The rules.
 
@@ -190,11 +252,14 @@ class PjitPartitioner(BasePjitPartitioner):
 
     @_logical_axis_rules.setter
     def _logical_axis_rules(self, rules: LogicalAxisRules) -> None:
+        check_no_word(self._layout)
         self._given_rules = self._as_rules(rules)
         self._forget(kept=('mesh', '_local_chunker'))
 
     @functools.cached_property
     def _rules_in_use(self) -> AxisRules:
+        if self._given_rules is None and self._layout is not None:
+            return activation_rules(self._layout, self.mesh, self._as_rules(()))
         if self._given_rules is None:
             # Use no defaults that would leave a mesh axis unused: without any rules, plan and
             # constrain raise.
@@ -204,7 +269,7 @@ class PjitPartitioner(BasePjitPartitioner):
         if not isinstance(self._mesh_source, MeshConfig):
             return self._given_rules
         return self._given_rules.with_rules(
-            [_over_slices(rule, self._slice_axis) for rule in self._given_rules]
+            [over_slices(rule, self._slice_axis) for rule in self._given_rules]
         )
 
     def with_rules(self, logical_axis_rules: LogicalAxisRules) -> Self:
@@ -225,6 +290,7 @@ class PjitPartitioner(BasePjitPartitioner):
             rules=self.logical_axis_rules,
             optimizer_rules=self._optimizer_rules,
             overrides=self._overrides,
+            layout=layout_on_mesh(self._layout, self.mesh, self._slice_axis, self._as_rules(())),
             are_defaults=self._given_rules is None,
         )
 
@@ -236,7 +302,9 @@ class PjitPartitioner(BasePjitPartitioner):
     @functools.cached_property
     def _data_axis(self) -> MeshAxes:
         self._check_default_rules()
-        self._check_batch_rule()
+        if self._layout is not None:
+            check_batch_is_known(self.logical_axis_rules, self.mesh)
+        check_batch_rule(self.logical_axis_rules, self.mesh)
         batch = logical_to_mesh_axes(
             ['batch'], self.logical_axis_rules, mesh=self.mesh, on_unmatched='replicate'
         )
@@ -250,21 +318,9 @@ class PjitPartitioner(BasePjitPartitioner):
             )
         return axes
 
-    def _check_batch_rule(self) -> None:
-        """Rules may omit 'batch' on purpose, but a name close to it is a mistake."""
-        names = {name for name, _ in self.logical_axis_rules}
-        if 'batch' in names or self.mesh.size == 1:
-            return
-        if hint := nearest('batch', names):
-            raise ValueError(
-                f"no rule for 'batch', so each device would compute all rows.{hint} Write "
-                "('batch', 'data'), or ('batch', None) to replicate it on purpose"
-            )
-        _LOGGER.warning("no rule for 'batch': each device computes all of its rows")
-
     def _check_default_rules(self) -> None:
         """Rules that the user did not choose must not leave a mesh axis unused."""
-        if self._given_rules is None and self._plan is None:
+        if self._given_rules is self._plan is self._layout is None:
             standard_logical_axis_rules(mesh_axes=self._axes_in_use)
 
     def _description(self) -> list[tuple[str, str]]:
@@ -291,6 +347,8 @@ class PjitPartitioner(BasePjitPartitioner):
             )
         if self._plan is not None:
             rows.append(('plan', f'{self._plan!r} lays out the state, not the rules'))
+        if self._layout is not None:
+            rows.append(('layout', f'{self._layout!r} lays out the state, not the rules'))
         return rows
 
     # Plans and states.
@@ -311,7 +369,7 @@ class PjitPartitioner(BasePjitPartitioner):
         return build_plan(self._with_names(train_state), self.rule_set, self.mesh)
 
     def get_logical_axes(self, train_state: Any) -> Any:
-        if self._plan is not None:
+        if self._plan is not None or self._layout is not None:
             return self.resolve(train_state).logical_axes
         return get_logical_axes(self._with_names(train_state), self.rule_set.overrides)
 
@@ -350,29 +408,8 @@ class PjitPartitioner(BasePjitPartitioner):
         return found
 
 
-def _check_plan(plan: Any, settings: dict[str, Any]) -> None:
-    """Raises ValueError if `plan` is not a Plan, or if settings that it replaces are given too."""
-    if plan is None:
-        return
-    if not isinstance(plan, Plan):
-        raise ValueError(
-            f'plan= takes a Plan, not a {type(plan).__name__}: pass Plan.load(path) or the '
-            'result of resolve'
-        )
-    if given := ', '.join(name for name, value in settings.items() if value):
-        raise ValueError(f'plan= already determines what {given} would: remove {given}')
-
-
 def _optional(convert: Callable[[Any], Any], value: Any) -> Any:
     return None if value is None else convert(value)
-
-
-def _over_slices(rule: tuple[str, MeshAxes], slices: str | None) -> tuple[str, MeshAxes]:
-    """Adds the axis over slices, in front, to a rule that shards the batch over 'data'."""
-    name, axes = rule[0], as_tuple(rule[1])
-    if name != 'batch' or slices is None or slices in axes or 'data' not in axes:
-        return rule
-    return name, (slices, *axes)
 
 
 def _as_indices(indices: int | Sequence[int]) -> tuple[int, ...]:

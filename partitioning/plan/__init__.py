@@ -1,8 +1,10 @@
 """Plans: a state laid out on a mesh, array by array, with reasons.
 
-`plan` is the type and `rows` its rows; `building` makes one from rules, `matching` imposes one on a
-state. `audit` says what devices hold, `findings` and `linting` what is suspicious, `fixed_point`
-whether arrays stay in place. `plan_file` is the file format and `difference` compares two plans.
+`plan` is the type and `rows` its rows. `building` makes one from rules, and `matching` imposes one
+on a state. `by_layout` makes one without rules: `by_size` has the layout of a word, `by_pattern`
+that of partition rules, and both decide about one `subject` at a time. `audit` says what devices
+hold, `findings` and `linting` what is suspicious, `fixed_point` whether arrays stay in place.
+`plan_file` is the file format and `difference` compares two plans.
 
 For states without names, `suggestion` writes path rules: `stacked_layers` and `path_words` read the
 shapes and paths, `dimension_names` chooses the names, and `path_patterns` the regular expressions.
@@ -14,6 +16,9 @@ from partitioning.plan.audit import (
 )
 from partitioning.plan.building import (
     build_plan as build_plan,
+)
+from partitioning.plan.by_pattern import (
+    PartitionRules as PartitionRules,
 )
 from partitioning.plan.difference import (
     PlanDiff as PlanDiff,

@@ -8,12 +8,15 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from partitioning.plan.by_layout import lay_out_state
+from partitioning.plan.by_pattern import RuleLayout
 from partitioning.plan.plan import Plan, Unplanned
 from partitioning.plan.rows import (
     NO_NAMES,
     NOT_COVERED,
     NOT_OF_PARAMETER,
     SAID_NONE,
+    SMALL,
     PlanRow,
     make_row,
     without_name,
@@ -34,11 +37,8 @@ from partitioning.rules import (
     try_resolve,
 )
 from partitioning.state import Leaf, Parameter, Role, nbytes, shape_of, walk
+from partitioning.state.naming import NoNamesError
 from partitioning.state.traversal import StateTree
-
-# An array of at most this many bytes needs no names if it follows no parameter: random keys,
-# hyperparameters, statistics of a few thousand channels. The audit lists it nevertheless.
-SMALL = 16 * 1024
 
 
 def build_plan(state: Any, rules: RuleSet, mesh: MeshLike, report: Report = raise_problem) -> Plan:
@@ -53,11 +53,23 @@ def build_plan(state: Any, rules: RuleSet, mesh: MeshLike, report: Report = rais
     Raises:
       ValueError: with the path of the first array whose layout the rules do not decide.
     """
-    tree = walk(state, rules.overrides, report)
+    if rules.layout is not None:
+        return lay_out_state(state, rules.layout, rules, mesh, report)
+    replicate = rules.rules.on_unmatched == 'replicate'
+    try:
+        tree = walk(state, rules.overrides, _ignore if replicate else report)
+    except NoNamesError:
+        if not replicate:
+            raise
+        return lay_out_state(state, RuleLayout((), rules.rules), rules, mesh, report)
     builder = _Builder(rules, mesh, report)
     entries = tuple(builder.entry(x) if isinstance(x, Leaf) else x for x in tree.leaves)
     rows = [x for x in entries if isinstance(x, PlanRow)] + builder.covered
     return Plan(mesh, tuple(rows), tree=StateTree(entries, tree.treedef), rules=rules)
+
+
+def _ignore(path: str, problem: Problem) -> None:
+    """Accepts an array without names, which the policy replicates."""
 
 
 class _Builder:
@@ -92,7 +104,8 @@ class _Builder:
         is_array = hasattr(leaf.array, 'dtype') or isinstance(leaf.array, complex | float | int)
         if not is_array:  # no array here, or a leaf such as a string
             return Unplanned(leaf.names, PartitionSpec())
-        if not leaf.problematic and nbytes(leaf.array) > SMALL:
+        replicate = self._rules.rules.on_unmatched == 'replicate'
+        if not leaf.problematic and not replicate and nbytes(leaf.array) > SMALL:
             self._report('/'.join(leaf.path), _too_large(leaf, self._mesh))
         return self._replicated(leaf.path, leaf.array, leaf.role, NO_NAMES)
 

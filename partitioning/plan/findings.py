@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from partitioning.plan.rows import NO_NAMES, NOT_COVERED, PlanRow
+from partitioning.plan.by_pattern import RuleLayout, rule_str
+from partitioning.plan.by_size import WordLayout
+from partitioning.plan.rows import NO_NAMES, NOT_COVERED, PlanRow, dimension_str
 from partitioning.plan.rule_set import RuleSet
 from partitioning.rules import (
     AxisRules,
@@ -46,10 +49,14 @@ def rule_findings(
 ) -> Iterator[Finding]:
     """What is wrong or suspicious in rules, for a mesh and, if there are rows, for these arrays."""
     sizes = axis_sizes(mesh)
+    if isinstance(rules.layout, WordLayout):
+        return  # it made the rules
+    if isinstance(rules.layout, RuleLayout):
+        yield from _of_partition_rules(rules.layout, sizes, rows)
     for noun, of_roles, roles in _sets(rules):
         found = [*_of_rules(noun, of_roles, sizes)]
         yield from found
-        if rows and not rules.are_defaults:
+        if rows and not rules.are_defaults and rules.layout is None:
             shadowed = {finding.where for finding in found if finding.kind == 'shadowed'}
             dimensions = [d for row in rows if row.role in roles for d in row.dimensions]
             unused = _unused(noun, of_roles, dimensions)
@@ -63,6 +70,7 @@ def row_findings(rows: Sequence[PlanRow], rules: RuleSet | None) -> Iterator[Fin
         if any(d.reason == NO_NAMES for d in row.dimensions):
             message = f'this array of shape {row.shape} has no names, so it is replicated'
             yield Finding('warning', 'no names', row.path, message)
+            continue
         if row.role == 'optimizer' and not separate:
             continue  # it follows a parameter, which is reported
         if few := [d.reason for d in row.dimensions if d.reason.startswith(f'{NOT_COVERED}: ')]:
@@ -71,9 +79,9 @@ def row_findings(rows: Sequence[PlanRow], rules: RuleSet | None) -> Iterator[Fin
                 f'{tuple(row.logical_axes)}, with a name in place of None to shard a dimension'
             )
             yield Finding('warning', 'few names', row.path, message)
-        for d in row.dimensions:
+        for dim, d in enumerate(row.dimensions):
             if d.policy is not None:
-                message = f'{d.name}: {d.policy}, {d.reason}'
+                message = f'{dimension_str(d.name, dim)}: {d.policy}, {d.reason}'
                 yield Finding('warning', 'policy', row.path, message)
 
 
@@ -114,6 +122,27 @@ def _unused(
         if rule[0] not in names:
             why += nearest(rule[0], {name for name in names if isinstance(name, str)})
         yield _warn(noun, 'unused', rule, why)
+
+
+def _of_partition_rules(
+    layout: RuleLayout, sizes: Mapping[str, int], rows: Sequence[PlanRow]
+) -> Iterator[Finding]:
+    """Partition rules that no array on the mesh can have, and those that no array has."""
+    used = {d.rule[0] for row in rows for d in row.dimensions if d.rule is not None}
+    for place, rule in enumerate(layout.rules):
+        where = f'partition rule {rule_str(rule)}'
+        for problem in axis_problems([a for axes in rule[1] for a in as_tuple(axes)], sizes):
+            yield Finding('error', problem.kind, where, problem.message)
+        same = [other for other in layout.rules[:place] if other[0] == rule[0]]
+        if same:
+            message = f'it can never win, because {rule_str(same[0])} comes before it: remove one'
+            yield Finding('warning', 'shadowed', where, message)
+        elif rows and rule[0] not in used and not re.search(rule[0], ''):  # '.*' is for the rest
+            taken = [row.path for row in rows if row.shape and re.search(rule[0], row.path)]
+            message = 'no path of the state matches it'
+            if taken:
+                message = f'earlier rules decide all that it matches, such as {taken[0]}'
+            yield Finding('warning', 'unused', where, message)
 
 
 def _warn(noun: str, kind: str, rule: Rule, message: str) -> Finding:

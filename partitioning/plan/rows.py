@@ -30,6 +30,10 @@ from partitioning.rules import (
 )
 from partitioning.state import Role, nbytes, shape_of
 
+# An array of at most this many bytes needs no names if it follows no parameter: random keys,
+# hyperparameters, statistics of a few thousand channels. The audit lists it nevertheless.
+SMALL = 16 * 1024
+
 
 class PlanRow(NamedTuple):
     """One array of a plan.

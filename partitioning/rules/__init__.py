@@ -62,6 +62,10 @@ from partitioning.rules.names import (
     check_rules as check_rules,
     remove_axis as remove_axis,
 )
+from partitioning.rules.policies import (
+    apply_policies as apply_policies,
+    largest_divisor as largest_divisor,
+)
 from partitioning.rules.resolve import (
     logical_to_mesh_axes as logical_to_mesh_axes,
     resolve_axes as resolve_axes,

@@ -4,11 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterator, Sequence
 
-from partitioning.rules.axes import MeshLike, from_tuple, num_shards, sharding_axes
-from partitioning.rules.checks import sizes_that_fit
+from partitioning.rules.axes import MeshLike, axis_sizes, from_tuple, num_shards, sharding_axes
+from partitioning.rules.checks import Problem, indivisible, sizes_that_fit
 from partitioning.rules.dimensions import ResolvedDimension
 from partitioning.rules.names import OnIndivisible
+
+
+def apply_policies(
+    resolved: list[ResolvedDimension],
+    shape: Sequence[int],
+    mesh: MeshLike,
+    policy: OnIndivisible,
+) -> Iterator[Problem]:
+    """Applies a policy, in place, to the dimensions whose size is not divisible.
+
+    Args:
+      resolved: the dimensions of an array.
+      shape: the global shape of the array.
+      mesh: the mesh. Axes that it lacks are ignored, because they are another problem.
+      policy: the policy. Under 'error', each such size is a problem.
+    """
+    sizes = axis_sizes(mesh)
+    for dim, one in enumerate(resolved):
+        axes = [axis for axis in sharding_axes(one.mesh_axes) if axis in sizes]
+        if shape[dim] % num_shards(axes, sizes) == 0:
+            continue
+        if policy == 'error':
+            name = one.name if isinstance(one.name, str) else None
+            policies = ('replicate', 'drop_axis', 'pad')
+            yield indivisible(dim, shape, axes, sizes, name=name, policies=policies)
+        else:
+            resolved[dim] = apply_policy(one, shape[dim], sizes, policy)
 
 
 def apply_policy(
@@ -24,7 +52,7 @@ def apply_policy(
     """
     wanted = sharding_axes(resolved.mesh_axes)
     shards = num_shards(wanted, mesh)
-    kept = _largest_divisor(size, wanted, mesh) if policy == 'drop_axis' else ()
+    kept = largest_divisor(size, wanted, mesh) if policy == 'drop_axis' else ()
     fits = sizes_that_fit(size, shards)
     why = f'size {size} is not divisible by {shards}'
     dropped = ', '.join(axis for axis in wanted if axis not in kept)
@@ -46,8 +74,8 @@ def apply_policy(
     )
 
 
-def _largest_divisor(size: int, axes: tuple[str, ...], mesh: MeshLike) -> tuple[str, ...]:
-    """The subset of the axes that divides the size into the most shards.
+def largest_divisor(size: int, axes: tuple[str, ...], mesh: MeshLike) -> tuple[str, ...]:
+    """The subset of the axes that divides a size into the most shards.
 
     Among equals, the largest subset wins, and then the first.
     """

@@ -19,18 +19,16 @@ from partitioning.rules.axes import (
     as_tuple,
     axis_sizes,
     nearest,
-    num_shards,
     sharding_axes,
 )
 from partitioning.rules.checks import (
     Problem,
     axis_problems,
-    indivisible,
     names_rank_problem,
 )
 from partitioning.rules.dimensions import ResolvedDimension, Rule, to_spec
 from partitioning.rules.names import AxisRules, LogicalAxisRules, OnIndivisible, OnUnmatched
-from partitioning.rules.policies import apply_policy
+from partitioning.rules.policies import apply_policies
 
 
 def resolve_axes(
@@ -123,27 +121,8 @@ def try_resolve(
         else:
             resolved[dim] = dataclasses.replace(one, policy='replicate')
     if sizes is not None and shape is not None and len(shape) == len(names):
-        problems += _divide(resolved, shape, sizes, rules.on_indivisible)
+        problems += apply_policies(resolved, shape, sizes, rules.on_indivisible)
     return tuple(resolved), tuple(problems)
-
-
-def _divide(
-    resolved: list[ResolvedDimension],
-    shape: Sequence[int],
-    sizes: Mapping[str, int],
-    policy: OnIndivisible,
-) -> Iterator[Problem]:
-    """Applies the policy, in place, to dimensions whose size is not divisible."""
-    for dim, one in enumerate(resolved):
-        axes = [axis for axis in sharding_axes(one.mesh_axes) if axis in sizes]
-        if shape[dim] % num_shards(axes, sizes) == 0:
-            continue
-        if policy == 'error':
-            name = one.name if isinstance(one.name, str) else None
-            policies = ('replicate', 'drop_axis', 'pad')
-            yield indivisible(dim, shape, axes, sizes, name=name, policies=policies)
-        else:
-            resolved[dim] = apply_policy(one, shape[dim], sizes, policy)
 
 
 def _is_mesh_axes(

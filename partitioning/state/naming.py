@@ -35,6 +35,10 @@ from partitioning.state.path_names import (
 Entries = Sequence[tuple[Path, Any]]  # the leaves of a state, with each carrier as one leaf
 
 
+class NoNamesError(ValueError):
+    """No parameter of a state has names."""
+
+
 class NamedArrays(NamedTuple):
     """The names of a state, collected before its leaves are classified one by one.
 
@@ -76,12 +80,12 @@ def named_arrays(
     carried = _carried(entries)
     roots = _roots(*_candidates(entries, carried, bool(overrides)))
     if not roots:
-        raise ValueError(
-            'Missing axis names: no parameter of the state has any. If init adds names, pass '
-            'partitioner.eval_shape(init, key), which keeps them; or create parameters with '
-            'flax.linen.with_logical_partitioning(init, names) or nnx.Param(..., out_sharding='
-            "names); or name them by path: params_axes_names_override=[('.*/kernel', ('embed', "
-            "'mlp')), ...]; or give the state a method as_logical_axes()"
+        raise NoNamesError(
+            "Missing axis names: no parameter of the state has any. PjitPartitioner(layout='fsdp') "
+            'needs none. If init adds names, pass partitioner.eval_shape(init, key), which keeps '
+            'them; or create parameters with flax.linen.with_logical_partitioning(init, names) or '
+            'nnx.Param(..., out_sharding=names); or name them by path: '
+            "params_axes_names_override=[('.*/kernel', ('embed', 'mlp')), ...]"
         )
     if not overrides:
         known = _known({path: carried[path] for path in roots}, roots, carried, {})
@@ -146,7 +150,8 @@ def parameter_roots(entries: Entries) -> Mapping[Path, Path]:
 
 
 def _exactly_named(entries: Entries, exact: Mapping[Path, tuple[Any, ...]]) -> NamedArrays:
-    roots, named = parameter_roots(entries), _parameters(exact, dict(entries))
+    roots = parameter_roots([(path, x) for path, x in entries if path in exact])
+    named = _parameters(exact, dict(entries))
     parameters = {path: named.pop(path) for path in roots if path in named}
     return _known(parameters, roots, {}, named)
 

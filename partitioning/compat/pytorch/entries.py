@@ -21,7 +21,7 @@ from partitioning.compat.pytorch.trees import (
     subtree,
 )
 from partitioning.plan import Plan, PlanRow, make_row
-from partitioning.plan.building import SMALL
+from partitioning.plan.rows import SMALL
 from partitioning.rules import (
     AxisRules,
     ResolvedDimension,

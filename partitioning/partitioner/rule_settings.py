@@ -1,0 +1,50 @@
+"""The checks of the settings of a partitioner by rules, and the rule for the batch."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from partitioning.plan import Plan
+from partitioning.rules import LogicalAxisRules, MeshAxes, as_tuple, nearest
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def check_plan(plan: Any, settings: dict[str, Any]) -> None:
+    """Raises ValueError if `plan` is not a Plan, or if settings that it replaces are given too."""
+    if plan is None:
+        return
+    if not isinstance(plan, Plan):
+        raise ValueError(
+            f'plan= takes a Plan, not a {type(plan).__name__}: pass Plan.load(path) or the '
+            'result of resolve'
+        )
+    if given := ', '.join(name for name, value in settings.items() if value):
+        raise ValueError(f'plan= already determines what {given} would: remove {given}')
+
+
+def over_slices(rule: tuple[str, MeshAxes], slices: str | None) -> tuple[str, MeshAxes]:
+    """Adds the axis over slices, in front, to a rule that shards the batch over 'data'."""
+    name, axes = rule[0], as_tuple(rule[1])
+    if name != 'batch' or slices is None or slices in axes or 'data' not in axes:
+        return rule
+    return name, (slices, *axes)
+
+
+def check_batch_rule(rules: LogicalAxisRules, mesh: Mesh | AbstractMesh) -> None:
+    """Raises ValueError if no rule is for 'batch' but one is for a similar name.
+
+    Rules may omit 'batch' on purpose, but a name close to it is a mistake.
+    """
+    names = {name for name, _ in rules}
+    if 'batch' in names or mesh.size == 1:
+        return
+    if hint := nearest('batch', names):
+        raise ValueError(
+            f"no rule for 'batch', so each device would compute all rows.{hint} Write "
+            "('batch', 'data'), or ('batch', None) to replicate it on purpose"
+        )
+    _LOGGER.warning("no rule for 'batch': each device computes all of its rows")

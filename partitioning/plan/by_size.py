@@ -1,0 +1,147 @@
+"""Layouts that one word selects: every array is whole, or sharded by its sizes alone.
+
+'data_parallel' replicates every array. 'fsdp' (fully sharded data parallelism) shards every array
+over the mesh axes of the batch, and XLA gathers it where it is used:
+
+- The largest dimension that the number of shards divides is sharded. Of two equal dimensions it is
+  the first, because the shards of a first dimension are joined without moving elements.
+- A lookup table is sharded along its vocabulary, the first dimension, if the shards divide it. XLA
+  then gathers the table. If the other dimension is sharded, XLA gathers the rows of the whole batch
+  instead: a GPT on 8 CPU devices then moves 8 times as many bytes and needs twice the temporary
+  memory (compiler). This also holds if the output layer is the transpose of the table.
+- A stack of layers, which a scan slices, is sharded along its first dimension only if no other can
+  be sharded, because XLA would gather the whole stack to take one layer out of it.
+- If the shards divide no dimension, the mesh axes are distributed over several dimensions, and some
+  are left out.
+- An array with fewer than MIN_SHARD_SIZE elements per shard stays whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from partitioning.plan.rows import SMALL, without_name
+from partitioning.plan.subject import Decision, Subject, whole, with_names
+from partitioning.rules import (
+    MeshLike,
+    ResolvedDimension,
+    from_tuple,
+    largest_divisor,
+    num_shards,
+    sharding_axes,
+    sizes_that_fit,
+)
+from partitioning.state import nbytes
+
+LayoutWord = Literal['fsdp', 'data_parallel']
+
+# With fewer elements per shard, it is cheaper to keep an array than to gather it: a float32 shard
+# would have less than 128 bytes, which GPUs and TPUs move at once. The limit for an array grows
+# with the number of devices, as the latency of a gather does.
+MIN_SHARD_SIZE = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class WordLayout:
+    """The layout that a word selects.
+
+    Attributes:
+      word: 'fsdp' or 'data_parallel'.
+      axes: the mesh axes that 'fsdp' shards arrays over.
+    """
+
+    word: LayoutWord
+    axes: tuple[str, ...]
+
+    def decide(self, subject: Subject, mesh: MeshLike) -> Decision:
+        """The dimensions of an array. Every array has a layout, so there are no problems."""
+        shards, size = num_shards(self.axes, mesh), math.prod(subject.shape)
+        if self.word == 'data_parallel':
+            return whole(subject, "layout 'data_parallel' replicates every array"), ()
+        if size <= 1:
+            return whole(subject, 'an array of one element'), ()
+        if shards == 1:
+            return whole(subject, "layout 'fsdp' has only one shard on this mesh"), ()
+        if size < (least := MIN_SHARD_SIZE * shards):
+            why = f"layout 'fsdp' keeps arrays of fewer than {least:,} elements whole"
+            return whole(subject, why), ()
+        return with_names(_explain(subject, self.axes, mesh), subject.names), ()
+
+
+def _explain(
+    subject: Subject, axes: tuple[str, ...], mesh: MeshLike
+) -> tuple[ResolvedDimension, ...]:
+    """The dimensions of an array that 'fsdp' shards, as far as its sizes allow."""
+    placed, shards = _place(subject, axes, mesh), num_shards(axes, mesh)
+    sharded = ' and '.join(f'dimension {dim}' for dim in sorted(placed))
+    instead = f"layout 'fsdp' shards {sharded}" if placed else f'no dimension divides by {shards}'
+    dimensions = [without_name(instead)] * len(subject.shape)
+    for dim, part in placed.items():
+        reason = f"layout 'fsdp' shards the largest dimension that {shards} divides"
+        if dim == 0 and _is_table(subject):
+            reason = "layout 'fsdp' shards a lookup table by its vocabulary"
+        elif num_shards(part, mesh) < shards:
+            reason = f"{shards} divides no dimension, so layout 'fsdp' shards {sharded}"
+        kept = from_tuple(part)
+        dimensions[dim] = dataclasses.replace(
+            dimensions[dim], mesh_axes=kept, wanted=kept, reason=reason
+        )
+    if nbytes(subject.array) > SMALL:
+        _report_sizes(subject, dimensions, axes, mesh)
+    return tuple(dimensions)
+
+
+def _report_sizes(
+    subject: Subject, dimensions: list[ResolvedDimension], axes: tuple[str, ...], mesh: MeshLike
+) -> None:
+    """Marks, in place, a size that costs bytes because the shards do not divide it."""
+    shape, shards = subject.shape, num_shards(axes, mesh)
+    got = math.prod(num_shards(sharding_axes(d.mesh_axes), mesh) for d in dimensions)
+    dim = max(range(len(shape)), key=lambda d: (shape[d], -d))
+    if _is_table(subject) and dimensions[0].mesh_axes is None:
+        dim = 0
+    elif got == shards:
+        return
+    held = dimensions[dim].mesh_axes
+    for other, d in enumerate(dimensions):
+        dimensions[other] = dataclasses.replace(d, wanted=None)
+    dimensions[dim] = dataclasses.replace(
+        dimensions[dim],
+        reason=f'size {shape[dim]} is not divisible by {shards}; {dimensions[dim].reason}',
+        policy='drop_axis' if held else 'replicate',
+        wanted=from_tuple(axes),
+        fits=sizes_that_fit(shape[dim], shards),
+    )
+
+
+def _place(subject: Subject, axes: tuple[str, ...], mesh: MeshLike) -> dict[int, tuple[str, ...]]:
+    """The mesh axes of each dimension that is sharded."""
+    shape, shards = subject.shape, num_shards(axes, mesh)
+    if _is_table(subject) and shape[0] % shards == 0:
+        return {0: axes}
+    layers_last = range(1, len(shape)) if subject.is_stacked else range(len(shape))
+    for dims in (layers_last, range(len(shape))):
+        placed: dict[int, tuple[str, ...]] = {}
+        left = axes
+        while left:
+            fits = {d: largest_divisor(shape[d], left, mesh) for d in dims if d not in placed}
+            best = max(fits, key=lambda d: (num_shards(fits[d], mesh), shape[d], -d), default=None)
+            if best is None or num_shards(fits[best], mesh) == 1:
+                break
+            placed[best] = fits[best]
+            left = tuple(axis for axis in left if axis not in fits[best])
+        if placed:
+            return placed
+    return {}
+
+
+def _is_table(subject: Subject) -> bool:
+    """Whether an array seems to be a lookup table: [vocabulary, features], by its path or names."""
+    if len(subject.shape) != 2:
+        return False
+    keys = [key.lower() for key in subject.path]
+    return subject.names[:1] == ('vocab',) or any(
+        'embed' in key or key in ('wte', 'wpe') for key in keys
+    )
