@@ -37,15 +37,15 @@ def check_layout(
     if isinstance(layout, str):
         if layout not in _WORDS:
             raise ValueError(
-                f'layout={layout!r} must be {" or ".join(map(repr, _WORDS))}, or partition rules '
-                f'such as [(".*", PartitionSpec("data"))].{nearest(layout, _WORDS)}'
+                f"layout={layout!r} must be 'fsdp', 'data_parallel' or partition rules such as "
+                f"[('.*/kernel', PartitionSpec('data')), ...].{nearest(layout, _WORDS)}"
             )
         settings = {**settings, **with_words}
         checked, shown = cast(LayoutSetting, layout), f'layout={layout!r}'
     else:
         checked, shown = check_partition_rules(layout), 'layout='
     if given := ', '.join(name for name, value in settings.items() if value):
-        raise ValueError(f'{shown} already determines what {given} would: remove {given}')
+        raise ValueError(f'{shown} already determines what {given} would: remove {given} or layout')
     return checked
 
 

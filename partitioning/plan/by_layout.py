@@ -110,7 +110,8 @@ def _parameters(state: Any) -> Mapping[Path, Subject]:
     """The parameters of a state, or all of its arrays if nothing distinguishes them."""
     flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
     entries = [(key_names(path), x) for path, x in flat if not is_metadata(x)]
-    roots = parameter_roots(_outside_optimizers(state, entries) or entries)
+    candidates = [e for e in _outside_optimizers(state, entries) if not _is_bookkeeping(*e)]
+    roots = parameter_roots(candidates or entries)
     held = dict(entries)
     stacked = _stacked({path: shape_of(array_of(held[path])) for path in roots})
     subjects = {}
@@ -120,6 +121,12 @@ def _parameters(state: Any) -> Mapping[Path, Subject]:
         is_stacked = path in stacked or names[:1] in [(name,) for name in _STACKS]
         subjects[path] = Subject(path, array_of(held[path]), len(root), names, is_stacked)
     return subjects
+
+
+def _is_bookkeeping(path: Path, leaf: Any) -> bool:
+    """Whether a leaf is a step number or a random key, next to the trees of the state."""
+    dtype = getattr(array_of(leaf), 'dtype', None)
+    return len(path) == 1 and (dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact))
 
 
 def _outside_optimizers(state: Any, entries: list[tuple[Path, Any]]) -> list[tuple[Path, Any]]:

@@ -65,6 +65,12 @@ class RuleLayout:
         found = (*apply_policies(dimensions, shape, mesh, self.policies.on_indivisible),)
         if any(d.policy == 'pad' for d in dimensions):
             found = (*found, *padding_problems(mesh))
+        dimensions = [
+            dataclasses.replace(d, reason=f'partition rule {pattern!r}: {d.reason}')
+            if d.policy
+            else d
+            for d in dimensions
+        ]
         if found:
             dimensions = [dataclasses.replace(d, mesh_axes=None, policy=None) for d in dimensions]
         problems = tuple(
@@ -168,7 +174,8 @@ def _spec_problems(rule: _Rule, shape: tuple[int, ...], mesh: MeshLike) -> Itera
     for problem in axis_problems([a for entry in axes for a in as_tuple(entry)], mesh):
         yield problem._replace(message=f'{shown}: {problem.message}')
     if len(axes) > len(shape):
-        yield rank_problem(shown, len(axes), shape)
+        problem = rank_problem(shown, len(axes), shape)
+        yield problem._replace(message=f'{problem.message}, or a rule for this array before it')
 
 
 def rule_str(rule: _Rule) -> str:

@@ -38,9 +38,9 @@ from partitioning.state import nbytes
 LayoutWord = Literal['fsdp', 'data_parallel']
 
 # With fewer elements per shard, it is cheaper to keep an array than to gather it: a float32 shard
-# would have less than 128 bytes, which GPUs and TPUs move at once. The limit for an array grows
-# with the number of devices, as the latency of a gather does.
-MIN_SHARD_SIZE = 32
+# would have less than 64 bytes, one line of a cache. The limit for an array grows with the number
+# of devices, as the latency of a gather does: it is 128 elements on 8 devices, and 65,536 on 4,096.
+MIN_SHARD_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True)

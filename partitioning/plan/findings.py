@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
@@ -128,7 +129,9 @@ def _of_partition_rules(
     layout: RuleLayout, sizes: Mapping[str, int], rows: Sequence[PlanRow]
 ) -> Iterator[Finding]:
     """Partition rules that no array on the mesh can have, and those that no array has."""
+    arrays = [row.path for row in rows if math.prod(row.shape) > 1]
     used = {d.rule[0] for row in rows for d in row.dimensions if d.rule is not None}
+    used |= {rule[0] for rule in map(layout.first_match, arrays) if rule is not None}
     for place, rule in enumerate(layout.rules):
         where = f'partition rule {rule_str(rule)}'
         for problem in axis_problems([a for axes in rule[1] for a in as_tuple(axes)], sizes):
@@ -138,7 +141,7 @@ def _of_partition_rules(
             message = f'it can never win, because {rule_str(same[0])} comes before it: remove one'
             yield Finding('warning', 'shadowed', where, message)
         elif rows and rule[0] not in used and not re.search(rule[0], ''):  # '.*' is for the rest
-            taken = [row.path for row in rows if row.shape and re.search(rule[0], row.path)]
+            taken = [path for path in arrays if re.search(rule[0], path)]
             message = 'no path of the state matches it'
             if taken:
                 message = f'earlier rules decide all that it matches, such as {taken[0]}'

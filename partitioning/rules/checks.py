@@ -149,7 +149,11 @@ def check_rank(names: Sequence[Any], shape: Sequence[int], where: str) -> None:
 
 def names_rank_problem(names: Sequence[Any], shape: Sequence[int]) -> Problem:
     """The problem that there is not one logical axis per dimension."""
-    return rank_problem(f'logical axes {tuple(names)}', len(names), shape)
+    problem = rank_problem(f'logical axes {tuple(names)}', len(names), shape)
+    if set(names) == {None}:  # meant to replicate arrays of any rank
+        hint = "; PjitPartitioner(layout='data_parallel') replicates every array"
+        problem = problem._replace(message=problem.message + hint)
+    return problem
 
 
 def indivisible(

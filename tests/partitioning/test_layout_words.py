@@ -1,0 +1,334 @@
+"""PjitPartitioner(layout='fsdp') and (layout='data_parallel') lay out models without names."""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from small_models import batches, plain_losses, program
+
+from partitioning import MeshConfig, PjitPartitioner, TrainState, constrain
+
+pytestmark = pytest.mark.core
+
+KEY = jax.random.key(0)
+WORDS = ('fsdp', 'data_parallel')
+
+
+def shapes(**arrays):
+    """Abstract float32 arrays, from their shapes."""
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in arrays.items()}
+
+
+def specs_of(state, **settings):
+    """The spec of each array under 'fsdp', without Nones at its end."""
+    plan = PjitPartitioner(layout='fsdp', **settings).resolve(state)
+    return {row.path: P(*row.spec) if any(row.spec) else P() for row in plan.rows}
+
+
+def bytes_per_device(tree, shardings):
+    """What one device holds, from JAX's index maps."""
+    return sum(
+        math.prod(s.shard_shape(x.shape)) * x.dtype.itemsize
+        for x, s in zip(jax.tree.leaves(tree), jax.tree.leaves(shardings), strict=True)
+    )
+
+
+# Which dimension is sharded. The tables are written by hand, for 8 devices.
+
+ONE_AXIS = {
+    'last_is_largest': ((64, 256), P(None, 'data')),
+    'first_is_largest': ((256, 64), P('data', None)),
+    'tie': ((64, 64), P('data', None)),
+    'largest_does_not_divide': ((100, 36, 24), P(None, None, 'data')),
+    'kernel_of_a_convolution': ((3, 3, 32, 64), P(None, None, None, 'data')),
+    'vector': ((128,), P('data')),
+    'small_vector': ((120,), P()),
+    'small_matrix': ((8, 8), P()),
+    'scalar': ((), P()),
+    'nothing_divides': ((101, 99), P()),
+}
+TWO_AXES = {  # data 4 x model 2
+    'all': ((64, 256), P(None, ('data', 'model'))),
+    'one_dimension_each': ((12, 22), P('data', 'model')),
+    'only_four': ((36, 33), P('data', None)),
+    'only_two': ((33, 34), P(None, 'model')),
+    'none': ((33, 35), P()),
+}
+
+
+@pytest.mark.parametrize('table, model', [(ONE_AXIS, 1), (TWO_AXES, 2)])
+def test_the_largest_dimension_that_divides_is_sharded(table, model):
+    found = specs_of(
+        shapes(**{name: shape for name, (shape, _) in table.items()}), num_partitions=model
+    )
+    assert found == {name: spec for name, (_, spec) in table.items()}
+
+
+def test_a_lookup_table_is_sharded_by_its_vocabulary():
+    def spec(shape, *path):
+        state = jax.ShapeDtypeStruct(shape, jnp.float32)
+        for key in reversed(path):
+            state = {key: state}
+        return next(iter(specs_of(state).values()))
+
+    assert spec((64, 512), 'embedder', 'weight') == P('data', None)
+    assert spec((64, 512), 'wte', 'kernel') == P('data', None)
+    assert spec((64, 512), 'mlp', 'kernel') == P(None, 'data')
+    assert spec((65, 512), 'embed', 'embedding') == P(None, 'data')  # 65 rows cannot be divided
+    assert spec((3, 3, 8, 64), 'patch_embedding', 'kernel') == P(None, None, None, 'data')
+
+
+def test_stacked_layers_are_sharded_within_each_layer():
+    # All arrays begin with the 64 layers. A scan would gather a stack that is sharded there.
+    layers = shapes(kernel=(64, 16, 40), bias=(64, 40), odd=(64, 9))
+    assert specs_of({'params': {'layers': layers, 'head': shapes(kernel=(40, 64))}}) == {
+        'params/layers/kernel': P(None, None, 'data'),
+        'params/layers/bias': P(None, 'data'),
+        'params/layers/odd': P('data', None),  # no other dimension can be sharded
+        'params/head/kernel': P(None, 'data'),
+    }
+
+
+def test_a_large_array_that_stays_whole_is_reported_with_the_sizes_that_divide():
+    state = shapes(odd=(1001, 999), table_embed=(1001, 64), small=(9, 9))
+    partitioner = PjitPartitioner(layout='fsdp')
+    found = {finding.where: finding.message for finding in partitioner.lint(state)}
+    assert set(found) == {'odd', 'table_embed'}
+    assert '1001' in found['odd'] and '8' in found['odd']
+    costs = partitioner.audit(state).policies
+    assert {c.row.path: c.bytes_per_device for c in costs} == {
+        'odd': 1001 * 999 * 4 - -(-1001 * 999 * 4 // 8),
+        'table_embed': 0,
+    }
+    assert '1000 or 1008' in costs[0].reason
+    assert partitioner.resolve(state)['odd'].spec == P(None, None)
+
+
+def test_arrays_are_replicated_over_slices():
+    # Gathers over the data centre network in every layer would be too slow.
+    state = shapes(kernel=(64, 256))
+    for mesh in (
+        MeshConfig(axes={'replica': 2, 'data': 4}),
+        MeshConfig(axes={'slices': 2, 'data': 4}, slice_axis='slices'),
+    ):
+        partitioner = PjitPartitioner(layout='fsdp', mesh=mesh)
+        assert partitioner.resolve(state)['kernel'].spec == P(None, 'data')
+        assert partitioner.data_partition_spec == P((mesh.axes[0][0], 'data'))
+
+
+@pytest.mark.parametrize('word', WORDS)
+def test_all_devices_shard_the_batch(word):
+    assert PjitPartitioner(layout=word).data_mesh_size == 8
+    assert PjitPartitioner(layout=word).data_partition_spec == P('data')
+    assert PjitPartitioner(2, layout=word).data_partition_spec == P(('data', 'model'))
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ('x', 'y', 'z'))
+    partitioner = PjitPartitioner(mesh=mesh, layout=word)
+    assert partitioner.data_partition_spec == P(('x', 'y', 'z'))
+    one = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ('data', 'model'))
+    alone = PjitPartitioner(mesh=one, layout=word)
+    assert alone.data_partition_spec == P('data')
+    assert not alone.lint(shapes(kernel=(64, 256)))
+
+
+# Whole states.
+
+
+def test_data_parallel_replicates_on_purpose():
+    state = {'params': shapes(kernel=(512, 256))}
+    partitioner = PjitPartitioner(layout='data_parallel')
+    assert partitioner.resolve(state)['params/kernel'].spec == P(None, None)
+    assert not partitioner.lint(state)
+    assert 'data_parallel' in partitioner.audit(state).replicated[0].reason
+
+
+OPTIMIZERS = {
+    'adamw': optax.adamw(1e-2),
+    'adafactor': optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    'multi_steps': optax.MultiSteps(optax.adam(1e-2), 2),
+}
+
+
+@pytest.mark.parametrize('tx', OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize('kind', ['tuple', 'TrainState'])
+def test_statistics_follow_their_parameters(tx, kind):
+    def init(key):
+        params = {
+            'wte': {'embedding': jnp.zeros((64, 32))},
+            'fc': {'w': jnp.zeros((32, 96)), 'b': jnp.zeros(96)},
+        }
+        return (
+            (params, tx.init(params), key, 0) if kind == 'tuple' else TrainState.create(params, tx)
+        )
+
+    plan = PjitPartitioner(layout='fsdp').plan(init, KEY)
+    roles = {row.path: row.role for row in plan.rows}
+    kept = {}
+    for row in plan.rows:
+        for name, shape, sharded in (('wte/embedding', (64, 32), 64), ('fc/w', (32, 96), 96)):
+            if row.path.endswith(name) and math.prod(row.shape) > 1:
+                kept[row.path] = row.shape
+                # The dimension that the parameter shards is the only one that is sharded.
+                assert row.shard_shape == tuple(n // 8 if n == sharded else n for n in row.shape)
+                assert set(row.shape) <= set(shape)
+    assert len(kept) >= 6
+    parameters = [path for path, role in roles.items() if role == 'parameters']
+    assert len(parameters) == 3
+
+
+def vectors_and_matrices(d, layers, vocab):
+    """The shapes of a GPT with biases."""
+    block = {
+        'ln': shapes(scale=(d,), bias=(d,)),
+        'attn': shapes(qkv=(d, 3 * d), qkv_bias=(3 * d,), out=(d, d), out_bias=(d,)),
+        'mlp': shapes(up=(d, 4 * d), up_bias=(4 * d,), down=(4 * d, d), down_bias=(d,)),
+    }
+    return {'wte': shapes(embedding=(vocab, d)), 'h': {str(i): block for i in range(layers)}}
+
+
+MODELS = {
+    'gpt': vectors_and_matrices(64, 4, 257),
+    'narrow gpt': vectors_and_matrices(32, 2, 100),
+    'stacked': {'layers': shapes(kernel=(6, 48, 96), bias=(6, 96)), 'out': shapes(kernel=(96, 10))},
+    'convolutions': {
+        'stem': shapes(kernel=(7, 7, 3, 16), scale=(16,)),
+        'conv': shapes(kernel=(3, 3, 16, 64), scale=(64,)),
+        'dense': shapes(kernel=(64, 10), bias=(10,)),
+    },
+}
+
+
+@pytest.mark.parametrize('model', MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize('partitions', [1, 2])
+def test_the_bytes_of_a_device_are_near_an_even_share(model, partitions):
+    plan = PjitPartitioner(partitions, layout='fsdp').resolve({'params': model})
+    total = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(model))
+    assert bytes_per_device(model, plan.shardings['params']) <= 1.25 * total / 8
+    assert total == plan.bytes_total
+
+
+# Training. The reference is a plain loop on one device.
+
+ADAMW = optax.adamw(0.1)
+PROGRAMS = [
+    ('fsdp', 1, 'paths', 'dict'),
+    ('fsdp', 2, 'boxes', 'ours'),
+    ('fsdp', 2, 'nnx', 'nnx'),
+    ('data_parallel', 2, 't5x', 'flax'),
+]
+
+
+@pytest.fixture(scope='module')
+def reference():
+    data = batches('stack', 5)
+    return data, plain_losses('stack', ADAMW, data)
+
+
+@pytest.mark.parametrize('word, partitions, front_end, kind', PROGRAMS)
+def test_five_steps_have_the_losses_of_the_plain_program(
+    reference, word, partitions, front_end, kind
+):
+    data, expected = reference
+    init, step = program('stack', front_end, kind, ADAMW)
+    partitioner = PjitPartitioner(partitions, layout=word)
+    plan = partitioner.plan(init, KEY)
+    state = plan.init(KEY)
+    table = next(row for row in plan.rows if row.path.endswith('embed/embedding'))
+    assert table.shard_shape == ((2, 8) if word == 'fsdp' else (16, 8))
+    spec = partitioner.data_partition_spec
+    step = partitioner.partition(step, (plan.specs, spec), (plan.specs, None), donate_argnums=0)
+    losses = []
+    for batch in data:
+        state, loss = step(state, partitioner.to_global(batch))
+        losses.append(float(loss))
+    plan.check(state)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+# Activations.
+
+
+@pytest.mark.parametrize('word', WORDS)
+def test_only_the_batch_of_an_activation_is_sharded(word):
+    partitioner = PjitPartitioner(2, layout=word)
+    expected = NamedSharding(partitioner.mesh, P(('data', 'model')))
+    held = {}
+
+    def step(x):
+        held['ours'] = constrain(x, ('batch', 'no_rule_for_this'))
+        held['flax'] = nn.with_logical_constraint(x, ('activation_batch', 'embed'))
+        return held.pop('ours'), held.pop('flax')
+
+    for made in (
+        partitioner.partition(step, None, None)
+        .lower(jnp.zeros((8, 4)))
+        .compile()(jnp.zeros((8, 4)))
+    ):
+        assert made.shape == (8, 4)
+    inside = partitioner.partition(lambda x: step(x)[0], None, expected)
+    assert inside(jnp.zeros((8, 4))).sharding.is_equivalent_to(expected, 2)
+
+
+# Settings.
+
+
+@pytest.mark.parametrize(
+    'setting, value',
+    [
+        ('logical_axis_rules', [('batch', 'data')]),
+        ('optimizer_axis_rules', [('embed', 'data')]),
+        ('params_axes_names_override', [('.*', (None,))]),
+        ('on_unmatched', 'replicate'),
+        ('on_indivisible', 'pad'),
+    ],
+)
+def test_a_word_excludes_the_settings_that_it_replaces(setting, value):
+    with pytest.raises(ValueError, match=f"layout='fsdp'.*remove {setting} or layout"):
+        PjitPartitioner(layout='fsdp', **{setting: value})
+
+
+def test_a_word_excludes_a_plan_and_other_rules():
+    plan = PjitPartitioner(layout='fsdp').resolve(shapes(kernel=(64, 256)))
+    with pytest.raises(ValueError, match='remove plan'):
+        PjitPartitioner(layout='fsdp', plan=plan)
+    with pytest.raises(ValueError, match='fsdp'):
+        PjitPartitioner(layout='fsdp').with_rules([('batch', 'data')])
+
+
+def test_a_misspelt_word():
+    with pytest.raises(ValueError, match=r"'fspd'.*Did you mean 'fsdp'"):
+        PjitPartitioner(layout='fspd')
+
+
+# Models without names, and no layout.
+
+
+def test_a_model_without_names_is_told_about_layout():
+    state = {'params': shapes(kernel=(64, 256), bias=(256,))}
+    with pytest.raises(ValueError, match=r"^Missing axis names.*layout='fsdp'"):
+        PjitPartitioner(1).resolve(state)
+    with pytest.raises(ValueError, match=r"\(None,\).*one entry for each.*layout='data_parallel'"):
+        PjitPartitioner(1, params_axes_names_override=[('.*', (None,))]).resolve(state)
+
+
+@pytest.mark.parametrize('some_names', [False, True])
+def test_arrays_without_names_are_replicated_if_the_policy_says_so(some_names):
+    state = {'params': shapes(kernel=(64, 256), bias=(256,))}
+    if some_names:
+        box = nn.LogicallyPartitioned(jax.ShapeDtypeStruct((8, 16), jnp.float32), ('batch', None))
+        state['params']['named'] = box
+    partitioner = PjitPartitioner(1, on_unmatched='replicate')
+    plan = partitioner.resolve(state)
+    assert plan['params/kernel'].spec == P(None, None)
+    assert 'no names' in plan['params/kernel'].reason
+    found = {finding.where for finding in plan.lint() if finding.severity == 'warning'}
+    assert {where for where in found if where.startswith('params')} == {
+        'params/kernel',
+        'params/bias',
+    }
+    if some_names:
+        assert plan['params/named'].spec == P('data', None)

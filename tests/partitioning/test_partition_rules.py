@@ -1,0 +1,278 @@
+"""PjitPartitioner.from_partition_rules: (regular expression, PartitionSpec) rules on paths."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from partitioning import MeshConfig, PjitPartitioner, Plan
+
+pytestmark = pytest.mark.core
+
+KEY = jax.random.key(0)
+MESH = MeshConfig(axes={'dp': 2, 'fsdp': 2, 'mp': 2})
+# The rules of EasyLM for LLaMA, shortened. The specs of the test model follow by hand.
+RULES = [
+    ('transformer/wte/embedding', P('mp', 'fsdp')),
+    ('attention/(wq|wk|wv)/kernel', P('fsdp', 'mp')),
+    ('attention/wo/kernel', P('mp', 'fsdp')),
+    ('attention_norm/kernel', P(None)),
+    ('lm_head/kernel', P('fsdp')),
+    ('.*', P(None)),
+]
+EXPECTED = {
+    'transformer/wte/embedding': ((32, 16), P('mp', 'fsdp')),
+    'transformer/h/0/attention/wq/kernel': ((16, 24), P('fsdp', 'mp')),
+    'transformer/h/0/attention/wo/kernel': ((24, 16), P('mp', 'fsdp')),
+    'transformer/h/0/attention_norm/kernel': ((16,), P(None)),
+    'lm_head/kernel': ((16, 32), P('fsdp', None)),
+    'other/kernel': ((2, 3, 4), P(None, None, None)),
+    'scale': ((1, 1), P(None, None)),
+    'step': ((), P()),
+}
+
+
+def tree(leaves):
+    """Nested dicts from a dict with paths."""
+    nested = {}
+    for path, leaf in leaves.items():
+        *keys, last = path.split('/')
+        below = nested
+        for key in keys:
+            below = below.setdefault(key, {})
+        below[last] = leaf
+    return nested
+
+
+def abstract(**shapes):
+    return {path: jax.ShapeDtypeStruct(shape, 'float32') for path, shape in shapes.items()}
+
+
+PARAMS = tree(abstract(**{path: shape for path, (shape, _) in EXPECTED.items()}))
+
+
+def partitioner_of(rules=RULES, mesh=MESH, **settings):
+    return PjitPartitioner.from_partition_rules(rules, mesh=mesh, **settings)
+
+
+def problem(rules, state=PARAMS, mesh=MESH, **settings):
+    with pytest.raises(ValueError) as error:
+        partitioner_of(rules, mesh, **settings).resolve(state)
+    message = str(error.value)
+    assert '\n' not in message
+    return message
+
+
+def test_the_first_rule_that_is_found_in_a_path_decides():
+    plan = partitioner_of().resolve({'params': {'params': PARAMS}})
+    assert {row.path: row.spec for row in plan.rows} == {
+        f'params/params/{path}': spec for path, (_, spec) in EXPECTED.items()
+    }
+    reason = plan['params/params/lm_head/kernel'].reason
+    assert 'lm_head/kernel' in reason
+
+
+def test_anchored_rules_match_paths_inside_the_parameters_too():
+    rules = [('^lm_head', P('mp')), ('^params/transformer/wte', P('fsdp')), ('kernel$', P('dp'))]
+    plan = partitioner_of([*rules, ('', ())]).resolve({'params': PARAMS})
+    assert plan['params/lm_head/kernel'].spec == P('mp', None)
+    assert plan['params/transformer/wte/embedding'].spec == P('fsdp', None)
+
+
+@pytest.mark.parametrize('min_size', [8, 128], ids=['factored', 'not factored'])
+@pytest.mark.parametrize('kind', ['tuple', 'dict'])
+def test_statistics_follow_their_parameters(min_size, kind):
+    tx = optax.chain(optax.adafactor(0.1, min_dim_size_to_factor=min_size), optax.trace(0.9))
+
+    def init(key):
+        params = jax.tree.map(lambda x: jnp.zeros(x.shape), PARAMS)
+        if kind == 'tuple':
+            return params, tx.init(params), key
+        return {'params': params, 'opt_state': tx.init(params), 'rng': key}
+
+    plan = partitioner_of().plan(init, KEY)
+    root = '0' if kind == 'tuple' else 'params'
+    kept = 0
+    for path, (shape, spec) in EXPECTED.items():
+        assert plan[f'{root}/{path}'].spec == spec
+        for row in plan.rows:
+            if row.path.endswith(f'/{path}') and row.role == 'optimizer' and row.shape == shape:
+                assert row.spec == spec
+                kept += 1
+    assert kept >= len(EXPECTED)
+    rows = [
+        r for r in plan.rows if r.path.endswith(('v_row/lm_head/kernel', 'v_col/lm_head/kernel'))
+    ]
+    assert len(rows) == 2
+    if min_size == 8:
+        assert {row.shape: row.spec for row in rows} == {(16,): P('fsdp'), (32,): P(None)}
+
+
+def test_a_state_that_cannot_be_separated_is_matched_path_by_path():
+    # Nothing says that 'ema' holds copies of 'model'.
+    state = {'model': PARAMS, 'ema': PARAMS}
+    plan = partitioner_of().resolve(state)
+    for path, (_, spec) in EXPECTED.items():
+        assert plan[f'model/{path}'].spec == plan[f'ema/{path}'].spec == spec
+
+
+def test_rules_from_a_gin_file():
+    rules = [['lm_head', ['mp', ['dp', 'fsdp']]], ('wte', 'mp'), ('.*', None)]
+    plan = partitioner_of(rules).resolve(PARAMS)
+    assert plan['lm_head/kernel'].spec == P('mp', ('dp', 'fsdp'))
+    assert plan['transformer/wte/embedding'].spec == P('mp', None)
+    assert plan['other/kernel'].spec == P(None, None, None)
+
+
+# What is wrong with rules.
+
+
+def test_arrays_that_no_rule_matches_are_listed_once():
+    message = problem([('lm_head|wte', P())])
+    # Dicts are sorted by jax; the scalar and the array of one element need no rule.
+    assert 'other/kernel, transformer/h/0/attention/wo/kernel' in message
+    assert 'and 1 more' in message
+    assert "('other/kernel', PartitionSpec(...))" in message
+    assert "('.*', PartitionSpec())" in message
+    partitioner = partitioner_of([('lm_head|wte', P())], on_unmatched='replicate')
+    assert partitioner.resolve(PARAMS)['other/kernel'].spec == P(None, None, None)
+    assert 'other/kernel' in {finding.where for finding in partitioner.lint(PARAMS)}
+
+
+@pytest.mark.parametrize(
+    'rule, parts',
+    [
+        (('norm', P('fsdp', 'mp')), ['attention_norm/kernel', "'norm'", '2 entries', '(16,)']),
+        (('norm', P('fsd')), ['attention_norm', "'fsd' does not exist", "Did you mean 'fsdp'"]),
+        (('norm', P(('mp', 'mp'))), ["'norm'", "'mp' appears twice"]),
+        (('other', P(None, 'mp')), ['other/kernel', "'other'", 'size 3', 'by 2', 'drop_axis']),
+    ],
+    ids=['too long', 'unknown axis', 'axis used twice', 'size'],
+)
+def test_a_rule_that_does_not_fit_its_array(rule, parts):
+    message = problem([rule, *RULES])
+    for part in parts:
+        assert part in message
+    found = [str(f) for f in partitioner_of([rule, *RULES]).lint(PARAMS) if f.severity == 'error']
+    assert any(all(part in f for part in parts[1:]) for f in found)
+
+
+@pytest.mark.parametrize(
+    'policy, spec', [('drop_axis', P(None, ('dp', 'mp'))), ('replicate', P(None, None))]
+)
+def test_the_policy_for_sizes_that_do_not_divide(policy, spec):
+    mesh = MeshConfig(axes={'dp': 2, 'fsdp': 1, 'mp': 4})
+    rules, state = [('k', P(None, ('dp', 'mp')))], abstract(k=(8, 24), b=(1,))
+    assert partitioner_of(rules, mesh, on_indivisible=policy).resolve(state)['k'].spec == P(
+        None, ('dp', 'mp')
+    )
+    odd = partitioner_of(rules, mesh, on_indivisible=policy).resolve(abstract(k=(8, 12)))['k']
+    assert odd.spec == (P(None, 'mp') if policy == 'drop_axis' else P(None, None))
+    assert "'k'" in odd.reason
+
+
+@pytest.mark.parametrize(
+    'rules, part',
+    [
+        ([('kernel', P(P.UNCONSTRAINED))], 'unconstrained'),
+        ([('ker[', P())], 'not a valid regular expression'),
+        ([('kernel', 3)], "'regular expression', PartitionSpec"),
+        ([('kernel', P(3))], 'the entry 3'),
+        ([(P(), 'kernel')], "'regular expression', PartitionSpec"),
+        ({'kernel': P()}, "'.*', PartitionSpec()"),
+        ([], 'data_parallel'),
+    ],
+)
+def test_malformed_rules(rules, part):
+    with pytest.raises(ValueError, match=re.escape(part)):
+        partitioner_of(rules)
+
+
+def test_lint_names_the_rules_that_decide_nothing():
+    rules = [('never', P('mp')), ('lm_head/k', P('fsdp')), ('lm_head', P()), *RULES]
+    warnings = {f.where: f.message for f in partitioner_of(rules).lint(PARAMS)}
+    (unmatched,) = [message for where, message in warnings.items() if "'never'" in where]
+    assert 'no path' in unmatched
+    (shadowed,) = [message for where, message in warnings.items() if "('lm_head', P())" in where]
+    assert 'lm_head/kernel' in shadowed
+    all_used = [(path, P()) for path, (shape, _) in EXPECTED.items() if shape not in ((), (1, 1))]
+    assert not partitioner_of([*all_used, ('.*', P())]).lint(PARAMS)
+
+
+@pytest.mark.parametrize('setting', ['plan', 'optimizer_axis_rules', 'params_axes_names_override'])
+def test_rules_exclude_the_settings_that_they_replace(setting):
+    value = {
+        'plan': Plan({'data': 8}, ()),
+        'optimizer_axis_rules': [('embed', 'mp')],
+        'params_axes_names_override': [('.*', (None,))],
+    }[setting]
+    with pytest.raises(ValueError, match=f'remove {setting}'):
+        partitioner_of(**{setting: value})
+
+
+# The batch.
+
+
+@pytest.mark.parametrize(
+    'axes, spec',
+    [
+        ({'dp': 2, 'fsdp': 2, 'mp': 2}, P(('dp', 'fsdp'))),
+        ({'replica': 1, 'data': 4, 'model': 2}, P(('replica', 'data'))),
+        ({'dp': 2, 'fsdp': 2, 'tp': 2, 'sp': 1}, P(('dp', 'fsdp'))),
+        ({'batch': 4, 'heads': 2}, P('batch')),
+    ],
+)
+def test_the_batch_is_sharded_over_axes_with_usual_names(axes, spec):
+    partitioner = partitioner_of([('.*', P())], MeshConfig(axes=axes))
+    assert partitioner.data_partition_spec == spec
+
+
+def test_other_axes_of_the_batch_are_named_by_a_rule():
+    mesh = MeshConfig(axes={'rows': 4, 'columns': 2})
+    partitioner = partitioner_of([('.*', P())], mesh)
+    assert partitioner.resolve(PARAMS)  # parameters need no batch
+    with pytest.raises(ValueError, match=r"rows 4 x columns 2.*\('batch', 'rows'\)"):
+        partitioner.data_partition_spec  # noqa: B018
+    named = partitioner_of([('.*', P())], mesh, logical_axis_rules=[('batch', ('rows', 'columns'))])
+    assert named.data_partition_spec == P(('rows', 'columns'))
+    assert not named.lint(PARAMS)
+
+
+def test_a_step_has_the_result_of_the_plain_program():
+    rng = np.random.default_rng(0)
+    params = {'up': {'w': rng.normal(size=(8, 16))}, 'down': {'w': rng.normal(size=(16, 8))}}
+    params = jax.tree.map(lambda x: x.astype('float32'), params)
+    x = rng.normal(size=(8, 8)).astype('float32')
+    tx = optax.adam(0.1)
+
+    def init(key):
+        held = jax.tree.map(jnp.asarray, params)
+        return held, tx.init(held), key
+
+    def step(state, x):
+        params, opt_state, key = state
+
+        def loss(p):
+            return jnp.mean(jnp.square(jnp.tanh(x @ p['up']['w']) @ p['down']['w'] - x))
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, opt_state = tx.update(grads, opt_state)
+        return (optax.apply_updates(params, updates), opt_state, key), value
+
+    partitioner = partitioner_of([('up/w', P('fsdp', 'mp')), ('down/w', P('mp', 'fsdp'))])
+    plan = partitioner.plan(init, KEY)
+    state, plain = plan.init(KEY), init(KEY)
+    assert state[0]['up']['w'].sharding == NamedSharding(partitioner.mesh, P('fsdp', 'mp'))
+    compiled = partitioner.partition(
+        step, (plan.specs, partitioner.data_partition_spec), (plan.specs, None)
+    )
+    plain_step = jax.jit(step)
+    for _ in range(3):
+        state, loss = compiled(state, partitioner.to_global(x))
+        plain, expected = plain_step(plain, x)
+        np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    plan.check(state)
