@@ -8,7 +8,15 @@ from typing import Any, cast, get_args
 from partitioning.plan.by_pattern import PartitionRules, RuleLayout, check_partition_rules
 from partitioning.plan.by_size import LayoutWord, WordLayout
 from partitioning.plan.rule_set import Layout
-from partitioning.rules import AxisRules, MeshAxes, MeshLike, axis_sizes, describe_axes, from_tuple, nearest
+from partitioning.rules import (
+    AxisRules,
+    MeshAxes,
+    MeshLike,
+    axis_sizes,
+    describe_axes,
+    from_tuple,
+    nearest,
+)
 
 LayoutSetting = LayoutWord | PartitionRules
 

@@ -30,8 +30,13 @@ from partitioning.partitioner.partitioned import (
     partition_function,
     to_shardings,
 )
-from partitioning.partitioner.partitioner_object import AnyMesh, describe_rules
-from partitioning.partitioner.rule_settings import check_batch_rule, check_plan, over_slices
+from partitioning.partitioner.partitioner_object import AnyMesh
+from partitioning.partitioner.rule_settings import (
+    check_batch_rule,
+    check_plan,
+    describe_settings,
+    over_slices,
+)
 from partitioning.plan import (
     Audit,
     Finding,
@@ -326,30 +331,14 @@ class PjitPartitioner(BasePjitPartitioner):
     def _description(self) -> list[tuple[str, str]]:
         built = self._mesh_without_building() is not None
         rules = self.logical_axis_rules if built else self._given_rules
-        shown = 'standard_logical_axis_rules for the axes of the mesh'
-        rows = [
-            *super()._description(),
-            ('rules', shown if rules is None else describe_rules(rules)),
-        ]
-        if self._optimizer_rules is not None:
-            rows.append(('optimizer rules', describe_rules(self._optimizer_rules)))
         policies = self._as_rules(()) if rules is None else rules
-        rows.append(
-            (
-                'policies',
-                f'on_unmatched={policies.on_unmatched!r}, '
-                f'on_indivisible={policies.on_indivisible!r}',
-            )
-        )
-        if self._overrides:
-            rows.append(
-                ('overrides', '; '.join(f'{path} -> {names}' for path, names in self._overrides))
-            )
-        if self._plan is not None:
-            rows.append(('plan', f'{self._plan!r} lays out the state, not the rules'))
-        if self._layout is not None:
-            rows.append(('layout', f'{self._layout!r} lays out the state, not the rules'))
-        return rows
+        others = {
+            'plan': self._plan,
+            'layout': self._layout,
+            'overrides': self._overrides,
+            'optimizer rules': self._optimizer_rules,
+        }
+        return [*super()._description(), *describe_settings(rules, policies, others)]
 
     # Plans and states.
 

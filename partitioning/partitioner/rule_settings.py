@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from partitioning.partitioner.partitioner_object import describe_rules
 from partitioning.plan import Plan
-from partitioning.rules import LogicalAxisRules, MeshAxes, as_tuple, nearest
+from partitioning.rules import AxisRules, LogicalAxisRules, MeshAxes, as_tuple, nearest
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -48,3 +50,28 @@ def check_batch_rule(rules: LogicalAxisRules, mesh: Mesh | AbstractMesh) -> None
             "('batch', 'data'), or ('batch', None) to replicate it on purpose"
         )
     _LOGGER.warning("no rule for 'batch': each device computes all of its rows")
+
+
+def describe_settings(
+    rules: AxisRules | None, policies: AxisRules, others: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """The settings of a partitioner by rules, as its repr shows them.
+
+    Args:
+      rules: the rules, or None if these are the standard rules for a mesh that is not built yet.
+      policies: rules with the policies.
+      others: the settings 'plan', 'layout', 'overrides' and 'optimizer rules'.
+    """
+    standard = 'standard_logical_axis_rules for the axes of the mesh'
+    rows = [('rules', standard if rules is None else describe_rules(rules))]
+    if others['optimizer rules'] is not None:
+        rows.append(('optimizer rules', describe_rules(others['optimizer rules'])))
+    on_unmatched, on_indivisible = policies.on_unmatched, policies.on_indivisible
+    rows.append(('policies', f'{on_unmatched=!r}, {on_indivisible=!r}'))
+    if others['overrides']:
+        shown = '; '.join(f'{path} -> {names}' for path, names in others['overrides'])
+        rows.append(('overrides', shown))
+    for name in ('plan', 'layout'):
+        if others[name] is not None:
+            rows.append((name, f'{others[name]!r} lays out the state, not the rules'))
+    return rows
