@@ -12,6 +12,7 @@ from partitioning.plan.by_pattern import unmatched_problem
 from partitioning.plan.plan import Plan, Unplanned
 from partitioning.plan.rows import NOT_OF_PARAMETER, SMALL, PlanRow, make_row, without_name
 from partitioning.plan.rule_set import Layout, RuleSet
+from partitioning.plan.stacked_layers import stacked_dimensions
 from partitioning.plan.subject import Subject, whole
 from partitioning.rules import MeshLike, Problem, Report, ResolvedDimension, raise_problem
 from partitioning.state import Leaf, Path, key_names, nbytes, shape_of, walk
@@ -113,13 +114,15 @@ def _parameters(state: Any) -> Mapping[Path, Subject]:
     candidates = [e for e in _outside_optimizers(state, entries) if not _is_bookkeeping(*e)]
     roots = parameter_roots(candidates or entries)
     held = dict(entries)
-    stacked = _stacked({path: shape_of(array_of(held[path])) for path in roots})
+    shapes = {'/'.join(path): shape_of(array_of(held[path])) for path in roots}
+    stacked = stacked_dimensions(shapes)
     subjects = {}
     for path, root in roots.items():
         carried = carried_names(held[path], path) if is_carrier(held[path]) else None
         names = () if carried is None else carried.names
-        is_stacked = path in stacked or names[:1] in [(name,) for name in _STACKS]
-        subjects[path] = Subject(path, array_of(held[path]), len(root), names, is_stacked)
+        named = next((dim for dim, name in enumerate(names) if name in _STACKS), None)
+        layers = stacked.get('/'.join(path), named)
+        subjects[path] = Subject(path, array_of(held[path]), len(root), names, layers)
     return subjects
 
 
@@ -141,18 +144,3 @@ def _outside_optimizers(state: Any, entries: list[tuple[Path, Any]]) -> list[tup
     )
     inside = {key_names(path) for path, x in flat if is_optimizer(x)}
     return [e for e in entries if not any(e[0][:n] in inside for n in range(len(e[0]) + 1))]
-
-
-def _stacked(shapes: Mapping[Path, tuple[int, ...]]) -> set[Path]:
-    """The arrays in trees whose arrays all have the same first size, but not the same rank.
-
-    These are layers that are stacked for a scan: a kernel and a bias share no size otherwise.
-    """
-    ranks: dict[Path, set[int]] = {}
-    sizes: dict[Path, set[int]] = {}
-    for path, shape in shapes.items():
-        for n in range(len(path)):
-            ranks.setdefault(path[:n], set()).add(len(shape))
-            sizes.setdefault(path[:n], set()).add(shape[0] if shape else 0)
-    stacks = {p for p, r in ranks.items() if min(r) > 1 and len(r) > 1 and len(sizes[p]) == 1}
-    return {path for path in shapes if any(path[:n] in stacks for n in range(len(path)))}

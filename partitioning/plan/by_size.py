@@ -9,8 +9,8 @@ over the mesh axes of the batch, and XLA gathers it where it is used:
   then gathers the table. If the other dimension is sharded, XLA gathers the rows of the whole batch
   instead: a GPT on 8 CPU devices then moves 8 times as many bytes and needs twice the temporary
   memory (compiler). This also holds if the output layer is the transpose of the table.
-- A stack of layers, which a scan slices, is sharded along its first dimension only if no other can
-  be sharded, because XLA would gather the whole stack to take one layer out of it.
+- A stack of layers, which a scan slices, is sharded along the dimension of the layers only if no
+  other can be sharded, because XLA would gather the whole stack to take one layer out of it.
 - If the shards divide no dimension, the mesh axes are distributed over several dimensions, and some
   are left out.
 - An array with fewer than MIN_SHARD_SIZE elements per shard stays whole.
@@ -121,8 +121,8 @@ def _place(subject: Subject, axes: tuple[str, ...], mesh: MeshLike) -> dict[int,
     shape, shards = subject.shape, num_shards(axes, mesh)
     if _is_table(subject) and shape[0] % shards == 0:
         return {0: axes}
-    layers_last = range(1, len(shape)) if subject.is_stacked else range(len(shape))
-    for dims in (layers_last, range(len(shape))):
+    within_layers = [dim for dim in range(len(shape)) if dim != subject.layers]
+    for dims in (within_layers, range(len(shape))):
         placed: dict[int, tuple[str, ...]] = {}
         left = axes
         while left:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from partitioning.plan.building import SMALL
+from partitioning.plan.rows import SMALL
 from partitioning.plan.tables import Table, count, shape_str, text_tables
 from partitioning.rules import spec_str
 from partitioning.state import check_path_rules, key_names, nbytes, shape_of

@@ -20,14 +20,14 @@ class Subject(NamedTuple):
       tree: the length of the path of the tree that the array belongs to, 1 for params/fc1/kernel.
       names: the logical axis of each dimension, if the array carries any. They explain a layout
         and never decide it.
-      is_stacked: whether the first dimension counts the layers of a stack.
+      layers: the dimension that counts the layers of a stack, if there is one.
     """
 
     path: Path
     array: Any
     tree: int = 0
     names: tuple[Any, ...] = ()
-    is_stacked: bool = False
+    layers: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

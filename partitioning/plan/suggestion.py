@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from partitioning.plan.building import SMALL
 from partitioning.plan.dimension_names import Named, Shards, name_dimensions, replicated
 from partitioning.plan.path_patterns import Names, make_path_rules
+from partitioning.plan.rows import SMALL
 from partitioning.plan.rule_matches import RuleMatches, explain_rules, list_targets, needs_rule
 from partitioning.plan.stacked_layers import Shape, stacked_dimensions
 from partitioning.plan.tables import count

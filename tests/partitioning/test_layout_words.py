@@ -85,11 +85,11 @@ def test_a_lookup_table_is_sharded_by_its_vocabulary():
 
 def test_stacked_layers_are_sharded_within_each_layer():
     # All arrays begin with the 64 layers. A scan would gather a stack that is sharded there.
-    layers = shapes(kernel=(64, 16, 40), bias=(64, 40), odd=(64, 9))
+    layers = shapes(kernel=(64, 16, 40), bias=(64, 40), odd=(64, 9, 15))
     assert specs_of({'params': {'layers': layers, 'head': shapes(kernel=(40, 64))}}) == {
         'params/layers/kernel': P(None, None, 'data'),
         'params/layers/bias': P(None, 'data'),
-        'params/layers/odd': P('data', None),  # no other dimension can be sharded
+        'params/layers/odd': P('data', None, None),  # no other dimension can be sharded
         'params/head/kernel': P(None, 'data'),
     }
 
