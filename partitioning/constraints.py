@@ -25,7 +25,7 @@ from partitioning.rules import (
     dimension_axes,
     drop_axes,
     drop_axes_of_names,
-    keep_layout,
+    fill_unconstrained,
     logical_to_mesh_axes,
     manual_axes,
     padding_problems,
@@ -172,7 +172,7 @@ def lay_out(x: Any, spec: PartitionSpec | PaddedSpec | None, mesh: Mesh | None =
     if manual == over.axis_names:
         return x
     if isinstance(over, Mesh) and not traced:
-        x = jax.device_put(x, NamedSharding(over, keep_layout(outer, _layout_on(over, x))))
+        x = jax.device_put(x, NamedSharding(over, fill_unconstrained(outer, _layout_on(over, x))))
         if not isinstance(x, jax.core.Tracer):
             return x
         # In a trace, device_put does not fix the layout: XLA may still choose another one.
@@ -190,7 +190,7 @@ def _lay_out_traced(
             x, spec if over is around else NamedSharding(over, spec)
         )
     if kinds == {AxisType.Explicit}:
-        spec = keep_layout(spec, dimension_axes(now, np.ndim(x)))
+        spec = fill_unconstrained(spec, dimension_axes(now, np.ndim(x)))
         return jax.sharding.reshard(x, spec if over is around else NamedSharding(over, spec))
     _check_mesh_is_set(over, around)
     return _lay_out_by_type(x, spec, dict(zip(around.axis_names, around.axis_types, strict=True)))
@@ -198,7 +198,7 @@ def _lay_out_traced(
 
 def _lay_out_by_type(x: Any, spec: PartitionSpec, types: Mapping[str, AxisType]) -> jax.Array:
     """`x` inside a trace, over axes of several types."""
-    held = keep_layout(spec, dimension_axes(jax.typeof(x).sharding.spec, np.ndim(x)))
+    held = fill_unconstrained(spec, dimension_axes(jax.typeof(x).sharding.spec, np.ndim(x)))
     for axes in map(sharding_axes, held):
         kinds = [types[axis] for axis in axes]
         if AxisType.Auto in kinds and AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]:

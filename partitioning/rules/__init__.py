@@ -44,7 +44,7 @@ from partitioning.rules.dimensions import (
     Spec as Spec,
     boundary_spec as boundary_spec,
     dimension_axes as dimension_axes,
-    keep_layout as keep_layout,
+    fill_unconstrained as fill_unconstrained,
     to_spec as to_spec,
 )
 from partitioning.rules.inside_shard_map import (

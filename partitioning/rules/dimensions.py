@@ -81,7 +81,7 @@ def dimension_axes(spec: PartitionSpec, rank: int) -> tuple[Any, ...]:
     return tuple(as_tuple(e) or None if isinstance(e, str | tuple) else e for e in entries)
 
 
-def keep_layout(spec: PartitionSpec, now: Sequence[Any]) -> PartitionSpec:
+def fill_unconstrained(spec: PartitionSpec, now: Sequence[Any]) -> PartitionSpec:
     """A spec whose unconstrained dimensions keep the axes that no other dimension takes.
 
     Args:
