@@ -17,7 +17,7 @@ from partitioning.partitioner.explicit_axes import auto_where_needed
 from partitioning.partitioner.inner_layouts import inner_spec
 from partitioning.partitioner.same_paths import (
     has_structure_of,
-    lay_out_by_path,
+    like,
     with_static_fields,
 )
 from partitioning.partitioner.trace_errors import own_errors
@@ -123,15 +123,18 @@ class _Partitioned(PjittedFnWithContext):
 
     def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         positional, keywords = self._bind(args, kwargs) if kwargs else (args, {})
-        if not keywords:
-            try:
-                return getattr(self._pjitted_fn, method)(*positional)
-            except ValueError:
-                if not self.adopt_static_fields(positional):
-                    raise
-            return getattr(self._pjitted_fn, method)(*positional)
-        variant = self._keyword_variant(len(positional))
-        return getattr(variant, method)(*positional, keywords)
+        given = (*positional, keywords) if keywords else positional
+
+        def apply() -> Any:
+            variant = self._keyword_variant(len(positional)) if keywords else self._pjitted_fn
+            return getattr(variant, method)(*given)
+
+        try:
+            return apply()
+        except ValueError:
+            if not self.adopt_static_fields(positional):
+                raise
+        return apply()
 
     def clear_cache(self) -> None:
         super().clear_cache()
@@ -174,19 +177,24 @@ class _Partitioned(PjittedFnWithContext):
         Returns:
           Whether another call with these arguments may succeed.
         """
-        keywords, fn, in_shardings = self._jit.keywords, self._fn, self._in_shardings
-        static = {i % len(args) for i in keywords['static_argnums']} if args else ()
+        settings, fn, in_shardings = self._jit.keywords, self._counted(self._fn), self._in_shardings
+        positions, out_shardings = settings['static_argnums'], settings['out_shardings']
+        static = {i % len(args) for i in positions} if args else ()
         dynamic = [arg for i, arg in enumerate(args) if i not in static]
-        out_shardings = keywords['out_shardings']
-        if adapted := with_static_fields(in_shardings, out_shardings, dynamic):
-            in_shardings, out_shardings = adapted
-        elif self._returned is None or has_structure_of(out_shardings, self._returned):
-            return False
-        else:  # the result of an init function, which differs in every trace
-            fn, out_shardings = lay_out_by_path(fn, out_shardings), None
-        jit = functools.partial(jax.jit, **{**keywords, 'out_shardings': out_shardings})
-        self._pjitted_fn = jit(self._counted(fn), in_shardings=in_shardings)
-        self._num_traces = 0
+        adapted = with_static_fields(in_shardings, out_shardings, dynamic)
+        if adapted is None:
+            if self._returned is None or has_structure_of(out_shardings, self._returned):
+                return False
+            # The result differs, and does so in every trace. An inner jit keeps one of them.
+            self._num_traces -= 1  # nothing was compiled
+            fn = jax.jit(fn, static_argnums=positions)
+            if (out_shardings := like(out_shardings, fn.eval_shape(*args))) is None:
+                return False
+            adapted = in_shardings, out_shardings
+        self._in_shardings, out_shardings = adapted
+        self._jit = functools.partial(jax.jit, **{**settings, 'out_shardings': out_shardings})
+        self._pjitted_fn = self._jit(fn, in_shardings=self._in_shardings)
+        self._with_keywords.clear()
         return True
 
     @functools.cached_property
@@ -274,7 +282,7 @@ def partition_function(
         try:
             return jitted(*args)
         except ValueError:
-            if not partitioned.adopt_static_fields(args):
+            if jitted is partitioned._pjitted_fn and not partitioned.adopt_static_fields(args):
                 raise
         jitted = partitioned._pjitted_fn
         return jitted(*args)

@@ -64,6 +64,7 @@ from partitioning.state import (
     PathRules,
     check_path_rules,
     get_logical_axes,
+    remember,
     with_boxes,
 )
 
@@ -342,13 +343,15 @@ class PjitPartitioner(BasePjitPartitioner):
 
     # Plans and states.
 
-    # A class attribute, because subclasses need not call __init__. Its value is never changed in
-    # place: copies by with_rules share it, and threads may replace it.
+    # A class attribute, because subclasses need not call __init__. It is replaced and not changed,
+    # so that a copy by with_rules does not see the names of states that it has not planned.
     _boxed_states: tuple[BoxedState, ...] = ()
 
     def _with_names(self, train_state: Any) -> Any:
         """The state with the linen boxes that it had when this partitioner last saw it."""
-        named, self._boxed_states = with_boxes(train_state, self._boxed_states)
+        named, boxed = with_boxes(train_state, self._boxed_states)
+        if boxed is not None:
+            self._boxed_states = remember(boxed, self._boxed_states)
         return named
 
     def resolve(self, train_state: Any) -> Plan:

@@ -6,14 +6,10 @@ the tree of its shardings. Each trace of an init function makes new ones, which 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
-
-from partitioning.constraints import lay_out
 
 
 def _is_none(x: Any) -> bool:
@@ -68,51 +64,21 @@ def with_static_fields(
     if not isinstance(in_shardings, tuple) or len(in_shardings) != len(args):
         return None
     pairs = list(zip(in_shardings, args, strict=True))
-    adapted = {i: _like(*pair) for i, pair in enumerate(pairs) if not has_structure_of(*pair)}
+    adapted = {i: like(*pair) for i, pair in enumerate(pairs) if not has_structure_of(*pair)}
     if not adapted or None in adapted.values():
         return None
     old: dict[Any, Any] = {jax.tree.structure(in_shardings[i]): args[i] for i in adapted}
     out_shardings = jax.tree.map(
-        lambda x: _like(x, old[jax.tree.structure(x)]) if jax.tree.structure(x) in old else x,
+        lambda x: like(x, old[jax.tree.structure(x)]) if jax.tree.structure(x) in old else x,
         out_shardings,
         is_leaf=lambda x: x is None or jax.tree.structure(x) in old,
     )
     return tuple(adapted.get(i, x) for i, x in enumerate(in_shardings)), out_shardings
 
 
-def _like(shardings: Any, tree: Any) -> Any | None:
-    """Shardings as a tree with the structure of `tree`; None if the paths differ."""
+def like(shardings: Any, tree: Any) -> Any | None:
+    """Shardings as a tree with the structure of `tree`; None if the paths of the two differ."""
     found = match_by_path(shardings, tree)
     if found is None or len(jax.tree.leaves(shardings, is_leaf=_is_none)) > len(found):
         return None
     return jax.tree.unflatten(jax.tree.structure(tree), found)
-
-
-def lay_out_by_path(fn: Callable[..., Any], shardings: Any) -> Callable[..., Any]:
-    """`fn` with a result in these shardings, which are matched to its arrays by their paths.
-
-    Args:
-      fn: a function, to be traced inside the mesh.
-      shardings: a pytree of shardings. None leaves the layout to the compiler.
-    """
-
-    @functools.wraps(fn)
-    def laid_out(*args: Any, **kwargs: Any) -> Any:
-        result = fn(*args, **kwargs)
-        if (found := match_by_path(shardings, result)) is None:
-            raise ValueError(
-                f'{getattr(fn, "__name__", "the function")} returned {jax.tree.structure(result)}, '
-                f'but out_axis_resources are for {jax.tree.structure(shardings)}'
-            )
-        leaves, treedef = jax.tree.flatten(result)
-        return jax.tree.unflatten(treedef, map(_place, leaves, found))
-
-    return laid_out
-
-
-def _place(x: Any, sharding: Any) -> Any:
-    if sharding is None:
-        return x
-    if isinstance(sharding, NamedSharding) and sharding.memory_kind is None:
-        return lay_out(x, sharding.spec)
-    return jax.device_put(x, sharding)

@@ -33,6 +33,7 @@ from partitioning.state.path_names import (
 )
 from partitioning.state.remembered_boxes import (
     BoxedState as BoxedState,
+    remember as remember,
     with_boxes as with_boxes,
 )
 from partitioning.state.train_state import (

@@ -35,16 +35,17 @@ def _is_array(x: Any) -> bool:
         jax.typeof(x)
     except (TypeError, ValueError):  # ValueError: the object only knows how to become an array
         return False
-    return True
+    return not isinstance(x, jax.ShapeDtypeStruct)  # some versions of jax take it for an array
 
 
 def _describe(x: Any) -> str:
     if isinstance(x, str):
         return f'the string {x[:40]!r}'
-    if callable(x):
-        return f'the function {getattr(x, "__name__", type(x).__name__)}'
-    dtype = getattr(x, 'dtype', None)
-    return f'a {type(x).__name__}' + (f' of dtype {dtype}' if dtype is not None else '')
+    if callable(x) and hasattr(x, '__name__'):
+        return f'the function {x.__name__}'
+    kind, dtype = type(x).__name__, getattr(x, 'dtype', None)
+    article = 'an' if kind[0] in 'aeiouAEIOU' else 'a'
+    return f'{article} {kind}' + (f' of dtype {dtype}' if dtype is not None else '')
 
 
 def _way_out(x: Any, is_inside: bool) -> str:
@@ -58,4 +59,6 @@ def _way_out(x: Any, is_inside: bool) -> str:
             'keep arrays only, for example eqx.partition(model, eqx.is_array)[0], and make the '
             'rest a static field, such as flax.struct.field(pytree_node=False)'
         )
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return 'call the function that makes it instead of jax.eval_shape'
     return 'keep it outside, or make it a static field: flax.struct.field(pytree_node=False)'

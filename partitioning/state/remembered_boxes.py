@@ -6,6 +6,7 @@ has seen the boxes once can put them back around the arrays of the same state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,29 +36,33 @@ class BoxedState(NamedTuple):
     boxes: tuple[Any, ...]
 
 
-def with_boxes(state: Any, known: tuple[BoxedState, ...]) -> tuple[Any, tuple[BoxedState, ...]]:
-    """A state with its boxes, and the boxes to remember from now on.
+def with_boxes(state: Any, known: Sequence[BoxedState]) -> tuple[Any, BoxedState | None]:
+    """A state with its boxes.
 
     Args:
-      state: a pytree, abstract or not. With boxes, it is remembered. If it carries no names at all,
-        it gets the boxes of the remembered state whose arrays have the same paths and shapes. The
-        dtypes and the static fields may differ.
-      known: the states that are remembered, the latest first.
+      state: a pytree, abstract or not. If it carries no names at all, it gets the boxes of the
+        first known state whose arrays have the same paths and shapes. The dtypes and the static
+        fields may differ.
+      known: the states that are remembered.
 
     Returns:
-      The state, and the new value of `known`.
+      The state, and its boxes if it came with them and they are to be remembered.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_carrier)
     boxed = any(is_box(x) for _, x in flat)
     if not boxed and (not known or any(is_carrier(x) for _, x in flat)):
-        return state, known
+        return state, None
     arrays = tuple((key_names(path), shape_of(array_of(x))) for path, x in flat)
     if boxed:
         boxes = tuple(jax.tree.map(lambda _: 0, x) if is_box(x) else 0 for _, x in flat)
-        others = [other for other in known if other.arrays != arrays]
-        return state, (BoxedState(arrays, boxes), *others)[:_KEPT]
-    for same in known:
-        if same.arrays == arrays:
-            leaves = (rebox(box, x) for box, (_, x) in zip(same.boxes, flat, strict=True))
-            return jax.tree.unflatten(treedef, leaves), known
-    return state, known
+        return state, BoxedState(arrays, boxes)
+    same = next((other for other in known if other.arrays == arrays), None)
+    if same is None:
+        return state, None
+    leaves = (rebox(box, x) for box, (_, x) in zip(same.boxes, flat, strict=True))
+    return jax.tree.unflatten(treedef, leaves), None
+
+
+def remember(boxed: BoxedState, known: Sequence[BoxedState]) -> tuple[BoxedState, ...]:
+    """The states to remember, the latest first, which replaces one with the same arrays."""
+    return (boxed, *(other for other in known if other.arrays != boxed.arrays))[:_KEPT]

@@ -1,6 +1,7 @@
 """partitioner.setup: from an init function and a step to a training that compiles once."""
 
 import functools
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -116,8 +117,8 @@ def nnx_step(state, batch):
 graph = {}
 
 
-PROGRAMS = {  # init, step, settings, the path and the shard of one array
-    'flax': (flax_init, flax_step, {}, 'kernel', (3, 2)),
+PROGRAMS = {  # init, step, settings, the path and the shard of three arrays
+    'boxes': (flax_init, flax_step, {}, 'kernel', (3, 2)),
     'paths': (tree_init, tree_step, {'params_axes_names_override': PATHS}, '/w', (3, 2)),
     'nnx': (nnx_init, nnx_step, {}, 'kernel', (3, 2)),
 }
@@ -125,6 +126,22 @@ PROGRAMS = {  # init, step, settings, the path and the shard of one array
 
 def state_of(result, state):
     return result if jax.tree.structure(result) == jax.tree.structure(state) else result[0]
+
+
+def layouts(state):
+    return [x.sharding for x in jax.tree.leaves(state)]
+
+
+def assert_fixed_point(partitioner, step, state, *others):
+    """Runs two steps, after which every sharding is what it was before, and returns the result."""
+    born = layouts(state)
+    for _ in range(2):
+        result = step(state, BATCH, *others)
+        state = state_of(result, state)
+        assert layouts(state) == born
+        partitioner.resolve(state).check(state)
+    check_compiled_once(step)
+    return result
 
 
 @AXIS_TYPES
@@ -136,20 +153,139 @@ def test_one_call_is_enough(program, axis_type):
     partitioner = partitioner_over(axis_type, **settings)
     state, partitioned, data_spec = partitioner.setup(init, step, KEY)
     assert data_spec == partitioner.data_partition_spec == P('data')
-    for _ in range(3):
-        before, result = state, partitioned(state, BATCH)
-        state = state_of(result, state)
-        assert all(x.is_deleted() for x in jax.tree.leaves(before) if x.ndim)
-        partitioner.resolve(state).check(state)
+    result = assert_fixed_point(partitioner, partitioned, state)
     assert (len(inits), len(steps)) == (1, 1)
-    check_compiled_once(partitioned)
-    arrays = [x for path, x in leaves_of(state).items() if name in path]
-    assert len(arrays) == 3 and {x.addressable_shards[0].data.shape for x in arrays} == {shard}
+    assert all(x.is_deleted() for x in jax.tree.leaves(state) if x.ndim)  # it was donated
+    after = state_of(result, state)
+    arrays = [x for path, x in leaves_of(after).items() if name in path]
+    assert [x.addressable_shards[0].data.shape for x in arrays] == [shard] * 3
+    assert not any(x.weak_type for x in jax.tree.leaves(after))
     assert all(x.sharding.mesh == partitioner.mesh for x in jax.tree.leaves(result))
-    assert not any(x.weak_type for x in jax.tree.leaves(state))
     plain_init, plain_step = (jax.jit(f) for f in PROGRAMS[program][:2])
     with nnx.use_eager_sharding(False):  # there is no mesh
         plain = unbox(plain_init(KEY))
-        for _ in range(3):
+        for _ in range(2):
             plain = state_of(plain_step(plain, BATCH), plain)
-    assert_close(state, plain)
+    assert_close(after, plain)
+
+
+# The result may have any form, and the state may be padded.
+
+
+class Result(NamedTuple):
+    state: Any
+    rows: Any
+    loss: Any
+
+
+WAVES = np.sin(np.arange(42, dtype='float32')).reshape(6, 7)
+
+
+def small_init(key):
+    return {'w': jnp.asarray(WAVES), 'key': jax.random.key(3), 'none': None, 'n': 0}
+
+
+def small_step(state, batch):
+    key = jax.random.split(state['key'])[0]
+    return {**state, 'w': state['w'] + batch.mean(), 'key': key, 'n': state['n'] + 1}
+
+
+def small_partitioner(axis_type=AxisType.Auto, **settings):
+    paths = {'params_axes_names_override': [('w', ('embed', 'mlp'))]}
+    return partitioner_over(axis_type, (4, 2), **paths, **settings)
+
+
+FORMS = {
+    'state': lambda state, rows: state,
+    'tuple': lambda state, rows: (state, rows, 2.0),
+    'list': lambda state, rows: [state, {'rows': rows}],
+    'named tuple': lambda state, rows: Result(state, rows, None),
+}
+
+
+@pytest.mark.parametrize('form', FORMS)
+def test_any_form_of_a_padded_state(form):
+    make = FORMS[form]
+
+    def step(state, batch):
+        return make(small_step(state, batch), batch[:, 0])
+
+    partitioner = small_partitioner(on_indivisible='pad')
+    state, partitioned, _ = partitioner.setup(small_init, step, KEY)
+    result = assert_fixed_point(partitioner, partitioned, state)
+    expected = make({'w': 0, 'key': 0, 'none': None, 'n': 0}, BATCH[:, 0])
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    assert type(result) is type(expected)
+    after = state_of(result, state)
+    w = WAVES + 2 * BATCH.mean()
+    np.testing.assert_allclose(after['w'], w, rtol=1e-5, atol=1e-6)
+    assert after['n'] == 2
+    for other in jax.tree.leaves(result)[3:]:  # after the state: replicated
+        assert other.sharding.is_fully_replicated
+        np.testing.assert_allclose(other, BATCH[:, 0] if other.ndim else 2.0)
+
+
+@AXIS_TYPES
+def test_further_arguments(axis_type):
+    def step(state, batch, rows, scale=1.0, *, bias):
+        return small_step(state, scale * batch + bias), rows + 1
+
+    partitioner = small_partitioner(axis_type, on_indivisible='drop_axis')
+    state, partitioned, _ = partitioner.setup(small_init, step, KEY)
+    rows = np.arange(3.0)
+    state, after = partitioned(state, BATCH, rows, bias=np.float32(2))
+    state, after = partitioned(state, BATCH, rows=rows, scale=3.0, bias=np.float32(0))
+    w = WAVES + 2 + 4 * BATCH.mean()
+    np.testing.assert_allclose(state['w'], w, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(after, rows + 1)
+    partitioner.resolve(state).check(state)
+
+
+def test_the_step_is_a_partitioned_function():
+    partitioner = small_partitioner(on_indivisible='drop_axis')
+    state, step, _ = partitioner.setup(small_init, lambda *args: (small_step(*args), 1), KEY)
+    compiled = partitioner.compile(step, state, BATCH)
+    aliased = compiled.memory_analysis().alias_size_in_bytes
+    assert aliased >= sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)[1:])
+    state, one = compiled(state, BATCH)
+    assert (int(state['n']), int(one), step.num_traces()) == (1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    'change, said',
+    [
+        (lambda s: None, 'None.*return'),
+        (lambda s: {'loss': 1.0}, r'a dict, .*\(state, metrics\).*3 of 3 arrays.* key'),
+        (lambda s: (1.0, s), r'a tuple of \(float32\[\], a dict\).*\(state, metrics\)'),
+        (lambda s: ({'w': s['w']}, 1), 'lacks 2 of 3 arrays.*key'),
+        (lambda s: {**s, 'ema': s['w']}, 'no ema.*init'),
+        (lambda s: {**s, 'w': s['w'].astype('bfloat16')}, r'w as bfloat16\[6, 7\].*float32\[6'),
+        (lambda s: {**s, 'w': s['w'][:2]}, r'w as float32\[2, 7\].*float32\[6, 7\]'),
+        (lambda s: {**s, 'n': s['n'] + 0.5}, r'n as float32\[\].*int32\[\]'),
+        (lambda s: (s, {'name': 'loss'}), "'loss' at 1/name"),
+    ],
+)
+def test_results_that_are_not_states(change, said, small_setup):
+    partitioner, state = small_setup
+
+    def train_step(state, batch):
+        return change(state)
+
+    _, step, _ = partitioner.setup(small_init, train_step, KEY)
+    with pytest.raises(ValueError, match=f'^train_step returned .*{said}'):
+        step.eval_shape(state, BATCH)
+
+
+@pytest.fixture(name='small_setup', scope='module')
+def _small_setup():
+    partitioner = small_partitioner(on_indivisible='drop_axis')
+    return partitioner, partitioner.plan(small_init, KEY).abstract_state
+
+
+def test_static_fields_that_a_step_changes():
+    def step(state, batch):
+        return state.replace(tx=ADAM), 1
+
+    state, step, _ = partitioner_over().setup(flax_init, step, KEY)
+    with pytest.raises(ValueError, match=r'TrainState.* static fields differ.*state.replace'):
+        step(state, BATCH)
