@@ -24,6 +24,7 @@ from partitioning.rules import (
     ResolvedDimension,
     apply_policies,
     as_tuple,
+    check_definite,
     from_tuple,
     padding_problems,
     rank_problem,
@@ -127,6 +128,7 @@ def check_partition_rules(rules: Iterable[Any]) -> tuple[_Rule, ...]:
             case (str(pattern), str(axis)):
                 checked.append((pattern, (axis,)))
             case (str(pattern), PartitionSpec() | tuple() | list() as entries):
+                check_definite(PartitionSpec(*entries), f'partition rule for {pattern!r}')
                 checked.append((pattern, tuple(_entry(e, rule) for e in entries)))
             case _:
                 raise ValueError(
@@ -146,11 +148,6 @@ def check_partition_rules(rules: Iterable[Any]) -> tuple[_Rule, ...]:
 
 def _entry(entry: Any, rule: Any) -> MeshAxes:
     """One entry of a spec: a mesh axis, several, or None."""
-    if entry is PartitionSpec.UNCONSTRAINED:
-        raise ValueError(
-            f'partition rule {rule!r} leaves a dimension unconstrained, but the layout of a state '
-            'is fixed: write None or mesh axes'
-        )
     if entry is None or isinstance(entry, str):
         return entry
     if isinstance(entry, tuple | list) and all(isinstance(axis, str) for axis in entry):
