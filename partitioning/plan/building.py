@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -15,6 +16,7 @@ from partitioning.plan.rows import (
     NO_NAMES,
     NOT_COVERED,
     NOT_OF_PARAMETER,
+    OF_LAYERS,
     SAID_NONE,
     SMALL,
     PlanRow,
@@ -36,9 +38,12 @@ from partitioning.rules import (
     to_spec,
     try_resolve,
 )
-from partitioning.state import Leaf, Parameter, Role, nbytes, shape_of, walk
+from partitioning.state import Leaf, Parameter, Path, Role, nbytes, shape_of, walk
 from partitioning.state.naming import NoNamesError
+from partitioning.state.path_names import replicating_rules
 from partitioning.state.traversal import StateTree
+
+Shapes = Mapping[Path, tuple[int, ...]]
 
 
 def build_plan(state: Any, rules: RuleSet, mesh: MeshLike, report: Report = raise_problem) -> Plan:
@@ -62,7 +67,7 @@ def build_plan(state: Any, rules: RuleSet, mesh: MeshLike, report: Report = rais
         if not replicate:
             raise
         return lay_out_state(state, RuleLayout((), rules.rules), rules, mesh, report)
-    builder = _Builder(rules, mesh, report)
+    builder = _Builder(rules, mesh, report, {} if replicate else _too_large(tree))
     entries = tuple(builder.entry(x) if isinstance(x, Leaf) else x for x in tree.leaves)
     rows = [x for x in entries if isinstance(x, PlanRow)] + builder.covered
     return Plan(mesh, tuple(rows), tree=StateTree(entries, tree.treedef), rules=rules)
@@ -75,8 +80,9 @@ def _ignore(path: str, problem: Problem) -> None:
 class _Builder:
     """The entries of one plan; layouts that many arrays share are resolved once."""
 
-    def __init__(self, rules: RuleSet, mesh: MeshLike, report: Report):
+    def __init__(self, rules: RuleSet, mesh: MeshLike, report: Report, large: Shapes):
         self.covered: list[PlanRow] = []
+        self._large = large
         self._rules, self._mesh, self._report = rules, mesh, report
         self._known: dict[Any, tuple[PlanRow | Unplanned, tuple[Problem, ...]]] = {}
         self._replicas: dict[Any, PlanRow] = {}
@@ -101,12 +107,10 @@ class _Builder:
             for path, array in (*leaf.covered, *own):
                 self.covered.append(self._replicated(path, array, leaf.role, SAID_NONE))
             return Unplanned(leaf.names, None)
-        is_array = hasattr(leaf.array, 'dtype') or isinstance(leaf.array, complex | float | int)
-        if not is_array:  # no array here, or a leaf such as a string
+        if not _is_array(leaf.array):  # no array here, or a leaf such as a string
             return Unplanned(leaf.names, PartitionSpec())
-        replicate = self._rules.rules.on_unmatched == 'replicate'
-        if not leaf.problematic and not replicate and nbytes(leaf.array) > SMALL:
-            self._report('/'.join(leaf.path), _too_large(leaf, self._mesh))
+        if leaf.path in self._large:
+            self._report('/'.join(leaf.path), _replicated_silently(leaf, self._large, self._mesh))
         return self._replicated(leaf.path, leaf.array, leaf.role, NO_NAMES)
 
     def _replicated(self, path: Any, array: Any, role: Role, reason: str) -> PlanRow:
@@ -157,6 +161,8 @@ def _resolve_parameter(
     )
     if (covered := parameter.num_carried) is not None:
         resolved = (*resolved[:covered], *_not_covered(parameter))
+        note = f'. The names cover the first {covered} of {len(resolved)} dimensions: {OF_LAYERS}'
+        problems = tuple(p._replace(message=p.message + note) for p in problems)
     if parameter.mesh is not None and dict(parameter.mesh.shape) != dict(axis_sizes(mesh)):
         message = (
             f'the names are for the mesh {describe_axes(parameter.mesh.shape)}, but the mesh is '
@@ -176,13 +182,30 @@ def _not_covered(parameter: Parameter) -> list[ResolvedDimension]:
     return [without_name(reason)] * (rank - len(names))
 
 
-def _too_large(leaf: Leaf, mesh: MeshLike) -> Problem:
-    """An array of this size is never replicated silently."""
-    path, shape, size = '/'.join(leaf.path), shape_of(leaf.array), nbytes(leaf.array)
+def _is_array(x: Any) -> bool:
+    return hasattr(x, 'dtype') or isinstance(x, complex | float | int)
+
+
+def _too_large(tree: StateTree[Leaf]) -> Shapes:
+    """The arrays that nobody names and that are too large to be replicated silently."""
+    return {
+        x.path: shape_of(x.array)
+        for x in tree.leaves
+        if isinstance(x, Leaf) and x.parameter is None and not (x.said_none or x.problematic)
+        if _is_array(x.array) and nbytes(x.array) > SMALL
+    }
+
+
+def _replicated_silently(leaf: Leaf, large: Shapes, mesh: MeshLike) -> Problem:
+    """The problem of one of the `large` arrays, with what to write for all of them."""
+    others = len(large) - 1
+    alike = f' So would those of {others} more arrays.' if others else ''
     return Problem(
         'names',
-        f'Missing axis names: an array of shape {shape} has no names and follows no parameter, so '
-        f'all of its {size:,} bytes would be on each of the {math.prod(axis_sizes(mesh).values())} '
-        f'devices ({describe_axes(mesh)}). Name it with flax.linen.LogicallyPartitioned, or '
-        f"replicate it with ('{path}', {(None,) * len(shape)}) in params_axes_names_override",
+        f'Missing axis names: an array of shape {shape_of(leaf.array)} has no names and follows no '
+        f'parameter, so all of its {nbytes(leaf.array):,} bytes would be on each of the '
+        f'{math.prod(axis_sizes(mesh).values())} devices ({describe_axes(mesh)}).{alike} To '
+        'replicate on purpose, add to params_axes_names_override '
+        f'{replicating_rules(large, {path: ["/".join(path)] for path in large})[1:-1]}, with a '
+        'name in place of None to shard a dimension',
     )

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from partitioning.plan.by_pattern import RuleLayout, rule_str
 from partitioning.plan.by_size import WordLayout
-from partitioning.plan.rows import NO_NAMES, NOT_COVERED, PlanRow, dimension_str
+from partitioning.plan.rows import NO_NAMES, NOT_COVERED, OF_LAYERS, PlanRow, dimension_str
 from partitioning.plan.rule_set import RuleSet
 from partitioning.rules import (
     AxisRules,
@@ -77,7 +77,7 @@ def row_findings(rows: Sequence[PlanRow], rules: RuleSet | None) -> Iterator[Fin
         if few := [d.reason for d in row.dimensions if d.reason.startswith(f'{NOT_COVERED}: ')]:
             message = (
                 f'{few[0]} of shape {row.shape}, so the others are not sharded; write '
-                f'{tuple(row.logical_axes)}, with a name in place of None to shard a dimension'
+                f'{tuple(row.logical_axes)}, with a name in place of None to shard a dimension; {OF_LAYERS}'
             )
             yield Finding('warning', 'few names', row.path, message)
         for dim, d in enumerate(row.dimensions):

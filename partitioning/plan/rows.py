@@ -88,6 +88,12 @@ SAID_NONE = 'the state names no axes for the array'
 NOT_OF_PARAMETER = 'not a dimension of the parameter'
 NOT_COVERED = 'no name'  # fewer names than dimensions; the numbers follow
 
+# nnx keeps the names of an array to which it adds a dimension, unless it is told a name.
+OF_LAYERS = (
+    'if nnx.vmap or nnx.scan added dimension 0, give it transform_metadata={nnx.PARTITION_NAME: '
+    'None}'
+)
+
 
 def without_name(reason: str) -> ResolvedDimension:
     """A replicated dimension without a logical name."""
