@@ -77,7 +77,8 @@ def row_findings(rows: Sequence[PlanRow], rules: RuleSet | None) -> Iterator[Fin
         if few := [d.reason for d in row.dimensions if d.reason.startswith(f'{NOT_COVERED}: ')]:
             message = (
                 f'{few[0]} of shape {row.shape}, so the others are not sharded; write '
-                f'{tuple(row.logical_axes)}, with a name in place of None to shard a dimension; {OF_LAYERS}'
+                f'{tuple(row.logical_axes)}, with a name in place of None to shard a dimension; '
+                f'{OF_LAYERS}'
             )
             yield Finding('warning', 'few names', row.path, message)
         for dim, d in enumerate(row.dimensions):

@@ -84,16 +84,16 @@ class _Box:
           ValueError: if the mesh of the box is not the current mesh.
         """
         current = jax.sharding.get_abstract_mesh()
-        mesh = current if self.mesh is None else self.mesh
+        mesh = self.mesh if current.empty and self.mesh is not None else current
         rules = getattr(self, 'rules', None) or spmd.get_logical_axis_rules()
         axes_as_names = not hasattr(self, 'rules')
         if not apply_constraint or mesh.empty or not (rules or axes_as_names):
             return self.value
-        if self.mesh is not None and not current.empty and self.mesh.abstract_mesh != current:
+        if self.mesh is not None and dict(self.mesh.shape) != dict(mesh.shape):
             raise ValueError(
-                f'the box with names {self.names} is for the mesh {describe_axes(mesh.shape)}, but '
-                f'the current mesh is {describe_axes(current.shape)} or has other axis types; '
-                'create the box without mesh='
+                f'the box with names {self.names} is for the mesh {describe_axes(self.mesh.shape)},'
+                f' but the current mesh is {describe_axes(mesh.shape)}; create the box without '
+                'mesh='
             )
         shape = self.value.shape
         resolved, problems = try_resolve(
@@ -105,7 +105,7 @@ class _Box:
         )
         if problems:
             return self.value
-        over = None if self.mesh is None or not current.empty else self.mesh
+        over = self.mesh if current.empty else None
         return lay_out(self.value, boundary_spec(to_spec(resolved)), over)
 
 

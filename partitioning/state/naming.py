@@ -182,7 +182,7 @@ def _missing(entries: Entries, known: NamedArrays) -> dict[Path, str]:
     shapes = {path: shape for path, shape in shapes.items() if shape}
     if not shapes:
         return {}
-    texts = {path: ['/'.join(path), _inside(path, known.trees)] for path, _ in entries}
+    texts = {path: ['/'.join(path)] for path, _ in entries}
     first, *others = shapes
     them = 'them' if others else 'it'
     message = (
@@ -204,12 +204,6 @@ def _is_parameter(path: Path, leaf: Any, trees: set[Path]) -> bool:
         if path[: len(tree)] == tree:
             return True
     return False
-
-
-def _inside(path: Path, trees: set[Path]) -> str:
-    """The path of an array inside its tree of parameters."""
-    tree = next((tree for tree in trees if path[: len(tree)] == tree), ())
-    return '/'.join(path[len(tree) :])
 
 
 def _candidates(

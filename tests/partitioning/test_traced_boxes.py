@@ -1,0 +1,167 @@
+"""flax's own boxes behave like ours while a partitioner traces, and only then."""
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from boxed_states import KEY, RULES, OneArray, ones, partitioner_of
+from jax.sharding import AxisType, PartitionSpec as P
+
+import partitioning
+from partitioning import get_logical_axes
+
+pytestmark = pytest.mark.core
+
+N = nn.PARTITION_NAME
+FLAT = nn.LogicallyPartitioned(jnp.ones((8, 8)), ('embed', 'mlp', None))  # as in DenseGeneral
+
+
+def flax_fails():
+    """flax's own unbox constrains an array of two dimensions by three names."""
+    unbox = jax.jit(lambda box: box.unbox())
+    mesh, fails = partitioner_of().mesh, pytest.raises(ValueError, match='rank')
+    with nn.logical_axis_rules(RULES), jax.set_mesh(mesh), fails:
+        unbox(FLAT)
+
+
+def test_flax_behaves_as_before_outside_of_traces():
+    flax_fails()
+    unbox = partitioner_of(RULES).partition(lambda box: box.unbox(), None, None)
+    for _ in range(2):
+        assert unbox.eval_shape(FLAT).shape == (8, 8)
+        methods = [nn.Partitioned.unbox, nn.LogicallyPartitioned.unbox, nn.Partitioned.add_axis]
+        flax_fails()
+    again = [nn.Partitioned.unbox, nn.LogicallyPartitioned.unbox, nn.Partitioned.add_axis]
+    assert all(one is other for one, other in zip(methods, again, strict=True))
+    box = nn.Partitioned(0, ('x', 'y'))
+    assert box.add_axis(-1, {N: 'layers'}).names == ('x', 'layers', 'y')  # flax's own answer
+
+
+def test_flax_behaves_as_before_in_another_thread():
+    errors = []
+
+    def other():
+        try:
+            flax_fails()
+        except BaseException as error:  # the thread has no other way to report it
+            errors.append(error)
+
+    def init(key):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        return {'params': {'w': FLAT.replace(value=FLAT.unbox())}}
+
+    partitioner_of(RULES).eval_shape(init, KEY)
+    assert errors == []
+
+
+def test_flax_behaves_as_before_after_an_error():
+    def init(key):
+        raise KeyError('inside')
+
+    with pytest.raises(KeyError, match='inside'):
+        partitioner_of(RULES).plan(init, KEY)
+    flax_fails()
+
+
+@pytest.mark.parametrize('axis_types', [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize('kind', [nn.Partitioned, nn.LogicallyPartitioned])
+def test_an_array_is_laid_out_by_its_names(kind, axis_types):
+    names = ('data', 'model') if kind is nn.Partitioned else ('embed', 'mlp')
+    partitioner = partitioner_of(RULES, axis_types)
+    unbox = partitioner.partition(lambda x: kind(x, names).unbox(), P(), P('data', 'model'))
+    constraints = [eqn.primitive.name for eqn in unbox.trace(jnp.ones((8, 8))).jaxpr.eqns]
+    auto = axis_types is AxisType.Auto
+    assert constraints == ['sharding_constraint' if auto else 'reshard']
+    keep = partitioner.partition(lambda x: kind(x, names).unbox(False), P(), P())
+    assert keep.trace(jnp.ones((8, 8))).jaxpr.eqns == []
+
+
+def test_a_box_with_the_mesh_of_the_partitioner():
+    """The state is made over Auto axes; the box has the mesh with Explicit ones."""
+    partitioner = partitioner_of(RULES, AxisType.Explicit)
+    init = nn.with_logical_partitioning(ones, ('embed', 'mlp'), mesh=partitioner.mesh)
+    plan = partitioner.plan(OneArray(init).init, KEY)
+    assert plan['params/w'].spec == P('data', 'model')
+
+
+OPTIMIZED = """
+import jax, flax.linen as nn, jax.numpy as jnp
+assert 'flax.linen.spmd' in __import__('sys').modules and not __debug__
+from partitioning import PjitPartitioner, get_logical_axes
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        init = nn.with_logical_partitioning(nn.initializers.ones, ('embed', 'heads', 'kv'))
+        return nn.DenseGeneral((2, 2), use_bias=False, kernel_init=init)(x).reshape(x.shape), None
+model = nn.scan(Layer, variable_axes={'params': 0}, split_rngs={'params': True}, length=3,
+                metadata_params={nn.PARTITION_NAME: 'layers'})()
+rules = [('embed', None), ('heads', None), ('kv', None), ('layers', None)]
+partitioner = PjitPartitioner(1, logical_axis_rules=rules)
+def again(key):
+    made = model.init(key, jnp.ones((2, 4)))
+    return model.apply(made, jnp.ones((2, 4)), mutable=['params'])[1]
+names = get_logical_axes(partitioner.eval_shape(again, jax.random.key(0)))
+print(*names['params']['DenseGeneral_0']['kernel'])
+"""
+
+
+def test_python_O():
+    """flax removes names inside an assert, so that each step of nn.scan would add one."""
+    done = subprocess.run(
+        [sys.executable, '-O', '-c', OPTIMIZED],
+        cwd=Path(partitioning.__file__).parents[1],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ['layers', 'embed', 'heads', 'kv']
+
+
+# A transformation that does not name its dimension.
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        init = nn.with_logical_partitioning(ones, ('embed', 'mlp'))
+        return nn.Dense(8, use_bias=False, kernel_init=init)(x), None
+
+
+def layers(**metadata):
+    axes = {'variable_axes': {'params': 0}, 'split_rngs': {'params': True}, 'length': 4}
+    return nn.scan(Layer, **axes, **metadata)()
+
+
+@pytest.mark.parametrize('method', ['plan', 'eval_shape'])
+def test_a_scan_without_a_name(method):
+    """Each of the two ways that the message offers works."""
+
+    def init(model):
+        return lambda key: model.init(key, jnp.ones((8, 8)))
+
+    with pytest.raises(ValueError) as error:
+        getattr(partitioner_of(RULES), method)(init(layers()), KEY)
+    message = str(error.value)
+    assert "('embed', 'mlp')" in message and '\n' not in message
+    for written, rules in (
+        ('metadata_params={nn.PARTITION_NAME: None}', ()),
+        ("metadata_params={nn.PARTITION_NAME: 'layers'}", [('layers', None)]),
+    ):
+        assert written.split(': ')[0] in message
+        model = layers(**eval(f'dict({written})', {'nn': nn}))
+        others = [rule for rule in RULES if rule[0] != 'layers']
+        partitioner = partitioner_of([*others, *rules])
+        plan = partitioner.plan(init(model), KEY)
+        assert plan['params/Dense_0/kernel'].spec == P(None, 'data', 'model')
+        run = partitioner.partition(model.apply, (plan.specs, P('data')), (P('data'), None))
+        assert run(plan.init(KEY), jnp.ones((8, 8)))[0].shape == (8, 8)
+    assert "('layers', None)" in message
+    names = get_logical_axes(partitioner.eval_shape(init(model), KEY))
+    assert names['params']['Dense_0']['kernel'] == ('layers', 'embed', 'mlp')
