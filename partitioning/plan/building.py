@@ -30,7 +30,6 @@ from partitioning.rules import (
     Report,
     ResolvedDimension,
     axis_sizes,
-    boundary_spec,
     definite_problems,
     describe_axes,
     padding_problems,
@@ -133,7 +132,10 @@ class _Builder:
         resolved, problems = _resolve_parameter(leaf.role, parameter, self._rules, self._mesh)
         nothing = without_name(NOT_OF_PARAMETER)
         dimensions = [nothing if d is None else d for d in leaf.pick(resolved)]
-        problems = (*problems, *definite_problems(boundary_spec(to_spec(dimensions))))
+        problems = (
+            *problems,
+            *definite_problems(PartitionSpec(*(d.mesh_axes for d in dimensions))),
+        )
         if any(d.policy == 'pad' for d in dimensions):
             problems = (*problems, *padding_problems(self._mesh))
         if problems:
