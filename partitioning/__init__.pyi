@@ -58,6 +58,8 @@ from partitioning.partitioner import (
     PjitPartitioner as PjitPartitioner,
     PjittedFnWithContext as PjittedFnWithContext,
     check_compiled_once as check_compiled_once,
+    compute_num_model_partitions as compute_num_model_partitions,
+    override_partition_specs as override_partition_specs,
 )
 from partitioning.pictures import (
     ShardingPicture as ShardingPicture,

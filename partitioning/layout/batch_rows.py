@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
-from partitioning.layout.ownership import shard_ownership
+from partitioning.layout.ownership import shard_ownership, this_process
 from partitioning.rules import as_tuple, describe_axes, is_count, sizes_that_fit
 
 
@@ -53,7 +52,7 @@ def data_layout(
       ValueError: if `batch_size` is not an integer >= 1 that divides into equal shards, if an axis
         does not exist or appears twice, or if the process holds no device of the mesh.
     """
-    process = jax.process_index() if process_index is None else process_index
+    process = this_process() if process_index is None else process_index
     ownership = shard_ownership(mesh, (as_tuple(axes),))
     [num_shards] = ownership.num_shards
     check_batch_size(batch_size, num_shards, mesh)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -17,6 +16,7 @@ from partitioning.layout.ownership import (
     ShardOwnership,
     axes_per_dimension,
     shard_ownership,
+    this_process,
 )
 from partitioning.rules import MeshAxes, as_tuple, indivisible, rank_problem
 
@@ -55,7 +55,7 @@ class LocalChunker:
 
     def __init__(self, global_mesh: Mesh, process_index: int | None = None):
         self.global_mesh = global_mesh
-        self.process_index = jax.process_index() if process_index is None else process_index
+        self.process_index = this_process() if process_index is None else process_index
         self.mesh_axes = list(global_mesh.axis_names)
         shard_ownership(global_mesh, ()).check_process(self.process_index, global_mesh)
 

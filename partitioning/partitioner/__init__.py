@@ -3,8 +3,13 @@
 from partitioning.partitioner.base import (
     BasePartitioner as BasePartitioner,
 )
+from partitioning.partitioner.base_pjit import (
+    BasePjitPartitioner as BasePjitPartitioner,
+)
 from partitioning.partitioner.moe import (
     MoePjitPartitioner as MoePjitPartitioner,
+    compute_num_model_partitions as compute_num_model_partitions,
+    override_partition_specs as override_partition_specs,
 )
 from partitioning.partitioner.partitioned import (
     CompiledPartitionedCallable as CompiledPartitionedCallable,
@@ -13,6 +18,5 @@ from partitioning.partitioner.partitioned import (
     check_compiled_once as check_compiled_once,
 )
 from partitioning.partitioner.pjit import (
-    BasePjitPartitioner as BasePjitPartitioner,
     PjitPartitioner as PjitPartitioner,
 )

@@ -24,9 +24,13 @@ class T5xSetting:
     def __get__(self, partitioner: Any, owner: type | None = None) -> Any:
         if partitioner is None:
             return self
-        return partitioner._t5x_settings.get(self._name.removeprefix('_'))
+        settings = vars(partitioner).get('_t5x_settings', {})
+        return vars(partitioner).get(self._name, settings.get(self._name.removeprefix('_')))
 
     def __set__(self, partitioner: Any, value: Any) -> None:
+        if '_t5x_settings' not in vars(partitioner):  # a subclass that makes its own mesh
+            vars(partitioner)[self._name] = value
+            return
         raise AttributeError(
             f'{self._name}={value!r} would have no effect, because the mesh is already determined: '
             f'make another {type(partitioner).__name__}({self._name.removeprefix("_")}={value!r})'
@@ -75,16 +79,16 @@ class PartitionerObject:
         return self.__copy__()  # everything that a partitioner holds is immutable
 
     def __getstate__(self) -> dict[str, Any]:
-        held = vars(self)
-        mesh = held.get('mesh') if 'mesh' in self._assigned else self._mesh_source
-        if isinstance(mesh, Mesh):
-            raise ValueError(
-                f'this {type(self).__name__} holds the devices of its mesh {describe_axes(mesh)}, '
-                'which cannot be pickled: make it with '
-                f'mesh=MeshConfig(axes={dict(mesh.shape)}) in place of the Mesh'
-            )
         computed = {*self._cached(), '_boxed_states'}  # boxes may hold a mesh
-        return {name: value for name, value in held.items() if name not in computed}
+        held = {name: value for name, value in vars(self).items() if name not in computed}
+        for mesh in held.values():
+            if isinstance(mesh, Mesh):
+                raise ValueError(
+                    f'this {type(self).__name__} holds the devices of its mesh '
+                    f'{describe_axes(mesh)}, which cannot be pickled: make it with '
+                    f'mesh=MeshConfig(axes={dict(mesh.shape)}) in place of the Mesh'
+                )
+        return held
 
     def __repr__(self) -> str:
         rows = self._description()
@@ -106,11 +110,16 @@ class PartitionerObject:
     def _description(self) -> list[tuple[str, str]]:
         """The lines of the repr: a name and a text for each."""
         mesh = self._mesh_without_building()
-        return [('mesh', describe_mesh(self._mesh_source if mesh is None else mesh))]
+        if mesh is not None:
+            return [('mesh', describe_mesh(mesh))]
+        [by, *_] = (cls for cls in type(self).__mro__ if 'mesh' in vars(cls))
+        if by.__module__.startswith('partitioning.'):
+            return [('mesh', f'not built yet: {self._mesh_source!r}')]
+        return [('mesh', f'not built yet: made by {by.__name__}.mesh')]
 
     def _mesh_without_building(self) -> Mesh | AbstractMesh | None:
         """The mesh, or None if it has not been built: to build one can take long, or fail."""
-        mesh = vars(self).get('mesh', self._mesh_source)
+        mesh = vars(self).get('mesh', vars(self).get('_mesh_source'))
         return None if isinstance(mesh, MeshConfig) else mesh
 
 
@@ -121,18 +130,16 @@ def settings_of_t5x(mesh: AnyMesh | None, given: dict[str, Any]) -> dict[str, An
     if not isinstance(mesh, MeshConfig):
         return {'num_partitions': axis_sizes(mesh).get('model', 1)}
     sizes = [dict(axes or ()).get('model', 1) for axes in (mesh.axes, mesh.dcn)]
-    known = -1 not in sizes
+    tile = mesh.model_parallel_submesh
     return {
-        'num_partitions': sizes[0] * sizes[1] if known else None,
-        'model_parallel_submesh': mesh.model_parallel_submesh,
+        'num_partitions': None if tile or -1 in sizes else sizes[0] * sizes[1],
+        'model_parallel_submesh': tile,
         'backend': mesh.backend,
     }
 
 
-def describe_mesh(mesh: AnyMesh) -> str:
+def describe_mesh(mesh: Mesh | AbstractMesh) -> str:
     """A mesh in one line: its axes and sizes, their types if not Auto, devices and processes."""
-    if isinstance(mesh, MeshConfig):
-        return f'not built yet: {mesh!r}'
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     axes = ' x '.join(
         f'{name} {size}' + (f' ({types[name].name})' if types[name] != AxisType.Auto else '')

@@ -6,15 +6,11 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Self, cast
-
-from jax.sharding import AbstractMesh, Mesh
+from typing import Any, Self
 
 from partitioning.hardware import HardwareMesh
-from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
-from partitioning.partitioner.base import BasePartitioner
-from partitioning.partitioner.inner_layouts import lay_out_inside
+from partitioning.partitioner.base_pjit import BasePjitPartitioner
 from partitioning.partitioner.layout_setting import (
     LayoutSetting,
     activation_rules,
@@ -23,17 +19,11 @@ from partitioning.partitioner.layout_setting import (
     check_no_word,
     layout_on_mesh,
 )
-from partitioning.partitioner.lowering_only import without_devices
-from partitioning.partitioner.partitioned import (
-    CompiledPartitionedCallable,
-    PartitionedCallable,
-    partition_function,
-    to_shardings,
-)
 from partitioning.partitioner.partitioner_object import AnyMesh
 from partitioning.partitioner.rule_settings import (
     check_batch_rule,
     check_plan,
+    check_shardy,
     describe_settings,
     over_slices,
 )
@@ -55,7 +45,6 @@ from partitioning.rules import (
     OnIndivisible,
     OnUnmatched,
     as_tuple,
-    check_has_devices,
     logical_to_mesh_axes,
     standard_logical_axis_rules,
 )
@@ -65,61 +54,11 @@ from partitioning.state import (
     check_path_rules,
     get_logical_axes,
     remember,
+    says_itself,
     with_boxes,
 )
 
 _LOGGER = logging.getLogger(__name__)
-
-
-class BasePjitPartitioner(BasePartitioner):
-    """A partitioner on `jax.jit` without logical axis rules."""
-
-    @functools.cached_property
-    def _local_chunker(self) -> LocalChunker:
-        return LocalChunker(self.mesh)
-
-    @functools.cached_property
-    def mesh(self) -> Mesh:
-        source = self._mesh_source
-        # An AbstractMesh has what plans and specs need; check_has_devices refuses everything else.
-        return source.build() if isinstance(source, MeshConfig) else cast(Mesh, source)
-
-    def resolve(self, train_state: Any) -> Plan:
-        raise ValueError(
-            f'{type(self).__name__} has no logical axis rules to lay out a state: use '
-            'PjitPartitioner'
-        )
-
-    def partition(
-        self,
-        fn: Callable[..., Any],
-        in_axis_resources: Any,
-        out_axis_resources: Any,
-        static_argnums: int | Sequence[int] = (),
-        donate_argnums: int | Sequence[int] = (),
-    ) -> PartitionedCallable:
-        static = _as_indices(static_argnums)
-        if isinstance(in_axis_resources, list):
-            in_axis_resources = tuple(in_axis_resources)
-        fn = lay_out_inside(fn, self.mesh, in_axis_resources, out_axis_resources, static)
-        partitioned = partition_function(
-            fn,
-            self.mesh,
-            self.logical_axis_rules,
-            in_shardings=to_shardings(in_axis_resources, self.mesh, allow_unconstrained=True),
-            out_shardings=to_shardings(out_axis_resources, self.mesh, allow_unconstrained=True),
-            static_argnums=static,
-            donate_argnums=_as_indices(donate_argnums),
-        )
-        if isinstance(self.mesh, AbstractMesh):
-            return without_devices(partitioned, self.mesh)
-        return partitioned
-
-    def compile(
-        self, partitioned_fn: PartitionedCallable, *args: Any
-    ) -> CompiledPartitionedCallable:
-        check_has_devices(self.mesh, 'compile')
-        return partitioned_fn.lower(*args).compile()
 
 
 class PjitPartitioner(BasePjitPartitioner):
@@ -154,6 +93,7 @@ class PjitPartitioner(BasePjitPartitioner):
         'fsdp' shards the largest dimension of every array, see `partitioning.plan.by_size`;
         'data_parallel' replicates every array; partition rules are for `from_partition_rules`.
         Under a word, all mesh axes shard the batch. `layout` alone means all devices.
+      use_shardy_partitioner: True or None, by T5X's name: JAX partitions programs with Shardy.
 
     Raises:
       ValueError: if a setting is malformed, or if two settings contradict each other.
@@ -176,7 +116,9 @@ class PjitPartitioner(BasePjitPartitioner):
         params_axes_names_override: PathRules = (),
         plan: Plan | None = None,
         layout: LayoutSetting | None = None,
+        use_shardy_partitioner: bool | None = None,
     ):
+        check_shardy(use_shardy_partitioner)
         shapes = (num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape, mesh)
         if layout is not None and all(setting is None for setting in shapes):
             num_partitions = 1
@@ -349,6 +291,8 @@ class PjitPartitioner(BasePjitPartitioner):
 
     def _with_names(self, train_state: Any) -> Any:
         """The state with the linen boxes that it had when this partitioner last saw it."""
+        if says_itself(train_state):
+            return train_state
         named, boxed = with_boxes(train_state, self._boxed_states)
         if boxed is not None:
             self._boxed_states = remember(boxed, self._boxed_states)
@@ -358,7 +302,14 @@ class PjitPartitioner(BasePjitPartitioner):
         if self._plan is not None:
             return impose_plan(self._plan, train_state, self.mesh)
         self._check_default_rules()
-        return build_plan(self._with_names(train_state), self.rule_set, self.mesh)
+        said = None if self._layout is not None else self._said_axes(train_state)
+        return build_plan(self._with_names(train_state), self.rule_set, self.mesh, said=said)
+
+    def _said_axes(self, train_state: Any) -> Any:
+        """The logical axes by a subclass, which may override `get_logical_axes` as in T5X."""
+        if type(self).get_logical_axes is PjitPartitioner.get_logical_axes:
+            return None
+        return self.get_logical_axes(train_state)
 
     def get_logical_axes(self, train_state: Any) -> Any:
         if self._plan is not None or self._layout is not None:
@@ -402,7 +353,3 @@ class PjitPartitioner(BasePjitPartitioner):
 
 def _optional(convert: Callable[[Any], Any], value: Any) -> Any:
     return None if value is None else convert(value)
-
-
-def _as_indices(indices: int | Sequence[int]) -> tuple[int, ...]:
-    return (indices,) if isinstance(indices, int) else tuple(indices)

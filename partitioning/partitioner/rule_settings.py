@@ -28,6 +28,15 @@ def check_plan(plan: Any, settings: dict[str, Any]) -> None:
         raise ValueError(f'plan= already determines what {given} would: remove {given}')
 
 
+def check_shardy(use_shardy_partitioner: bool | None) -> None:
+    """Raises ValueError for a value that would turn Shardy off."""
+    if use_shardy_partitioner not in (None, True):
+        raise ValueError(
+            f'use_shardy_partitioner={use_shardy_partitioner!r} has no effect, because JAX '
+            'partitions every program with Shardy: remove it'
+        )
+
+
 def over_slices(rule: tuple[str, MeshAxes], slices: str | None) -> tuple[str, MeshAxes]:
     """Adds the axis over slices, in front, to a rule that shards the batch over 'data'."""
     name, axes = rule[0], as_tuple(rule[1])

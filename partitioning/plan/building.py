@@ -45,7 +45,9 @@ from partitioning.state.traversal import StateTree
 Shapes = Mapping[Path, tuple[int, ...]]
 
 
-def build_plan(state: Any, rules: RuleSet, mesh: MeshLike, report: Report = raise_problem) -> Plan:
+def build_plan(
+    state: Any, rules: RuleSet, mesh: MeshLike, report: Report = raise_problem, said: Any = None
+) -> Plan:
     """Applies rules to a train state, in one walk over it.
 
     Args:
@@ -53,6 +55,7 @@ def build_plan(state: Any, rules: RuleSet, mesh: MeshLike, report: Report = rais
       rules: the rules and policies.
       mesh: the mesh, or the sizes of its axes.
       report: receives every problem; by default it raises.
+      said: the logical axes of the state; by default the state itself determines them.
 
     Raises:
       ValueError: with the path of the first array whose layout the rules do not decide.
@@ -61,7 +64,7 @@ def build_plan(state: Any, rules: RuleSet, mesh: MeshLike, report: Report = rais
         return lay_out_state(state, rules.layout, rules, mesh, report)
     replicate = rules.rules.on_unmatched == 'replicate'
     try:
-        tree = walk(state, rules.overrides, _ignore if replicate else report)
+        tree = walk(state, rules.overrides, _ignore if replicate else report, said=said)
     except NoNamesError:
         if not replicate:
             raise

@@ -43,5 +43,6 @@ from partitioning.state.traversal import (
     Leaf as Leaf,
     Role as Role,
     get_logical_axes as get_logical_axes,
+    says_itself as says_itself,
     walk as walk,
 )

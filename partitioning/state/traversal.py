@@ -104,6 +104,7 @@ def walk(
     report: Report = raise_problem,
     *,
     exact: Mapping[Path, tuple[Any, ...]] | None = None,
+    said: Any = None,
 ) -> StateTree[Leaf]:
     """What the leaves of a train state are.
 
@@ -115,17 +116,18 @@ def walk(
         does not explain; by default it raises.
       exact: names of arrays by their exact paths. If given, they are the only source of names, as
         for a plan that is imposed on the state; an entry may be any object per dimension.
+      said: the logical axes of the state, if `as_logical_axes()` does not have the last word.
 
     Raises:
       ValueError: if no parameter has names, if a path rule names nothing, or what `report` raises.
     """
-    if exact is None and _says_itself(state):
+    if exact is None and (said is not None or says_itself(state)):
         if overrides:
             raise ValueError(
                 'params_axes_names_override has no effect on a state that names its axes itself '
                 'with as_logical_axes(): remove one of the two'
             )
-        return _as_it_says(state, state.as_logical_axes())
+        return _as_it_says(state, state.as_logical_axes() if said is None else said)
     flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_carrier)
     entries = [(key_names(path), leaf) for path, leaf in flat]
     known = named_arrays(entries, overrides, exact)
@@ -144,7 +146,7 @@ def walk(
     )
 
 
-def _says_itself(state: Any) -> bool:
+def says_itself(state: Any) -> bool:
     """Whether a state names the axes of all its arrays, including those of the optimizer."""
     return hasattr(state, 'as_logical_axes') and not getattr(
         state, 'names_follow_parameters', False
@@ -157,7 +159,7 @@ def get_logical_axes(state: Any, overrides: PathRules = ()) -> Any:
     The arguments and errors are those of `walk`. A state with T5X's `as_logical_axes()` returns the
     result of that method.
     """
-    if _says_itself(state):
+    if says_itself(state):
         return state.as_logical_axes()
     return walk(state, overrides).map(lambda leaf: leaf.names)
 

@@ -359,21 +359,14 @@ def test_what_is_missing_or_too_much_is_named_with_its_path():
 
 BEFORE_FLAX = """
 import pickle, sys
-import jax.numpy as jnp
-from partitioning import TrainState
-if sys.argv[1:]:
-    state = pickle.loads(bytes.fromhex(sys.argv[1]))
-else:
-    state = TrainState(jnp.int32(3), {'w': jnp.ones(2)}, ())
+import jax
+state = pickle.loads(bytes.fromhex(sys.argv[1]))
 from flax import serialization
 print(serialization.msgpack_restore(serialization.to_bytes(state))['step'])
 """
 
 
-def test_a_state_may_be_made_before_flax_is_imported():
+def test_a_state_may_be_loaded_before_flax_is_imported():
     pickled = pickle.dumps(TrainState(jnp.int32(3), {'w': jnp.ones(2)}, ())).hex()
-    programs = [
-        subprocess.Popen([sys.executable, '-c', BEFORE_FLAX, *given], stdout=subprocess.PIPE)
-        for given in ([], [pickled])
-    ]
-    assert [program.communicate()[0] for program in programs] == [b'3\n', b'3\n']
+    run = [sys.executable, '-c', BEFORE_FLAX, pickled]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == '3\n'

@@ -1,0 +1,78 @@
+"""A partitioner on jax.jit without rules: its mesh, its chunks, and partitioned functions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from jax.sharding import AbstractMesh, Mesh
+
+from partitioning.layout import LocalChunker
+from partitioning.mesh import MeshConfig
+from partitioning.partitioner.base import BasePartitioner
+from partitioning.partitioner.inner_layouts import lay_out_inside
+from partitioning.partitioner.lowering_only import without_devices
+from partitioning.partitioner.partitioned import (
+    CompiledPartitionedCallable,
+    PartitionedCallable,
+    partition_function,
+    to_shardings,
+)
+from partitioning.plan import Plan
+from partitioning.rules import check_has_devices
+
+
+class BasePjitPartitioner(BasePartitioner):
+    """A partitioner on `jax.jit` without logical axis rules."""
+
+    @functools.cached_property
+    def _local_chunker(self) -> LocalChunker:
+        return LocalChunker(self.mesh)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        source = self._mesh_source
+        # An AbstractMesh has what plans and specs need; check_has_devices refuses everything else.
+        return source.build() if isinstance(source, MeshConfig) else cast(Mesh, source)
+
+    def resolve(self, train_state: Any) -> Plan:
+        raise ValueError(
+            f'{type(self).__name__} has no logical axis rules to lay out a state: use '
+            'PjitPartitioner'
+        )
+
+    def partition(
+        self,
+        fn: Callable[..., Any],
+        in_axis_resources: Any,
+        out_axis_resources: Any,
+        static_argnums: int | Sequence[int] = (),
+        donate_argnums: int | Sequence[int] = (),
+    ) -> PartitionedCallable:
+        static = _as_indices(static_argnums)
+        if isinstance(in_axis_resources, list):
+            in_axis_resources = tuple(in_axis_resources)
+        fn = lay_out_inside(fn, self.mesh, in_axis_resources, out_axis_resources, static)
+        partitioned = partition_function(
+            fn,
+            self.mesh,
+            self.logical_axis_rules,
+            in_shardings=to_shardings(in_axis_resources, self.mesh, allow_unconstrained=True),
+            out_shardings=to_shardings(out_axis_resources, self.mesh, allow_unconstrained=True),
+            static_argnums=static,
+            donate_argnums=_as_indices(donate_argnums),
+        )
+        if isinstance(self.mesh, AbstractMesh):
+            return without_devices(partitioned, self.mesh)
+        return partitioned
+
+    def compile(
+        self, partitioned_fn: PartitionedCallable, *args: Any
+    ) -> CompiledPartitionedCallable:
+        check_has_devices(self.mesh, 'compile')
+        return partitioned_fn.lower(*args).compile()
+
+
+def _as_indices(indices: int | Sequence[int]) -> tuple[int, ...]:
+    return (indices,) if isinstance(indices, int) else tuple(indices)
