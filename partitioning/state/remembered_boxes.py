@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 import jax
 
 from partitioning.state.boxes import (
-    Path,
     array_of,
     is_box,
     is_carrier,
-    key_names,
     rebox,
     shape_of,
 )
@@ -29,10 +27,10 @@ class BoxedState(NamedTuple):
 
     Attributes:
       arrays: the path and the shape of every array.
-      boxes: for every array its box, which holds 0 instead of the array; or 0 if it has none.
+      boxes: for every array its box, which holds 0 instead of the array; or None if it has none.
     """
 
-    arrays: tuple[tuple[Path, tuple[int, ...]], ...]
+    arrays: tuple[tuple[Any, tuple[int, ...]], ...]
     boxes: tuple[Any, ...]
 
 
@@ -52,15 +50,20 @@ def with_boxes(state: Any, known: Sequence[BoxedState]) -> tuple[Any, BoxedState
     boxed = any(is_box(x) for _, x in flat)
     if not boxed and (not known or any(is_carrier(x) for _, x in flat)):
         return state, None
-    arrays = tuple((key_names(path), shape_of(array_of(x))) for path, x in flat)
+    arrays = tuple((path, shape_of(array_of(x))) for path, x in flat)
     if boxed:
-        boxes = tuple(jax.tree.map(lambda _: 0, x) if is_box(x) else 0 for _, x in flat)
-        return state, BoxedState(arrays, boxes)
+        return state, BoxedState(arrays, tuple(_emptied(x) if is_box(x) else None for _, x in flat))
     same = next((other for other in known if other.arrays == arrays), None)
     if same is None:
         return state, None
-    leaves = (rebox(box, x) for box, (_, x) in zip(same.boxes, flat, strict=True))
+    pairs = zip(same.boxes, flat, strict=True)
+    leaves = (x if box is None else rebox(box, x) for box, (_, x) in pairs)
     return jax.tree.unflatten(treedef, leaves), None
+
+
+def _emptied(box: Any) -> Any:
+    """The box, or the boxes inside one another, with 0 instead of the array."""
+    return box.replace(value=_emptied(box.value) if is_box(box.value) else 0)
 
 
 def remember(boxed: BoxedState, known: Sequence[BoxedState]) -> tuple[BoxedState, ...]:
