@@ -15,8 +15,10 @@ from partitioning.partitioner.partitioned import (
     CompiledPartitionedCallable as CompiledPartitionedCallable,
     PartitionedCallable as PartitionedCallable,
     PjittedFnWithContext as PjittedFnWithContext,
-    check_compiled_once as check_compiled_once,
 )
 from partitioning.partitioner.pjit import (
     PjitPartitioner as PjitPartitioner,
+)
+from partitioning.partitioner.recompilation import (
+    check_compiled_once as check_compiled_once,
 )

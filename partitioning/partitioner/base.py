@@ -27,14 +27,16 @@ from partitioning.partitioner.initialization import trace_init
 from partitioning.partitioner.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
-    to_shardings,
 )
 from partitioning.partitioner.partitioner_object import AnyMesh, PartitionerObject, settings_of_t5x
+from partitioning.partitioner.recompilation import OnRecompile
+from partitioning.partitioner.resources import to_shardings
 from partitioning.partitioner.training_setup import TrainingSetup, partition_step
 from partitioning.plan import Plan
 from partitioning.rules import (
     LogicalAxisRules,
     MeshAxes,
+    PaddedSpec,
     as_tuple,
     boundary_spec,
     check_axes,
@@ -127,6 +129,15 @@ class BasePartitioner(PartitionerObject, abc.ABC):
     def data_partition_spec(self) -> PartitionSpec:
         """The spec of an array whose first dimension is the batch."""
         return PartitionSpec(self._data_axis)
+
+    @property
+    def padded_data_partition_spec(self) -> PaddedSpec:
+        """The entry of a batch with any number of rows, in place of `data_partition_spec`.
+
+        Outside a partitioned function the batch is whole on every device. Inside, XLA pads its rows
+        and shards them, and the result is exact, as if no row had been added.
+        """
+        return PaddedSpec(PartitionSpec(), self.data_partition_spec)
 
     @property
     def _data_axes(self) -> tuple[str, ...]:
@@ -337,6 +348,8 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         out_axis_resources: Any,
         static_argnums: int | Sequence[int] = (),
         donate_argnums: int | Sequence[int] = (),
+        *,
+        on_recompile: OnRecompile = 'allow',
     ) -> PartitionedCallable:
         """Partitions a function over the mesh.
 
@@ -349,6 +362,11 @@ class BasePartitioner(PartitionerObject, abc.ABC):
             dimensions.
           static_argnums: the positions of compile-time constants.
           donate_argnums: the positions of arguments whose buffers the result may reuse.
+          on_recompile: what happens if the function would be traced and compiled a second time.
+            'error' raises a ValueError that names the argument that changed, before and after.
+
+        Raises:
+          ValueError: if a setting does not fit the signature of the function.
         """
 
     @abc.abstractmethod

@@ -11,14 +11,13 @@ from jax.sharding import AbstractMesh, Mesh
 from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner
-from partitioning.partitioner.inner_layouts import lay_out_inside
 from partitioning.partitioner.lowering_only import without_devices
 from partitioning.partitioner.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
-    partition_function,
-    to_shardings,
 )
+from partitioning.partitioner.partitioned_calls import partition_function
+from partitioning.partitioner.recompilation import OnRecompile
 from partitioning.plan import Plan
 from partitioning.rules import check_has_devices
 
@@ -49,19 +48,18 @@ class BasePjitPartitioner(BasePartitioner):
         out_axis_resources: Any,
         static_argnums: int | Sequence[int] = (),
         donate_argnums: int | Sequence[int] = (),
+        *,
+        on_recompile: OnRecompile = 'allow',
     ) -> PartitionedCallable:
-        static = _as_indices(static_argnums)
-        if isinstance(in_axis_resources, list):
-            in_axis_resources = tuple(in_axis_resources)
-        fn = lay_out_inside(fn, self.mesh, in_axis_resources, out_axis_resources, static)
         partitioned = partition_function(
             fn,
             self.mesh,
             self.logical_axis_rules,
-            in_shardings=to_shardings(in_axis_resources, self.mesh, allow_unconstrained=True),
-            out_shardings=to_shardings(out_axis_resources, self.mesh, allow_unconstrained=True),
-            static_argnums=static,
-            donate_argnums=_as_indices(donate_argnums),
+            in_resources=in_axis_resources,
+            out_resources=out_axis_resources,
+            static_argnums=static_argnums,
+            donate_argnums=donate_argnums,
+            on_recompile=on_recompile,
         )
         if isinstance(self.mesh, AbstractMesh):
             return without_devices(partitioned, self.mesh)
@@ -72,7 +70,3 @@ class BasePjitPartitioner(BasePartitioner):
     ) -> CompiledPartitionedCallable:
         check_has_devices(self.mesh, 'compile')
         return partitioned_fn.lower(*args).compile()
-
-
-def _as_indices(indices: int | Sequence[int]) -> tuple[int, ...]:
-    return (indices,) if isinstance(indices, int) else tuple(indices)

@@ -15,6 +15,7 @@ from partitioning.mesh import MeshConfig
 from partitioning.mesh.validation import check_count
 from partitioning.partitioner.partitioned import PartitionedCallable
 from partitioning.partitioner.pjit import PjitPartitioner
+from partitioning.partitioner.recompilation import OnRecompile
 from partitioning.rules import (
     AxisNames,
     LogicalAxisRules,
@@ -98,6 +99,8 @@ class MoePjitPartitioner(PjitPartitioner):
         out_axis_resources: Any,
         static_argnums: int | Sequence[int] = (),
         donate_argnums: int | Sequence[int] = (),
+        *,
+        on_recompile: OnRecompile = 'allow',
     ) -> PartitionedCallable:
         batch = self.data_partition_spec
         return super().partition(
@@ -106,6 +109,7 @@ class MoePjitPartitioner(PjitPartitioner):
             _with_batch_spec(out_axis_resources, batch),
             static_argnums,
             donate_argnums,
+            on_recompile=on_recompile,
         )
 
 

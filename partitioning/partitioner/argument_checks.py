@@ -1,0 +1,313 @@
+"""What is wrong with the arguments of a call, in our own words.
+
+These checks run after a call has failed, so they cost nothing when it succeeds. Each yields one
+message per problem, which names the argument and the array in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from partitioning.partitioner.boundary import Argument, Boundary
+from partitioning.partitioner.tree_matching import TreeMismatchError, pair_leaves, short_repr
+from partitioning.rules import (
+    check_spec,
+    describe_axes,
+    indivisible,
+    num_shards,
+    padding_problems,
+    sharding_axes,
+    spec_str,
+)
+
+
+def _count_str(count: int) -> str:
+    """A number of entries in a sentence."""
+    return f'{count} entry' if count == 1 else f'{count} entries'
+
+
+def entry_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
+    """There must be an entry for each positional argument that is not static."""
+    if not isinstance(boundary.in_shardings, tuple):
+        return
+    names = [boundary.arguments.name(i) for i in boundary.dynamic_indices(len(args))]
+    count = len(boundary.in_shardings)
+    if count < len(names):
+        yield (
+            f'in_axis_resources has {_count_str(count)}, but {len(names)} positional arguments '
+            f'were passed: {", ".join(names)}. Add an entry for {", ".join(names[count:])} (None '
+            'replicates it), or pass it by name'
+        )
+    elif count > len(names):
+        hint = '; a static argument has no entry' if boundary.static else ''
+        yield (
+            f'in_axis_resources has {_count_str(count)}, but {len(names)} positional arguments '
+            f'were passed: {", ".join(names) or "none"}{hint}'
+        )
+
+
+def static_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
+    """Static arguments must be hashable."""
+    for i in boundary.static:
+        if i >= len(args):
+            continue
+        try:
+            hash(args[i])
+        except TypeError:
+            yield (
+                f'the static argument {boundary.arguments.name(i)} is a {_type(args[i])}, which is '
+                'not hashable: pass a tuple or a frozen dataclass, or an array that is not static'
+            )
+
+
+def value_problems(name: str, index: int | None, value: Any, abstract: bool) -> Iterator[str]:
+    """Every leaf of an argument must be a number or an array.
+
+    Args:
+      name: the name of the argument.
+      index: its position, if it was passed by position.
+      value: the argument.
+      abstract: whether ShapeDtypeStructs are allowed too.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+        where = f'{name}{jax.tree_util.keystr(path)}'
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            if not abstract:
+                yield f'{where} is a ShapeDtypeStruct, which has no data: pass an array'
+            continue
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in 'OSUMm':
+            yield (
+                f'{where} is a numpy array of dtype {leaf.dtype}: remove it from {name}, or '
+                "convert it to numbers, such as x.astype('float32')"
+            )
+            continue
+        try:
+            jax.typeof(leaf)
+        except OverflowError:
+            yield (
+                f'{where} is {leaf}, which int32 cannot hold: pass a float or a smaller number, or '
+                "set jax.config.update('jax_enable_x64', True)"
+            )
+        except TypeError:
+            out = f'make it static with static_argnums={index}'
+            out = out if index is not None and not path else f'remove it from {name}'
+            yield (
+                f'{where} is a {_type(leaf)}, {short_repr(leaf)}: a partitioned function takes '
+                f'arrays and numbers; convert it with numpy.asarray, or {out}'
+            )
+
+
+def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[str]:
+    """The trees and shapes of the arguments must fit their entries."""
+    misfits = [argument for argument in arguments if any(_misfits(boundary, argument))]
+    if not misfits:
+        return
+    if pair := _swapped(boundary, arguments):
+        one, other = pair
+        yield (
+            f'the entries of {one.name} and {other.name} in in_axis_resources are in the wrong '
+            f'order: write that of {one.name} first'
+        )
+    for argument in misfits:
+        yield from _misfits(boundary, argument)
+
+
+def _swapped(boundary: Boundary, arguments: Sequence[Argument]) -> tuple[Argument, Argument] | None:
+    """Two arguments that would fit if their entries were exchanged."""
+
+    def fits(argument: Argument, entry: Any) -> bool:
+        return not any(_misfits(boundary, argument._replace(entry=entry)))
+
+    for n, one in enumerate(arguments):
+        for other in arguments[n + 1 :]:
+            wrong = not (fits(one, one.entry) and fits(other, other.entry))
+            if wrong and fits(one, other.entry) and fits(other, one.entry):
+                return one, other
+    return None
+
+
+def _misfits(boundary: Boundary, argument: Argument) -> Iterator[str]:
+    try:
+        for path, sharding, leaf in _paired(argument):
+            where = f'{argument.name}{jax.tree_util.keystr(path)}'
+            for problem in shape_problems(where, leaf, sharding):
+                yield problem + pmap_hint(argument, boundary.mesh, leaf, sharding)
+    except TreeMismatchError as error:
+        where = f'{argument.name}{jax.tree_util.keystr(error.path)}'
+        yield (
+            f'{where}: the entry in in_axis_resources has {error.first}, but the argument has '
+            f'{error.second}. Make the specs from this {argument.name}, for example with '
+            'partitioner.plan, or pass the one that they were made from'
+        )
+
+
+def _paired(argument: Argument, *, static_fields: bool = False) -> Iterator[tuple[Any, Any, Any]]:
+    """The path of each array in an argument, its sharding, and the array."""
+    # Shardings whose static fields differ are adapted to the argument, so this is not a problem.
+    return pair_leaves(argument.entry, argument.value, prefix=True, static_fields=static_fields)
+
+
+def static_field_problems(arguments: Sequence[Argument]) -> Iterator[str]:
+    """The static fields of an argument must be those of its entry, if it is passed by name."""
+    for argument in arguments:
+        try:
+            for _ in _paired(argument, static_fields=True):
+                pass
+        except TreeMismatchError as error:
+            yield (
+                f'{argument.name}{jax.tree_util.keystr(error.path)}: the entry in '
+                f'in_axis_resources has {error.first}, but the argument has {error.second}: pass '
+                'every argument by position'
+            )
+
+
+def shape_problems(where: str, leaf: Any, sharding: Sharding) -> Iterator[str]:
+    """An array needs a dimension for each entry of its spec, of a size that its shards divide."""
+    if not isinstance(sharding, NamedSharding):
+        return
+    shape, spec = np.shape(leaf), sharding.spec
+    mesh: Any = sharding.mesh
+    try:
+        check_spec(spec, mesh, where, shape)
+    except ValueError as error:
+        yield str(error)
+        return
+    for dim, entry in enumerate(spec):
+        axes = sharding_axes(entry)
+        if shape[dim] % num_shards(axes, mesh):
+            problem = indivisible(dim, shape, axes, mesh)
+            yield f'{where}: {spec_str(spec)}: {problem.message}{_padding_hint(spec, dim, mesh)}'
+
+
+def _padding_hint(spec: PartitionSpec, dim: int, mesh: Mesh) -> str:
+    if padding_problems(mesh):
+        return ''
+    outside = PartitionSpec(*(None if i == dim else entry for i, entry in enumerate(spec)))
+    return (
+        f'; the entry PaddedSpec({spec_str(outside)}, {spec_str(spec)}) pads it inside the function'
+    )
+
+
+def pmap_hint(argument: Argument, mesh: Mesh, leaf: Any, sharding: Sharding) -> str:
+    """A hint if an array seems to have the leading dimension of devices that pmap needs.
+
+    It is certain if `jax_utils.replicate` laid out the array. The specs of a plan have one entry
+    per dimension, so an array with one dimension more is suspicious too.
+    """
+    shape = np.shape(leaf)
+    if not shape or shape[0] not in (mesh.size, jax.local_device_count()):
+        return ''
+    held = getattr(leaf, 'sharding', None)
+    replicated = (
+        isinstance(held, NamedSharding)
+        and held.spec == PartitionSpec(*held.mesh.shape)
+        and held.mesh.axis_names != mesh.axis_names
+    )
+    planned = 0 < len(getattr(sharding, 'spec', ())) == len(shape) - 1
+    if not replicated and (not planned or isinstance(argument.entry, Sharding)):
+        return ''
+    return (
+        f'. The first dimension of {argument.name}, {shape[0]}, seems to be that of the devices: '
+        'remove jax_utils.replicate and jax_utils.shard, which are for pmap; a partitioned '
+        'function takes global arrays'
+    )
+
+
+def layout_problems(
+    boundary: Boundary, argument: Argument, *, only_other_meshes: bool = False
+) -> Iterator[str]:
+    """Arrays that were put somewhere must be where their entry says.
+
+    Args:
+      boundary: the layouts of the function.
+      argument: the argument.
+      only_other_meshes: whether to skip arrays on the mesh of the function.
+    """
+    for path, sharding, leaf in _paired(argument):
+        where = f'{argument.name}{jax.tree_util.keystr(path)}'
+        if sharding is None:
+            continue
+        if isinstance(leaf, np.ndarray) and jax.process_count() > 1:
+            if not sharding.is_fully_replicated:
+                yield (
+                    f'{where} is a numpy array, but each process holds only a part of it: make a '
+                    'global array with partitioner.to_global'
+                )
+            continue
+        if not is_placed(leaf) or leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            continue
+        if only_other_meshes and getattr(leaf.sharding, 'mesh', None) == boundary.mesh:
+            continue
+        yield (
+            f'{where} of shape {leaf.shape} is laid out as {_layout_str(leaf.sharding)}, but its '
+            f'entry in in_axis_resources says {_layout_str(sharding)}: '
+            f'{_move(argument, sharding)}'
+        ) + pmap_hint(argument, boundary.mesh, leaf, sharding)
+
+
+def is_placed(leaf: Any) -> bool:
+    """Whether an array has been put on devices on purpose, so that jax does not move it."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return False
+    return leaf.committed
+
+
+def _move(argument: Argument, sharding: Sharding) -> str:
+    name = argument.name
+    if not isinstance(argument.entry, Sharding):
+        return f'write jax.device_put({name}, plan.shardings)'
+    spec = getattr(sharding, 'spec', None)
+    if spec is None:
+        return f'move it with jax.device_put({name}, sharding)'
+    move = f'jax.device_put({name}, NamedSharding(partitioner.mesh, {spec_str(spec)}))'
+    if sharding.is_fully_replicated:
+        return f'write its own specs as the entry, such as plan.specs, or {move}'
+    return f'write {move}'
+
+
+def device_problems(boundary: Boundary, keywords: Mapping[str, Any]) -> Iterator[str]:
+    """Keyword arguments keep their layout, so they must be on the devices of the mesh."""
+    devices = set(boundary.mesh.devices.flat)
+    for name, tree in keywords.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if is_placed(leaf) and leaf.sharding.device_set != devices:
+                yield (
+                    f'{name}{jax.tree_util.keystr(path)} is laid out as '
+                    f'{_layout_str(leaf.sharding)}, but the function runs on the '
+                    f'{len(devices)} devices of {describe_axes(boundary.mesh)}: write '
+                    f'jax.device_put({name}, NamedSharding(partitioner.mesh, P()))'
+                )
+
+
+def result_problems(boundary: Boundary, result: Any) -> Iterator[str]:
+    """The result must fit out_axis_resources."""
+    try:
+        for path, sharding, leaf in pair_leaves(
+            boundary.out_shardings, result, prefix=True, static_fields=False
+        ):
+            where = f'the result{jax.tree_util.keystr(path)}'
+            yield from shape_problems(where, leaf, sharding)
+    except TreeMismatchError as error:
+        yield (
+            f'the result{jax.tree_util.keystr(error.path)}: out_axis_resources has {error.first}, '
+            f'but the function returns {error.second}: write one entry for each value that it '
+            'returns'
+        )
+
+
+def _layout_str(sharding: Sharding) -> str:
+    """A layout on one line: `P('data') over data 4 x model 2`, or the single device."""
+    if isinstance(sharding, NamedSharding):
+        return f'{spec_str(sharding.spec)} over {describe_axes(sharding.mesh.shape)}'
+    if len(sharding.device_set) == 1:
+        return f'one device, {next(iter(sharding.device_set))}'
+    return str(sharding)
+
+
+def _type(value: Any) -> str:
+    return type(value).__name__

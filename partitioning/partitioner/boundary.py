@@ -1,0 +1,58 @@
+"""The boundary of a partitioned function: its arguments and results, with their layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from partitioning.partitioner.arguments import Arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Boundary:
+    """The layouts of the arguments and the result of a partitioned function.
+
+    Attributes:
+      arguments: the arguments of the function.
+      mesh: the mesh.
+      in_shardings: a tuple with one entry per argument that is not static, or one sharding for all.
+        None is the layout that an argument has.
+      out_shardings: the shardings of the result.
+      static: the positions of static arguments.
+      donated: the positions of donated arguments.
+    """
+
+    arguments: Arguments
+    mesh: Mesh
+    in_shardings: Any
+    out_shardings: Any
+    static: tuple[int, ...]
+    donated: tuple[int, ...]
+
+    def dynamic_indices(self, count: int) -> list[int]:
+        """The positions of the arguments that are not static, in a call with `count` arguments."""
+        static = {i + count if i < 0 else i for i in self.static}
+        return [i for i in range(count) if i not in static]
+
+    def dynamic(self, args: Sequence[Any]) -> list[Argument]:
+        """The arguments of a call that are not static, with their entries."""
+        indices = self.dynamic_indices(len(args))
+        entries = self.in_shardings
+        if not isinstance(entries, tuple):
+            entries = (entries,) * len(indices)
+        return [
+            Argument(i, self.arguments.name(i), args[i], entry)
+            for i, entry in zip(indices, entries, strict=False)
+        ]
+
+
+class Argument(NamedTuple):
+    """One argument of a call, with its entry in in_axis_resources."""
+
+    position: int
+    name: str
+    value: Any
+    entry: Any

@@ -1,0 +1,159 @@
+"""Our own errors at partitioned calls: one message, in place of a long traceback of jax.
+
+A call runs inside a try block, which costs nothing if it succeeds. After an exception the arguments
+are inspected. If that finds the cause, the caller gets one ValueError; otherwise the exception of
+jax or of the user's function passes through unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from partitioning.partitioner.argument_checks import (
+    device_problems,
+    entry_problems,
+    fit_problems,
+    layout_problems,
+    pmap_hint,
+    result_problems,
+    static_field_problems,
+    static_problems,
+    value_problems,
+)
+from partitioning.partitioner.boundary import Boundary
+from partitioning.partitioner.donation import deletion_problems
+from partitioning.partitioner.recompilation import RecompilationError, TraceLog, call_function
+from partitioning.rules import describe_axes
+
+_UNBOUND_AXIS = re.compile(r'unbound axis name: ([^\s.]+)')
+_LIBRARIES = {'jax', 'jaxlib', 'flax', 'optax', 'partitioning'}
+
+
+def find_cause(
+    error: Exception,
+    boundary: Boundary,
+    trace_log: TraceLog,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    abstract: bool,
+) -> Exception | None:
+    """The error to raise in place of the exception of a call, or None to raise it unchanged.
+
+    Args:
+      error: what the call raised.
+      boundary: the layouts of the function.
+      trace_log: the record of its traces.
+      args, kwargs: the arguments of the call.
+      abstract: whether the call takes ShapeDtypeStructs, as `lower` does.
+    """
+    if isinstance(error, RecompilationError):
+        return RecompilationError(str(error))
+    if inside := _inside(error):
+        if known := _axis_error(error, inside, boundary) or _mesh_error(error, boundary, args):
+            return known
+        _add_notes(error, boundary, args, kwargs)
+        return None
+    if mismatch := boundary.arguments.call_error(args, kwargs):
+        return mismatch
+    problems = _problems(error, boundary, trace_log, args, kwargs, abstract)
+    for problem in problems:
+        return ValueError(f'{boundary.arguments.function}: {problem}')
+    return None
+
+
+def _problems(
+    error: Exception,
+    boundary: Boundary,
+    trace_log: TraceLog,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    abstract: bool,
+) -> Iterator[str]:
+    """Everything that is wrong with a call, the most fundamental problems first."""
+    if not kwargs:
+        yield from entry_problems(boundary, args)
+    yield from static_problems(boundary, args)
+    arguments = boundary.dynamic(args)
+    named: list[tuple[str, int | None, Any]] = [(a.name, a.position, a.value) for a in arguments]
+    named += [(name, None, value) for name, value in kwargs.items()]
+    for name, index, value in named:
+        yield from value_problems(name, index, value, abstract)
+        yield from deletion_problems(boundary, name, index, value)
+    yield from fit_problems(boundary, arguments)
+    if isinstance(error, ValueError):  # which jax raises for a layout; memory has another error
+        for argument in arguments:
+            yield from layout_problems(boundary, argument)
+        yield from device_problems(boundary, kwargs)
+    yield from result_problems(boundary, trace_log.result)
+    if 'metadata' in str(error):
+        yield from static_field_problems(arguments)
+
+
+def _inside(error: Exception) -> TracebackType | None:
+    """The traceback inside the user's function, or None if it was not running."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code is call_function.__code__:
+            return traceback.tb_next
+        traceback = traceback.tb_next
+    return None
+
+
+def _axis_error(error: Exception, inside: TracebackType, boundary: Boundary) -> ValueError | None:
+    """Our error for an axis of pmap, whose collectives programs keep when they are moved."""
+    found = _UNBOUND_AXIS.search(str(error)) if isinstance(error, NameError) else None
+    if found is None:
+        return None
+    axis, line = found[1], _user_line(inside)
+    return ValueError(
+        f'{boundary.arguments.function}: {line} uses the axis {axis!r}, which only pmap defines. '
+        'Arrays in a partitioned function are global, so a mean over the batch already covers all '
+        f'devices: remove lax.pmean(x, {axis!r}) and axis_name={axis!r}. Inside shard_map, use the '
+        f'axes of the mesh, {describe_axes(boundary.mesh)}'
+    )
+
+
+def _mesh_error(error: Exception, boundary: Boundary, args: Sequence[Any]) -> ValueError | None:
+    """Our error for arguments on another mesh, which jax refuses inside the function if that mesh
+    has Explicit axes."""
+    if not isinstance(error, ValueError) or 'mesh' not in str(error):
+        return None
+    for argument in boundary.dynamic(args):
+        for problem in layout_problems(boundary, argument, only_other_meshes=True):
+            return ValueError(f'{boundary.arguments.function}: {problem}')
+    return None
+
+
+def _add_notes(
+    error: Exception, boundary: Boundary, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Adds to an exception of the user's function what is unusual about its arguments."""
+    is_none = lambda x: x is None  # noqa: E731
+    for name, value in boundary.arguments.by_name(args, kwargs).items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value, is_leaf=is_none):
+            if leaf is None and 'NoneType' in str(error):
+                error.add_note(f'{name}{jax.tree_util.keystr(path)} is None in this call')
+    for argument in boundary.dynamic(args):
+        for leaf in jax.tree.leaves(argument.value):
+            if hint := pmap_hint(argument, boundary.mesh, leaf, argument.entry):
+                error.add_note(hint.removeprefix('. '))
+                return
+
+
+def _user_line(traceback: TracebackType) -> str:
+    """The innermost line that is not in a library: `train.py:12`."""
+    line = ''
+    current: TracebackType | None = traceback
+    while current is not None:
+        package = current.tb_frame.f_globals.get('__name__', '').partition('.')[0]
+        if package not in _LIBRARIES or not line:
+            name = current.tb_frame.f_code.co_filename.replace('\\', '/').rpartition('/')[2]
+            line = f'{name}:{current.tb_lineno}'
+        current = current.tb_next
+    return line
