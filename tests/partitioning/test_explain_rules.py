@@ -39,7 +39,7 @@ def test_complete_rules_are_those_that_a_partitioner_accepts(rules):
     if found.is_complete:
         partitioner.resolve({'params': MODEL})
     else:
-        with pytest.raises(ValueError, match='path rule|has 1 entry'):
+        with pytest.raises(ValueError, match=r'path rule|has 1 entry'):
             partitioner.resolve({'params': MODEL})
 
 
