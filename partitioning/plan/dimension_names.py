@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -168,7 +169,7 @@ class _Guess:
         return _Roles(embed, max(rest, key=lambda d: shape[d]), name or 'mlp')
 
     def _is_out_first(self, path: str) -> bool:
-        key = path.rpartition('/')[2]
+        key = re.split('[/.]', path)[-1]
         return self._out_first.get(key, key == 'weight')
 
 
@@ -176,8 +177,9 @@ def _out_first(shapes: Mapping[str, Shape]) -> dict[str, bool]:
     """Whether arrays with a key have their output dimension first, as their biases show."""
     votes: collections.Counter[str] = collections.Counter()
     for path, shape in shapes.items():
-        module, _, key = path.rpartition('/')
-        bias = next((b for k in ('bias', 'b') if (b := shapes.get(f'{module}/{k}'))), None)
+        key = re.split('[/.]', path)[-1]
+        module = path.removesuffix(key)
+        bias = shapes.get(f'{module}bias') or shapes.get(f'{module}b')
         if bias is not None and len(bias) == 1 < len(shape) and shape[0] != shape[-1]:
             votes[key] += (shape[0] == bias[0]) - (shape[-1] == bias[0])
     return {key: vote > 0 for key, vote in votes.items() if vote}

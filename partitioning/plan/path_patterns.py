@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 Names = tuple[Any, ...]
+Piece = tuple[str, ...]  # regular expressions for one key, of which one must match
+Pieces = tuple[Piece, ...]
 _LONGEST = 48  # characters of the alternatives of one pattern; if there are more, it is divided
 _FEW = 4  # up to this number, alternatives are listed instead of a pattern for everything else
 
@@ -28,9 +30,14 @@ class _Found(NamedTuple):
     """A path rule. If it is general, earlier rules must take the arrays with other names."""
 
     place: int
-    pattern: str
+    prefix: Literal['', '.*/', '(.*/)?']
+    pieces: Pieces
     names: Names
     is_general: bool = False
+
+    def pattern(self, separator: str) -> str:
+        text = self.prefix + '/'.join(map(_piece_str, self.pieces))
+        return text if separator == '/' else text.replace('/', f'\\{separator}')
 
 
 def make_path_rules(
@@ -47,11 +54,14 @@ def make_path_rules(
       (regular expression, names) pairs for `re.fullmatch`, of which the first that matches wins, in
       the order of the paths. General rules come last.
     """
-    items = [_Item(i, tuple(path.split('/')), n) for i, (path, n) in enumerate(names.items())]
+    # PyTorch's names of parameters are single keys with dots.
+    separator = '/' if any('/' in path for path in names) else '.'
+    items = [_Item(i, tuple(path.split(separator)), n) for i, (path, n) in enumerate(names.items())]
     found = list(_Search(general).rules(items, ()))
-    ordered = sorted((f for f in found if not f.is_general), key=lambda f: f.place)
+    ordered = sorted(_merge([f for f in found if not f.is_general]), key=lambda f: f.place)
     # A general rule with more keys is an exception to one with fewer; it is found before that one.
-    return [(f.pattern, f.names) for f in [*ordered, *(f for f in found if f.is_general)]]
+    ordered += [f for f in found if f.is_general]
+    return [(f.pattern(separator), f.names) for f in ordered]
 
 
 class _Search:
@@ -61,9 +71,9 @@ class _Search:
         self._general = general
 
     def rules(
-        self, items: Sequence[_Item], suffix: tuple[str, ...], covered: Names | None = None
+        self, items: Sequence[_Item], suffix: Pieces, covered: Names | None = None
     ) -> Iterator[_Found]:
-        """Rules for all arrays whose last keys match the patterns of `suffix`.
+        """Rules for all arrays whose last keys match the pieces of `suffix`.
 
         Arrays with the names `covered` get no rule, because a general rule will take them.
         """
@@ -73,19 +83,19 @@ class _Search:
         ended = [item for item in items if len(item.keys) == len(suffix)]
         inner = [item for item in items if len(item.keys) > len(suffix)]
         if inner and len(kinds) == 1 and suffix and _has_letter(suffix[0]):
-            yield _found(items, ('(.*/)?' if ended else '.*/') + '/'.join(suffix))
+            yield _found(items, '(.*/)?' if ended else '.*/', suffix)
             return
         if ended and ended[0].names not in (None, covered):
-            yield _found(ended, '/'.join(suffix))
+            yield _found(ended, '', suffix)
         general = self._general_names(inner, suffix) if covered is None else None
         below = _by_key(inner, len(suffix))
         for piece, members in _branches(below):
             yield from self.rules(members, (piece, *suffix), general or covered)
         if general is not None:
             taken = [item for item in inner if item.names == general]
-            yield _found(taken, f'.*/{"/".join(suffix)}')._replace(is_general=True)
+            yield _found(taken, '.*/', suffix)._replace(is_general=True)
 
-    def _general_names(self, items: Sequence[_Item], suffix: tuple[str, ...]) -> Names | None:
+    def _general_names(self, items: Sequence[_Item], suffix: Pieces) -> Names | None:
         """The names for everything else that ends with a suffix, if many different paths do."""
         if not suffix or not _has_letter(suffix[0]) or any(item.names is None for item in items):
             return None
@@ -97,10 +107,40 @@ class _Search:
         return best if best is not None and many[best] > _FEW else None
 
 
-def _found(items: Sequence[_Item], pattern: str) -> _Found:
+def _found(items: Sequence[_Item], prefix: Any, pieces: Pieces) -> _Found:
     names = items[0].names
     assert names is not None
-    return _Found(min(item.place for item in items), pattern, names)
+    return _Found(min(item.place for item in items), prefix, pieces, names)
+
+
+def _merge(found: Sequence[_Found]) -> list[_Found]:
+    """The same rules, where one rule replaces two that differ in a single piece."""
+    merged: list[_Found] = []
+    for one in found:
+        both = ((i, _union(other, one)) for i, other in enumerate(merged))
+        place, union = next(((i, u) for i, u in both if u is not None), (len(merged), one))
+        merged[place : place + 1] = [union]
+    return merged if len(merged) == len(found) else _merge(merged)
+
+
+def _union(one: _Found, other: _Found) -> _Found | None:
+    """One rule for the arrays of both, if they differ in a single piece."""
+    if one[1:] == other[1:] or one[3:] != other[3:] or one.prefix != other.prefix:
+        return None
+    if len(one.pieces) != len(other.pieces):
+        return None
+    differ = [i for i, (a, b) in enumerate(zip(one.pieces, other.pieces, strict=True)) if a != b]
+    if len(differ) != 1:
+        return None
+    piece = (*one.pieces[differ[0]], *other.pieces[differ[0]])
+    if len('|'.join(piece)) > _LONGEST:
+        return None
+    pieces = (*one.pieces[: differ[0]], piece, *one.pieces[differ[0] + 1 :])
+    return one._replace(place=min(one.place, other.place), pieces=pieces)
+
+
+def _piece_str(piece: Piece) -> str:
+    return piece[0] if len(piece) == 1 else f'({"|".join(piece)})'
 
 
 def _by_key(items: Sequence[_Item], depth: int) -> dict[str, list[_Item]]:
@@ -111,24 +151,26 @@ def _by_key(items: Sequence[_Item], depth: int) -> dict[str, list[_Item]]:
     return found
 
 
-def _branches(below: Mapping[str, list[_Item]]) -> Iterator[tuple[str, list[_Item]]]:
-    """Patterns of one key and the arrays that they match.
+def _branches(below: Mapping[str, list[_Item]]) -> Iterator[tuple[Piece, list[_Item]]]:
+    """Pieces for one key and the arrays that they match.
 
-    Keys whose arrays all have the same names share patterns; any other key is a pattern itself.
+    Keys whose arrays all have the same names share pieces; any other key is a piece itself.
     """
     alike: dict[Names | None, list[str]] = {}
     for key, members in below.items():
         if len({item.names for item in members}) == 1:
             alike.setdefault(members[0].names, []).append(key)
         else:
-            yield _escape(key), members
+            yield (_escape(key),), members
     for keys in alike.values():
         for piece, matched in _alternatives(keys, below.keys() - {*keys}):
             yield piece, [item for key in matched for item in below[key]]
 
 
-def _alternatives(keys: Sequence[str], others: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-    """Patterns that match the keys and none of the others, each with the keys it matches."""
+def _alternatives(
+    keys: Sequence[str], others: Collection[str]
+) -> Iterator[tuple[Piece, list[str]]]:
+    """Pieces that match the keys and none of the others, each with the keys it matches."""
     templates: dict[str, list[str]] = {}
     left = list(keys)
     while left:
@@ -142,8 +184,7 @@ def _alternatives(keys: Sequence[str], others: Collection[str]) -> Iterator[tupl
         else:
             groups.append([template])
     for group in groups:
-        piece = group[0] if len(group) == 1 else f'({"|".join(group)})'
-        yield piece, [key for template in group for key in templates[template]]
+        yield tuple(group), [key for template in group for key in templates[template]]
 
 
 def _template(key: str, keys: Sequence[str], others: Collection[str]) -> tuple[str, list[str]]:
@@ -163,8 +204,8 @@ def _template(key: str, keys: Sequence[str], others: Collection[str]) -> tuple[s
     return best
 
 
-def _has_letter(pattern: str) -> bool:
-    return re.search('[a-zA-Z]', pattern.replace(r'\d', '')) is not None
+def _has_letter(piece: Piece) -> bool:
+    return any(re.search('[a-zA-Z]', template.replace(r'\d', '')) for template in piece)
 
 
 def _escape(key: str) -> str:

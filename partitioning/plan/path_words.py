@@ -15,7 +15,7 @@ _PROJECTION = re.compile(
     r'^(w_?)?(q|k|v|kv|qkv|query|key|value|query_key_value)$|^o$|(^|_)(q|k|v|o|kv|qkv)_(proj|einsum)$'
 )
 _POSITIONS = re.compile(r'(^|_)pos(_|$|it|emb)|^wpe$')
-_TABLE = re.compile(r'embed|^(wte|vocab|shared|token_types?)$')
+_TABLE = re.compile(r'embed|(^|_)emb(_|$)|^(wte|vocab|shared|token_types?)$')
 _LOGITS = re.compile(
     r'^((lm|mlm|output|cls|classification)_)?head(_\d+)?$|logit|classifier|unembed'
 )
@@ -38,7 +38,9 @@ class PathWords(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def read_path(path: str) -> PathWords:
     """Reads the words of a path such as 'h/0/attn/c_proj/kernel'."""
-    keys = [_snake_case(key) for key in path.split('/') if re.search('[a-zA-Z]', key)] or ['']
+    keys = [_snake_case(key) for key in re.split('[/.]', path) if re.search('[a-zA-Z]', key)] or [
+        ''
+    ]
     last = keys.pop() if len(keys) > 1 and keys[-1] in ARRAY_KEYS else ''
     module, parent = keys[-1], keys[-2] if len(keys) > 1 else ''
     is_attention = _PROJECTION.search(module) or any(map(_ATTENTION.search, keys))

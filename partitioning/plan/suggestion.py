@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from partitioning.plan.dimension_names import Named, Shards, name_dimensions, replicated
@@ -15,8 +14,6 @@ from partitioning.plan.stacked_layers import Shape, stacked_dimensions
 from partitioning.plan.tables import count
 from partitioning.rules import MeshLike
 from partitioning.state import nbytes, shape_of
-from partitioning.state.naming import RuleTarget
-from partitioning.state.path_names import match_paths
 
 _WHOLE = 0.01  # the part of all bytes that small arrays may be and still be replicated
 _COLUMNS = 100
@@ -95,11 +92,11 @@ def suggest_rules(state: Any, mesh: MeshLike | None = None) -> SuggestedRules:
     stacked = stacked_dimensions(shapes)
     shards = Shards() if mesh is None else Shards.of_mesh(mesh)
     named = name_dimensions(shapes, stacked, shards)
-    named |= _small(named, shapes, sizes, stacked)
+    vectors = {path for path in named if _is_vector(path, shapes, stacked, named)}
+    named |= _small(named, shapes, sizes, stacked, vectors)
     names = {path: named[path].names if path in named else None for path in targets}
-    general = {n.names for n in named.values() if set(n.names) <= {None, 'layers'}}
+    general = {named[path].names for path in vectors}
     rules = make_path_rules(names, general)
-    rules = [*_exceptions(targets, names, rules), *rules]
     notes = _notes(named, shapes, sizes, shards) if named else ['No array needs a rule.']
     if named and mesh is None:
         notes.append(
@@ -109,35 +106,28 @@ def suggest_rules(state: Any, mesh: MeshLike | None = None) -> SuggestedRules:
     return SuggestedRules(rules, explain_rules(state, rules), notes)
 
 
+def _is_vector(
+    path: str, shapes: Mapping[str, Shape], stacked: Mapping[str, int], named: Mapping[str, Named]
+) -> bool:
+    """Whether an array is a bias or has at most one dimension apart from layers."""
+    dims = [n for d, n in enumerate(shapes[path]) if d != stacked.get(path) and n > 1]
+    return len(dims) <= 1 or named[path].use == 'bias'
+
+
 def _small(
     named: Mapping[str, Named],
     shapes: Mapping[str, Shape],
     sizes: Mapping[str, int],
     stacked: Mapping[str, int],
+    vectors: Collection[str],
 ) -> dict[str, Named]:
     """Other names for small arrays, which replicate them, if all of them together are little."""
-
-    def is_vector(path: str) -> bool:
-        dims = [n for d, n in enumerate(shapes[path]) if d != stacked.get(path) and n > 1]
-        return len(dims) <= 1 or named[path].use == 'bias'
-
     small = {path for path in shapes if sizes[path] <= SMALL}
-    vectors = {path for path in small if is_vector(path)}
-    for group in (vectors | {path for path in small if named[path].how != 'pair'}, vectors):
+    small_vectors = small.intersection(vectors)
+    for group in (small_vectors | {p for p in small if named[p].how != 'pair'}, small_vectors):
         if sum(sizes[path] for path in group) <= _WHOLE * sum(sizes.values()):
             return {path: replicated(shapes[path], stacked.get(path)) for path in group}
     return {}
-
-
-def _exceptions(
-    targets: Mapping[str, RuleTarget],
-    names: Mapping[str, Names | None],
-    rules: Sequence[tuple[str, Names]],
-) -> list[tuple[str, Names]]:
-    """Rules for single arrays that a pattern for other arrays matches by their longer path."""
-    found = match_paths({t.path: t.texts for t in targets.values()}, rules)
-    right = {targets[path].texts[0]: (targets[path].path, n) for path, n in names.items() if n}
-    return [(re.escape(t), n) for t, (path, n) in right.items() if rules[found[path]][1] != n]
 
 
 def _notes(

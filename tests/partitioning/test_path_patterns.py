@@ -62,6 +62,21 @@ LAYERS |= {f'h{i}_mlp/{k}/w': (k, k) for i in range(12) for k in ('linear', 'lin
             {f'{k}/bias': (None,) for k in 'abcde'} | {'head/bias': ('vocab',)},
             [('head/bias', ('vocab',)), ('.*/bias', (None,))],
         ),
+        # Rules that differ in one place become one.
+        (
+            {
+                **{f'a/{k}/w': (1,) for k in 'qkv'},
+                **{f'b/{k}/w': (2,) for k in 'qkv'},
+                'a/o/w': (3,),
+                'b/o/w': (3,),
+            },
+            [('a/(q|k|v)/w', (1,)), ('b/(q|k|v)/w', (2,)), ('.*/o/w', (3,))],
+        ),
+        # PyTorch's names are single keys.
+        (
+            {'layers.0.q.w': (1,), 'layers.1.q.w': (1,), 'layers.0.o.w': (2,)},
+            [(r'.*\.q\.w', (1,)), (r'.*\.o\.w', (2,))],
+        ),
         ({}, []),
     ],
 )

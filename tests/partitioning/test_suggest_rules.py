@@ -269,13 +269,19 @@ def test_two_models_in_one_state():
 
 
 def test_patterns_may_match_longer_paths():
-    """'params/kernel' ends with '/kernel', as the arrays of modules do."""
-    model = {'kernel': array(64, 7, 9), 'up': {'kernel': array(64, 256)}}
-    model['gate'] = {'kernel': array(64, 256)}
-    state = {'params': model}
+    """'params/bias' ends with '/bias', as the arrays of modules do."""
+    model = {f'{key}_layer': {'bias': array(64), 'kernel': array(64, 256)} for key in 'abcdefg'}
+    state = {'params': {'bias': array(50_000), **model}}
     axes = partitioner_of(suggest_rules(state)).get_logical_axes(state)['params']
-    assert axes['kernel'] == (BOTH, None, None)
-    assert axes['up']['kernel'] == axes['gate']['kernel'] == ('embed', 'mlp')
+    assert axes['bias'] == (BOTH,)
+    assert axes['a_layer'] == {'bias': (None,), 'kernel': ('embed', 'mlp')}
+
+
+@pytest.mark.parametrize('key, sizes', [('kernel', (256, 9)), ('w', (7, 9))])
+def test_matrices_with_the_same_first_size_are_not_layers(key, sizes):
+    model = {'up': {key: array(64, 256)}, 'gate': {key: array(64, 256)}, key: array(64, *sizes)}
+    names = [names for _, names in suggest_rules(model)]
+    assert names and not any('layers' in one for one in names)
 
 
 def test_large_arrays_that_are_not_parameters_are_named():
