@@ -186,13 +186,15 @@ def _with_experts(axes: Any, state: Any, is_sharded: Callable[[str], bool] | Non
         keys = key_names(path)
         if 'param_states' not in keys:
             return names
-        below = '/'.join(keys[keys.index('param_states') + 1 :])
+        below, shape = '/'.join(keys[keys.index('param_states') + 1 :]), shapes.get(keys, ())
         if is_sharded is None:
             # Statistics that are not factored are arrays of size 1 in T5X's Adafactor.
-            chosen = _FACTORED.match(below) is not None and shapes.get(keys, ()) not in ((), (1,))
+            chosen = _FACTORED.match(below) is not None and shape not in ((), (1,))
         else:
             chosen = is_sharded(below)
-        return AxisNames('expert', *(names or ())) if chosen else names
+        if not chosen:
+            return names
+        return AxisNames('expert', *((None,) * (len(shape) - 1) if names is None else names))
 
     return jax.tree_util.tree_map_with_path(
         with_expert, axes, is_leaf=lambda x: x is None or type(x) is tuple
