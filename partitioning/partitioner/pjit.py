@@ -139,26 +139,17 @@ class PjitPartitioner(BasePjitPartitioner):
         self._optimizer_rules = _optional(self._as_rules, optimizer_axis_rules)
         self._overrides = check_path_rules(params_axes_names_override)
         self._plan = plan
+        of_state = {
+            'optimizer_axis_rules': optimizer_axis_rules,
+            'params_axes_names_override': params_axes_names_override,
+        }
+        policies = {'on_unmatched': on_unmatched, 'on_indivisible': on_indivisible}
         self._layout = check_layout(
             layout,
-            {
-                'plan': plan,
-                'optimizer_axis_rules': optimizer_axis_rules,
-                'params_axes_names_override': params_axes_names_override,
-            },
-            {
-                'logical_axis_rules': logical_axis_rules,
-                'on_unmatched': on_unmatched,
-                'on_indivisible': on_indivisible,
-            },
+            {'plan': plan, **of_state},
+            {'logical_axis_rules': logical_axis_rules, **policies},
         )
-        check_plan(
-            plan,
-            {
-                'params_axes_names_override': params_axes_names_override,
-                'optimizer_axis_rules': optimizer_axis_rules,
-            },
-        )
+        check_plan(plan, of_state)
 
     @classmethod
     def from_partition_rules(cls, rules: PartitionRules, **settings: Any) -> Self:

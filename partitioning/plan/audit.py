@@ -329,6 +329,5 @@ def _policy_cost(row: PlanRow, mesh: MeshLike) -> Cost:
     even = -(-row.bytes_total // num_shards(wanted, mesh))
     texts = []
     for dim, d in _policy_dimensions(row):
-        fits = f'; {" or ".join(map(str, d.fits))} would need no policy' if d.fits else ''
-        texts.append(f'{dimension_str(d.name, dim)}: {d.policy}, {d.reason}{fits}')
+        texts.append(f'{dimension_str(d.name, dim)}: {d.policy}, {d.reason}{d.fitting_sizes}')
     return Cost(row, max(row.bytes_per_device - even, 0), '; '.join(texts))

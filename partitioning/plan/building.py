@@ -211,6 +211,6 @@ def _replicated_silently(leaf: Leaf, large: Shapes, mesh: MeshLike) -> Problem:
         f'parameter, so all of its {nbytes(leaf.array):,} bytes would be on each of the '
         f'{math.prod(axis_sizes(mesh).values())} devices ({describe_axes(mesh)}).{alike} To '
         'replicate on purpose, add to params_axes_names_override '
-        f'{replicating_rules(large, {path: ["/".join(path)] for path in large})[1:-1]}, with a '
-        'name in place of None to shard a dimension',
+        f'{replicating_rules(large, {path: ["/".join(path)] for path in large})[1:-1]}, with '
+        "names in place of None to shard; or write only layout='fsdp'",
     )

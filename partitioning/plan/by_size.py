@@ -76,7 +76,7 @@ def _explain(
     """The dimensions of an array that 'fsdp' shards, as far as its sizes allow."""
     placed, shards = _place(subject, axes, mesh), num_shards(axes, mesh)
     sharded = ' and '.join(f'dimension {dim}' for dim in sorted(placed))
-    instead = f"layout 'fsdp' shards {sharded}" if placed else f'no dimension divides by {shards}'
+    instead = f"layout 'fsdp' shards {sharded}" if placed else 'no dimension is sharded'
     dimensions = [without_name(instead)] * len(subject.shape)
     for dim, part in placed.items():
         reason = f"layout 'fsdp' shards the largest dimension that {shards} divides"
@@ -98,19 +98,21 @@ def _report_sizes(
 ) -> None:
     """Marks, in place, a size that costs bytes because the shards do not divide it."""
     shape, shards = subject.shape, num_shards(axes, mesh)
-    got = math.prod(num_shards(sharding_axes(d.mesh_axes), mesh) for d in dimensions)
+    sharded = {d: sharding_axes(one.mesh_axes) for d, one in enumerate(dimensions) if one.mesh_axes}
+    all_shards = math.prod(num_shards(part, mesh) for part in sharded.values()) == shards
     dim = max(range(len(shape)), key=lambda d: (shape[d], -d))
-    if _is_table(subject) and dimensions[0].mesh_axes is None:
+    if _is_table(subject) and 0 not in sharded:
         dim = 0
-    elif got == shards:
+    elif all_shards:
         return
-    held = dimensions[dim].mesh_axes
-    for other, d in enumerate(dimensions):
-        dimensions[other] = dataclasses.replace(d, wanted=None)
+    over = ' and '.join(f'dimension {d} over {", ".join(part)}' for d, part in sharded.items())
+    result = f'shards {over}' if sharded else 'keeps the array whole'
+    cost = ', and each lookup moves rows of the whole batch' if dim == 0 and all_shards else ''
+    dimensions[:] = [dataclasses.replace(d, wanted=None) for d in dimensions]
     dimensions[dim] = dataclasses.replace(
         dimensions[dim],
-        reason=f'size {shape[dim]} is not divisible by {shards}; {dimensions[dim].reason}',
-        policy='drop_axis' if held else 'replicate',
+        reason=f"size {shape[dim]} is not divisible by {shards}, so layout 'fsdp' {result}{cost}",
+        policy='drop_axis' if dim in sharded else 'replicate',
         wanted=from_tuple(axes),
         fits=sizes_that_fit(shape[dim], shards),
     )

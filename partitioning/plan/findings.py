@@ -83,7 +83,7 @@ def row_findings(rows: Sequence[PlanRow], rules: RuleSet | None) -> Iterator[Fin
             yield Finding('warning', 'few names', row.path, message)
         for dim, d in enumerate(row.dimensions):
             if d.policy is not None:
-                message = f'{dimension_str(d.name, dim)}: {d.policy}, {d.reason}'
+                message = f'{dimension_str(d.name, dim)}: {d.policy}, {d.reason}{d.fitting_sizes}'
                 yield Finding('warning', 'policy', row.path, message)
 
 

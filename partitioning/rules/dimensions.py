@@ -41,6 +41,11 @@ class ResolvedDimension:
     wanted: MeshAxes = None
     fits: tuple[int, ...] = ()
 
+    @property
+    def fitting_sizes(self) -> str:
+        """The sizes that need no policy, as the end of a message: `; 96 or 104 would need ...`."""
+        return f'; {" or ".join(map(str, self.fits))} would need no policy' if self.fits else ''
+
     def __str__(self) -> str:
         lost = ''.join(f', rule {rule!r} lost: {why}' for rule, why in self.lost)
         fits = ' or '.join(map(str, self.fits))

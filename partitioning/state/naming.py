@@ -189,7 +189,8 @@ def _missing(entries: Entries, known: NamedArrays) -> dict[Path, str]:
         f'Missing axis names for parameters: {"/".join(first)} of shape {shapes[first]} '
         f'{f"and {len(others)} more have" if others else "has"} no names, but other parameters do. '
         f'To replicate {them}, write params_axes_names_override='
-        f'{replicating_rules(shapes, texts)}, with a name in place of None to shard a dimension'
+        f'{replicating_rules(shapes, texts)}, with names in place of None to shard {them}; or '
+        "write only layout='fsdp'"
     )
     return {first: message} | {
         path: f'Missing axis names for parameters: no names, like {"/".join(first)}'
