@@ -1,8 +1,9 @@
-"""A dry run of path rules on a state: which rule takes which array, and what no rule takes."""
+"""A dry run of rules by path: which rule takes which array of a state, and what no rule takes."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from partitioning.plan.by_pattern import check_partition_rules
 from partitioning.plan.rows import SMALL
 from partitioning.plan.tables import Table, count, shape_str, text_tables
 from partitioning.rules import spec_str
@@ -70,7 +72,7 @@ class RuleMatches:
 
     @property
     def is_complete(self) -> bool:
-        """Whether a partitioner accepts the rules for the state."""
+        """Whether every array has a rule that fits, or needs none, and every rule takes one."""
         return not (self.untaken or self.unused or self.misfits)
 
     def __str__(self) -> str:
@@ -97,7 +99,7 @@ class RuleMatches:
         tables = [
             Table('each rule, and below it the first array that it takes', _RULE_HEAD, rules),
             Table(f'no rule takes {_listed(untaken)}', ('array', 'shape'), untaken[:_LISTED]),
-            Table('these rules take nothing', ('rule',), unused),
+            Table(f'{count(len(self.unused), "rule")} without arrays', ('rule',), unused),
             Table(
                 f'another number of names than dimensions: {_listed(misfits)}',
                 ('array', 'shape', 'names'),
@@ -124,15 +126,18 @@ def explain_rules(state: Any, rules: Sequence[tuple[str, Any]]) -> RuleMatches:
       state: a pytree of parameters or a train state, abstract or not, of any library.
       rules: path rules, (regular expression, names) pairs, as a partitioner's
         `params_axes_names_override` takes them; or partition rules, (regular expression,
-        PartitionSpec) pairs, which may match any part of a path.
+        PartitionSpec) pairs, as `PjitPartitioner.from_partition_rules` takes them.
 
     Raises:
       ValueError: if a rule is malformed.
     """
-    is_spec = [isinstance(rule, tuple | list) and _is_spec(rule[-1]) for rule in rules]
-    how: How = 'search' if is_spec and all(is_spec) else 'fullmatch'
+    how: How
     pairs: Sequence[tuple[str, Any]]
-    pairs = [(str(p), spec) for p, spec in rules] if how == 'search' else check_path_rules(rules)
+    if any(isinstance(rule, tuple | list) and _is_spec(rule[-1]) for rule in rules):
+        how = 'search'
+        pairs = [(p, PartitionSpec(*axes)) for p, axes in check_partition_rules(rules)]
+    else:
+        how, pairs = 'fullmatch', check_path_rules(rules)
     targets = list_targets(state)
     texts = {target.path: target.texts for target in targets.values()}
     taken = match_paths(texts, pairs, how)
@@ -146,8 +151,8 @@ def explain_rules(state: Any, rules: Sequence[tuple[str, Any]]) -> RuleMatches:
             continue
         by_rule[index][path] = shape
         names = pairs[index][1]
-        # A spec may be shorter than the rank of the array.
-        if len(names) > len(shape) or (how == 'fullmatch' and len(names) < len(shape)):
+        is_short_spec = how == 'search' and (len(names) < len(shape) or math.prod(shape) == 1)
+        if len(names) != len(shape) and not is_short_spec:
             misfits[path] = shape, names
     untaken = {path: shape_of(t.array) for path, t in left.items() if needs_rule(t)}
     kept = sum(target.has_names for target in left.values())

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from unnamed_models import array, gpt2
 
-from partitioning import PjitPartitioner, TrainState, explain_rules, suggest_rules
+from partitioning import MeshConfig, PjitPartitioner, TrainState, explain_rules, suggest_rules
 
 pytestmark = pytest.mark.core
 
@@ -16,6 +16,9 @@ MODEL = {
 }
 KERNELS = [('up/kernel', ('embed', 'mlp')), ('down/kernel', ('mlp', 'embed'))]
 COMPLETE = [*KERNELS, ('.*/bias', (None,))]
+
+
+MESH = MeshConfig(axes={'data': 4, 'model': 2})
 
 
 def taken(rules, state=MODEL):
@@ -56,7 +59,7 @@ def test_unused_rules_say_why():
     misspelt, late = found.unused
     assert "Did you mean 'up/kernel'?" in misspelt.why_unused
     assert 'move it up' in late.why_unused and 'up/bias' in late.why_unused
-    assert 'these rules take nothing' in str(found) and '.*/up/kernal' in str(found)
+    assert '2 rules without arrays' in str(found) and '.*/up/kernal' in str(found)
 
 
 def test_names_of_another_rank_are_listed():
@@ -93,12 +96,21 @@ def test_partition_rules_are_searched_for():
     found = explain_rules(MODEL, rules)
     assert taken(rules) == [['up/kernel'], ['down/kernel'], ['down/bias', 'up/bias']]
     assert found.is_complete and "P('data', 'model')" in str(found)
+    PjitPartitioner.from_partition_rules(rules, mesh=MESH).resolve(MODEL)
     assert list(explain_rules(MODEL, [('bias', P('data', None))]).misfits) == [
         *('down/bias', 'up/bias')
     ]
 
 
+def test_arrays_of_one_element_take_any_partition_rule():
+    assert explain_rules(
+        {'scale': array(1), 'step': array()}, [('.*', P('data', None))]
+    ).is_complete
+
+
 def test_malformed_rules_are_refused():
+    with pytest.raises(ValueError, match='a partition rule must be'):
+        explain_rules(MODEL, [('bias', P()), ('kernel', 8)])
     with pytest.raises(ValueError, match='a path rule must be'):
         explain_rules(MODEL, [('kernel', 'embed')])
     with pytest.raises(ValueError, match='path rules must be a list'):
