@@ -149,7 +149,7 @@ def test_every_resource_may_be_unconstrained_over_auto_axes():
 
 def rows(mesh, spec):
     return PjitPartitioner(mesh=mesh, logical_axis_rules=RULES).partition(
-        lambda x: x, (spec,), (P(),)
+        lambda x: x, (spec,), P()
     )(X[:6])
 
 
