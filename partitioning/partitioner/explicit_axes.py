@@ -16,9 +16,9 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from partitioning.partitioner.same_paths import match_by_path
 from partitioning.partitioner.trace_errors import needs_explicit_axes, place_of
 from partitioning.rules import as_tuple
+from partitioning.state.same_paths import match_by_path
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from partitioning.partitioner.partitioned import (
     in_context,
 )
 from partitioning.partitioner.recompilation import TraceLog
-from partitioning.partitioner.same_paths import has_structure_of, like, with_static_fields
 from partitioning.partitioner.tree_matching import have_same_paths
 from partitioning.rules import LogicalAxisRules
+from partitioning.state.same_paths import has_structure_of, like, with_static_fields
 
 
 class PartitionedMethods(PjittedFnWithContext):

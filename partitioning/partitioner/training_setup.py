@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec
 
 from partitioning.constraints import lay_out
 from partitioning.partitioner.partitioned import PartitionedCallable
-from partitioning.partitioner.same_paths import match_by_path
 from partitioning.state import check_only_arrays, path_str
+from partitioning.state.same_paths import match_by_path
 
 
 class TrainingSetup(NamedTuple):

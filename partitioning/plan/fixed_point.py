@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding, Sharding
 from partitioning.plan.rows import sharding_str
 from partitioning.rules import check_spec
 from partitioning.state import path_str
+from partitioning.state.same_paths import like
 
 
 def check_fixed_point(state: Any, shardings: Any) -> None:
@@ -17,7 +18,8 @@ def check_fixed_point(state: Any, shardings: Any) -> None:
 
     Args:
       state: a pytree of arrays.
-      shardings: Shardings, a tree of the same structure or a prefix of it.
+      shardings: Shardings, a tree of the same structure or a prefix of it. Static fields, such as
+        the optimizer in Flax's TrainState, may differ.
 
     Raises:
       ValueError: with the path of the first array that is laid out differently; from jax, if the
@@ -28,7 +30,8 @@ def check_fixed_point(state: Any, shardings: Any) -> None:
         for below, array in jax.tree_util.tree_leaves_with_path(arrays):
             _check_array(path_str((*path, *below)), array, expected)
 
-    jax.tree_util.tree_map_with_path(check, shardings, state)
+    adapted = like(shardings, state)
+    jax.tree_util.tree_map_with_path(check, shardings if adapted is None else adapted, state)
 
 
 def _check_array(path: str, array: Any, expected: Sharding) -> None:

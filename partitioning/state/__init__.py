@@ -7,10 +7,10 @@ The rooms of this package, in the order in which a state passes through them:
   follow: the parameter that each array of an optimizer belongs to.
   traversal: the one walk over a state, which uses all of the above.
 
-In addition, `remembered_boxes` puts boxes back around the arrays of a state, `only_arrays` checks
-that functions return arrays, `train_state` defines a train state like T5X's, `linen` defines
-corrected linen boxes, and `conversion` translates between linen, nnx and T5X. The last two import
-flax, so they are loaded on first use.
+In addition, `same_paths` matches shardings to arrays, `remembered_boxes` puts boxes back around the
+arrays of a state, `only_arrays` checks that functions return arrays, `train_state` defines a train
+state like T5X's, `linen` defines corrected linen boxes, and `conversion` translates between linen,
+nnx and T5X. The last two import flax, so they are loaded on first use.
 """
 
 from partitioning.state.boxes import (

@@ -198,7 +198,9 @@ def test_specs_of_another_trace(way):
     kernel = state.params['Dense_0']['kernel']
     assert kernel.sharding == NamedSharding(MESH, P(None, 'model'))
     np.testing.assert_allclose(kernel, plain_parameters(), rtol=1e-5)
-    run(by_init(partitioner)[0], BATCH)  # another trace again
+    another = by_init(partitioner)[0]
+    partitioner.plan(flax_init, KEY).check(another)
+    run(another, BATCH)
 
 
 def test_trees_with_other_paths_are_still_refused(trained):
