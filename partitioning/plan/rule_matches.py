@@ -83,7 +83,8 @@ class RuleMatches:
             f'{self.small:,} are small and need none': self.small,
             f'{len(self.untaken):,} need a rule and have none': len(self.untaken),
         }
-        parts = [f'{taken:,} taken by {count(len(self.rules), "rule")}']
+        used = len(self.rules) - len(self.unused)
+        parts = [f'{taken:,} taken by {count(used, "rule")}']
         parts += [text for text, number in counts.items() if number]
         return f'{count(total, "array")}: {", ".join(parts)}\n\n{text_tables(self._tables())}'
 
@@ -156,9 +157,10 @@ def explain_rules(state: Any, rules: Sequence[tuple[str, Any]]) -> RuleMatches:
             misfits[path] = shape, names
     untaken = {path: shape_of(t.array) for path, t in left.items() if needs_rule(t)}
     kept = sum(target.has_names for target in left.values())
+    shown = {target.path: (*target.texts, path) for path, target in targets.items()}
     return RuleMatches(
         tuple(
-            RuleMatch(pattern, names, arrays, '' if arrays else why_unused(pattern, texts, how))
+            RuleMatch(pattern, names, arrays, '' if arrays else why_unused(pattern, shown, how))
             for (pattern, names), arrays in zip(pairs, by_rule, strict=True)
         ),
         untaken,
