@@ -16,7 +16,7 @@ from partitioning.rules.checks import axis_problems
 
 _ABSENT_AXIS = re.compile(r'Resource axis: (\S+) of ')
 _NOT_EXPLICIT = re.compile(
-    r'PartitionSpec passed to (\S+) cannot contain axis names .*(P\(.*\)) with'
+    r'PartitionSpec passed to (\S+) cannot contain axis names .*PartitionSpec: (.*) with axis name'
 )
 _PACKAGE = str(Path(__file__).parents[1])
 _LAYERS = ('flax.linen.', 'flax.nnx.nn.')

@@ -76,11 +76,10 @@ def test_an_array_is_laid_out_by_its_names(kind, axis_types):
     names = ('data', 'model') if kind is nn.Partitioned else ('embed', 'mlp')
     partitioner = partitioner_of(RULES, axis_types)
     unbox = partitioner.partition(lambda x: kind(x, names).unbox(), P(), P('data', 'model'))
-    constraints = [eqn.primitive.name for eqn in unbox.trace(jnp.ones((8, 8))).jaxpr.eqns]
-    auto = axis_types is AxisType.Auto
-    assert constraints == ['sharding_constraint' if auto else 'reshard']
+    layout = 'sharding_constraint' if axis_types is AxisType.Auto else 'reshard'
+    assert str(unbox.trace(jnp.ones((8, 8))).jaxpr).count(f'= {layout}') == 1
     keep = partitioner.partition(lambda x: kind(x, names).unbox(False), P(), P())
-    assert keep.trace(jnp.ones((8, 8))).jaxpr.eqns == []
+    assert f'= {layout}' not in str(keep.trace(jnp.ones((8, 8))).jaxpr)
 
 
 def test_a_box_with_the_mesh_of_the_partitioner():
