@@ -193,17 +193,20 @@ def test_random_keys_are_arrays():
 
 @pytest.mark.parametrize('number', [4096, 4097])
 def test_large_arrays_are_not_replicated_silently(number):
-    """At most 16 KiB are replicated without an entry."""
-    tree = {'w': jax.ShapeDtypeStruct((number,), 'float32')}
+    """At most 16 KiB are replicated without an entry, unless the plan is empty."""
+    tree = {name: jax.ShapeDtypeStruct((number,), 'float32') for name in ('v', 'w')}
+    assert resolve({}, tree)['w'].spec == P(None)
+    assert 'empty' in resolve({}, tree)['w'].reason
     if number == 4096:
-        assert resolve({}, tree)['w'].spec == P(None)
+        assert resolve({'v': P()}, tree)['w'].spec == P(None)
         return
     with pytest.raises(
         ValueError, match=r"w of .*not in the plan.* 16,388 bytes.*Add 'w': P"
     ) as error:
-        resolve({}, tree)
+        resolve({'v': P()}, tree)
     assert '8 devices (data 4 x model 2)' in str(error.value)
-    for replicated in resolve({'w': P()}, tree), resolve({}, tree, on_unmatched='replicate'):
+    both = {'v': P(), 'w': P()}
+    for replicated in resolve(both, tree), resolve({'v': P()}, tree, on_unmatched='replicate'):
         assert replicated['w'].spec == P(None)
 
 

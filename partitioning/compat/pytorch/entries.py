@@ -14,6 +14,7 @@ from partitioning.compat.pytorch.trees import (
     Places,
     arrays_by_path,
     buffers,
+    is_pattern,
     is_variables,
     other_names,
     parameters,
@@ -102,10 +103,13 @@ def resolve_entries(
       TypeError, ValueError: as `ShardingPlan.resolve`.
     """
     module, entries = _apply_sharders(plan, module, mesh)
+    rest = None if plan else 'the plan is empty, so every array is replicated'
     rows: list[PlanRow] = []
     roles: dict[Role, Any] = {'parameters': parameters(module), 'other': buffers(module)}
     for role, arrays in roles.items():
-        rows += [_row(path, x, entries.get(path), rules, mesh, role) for path, x in arrays.items()]
+        rows += [
+            _row(path, x, entries.get(path), rules, mesh, role, rest) for path, x in arrays.items()
+        ]
     return module, Plan(mesh, tuple(rows))
 
 
@@ -170,7 +174,8 @@ def _find(plan: Mapping[str, Any], module: Any) -> dict[Path, str]:
     places = Places([*known, *again])
     found: dict[Path, str] = {}
     above: dict[Path, str] = {}  # the modules that contain what is found
-    for name, entry in plan.items():
+    exact = {name: entry for name, entry in plan.items() if not is_pattern(name)}
+    for name, entry in exact.items():
         path = places.find(name)
         path = again.get(path, path)
         if path not in known and not isinstance(entry, Sharder):
@@ -178,20 +183,39 @@ def _find(plan: Mapping[str, Any], module: Any) -> dict[Path, str]:
             raise ValueError(
                 f'{name!r} is a module, but a layout is for one parameter: choose from {below}'
             )
-        around = [path[:n] for n in range(1, len(path))]
-        other = next((found[p] for p in [path, *around] if p in found), above.get(path))
-        if other is not None:
+        if (other := _covering(path, found, above)) is not None:
             both = 'both are the same array' if path in found else 'one is within the other'
             raise ValueError(
                 f'the plan has {other!r} and {name!r}, but {both}: keep only one of them'
             )
         found[path] = name
-        above |= dict.fromkeys(around, name)
+        above |= dict.fromkeys(_modules_around(path), name)
+    for name in [name for name in plan if name not in exact]:
+        for path in places.match(name, modules=isinstance(plan[name], Sharder)):
+            path = again.get(path, path)
+            if _covering(path, found, above) is None:
+                found[path] = name
+                above |= dict.fromkeys(_modules_around(path), name)
     return found
 
 
-def _row(path: Path, leaf: Any, entry: Any, rules: AxisRules, mesh: Mesh, role: Role) -> PlanRow:
-    """The row of one array, laid out by its entry, by the names it carries, or not at all."""
+def _covering(path: Path, found: Mapping[Path, str], above: Mapping[Path, str]) -> str | None:
+    """The name of the entry for this array or module, for one around it, or for one within it."""
+    around = [path, *_modules_around(path)]
+    return next((found[p] for p in around if p in found), above.get(path))
+
+
+def _modules_around(path: Path) -> list[Path]:
+    return [path[:n] for n in range(1, len(path))]
+
+
+def _row(
+    path: Path, leaf: Any, entry: Any, rules: AxisRules, mesh: Mesh, role: Role, rest: str | None
+) -> PlanRow:
+    """The row of one array, laid out by its entry, by the names it carries, or not at all.
+
+    `rest` is the reason to replicate an array that has neither, if the plan has one.
+    """
     name, array = '/'.join(path), array_of(leaf)
     shape = shape_of(array)
     carried = carried_names(leaf) if entry is None and is_carrier(leaf) else None
@@ -200,13 +224,13 @@ def _row(path: Path, leaf: Any, entry: Any, rules: AxisRules, mesh: Mesh, role: 
         entry = (carried.names, 'the parameter says so')
         rules = rules.with_rules((*carried.rules, *rules))
     if entry is None:
-        if nbytes(array) > SMALL and rules.on_unmatched == 'error':
+        if rest is None and nbytes(array) > SMALL and rules.on_unmatched == 'error':
             raise ValueError(
                 f'{name} of shape {shape} is not in the plan, so each of the {mesh.size} devices '
                 f"({describe_axes(mesh)}) would hold all {nbytes(array):,} bytes. Add '{name}': "
                 "P(...), or P() to replicate it, or set on_unmatched='replicate'"
             )
-        entry = (PartitionSpec(), 'not in the plan, so replicated')
+        entry = (PartitionSpec(), rest or 'not in the plan, so replicated')
     names = _names(name, entry[0], shape, mesh)
     dimensions, problems = try_resolve(names, rules, mesh=mesh, shape=shape, axes_as_names=True)
     if any(d.policy == 'pad' for d in dimensions):

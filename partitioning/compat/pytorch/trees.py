@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -92,6 +93,14 @@ def other_names(module: Any, known: Iterable[Path]) -> dict[Path, Path]:
     return {path: first[id(x)] for path, x in leaves if path not in paths}
 
 
+_WILDCARDS = {'**/': '(?:.*/)?', '**': '.*', '*': '[^/]*', '?': '[^/]'}
+
+
+def is_pattern(name: str) -> bool:
+    """Whether a name stands for several paths, 'layers/*/kernel'."""
+    return '*' in name or '?' in name
+
+
 class Places:
     """The paths of parameters and of the modules that hold them, to look up by name."""
 
@@ -114,11 +123,35 @@ class Places:
             if path in self._inner:
                 return path
         hint = nearest(name.replace('.', '/'), map('/'.join, self._inner))
-        listed = ', '.join(sorted(map('/'.join, self._paths))[:6])
-        more = f' and {len(self._paths) - 6} more' if len(self._paths) > 6 else ''
         raise ValueError(
-            f'there is no parameter or module {name!r}.{hint} The parameters are {listed}{more}'
+            f'there is no parameter or module {name!r}.{hint} The parameters are {self._listed()}'
         )
+
+    def match(self, pattern: str, *, modules: bool = False) -> list[Path]:
+        """The paths that a pattern matches as a whole.
+
+        Args:
+          pattern: keys separated by '/' or, if it has no '/', by '.'. '*' and '?' stand for
+            parts of one key, and '**' for any number of keys.
+          modules: whether modules match too.
+
+        Raises:
+          ValueError: if no path matches.
+        """
+        text = pattern if '/' in pattern else pattern.replace('.', '/')
+        parts = re.split(r'(\*\*/|\*\*|\*|\?)', text.removeprefix('params/'))
+        expression = re.compile(''.join(_WILDCARDS.get(part, re.escape(part)) for part in parts))
+        paths = [*self._paths, *(self._inner - {*self._paths})] if modules else self._paths
+        if found := [path for path in paths if expression.fullmatch('/'.join(path))]:
+            return found
+        raise ValueError(
+            f"{pattern!r} matches no parameter: '*' stands for one key, and '**' for any number. "
+            f'The parameters are {self._listed()}'
+        )
+
+    def _listed(self) -> str:
+        more = f' and {len(self._paths) - 6} more' if len(self._paths) > 6 else ''
+        return ', '.join(sorted(map('/'.join, self._paths))[:6]) + more
 
 
 def subtree(tree: Any, path: Sequence[str]) -> Any:
