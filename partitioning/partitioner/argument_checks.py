@@ -41,13 +41,13 @@ def entry_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
         yield (
             f'in_axis_resources has {_count_str(count)}, but {len(names)} positional arguments '
             f'were passed: {", ".join(names)}. Add an entry for {", ".join(names[count:])} (None '
-            'replicates it), or pass it by name'
+            'replicates it)'
         )
     elif count > len(names):
-        hint = '; a static argument has no entry' if boundary.static else ''
+        passed = f'only {", ".join(names)}' if names else 'no argument'
         yield (
-            f'in_axis_resources has {_count_str(count)}, but {len(names)} positional arguments '
-            f'were passed: {", ".join(names) or "none"}{hint}'
+            f'in_axis_resources has {_count_str(count)}, but {passed} was passed: pass an argument '
+            'for each entry, also where it has a default'
         )
 
 
@@ -218,6 +218,21 @@ def pmap_hint(argument: Argument, mesh: Mesh, leaf: Any, sharding: Sharding) -> 
     )
 
 
+def shard_hint(argument: Argument) -> str:
+    """A hint if a batch may have been reshaped with `jax_utils.shard` for pmap."""
+    entry = argument.entry
+    if not isinstance(entry, NamedSharding) or entry.is_fully_replicated:
+        return ''
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(argument.value)]
+    devices = jax.local_device_count()
+    if not shapes or any(len(shape) < 2 or shape[0] != devices for shape in shapes):
+        return ''
+    return (
+        f'If the first dimension of {argument.name}, {devices}, is that of the devices, remove '
+        'jax_utils.shard, which is for pmap'
+    )
+
+
 def layout_problems(
     boundary: Boundary, argument: Argument, *, only_other_meshes: bool = False
 ) -> Iterator[str]:
@@ -272,6 +287,8 @@ def _move(argument: Argument, sharding: Sharding) -> str:
 
 def device_problems(boundary: Boundary, keywords: Mapping[str, Any]) -> Iterator[str]:
     """Keyword arguments keep their layout, so they must be on the devices of the mesh."""
+    if not isinstance(boundary.mesh, Mesh):
+        return
     devices = set(boundary.mesh.devices.flat)
     for name, tree in keywords.items():
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -291,6 +308,9 @@ def result_problems(boundary: Boundary, result: Any) -> Iterator[str]:
             boundary.out_shardings, result, prefix=True, static_fields=False
         ):
             where = f'the result{jax.tree_util.keystr(path)}'
+            if not hasattr(leaf, 'shape'):
+                yield f'{where} is a {_type(leaf)}, {short_repr(leaf)}: return only arrays'
+                continue
             yield from shape_problems(where, leaf, sharding)
     except TreeMismatchError as error:
         yield (

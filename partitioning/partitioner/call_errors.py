@@ -8,8 +8,8 @@ jax or of the user's function passes through unchanged.
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from partitioning.partitioner.argument_checks import (
     layout_problems,
     pmap_hint,
     result_problems,
+    shard_hint,
     static_field_problems,
     static_problems,
     value_problems,
@@ -28,10 +29,10 @@ from partitioning.partitioner.argument_checks import (
 from partitioning.partitioner.boundary import Boundary
 from partitioning.partitioner.donation import deletion_problems
 from partitioning.partitioner.recompilation import RecompilationError, TraceLog, call_function
+from partitioning.partitioner.trace_errors import place_of
 from partitioning.rules import describe_axes
 
 _UNBOUND_AXIS = re.compile(r'unbound axis name: ([^\s.]+)')
-_LIBRARIES = {'jax', 'jaxlib', 'flax', 'optax', 'partitioning'}
 
 
 def find_cause(
@@ -54,8 +55,8 @@ def find_cause(
     """
     if isinstance(error, RecompilationError):
         return RecompilationError(str(error))
-    if inside := _inside(error):
-        if known := _axis_error(error, inside, boundary) or _mesh_error(error, boundary, args):
+    if _is_inside(error):
+        if known := _axis_error(error, boundary) or _mesh_error(error, boundary, args):
             return known
         _add_notes(error, boundary, args, kwargs)
         return None
@@ -76,8 +77,7 @@ def _problems(
     abstract: bool,
 ) -> Iterator[str]:
     """Everything that is wrong with a call, the most fundamental problems first."""
-    if not kwargs:
-        yield from entry_problems(boundary, args)
+    yield from entry_problems(boundary, args)
     yield from static_problems(boundary, args)
     arguments = boundary.dynamic(args)
     named: list[tuple[str, int | None, Any]] = [(a.name, a.position, a.value) for a in arguments]
@@ -95,24 +95,20 @@ def _problems(
         yield from static_field_problems(arguments)
 
 
-def _inside(error: Exception) -> TracebackType | None:
-    """The traceback inside the user's function, or None if it was not running."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code is call_function.__code__:
-            return traceback.tb_next
-        traceback = traceback.tb_next
-    return None
+def _is_inside(error: Exception) -> bool:
+    """Whether the user's function raised an exception, or something that it called."""
+    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return call_function.__code__ in frames[:-1]
 
 
-def _axis_error(error: Exception, inside: TracebackType, boundary: Boundary) -> ValueError | None:
+def _axis_error(error: Exception, boundary: Boundary) -> ValueError | None:
     """Our error for an axis of pmap, whose collectives programs keep when they are moved."""
     found = _UNBOUND_AXIS.search(str(error)) if isinstance(error, NameError) else None
     if found is None:
         return None
-    axis, line = found[1], _user_line(inside)
+    axis = found[1]
     return ValueError(
-        f'{boundary.arguments.function}: {line} uses the axis {axis!r}, which only pmap defines. '
+        f'{boundary.arguments.function}{place_of(error)}: there is no axis {axis!r} as in pmap. '
         'Arrays in a partitioned function are global, so a mean over the batch already covers all '
         f'devices: remove lax.pmean(x, {axis!r}) and axis_name={axis!r}. Inside shard_map, use the '
         f'axes of the mesh, {describe_axes(boundary.mesh)}'
@@ -144,16 +140,5 @@ def _add_notes(
             if hint := pmap_hint(argument, boundary.mesh, leaf, argument.entry):
                 error.add_note(hint.removeprefix('. '))
                 return
-
-
-def _user_line(traceback: TracebackType) -> str:
-    """The innermost line that is not in a library: `train.py:12`."""
-    line = ''
-    current: TracebackType | None = traceback
-    while current is not None:
-        package = current.tb_frame.f_globals.get('__name__', '').partition('.')[0]
-        if package not in _LIBRARIES or not line:
-            name = current.tb_frame.f_code.co_filename.replace('\\', '/').rpartition('/')[2]
-            line = f'{name}:{current.tb_lineno}'
-        current = current.tb_next
-    return line
+        if isinstance(error, TypeError | ValueError) and (hint := shard_hint(argument)):
+            error.add_note(hint)

@@ -81,6 +81,8 @@ class PartitionedMethods(PjittedFnWithContext):
           args, kwargs: the arguments of the call.
           abstract: whether the call takes ShapeDtypeStructs.
         """
+        if kwargs and self.boundary.arguments.call_error(args, kwargs) is None:
+            args, kwargs = self._bind(args, dict(kwargs))
         found = find_cause(error, self.boundary, self.trace_log, args, kwargs, abstract=abstract)
         if found is not None:
             raise found from None

@@ -81,7 +81,7 @@ class TraceLog:
         Raises:
           RecompilationError: if it is not the first trace, and the policy is 'error'.
         """
-        static = {self._arguments.name(i) for i in self._static}
+        static = {self._arguments.name(i + len(args) if i < 0 else i) for i in self._static}
         traced = {
             name: StaticValue(value) if name in static else jax.tree.map(abstract, value)
             for name, value in self._arguments.by_name(args, kwargs).items()

@@ -3,6 +3,7 @@
 import re
 import traceback
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -163,7 +164,19 @@ def test_a_list_of_arguments(partitioner):
     """The number of entries is known only when such a function is called."""
     call = partitioner.partition(lambda *xs: sum(xs), (DATA, DATA), DATA)
     np.testing.assert_array_equal(call(X, X), 2 * X)
-    assert_says(error_of(call, X), '2 entries', '1 positional arguments', 'xs[0]')
+    assert_says(error_of(call, X), '2 entries', 'only xs[0] was passed')
+
+
+def test_an_entry_for_an_argument_with_a_default(partitioner):
+    call = partitioner.partition(lambda x, scale=2.0: x * scale, (DATA, None), DATA)
+    np.testing.assert_array_equal(call(X, 3.0), 3 * X)
+    assert_says(error_of(call, X), '2 entries', 'only x was passed', 'default')
+
+
+@pytest.mark.parametrize('value', ['abc', object()], ids=['string', 'object'])
+def test_results_that_are_not_arrays(partitioner, value):
+    call = partitioner.partition(lambda x: (x, {'name': value}), (DATA,), None)
+    assert_says(error_of(call, X), "the result[1]['name']", type(value).__name__, 'only arrays')
 
 
 @pytest.mark.parametrize('entry', ['property', 'written'])
@@ -290,6 +303,8 @@ def test_arrays_elsewhere(partitioner, step):
         message = error_of(step, {**state, 'w': jax.device_put(X, sharding)}, BATCH)
         wanted = "P('data', None) over data 4 x model 2"
         assert_says(message, "state['w']", shown, wanted, 'jax.device_put(state, plan.shardings)')
+    message = error_of(step, state, batch={'x': jax.device_put(X, NamedSharding(other, P('a')))})
+    assert_says(message, "batch['x']", "P('a') over a 2 x b 4", "partitioner.mesh, P('data')")
     call = partitioner.partition(lambda x, *, k: x + k, (DATA,), DATA)
     x = jax.device_put(X, NamedSharding(partitioner.mesh, DATA))
     one = jax.device_put(X, jax.sharding.SingleDeviceSharding(device))
@@ -337,6 +352,28 @@ def test_collectives_of_pmap(partitioner, collective):
     assert_says(message, 'leftover', "axis 'batch'", 'pmap', 'global', "axis_name='batch'")
     line = leftover.__code__.co_firstlineno + 1
     assert re.search(rf'test_call_errors\.py:{line}\b', message)
+
+
+def test_batch_norm_of_pmap(partitioner):
+    layer = nn.BatchNorm(use_running_average=False, axis_name='batch')
+    variables = layer.init(jax.random.key(0), X)
+
+    def normalize(variables, x):
+        return layer.apply(variables, x, mutable=['batch_stats'])[0]
+
+    message = error_of(partitioner.partition(normalize, (None, DATA), DATA), variables, X)
+    assert_says(message, 'BatchNorm', 'test_call_errors.py', "axis 'batch'", 'axis_name')
+
+
+def test_a_batch_that_was_reshaped_for_pmap(partitioner):
+    """Most steps compute the same; where one fails, a note says why."""
+    sharded = np.arange(64, dtype='float32').reshape(8, 2, 4)
+    mean = partitioner.partition(lambda x: x.mean(), (DATA,), None)
+    assert float(mean(sharded)) == sharded.mean()
+    call = partitioner.partition(lambda x: x @ jnp.ones((2, 3)), (DATA,), None)
+    with pytest.raises(TypeError) as caught:
+        call(sharded)
+    assert 'jax_utils.shard' in caught.value.__notes__[-1]
 
 
 def test_a_replicated_state_of_pmap(step):
