@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from partitioning.rules import as_tuple
 from partitioning.state.same_paths import match_by_path
 
 _LOGGER = logging.getLogger(__name__)
+_TYPED = re.compile(r'\w+\[[\w,()@]*@[\w,()@]*\]')  # float32[8,4@model]
 
 
 def auto_where_needed(
@@ -98,16 +100,22 @@ def _explicit_part(sharding: Any) -> PartitionSpec:
 
 
 def _lacks_sharding(error: Exception) -> bool:
-    """Whether jax or flax refuses an operation only because the axes are Explicit."""
-    return type(error).__name__ == 'ShardingTypeError' or 'acts as an assert' in str(error)
+    """Whether jax refuses an operation perhaps only because the axes are Explicit.
+
+    The last case is that of types that differ by their shardings, such as those of the carry of a
+    scan: float32[8,4] and float32[8,4@model].
+    """
+    text = str(error)
+    is_sharding_error = type(error).__name__ == 'ShardingTypeError'
+    return is_sharding_error or 'acts as an assert' in text or _TYPED.search(text) is not None
 
 
 def _explain(fn: Callable[..., Any], error: Exception) -> str:
-    """Which operation needs an out_sharding, and what jax says about it."""
+    """Which operation jax refuses over Explicit axes, why, and the beginning of what to write."""
     name = getattr(fn, '__name__', 'the function')
     said = ' '.join(str(error).split())
     said = said if len(said) < 400 else f'{said[:400]} ...'
     return (
-        f'{name}: over the Explicit axes of the mesh, an operation{place_of(error)} needs an '
-        f'out_sharding. jax says: {said.rstrip(".")}. Pass out_sharding='
+        f'{name}: over the Explicit axes of the mesh, jax refuses an operation{place_of(error)}: '
+        f'{said.rstrip(".")}. Pass out_sharding= or constrain the inputs'
     )

@@ -119,6 +119,28 @@ def test_a_layer_that_gives_no_out_sharding(caplog):
     assert len(caplog.records) == step.num_traces() == 1
 
 
+def test_types_that_differ_by_their_shardings():
+    """The carry of a scan starts without a sharding and then follows the weights."""
+    w = np.eye(8, dtype=np.float32)
+
+    def step(w, x):
+        return jax.lax.scan(lambda carry, row: (carry + row @ w, None), jnp.zeros(8), x)[0]
+
+    run = partitioner_of(EXPLICIT).partition(step, (P(None, 'model'), P()), P('model'))
+    y = run(w, X)
+    np.testing.assert_allclose(y, X.sum(0))
+    assert jax.typeof(y).sharding.spec == P('model')
+
+
+@BOTH
+def test_types_that_differ_otherwise(axis_types):
+    def step(x):
+        return jax.lax.scan(lambda carry, row: (carry + row.sum(), None), jnp.int32(0), x)[0]
+
+    with pytest.raises(TypeError, match='carry'):
+        partitioner_of(axis_types).partition(step, (P('data', 'model'),), P())(X)
+
+
 def test_a_layer_that_gives_an_out_sharding(caplog):
     def call(embed, tokens):
         y = embed(tokens, out_sharding=P('data'))
