@@ -73,11 +73,7 @@ from partitioning.plan import (
     Plan as Plan,
     PlanDiff as PlanDiff,
     PlanRow as PlanRow,
-    RuleMatches as RuleMatches,
-    SuggestedRules as SuggestedRules,
     diff as diff,
-    explain_rules as explain_rules,
-    suggest_rules as suggest_rules,
 )
 from partitioning.rules import (
     AxisNames as AxisNames,
@@ -109,6 +105,12 @@ from partitioning.state.linen import (
     with_logical_partitioning as with_logical_partitioning,
     with_partitioning as with_partitioning,
 )
+from partitioning.suggestion import (
+    RuleMatches as RuleMatches,
+    SuggestedRules as SuggestedRules,
+    explain_rules as explain_rules,
+    suggest_rules as suggest_rules,
+)
 
 __all__ = [
     'CHIPS',
@@ -135,11 +137,13 @@ __all__ = [
     'diff',
     'draw_audit',
     'draw_mesh',
+    'explain_rules',
     'fsdp_logical_axis_rules',
     'logical_to_mesh_axes',
     'override_params_axes_names',
     'resolve_axes',
     'standard_logical_axis_rules',
+    'suggest_rules',
     'to_linen_boxes',
     'to_nnx_state',
     'to_params_axes',

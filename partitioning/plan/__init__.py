@@ -4,11 +4,8 @@
 on a state. `by_layout` makes one without rules: `by_size` has the layout of a word, `by_pattern`
 that of partition rules, and both decide about one `subject` at a time. `audit` says what devices
 hold, `findings` and `linting` what is suspicious, `fixed_point` whether arrays stay in place.
-`plan_file` is the file format and `difference` compares two plans.
-
-For states without names, `suggestion` writes path rules: `stacked_layers` and `path_words` read the
-shapes and paths, `dimension_names` chooses the names, and `path_patterns` the regular expressions.
-`rule_matches` shows what path rules take of a state.
+`plan_file` is the file format and `difference` compares two plans. `stacked_layers` finds the
+dimensions of layers that a scan stacks.
 """
 
 from partitioning.plan.audit import (
@@ -43,14 +40,6 @@ from partitioning.plan.rows import (
     PlanRow as PlanRow,
     make_row as make_row,
 )
-from partitioning.plan.rule_matches import (
-    RuleMatches as RuleMatches,
-    explain_rules as explain_rules,
-)
 from partitioning.plan.rule_set import (
     RuleSet as RuleSet,
-)
-from partitioning.plan.suggestion import (
-    SuggestedRules as SuggestedRules,
-    suggest_rules as suggest_rules,
 )

@@ -26,6 +26,7 @@ FLOORS = {
     'plan': 3,
     'partitioner': 4,
     'pictures': 4,
+    'suggestion': 4,
     'aot': 5,
     'compat': 5,
     '__init__': 6,

@@ -5,7 +5,7 @@ import re
 import pytest
 from hypothesis import given, strategies as st
 
-from partitioning.plan.path_patterns import make_path_rules
+from partitioning.suggestion.path_patterns import make_path_rules
 
 pytestmark = pytest.mark.core
 

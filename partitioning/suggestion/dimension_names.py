@@ -15,9 +15,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from partitioning.plan.path_words import PathWords, read_path
 from partitioning.plan.stacked_layers import Shape
 from partitioning.rules import MeshLike, axis_sizes
+from partitioning.suggestion.path_words import PathWords, read_path
 
 Names = tuple[Any, ...]
 _SMALLEST = 8  # smaller dimensions are not the width of a model

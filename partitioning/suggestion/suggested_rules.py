@@ -6,14 +6,19 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from partitioning.plan.dimension_names import Named, Shards, name_dimensions, replicated
-from partitioning.plan.path_patterns import Names, make_path_rules
 from partitioning.plan.rows import SMALL
-from partitioning.plan.rule_matches import RuleMatches, explain_rules, list_targets, needs_rule
 from partitioning.plan.stacked_layers import Shape, stacked_dimensions
 from partitioning.plan.tables import count
 from partitioning.rules import MeshLike
 from partitioning.state import nbytes, shape_of
+from partitioning.suggestion.dimension_names import Named, Shards, name_dimensions, replicated
+from partitioning.suggestion.path_patterns import Names, make_path_rules
+from partitioning.suggestion.rule_matches import (
+    RuleMatches,
+    explain_rules,
+    list_targets,
+    needs_rule,
+)
 
 _WHOLE = 0.01  # the part of all bytes that small arrays may be and still be replicated
 _COLUMNS = 100

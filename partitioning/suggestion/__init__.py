@@ -1,0 +1,14 @@
+"""Path rules for states without names: a first set of them, and what path rules take of a state.
+
+`suggested_rules` writes the rules: `path_words` reads the paths, `dimension_names` chooses a name
+for each dimension, and `path_patterns` the regular expressions. `rule_matches` is the dry run.
+"""
+
+from partitioning.suggestion.rule_matches import (
+    RuleMatches as RuleMatches,
+    explain_rules as explain_rules,
+)
+from partitioning.suggestion.suggested_rules import (
+    SuggestedRules as SuggestedRules,
+    suggest_rules as suggest_rules,
+)
