@@ -286,9 +286,9 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         Returns:
           A named tuple of three. `state` is created in its shards. `step` takes what `train_step`
           takes: the state, whose buffers it reuses; the batch, laid out by `data_spec`; and further
-          arguments, which are replicated. Arguments with a default are passed by keyword. The new
-          state is laid out like the old one, and everything else in the result is replicated.
-          `data_spec` is `data_partition_spec`. `resolve(state)` is the plan.
+          arguments, which are replicated. The new state is laid out like the old one, and
+          everything else in the result is replicated. `data_spec` is `data_partition_spec`.
+          `resolve(state)` is the plan.
 
         Raises:
           ValueError: as `resolve`. The first call of `step` raises it too, if the result has no

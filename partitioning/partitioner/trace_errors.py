@@ -18,6 +18,7 @@ _ABSENT_AXIS = re.compile(r'Resource axis: (\S+) of ')
 _NOT_EXPLICIT = re.compile(
     r'PartitionSpec passed to (\S+) cannot contain axis names .*PartitionSpec: (.*) with axis name'
 )
+_NOT_AN_ARRAY = re.compile(r"\w+ requires ndarray or scalar arguments, got <class '(\S+)'>")
 _PACKAGE = str(Path(__file__).parents[1])
 _LAYERS = ('flax.linen.', 'flax.nnx.nn.')
 _LIBRARIES = (str(Path(jax.__file__).parent), _PACKAGE, sysconfig.get_path('stdlib'), '<')
@@ -32,8 +33,8 @@ def own_errors(rules: LogicalAxisRules) -> Iterator[None]:
 
     Raises:
       ValueError: if a mesh axis does not exist, if the program gives an `out_sharding` over Auto
-        axes, or if a transformation of nnx does not name the dimension that it adds. Any other
-        error is raised unchanged.
+        axes, if a transformation of nnx does not name the dimension that it adds, or if optax
+        receives something that is not an array. Any other error is raised unchanged.
     """
     try:
         yield
@@ -60,6 +61,14 @@ def _translate(error: Exception, rules: LogicalAxisRules) -> str | None:
             "transformation, or a name that a rule maps, such as 'layers' with the rule "
             "('layers', None)"
         )
+    frames = traceback.walk_tb(error.__traceback__)
+    if (other := _NOT_AN_ARRAY.match(text)) and any(
+        'optax' in Path(frame.f_code.co_filename).parts for frame, _ in frames
+    ):
+        return (
+            f'optax{place_of(error)} received a {other[1]}, which is not an array: give it arrays '
+            'only, for example tx.init(eqx.filter(model, eqx.is_array))'
+        )
     return None
 
 
@@ -81,6 +90,6 @@ def place_of(error: Exception) -> str:
         path, method_of = frame.f_code.co_filename, type(frame.f_locals.get('self'))
         if method_of.__module__.startswith(_LAYERS):
             layer = f'in {method_of.__name__}, called '
-        elif not path.startswith(_LIBRARIES) and 'flax' not in Path(path).parts:
+        elif not path.startswith(_LIBRARIES) and not {'flax', 'optax'} & {*Path(path).parts}:
             layer, line = '', f'{Path(path).name}:{number}'
     return f' ({layer}at {line})' if line else ''

@@ -50,17 +50,21 @@ def partition_step(
       specs: the specs of the state.
       data_spec: the spec of the batch.
     """
-    of_others = [None] * (_num_arguments(train_step) - 2)
+    needed, optional = _arguments(train_step)
     partitioned = partition(
         _returning_pairs(train_step, specs),
-        (specs, data_spec, *of_others),
+        (specs, data_spec, *[None] * (needed - 2)),
         (specs, None),
         donate_argnums=0,
     )
 
     @functools.wraps(partitioned)
     def step(*args: Any, **kwargs: Any) -> Any:
-        pair = partitioned(*args, **kwargs)
+        if needed < len(args) <= needed + len(optional):
+            by_name = dict(zip(optional, args[needed:], strict=False))
+            pair = partitioned(*args[:needed], **by_name, **kwargs)
+        else:
+            pair = partitioned(*args, **kwargs)
         return pair[1].with_state(pair[0]) if type(pair[1]) is _Rest else pair
 
     return cast(PartitionedCallable, step)
@@ -86,15 +90,19 @@ class _Rest:
         return getattr(self.kind, '_make', self.kind)((state, *self.values))
 
 
-def _num_arguments(train_step: Callable[..., Any]) -> int:
-    """The number of positional arguments that a step needs; 2 if it does not say."""
+def _arguments(train_step: Callable[..., Any]) -> tuple[int, list[str]]:
+    """The number of arguments that a step needs, and the names of those that may follow them.
+
+    jax.jit has to know how many positional arguments there are; the others are passed by name.
+    """
     try:
-        parameters = inspect.signature(train_step).parameters.values()
+        parameters = list(inspect.signature(train_step).parameters.values())
     except (TypeError, ValueError):  # some functions have no signature
-        return 2
+        return 2, []
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in parameters if p.kind in positional and p.default is p.empty]
-    return max(2, len(needed))
+    names = [p.name for p in parameters if p.kind in positional]
+    needed = sum(p.kind in positional and p.default is p.empty for p in parameters)
+    return max(2, needed), names[max(2, needed) :]
 
 
 def _returning_pairs(train_step: Callable[..., Any], specs: Any) -> Callable[..., Any]:

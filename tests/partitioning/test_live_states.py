@@ -253,6 +253,17 @@ class Unregistered:
     pass
 
 
+def test_optimizers_of_other_things_than_arrays(trained):
+    def make(key):
+        return ADAM.init({'w': jnp.ones(3), 'act': jax.nn.relu})
+
+    message = r'optax \(at test_live_states.py:\d+\) received a .*custom_jvp.*eqx.filter'
+    with pytest.raises(ValueError, match=message):
+        trained[0].plan(make, KEY)
+    with pytest.raises(TypeError, match='ndarray'):  # not from optax
+        trained[0].plan(lambda key: jnp.zeros_like(jax.nn.relu), KEY)
+
+
 @pytest.mark.parametrize(
     'state, said',
     [
