@@ -289,14 +289,19 @@ def _pmap_explained(mesh: AbstractMesh) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _batched_axes_explained(spec: PartitionSpec) -> Iterator[None]:
-    """Explains jax's error for an axis over which `jax.vmap` shards its batched dimension."""
     try:
         yield
     except Exception as error:
         # The spec names each axis once, so the second use is that of the batched dimension.
         if 'spmd_axis_name' not in str(error) and 'duplicate entries' not in str(error):
             raise
-        raise ValueError(
-            f'{spec_str(spec)} names a mesh axis over which jax.vmap already shards its batched '
-            f'dimension: remove the axis from the spec or the rule. jax says: {error}'
-        ) from None
+        raise ValueError(f'{spec_str(spec)}: {explain_batched_axis(error)}') from None
+
+
+def explain_batched_axis(error: Exception) -> str:
+    """Explains jax's error for an axis over which `jax.vmap` shards its batched dimension."""
+    return (
+        'a constraint names a mesh axis over which jax.vmap shards its batched dimension, by '
+        'spmd_axis_name or because the array has it: remove the axis from the spec or the rule. '
+        f'jax says: {error}'
+    )

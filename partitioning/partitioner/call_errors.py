@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from partitioning.constraints import explain_batched_axis
 from partitioning.partitioner.argument_checks import (
     device_problems,
     entry_problems,
@@ -56,7 +57,9 @@ def find_cause(
     if isinstance(error, RecompilationError):
         return RecompilationError(str(error))
     if _is_inside(error):
-        if known := _axis_error(error, boundary) or _mesh_error(error, boundary, args):
+        known = _axis_error(error, boundary) or _mesh_error(error, boundary, args)
+        known = known or _batched_axis_error(error, boundary)
+        if known:
             return known
         _add_notes(error, boundary, args, kwargs)
         return None
@@ -112,6 +115,15 @@ def _axis_error(error: Exception, boundary: Boundary) -> ValueError | None:
         'Arrays in a partitioned function are global, so a mean over the batch already covers all '
         f'devices: remove lax.pmean(x, {axis!r}) and axis_name={axis!r}. Inside shard_map, use the '
         f'axes of the mesh, {describe_axes(boundary.mesh)}'
+    )
+
+
+def _batched_axis_error(error: Exception, boundary: Boundary) -> ValueError | None:
+    """Our error for constraints inside scan or remat, which jax.vmap transforms only afterwards."""
+    if not str(error).startswith(('vmap spmd_axis_name', 'A single NamedSharding spec')):
+        return None
+    return ValueError(
+        f'{boundary.arguments.function}{place_of(error)}: {explain_batched_axis(error)}'
     )
 
 

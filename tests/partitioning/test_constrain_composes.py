@@ -348,6 +348,21 @@ def test_a_batched_dimension_with_the_axis_of_a_rule_is_an_error():
         jax.vmap(place)(jax.device_put(x, P('data')))
 
 
+@pytest.mark.parametrize('types', ['auto', 'explicit'])
+def test_such_an_axis_in_a_checkpoint_is_an_error_of_the_partitioned_function(types):
+    """jax notices it when it transforms the traced layer, outside of the constraint."""
+
+    def step(x):
+        place = lambda x: constrain(x, ('batch', 'embed'))  # noqa: E731
+        name = 'data' if types == 'auto' else None
+        return jax.vmap(jax.checkpoint(lambda x: place(x * 2)), spmd_axis_name=name)(x)
+
+    partitioner = PjitPartitioner(mesh=mesh_of(types), logical_axis_rules=RULES)
+    with pytest.raises(ValueError, match=r'step: test_constrain_composes.*vmap.*remove the axis'):
+        x = jax.device_put(np.stack([X] * 4), NamedSharding(mesh_of(types), P('data')))
+        partitioner.partition(step, P('data'), None)(x)
+
+
 @pytest.mark.parametrize('types', ['explicit', 'explicit and auto'])
 def test_vmap_over_a_dimension_that_explicit_axes_shard(types):
     with jax.set_mesh(mesh_of(types)):
