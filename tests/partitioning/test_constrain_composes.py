@@ -358,7 +358,7 @@ def test_such_an_axis_in_a_checkpoint_is_an_error_of_the_partitioned_function(ty
         return jax.vmap(jax.checkpoint(lambda x: place(x * 2)), spmd_axis_name=name)(x)
 
     partitioner = PjitPartitioner(mesh=mesh_of(types), logical_axis_rules=RULES)
-    with pytest.raises(ValueError, match=r'step: test_constrain_composes.*vmap.*remove the axis'):
+    with pytest.raises(ValueError, match=r'step.*test_constrain_composes.*vmap.*remove the axis'):
         x = jax.device_put(np.stack([X] * 4), NamedSharding(mesh_of(types), P('data')))
         partitioner.partition(step, P('data'), None)(x)
 
