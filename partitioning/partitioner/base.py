@@ -287,7 +287,8 @@ class BasePartitioner(PartitionerObject, abc.ABC):
           A named tuple of three. `state` is created in its shards. `step` takes what `train_step`
           takes: the state, whose buffers it reuses; the batch, laid out by `data_spec`; and further
           arguments, which are replicated. The new state is laid out like the old one, and
-          everything else in the result is replicated. `data_spec` is `data_partition_spec`.
+          everything else in the result is replicated. `step.lower` and `step.eval_shape` see the
+          result as a pair of the state and the rest. `data_spec` is `data_partition_spec`.
           `resolve(state)` is the plan.
 
         Raises:
