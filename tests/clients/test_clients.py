@@ -1,0 +1,58 @@
+"""Programs of other libraries, unchanged, train as they do without a partitioner."""
+
+import client_runs
+import numpy as np
+import pytest
+from client_runs import CLIENTS, LAYOUTS
+
+# The lines that each program needs beyond the README's example: by names or rules, and with 'fsdp'.
+EXTRA_LINES = {
+    'linen_lm1b': (0, 0),
+    'linen_decoder': (2, 0),
+    'linen_resnet': (2, 0),
+    'linen_vit': (2, 0),
+    'chex_autoencoder': (2, 0),
+    'nnx_cnn': (5, 3),
+    'nnx_gemma': (3, 3),
+    'nnx_encoder': (2, 0),
+    'hf_gpt2': (2, 0),
+    'hf_llama': (1, 0),
+    'haiku_transformer': (2, 0),
+    'haiku_convnet': (2, 0),
+    'equinox_mlp': (5, 3),
+    'equinox_transformer': (2, 0),
+    'jraph_convolution': (2, 0),
+}
+
+
+# Each of these resembles another program, which has all layouts.
+WITH_TWO_LAYOUTS = (
+    'linen_vit',
+    'nnx_encoder',
+    'hf_gpt2',
+    'haiku_transformer',
+    'equinox_transformer',
+)
+# The largest part of a state that one device may hold, so that no layout replicates everything.
+LARGEST_PART = {'8x1': 1.0, '4x2': 0.75, '1x8': 0.55, 'fsdp': 0.25}
+
+
+@pytest.mark.parametrize(
+    ('name', 'layout'),
+    [
+        (name, layout)
+        for name in CLIENTS
+        for layout in (('4x2', 'fsdp') if name in WITH_TWO_LAYOUTS else LAYOUTS)
+    ],
+)
+def test_losses_equal_those_of_the_plain_run(name, layout):
+    expected = client_runs.plain_losses(name)
+    losses, part = client_runs.partitioned_run(name, layout)
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    assert len({f'{loss:.4f}' for loss in expected}) == len(expected)  # every step changes the loss
+    assert part <= LARGEST_PART[layout]
+
+
+@pytest.mark.parametrize('name', CLIENTS)
+def test_few_lines_beyond_the_readme(name):
+    assert client_runs.extra_lines(name) == EXTRA_LINES[name]
