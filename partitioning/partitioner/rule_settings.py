@@ -72,6 +72,8 @@ def describe_settings(
       others: the settings 'plan', 'layout', 'overrides' and 'optimizer rules'.
     """
     standard = 'standard_logical_axis_rules for the axes of the mesh'
+    if others['layout'] is not None:
+        standard = 'made by the layout, for activations'
     rows = [('rules', standard if rules is None else describe_rules(rules))]
     if others['optimizer rules'] is not None:
         rows.append(('optimizer rules', describe_rules(others['optimizer rules'])))

@@ -62,6 +62,7 @@ class _Builder:
     def __init__(self, layout: Layout, mesh: MeshLike, report: Report):
         self._layout, self._mesh, self._report = layout, mesh, report
         self._unmatched: list[str] = []
+        self._known: dict[Any, PlanRow] = {}
 
     def decide(self, subject: Subject) -> tuple[ResolvedDimension, ...]:
         """The dimensions of an array; what is wrong is reported."""
@@ -84,7 +85,10 @@ class _Builder:
             nothing = without_name(NOT_OF_PARAMETER)
             picked = leaf.pick(leaf.parameter.names)
             dimensions = tuple(nothing if d is None else d for d in picked)
-        return make_row('/'.join(leaf.path), held, self._mesh, dimensions, leaf.role)
+        key = (dimensions, shape_of(held), getattr(held, 'dtype', type(held)), leaf.role)
+        if (row := self._known.get(key)) is None:
+            row = self._known[key] = make_row('', held, self._mesh, dimensions, leaf.role)
+        return row._replace(path='/'.join(leaf.path))
 
     def finish(self) -> None:
         """Reports the arrays that no rule matches, as one problem."""

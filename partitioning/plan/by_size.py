@@ -19,14 +19,16 @@ over the mesh axes of the batch, and XLA gathers it where it is used:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from partitioning.plan.rows import SMALL, without_name
 from partitioning.plan.subject import Decision, Subject, whole, with_names
 from partitioning.rules import (
     MeshLike,
     ResolvedDimension,
+    axis_sizes,
     from_tuple,
     largest_divisor,
     num_shards,
@@ -67,20 +69,46 @@ class WordLayout:
         if size < (least := MIN_SHARD_SIZE * shards):
             why = f"layout 'fsdp' keeps arrays of fewer than {least:,} elements whole"
             return whole(subject, why), ()
-        return with_names(_explain(subject, self.axes, mesh), subject.names), ()
+        kind = _Kind(
+            shape=subject.shape,
+            is_table=_is_table(subject),
+            layers=subject.layers,
+            is_large=nbytes(subject.array) > SMALL,
+        )
+        sizes = tuple((axis, axis_sizes(mesh)[axis]) for axis in self.axes)
+        return with_names(_shard(kind, sizes), subject.names), ()
 
 
-def _explain(
-    subject: Subject, axes: tuple[str, ...], mesh: MeshLike
-) -> tuple[ResolvedDimension, ...]:
-    """The dimensions of an array that 'fsdp' shards, as far as its sizes allow."""
-    placed, shards = _place(subject, axes, mesh), num_shards(axes, mesh)
+class _Kind(NamedTuple):
+    """What decides how 'fsdp' shards an array."""
+
+    shape: tuple[int, ...]
+    is_table: bool
+    layers: int | None
+    is_large: bool
+
+
+def _is_table(subject: Subject) -> bool:
+    """Whether an array seems to be a lookup table: [vocabulary, features], by its path or names."""
+    if len(subject.shape) != 2:
+        return False
+    keys = [key.lower() for key in subject.path]
+    return subject.names[:1] == ('vocab',) or any(
+        'embed' in key or key in ('wte', 'wpe') for key in keys
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _shard(kind: _Kind, sizes: tuple[tuple[str, int], ...]) -> tuple[ResolvedDimension, ...]:
+    """The dimensions of an array, sharded over mesh axes of these sizes as far as they divide."""
+    mesh = dict(sizes)
+    placed, shards = _place(kind, mesh), math.prod(mesh.values())
     sharded = ' and '.join(f'dimension {dim}' for dim in sorted(placed))
     instead = f"layout 'fsdp' shards {sharded}" if placed else 'no dimension is sharded'
-    dimensions = [without_name(instead)] * len(subject.shape)
+    dimensions = [without_name(instead)] * len(kind.shape)
     for dim, part in placed.items():
         reason = f"layout 'fsdp' shards the largest dimension that {shards} divides"
-        if dim == 0 and _is_table(subject):
+        if dim == 0 and kind.is_table:
             reason = "layout 'fsdp' shards a lookup table by its vocabulary"
         elif num_shards(part, mesh) < shards:
             reason = f"{shards} divides no dimension, so layout 'fsdp' shards {sharded}"
@@ -88,42 +116,41 @@ def _explain(
         dimensions[dim] = dataclasses.replace(
             dimensions[dim], mesh_axes=kept, wanted=kept, reason=reason
         )
-    if nbytes(subject.array) > SMALL:
-        _report_sizes(subject, dimensions, axes, mesh)
-    return tuple(dimensions)
+    return tuple(_report_sizes(kind, dimensions, mesh) if kind.is_large else dimensions)
 
 
 def _report_sizes(
-    subject: Subject, dimensions: list[ResolvedDimension], axes: tuple[str, ...], mesh: MeshLike
-) -> None:
-    """Marks, in place, a size that costs bytes because the shards do not divide it."""
-    shape, shards = subject.shape, num_shards(axes, mesh)
+    kind: _Kind, dimensions: list[ResolvedDimension], mesh: dict[str, int]
+) -> list[ResolvedDimension]:
+    """The dimensions, with a mark on a size that costs bytes because it is not divisible."""
+    shape, shards = kind.shape, math.prod(mesh.values())
     sharded = {d: sharding_axes(one.mesh_axes) for d, one in enumerate(dimensions) if one.mesh_axes}
     all_shards = math.prod(num_shards(part, mesh) for part in sharded.values()) == shards
     dim = max(range(len(shape)), key=lambda d: (shape[d], -d))
-    if _is_table(subject) and 0 not in sharded:
+    if kind.is_table and 0 not in sharded:
         dim = 0
     elif all_shards:
-        return
+        return dimensions
     over = ' and '.join(f'dimension {d} over {", ".join(part)}' for d, part in sharded.items())
     result = f'shards {over}' if sharded else 'keeps the array whole'
     cost = ', and each lookup moves rows of the whole batch' if dim == 0 and all_shards else ''
-    dimensions[:] = [dataclasses.replace(d, wanted=None) for d in dimensions]
-    dimensions[dim] = dataclasses.replace(
-        dimensions[dim],
+    marked = [dataclasses.replace(d, wanted=None) for d in dimensions]
+    marked[dim] = dataclasses.replace(
+        marked[dim],
         reason=f"size {shape[dim]} is not divisible by {shards}, so layout 'fsdp' {result}{cost}",
         policy='drop_axis' if dim in sharded else 'replicate',
-        wanted=from_tuple(axes),
+        wanted=from_tuple(tuple(mesh)),
         fits=sizes_that_fit(shape[dim], shards),
     )
+    return marked
 
 
-def _place(subject: Subject, axes: tuple[str, ...], mesh: MeshLike) -> dict[int, tuple[str, ...]]:
+def _place(kind: _Kind, mesh: dict[str, int]) -> dict[int, tuple[str, ...]]:
     """The mesh axes of each dimension that is sharded."""
-    shape, shards = subject.shape, num_shards(axes, mesh)
-    if _is_table(subject) and shape[0] % shards == 0:
+    shape, axes = kind.shape, tuple(mesh)
+    if kind.is_table and shape[0] % math.prod(mesh.values()) == 0:
         return {0: axes}
-    within_layers = [dim for dim in range(len(shape)) if dim != subject.layers]
+    within_layers = [dim for dim in range(len(shape)) if dim != kind.layers]
     for dims in (within_layers, range(len(shape))):
         placed: dict[int, tuple[str, ...]] = {}
         left = axes
@@ -137,13 +164,3 @@ def _place(subject: Subject, axes: tuple[str, ...], mesh: MeshLike) -> dict[int,
         if placed:
             return placed
     return {}
-
-
-def _is_table(subject: Subject) -> bool:
-    """Whether an array seems to be a lookup table: [vocabulary, features], by its path or names."""
-    if len(subject.shape) != 2:
-        return False
-    keys = [key.lower() for key in subject.path]
-    return subject.names[:1] == ('vocab',) or any(
-        'embed' in key or key in ('wte', 'wpe') for key in keys
-    )
