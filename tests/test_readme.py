@@ -72,7 +72,7 @@ def _run_blocks(patch):
 
 
 def test_your_own_program_traces_the_model_once_and_walks_the_state_once(after):
-    example = after('partitioner = PjitPartitioner(num_partitions=2)')
+    example = after('plan.init(key)  # each device')
     assert (example.traces, example.walks) == (1, 1)
     kernel = example.names['state'].params['fc1']['kernel']
     assert kernel.addressable_shards[0].data.shape == (64, 128)

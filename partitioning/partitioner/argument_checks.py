@@ -136,7 +136,8 @@ def _misfits(boundary: Boundary, argument: Argument) -> Iterator[str]:
         for path, sharding, leaf in _paired(argument):
             where = f'{argument.name}{jax.tree_util.keystr(path)}'
             for problem in shape_problems(where, leaf, sharding):
-                yield problem + pmap_hint(argument, boundary.mesh, leaf, sharding)
+                hint = pmap_hint(argument, boundary.mesh, leaf, sharding)
+                yield problem + hint + _list_hint(path, leaf)
     except TreeMismatchError as error:
         where = f'{argument.name}{jax.tree_util.keystr(error.path)}'
         yield (
@@ -144,6 +145,13 @@ def _misfits(boundary: Boundary, argument: Argument) -> Iterator[str]:
             f'{error.second}. Make the specs from this {argument.name}, for example with '
             'partitioner.plan, or pass the one that they were made from'
         )
+
+
+def _list_hint(path: Sequence[Any], leaf: Any) -> str:
+    """A hint for a list of numbers, which is a tree with one leaf per number."""
+    if not isinstance(leaf, int | float) or not path or not hasattr(path[-1], 'idx'):
+        return ''
+    return '. A list of numbers is not one array: convert it with numpy.asarray'
 
 
 def _paired(argument: Argument, *, static_fields: bool = False) -> Iterator[tuple[Any, Any, Any]]:
@@ -307,14 +315,14 @@ def result_problems(boundary: Boundary, result: Any) -> Iterator[str]:
         for path, sharding, leaf in pair_leaves(
             boundary.out_shardings, result, prefix=True, static_fields=False
         ):
-            where = f'the result{jax.tree_util.keystr(path)}'
+            where = f'result{jax.tree_util.keystr(path)}'
             if not hasattr(leaf, 'shape'):
                 yield f'{where} is a {_type(leaf)}, {short_repr(leaf)}: return only arrays'
                 continue
             yield from shape_problems(where, leaf, sharding)
     except TreeMismatchError as error:
         yield (
-            f'the result{jax.tree_util.keystr(error.path)}: out_axis_resources has {error.first}, '
+            f'result{jax.tree_util.keystr(error.path)}: out_axis_resources has {error.first}, '
             f'but the function returns {error.second}: write one entry for each value that it '
             'returns'
         )

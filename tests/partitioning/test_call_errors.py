@@ -176,7 +176,7 @@ def test_an_entry_for_an_argument_with_a_default(partitioner):
 @pytest.mark.parametrize('value', ['abc', object()], ids=['string', 'object'])
 def test_results_that_are_not_arrays(partitioner, value):
     call = partitioner.partition(lambda x: (x, {'name': value}), (DATA,), None)
-    assert_says(error_of(call, X), "the result[1]['name']", type(value).__name__, 'only arrays')
+    assert_says(error_of(call, X), "result[1]['name']", type(value).__name__, 'only arrays')
 
 
 @pytest.mark.parametrize('entry', ['property', 'written'])
@@ -212,8 +212,9 @@ def test_none_for_everything(partitioner, placed):
         ({'name': np.array([None] * 8)}, ["batch['name']", 'dtype object', 'astype']),
         ({'id': 2**40}, ["batch['id']", '1099511627776', 'int32', 'jax_enable_x64']),
         ({'id': object()}, ["batch['id']", 'object', 'numpy.asarray']),
+        ({'x': X.tolist()}, ["batch['x'][0][0]", 'A list of numbers', 'numpy.asarray']),
     ],
-    ids=['string', 'strings', 'objects', 'large integer', 'any object'],
+    ids=['string', 'strings', 'objects', 'large integer', 'any object', 'list'],
 )
 def test_values_that_are_not_arrays(step, batch, parts):
     for method in (step, step.eval_shape):

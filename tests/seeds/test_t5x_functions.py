@@ -58,9 +58,8 @@ def test_E19_an_argument_of_another_sharding_is_refused():
     one = PjitPartitioner(num_partitions=2, logical_axis_rules=RULES)
     doubled = one.partition(lambda x: 2 * x, (P('data'),), P('data'))
     x = jax.device_put(jnp.zeros((8, 8)), NamedSharding(one.mesh, P(None, 'model')))
-    with pytest.raises(ValueError, match='Sharding passed to jit does not match') as error:
+    with pytest.raises(ValueError, match=r"x .* P\(None, 'model'\) .* P\('data'\) .*device_put"):
         doubled(x)
-    assert "'data'" in str(error.value) and "'model'" in str(error.value)
 
 
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
