@@ -34,7 +34,7 @@ NAMES = {
     },
 }
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (3, BATCH, LENGTH), np.int32)
-TX = optax.MultiSteps(optax.adam(1e-2), 2)
+TX = optax.adam(1e-2)
 KEY = jax.random.key(0)
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -143,9 +143,8 @@ def plain_losses(scanned):
     [
         (AUTO, 'all', False, True),
         (AUTO, 'fewer', True, False),
-        (AUTO, 'mesh axes', False, False),
-        (EXPLICIT, 'all', True, False),
-        ((AUTO, EXPLICIT), 'fewer', False, True),
+        (EXPLICIT, 'all', False, False),
+        ((AUTO, EXPLICIT), 'mesh axes', False, True),
     ],
 )
 def test_a_linen_decoder_trains(axis_types, boxes, scanned, ours):
@@ -298,7 +297,7 @@ def nnx_program(names):
 
     def init(key):
         model = NnxDecoder(names, nnx.Rngs(key))
-        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
         graph['def'], state = nnx.split((model, optimizer))
         return state
 
@@ -322,9 +321,7 @@ def plain_nnx_losses():
     return losses
 
 
-@pytest.mark.parametrize(
-    'axis_types, names', [(AUTO, 'all'), (EXPLICIT, 'fewer'), ((AUTO, EXPLICIT), 'all')]
-)
+@pytest.mark.parametrize('axis_types, names', [(AUTO, 'all'), (EXPLICIT, 'fewer')])
 def test_an_nnx_decoder_trains(axis_types, names):
     plan, losses = losses_of(partitioner_of(axis_types), *nnx_program(names))
     np.testing.assert_allclose(losses, plain_nnx_losses(), atol=1e-5)
