@@ -6,7 +6,7 @@ message per problem, which names the argument and the array in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +14,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from partitioning.partitioner.boundary import Argument, Boundary
+from partitioning.partitioner.pmap_leftovers import pmap_hint
 from partitioning.partitioner.tree_matching import TreeMismatchError, pair_leaves, short_repr
 from partitioning.rules import (
     check_spec,
-    describe_axes,
     indivisible,
     num_shards,
     padding_problems,
@@ -133,7 +133,7 @@ def _swapped(boundary: Boundary, arguments: Sequence[Argument]) -> tuple[Argumen
 
 def _misfits(boundary: Boundary, argument: Argument) -> Iterator[str]:
     try:
-        for path, sharding, leaf in _paired(argument):
+        for path, sharding, leaf in argument.pairs():
             where = f'{argument.name}{jax.tree_util.keystr(path)}'
             for problem in shape_problems(where, leaf, sharding):
                 hint = pmap_hint(argument, boundary.mesh, leaf, sharding)
@@ -154,17 +154,11 @@ def _list_hint(path: Sequence[Any], leaf: Any) -> str:
     return '. A list of numbers is not one array: convert it with numpy.asarray'
 
 
-def _paired(argument: Argument, *, static_fields: bool = False) -> Iterator[tuple[Any, Any, Any]]:
-    """The path of each array in an argument, its sharding, and the array."""
-    # Shardings whose static fields differ are adapted to the argument, so this is not a problem.
-    return pair_leaves(argument.entry, argument.value, prefix=True, static_fields=static_fields)
-
-
 def static_field_problems(arguments: Sequence[Argument]) -> Iterator[str]:
     """The static fields of an argument must be those of its entry, if it is passed by name."""
     for argument in arguments:
         try:
-            for _ in _paired(argument, static_fields=True):
+            for _ in argument.pairs(static_fields=True):
                 pass
         except TreeMismatchError as error:
             yield (
@@ -201,114 +195,6 @@ def _padding_hint(spec: PartitionSpec, dim: int, mesh: Mesh) -> str:
     )
 
 
-def pmap_hint(argument: Argument, mesh: Mesh, leaf: Any, sharding: Sharding) -> str:
-    """A hint if an array seems to have the leading dimension of devices that pmap needs.
-
-    It is certain if `jax_utils.replicate` laid out the array. The specs of a plan have one entry
-    per dimension, so an array with one dimension more is suspicious too.
-    """
-    shape = np.shape(leaf)
-    if not shape or shape[0] not in (mesh.size, jax.local_device_count()):
-        return ''
-    held = getattr(leaf, 'sharding', None)
-    replicated = (
-        isinstance(held, NamedSharding)
-        and held.spec == PartitionSpec(*held.mesh.shape)
-        and held.mesh.axis_names != mesh.axis_names
-    )
-    planned = 0 < len(getattr(sharding, 'spec', ())) == len(shape) - 1
-    if not replicated and (not planned or isinstance(argument.entry, Sharding)):
-        return ''
-    return (
-        f'. The first dimension of {argument.name}, {shape[0]}, seems to be that of the devices: '
-        'remove jax_utils.replicate and jax_utils.shard, which are for pmap; a partitioned '
-        'function takes global arrays'
-    )
-
-
-def shard_hint(argument: Argument) -> str:
-    """A hint if a batch may have been reshaped with `jax_utils.shard` for pmap."""
-    entry = argument.entry
-    if not isinstance(entry, NamedSharding) or entry.is_fully_replicated:
-        return ''
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(argument.value)]
-    devices = jax.local_device_count()
-    if not shapes or any(len(shape) < 2 or shape[0] != devices for shape in shapes):
-        return ''
-    return (
-        f'If the first dimension of {argument.name}, {devices}, is that of the devices, remove '
-        'jax_utils.shard, which is for pmap'
-    )
-
-
-def layout_problems(
-    boundary: Boundary, argument: Argument, *, only_other_meshes: bool = False
-) -> Iterator[str]:
-    """Arrays that were put somewhere must be where their entry says.
-
-    Args:
-      boundary: the layouts of the function.
-      argument: the argument.
-      only_other_meshes: whether to skip arrays on the mesh of the function.
-    """
-    for path, sharding, leaf in _paired(argument):
-        where = f'{argument.name}{jax.tree_util.keystr(path)}'
-        if sharding is None:
-            continue
-        if isinstance(leaf, np.ndarray) and jax.process_count() > 1:
-            if not sharding.is_fully_replicated:
-                yield (
-                    f'{where} is a numpy array, but each process holds only a part of it: make a '
-                    'global array with partitioner.to_global'
-                )
-            continue
-        if not is_placed(leaf) or leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            continue
-        if only_other_meshes and getattr(leaf.sharding, 'mesh', None) == boundary.mesh:
-            continue
-        yield (
-            f'{where} of shape {leaf.shape} is laid out as {_layout_str(leaf.sharding)}, but its '
-            f'entry in in_axis_resources says {_layout_str(sharding)}: '
-            f'{_move(argument, sharding)}'
-        ) + pmap_hint(argument, boundary.mesh, leaf, sharding)
-
-
-def is_placed(leaf: Any) -> bool:
-    """Whether an array has been put on devices on purpose, so that jax does not move it."""
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-        return False
-    return leaf.committed
-
-
-def _move(argument: Argument, sharding: Sharding) -> str:
-    name = argument.name
-    if not isinstance(argument.entry, Sharding):
-        return f'write jax.device_put({name}, plan.shardings)'
-    spec = getattr(sharding, 'spec', None)
-    if spec is None:
-        return f'move it with jax.device_put({name}, sharding)'
-    move = f'jax.device_put({name}, NamedSharding(partitioner.mesh, {spec_str(spec)}))'
-    if sharding.is_fully_replicated:
-        return f'write its own specs as the entry, such as plan.specs, or {move}'
-    return f'write {move}'
-
-
-def device_problems(boundary: Boundary, keywords: Mapping[str, Any]) -> Iterator[str]:
-    """Keyword arguments keep their layout, so they must be on the devices of the mesh."""
-    if not isinstance(boundary.mesh, Mesh):
-        return
-    devices = set(boundary.mesh.devices.flat)
-    for name, tree in keywords.items():
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            if is_placed(leaf) and leaf.sharding.device_set != devices:
-                yield (
-                    f'{name}{jax.tree_util.keystr(path)} is laid out as '
-                    f'{_layout_str(leaf.sharding)}, but the function runs on the '
-                    f'{len(devices)} devices of {describe_axes(boundary.mesh)}: write '
-                    f'jax.device_put({name}, NamedSharding(partitioner.mesh, P()))'
-                )
-
-
 def result_problems(boundary: Boundary, result: Any) -> Iterator[str]:
     """The result must fit out_axis_resources."""
     try:
@@ -326,15 +212,6 @@ def result_problems(boundary: Boundary, result: Any) -> Iterator[str]:
             f'but the function returns {error.second}: write one entry for each value that it '
             'returns'
         )
-
-
-def _layout_str(sharding: Sharding) -> str:
-    """A layout on one line: `P('data') over data 4 x model 2`, or the single device."""
-    if isinstance(sharding, NamedSharding):
-        return f'{spec_str(sharding.spec)} over {describe_axes(sharding.mesh.shape)}'
-    if len(sharding.device_set) == 1:
-        return f'one device, {next(iter(sharding.device_set))}'
-    return str(sharding)
 
 
 def _type(value: Any) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
 from partitioning.partitioner.arguments import Arguments
+from partitioning.partitioner.tree_matching import KeyPath, pair_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,3 +57,15 @@ class Argument(NamedTuple):
     name: str
     value: Any
     entry: Any
+
+    def pairs(self, *, static_fields: bool = False) -> Iterator[tuple[KeyPath, Any, Any]]:
+        """The path of each array in the argument, its sharding, and the array.
+
+        Args:
+          static_fields: whether the static fields of the entry must be those of the argument. The
+            methods of partitioned functions adapt them, so usually they do not count.
+
+        Raises:
+          TreeMismatchError: where the structures differ.
+        """
+        return pair_leaves(self.entry, self.value, prefix=True, static_fields=static_fields)

@@ -7,7 +7,6 @@ jax or of the user's function passes through unchanged.
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,24 +15,19 @@ import jax
 
 from partitioning.constraints import explain_batched_axis
 from partitioning.partitioner.argument_checks import (
-    device_problems,
     entry_problems,
     fit_problems,
-    layout_problems,
-    pmap_hint,
     result_problems,
-    shard_hint,
     static_field_problems,
     static_problems,
     value_problems,
 )
 from partitioning.partitioner.boundary import Boundary
 from partitioning.partitioner.donation import deletion_problems
+from partitioning.partitioner.placement_checks import device_problems, layout_problems
+from partitioning.partitioner.pmap_leftovers import axis_error, pmap_hint, shard_hint
 from partitioning.partitioner.recompilation import RecompilationError, TraceLog, call_function
 from partitioning.partitioner.trace_errors import place_of
-from partitioning.rules import describe_axes
-
-_UNBOUND_AXIS = re.compile(r'unbound axis name: ([^\s.]+)')
 
 
 def find_cause(
@@ -57,7 +51,7 @@ def find_cause(
     if isinstance(error, RecompilationError):
         return RecompilationError(str(error))
     if _is_inside(error):
-        known = _axis_error(error, boundary) or _mesh_error(error, boundary, args)
+        known = axis_error(error, boundary) or _mesh_error(error, boundary, args)
         known = known or _batched_axis_error(error, boundary)
         if known:
             return known
@@ -102,20 +96,6 @@ def _is_inside(error: Exception) -> bool:
     """Whether the user's function raised an exception, or something that it called."""
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return call_function.__code__ in frames[:-1]
-
-
-def _axis_error(error: Exception, boundary: Boundary) -> ValueError | None:
-    """Our error for an axis of pmap, whose collectives programs keep when they are moved."""
-    found = _UNBOUND_AXIS.search(str(error)) if isinstance(error, NameError) else None
-    if found is None:
-        return None
-    axis = found[1]
-    return ValueError(
-        f'{boundary.arguments.function}{place_of(error)}: there is no axis {axis!r} as in pmap. '
-        'Arrays in a partitioned function are global, so a mean over the batch already covers all '
-        f'devices: remove lax.pmean(x, {axis!r}) and axis_name={axis!r}. Inside shard_map, use the '
-        f'axes of the mesh, {describe_axes(boundary.mesh)}'
-    )
 
 
 def _batched_axis_error(error: Exception, boundary: Boundary) -> ValueError | None:
