@@ -116,9 +116,10 @@ def _with_explained_errors(partitioned: PartitionedMethods) -> Callable[..., Any
             return partitioned(*args, **kwargs)
         try:
             if watched is not None and watched < len(args):
-                if id(args[watched]) == last:
+                given = id(args[watched])
+                if given == last:
                     check_donation(boundary, args)
-                last = id(args[watched])
+                last = given
             return dispatch(*args)
         except Exception as error:
             if isinstance(error, ValueError) and jitted is partitioned._pjitted_fn:
