@@ -204,7 +204,8 @@ def test_a_run_that_fails_prints_one_line(tmp_path, texts):
     ids=['a mlp_dim that does not divide', 'a small vocabulary', 'no text files'],
 )
 def test_a_failure_before_training(fails, tmp_path, texts, changes, words):
-    fails(arguments(tmp_path / 'model', texts, *changes), *words)
+    two_d = '--gin_file=configs/partitioning/two_d.gin'  # its rules shard 'mlp'
+    fails([*arguments(tmp_path / 'model', texts, *changes), two_d], *words)
     assert not (tmp_path / 'model').exists()
 
 
