@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,7 @@ from partitioning.plan.rows import (
 )
 from partitioning.plan.rule_set import RuleSet
 from partitioning.rules import (
+    AxisNames,
     MeshLike,
     Problem,
     Report,
@@ -105,10 +107,11 @@ class _Builder:
     def _nameless(self, leaf: Leaf) -> PlanRow | Unplanned:
         """An array that has no names and follows no parameter."""
         if leaf.said_none:
-            own = () if leaf.array is None else ((leaf.path, leaf.array),)
-            for path, array in (*leaf.covered, *own):
+            if leaf.array is not None:
+                self.covered.append(self._replicated(leaf.path, leaf.array, leaf.role, SAID_NONE))
+            for path, array in leaf.covered:
                 self.covered.append(self._replicated(path, array, leaf.role, SAID_NONE))
-            return Unplanned(leaf.names, None)
+            return _without_axes(len(leaf.dims))
         if not _is_array(leaf.array):  # no array here, or a leaf such as a string
             return Unplanned(leaf.names, PartitionSpec())
         if leaf.path in self._large:
@@ -149,6 +152,12 @@ class _Builder:
             return Unplanned(leaf.names, to_spec(dimensions)), problems
         row = make_row('/'.join(leaf.path), leaf.array, self._mesh, dimensions, leaf.role)
         return row, problems
+
+
+@functools.cache
+def _without_axes(rank: int) -> Unplanned:
+    """The entry of an array for which the state names no axes."""
+    return Unplanned(AxisNames(*(None,) * rank), None)
 
 
 def _resolve_parameter(

@@ -7,7 +7,7 @@ rules. Every other leaf takes its names from the parameter that it follows.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
@@ -23,6 +23,7 @@ from partitioning.rules import (
 from partitioning.state.boxes import (
     Parameter,
     Path,
+    array_leaves,
     array_of,
     is_carrier,
     is_metadata,
@@ -205,60 +206,55 @@ def _origin(
 
 def _as_it_says(state: Any, said: Any) -> StateTree[Leaf]:
     """The leaves of a state that names its axes itself, with None where it gives no names."""
+    treedef: Any  # the type that jax declares lacks flatten_up_to
     flat, treedef = jax.tree_util.tree_flatten_with_path(
         said, is_leaf=lambda x: x is None or _is_names(x)
     )
     named = [(key_names(path), names) for path, names in flat]
-    held = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
-    arrays = {key_names(path): array_of(x) for path, x in held if not is_metadata(x)}
-    covered: dict[Path, list[tuple[Path, Any]]] = {}
-    if () not in arrays:  # jax looks into the state
-        covered = _covered(arrays, {path for path, _ in named})
-        _check_places([path for path, names in named if names is not None], arrays, covered, state)
+    try:
+        held = treedef.flatten_up_to(state)  # much faster than matching by path
+    except (ValueError, TypeError, KeyError):
+        held = _matched_by_path(named, state)
     return StateTree(
-        tuple(_leaf_as_said(path, names, arrays, covered.get(path, ())) for path, names in named),
+        tuple(_leaf_as_said(path, names, x) for (path, names), x in zip(named, held, strict=True)),
         treedef,
     )
 
 
-def _covered(arrays: Mapping[Path, Any], known: Set[Path]) -> dict[Path, list[tuple[Path, Any]]]:
-    """The arrays below each path that as_logical_axes() has in place of a subtree.
+def _matched_by_path(named: Sequence[tuple[Path, Any]], state: Any) -> list[Any]:
+    """The array of each path, or for a subtree its arrays by path, or None if there is none.
+
+    The tree of as_logical_axes() may differ from that of the state in fields that are empty in one
+    of them, such as the collections that T5X's states do not have.
 
     Raises:
-      ValueError: if as_logical_axes() lacks an array.
+      ValueError: if as_logical_axes() lacks an array, or names one in a place that does not exist.
     """
-    covered: dict[Path, list[tuple[Path, Any]]] = {}
+    flat = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda x: _is_empty(x) or is_carrier(x)
+    )
+    arrays = {key_names(path): x for path, x in flat if not (_is_empty(x) or is_metadata(x))}
+    held: dict[Path, Any] = dict.fromkeys(path for path, _ in named)
+    if () in arrays:  # jax does not look into the state
+        return list(held.values())
     for path, array in arrays.items():
-        if path in known:
-            continue
-        above = next((path[:n] for n in range(len(path)) if path[:n] in known), None)
+        above = next((path[:n] for n in range(len(path) + 1) if path[:n] in held), None)
         if above is None:
             raise ValueError(
                 f'{"/".join(path)} is not in as_logical_axes(): add its names, or None'
             )
-        covered.setdefault(above, []).append((path, array))
-    return covered
-
-
-def _check_places(
-    named: Sequence[Path], arrays: Mapping[Path, Any], covered: Mapping[Path, Any], state: Any
-) -> None:
-    """Raises ValueError if as_logical_axes() names an array in a place that the state lacks.
-
-    T5X's states give names for collections that they do not have: the field is None or empty.
-    """
-    missing = [path for path in named if path not in arrays and path not in covered]
-    if not missing:
-        return
-    flat = jax.tree_util.tree_leaves_with_path(
-        state, is_leaf=lambda x: _is_empty(x) or is_carrier(x)
-    )
+        if above == path:
+            held[path] = array
+        else:
+            held[above] = {**(held[above] or {}), '/'.join(path[len(above) :]): array}
     empty = {key_names(path) for path, x in flat if _is_empty(x)}
-    for path in missing:
-        if not any(path[:n] in empty for n in range(len(path) + 1)):
+    for path, names in named:
+        nothing = names is not None and held[path] is None
+        if nothing and not any(path[:n] in empty for n in range(len(path) + 1)):
             raise ValueError(
                 f'as_logical_axes() has {"/".join(path)}, but the state does not: remove it'
             )
+    return list(held.values())
 
 
 def _is_empty(x: Any) -> bool:
@@ -270,10 +266,10 @@ def _is_names(x: Any) -> bool:
     return type(x) is tuple and {str} <= {*map(type, x)} <= {str, type(None)}
 
 
-def _leaf_as_said(
-    path: Path, names: Any, arrays: Mapping[Path, Any], covered: Sequence[tuple[Path, Any]]
-) -> Leaf:
-    array = arrays.get(path)
+def _leaf_as_said(path: Path, names: Any, held: Any) -> Leaf:
+    """The leaf at a path of as_logical_axes(), where the state holds an array or a subtree."""
+    is_array = hasattr(held, 'dtype') or is_carrier(held) or jax.tree_util.all_leaves((held,))
+    array = array_of(held) if is_array else None
     role: Role = 'other'
     if not _OPTIMIZER_KEYS.isdisjoint(path):
         role = 'optimizer'
@@ -281,6 +277,7 @@ def _leaf_as_said(
         role = 'parameters'
     if names is None:
         dims = (None,) * len(shape_of(array))
-        return Leaf(path, array, role, None, dims, said_none=True, covered=tuple(covered))
+        covered = () if is_array else tuple(((*path, *p), x) for p, x in array_leaves(held))
+        return Leaf(path, array, role, None, dims, said_none=True, covered=covered)
     shape = None if array is None else shape_of(array)
     return Leaf(path, array, role, Parameter(path, tuple(names), shape), tuple(range(len(names))))
