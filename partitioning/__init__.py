@@ -17,7 +17,7 @@ from typing import Any
 
 _ROOMS = (
     *('compat', 'constraints', 'hardware', 'layout', 'mesh'),
-    *('partitioner', 'pictures', 'plan', 'rules', 'state', 'suggestion'),
+    *('partitioner', 'pictures', 'plan', 'programs', 'rules', 'state', 'suggestion'),
 )
 
 

@@ -52,12 +52,8 @@ from partitioning.mesh import (
 from partitioning.partitioner import (
     BasePartitioner as BasePartitioner,
     BasePjitPartitioner as BasePjitPartitioner,
-    CompiledPartitionedCallable as CompiledPartitionedCallable,
     MoePjitPartitioner as MoePjitPartitioner,
-    PartitionedCallable as PartitionedCallable,
     PjitPartitioner as PjitPartitioner,
-    PjittedFnWithContext as PjittedFnWithContext,
-    check_compiled_once as check_compiled_once,
     compute_num_model_partitions as compute_num_model_partitions,
     override_partition_specs as override_partition_specs,
 )
@@ -74,6 +70,12 @@ from partitioning.plan import (
     PlanDiff as PlanDiff,
     PlanRow as PlanRow,
     diff as diff,
+)
+from partitioning.programs import (
+    CompiledPartitionedCallable as CompiledPartitionedCallable,
+    PartitionedCallable as PartitionedCallable,
+    PjittedFnWithContext as PjittedFnWithContext,
+    check_compiled_once as check_compiled_once,
 )
 from partitioning.rules import (
     AxisNames as AxisNames,

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from partitioning import BasePartitioner
-from partitioning.partitioner.partitioned import CompiledPartitionedCallable
+from partitioning.programs.partitioned import CompiledPartitionedCallable
 from train.data.rows.open_task import features
 from train.steps import make_eval_step
 

@@ -1,4 +1,9 @@
-"""The entry point most users need: a mesh, rules, and the plans and functions they make."""
+"""The entry point most users need: a mesh, rules, and the plans and functions they make.
+
+`base`, `base_pjit`, `pjit` and `moe` are the partitioners, with their settings in `rule_settings`
+and `layout_setting`, and their behaviour as objects in `partitioner_object`. `initialization`
+creates states, and `training_setup` is the one call that gives a running step.
+"""
 
 from partitioning.partitioner.base import (
     BasePartitioner as BasePartitioner,
@@ -11,14 +16,6 @@ from partitioning.partitioner.moe import (
     compute_num_model_partitions as compute_num_model_partitions,
     override_partition_specs as override_partition_specs,
 )
-from partitioning.partitioner.partitioned import (
-    CompiledPartitionedCallable as CompiledPartitionedCallable,
-    PartitionedCallable as PartitionedCallable,
-    PjittedFnWithContext as PjittedFnWithContext,
-)
 from partitioning.partitioner.pjit import (
     PjitPartitioner as PjitPartitioner,
-)
-from partitioning.partitioner.recompilation import (
-    check_compiled_once as check_compiled_once,
 )

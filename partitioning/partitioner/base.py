@@ -24,15 +24,15 @@ from partitioning.layout import (
 )
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.initialization import trace_init
-from partitioning.partitioner.partitioned import (
+from partitioning.partitioner.partitioner_object import AnyMesh, PartitionerObject, settings_of_t5x
+from partitioning.partitioner.training_setup import TrainingSetup, partition_step
+from partitioning.plan import Plan
+from partitioning.programs.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
 )
-from partitioning.partitioner.partitioner_object import AnyMesh, PartitionerObject, settings_of_t5x
-from partitioning.partitioner.recompilation import OnRecompile
-from partitioning.partitioner.resources import to_shardings
-from partitioning.partitioner.training_setup import TrainingSetup, partition_step
-from partitioning.plan import Plan
+from partitioning.programs.recompilation import OnRecompile
+from partitioning.programs.resources import to_shardings
 from partitioning.rules import (
     LogicalAxisRules,
     MeshAxes,

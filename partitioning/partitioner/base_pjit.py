@@ -11,14 +11,14 @@ from jax.sharding import AbstractMesh, Mesh
 from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner
-from partitioning.partitioner.lowering_only import without_devices
-from partitioning.partitioner.partitioned import (
+from partitioning.plan import Plan
+from partitioning.programs.lowering_only import without_devices
+from partitioning.programs.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
 )
-from partitioning.partitioner.partitioned_calls import partition_function
-from partitioning.partitioner.recompilation import OnRecompile
-from partitioning.plan import Plan
+from partitioning.programs.partitioned_calls import partition_function
+from partitioning.programs.recompilation import OnRecompile
 from partitioning.rules import check_has_devices
 
 

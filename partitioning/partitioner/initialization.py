@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from partitioning.partitioner.partitioned import in_context
 from partitioning.plan import InitProgram, Plan
+from partitioning.programs.partitioned import in_context
 from partitioning.rules import LogicalAxisRules, check_has_devices
 from partitioning.state import check_only_arrays, unbox
 

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec
 from partitioning.hardware import HardwareMesh
 from partitioning.mesh import MeshConfig
 from partitioning.mesh.validation import check_count
-from partitioning.partitioner.partitioned import PartitionedCallable
 from partitioning.partitioner.pjit import PjitPartitioner
-from partitioning.partitioner.recompilation import OnRecompile
+from partitioning.programs.partitioned import PartitionedCallable
+from partitioning.programs.recompilation import OnRecompile
 from partitioning.rules import (
     AxisNames,
     LogicalAxisRules,

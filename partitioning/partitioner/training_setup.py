@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from partitioning.constraints import lay_out
-from partitioning.partitioner.partitioned import PartitionedCallable
+from partitioning.programs.partitioned import PartitionedCallable
 from partitioning.state import check_only_arrays, path_str
 from partitioning.state.same_paths import match_by_path
 

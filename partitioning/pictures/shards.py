@@ -21,8 +21,7 @@ from partitioning.pictures.shard_grid import (
     place_str,
     range_str,
 )
-from partitioning.plan.rows import sharding_str
-from partitioning.rules import check_spec
+from partitioning.rules import check_spec, sharding_str
 from partitioning.state import shape_of
 from partitioning.state.boxes import array_of
 

@@ -18,7 +18,6 @@ from partitioning.plan.rows import (
     PlanRow,
     dimension_str,
     join_reasons,
-    sharding_str,
 )
 from partitioning.plan.tables import Table, layout_table, rich_tables, text_tables
 from partitioning.rules import (
@@ -29,6 +28,7 @@ from partitioning.rules import (
     describe_axes,
     num_shards,
     sharding_axes,
+    sharding_str,
     spec_str,
 )
 from partitioning.state import array_leaves, shape_of

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, Sharding
 
-from partitioning.plan.rows import sharding_str
-from partitioning.rules import check_spec
+from partitioning.rules import check_spec, sharding_str
 from partitioning.state import path_str
 from partitioning.state.same_paths import like
 

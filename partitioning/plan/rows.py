@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from partitioning.rules import (
     AxisNames,
@@ -20,12 +20,10 @@ from partitioning.rules import (
     check_definite,
     check_layout,
     check_spec,
-    describe_axes,
     dimension_axes,
     from_tuple,
     num_shards,
     sharding_axes,
-    spec_str,
     to_spec,
 )
 from partitioning.state import Role, nbytes, shape_of
@@ -189,10 +187,3 @@ def join_reasons(subjects_and_reasons: Any) -> str:
     if len(subjects) == 1 and next(iter(subjects)) in (NO_NAMES, SAID_NONE):
         return next(iter(subjects))
     return '; '.join(f'{", ".join(names)}: {reason}' for reason, names in subjects.items())
-
-
-def sharding_str(sharding: Any) -> str:
-    """A sharding as a message shows it: `P('data') over data 4 x model 2`."""
-    if isinstance(sharding, NamedSharding):
-        return f'{spec_str(sharding.spec)} over {describe_axes(sharding.mesh.shape)}'
-    return str(sharding)

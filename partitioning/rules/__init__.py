@@ -34,6 +34,7 @@ from partitioning.rules.checks import (
     padding_problems as padding_problems,
     raise_problem as raise_problem,
     rank_problem as rank_problem,
+    sharding_str as sharding_str,
     sizes_that_fit as sizes_that_fit,
     spec_str as spec_str,
 )

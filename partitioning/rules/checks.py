@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from partitioning.rules.axes import (
     MeshLike,
@@ -219,6 +219,13 @@ def sizes_that_fit(size: int, shards: int) -> tuple[int, ...]:
 def spec_str(spec: PartitionSpec) -> str:
     """A spec as code, the same on every jax: `P(None, 'model')`."""
     return f'P({", ".join(map(repr, _entries(spec)))})'
+
+
+def sharding_str(sharding: Any) -> str:
+    """A sharding as a message shows it: `P('data') over data 4 x model 2`."""
+    if isinstance(sharding, NamedSharding):
+        return f'{spec_str(sharding.spec)} over {describe_axes(sharding.mesh.shape)}'
+    return str(sharding)
 
 
 def _entries(spec: PartitionSpec) -> tuple[Any, ...]:

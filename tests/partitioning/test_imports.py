@@ -24,6 +24,7 @@ FLOORS = {
     'mesh': 1,
     'state': 2,
     'plan': 3,
+    'programs': 3,
     'partitioner': 4,
     'pictures': 4,
     'suggestion': 4,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from partitioning.constraints import explain_batched_axis
-from partitioning.partitioner.argument_checks import (
+from partitioning.programs.argument_checks import (
     entry_problems,
     fit_problems,
     result_problems,
@@ -22,12 +22,12 @@ from partitioning.partitioner.argument_checks import (
     static_problems,
     value_problems,
 )
-from partitioning.partitioner.boundary import Boundary
-from partitioning.partitioner.donation import deletion_problems
-from partitioning.partitioner.placement_checks import device_problems, layout_problems
-from partitioning.partitioner.pmap_leftovers import axis_error, pmap_hint, shard_hint
-from partitioning.partitioner.recompilation import RecompilationError, TraceLog, call_function
-from partitioning.partitioner.trace_errors import place_of
+from partitioning.programs.boundary import Boundary
+from partitioning.programs.donation import deletion_problems
+from partitioning.programs.placement_checks import device_problems, layout_problems
+from partitioning.programs.pmap_leftovers import axis_error, pmap_hint, shard_hint
+from partitioning.programs.recompilation import RecompilationError, TraceLog, call_function
+from partitioning.programs.trace_errors import place_of
 
 
 def find_cause(

@@ -9,15 +9,15 @@ from typing import Any
 
 import jax
 
-from partitioning.partitioner.boundary import Boundary
-from partitioning.partitioner.call_errors import find_cause
-from partitioning.partitioner.explicit_axes import auto_where_needed
-from partitioning.partitioner.partitioned import (
+from partitioning.programs.boundary import Boundary
+from partitioning.programs.call_errors import find_cause
+from partitioning.programs.explicit_axes import auto_where_needed
+from partitioning.programs.partitioned import (
     PjittedFnWithContext,
     in_context,
 )
-from partitioning.partitioner.recompilation import TraceLog
-from partitioning.partitioner.tree_matching import have_same_paths
+from partitioning.programs.recompilation import TraceLog
+from partitioning.programs.tree_matching import have_same_paths
 from partitioning.rules import LogicalAxisRules
 from partitioning.state.same_paths import has_structure_of, like, with_static_fields
 

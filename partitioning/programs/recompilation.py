@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
-from partitioning.partitioner.arguments import Arguments
-from partitioning.partitioner.tree_matching import TreeMismatchError, pair_leaves, short_repr
+from partitioning.programs.arguments import Arguments
+from partitioning.programs.tree_matching import TreeMismatchError, pair_leaves, short_repr
 from partitioning.rules import describe_axes, spec_str
 
 OnRecompile = Literal['allow', 'error']

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from partitioning.partitioner.boundary import Boundary
+from partitioning.programs.boundary import Boundary
 
 
 def check_donation(boundary: Boundary, args: Sequence[Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from partitioning.partitioner.trace_errors import needs_explicit_axes, place_of
+from partitioning.programs.trace_errors import needs_explicit_axes, place_of
 from partitioning.rules import as_tuple
 from partitioning.state.same_paths import match_by_path
 

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from partitioning.partitioner.arguments import Arguments
-from partitioning.partitioner.inner_layouts import inner_spec, is_resource
+from partitioning.programs.arguments import Arguments
+from partitioning.programs.inner_layouts import inner_spec, is_resource
 from partitioning.rules import PaddedSpec, boundary_spec, check_definite, check_spec
 from partitioning.state import path_str
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from partitioning.partitioner.arguments import Arguments
-from partitioning.partitioner.tree_matching import KeyPath, pair_leaves
+from partitioning.programs.arguments import Arguments
+from partitioning.programs.tree_matching import KeyPath, pair_leaves
 
 
 @dataclasses.dataclass(frozen=True)

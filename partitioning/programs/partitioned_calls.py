@@ -8,14 +8,14 @@ from typing import Any, cast
 
 from jax.sharding import Mesh
 
-from partitioning.partitioner.arguments import Arguments
-from partitioning.partitioner.boundary import Boundary
-from partitioning.partitioner.donation import check_donation
-from partitioning.partitioner.inner_layouts import lay_out_inside
-from partitioning.partitioner.partitioned import PartitionedCallable
-from partitioning.partitioner.partitioned_methods import PartitionedMethods
-from partitioning.partitioner.recompilation import OnRecompile, TraceLog, observe
-from partitioning.partitioner.resources import check_entries, check_not_both, to_shardings
+from partitioning.programs.arguments import Arguments
+from partitioning.programs.boundary import Boundary
+from partitioning.programs.donation import check_donation
+from partitioning.programs.inner_layouts import lay_out_inside
+from partitioning.programs.partitioned import PartitionedCallable
+from partitioning.programs.partitioned_methods import PartitionedMethods
+from partitioning.programs.recompilation import OnRecompile, TraceLog, observe
+from partitioning.programs.resources import check_entries, check_not_both, to_shardings
 from partitioning.rules import LogicalAxisRules
 
 

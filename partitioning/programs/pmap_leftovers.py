@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from partitioning.partitioner.boundary import Argument, Boundary
-from partitioning.partitioner.trace_errors import place_of
+from partitioning.programs.boundary import Argument, Boundary
+from partitioning.programs.trace_errors import place_of
 from partitioning.rules import describe_axes
 
 _UNBOUND_AXIS = re.compile(r'unbound axis name: ([^\s.]+)')

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
-from partitioning.partitioner.trace_errors import own_errors
+from partitioning.programs.trace_errors import own_errors
 from partitioning.rules import AxisRules, LogicalAxisRules
 
 CompiledPartitionedCallable = Callable[..., Any]

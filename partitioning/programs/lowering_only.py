@@ -8,7 +8,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import AbstractMesh
 
-from partitioning.partitioner.partitioned import PartitionedCallable
+from partitioning.programs.partitioned import PartitionedCallable
 from partitioning.rules import check_has_devices
 
 

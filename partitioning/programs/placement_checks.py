@@ -9,10 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from partitioning.partitioner.boundary import Argument, Boundary
-from partitioning.partitioner.pmap_leftovers import pmap_hint
-from partitioning.plan.rows import sharding_str
-from partitioning.rules import describe_axes, spec_str
+from partitioning.programs.boundary import Argument, Boundary
+from partitioning.programs.pmap_leftovers import pmap_hint
+from partitioning.rules import describe_axes, sharding_str, spec_str
 
 
 def layout_problems(

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from partitioning.partitioner.boundary import Argument, Boundary
-from partitioning.partitioner.pmap_leftovers import pmap_hint
-from partitioning.partitioner.tree_matching import TreeMismatchError, pair_leaves, short_repr
+from partitioning.programs.boundary import Argument, Boundary
+from partitioning.programs.pmap_leftovers import pmap_hint
+from partitioning.programs.tree_matching import TreeMismatchError, pair_leaves, short_repr
 from partitioning.rules import (
     check_spec,
     indivisible,
