@@ -23,6 +23,7 @@ from partitioning import (
     MeshConfig,
     MoePjitPartitioner,
     PaddedSpec,
+    Partitioned,
     PjitPartitioner,
     Plan,
     TrainState,
@@ -165,6 +166,13 @@ def test_an_assigned_mesh_is_not_lost_in_a_pickle():
         pickle.dumps(partitioner)
     partitioner.mesh = ABSTRACT
     assert again(partitioner).mesh is ABSTRACT
+
+
+def test_the_meshes_of_boxes_are_not_in_a_pickle():
+    partitioner = PjitPartitioner(num_partitions=2, logical_axis_rules=RULES)
+    boxed = Partitioned(jax.ShapeDtypeStruct((8, 4), np.float32), ('embed', 'mlp'), mesh=SQUARE)
+    assert partitioner.get_mesh_axes({'kernel': boxed}) == {'kernel': P(None, 'model')}
+    assert again(partitioner).logical_axis_rules == tuple(RULES)
 
 
 def test_a_pickled_plan_is_like_its_file(tmp_path):

@@ -22,6 +22,7 @@ from t5x_like_states import (
 
 import partitioning
 from partitioning import (
+    AxisRules,
     LocalChunker,
     LogicalAxisRules,
     MeshConfig,
@@ -270,6 +271,18 @@ def test_flip(kind):
         partitioner.get_mesh_axes(state)
     with pytest.raises(ValueError, match='malformed'):
         partitioner._logical_axis_rules += [('classes', 'model', 'data')]
+
+
+def test_appended_rules_keep_the_policies():
+    rules = AxisRules(RULES, on_unmatched='replicate', on_indivisible='drop_axis')
+    partitioner = PjitPartitioner(num_partitions=2, logical_axis_rules=rules)
+    partitioner._logical_axis_rules += (('classes', None),)
+    more = [('classes', 'model')]
+    first = more + rules
+    for longer in (partitioner.logical_axis_rules, rules + more, first):
+        assert (longer.on_unmatched, longer.on_indivisible) == ('replicate', 'drop_axis')
+        assert len(longer) == len(RULES) + 1
+    assert first[0] == ('classes', 'model')
 
 
 # scenic: a text head with param_with_axes.
