@@ -78,7 +78,8 @@ def _checked(init_fn: Callable[..., Any]) -> Callable[..., Any]:
 def _over_auto_axes(mesh: Mesh) -> Mesh:
     """The mesh with Auto axes; an AbstractMesh stays one."""
     if isinstance(mesh, AbstractMesh):
-        return AbstractMesh(mesh.axis_sizes, mesh.axis_names)
+        types = (AxisType.Auto,) * len(mesh.axis_names)  # in jax 0.12 they are Explicit by default
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=types)
     return Mesh(mesh.devices, mesh.axis_names)
 
 
