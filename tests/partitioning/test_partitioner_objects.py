@@ -83,6 +83,15 @@ def test_the_repr_builds_no_mesh():
     assert 'vocab, mlp, heads -> model' in repr(built)
 
 
+@pytest.mark.parametrize('used', [False, True])
+def test_the_repr_shows_a_layout_by_one_word(used):
+    partitioner = PjitPartitioner(mesh=CONFIG, layout='fsdp')
+    if used:
+        partitioner.mesh  # noqa: B018
+    assert "layout    'fsdp' lays out the state" in repr(partitioner)
+    assert 'standard_logical_axis_rules' not in repr(partitioner)
+
+
 @pytest.mark.parametrize(
     'mesh, shown',
     [
