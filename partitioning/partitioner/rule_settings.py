@@ -73,8 +73,6 @@ def describe_settings(
     """
     standard = 'standard_logical_axis_rules for the axes of the mesh'
     if others['layout'] is not None:
-        standard = 'for the batch only, over the axes of the mesh'
-    if others['layout'] is not None:
         standard = 'made by the layout, for activations'
     rows = [('rules', standard if rules is None else describe_rules(rules))]
     if others['optimizer rules'] is not None:
