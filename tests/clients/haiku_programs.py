@@ -32,13 +32,13 @@ def transformer(tokens):
     return hk.Linear(VOCAB)(x)
 
 
-adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.rmsprop(1e-2))
 
 
 def transformer_init(key):
     rng, init_rng = jax.random.split(key)
     params = transformer.init(init_rng, jnp.ones((1, LENGTH), jnp.int32))
-    return TrainingState(params, adam.init(params), rng, jnp.array(0))
+    return TrainingState(params, clipped.init(params), rng, jnp.array(0))
 
 
 def transformer_update(state, tokens):
@@ -49,7 +49,7 @@ def transformer_update(state, tokens):
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
     loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    updates, opt_state = adam.update(grads, state.opt_state)
+    updates, opt_state = clipped.update(grads, state.opt_state)
     params = optax.apply_updates(state.params, updates)
     return TrainingState(params, opt_state, next_rng, state.step + 1), loss
 
@@ -66,7 +66,7 @@ def convnet(images, is_training):
     for channels in (8, 16):
         x = hk.Conv2D(channels, 3, with_bias=False)(x)
         x = hk.BatchNorm(True, True, decay_rate=0.9)(x, is_training)
-        x = hk.max_pool(jax.nn.relu(x), 2, 2, 'SAME')
+        x = hk.max_pool(jax.nn.relu(x), (2, 2, 1), (2, 2, 1), 'SAME')
     return hk.Linear(CLASSES)(hk.Flatten()(x))
 
 

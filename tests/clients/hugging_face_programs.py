@@ -66,7 +66,7 @@ llama = FlaxLlamaForCausalLM(
 def llama_init(key):
     params = llama.init_weights(key, (1, LENGTH))
     return TrainState.create(
-        apply_fn=llama.__call__, params=params, tx=optax.adamw(1e-2), dropout_key=key
+        apply_fn=llama.__call__, params=params, tx=optax.lion(1e-3), dropout_key=key
     )
 
 

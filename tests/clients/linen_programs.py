@@ -219,7 +219,7 @@ class ViT(nn.Module):
 
 vit = ViT()
 vit_tx = optax.chain(
-    optax.scale_by_adam(mu_dtype='bfloat16'),
+    optax.trace(0.9, accumulator_dtype='bfloat16'),
     optax.add_decayed_weights(1e-4, lambda params: jax.tree.map(lambda p: p.ndim > 1, params)),
     optax.scale_by_learning_rate(optax.cosine_decay_schedule(1e-2, 10)),
 )
