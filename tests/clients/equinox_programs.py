@@ -17,7 +17,7 @@ adam = optax.adam(1e-2)
 
 
 def create(key):
-    model = eqx.nn.MLP(8 * 8 * 3, CLASSES, width_size=32, depth=2, key=key)
+    model = eqx.nn.MLP(8 * 8 * 3, CLASSES, width_size=64, depth=1, key=key)
     return model, adam.init(eqx.filter(model, eqx.is_array))
 
 

@@ -52,8 +52,8 @@ HF_GPT2 = functional(gpt2_init, language_model_step, partial(token_batches, 257)
 llama = FlaxLlamaForCausalLM(
     LlamaConfig(
         vocab_size=32,
-        hidden_size=32,
-        intermediate_size=64,
+        hidden_size=16,
+        intermediate_size=32,
         max_position_embeddings=LENGTH,
         num_attention_heads=8,
         num_hidden_layers=1,

@@ -115,7 +115,7 @@ class Decoder(nn.Module):
 
 def decoder_init(key):
     model = Decoder()
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adafactor(1e-2))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
     variables = model.init(key, jnp.ones((1, LENGTH), jnp.int32))
     tx = optax.MultiSteps(tx, every_k_schedule=2).gradient_transformation()
     return TrainState.create(apply_fn=model.apply, params=variables['params'], tx=tx)
