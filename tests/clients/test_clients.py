@@ -1,5 +1,7 @@
 """Programs of other libraries, unchanged, train as they do without a partitioner."""
 
+import os
+
 import client_runs
 import numpy as np
 import pytest
@@ -25,21 +27,25 @@ EXTRA_LINES = {
 }
 
 
-# Ten programs have all layouts. The others resemble one of them, so one or two layouts are enough.
-FEWER_LAYOUTS = {
-    'linen_vit': ('fsdp',),
-    'nnx_encoder': ('4x2',),
-    'hf_gpt2': ('4x2', 'fsdp'),
-    'haiku_transformer': ('4x2',),
-    'equinox_transformer': ('fsdp',),
-}
+# One program of each library has all layouts. The others have 'fsdp', and some of them also '4x2'.
+# MESHWRIGHT_ALL_LAYOUTS=1 tests every program on every layout.
+ALL_LAYOUTS = {'linen_resnet', 'nnx_gemma', 'haiku_convnet', 'equinox_mlp', 'hf_llama'}
+TWO_LAYOUTS = {'linen_lm1b', 'linen_decoder', 'nnx_cnn', 'hf_gpt2'}
+
+
+def layouts_of(name):
+    if name in ALL_LAYOUTS or os.environ.get('MESHWRIGHT_ALL_LAYOUTS'):
+        return LAYOUTS
+    return ('4x2', 'fsdp') if name in TWO_LAYOUTS else ('fsdp',)
+
+
 # The largest part of a state that one device may hold, so that no layout replicates everything.
 LARGEST_PART = {'8x1': 1.0, '4x2': 0.75, '1x8': 0.55, 'fsdp': 0.25}
 
 
 @pytest.mark.parametrize(
     ('name', 'layout'),
-    [(name, layout) for name in CLIENTS for layout in FEWER_LAYOUTS.get(name, LAYOUTS)],
+    [(name, layout) for name in CLIENTS for layout in layouts_of(name)],
 )
 def test_losses_equal_those_of_the_plain_run(name, layout):
     expected = client_runs.plain_losses(name)

@@ -174,7 +174,7 @@ def assert_fixed_point(partitioner, step, state, *others):
 
 @AXIS_TYPES
 @pytest.mark.parametrize('program', PROGRAMS)
-def test_one_call_is_enough(program, axis_type):
+def test_one_call_is_enough(program, axis_type, caplog):
     init, step, settings, name, shard = PROGRAMS[program]
     init, inits = counted(init)
     step, steps = counted(step)
@@ -182,7 +182,9 @@ def test_one_call_is_enough(program, axis_type):
     state, partitioned, data_spec = partitioner.setup(init, step, KEY)
     assert data_spec == partitioner.data_partition_spec == P('data')
     result = assert_fixed_point(partitioner, partitioned, state)
-    assert (len(inits), len(steps)) == (1, 1)
+    # Where jax refuses an operation over Explicit axes, the step is read again over Auto axes.
+    attempts = 2 if 'over the Explicit axes' in caplog.text else 1
+    assert (len(inits), len(steps)) == (1, attempts)
     assert all(x.is_deleted() for x in jax.tree.leaves(state) if x.ndim)  # it was donated
     after = state_of(result, state)
     arrays = [x for path, x in leaves_of(after).items() if name in path]
