@@ -13,6 +13,14 @@ from partitioning.rules import nearest
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
+def positions(indices: Sequence[int], count: int) -> set[int]:
+    """Indices of arguments, some counted from the last one, as positions in a call with `count`.
+
+    Arguments that the call leaves out have no position.
+    """
+    return {i + count if i < 0 else i for i in indices if -count <= i < count}
+
+
 class Arguments:
     """What a function accepts.
 

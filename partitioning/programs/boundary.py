@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from partitioning.programs.arguments import Arguments
+from partitioning.programs.arguments import Arguments, positions
 from partitioning.programs.tree_matching import KeyPath, pair_leaves
 
 
@@ -35,7 +35,7 @@ class Boundary:
 
     def dynamic_indices(self, count: int) -> list[int]:
         """The positions of the arguments that are not static, in a call with `count` arguments."""
-        static = {i + count if i < 0 else i for i in self.static}
+        static = positions(self.static, count)
         return [i for i in range(count) if i not in static]
 
     def dynamic(self, args: Sequence[Any]) -> list[Argument]:

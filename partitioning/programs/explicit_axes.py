@@ -17,6 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from partitioning.programs.arguments import positions
 from partitioning.programs.trace_errors import needs_explicit_axes, place_of
 from partitioning.rules import as_tuple
 from partitioning.state.same_paths import match_by_path
@@ -42,7 +43,7 @@ def auto_where_needed(
 
     @functools.wraps(fn)
     def traced(*args: Any) -> Any:
-        static = {i % len(args) for i in static_argnums} if args else set()
+        static = positions(static_argnums, len(args))
         try:
             # In a jaxpr of its own, a failed attempt leaves no operations behind.
             return jax.jit(fn, static_argnums=tuple(static), inline=True)(*args)

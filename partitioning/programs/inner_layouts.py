@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from partitioning.constraints import lay_out
+from partitioning.programs.arguments import positions
 from partitioning.rules import PaddedSpec, padding_problems
 from partitioning.state import path_str
 
@@ -63,7 +64,7 @@ def lay_out_inside(
     @functools.wraps(fn)
     def laid_out(*args: Any, **kwargs: Any) -> Any:
         placed = list(args)
-        static = {i + len(args) if i < 0 else i for i in static_argnums}
+        static = positions(static_argnums, len(args))
         dynamic = [i for i in range(len(args)) if i not in static]
         of_each = (
             in_resources if isinstance(in_resources, tuple) else (in_resources,) * len(dynamic)

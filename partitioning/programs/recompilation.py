@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
-from partitioning.programs.arguments import Arguments
+from partitioning.programs.arguments import Arguments, positions
 from partitioning.programs.tree_matching import TreeMismatchError, pair_leaves, short_repr
 from partitioning.rules import describe_axes, spec_str
 
@@ -81,7 +81,7 @@ class TraceLog:
         Raises:
           RecompilationError: if it is not the first trace, and the policy is 'error'.
         """
-        static = {self._arguments.name(i + len(args) if i < 0 else i) for i in self._static}
+        static = {self._arguments.name(i) for i in positions(self._static, len(args))}
         traced = {
             name: StaticValue(value) if name in static else jax.tree.map(abstract, value)
             for name, value in self._arguments.by_name(args, kwargs).items()

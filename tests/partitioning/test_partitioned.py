@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from partitioning import PjitPartitioner, PjittedFnWithContext
+from partitioning import MeshConfig, PjitPartitioner, PjittedFnWithContext
 
 pytestmark = pytest.mark.core
 
@@ -172,6 +172,15 @@ def test_resources_follow_a_keyword(partitioner):
     call(w=rows(8), x=rows(8))
     jax.effects_barrier()  # the callback may run after the call returns
     assert seen['w'].is_equivalent_to(NamedSharding(partitioner.mesh, P('model')), 1)
+
+
+def test_a_static_argument_that_is_left_out_over_explicit_axes():
+    mesh = MeshConfig(axes={'data': 8}, axis_types='explicit').build()
+    scale = PjitPartitioner(mesh=mesh).partition(
+        lambda x, factor=2: x * factor, (P('data'),), P('data'), static_argnums=1
+    )
+    np.testing.assert_array_equal(scale(np.arange(8)), 2 * np.arange(8))
+    np.testing.assert_array_equal(scale(np.arange(8), 3), 3 * np.arange(8))
 
 
 def test_keywords_with_static_and_donated_arguments(partitioner):
