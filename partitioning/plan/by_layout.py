@@ -13,7 +13,7 @@ from partitioning.plan.plan import Plan, Unplanned
 from partitioning.plan.rows import NOT_OF_PARAMETER, SMALL, PlanRow, make_row, without_name
 from partitioning.plan.rule_set import Layout, RuleSet
 from partitioning.plan.stacked_layers import stacked_dimensions
-from partitioning.plan.subject import Subject, whole
+from partitioning.plan.subject import Decision, Subject, whole
 from partitioning.rules import MeshLike, Problem, Report, ResolvedDimension, raise_problem
 from partitioning.state import Leaf, Path, key_names, nbytes, shape_of, walk
 from partitioning.state.boxes import array_of, carried_names, is_carrier, is_metadata
@@ -66,7 +66,10 @@ class _Builder:
 
     def decide(self, subject: Subject) -> tuple[ResolvedDimension, ...]:
         """The dimensions of an array; what is wrong is reported."""
-        dimensions, problems = self._layout.decide(subject, self._mesh)
+        return self._reported(subject, self._layout.decide(subject, self._mesh))
+
+    def _reported(self, subject: Subject, decision: Decision) -> tuple[ResolvedDimension, ...]:
+        dimensions, problems = decision
         for problem in problems:
             if problem.kind == 'unmatched':
                 self._unmatched.append('/'.join(subject.path))
@@ -98,10 +101,10 @@ class _Builder:
     def _alone(self, leaf: Leaf) -> tuple[ResolvedDimension, ...]:
         """The dimensions of an array that follows no parameter."""
         subject = Subject(leaf.path, leaf.array)
-        _, problems = self._layout.decide(subject, self._mesh)
-        if nbytes(leaf.array) <= SMALL and any(p.kind == 'unmatched' for p in problems):
+        decision = self._layout.decide(subject, self._mesh)
+        if nbytes(leaf.array) <= SMALL and any(p.kind == 'unmatched' for p in decision[1]):
             return whole(subject, 'no partition rule matches this small array')
-        return self.decide(subject)
+        return self._reported(subject, decision)
 
 
 def _is_preconditioner(leaf: Leaf) -> bool:

@@ -18,10 +18,8 @@ from partitioning.programs.pmap_leftovers import pmap_hint
 from partitioning.programs.tree_matching import TreeMismatchError, pair_leaves, short_repr
 from partitioning.rules import (
     check_spec,
-    indivisible,
-    num_shards,
     padding_problems,
-    sharding_axes,
+    size_problems,
     spec_str,
 )
 
@@ -179,11 +177,8 @@ def shape_problems(where: str, leaf: Any, sharding: Sharding) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
         return
-    for dim, entry in enumerate(spec):
-        axes = sharding_axes(entry)
-        if shape[dim] % num_shards(axes, mesh):
-            problem = indivisible(dim, shape, axes, mesh)
-            yield f'{where}: {spec_str(spec)}: {problem.message}{_padding_hint(spec, dim, mesh)}'
+    for dim, problem in size_problems(spec, mesh, shape):
+        yield f'{where}: {spec_str(spec)}: {problem.message}{_padding_hint(spec, dim, mesh)}'
 
 
 def _padding_hint(spec: PartitionSpec, dim: int, mesh: Mesh) -> str:

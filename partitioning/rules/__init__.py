@@ -35,6 +35,7 @@ from partitioning.rules.checks import (
     raise_problem as raise_problem,
     rank_problem as rank_problem,
     sharding_str as sharding_str,
+    size_problems as size_problems,
     sizes_that_fit as sizes_that_fit,
     spec_str as spec_str,
 )

@@ -89,11 +89,18 @@ def check_layout(spec: PartitionSpec, mesh: MeshLike, where: str, shape: Sequenc
     It checks what `check_spec` does, and that the shards divide the size of each dimension.
     """
     check_spec(spec, mesh, where, shape)
+    for _, problem in size_problems(spec, mesh, shape):
+        raise ValueError(f'{where}: {spec_str(spec)}: {problem.message}')
+
+
+def size_problems(
+    spec: PartitionSpec, mesh: MeshLike, shape: Sequence[int]
+) -> Iterator[tuple[int, Problem]]:
+    """The dimensions whose size the shards of a spec do not divide, each with its problem."""
     for dim, entry in enumerate(_entries(spec)):
         axes = sharding_axes(entry)
         if shape[dim] % num_shards(axes, mesh):
-            problem = indivisible(dim, shape, axes, mesh)
-            raise ValueError(f'{where}: {spec_str(spec)}: {problem.message}')
+            yield dim, indivisible(dim, shape, axes, mesh)
 
 
 def check_definite(spec: PartitionSpec, where: str) -> None:
