@@ -9,6 +9,10 @@ from flax.core import freeze
 from flax.linen.partitioning import AxisMetadata, get_axis_names
 from jax.sharding import PartitionSpec as P
 
+# The kernel of these states, and rules for it.
+KERNEL = np.arange(8 * 4, dtype=np.float32).reshape(8, 4) / 8
+RULES = (('batch', 'data'), ('embed', None), ('vocab', 'model'), ('mlp', 'model'))
+
 NOTHING = freeze({})
 
 

@@ -15,6 +15,8 @@ from jax._src import xla_bridge
 from jax.sharding import NamedSharding, PartitionSpec as P
 from mock_devices import tpus, v3_4x4
 from t5x_like_states import (
+    KERNEL,
+    RULES,
     InferenceState,
     metadata,
     optimized_state,
@@ -33,9 +35,6 @@ from partitioning import (
 from partitioning.layout.ownership import shard_ownership
 
 pytestmark = pytest.mark.core
-
-KERNEL = np.arange(8 * 4, dtype=np.float32).reshape(8, 4) / 8
-RULES = (('batch', 'data'), ('embed', None), ('vocab', 'model'), ('mlp', 'model'))
 
 
 @pytest.fixture(name='partitioner', scope='module')

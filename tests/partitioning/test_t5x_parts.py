@@ -12,6 +12,8 @@ import pytest
 from flax.core import freeze
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from t5x_like_states import (
+    KERNEL,
+    RULES,
     InferenceState,
     Statistics,
     metadata,
@@ -31,9 +33,6 @@ from partitioning import (
 from partitioning.partitioner import moe
 
 pytestmark = pytest.mark.core
-
-KERNEL = np.arange(8 * 4, dtype=np.float32).reshape(8, 4) / 8
-RULES = (('batch', 'data'), ('embed', None), ('vocab', 'model'), ('mlp', 'model'))
 
 
 @pytest.fixture(name='partitioner', scope='module')
