@@ -12,10 +12,15 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from partitioning.hardware import describe_topology
 from partitioning.mesh.config import MeshConfig
 from partitioning.mesh.rings import mesh_table
 from partitioning.pictures.mesh_drawing import draw_mesh
+from partitioning.pictures.mesh_text import mesh_picture
+
+_DRAWN = 1024  # the most devices that a picture on a terminal shows
 
 
 def _reader(read: Callable[[str], Any], example: str = '') -> Callable[[str], Any]:
@@ -68,27 +73,41 @@ _VIEW: Flags = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit status: 2 if the flags do not describe a mesh."""
-    parser = argparse.ArgumentParser(
-        prog='python -m partitioning.mesh',
-        description='Shows the mesh of a machine: axes, networks, hops between neighbours.',
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog='examples:\n  --topology=v5e:16x16 --num_partitions=8 --png=mesh.png\n'
-        '  --topology=v5p:8x8x8 --num_slices=2 --axes=data=-1,model=8 --dcn=data=2',
+def main(
+    arguments: Sequence[str] | None = None,
+    parser: argparse.ArgumentParser | None = None,
+    with_picture: bool = False,
+) -> int:
+    """Runs the command and returns its exit status: 2 if the flags do not describe a mesh.
+
+    Args:
+      arguments: the flags, by default those of this process.
+      parser: gets the flags, by default a parser of `python -m partitioning.mesh`.
+      with_picture: whether to draw where each device is in the mesh, as text.
+    """
+    parser = parser or argparse.ArgumentParser(prog='python -m partitioning.mesh')
+    parser.description = 'Shows the mesh of a machine: axes, networks, hops between neighbours.'
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = (
+        'examples:\n  --topology=v5e:16x16 --num_partitions=8 --png=mesh.png\n'
+        '  --topology=v5p:8x8x8 --num_slices=2 --axes=data=-1,model=8 --dcn=data=2'
     )
     for name, (read, text) in (_COMMON | _WITH_AXES | _OF_T5X | _VIEW).items():
-        parser.add_argument(f'--{name}', type=read, help=text)
+        names = ['--axes', '--mesh'] if name == 'axes' else [f'--{name}']
+        parser.add_argument(*names, type=read, help=text)
     given = {k: v for k, v in vars(parser.parse_args(arguments)).items() if v is not None}
     try:
-        _show(given)
+        mesh = _show(given)
+        if with_picture and mesh.size <= _DRAWN:
+            print(mesh_picture(mesh, color=sys.stdout.isatty()))
     except (ValueError, RuntimeError, OSError) as error:
         print(f'error: {error}', file=sys.stderr)
         return 2
     return 0
 
 
-def _show(given: dict[str, Any]) -> None:
+def _show(given: dict[str, Any]) -> Mesh:
+    """Prints the table of the mesh that the flags describe, draws it into a file, returns it."""
     png = given.get('png')
     if png is not None and (not png.endswith('.png') or not Path(png).parent.is_dir()):
         raise ValueError(f'--png={png} must be a path that ends in .png, in an existing folder')
@@ -114,6 +133,7 @@ def _show(given: dict[str, Any]) -> None:
     if png is not None:
         draw_mesh(mesh, png, title=machine, **view)
         print(f'wrote {png}')
+    return mesh
 
 
 def _config(given: dict[str, Any]) -> MeshConfig:

@@ -50,17 +50,19 @@ def trace_init(
         made = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(arrays))
         return jax.tree.unflatten(treedef, map(_strongly_typed, made, jaxpr.out_avals))
 
-    def run(plan: Plan, *given: Any) -> Any:
+    def jit_for(plan: Plan, *given: Any) -> Any:
         check_has_devices(mesh, 'plan.init')
         _check_arguments(planned, given)
         replicated = NamedSharding(auto, PartitionSpec())
         shardings = jax.tree.map(lambda s: NamedSharding(auto, s.spec), plan.shardings)
-        state = jax.jit(make, in_shardings=replicated, out_shardings=shardings)(*given)
+        return jax.jit(make, in_shardings=replicated, out_shardings=shardings)
+
+    def finish(plan: Plan, state: Any) -> Any:
         if AxisType.Explicit not in mesh.axis_types:
             return state
         return jax.device_put(state, plan.shardings)
 
-    return named, InitProgram(run, abstract)
+    return named, InitProgram(jit_for, finish, abstract)
 
 
 def _checked(init_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from partitioning.partitioner.layout_setting import (
     check_no_word,
     layout_on_mesh,
 )
-from partitioning.partitioner.partitioner_object import AnyMesh
+from partitioning.partitioner.partitioner_object import AnyMesh, settings_of_t5x
 from partitioning.partitioner.rule_settings import (
     check_batch_rule,
     check_plan,
@@ -220,6 +220,19 @@ class PjitPartitioner(BasePjitPartitioner):
         _ = self.mesh  # built once, for both
         other = copy.copy(self)
         other._logical_axis_rules = AxisRules(logical_axis_rules)
+        return other
+
+    def with_mesh(self, mesh: AnyMesh) -> Self:
+        """The same partitioner on another mesh; its class, rules, layout and policies stay.
+
+        It knows the names of the states that this partitioner has planned.
+
+        Args:
+          mesh: as for the constructor. An AbstractMesh is enough to plan a state.
+        """
+        other = copy.copy(self)
+        other._mesh_source, other._t5x_settings = mesh, settings_of_t5x(mesh, {})
+        other._forget()
         return other
 
     @functools.cached_property

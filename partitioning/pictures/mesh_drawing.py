@@ -45,7 +45,7 @@ def draw_mesh(
         from matplotlib.figure import Figure
     except ImportError:
         raise RuntimeError("drawing needs matplotlib: pip install 'meshwright[plot]'") from None
-    places, side, captions = _places(mesh)
+    places, side, captions = places_on_paper(mesh)
     rings = axis_rings(mesh, wrap=wrap, granule_size=granule_size)
     axes = [i for i, ring in enumerate(rings) if ring.size > 1] or [len(rings) - 1]
     width, height = np.ptp(places.reshape(-1, 2), axis=0) + 1
@@ -106,7 +106,7 @@ def _heading(ring: AxisRing) -> str:
     return f'{ring.axis} {ring.size}: {ring.network}{hops}'
 
 
-def _places(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, float, str]]]:
+def places_on_paper(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, float, str]]]:
     """Returns where to draw devices and captions.
 
     Returns:

@@ -80,14 +80,7 @@ class ShardGrid:
 
     def color(self, block: Block) -> Color:
         """The color of a block, given by the first device that holds it."""
-        last = len(self._order) - 1
-        step = (self._order[block] / last if last else 0.5) * (len(_COLORS) - 1)
-        low = min(int(step), len(_COLORS) - 2)
-        red, green, blue = (
-            round(a + (step - low) * (b - a))
-            for a, b in zip(_COLORS[low], _COLORS[low + 1], strict=True)
-        )
-        return red, green, blue
+        return shade(self._order[block], len(self._order))
 
     @functools.cached_property
     def _order(self) -> dict[Block, int]:
@@ -96,6 +89,17 @@ class ShardGrid:
 
     def _block(self, at: Mapping[Any, Any]) -> Block:
         return tuple(at[dim] for dim in range(len(self.shape)))
+
+
+def shade(number: int, count: int) -> Color:
+    """The color of one of `count` things, from dark to light."""
+    step = (number / (count - 1) if count > 1 else 0.5) * (len(_COLORS) - 1)
+    low = min(int(step), len(_COLORS) - 2)
+    red, green, blue = (
+        round(a + (step - low) * (b - a))
+        for a, b in zip(_COLORS[low], _COLORS[low + 1], strict=True)
+    )
+    return red, green, blue
 
 
 def compact_ids(ids: Sequence[int]) -> str:

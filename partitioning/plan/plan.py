@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,11 +48,14 @@ class InitProgram(NamedTuple):
     """A traced function that makes the state of a plan.
 
     Attributes:
-      run: makes the state from the arguments, in the layout of the specs.
+      jit_for: returns the jitted function that makes the state in the layout of a plan, over Auto
+        axes, for arguments like these.
+      finish: moves the state that it made to the axes of the mesh.
       abstract_state: the state as ShapeDtypeStructs, without boxes.
     """
 
-    run: Callable[..., Any]
+    jit_for: Callable[..., Any]
+    finish: Callable[[Plan, Any], Any]
     abstract_state: Any
 
 
@@ -144,7 +148,24 @@ class Plan:
         Raises:
           ValueError: if the plan was not made from an init function, or if the arguments differ.
         """
-        return self._program().run(self, *args)
+        program = self._program()
+        return program.finish(self, program.jit_for(self, *args)(*args))
+
+    def compile_init(self, *args: Any) -> Callable[..., Any]:
+        """Compiles what `init` runs, so that a program can do so while it compiles something else.
+
+        Args:
+          *args: arguments of the init function, with the shapes and dtypes it was planned for.
+
+        Returns:
+          The compiled function, which takes such arguments and returns the state.
+
+        Raises:
+          ValueError: as in `init`.
+        """
+        program = self._program()
+        compiled = program.jit_for(self, *args).lower(*args).compile()
+        return lambda *arrays: program.finish(self, compiled(*arrays))
 
     # What the plan says.
 
@@ -179,22 +200,23 @@ class Plan:
         """
         check_fixed_point(state, self.shardings)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a file; see `partitioning.plan.plan_file` for the format."""
-        Path(path).write_text(to_json(self.rows, self.mesh))
+        _file(path).write_text(to_json(self.rows, self.mesh))
 
     @classmethod
-    def load(cls, path: str | Path) -> Plan:
-        """The plan of a file.
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan of a file, which may be in a store, as in `gs://` and `s3://`.
 
         Raises:
           OSError: if there is no such file.
-          ValueError: if the file is not a plan, or if its figures contradict its specs.
+          ValueError: if the file is not a plan, if its figures contradict its specs, or if the
+            package for its store is not installed.
         """
         try:
-            rows, mesh = from_json(Path(path).read_text())
+            rows, mesh = from_json(_file(path).read_text())
             return cls(mesh, rows)
-        except ValueError as error:
+        except (ValueError, ImportError) as error:
             raise ValueError(f'{path}: {error}') from error
 
     def replace_specs(self, specs: Mapping[str, Spec], reason: str) -> Plan:
@@ -312,3 +334,12 @@ class Plan:
                 'this plan was not made from an init function: use partitioner.plan(init, key)'
             )
         return self.program
+
+
+def _file(path: str | os.PathLike[str]) -> Any:
+    """The file with this path, local or in a store."""
+    if '://' not in os.fspath(path):
+        return Path(path)
+    from etils import epath  # flax depends on it
+
+    return epath.Path(path)

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training import train_state
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 
 from partitioning import (
     AxisNames,
@@ -92,6 +92,14 @@ def test_other_rules_use_the_same_names(trained):
     sharded = partitioner.with_rules(fsdp_logical_axis_rules(RULES))
     assert sharded.get_mesh_axes(state).params == {'w': P('data', 'model'), 'b': P('model')}
     assert partitioner.get_mesh_axes(state).params == SPECS
+
+
+def test_another_mesh_uses_the_same_names_and_rules(trained):
+    partitioner, _, state = trained
+    other = partitioner.with_mesh(AbstractMesh((2, 4), ('data', 'model')))
+    assert other.get_mesh_axes(state).params == SPECS
+    assert other.resolve(state)['params/w'].shard_shape == (4, 8 // 4)
+    assert partitioner.resolve(state)['params/w'].shard_shape == (4, 8 // 2)
 
 
 def test_the_last_names_of_a_structure_are_used(trained):

@@ -1,5 +1,7 @@
 """`python -m partitioning.mesh`: its output, its pictures and its errors."""
 
+import itertools
+import re
 import subprocess
 import sys
 
@@ -10,6 +12,7 @@ from mock_devices import gpus, tpu_slices, tpus
 from partitioning import create_mesh, default_mesh
 from partitioning.mesh.__main__ import main
 from partitioning.pictures.mesh_drawing import draw_mesh
+from partitioning.pictures.mesh_text import mesh_picture
 
 V5E_16X16 = """\
 v5e:16x16, links form rings along x, y
@@ -128,6 +131,19 @@ def test_malformed_flags_get_an_example(capsys, flag, example):
     assert f'must be like {example}' in capsys.readouterr().err
 
 
+def test_a_picture_as_text():
+    # Chips at (x, y) of two planes, as the coordinates of the devices of the mesh say.
+    mesh = default_mesh(2, devices=tpus((2, 2, 2), 'TPU v5'))
+    at = {device.coords: place for place, device in np.ndenumerate(mesh.devices)}
+    label = {coords: f' {data}.{model} ' for coords, (data, model) in at.items()}
+    title, planes, *rows = mesh_picture(mesh).splitlines()
+    assert title.endswith('data.model:')
+    assert planes.split() == ['z', '0', 'z', '1']
+    assert rows == [
+        '  '.join(label[0, y, z] + label[1, y, z] for z in range(2)).rstrip() for y in range(2)
+    ]
+
+
 def pixels(path):
     from matplotlib.image import imread
 
@@ -145,6 +161,13 @@ def pixels(path):
     ],
 )
 def test_every_machine_can_be_drawn(mesh, tmp_path):
+    # Every device is once in the text, and the colors are around the same text.
+    labels = re.sub(r'(slice|z) \d+,?', '', mesh_picture(mesh).partition('\n')[2]).split()
+    several = [size for size in mesh.devices.shape if size > 1] or [1]
+    positions = itertools.product(*map(range, several))
+    assert sorted(labels) == sorted('.'.join(map(str, place)) for place in positions)
+    lines = re.sub(r'\033\[[\d;]*m', '', mesh_picture(mesh, color=True)).splitlines()
+    assert [line.rstrip() for line in lines] == mesh_picture(mesh).splitlines()
     pytest.importorskip('matplotlib')
     draw_mesh(mesh, tmp_path / 'mesh.png', title='a machine')
     picture = pixels(tmp_path / 'mesh.png')[..., :3]

@@ -22,9 +22,7 @@ from partitioning import PjitPartitioner, unbox
 
 pytestmark = pytest.mark.core
 
-# optax 0.2.6, the lowest version, lacks GaLore.
-GALORE = optax.contrib.galore(1e-2, rank=4) if hasattr(optax.contrib, 'galore') else None
-NEEDS_GALORE = pytest.mark.skipif(GALORE is None, reason='this optax has no GaLore')
+GALORE = optax.contrib.galore(1e-2, rank=4)
 
 # The number of statistics that have the shape of their parameter.
 FULL_SHAPES = {
@@ -232,7 +230,6 @@ def box(shape, *names):
                 '0/base_optimizer_state/mu/w': P(None, 'model'),
             },
             id='galore of a square',
-            marks=NEEDS_GALORE,
         ),
         pytest.param(
             {'u': box((8, 16), 'mlp', 'embed'), 'w': box((16, 8), 'embed', 'mlp')},
@@ -243,7 +240,6 @@ def box(shape, *names):
                 '0/base_optimizer_state/mu/w': P(None, 'model'),
             },
             id='galore of wide and tall',
-            marks=NEEDS_GALORE,
         ),
     ],
 )

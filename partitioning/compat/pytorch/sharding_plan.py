@@ -47,8 +47,8 @@ class ShardingPlan:
       plan: an entry per parameter, by its path with '/' or '.' between the keys: a PartitionSpec, a
         tuple of logical names, a NamedSharding, or an object with `to_partition_spec(mesh, shape)`,
         such as a PartitionerConfig. A Sharder can be the entry of a parameter or of a module. A
-        path may be a pattern, as in PyTorch's `parallelize_module`: '*' and '?' stand for parts of
-        one key, 'layers.*.kernel', and '**' for any number of keys, '**/kernel'. Exact paths win
+        path may be a pattern, as in PyTorch's `parallelize_module`: `*` and `?` stand for parts of
+        one key, `layers.*.kernel`, and `**` for any number of keys, `**/kernel`. Exact paths win
         over patterns, and the first pattern that matches wins. An empty plan replicates every
         parameter (data parallelism).
       output_plan: the layout of the output per module, by its path; '' is the whole model. See
