@@ -3,6 +3,8 @@
 # make smoke        test every room in under a minute
 # make smoke-lowest the same with the lowest versions that pyproject.toml allows
 # make notebooks    execute the notebooks and write their outputs into them
+# make docs         build the documentation into build/site
+# make wheel-check  install a wheel into a new environment, and train with it in an empty folder
 #
 # Each command makes its own virtual environment. The one for tests also contains the compilers for
 # TPUs and GPUs, which jax would otherwise use to look for devices. PYTHON=python3.12 chooses the
@@ -16,10 +18,10 @@ DEV ?= $(VENV)-dev
 LOWEST ?= $(VENV)-lowest
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test smoke smoke-lowest lint format notebooks benchmarks clean
+.PHONY: quickstart test smoke smoke-lowest lint format notebooks docs benchmarks wheel-check clean
 
 quickstart: $(VENV)/.train
-	$(VENV)/bin/python -m train --gin_file=configs/runs/quickstart.gin --gin.MODEL_DIR="'$(MODEL_DIR)'"
+	$(VENV)/bin/meshwright train quickstart --gin.MODEL_DIR="'$(MODEL_DIR)'"
 
 # Two workers: more would take the cores that tests with several processes need.
 test: lint
@@ -43,6 +45,16 @@ format: $(DEV)/.dev
 notebooks: $(DEV)/.dev
 	$(DEV)/bin/python notebooks/execute.py $(NOTEBOOKS)
 
+# A warning is an error. The variable turns off an advertisement of the theme.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(DEV)/.dev
+	$(DEV)/bin/mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
+
+wheel-check: export JAX_PLATFORMS ?= cpu
+wheel-check: $(DEV)/.dev
+	$(DEV)/bin/python benchmarks/from_wheel.py
+
 benchmarks: export JAX_PLATFORMS ?= cpu
 benchmarks: $(DEV)/.dev
 	$(DEV)/bin/python benchmarks/import_time.py
@@ -51,6 +63,7 @@ benchmarks: $(DEV)/.dev
 	$(DEV)/bin/python benchmarks/resolve.py
 	$(DEV)/bin/python benchmarks/layout_scale.py
 	$(DEV)/bin/python benchmarks/input.py
+	$(DEV)/bin/python benchmarks/train_step.py
 
 $(VENV)/.python $(DEV)/.python:
 	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; name one: make PYTHON=/path/to/python3"; exit 1; }
@@ -64,7 +77,9 @@ $(VENV)/.train: $(VENV)/.python pyproject.toml
 
 $(DEV)/.dev: $(DEV)/.python pyproject.toml
 	@echo "installing into $(DEV) (once, about a minute)"
-	@$(DEV)/bin/python $(PIP) --editable '.[dev]'
+	@# pip does not find versions that fit together among the libraries of S3; uv does at once.
+	@$(DEV)/bin/python $(PIP) uv
+	@$(DEV)/bin/uv pip install --quiet --python $(DEV)/bin/python --editable '.[dev]'
 	@touch $@
 
 $(LOWEST)/.lowest: $(DEV)/.dev
@@ -75,4 +90,4 @@ $(LOWEST)/.lowest: $(DEV)/.dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DEV) $(LOWEST) runs/quickstart .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DEV) $(LOWEST) build/site runs/quickstart .pytest_cache .mypy_cache .ruff_cache

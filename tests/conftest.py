@@ -5,6 +5,7 @@ up to jax 0.10 without its newer code generator for fused loops. Each halves the
 """
 
 import os
+from pathlib import Path
 
 import gin
 import jax
@@ -39,3 +40,22 @@ def _own_gin_configuration():
     """No test sees the gin bindings of another."""
     yield
     gin.clear_config()
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Replaces JAX's profiler, and returns the folders of the traces that were completed.
+
+    The profiler of jaxlib crashes in a process in which another test has loaded libtpu.
+    """
+    started, completed = [], []
+
+    def stop():
+        folder = Path(started.pop())
+        folder.mkdir(parents=True)
+        (folder / 'host.xplane.pb').write_bytes(bytes(20_000))
+        completed.append(folder)
+
+    monkeypatch.setattr(jax.profiler, 'start_trace', started.append)
+    monkeypatch.setattr(jax.profiler, 'stop_trace', stop)
+    return completed

@@ -6,15 +6,18 @@ import re
 import sys
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 from partitioning import LogicallyPartitioned, MeshConfig, PjitPartitioner, Plan
 from partitioning.layout.ownership import shard_ownership
-from train.data import Feed, LocalBatches, Prefetch
+from train import Supervised, TrainConfig, train
+from train.data import Examples, Feed, LocalBatches, Prefetch
 
 ROOT = Path(__file__).resolve().parent.parent
 TEXT = (ROOT / 'CONTRIBUTING.md').read_text()
@@ -66,7 +69,7 @@ def make_partitioner(**settings):
 
 def test_every_list_is_short():
     titles = re.findall(r'^### (From .*)$', TEXT, re.M)
-    assert len(titles) == 3
+    assert len(titles) == 4
     for title in titles:
         assert 5 <= len(flow(title)) <= 8
 
@@ -90,6 +93,23 @@ def test_rows_become_a_global_array():
             batch = next(feed)
     np.testing.assert_array_equal(batch['x'], [[n, n] for n in range(8)])
     assert_visited_once_in_order(flow('From the data layout to a global array'), calls)
+
+
+def test_a_configuration_becomes_a_training_run(tmp_path):
+    partitioner = make_partitioner(layout='data_parallel')
+    config = TrainConfig(
+        model_dir=str(tmp_path),
+        objective=Supervised(model=nn.Dense(1), inputs='x', row_loss=lambda y, batch: y[:, 0] ** 2),
+        partitioner=partitioner,
+        optimizer=optax.sgd(0.1),
+        task=Examples(training={'x': np.ones((16, 4), np.float32)}),
+        total_steps=1,
+        batch_size=8,
+    )
+    with recorded_calls() as calls:
+        state = train(config)
+    assert int(state.step) == 1
+    assert_visited_once_in_order(flow('From a configuration to a training run'), calls)
 
 
 def test_a_plan_file_becomes_a_partitioned_state(tmp_path):

@@ -1,25 +1,22 @@
 """The programs of docs/from_pmap.md run, and the one with a partitioner trains like pmap's."""
 
-import re
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from partitioning import constrain
+from tests.code_blocks import read_blocks, run_block
 
 pytestmark = pytest.mark.core
 
-PAGE = (Path(__file__).resolve().parent.parent / 'docs' / 'from_pmap.md').read_text()
-SHARED, BEFORE, AFTER = re.findall(r'^```python\n(.*?)^```$', PAGE, re.M | re.S)
+SHARED, BEFORE, AFTER = read_blocks('docs/from_pmap.md', 'python')
 
 
 def run(*blocks):
     names = {'__name__': 'from_pmap'}
     for block in blocks:
-        exec(block, names)
+        run_block(block, names)
     return names
 
 

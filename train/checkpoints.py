@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import functools
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
-import gin
 import jax
-import orbax.checkpoint as ocp
+from etils import epath
 
 from partitioning.state import path_str
 from train.errors import ConfigError, check_counts, first_line
-from train.machine import raise_on_all_processes
+from train.paths import absolute, as_path, is_remote
+from train.runtime.arrays_on_s3 import support_s3
+from train.runtime.machine import raise_on_all_processes
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When to save checkpoints, and which of them to keep.
@@ -45,7 +44,6 @@ class CheckpointConfig:
 RestoreMode = Literal['latest', 'specific']
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RestoreConfig:
     """The checkpoint of another run that a run starts from.
@@ -66,7 +64,7 @@ class RestoreConfig:
         if self.mode not in get_args(RestoreMode):
             raise ConfigError(f"RestoreConfig.mode is {self.mode!r}: use 'latest' or 'specific'")
 
-    def find(self) -> tuple[Path, int]:
+    def find(self) -> tuple[epath.Path, int]:
         """Finds the checkpoint by looking at files only, so processes need not wait for each other.
 
         Returns:
@@ -75,7 +73,7 @@ class RestoreConfig:
         Raises:
           ConfigError: if there is no such checkpoint, or it is incomplete.
         """
-        path = Path(os.path.expanduser(self.path))
+        path = as_path(self.setting, self.path)
         folder = path.parent if self.mode == 'specific' else path
         if self.mode == 'latest' and (path / 'checkpoints').is_dir():
             folder = path / 'checkpoints'
@@ -100,16 +98,16 @@ class RestoreConfig:
             )
         return folder, step
 
-    def open(self, folder: Path) -> Checkpoints:
+    def open(self, folder: epath.Path) -> Checkpoints:
         """Opens the folder that `find` returned."""
         return Checkpoints(folder, CheckpointConfig(keep=None), self.setting)
 
 
-def complete_steps(directory: Path) -> list[int]:
+def complete_steps(directory: epath.Path) -> list[int]:
     """Returns the steps of complete checkpoints, in ascending order.
 
     Orbax treats every directory whose name is a number as a checkpoint. This function skips those
-    without the metadata that a finished save writes.
+    without the last file that a save writes.
     """
     if not directory.is_dir():
         return []
@@ -117,8 +115,9 @@ def complete_steps(directory: Path) -> list[int]:
     return sorted(step for step in steps if _is_complete(directory / str(step)))
 
 
-def _is_complete(checkpoint: Path) -> bool:
-    return (checkpoint / '_CHECKPOINT_METADATA').is_file()
+def _is_complete(checkpoint: epath.Path) -> bool:
+    last_file = 'commit_success.txt' if is_remote(checkpoint) else '_CHECKPOINT_METADATA'
+    return (checkpoint / last_file).exists()
 
 
 class Checkpoints:
@@ -130,22 +129,38 @@ class Checkpoints:
       restored_by: the setting that names `directory`, if it belongs to another run.
     """
 
-    def __init__(self, directory: Path, config: CheckpointConfig, restored_by: str | None = None):
-        self.directory = directory.resolve()
+    def __init__(
+        self, directory: epath.Path, config: CheckpointConfig, restored_by: str | None = None
+    ):
+        self.directory = absolute(epath.Path(directory))
         self._restored_by = restored_by
-        self._period, self._steps = config.period, frozenset(config.steps)
-        self._manager = ocp.CheckpointManager(
+        self._config, self._steps = config, frozenset(config.steps)
+
+    @functools.cached_property
+    def _manager(self) -> Any:
+        # At first use, because a new run can compile and begin without Orbax.
+        import orbax.checkpoint as ocp
+
+        remote = is_remote(self.directory)
+        if str(self.directory).startswith('s3://'):
+            support_s3()
+        return ocp.CheckpointManager(
             self.directory,
             item_handlers={'state': ocp.StandardCheckpointHandler()},
             options=ocp.CheckpointManagerOptions(
                 create=False,
-                preservation_policy=ocp.checkpoint_managers.LatestN(config.keep),
+                preservation_policy=ocp.checkpoint_managers.LatestN(self._config.keep),
+                # A store of objects cannot rename a folder, so a last file completes a checkpoint.
+                temporary_path_class=(
+                    ocp.path.atomicity.CommitFileTemporaryPath if remote else None
+                ),
             ),
         )
 
     def latest_step(self) -> int | None:
         """Returns the step of the newest complete checkpoint, or None."""
-        self._manager.wait_until_finished()
+        if '_manager' in self.__dict__:
+            self._manager.wait_until_finished()
         return max(complete_steps(self.directory), default=None)
 
     def restore(self, step: int, abstract_state: Any) -> Any:
@@ -159,6 +174,8 @@ class Checkpoints:
           ConfigError: if the checkpoint has different arrays, shapes or dtypes than the state, or
             cannot be read.
         """
+        import orbax.checkpoint as ocp
+
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
         self._check(step, abstract_state)
         try:
@@ -166,27 +183,43 @@ class Checkpoints:
         except Exception as error:  # Orbax and tensorstore raise many types for a missing file.
             raise self._damaged(step, error) from error
 
-    def restore_params(self, step: int, abstract_params: Any) -> Any:
-        """Restores the parameters of a step without the optimizer state, like `restore`."""
-        wanted = {'params': abstract_params}
+    def restore_variables(self, step: int, abstract_state: Any) -> Any:
+        """Restores the step, the parameters and the other variables, without the optimizer state.
+
+        Args:
+          step: the step of a saved checkpoint.
+          abstract_state: the TrainState of ShapeDtypeStructs, as in `restore`.
+
+        Returns:
+          The state, whose `opt_state` is None.
+
+        Raises:
+          ConfigError: as in `restore`.
+        """
+        import orbax.checkpoint as ocp
+
+        state = abstract_state.replace(opt_state=None)
+        fields = ('step', 'params', 'flax_mutables')
+        wanted = {name: value for name in fields if (value := getattr(state, name)) is not None}
         args = ocp.args.PyTreeRestore(
             item=wanted,
             restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
             partial_restore=True,
         )
-        self._check(step, wanted, prefix='params/')
+        self._check(step, wanted, prefixes=tuple(wanted))
         path = self.directory / str(step) / 'state'
         try:
             with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                return checkpointer.restore(path, args=args)['params']
+                return state.replace(**checkpointer.restore(path, args=args))
         except Exception as error:
             raise self._damaged(step, error) from error
 
-    def _check(self, step: int, abstract_state: Any, prefix: str = '') -> None:
+    def _check(self, step: int, abstract_state: Any, prefixes: tuple[str, ...] = ('',)) -> None:
         """Compares the checkpoint with the state, before `restore` makes processes wait."""
+        manager = self._manager  # Creating it may wait for the other processes.
         with raise_on_all_processes():
             try:
-                self._compare(step, abstract_state, prefix)
+                self._compare(manager.item_metadata(step)['state'], step, abstract_state, prefixes)
             except ConfigError:
                 raise
             except Exception as error:
@@ -202,10 +235,12 @@ class Checkpoints:
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint is to be saved after this step."""
-        return step in self._steps or (bool(self._period) and step % self._period == 0)
+        return step in self._steps or bool(self._config.period and step % self._config.period == 0)
 
     def save(self, step: int, state: Any) -> None:
         """Starts to save a state. Files are written in the background while training continues."""
+        import orbax.checkpoint as ocp
+
         if step in self._manager.all_steps() and not _is_complete(self.directory / str(step)):
             self._manager.delete(step)  # An earlier save did not finish.
         if step not in self._manager.all_steps():
@@ -214,19 +249,22 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits until everything is written."""
-        self._manager.close()
+        if '_manager' in self.__dict__:
+            self._manager.close()
 
-    def _compare(self, step: int, abstract_state: Any, prefix: str = '') -> None:
+    def _compare(
+        self, metadata: Any, step: int, abstract_state: Any, prefixes: tuple[str, ...]
+    ) -> None:
         """Compares paths, shapes and dtypes before any array is read (Orbax casts silently).
 
         Args:
+          metadata: what Orbax knows about the arrays of the checkpoint.
           step: the step of the checkpoint.
           abstract_state: the arrays that are wanted.
-          prefix: only arrays whose paths start with it are compared.
+          prefixes: only arrays whose paths start with one of them are compared.
         """
-        metadata = self._manager.item_metadata(step)['state']
         saved = _shapes(metadata.tree if hasattr(metadata, 'tree') else metadata)
-        saved = {path: value for path, value in saved.items() if path.startswith(prefix)}
+        saved = {path: value for path, value in saved.items() if path.startswith(prefixes)}
         wanted = _shapes(abstract_state)
         differing = sorted(k for k in saved.keys() | wanted.keys() if saved.get(k) != wanted.get(k))
         if differing:

@@ -1,41 +1,39 @@
-"""Registers everything that gin files may name: the trainer's classes, partitioning and optax.
-
-`partitioning` does not import gin, so its names are registered here.
-"""
+"""Registers with gin what gin files may name. No other module of the trainer knows gin."""
 
 from __future__ import annotations
 
-import gin
-import optax
+import importlib
+from operator import attrgetter
 
-import partitioning
-import partitioning.mesh
-import train.data.feed
-import train.data.rows.tasks
-import train.data.text.record_files
-import train.data.text.sources
-import train.data.text.tokenizers
-import train.evaluation
-import train.machine
-import train.models.transformer
-import train.optimizers
-import train.sampling
-import train.schedules
-import train.train  # noqa: F401  # Importing these modules registers their configurables.
+from gin import config, config_parser
 
-for _name in (
-    'MoePjitPartitioner',
-    'PjitPartitioner',
-    'fsdp_logical_axis_rules',
-    'standard_logical_axis_rules',
-):
-    gin.external_configurable(getattr(partitioning, _name), module='partitioning')
-gin.external_configurable(partitioning.mesh.MeshConfig, module='partitioning')
-gin.external_configurable(partitioning.Plan.load, name='load_plan', module='partitioning.plan')
+from partitioning import Plan
+from train.gin_config.names import REGISTERED
 
-for _name in (
-    *('adabelief', 'adadelta', 'adafactor', 'adagrad', 'adam', 'adamax', 'adamaxw', 'adamw'),
-    *('adan', 'amsgrad', 'lamb', 'lars', 'lion', 'noisy_sgd', 'novograd', 'radam', 'rmsprop'),
-    *('sgd', 'sign_sgd', 'sm3', 'yogi'),
-):
-    gin.external_configurable(getattr(optax, _name), module='optax')
+
+def load_plan(path: str) -> Plan:
+    """Reads the plan file at `path`, for `PjitPartitioner.plan`."""
+    return Plan.load(path)
+
+
+def _register(module: str, name: str) -> None:
+    """Registers a function or class, unless gin knows it already or the library does not have it.
+
+    Unlike `gin.external_configurable`, this notes the module from which the written configuration
+    of a run imports the name. The module where it is defined may be private.
+    """
+    try:
+        found = attrgetter(name)(importlib.import_module(module))
+    except AttributeError:
+        return
+    if config._inverse_lookup(found) is None:
+        location = config_parser.Location(None, 0, None, '')
+        source = config_parser.ImportStatement(module, '.' in module, None, location)
+        config._make_configurable(
+            found, name, module, avoid_class_mutation=True, import_source=(source, name)
+        )
+
+
+for _module, _names in REGISTERED.items():
+    for _name in _names:
+        _register(_module, _name)

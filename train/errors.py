@@ -1,5 +1,8 @@
 """Errors that a user can fix, explained in one line."""
 
+import importlib
+from typing import Any
+
 
 class ConfigError(ValueError):
     """A setting that cannot be honoured: what is wrong, where, and what to write instead."""
@@ -23,3 +26,23 @@ def check_counts(minimum: int = 1, **counts: int) -> None:
 def first_line(error: Exception) -> str:
     """Returns the first line of an error's message, or its type if there is no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def import_optional(module: str, extra: str, user: str) -> Any:
+    """Imports a module of an optional package.
+
+    Args:
+      module: the module.
+      extra: the extra of meshwright that installs its package.
+      user: what needs the package, for the message.
+
+    Raises:
+      ConfigError: if the package is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.split('.')[0]
+        raise ConfigError(
+            f"{user} needs the package {package}: pip install 'meshwright[{extra}]'"
+        ) from error

@@ -1,21 +1,27 @@
-"""The optimizer of a run: any optax transformation, a schedule, and gradient clipping."""
+"""Optimizers: optax transformations, with what gin and the trainer's reports need beyond optax."""
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
-from collections.abc import Callable
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import gin
 import jax
 import jax.numpy as jnp
 import optax
 
+from partitioning.state import path_str, walk
+from partitioning.state.boxes import array_of, is_carrier
 from train.errors import ConfigError
-from train.schedules import Schedule
+
+# The logical axes that stack the arrays of several layers.
+STACKED_AXES = ('layers', 'stack', 'stage')
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """An optax transformation with a learning rate and gradient clipping.
@@ -28,19 +34,21 @@ class Optimizer:
     """
 
     transform: Callable[..., optax.GradientTransformation]
-    learning_rate: Schedule | float
+    learning_rate: optax.Schedule | float
     clip_norm: float | None = 1.0
 
     def __post_init__(self) -> None:
-        if not callable(self.transform):
+        if not callable(self.transform) or not _takes_learning_rate(self.transform):
             raise ConfigError(
-                f'Optimizer.transform is {self.transform!r}: it must be a function of the learning '
-                'rate. In a gin file, write @optax.adamw, without parentheses'
+                f'Optimizer.transform is {self.transform!r}: it must be a function that takes '
+                'learning_rate. In a gin file, write @optax.adamw, without parentheses. Use a '
+                'transformation without a learning rate in place of the Optimizer'
             )
-        if not callable(self.learning_rate) and not isinstance(self.learning_rate, float | int):
+        if not isinstance(self.learning_rate, float | int) and not _is_schedule(self.learning_rate):
             raise ConfigError(
                 f'Optimizer.learning_rate is {self.learning_rate!r}: it must be a number or a '
-                'schedule. In a gin file, write @create_learning_rate_scheduler()'
+                'schedule. In a gin file, write @optax.warmup_cosine_decay_schedule(), with '
+                'parentheses'
             )
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(
@@ -60,7 +68,182 @@ class Optimizer:
         return rate(step) if callable(rate) else jnp.float32(rate)
 
 
-@gin.configurable
+def as_transformation(
+    optimizer: Optimizer | optax.GradientTransformation, params: Any = None
+) -> optax.GradientTransformation:
+    """Returns the optax transformation of an optimizer.
+
+    Args:
+      optimizer: an `Optimizer` or any optax transformation.
+      params: the parameters with their logical axes, abstract or not. They let
+        `decay_matrices_only` recognize stacked layers, wherever the transformation uses it.
+
+    Raises:
+      ConfigError: if it is neither.
+    """
+    tx = optimizer.build() if isinstance(optimizer, Optimizer) else optimizer
+    _check_transformation('optimizer', tx)
+    stacked, tx = _stacked_dimensions(params), optax.with_extra_args_support(tx)
+    return optax.GradientTransformationExtraArgs(
+        _run_with(stacked, tx.init), _run_with(stacked, tx.update)
+    )
+
+
+def learning_rate_of(
+    optimizer: Optimizer | optax.GradientTransformation, opt_state: Any, step: jax.Array
+) -> jax.Array | None:
+    """Returns the learning rate of an update, for reports, or None if it cannot be read.
+
+    Args:
+      optimizer: the optimizer of the run.
+      opt_state: its state after the update. The rate of a transformation is read from the states
+        of `optax.inject_hyperparams`, if exactly one of them has a 'learning_rate'.
+      step: the number of updates before this one.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer.rate(step)
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    rates = [x for path, x in leaves if path_str(path[-2:]) == 'hyperparams/learning_rate']
+    return rates[0] if len(rates) == 1 else None
+
+
+def share_of(total: int, share: float) -> int:
+    """Returns a share of a number of steps, rounded down, such as the steps of a warmup."""
+    return int(total * share)
+
+
+def chain(transformations: Sequence[optax.GradientTransformation]) -> optax.GradientTransformation:
+    """Returns `optax.chain(*transformations)`, because gin cannot set `*args`.
+
+    Raises:
+      ConfigError: if an entry is not an optax transformation.
+    """
+    for i, entry in enumerate(transformations):
+        _check_transformation(f'chain.transformations[{i}]', entry)
+    return optax.chain(*transformations)
+
+
+def _check_transformation(setting: str, value: Any) -> None:
+    if not isinstance(value, optax.GradientTransformation):
+        raise ConfigError(
+            f'{setting} is {value!r}: it must be an optax transformation. In a gin file, write '
+            '@optax.adamw(), with parentheses'
+        )
+
+
+def label_by_path(rules: Sequence[tuple[str, str]]) -> Callable[[Any], Any]:
+    """Returns the function of `optax.multi_transform` that chooses a label for each parameter.
+
+    Usage in a gin file:
+      optax.multi_transform.transforms = {'vectors': @optax.adamw(), 'rest': @optax.contrib.muon()}
+      optax.multi_transform.param_labels = @label_by_path()
+      label_by_path.rules = [('scale$|embedding', 'vectors'), ('.*', 'rest')]
+
+    Args:
+      rules: (regular expression, label) pairs. The first expression that occurs in the path of a
+        parameter, such as 'layers/mlp/up', chooses its label.
+
+    Raises:
+      ConfigError: if no rule matches a parameter, or if a rule chooses no label.
+    """
+
+    def label(params: Any) -> Any:
+        chosen = set()
+
+        def choose(path: Any, _: Any) -> str:
+            text = path_str(path)
+            for i, (pattern, name) in enumerate(rules):
+                if re.search(pattern, text):
+                    chosen.add(i)
+                    return name
+            raise ConfigError(
+                f'label_by_path.rules: no rule matches {text!r}: add a last rule, such as '
+                f"('.*', {rules[-1][1]!r})"
+            )
+
+        labels = jax.tree_util.tree_map_with_path(choose, params, is_leaf=is_carrier)
+        for i in set(range(len(rules))) - chosen:
+            raise ConfigError(
+                f'label_by_path.rules: {tuple(rules[i])!r} chooses no label: its expression occurs '
+                'in no path, or earlier rules match the same paths; correct or remove it'
+            )
+        return labels
+
+    return label
+
+
+_STACKED: contextvars.ContextVar[Mapping[str, int]] = contextvars.ContextVar('_STACKED')
+
+
 def decay_matrices_only(params: Any) -> Any:
-    """Returns a weight-decay mask: False for the scales of norms, True for everything else."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != 'scale', params)
+    """Returns a weight-decay mask: True for arrays of rank 2 or higher, whatever their names.
+
+    A dimension that stacks layers (`STACKED_AXES`) does not count. Whether an array has one is
+    known inside transformations of `as_transformation` whose parameters have logical axes.
+    """
+    stacked = _STACKED.get({})
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.ndim(array_of(x)) - stacked.get(path_str(path), 0) >= 2,
+        params,
+        is_leaf=is_carrier,
+    )
+
+
+def matrices_for_muon(params: Any, adam: str = 'embedding|output') -> Any:
+    """Returns which dimensions of each parameter `optax.contrib.muon` takes as rows and columns.
+
+    By default, muon knows matrices only. This function takes arrays of higher rank as matrices too,
+    as square as possible, such as [embed, heads x kv] of [embed, heads, kv], and every one of
+    several stacked layers as its own (see `decay_matrices_only`).
+
+    Args:
+      params: the parameters.
+      adam: a regular expression. Muon updates arrays in whose path it occurs by Adam, like vectors.
+    """
+    stacked = _STACKED.get({})
+
+    def split(path: Any, x: Any) -> optax.contrib.MuonDimensionNumbers | None:
+        text, shape = path_str(path), jnp.shape(array_of(x))
+        first, last = stacked.get(text, 0), len(shape)
+        if last - first < 2 or re.search(adam, text):
+            return None
+        ratios = {
+            i: math.prod(shape[first:i]) / math.prod(shape[i:]) for i in range(first + 1, last)
+        }
+        middle = min(ratios, key=lambda i: abs(math.log(ratios[i])))
+        return optax.contrib.MuonDimensionNumbers((*range(first, middle),), (*range(middle, last),))
+
+    return jax.tree_util.tree_map_with_path(split, params, is_leaf=is_carrier)
+
+
+def _run_with(stacked: Mapping[str, int], function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a transformation whose masks know the stacked dimensions."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        context = contextvars.copy_context()
+        context.run(_STACKED.set, stacked)
+        return context.run(function, *args, **kwargs)
+
+    return call
+
+
+def _stacked_dimensions(params: Any) -> dict[str, int]:
+    """The number of dimensions of each array that stack layers, by path; {} without names."""
+    try:
+        leaves = walk(params, report=lambda *_: None).leaves
+    except ValueError:  # no array has names
+        return {}
+    return {'/'.join(x.path): sum(name in STACKED_AXES for name in x.names) for x in leaves}
+
+
+def _takes_learning_rate(transform: Callable[..., Any]) -> bool:
+    known = inspect.signature(transform).parameters
+    return 'learning_rate' in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
+
+
+def _is_schedule(rate: Any) -> bool:
+    """Whether `rate` is a function from a step to a number."""
+    try:
+        return callable(rate) and jax.eval_shape(rate, jnp.int32(0)).shape == ()
+    except TypeError:
+        return False

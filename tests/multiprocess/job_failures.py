@@ -1,20 +1,18 @@
 """Failures before a run starts in only one of two processes, or data that differs between them."""
 
-import inspect
+import dataclasses
 from pathlib import Path
 
+import flax.linen as nn
 import optax
 
 from partitioning import PjitPartitioner
-from train.checkpoints import CheckpointConfig, RestoreConfig
+from train import NextToken, TrainConfig, evaluate, train
+from train.checkpoints import RestoreConfig
 from train.data import CausalLM, Records
 from train.data.record import check_same_everywhere, data_record
 from train.errors import ConfigError
-from train.evaluation import evaluate_checkpoint
-from train.machine import check_same_step, raise_on_all_processes
-from train.models.transformer import Transformer, TransformerConfig
-from train.optimizers import Optimizer
-from train.train import train
+from train.runtime.machine import check_same_step, raise_on_all_processes
 
 
 def run(index, folder):
@@ -38,39 +36,25 @@ def run(index, folder):
 
 def failing_runs(index, folder):
     """Returns the errors of runs in which one process has a wrong folder or checkpoint."""
-    config = TransformerConfig(
-        vocab_size=264,
-        num_layers=1,
-        embed_dim=16,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        mlp_dim=16,
-    )
-    task = CausalLM(source=Records(records=['some text'] * 40, holdout_percent=20.0))
-    settings = {
-        'model': Transformer(config),
-        'partitioner': PjitPartitioner(num_partitions=1),
-        'batch_size': 8,
-        'sequence_length': 8,
-    }
-    training = settings | {
-        'total_steps': 4,
-        'eval_period': 0,
-        'task': task,
-        'optimizer': Optimizer(transform=optax.sgd, learning_rate=0.1),
-        'checkpoints': CheckpointConfig(),
-    }
     own = str(folder / f'own {index}')
-    a_file = str(folder / 'checkpoints/3/_CHECKPOINT_METADATA')
+    config = TrainConfig(
+        model_dir=own,
+        objective=NextToken(model=nn.Embed(257, 257)),
+        partitioner=PjitPartitioner(layout='fsdp'),
+        optimizer=optax.sgd(0.1),
+        task=CausalLM(source=Records(records=['some text'] * 40, holdout_percent=20.0)),
+        total_steps=4,
+        batch_size=8,
+        sequence_length=8,
+    )
+    a_file = dataclasses.replace(
+        config, model_dir=own if index else folder / 'checkpoints/3/_CHECKPOINT_METADATA'
+    )
     restore = RestoreConfig(path=str(folder if index == 0 else folder / 'none'))
-    run_training, evaluate = inspect.unwrap(train), inspect.unwrap(evaluate_checkpoint)
     return {
-        'folder': error_of(run_training, model_dir=own if index else a_file, **training),
-        'restore': error_of(run_training, model_dir=own, restore=restore, **training),
-        'evaluation': error_of(
-            evaluate, output_dir=own, tasks={'': task}, restore=restore, **settings
-        ),
+        'folder': error_of(train, a_file),
+        'restore': error_of(train, dataclasses.replace(config, restore=restore)),
+        'evaluation': error_of(evaluate, config, restore=restore, output_dir=own),
     }
 
 

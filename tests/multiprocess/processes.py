@@ -60,7 +60,8 @@ def run_together(commands, **environment):
 def run_worker(count, folder):
     """Runs worker.py in `count` processes, and returns what each reports."""
     root = HERE.parents[1]
-    modules = os.pathsep.join(map(str, (root, HERE, HERE.parent / 'partitioning')))
+    folders = (HERE, HERE.parent / 'partitioning', HERE.parent / 'train')
+    modules = os.pathsep.join(map(str, (root, *folders)))
     with reserved_port() as port:
         run_together(
             [

@@ -1,11 +1,16 @@
 """2, 4 and 8 real JAX processes with 8 devices in total see the same meshes and batches."""
 
 import functools
+import shutil
 
 import job_batches
+import job_training
 import numpy as np
 import pytest
 from processes import run_worker
+from small import records
+
+from train import train
 
 
 @pytest.fixture(scope='module')
@@ -175,3 +180,25 @@ def test_if_one_process_cannot_start_a_run_the_other_stops(reports_of):
     for name in ('restore', 'evaluation'):
         assert second[name].startswith(kind) and 'none does not exist' in second[name]
         assert first[name] == f'{kind}process 1 failed: {second[name].removeprefix(kind)}'
+
+
+# Training.
+
+
+def test_two_processes_train_like_one_and_one_process_resumes_their_run(
+    reports_of, tmp_path, capsys
+):
+    first, second = (report['training'] for report in reports_of(2))
+    assert 'step 4/4' in first['output'] and 'eval: held-out bits per byte' in first['output']
+    assert second['output'] == '', 'only the first process prints'
+
+    # One process resumes the checkpoint of two: the shardings differ, and the state is the same.
+    together = tmp_path / 'together'
+    shutil.copytree(first['folder'], together)
+    train(job_training.config(together, 5))
+    assert 'resumed from step 4' in capsys.readouterr().out
+    train(job_training.config(tmp_path / 'alone', 5))
+    one, two = records(tmp_path / 'alone'), records(together)
+    assert [r['step'] for r in one] == [r['step'] for r in two] == [1, 2, 2, 3, 4, 4, 5, 5]
+    for a, b in zip(one, two, strict=True):
+        assert b == pytest.approx(a, rel=1e-5, abs=1e-8)

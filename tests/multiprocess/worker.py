@@ -10,17 +10,17 @@ import sys
 
 import jax
 
+from train.runtime import machine
+
 
 def main():
     port, count, index, folder = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     jax.config.update('jax_platforms', 'cpu')
-    jax.config.update('jax_num_cpu_devices', 8 // count)
-    jax.config.update('jax_cpu_collectives_implementation', 'gloo')
-    jax.distributed.initialize(f'127.0.0.1:{port}', count, index)
+    machine.use_virtual_devices(8 // count)
+    machine.join_processes(f'127.0.0.1:{port}', count, index, auto_detect=False)
 
     # These modules use jax's devices, so they are imported after the configuration.
     import job_batches
-    import job_failures
     import job_meshes
     import job_rows
     from processes import report_path
@@ -32,7 +32,11 @@ def main():
         'batches': job_batches.run(folder),
     }
     if count == 2:
+        import job_failures
+        import job_training
+
         report['failures'] = job_failures.run(index, folder)
+        report['training'] = job_training.run(folder)
     report_path(folder, index).write_text(json.dumps(report))
 
 

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gin
 import jax
 import pytest
 from gin_fixtures import (  # noqa: F401  # fixtures
@@ -15,10 +14,9 @@ from gin_fixtures import (  # noqa: F401  # fixtures
     refusal,
     t5x_files,
 )
-from small_runs import SMALL
+from small import small_config
 
-from train import train as train_module
-from train.config import load_config
+from train import train
 
 
 @pytest.fixture(autouse=True, scope='package')
@@ -37,15 +35,6 @@ def write_texts(folder: Path) -> Path:
     return folder
 
 
-def train_small(model_dir: Path, texts: Path, *changes: str) -> Any:
-    """Trains the small model on texts; returns the state after the last step."""
-    gin.clear_config()
-    paths = [f"MODEL_DIR='{model_dir}'", f"TextFiles.root='{texts}'"]
-    text = ["TextFiles.pattern='*.txt'", 'TextFiles.holdout_percent=20.0']
-    load_config(['configs/runs/quickstart.gin'], [*SMALL, *paths, *text, *changes])
-    return train_module.train()
-
-
 @pytest.fixture
 def texts(tmp_path):
     return write_texts(tmp_path / 'texts')
@@ -53,8 +42,8 @@ def texts(tmp_path):
 
 @pytest.fixture
 def run(texts):
-    """Returns a function (model_dir, *changes) that trains the small model."""
-    return lambda model_dir, *changes: train_small(model_dir, texts, *changes)
+    """Returns a function (model_dir, **changes) that trains the small model."""
+    return lambda model_dir, **changes: train(small_config(model_dir, texts, **changes))
 
 
 class FinishedRun(NamedTuple):
@@ -63,7 +52,7 @@ class FinishedRun(NamedTuple):
     Attributes:
       directory: its folder.
       state: the state after its last step.
-      traces: 'init' or 'train step' for each time that one of them was traced.
+      traces: 'init', 'train' or 'evaluate' for each time that one of them was traced.
     """
 
     directory: Path
@@ -81,22 +70,6 @@ class FinishedRun(NamedTuple):
 
 @pytest.fixture(scope='package')
 def finished(tmp_path_factory):
-    folder, traces = tmp_path_factory.mktemp('finished'), []
-    make_train_step, train_state = train_module.make_train_step, train_module.TrainState
-
-    def counted(*args, **kwargs):
-        step = make_train_step(*args, **kwargs)
-        return lambda *a: traces.append('train step') or step(*a)
-
-    class CountedState(train_state):
-        @classmethod
-        def create(cls, *args):
-            traces.append('init')
-            return train_state.create(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_module, 'make_train_step', counted)
-        patch.setattr(train_module, 'TrainState', CountedState)
-        state = train_small(folder / 'model', write_texts(folder / 'texts'))
-    gin.clear_config()
-    return FinishedRun(folder / 'model', state, traces)
+    folder = tmp_path_factory.mktemp('finished')
+    config = small_config(folder / 'model', write_texts(folder / 'texts'))
+    return FinishedRun(folder / 'model', train(config), config.objective.traces)

@@ -1,17 +1,25 @@
-"""A small language model with its partitioner, data and train step, for tests of training."""
+"""Small language models with their data, settings and train step, for tests of training."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
 
 from partitioning import PjitPartitioner, TrainState
 from partitioning.mesh import MeshConfig
+from train import HeldOut, NextToken, Optimizer, TrainConfig
+from train.checkpoints import CheckpointConfig
+from train.data import CausalLM, TextFiles
 from train.models.transformer import Transformer, TransformerConfig
-from train.optimizers import Optimizer
+from train.objectives import Objective
+from train.runtime.writers import JsonWriter
 from train.steps import make_train_step
 
 RULES = [
@@ -41,10 +49,10 @@ def model(**changes: Any) -> Transformer:
     return Transformer(TransformerConfig(**(sizes | changes)))
 
 
-def partitioner(data: int, model_axis: int) -> PjitPartitioner:
+def partitioner(data: int, model_axis: int, **settings: Any) -> PjitPartitioner:
     devices = jax.devices()[: data * model_axis]
     mesh = MeshConfig(axes={'data': data, 'model': model_axis}, devices=devices)
-    return PjitPartitioner(mesh=mesh, logical_axis_rules=RULES)
+    return PjitPartitioner(**{'mesh': mesh, 'logical_axis_rules': RULES} | settings)
 
 
 def batch(step: int, rows: int = 8, length: int = 16) -> dict[str, np.ndarray]:
@@ -61,7 +69,7 @@ def batch(step: int, rows: int = 8, length: int = 16) -> dict[str, np.ndarray]:
     }
 
 
-class Run:
+class Steps:
     """A partitioned train step and its state."""
 
     def __init__(
@@ -69,21 +77,22 @@ class Run:
         data: int = 4,
         model_axis: int = 2,
         *,
-        net: Transformer | None = None,
-        transform: Any = optax.adamw,
-        learning_rate: Any = 3e-3,
+        net: Any = None,
+        objective: Objective | None = None,
+        batch: Any = batch,
+        layout: str | None = None,
+        tx: optax.GradientTransformation | None = None,
         microbatches: int = 1,
-        clip_norm: float | None = 1.0,
         seed: int = 0,
     ):
-        self.partitioner = partitioner(data, model_axis)
-        self.model = net or model()
-        optimizer = Optimizer(transform=transform, learning_rate=learning_rate, clip_norm=clip_norm)
-        tx = optimizer.build()
+        settings = {} if layout is None else {'layout': layout, 'logical_axis_rules': None}
+        self.partitioner, self.batch = partitioner(data, model_axis, **settings), batch
+        self.objective = objective or NextToken(model=net or model())
+        adamw = Optimizer(transform=optax.adamw, learning_rate=3e-3)
+        tx = tx or adamw.build()
 
         def init(key: jax.Array) -> TrainState:
-            tokens = batch(0)['decoder_input_tokens']
-            return TrainState.create(self.model.init(key, tokens)['params'], tx)
+            return TrainState.create(self.objective.init(key, batch(0)), tx)
 
         key = jax.random.key(seed)
         plan = self.partitioner.plan(init, key)
@@ -91,11 +100,7 @@ class Run:
         data_spec = self.partitioner.data_partition_spec
         self.traces = 0
         step = make_train_step(
-            self.model,
-            optimizer,
-            seed=seed,
-            num_microbatches=microbatches,
-            data_spec=data_spec,
+            self.objective, tx, seed=seed, num_microbatches=microbatches, data_spec=data_spec
         )
 
         def counted(state: TrainState, batch: Any) -> Any:
@@ -109,6 +114,77 @@ class Run:
     def losses(self, steps: int) -> np.ndarray:
         losses = []
         for i in range(steps):
-            self.state, metrics = self.step(self.state, batch(i))
+            self.state, metrics = self.step(self.state, self.batch(i))
             losses.append(float(metrics['loss']))
         return np.array(losses)
+
+
+# Whole runs.
+
+
+class Bigram(nn.Module):
+    """Predicts each token from the one before it. It has batch statistics and dropout."""
+
+    width: int = 16
+
+    @nn.compact
+    def __call__(self, tokens_BL: jax.Array, train: bool = False, **packed: jax.Array) -> jax.Array:
+        def named(init: Any, *names: str) -> Any:
+            return nn.with_partitioning(init, names)
+
+        normal = nn.initializers.normal(0.1)
+        x = nn.Embed(264, self.width, embedding_init=named(normal, 'vocab', 'embed'))(tokens_BL)
+        ones, zeros = named(nn.initializers.ones, 'embed'), named(nn.initializers.zeros, 'embed')
+        x = nn.BatchNorm(not train, scale_init=ones, bias_init=zeros)(x)
+        x = nn.Dropout(0.1, deterministic=not train)(x)
+        return nn.Dense(264, use_bias=False, kernel_init=named(normal, 'embed', 'vocab'))(x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traced(NextToken):
+    """An objective that notes what is traced: 'init', 'train' or 'evaluate'."""
+
+    model: Any = dataclasses.field(default_factory=Bigram)
+    traces: list[str] = dataclasses.field(default_factory=list, compare=False)
+
+    def init(self, *args: Any) -> Any:
+        self.traces.append('init')
+        return super().init(*args)
+
+    def loss(self, params: Any, batch: Any, rng: Any, variables: Any) -> Any:
+        self.traces.append('evaluate' if rng is None else 'train')
+        return super().loss(params, batch, rng, variables)
+
+
+def text_task(texts: Path, **settings: Any) -> CausalLM:
+    source = TextFiles(pattern='*.txt', root=str(texts), holdout_percent=20.0)
+    return CausalLM(**{'source': source} | settings)
+
+
+def small_config(model_dir: Path, texts: Path, **changes: Any) -> TrainConfig:
+    """The settings of a run that takes a second; 6 steps, with checkpoints at 2, 4 and 6."""
+    settings: dict[str, Any] = {
+        'model_dir': model_dir,
+        'objective': Traced(),
+        'partitioner': partitioner(4, 2),
+        'optimizer': Optimizer(transform=optax.adamw, learning_rate=3e-3),
+        'task': text_task(texts),
+        'total_steps': 6,
+        'batch_size': 8,
+        'sequence_length': 16,
+        'evaluators': {'eval': HeldOut(every=2)},
+        'checkpoints': CheckpointConfig(period=2),
+        'writers': (JsonWriter,),
+        'log_every': 1,
+    }
+    return TrainConfig(**settings | changes)
+
+
+def records(model_dir: Path) -> list[dict[str, Any]]:
+    """The records of metrics.jsonl, without measured times."""
+    lines = (model_dir / 'metrics.jsonl').read_text().splitlines()
+    return [without_times(json.loads(line)) for line in lines]
+
+
+def without_times(record: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in record.items() if 'second' not in k and 'wait' not in k}

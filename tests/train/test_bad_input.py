@@ -153,7 +153,7 @@ def test_a_truncated_gzip_file(tmp_path, length):
 
 @pytest.mark.parametrize('length', [0, 1, 3, 5, 40, len(ZSTANDARD) // 2, len(ZSTANDARD) - 1])
 def test_a_truncated_zstandard_file(tmp_path, length):
-    assert 'zstandard' in file_refusal(tmp_path, TextFiles, 'b.zst', ZSTANDARD[:length])
+    assert 'zstd' in file_refusal(tmp_path, TextFiles, 'b.zst', ZSTANDARD[:length])
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_damaged_compressed_file(tmp_path, ending, content, damage):
     else:
         damaged = TEXT
     message = file_refusal(tmp_path, TextFiles, f'b.{ending}', bytes(damaged))
-    assert {'gz': 'gzip', 'zst': 'zstandard'}[ending] in message
+    assert {'gz': 'gzip', 'zst': 'zstd'}[ending] in message
 
 
 def test_json_lines_in_a_truncated_file(tmp_path):
@@ -179,3 +179,27 @@ def test_json_lines_in_a_truncated_file(tmp_path):
     )
     content = gzip.compress(lines)
     assert 'gzip' in file_refusal(tmp_path, JsonLines, 'b.jsonl.gz', content[: len(content) // 2])
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize('ending', ['', '.gz'])
+@pytest.mark.parametrize('kind', [TextFiles, JsonLines])
+def test_a_document_over_the_limit(tmp_path, kind, ending):
+    content = b'{"text": "' + b'a' * 9_988 + b'"}'
+    stored = gzip.compress(content) if ending else content
+    (tmp_path / 'data').mkdir()
+    (tmp_path / 'data' / f'b{ending}').write_bytes(stored)
+    where = {'pattern': 'b*', 'root': str(tmp_path / 'data'), 'holdout_percent': 0}
+    message = refusal(tmp_path / 'cache', kind(max_document_bytes=9_999, **where))
+    assert f'b{ending}' in message and '9,999 bytes' in message
+    assert f'{kind.__name__}.max_document_bytes' in message
+    [document] = kind(max_document_bytes=10_000, **where).listing().documents
+    assert len(document.content) == (10_000 if kind is TextFiles else 9_988)
+
+
+@pytest.mark.parametrize('limit', [0, -1, 1.5, None])
+def test_an_invalid_limit(tmp_path, limit):
+    message = refusal(tmp_path / 'cache', lambda: TextFiles(pattern='a', max_document_bytes=limit))
+    assert 'TextFiles.max_document_bytes' in message and repr(limit) in message

@@ -197,26 +197,6 @@ def test_each_row_of_a_finite_set_has_weight_once_on_any_mesh(number, count, row
         assert tokens == (i + 1 if inside else 0,) * 3
 
 
-@pytest.mark.parametrize('packing', ['split', 'pack'])
-@pytest.mark.parametrize('batch_size', [1, 4, 7, 64])
-def test_each_target_of_an_evaluation_has_weight_once(tmp_path, packing, batch_size):
-    texts = documents('f', 60)
-    source = Records(records=texts, holdout_percent=100)
-    task = CausalLM(source=source, cache_dir=str(tmp_path), packing=packing)
-    held_out = task.open(LENGTH).evaluation()
-    batches = FiniteBatches(held_out.rows, batch_size, range(batch_size))
-    targets = []
-    for step in range(len(batches)):
-        weights = batches[step]['decoder_loss_weights']
-        assert weights.shape == (batch_size, LENGTH)
-        targets += batches[step]['decoder_target_tokens'][weights == 1].tolist()
-        assert set(weights.ravel().tolist()) <= {0.0, 1.0}
-    expected = [token for text in texts for token in [*text, 256]]
-    assert sorted(targets) == sorted(expected)
-    if packing == 'split':
-        assert targets == expected
-
-
 def test_numpy_integers_are_valid_steps_and_rows():
     """They are valid even at large steps, where intermediate results exceed 64 bits."""
     source = Records(records=['abc ' * 50, 'xyz ' * 50], holdout_percent=0)

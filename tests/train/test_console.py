@@ -1,4 +1,4 @@
-"""What a run prints about its parameters."""
+"""What a run prints: lines, tables, figures and phases."""
 
 import io
 
@@ -8,7 +8,9 @@ import pytest
 from rich.console import Console
 
 from partitioning import PjitPartitioner
-from train.console import RunConsole, format_bytes
+from train.runtime.console import RunConsole
+from train.runtime.meter import format_figures
+from train.runtime.reports import describe_parameters, format_bytes, format_seconds
 
 pytestmark = pytest.mark.core
 
@@ -19,9 +21,10 @@ RULES = [('embed', ('data', 'model')), ('kv', None), ('batch', 'data')]
 def printed_axes(partitioner):
     """Returns the logical and mesh axes that the table shows for each parameter."""
     out = io.StringIO()
-    console = RunConsole(Console(file=out, width=200))
-    console.parameters(partitioner.resolve(PARAMS).rows)
-    _heading, _columns, *lines = out.getvalue().splitlines()
+    title, table = describe_parameters(partitioner.resolve(PARAMS).rows)
+    assert title.startswith('54 parameters in 2 arrays, 216 bytes (')
+    RunConsole(Console(file=out, width=200)).show(table)
+    _columns, *lines = out.getvalue().splitlines()
     # Two spaces separate cells; one space separates the words of a cell.
     cells = [[cell.strip() for cell in line.split('  ') if cell.strip()] for line in lines]
     return {name: axes for name, _shape, axes, *_ in cells}
@@ -60,3 +63,67 @@ def test_the_table_shows_logical_axes_with_their_mesh_axes():
 )
 def test_bytes_for_people(count, text):
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    'seconds, text',
+    [
+        (0.04, '0.0 s'),
+        (1.25, '1.2 s'),
+        (59.94, '59.9 s'),
+        (59.96, '1:00'),
+        (153, '2:33'),
+        (3599.6, '1:00:00'),
+        (3753, '1:02:33'),
+        (360_000, '100:00:00'),
+    ],
+)
+def test_seconds_for_people(seconds, text):
+    assert format_seconds(seconds) == text
+
+
+def test_the_figures_of_a_step():
+    few = {'train/loss': 2.34567, 'train/rows_per_second': 1234.5, 'train/seconds_left': 75.2}
+    assert format_figures(few) == 'loss 2.346  1,234 rows/s  1:15 left'
+    more = {
+        'train/loss': 12.0,
+        'train/learning_rate': 0.00059999,
+        'train/gradient_norm': 1.2345,
+        'train/tokens_per_second': 1e6,
+        'train/mfu': 0.4236,
+        'train/device_memory_bytes': 3.5 * 2**30,
+        'train/seconds_left': 0.0,
+    }
+    assert format_figures(more) == (
+        'loss 12.000  lr 0.0006  grad 1.23  1,000,000 tokens/s  42.4% MFU  3.50 GiB  0.0 s left'
+    )
+
+
+def test_a_phase_measures_its_time_and_shows_a_spinner_on_a_terminal(monkeypatch):
+    monkeypatch.setattr('train.runtime.console.WORTH_A_LINE', -1.0)
+    for terminal in (True, False):
+        out = io.StringIO()
+        console = RunConsole(Console(file=out, force_terminal=terminal, width=80))
+        with console.phase('compiling'):
+            pass
+        assert ('compiling ...' in out.getvalue()) == terminal
+        assert 'compiling: 0.' in out.getvalue()
+        with pytest.raises(OSError, match='disk full'), console.phase('saving'):
+            raise OSError('disk full')
+        with console.tokenizing() as progress, console.phase('opening'):  # both are shown
+            progress('a source', 1, 2)
+        assert 'saving: ' not in out.getvalue() and 'tokenized a source in' in out.getvalue()
+        assert console.seconds.keys() == {'compiling', 'opening'}
+
+
+@pytest.mark.parametrize('terminal', [True, False])
+def test_steps_are_lines_or_a_progress_bar(terminal):
+    out = io.StringIO()
+    console = RunConsole(Console(file=out, force_terminal=terminal, no_color=True, width=80))
+    with console.training(2, 10):
+        console.step(4, 10, 'loss 1.500')
+    assert ('step 4/10  loss 1.500\n' in out.getvalue()) != terminal
+    assert not terminal or ('4/10' in out.getvalue() and 'loss 1.500' in out.getvalue())
+    with console.training(10, 10):  # nothing is left to train
+        pass
+    assert out.getvalue().count('training from step') == 1

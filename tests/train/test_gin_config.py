@@ -1,19 +1,22 @@
 """gin configuration: which setting wins, and the operative configuration."""
 
+import re
+
 import gin
 import jax.numpy as jnp
 import pytest
 
-from train.config import load_config
 from train.data.text.sources import TextFiles
+from train.gin_config import load_config
 from train.models.transformer import Transformer
 from train.optimizers import Optimizer
+from train.runtime.gin_text import operative_text
 
-pytestmark = [pytest.mark.core, pytest.mark.usefixtures('own_registry')]
+pytestmark = pytest.mark.core
 
 
 def seed():
-    return gin.get_bindings('train.train')['seed']
+    return gin.get_bindings('TrainConfig')['seed']
 
 
 # Which setting wins.
@@ -32,7 +35,7 @@ def folders(tmp_path, monkeypatch):
 def test_the_current_directory_comes_before_the_search_paths(folders):
     paths = [str(folders[1]), str(folders[2])]
     for number, folder in reversed(list(enumerate(folders))):
-        (folder / 'order.gin').write_text(f'train.seed = {number}\n')
+        (folder / 'order.gin').write_text(f'TrainConfig.seed = {number}\n')
         load_config(['order.gin'], search_paths=paths)
         assert seed() == number
         gin.clear_config()
@@ -41,7 +44,7 @@ def test_the_current_directory_comes_before_the_search_paths(folders):
 def test_includes_are_found_in_search_paths(folders):
     (folders[0] / 'main.gin').write_text("include 'parts/seed.gin'\n")
     (folders[2] / 'parts').mkdir()
-    (folders[2] / 'parts' / 'seed.gin').write_text('train.seed = 5\n')
+    (folders[2] / 'parts' / 'seed.gin').write_text('TrainConfig.seed = 5\n')
     load_config(['main.gin'], search_paths=[str(f) for f in folders[1:]])
     assert seed() == 5
 
@@ -50,39 +53,43 @@ def test_the_shipped_configs_are_found_from_anywhere(folders):
     load_config(
         ['configs/runs/pretrain.gin'], ["MODEL_DIR='a'", "TEXT='b'"], search_paths=['nowhere']
     )
-    assert gin.get_bindings('train.train')['model_dir'] == 'a'
+    assert gin.get_bindings('TrainConfig')['model_dir'] == 'a'
 
 
 def test_later_files_override_earlier_ones_and_bindings_override_files(tmp_path):
     files = []
     for number in (1, 2):
         files.append(tmp_path / f'{number}.gin')
-        files[-1].write_text(f'SEED = {number}\ntrain.seed = %SEED\ntrain.log_period = {number}\n')
+        files[-1].write_text(
+            f'SEED = {number}\nTrainConfig.seed = %SEED\nTrainConfig.log_every = {number}\n'
+        )
     paths = [str(f) for f in files]
 
     def loaded(files, *bindings):
         load_config(files, bindings)
-        values = gin.get_bindings('train.train')
+        values = gin.get_bindings('TrainConfig')
         gin.clear_config()
-        return values['seed'], values['log_period']
+        return values['seed'], values['log_every']
 
     assert loaded(paths) == (2, 2)
     assert loaded(paths[::-1]) == (1, 1)
     assert loaded(paths, 'SEED=3') == (3, 2)
-    assert loaded(paths, 'train.log_period=4', 'train.log_period=5') == (2, 5)
+    assert loaded(paths, 'TrainConfig.log_every=4', 'TrainConfig.log_every=5') == (2, 5)
 
 
 def test_a_statement_after_an_include_overrides_it(tmp_path, load):
-    (tmp_path / 'base.gin').write_text('train.seed = 1\nLOG = 1\ntrain.log_period = %LOG\n')
-    load("include 'base.gin'\ntrain.seed = 2\nLOG = 7\n", search_paths=[str(tmp_path)])
-    assert gin.get_bindings('train.train') == {'seed': 2, 'log_period': 7}
+    (tmp_path / 'base.gin').write_text(
+        'TrainConfig.seed = 1\nLOG = 1\nTrainConfig.log_every = %LOG\n'
+    )
+    load("include 'base.gin'\nTrainConfig.seed = 2\nLOG = 7\n", search_paths=[str(tmp_path)])
+    assert gin.get_bindings('TrainConfig') == {'seed': 2, 'log_every': 7}
 
 
 def test_search_paths_of_an_earlier_call_are_forgotten(tmp_path):
     for number in (1, 2):
         folder = tmp_path / str(number)
         folder.mkdir()
-        (folder / 'same.gin').write_text(f'train.seed = {number}\n')
+        (folder / 'same.gin').write_text(f'TrainConfig.seed = {number}\n')
         load_config(['same.gin'], search_paths=[str(folder)])
         assert seed() == number
         gin.clear_config()
@@ -91,7 +98,6 @@ def test_search_paths_of_an_earlier_call_are_forgotten(tmp_path):
 # The operative configuration.
 
 PLAIN = """
-    import train.schedules
     import train.optimizers
     import train.models.transformer
 
@@ -105,18 +111,19 @@ PLAIN = """
     TransformerConfig.mlp_dim = %WIDTH
     Transformer.config = @TransformerConfig()
     Optimizer.transform = @optax.adamw
-    Optimizer.learning_rate = @warm/create_learning_rate_scheduler()
-    warm/create_learning_rate_scheduler.warmup_steps = 7
+    Optimizer.learning_rate = @warm/optax.warmup_constant_schedule()
+    optax.warmup_constant_schedule.init_value = 0.0
+    optax.warmup_constant_schedule.peak_value = 0.5
+    warm/optax.warmup_constant_schedule.warmup_steps = 7
     optax.adamw.mask = @decay_matrices_only
     TextFiles.pattern = ['a', 'b']
     """
 NAMED_BY_MODULE = """
     from __gin__ import dynamic_registration
     import optax
-    import train.data.text.sources
     import train.models.transformer as t
+    from train import data
     from train import optimizers
-    from train import schedules
 
     WIDTH = 32
     t.TransformerConfig.vocab_size = 300
@@ -128,17 +135,20 @@ NAMED_BY_MODULE = """
     t.TransformerConfig.mlp_dim = %WIDTH
     t.Transformer.config = @t.TransformerConfig()
     optimizers.Optimizer.transform = @optax.contrib.muon
-    optimizers.Optimizer.learning_rate = @warm/schedules.create_learning_rate_scheduler()
-    warm/schedules.create_learning_rate_scheduler.warmup_steps = 7
+    optimizers.Optimizer.learning_rate = @warm/optax.warmup_constant_schedule()
+    optax.warmup_constant_schedule.init_value = 0.0
+    optax.schedules.warmup_constant_schedule.peak_value = 0.5
+    warm/optax.warmup_constant_schedule.warmup_steps = 7
     optax.contrib.muon.ns_steps = 3
-    train.data.text.sources.TextFiles.pattern = ['a', 'b']
+    data.TextFiles.pattern = ['a', 'b']
     """
 
 
 @pytest.mark.parametrize('text', [PLAIN, NAMED_BY_MODULE], ids=['plain', 'dynamic'])
 def test_the_operative_configuration_reproduces_itself(load, tmp_path, text):
     def use():
-        model, optimizer, corpus = Transformer(), Optimizer(), TextFiles()
+        kinds = (Transformer, Optimizer, TextFiles)
+        model, optimizer, corpus = (gin.get_configurable(kind)() for kind in kinds)
         rates = [float(optimizer.learning_rate(step)) for step in (1, 7, 100)]
         optimizer.build().init({'w': jnp.ones((2, 2)), 'scale': jnp.ones(2)})
         return model.config, corpus, rates
@@ -147,11 +157,34 @@ def test_the_operative_configuration_reproduces_itself(load, tmp_path, text):
     first = use()
     assert first[0].embed_dim == 32
     saved = tmp_path / 'config.gin'
-    saved.write_text(gin.operative_config_str())
+    saved.write_text(operative_text())
 
     gin.clear_config()
     load_config([str(saved)])
     assert use() == first
     again = tmp_path / 'again.gin'
-    again.write_text(gin.operative_config_str())
+    again.write_text(operative_text())
     assert again.read_text() == saved.read_text()
+    assert not re.search(r'[.]_|import _', saved.read_text()), 'no private module is written'
+
+
+def test_a_preset_after_a_saved_configuration_replaces_its_layout(tmp_path):
+    saved = tmp_path / 'config.gin'
+    load_config(['configs/runs/pretrain.gin'], ["MODEL_DIR='a'", "TEXT='b'"])
+    assert gin.get_bindings('TrainConfig')['partitioner'].mesh.shape == {'data': 8, 'model': 1}
+    saved.write_text(operative_text())
+
+    gin.clear_config()
+    load_config([str(saved), 'configs/partitioning/two_d.gin'])
+    partitioner = gin.get_configurable('PjitPartitioner')()
+    assert partitioner.mesh.shape == {'data': 4, 'model': 2}
+    assert ('embed', 'data') in partitioner.logical_axis_rules
+
+
+def test_scopes_that_set_something_stay_in_the_operative_configuration(load):
+    load(
+        'PjitPartitioner.num_partitions = 1\nA = @PjitPartitioner()\nTrainConfig.partitioner = %A\n'
+        'A/PjitPartitioner.num_partitions = 2\n'
+    )
+    gin.get_bindings('TrainConfig')
+    assert 'A/PjitPartitioner.num_partitions = 2' in operative_text()

@@ -5,18 +5,18 @@ import textwrap
 import gin
 import pytest
 
-from train.config import load_config
-from train.config.load import REPOSITORY
 from train.data.text.sources import TextFiles
 from train.errors import ConfigError
+from train.gin_config import load_config
+from train.gin_config.load import find_config_root
 
-pytestmark = [pytest.mark.core, pytest.mark.usefixtures('own_registry')]
+pytestmark = pytest.mark.core
 
 DYNAMIC = 'from __gin__ import dynamic_registration\n'
 
 
 def seed():
-    return gin.get_bindings('train.train')['seed']
+    return gin.get_bindings('TrainConfig')['seed']
 
 
 @pytest.mark.parametrize(
@@ -26,17 +26,25 @@ def seed():
         ('A = @optax.adamww', 1, "no configurable 'optax.adamww'. Did you mean 'optax.adamw'?"),
         ('A = [1,\n  @Transfomer()]', 1, "'Transfomer'. Did you mean 'Transformer'?"),
         ('TextFile:\n  pattern = 1', 1, "'TextFile'. Did you mean 'TextFiles'?"),
-        ('train.seedd = 1', 1, "'train' has no parameter 'seedd'. Did you mean 'seed'?"),
-        ('train:\n  seed = 1\n  log_perod = 2', 3, "'log_perod'. Did you mean 'log_period'?"),
+        (
+            'TrainConfig.seedd = 1',
+            1,
+            "'TrainConfig' has no parameter 'seedd'. Did you mean 'seed'?",
+        ),
+        ('TrainConfig:\n  seed = 1\n  log_evry = 2', 3, "'log_evry'. Did you mean 'log_every'?"),
         (
             'TransformerConfig.num_layer = 1',
             1,
             "'TransformerConfig' has no parameter 'num_layer'. Did you mean 'num_layers'?",
         ),
         ('CheckpointConfig.zzz = 1', 1, 'It has period, keep'),
-        ('train.seed = %SEED', 1, '%SEED has no value. Add --gin.SEED=... or a line SEED = ...'),
-        ('SEED = 1\ntrain.seed = [%SEDE]', 2, "%SEDE has no value. Did you mean 'SEED'?"),
-        ('import train.shedules', 1, "cannot import 'train.shedules'"),
+        (
+            'TrainConfig.seed = %SEED',
+            1,
+            '%SEED has no value. Add --gin.SEED=... or a line SEED = ...',
+        ),
+        ('SEED = 1\nTrainConfig.seed = [%SEDE]', 2, "%SEDE has no value. Did you mean 'SEED'?"),
+        ('import train.optimizer', 1, "Did you mean 'train.optimizers'?"),
         ("# a\ninclude 'nowhere.gin'", 2, 'no such gin file: nowhere.gin'),
     ],
 )
@@ -66,10 +74,10 @@ def test_an_ambiguous_name_lists_the_choices(refusal):
         ("A = 1\nB = '''abc\nC = 3\n", (2,), 'quote'),
         ('A = 1\nB =\nC = 3\n', (2,), ''),
         ('A = 1\nB\n', (2,), ''),
-        ('A = 1\ntrain.seed 3\n', (2,), ''),
+        ('A = 1\nTrainConfig.seed 3\n', (2,), ''),
         ('train:\nseed = 1\n', (2,), 'ndent'),
-        ('train:\n  seed = 1\n    log_period = 2\n', (3,), ''),
-        ('train:\n    seed = 1\n  log_period = 2\n', (3,), 'indent'),
+        ('TrainConfig:\n  seed = 1\n    log_every = 2\n', (3,), ''),
+        ('train:\n    seed = 1\n  log_every = 2\n', (3,), 'indent'),
         ('train:\n', (1, 2), 'ndent'),
         ('A = 1\n$B = 1\n', (2,), ''),
         ('A = 1 2\n', (1,), ''),
@@ -108,9 +116,9 @@ def test_a_flag_for_an_unused_macro(refusal):
     ('binding', 'expected'),
     [
         ('trainn.seed=1', "no configurable 'trainn'. Did you mean 'train'?"),
-        ('train.sed=1', "'train' has no parameter 'sed'. Did you mean 'seed'?"),
-        ('train.seed=%NOWHERE', '%NOWHERE has no value'),
-        ('train.seed=@nowhere', "no configurable 'nowhere'"),
+        ('TrainConfig.sed=1', "'TrainConfig' has no parameter 'sed'. Did you mean 'seed'?"),
+        ('TrainConfig.seed=%NOWHERE', '%NOWHERE has no value'),
+        ('TrainConfig.seed=@nowhere', "no configurable 'nowhere'"),
     ],
 )
 def test_unknown_names_in_flags(refusal, binding, expected):
@@ -131,7 +139,7 @@ def test_a_missing_file_lists_the_searched_directories(tmp_path, monkeypatch):
     message = str(error.value)
     assert 'no such gin file: nowhere.gin' in message
     assert '--gin_search_paths' in message
-    for place in (tmp_path, tmp_path / 'some/folder', REPOSITORY):
+    for place in (tmp_path, tmp_path / 'some/folder', find_config_root()):
         assert str(place) in message
 
 
@@ -144,7 +152,7 @@ def test_a_file_that_includes_itself(tmp_path):
 
 
 def test_a_file_may_be_included_twice(tmp_path, load):
-    (tmp_path / 'shared.gin').write_text('train.seed = 3\n')
+    (tmp_path / 'shared.gin').write_text('TrainConfig.seed = 3\n')
     load("include 'shared.gin'\ninclude 'shared.gin'\n", search_paths=[str(tmp_path)])
     assert seed() == 3
 
@@ -156,14 +164,14 @@ def test_a_file_that_is_not_text(tmp_path):
         load_config([str(file)])
 
 
-@pytest.mark.parametrize('statement', ['import optax.adamw', 'from train.schedules import nearest'])
+@pytest.mark.parametrize('statement', ['import optax.adamw', 'from train.optimizers import walk'])
 def test_an_import_of_a_name_that_is_not_a_module(refusal, statement):
     message = refusal(f'{statement}\n')
     assert 'run.gin:1: ' in message
 
 
 @pytest.mark.parametrize(
-    'statement', ['train.seed = 1', 'A = @decay_matrices_only', 'TextFiles:\n  pattern = 1']
+    'statement', ['TrainConfig.seed = 1', 'A = @decay_matrices_only', 'TextFiles:\n  pattern = 1']
 )
 def test_dynamic_registration_requires_imports(refusal, statement):
     # A file with dynamic registration cannot use registered names without importing them.
@@ -173,7 +181,7 @@ def test_dynamic_registration_requires_imports(refusal, statement):
 
 
 @pytest.mark.parametrize(
-    'text', ['scope/A = 1\ntrain.seed = %A\n', 'A = 1\ntrain.seed = %scope/A\n']
+    'text', ['scope/A = 1\nTrainConfig.seed = %A\n', 'A = 1\nTrainConfig.seed = %scope/A\n']
 )
 def test_a_macro_of_another_scope_has_no_value(refusal, text):
     message = refusal(text)
@@ -185,7 +193,7 @@ SCOPED = """
     a/b/TextFiles.pattern = 'x'
     a/CausalLM.source = @a/b/TextFiles()
     a/TextFiles.root = 'y'
-    train.task = @a/CausalLM()
+    TrainConfig.task = @a/CausalLM()
 """
 
 
@@ -212,10 +220,10 @@ def test_modules_of_the_user_may_enter_scopes(load, refusal, intruder):
 
 
 def test_a_macro_can_be_set_through_gin_macro(load):
-    load('A/macro.value = 3\ntrain.seed = %A\n')
+    load('A/macro.value = 3\nTrainConfig.seed = %A\n')
     assert seed() == 3
 
 
 def test_a_refused_configuration_sets_nothing(refusal):
-    refusal('train.seed = 1\ntrain.seedd = 2\n')
+    refusal('TrainConfig.seed = 1\nTrainConfig.seedd = 2\n')
     assert gin.config_str().strip() == ''

@@ -1,20 +1,13 @@
-"""gin files may import and name only allowed modules, and nothing else is run."""
+"""gin files may import and name only what is on the list, and nothing else is run."""
 
-import importlib
-import math
-import os
-import pickle
-import tempfile
-import textwrap
+import sys
 
 import gin
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from train import schedules
-from train.config import load_config
-from train.optimizers import Optimizer
+import train.configurables  # noqa: F401  # registers the names, as every command does
+from train.gin_config import load_config
+from train.gin_config.names import BY_MODULE
 
 pytestmark = [
     pytest.mark.core,
@@ -23,6 +16,146 @@ pytestmark = [
 ]
 
 DYNAMIC = 'from __gin__ import dynamic_registration\n'
+
+# Lines that would run code, load code, or touch files. A '|' separates lines.
+
+HOSTILE = """
+# pickles
+from jax._src import pickle_util | A = @pickle_util.loads()
+from jax._src import pickle_util as optax | A = @optax.loads()
+from jax.experimental import serialize_executable | A = @serialize_executable.deserialize_and_load()
+from jax.experimental.colocated_python import serialization | A = @serialization._deserialize()
+import jax.experimental.colocated_python | A = @jax.experimental.colocated_python.colocated_python
+import jax.numpy | A = @jax.numpy.load() | jax.numpy.load.allow_pickle = True
+import numpy | A = @numpy.load()
+import pickle | A = @pickle.loads()
+from flax import serialization | A = @serialization.msgpack_restore()
+import jax.export | A = @jax.export.deserialize()
+from jax._src.lib import xla_client | A = @xla_client.Client
+
+# native libraries
+from jax._src import xla_bridge | A = @xla_bridge.register_plugin()
+from jax._src import xla_bridge | xla_bridge.register_plugin.library_path = '/tmp/a.so'
+import ctypes | A = @ctypes.CDLL()
+import numpy.ctypeslib | A = @numpy.ctypeslib.load_library()
+import numpy | A = @numpy.ctypeslib.load_library()
+import jax.ffi | A = @jax.ffi.register_ffi_target()
+from jax._src.lib import _jax | A = @_jax.load_pjrt_plugin()
+
+# files
+import partitioning | A = @partitioning.Plan.save() | partitioning.Plan.save.path = '/etc/hosts'
+from partitioning.plan import plan | A = @plan.Plan.save()
+from flax.training import checkpoints | A = @checkpoints.save_checkpoint()
+from flax import io | A = @io.rmtree() | io.rmtree.path = '/tmp'
+import jax.profiler | A = @jax.profiler.start_trace()
+import jax.profiler | A = @jax.profiler.start_server() | jax.profiler.start_server.port = 1
+import jax.profiler | A = @jax.profiler.save_device_memory_profile()
+import jax.numpy | A = @jax.numpy.save()
+import pathlib | A = @pathlib.Path.write_text()
+import shutil | A = @shutil.rmtree()
+import io | A = @io.open()
+import tempfile | A = @tempfile.TemporaryFile()
+import tensorstore | A = @tensorstore.open()
+import fsspec | A = @fsspec.open()
+from etils import epath | A = @epath.Path.unlink
+import orbax.checkpoint | A = @orbax.checkpoint.Checkpointer.restore
+import tensorboardX | A = @tensorboardX.SummaryWriter()
+from train.data.text import files | A = @files.open_file
+from train.runtime import writers | A = @writers.open_writers()
+from train.data import record | A = @record.write_record()
+from train.checkpoints import Checkpoints | A = @Checkpoints.save
+from train import checkpoints | A = @checkpoints.Checkpoints()
+
+# processes, signals, sockets
+import os | A = @os.system()
+import os as jax | A = @jax.system()
+import posix | A = @posix.system()
+import subprocess | A = @subprocess.check_output()
+import signal | A = @signal.raise_signal()
+import socket | A = @socket.create_connection()
+import urllib.request | A = @urllib.request.urlopen()
+from train import launch | A = @launch.run()
+from train.cli import launch | A = @launch.configure()
+import jax.distributed | A = @jax.distributed.initialize()
+from train.runtime import machine | A = @machine.join_processes()
+
+# imports and evaluated text
+import importlib | A = @importlib.import_module()
+import runpy | A = @runpy.run_path()
+import builtins | A = @builtins.exec()
+import builtins | A = @builtins.__import__()
+import operator | A = @operator.attrgetter()
+from train.data.text import files | A = @files.needed() | files.needed.package = 'antigravity'
+from train.gin_config import check | A = @check.import_modules()
+from train.gin_config import load | A = @load.load_config()
+from train.gin_config.names import importlib | A = @importlib.import_module()
+from jax._src.debugger import cli_debugger | A = @cli_debugger.CliDebugger.evaluate
+from jax._src import test_util | A = @test_util.parse_version
+import jax.tools.jax_to_ir | A = @jax.tools.jax_to_ir.main()
+import antigravity
+
+# settings and hooks of this process
+import jax | A = @jax.config.update()
+import jax | jax.config.jax_compilation_cache_dir = '/tmp'
+import jax.monitoring | A = @jax.monitoring.register_event_listener()
+from absl import flags | A = @flags.FLAGS
+from absl import app | A = @app.run()
+import jax | A = @jax.pure_callback()
+import jax.debug | A = @jax.debug.callback()
+
+# gin itself
+import gin | A = @gin.parse_config()
+from gin import config | A = @config.external_configurable()
+A = @gin.external_configurable() | gin.external_configurable.name_or_fn = @gin.parse_config
+from train import configurables | A = @configurables._register()
+from __gin__ import unknown_feature
+
+# chains of attributes that begin at a listed name
+import optax | A = @optax.adamw.__globals__
+import optax | A = @optax.adamw.__globals__.get() | optax.adamw.__globals__.get.key = 'os'
+import optax | optax.adamw.__code__.replace.co_code = b'0'
+import optax | A = @optax.adamw.__class__
+from train import optimizers | A = @optimizers.Optimizer.__base__.__subclasses__()
+from train import optimizers | A = @optimizers.inspect.os.system()
+import partitioning | A = @partitioning.__loader__.get_data()
+import jax.nn | A = @jax.nn.__spec__.loader.exec_module()
+import flax.linen | A = @flax.linen.Dense.__init__.__globals__
+import flax.linen | A = @flax.linen.Module.__getattr__
+import jax.numpy | A = @jax.numpy.float32.__class__.__base__
+import flax.traverse_util | flax.traverse_util.t_identity.get = 1
+import flax | flax.traverse_util.t_identity.a.b.c = 1
+from train import data | A = @data.record.write_record()
+from train.t5x import configs | A = @configs.seqio.dataclasses.sys.exit()
+from train.t5x import train_script | A = @train_script.inspect.os.system()
+
+# without imports, and inside other values
+A = @os.system()
+A = @eval() | eval.source = '1'
+A = [1, {'a': (@open(),)}]
+A = @scope/subprocess.run() | scope/subprocess.run.args = 'true'
+TrainConfig.hooks = [@os._exit]
+Optimizer.transform = @jax.config.update
+A/gin.macro.value = @exec()
+one/gin.singleton.constructor = @os.getcwd | A = @one/gin.singleton()
+"""
+LINES = [line for line in HOSTILE.splitlines() if line and not line.startswith('#')]
+
+
+def test_there_are_100_hostile_lines():
+    assert len(set(LINES)) == 100
+
+
+@pytest.mark.parametrize('dynamic', ['', DYNAMIC], ids=['plain', 'dynamic'])
+@pytest.mark.parametrize('line', LINES)
+def test_a_hostile_line_is_refused_in_one_line_and_imports_nothing(refusal, line, dynamic):
+    text = dynamic + '\n'.join(part.strip() for part in line.split('|')) + '\n'
+    loaded = set(sys.modules)
+    message = refusal(text)
+    assert message.startswith(('run.gin', '/')) and 'run.gin:' in message
+    assert len(message.splitlines()) == 1 and len(message) < 400, message
+    new = set(sys.modules) - loaded
+    assert not [name for name in new if not name.startswith(tuple(BY_MODULE))], new
+    assert gin.config_str().strip() == ''
 
 
 # What gin files may import.
@@ -46,7 +179,7 @@ DYNAMIC = 'from __gin__ import dynamic_registration\n'
 )
 @pytest.mark.parametrize('dynamic', ['', DYNAMIC], ids=['plain', 'dynamic'])
 def test_an_import_from_outside_is_refused_and_not_run(refusal, intruder, statement, dynamic):
-    message = refusal(f'{dynamic}import train.schedules\n{statement}\n')
+    message = refusal(f'{dynamic}import train.optimizers\n{statement}\n')
     line = 3 if dynamic else 2
     assert f'run.gin:{line}: import of' in message
     assert 'is refused' in message
@@ -73,6 +206,9 @@ def test_nothing_is_imported_before_every_import_is_allowed(refusal, intruder):
     assert not intruder.exists()
 
 
+# What --gin_allow allows.
+
+
 def test_gin_allow_allows_a_package(load, intruder):
     load(f'{DYNAMIC}import intruder\nA = @intruder.make()\n', allow=['intruder'])
     assert intruder.read_text() == 'intruder'
@@ -84,15 +220,35 @@ def test_gin_allow_does_not_allow_packages_with_similar_names(refusal, intruder)
     assert not intruder.exists()
 
 
-# What gin files may name.
+@pytest.mark.parametrize(
+    ('name', 'expected'),
+    [
+        ('os.getcwd', 'not a function or class'),
+        ('os', 'not a function or class'),
+        ('make.__globals__', 'not a function or class'),
+        ('make.__class__', 'not a function or class'),
+        ('Sized.__subclasses__', 'builtins'),
+        ('odd.any.thing', 'not a function or class'),
+        ('odd', 'arbitrary attributes'),
+        ('missing', 'not a function or class'),
+    ],
+)
+def test_an_allowed_package_gives_only_its_own_functions_and_classes(
+    refusal, intruder, name, expected
+):
+    message = refusal(f'{DYNAMIC}import intruder\nA = @intruder.{name}\n', allow=['intruder'])
+    assert 'run.gin:3: ' in message and expected in message
 
 
-@pytest.fixture
-def borrowed(monkeypatch):
-    """Makes `train.schedules` import modules from outside, as most modules do."""
-    for module in (os, tempfile, np):
-        monkeypatch.setattr(schedules, module.__name__, module, raising=False)
+@pytest.mark.parametrize('name', ['t_identity.get', 't_identity', 't_identity.a.b'])
+def test_objects_with_all_attributes_do_not_stop_the_checks(refusal, name):
+    # Each attribute of this object is an object like it, `__wrapped__` included.
+    text = f'{DYNAMIC}import flax.traverse_util\nflax.traverse_util.{name}.x = 1\n'
+    assert 'is refused' in refusal(text)
+    assert 'run.gin:3: ' in refusal(text, allow=['flax'])
 
+
+# What gin files may name, in every position.
 
 VALUES = [
     'A = @{0}',
@@ -106,10 +262,10 @@ VALUES = [
     "A = {{'a': @{0}(), 'a': 1}}",
     'A = \\\n  @{0}()',
     'A = [\n  1,  # one\n  @{0}(),\n]',
-    'A = @{0}()\nB = %A\ntrain.schedules.create_learning_rate_scheduler.factors = %B',
-    'train.schedules.create_learning_rate_scheduler.factors = @{0}()',
-    'scope/train.schedules.create_learning_rate_scheduler.factors = @{0}()',
-    'train.schedules.create_learning_rate_scheduler:\n  warmup_steps = 1\n  factors = @{0}()',
+    'A = @{0}()\nB = %A\ntrain.optimizers.Optimizer.transform = %B',
+    'train.optimizers.Optimizer.transform = @{0}()',
+    'scope/train.optimizers.Optimizer.transform = @{0}()',
+    'train.optimizers.Optimizer:\n  clip_norm = 1\n  transform = @{0}()',
     'A = @one/gin.singleton()\none/gin.singleton.constructor = @{0}',
     'A/gin.macro.value = @{0}()',
     'gin.macro.value = @{0}()',
@@ -118,182 +274,45 @@ TARGETS = ['{0}.x = 1', 'scope/{0}.x = 1', '{0}:\n  x = 1']
 
 
 @pytest.mark.parametrize('form', VALUES + TARGETS)
-def test_imports_of_allowed_modules_are_refused_in_every_position(refusal, borrowed, form):
-    message = refusal(
-        f'{DYNAMIC}import train.schedules\n{form.format("train.schedules.os.getcwd")}\n',
-    )
-    assert 'is refused' in message
-    assert 'posix' in message
+def test_names_that_are_not_listed_are_refused_in_every_position(refusal, form):
+    name = 'train.optimizers.inspect.os.getcwd'
+    message = refusal(f'{DYNAMIC}import train.optimizers\n{form.format(name)}\n')
+    assert f'{name} is not on the list' in message
 
 
-@pytest.mark.parametrize(
-    ('module', 'path', 'origin'),
-    [
-        ('train.schedules', 'os.system', 'posix'),
-        ('train.schedules', 'os', 'builtins'),
-        ('train.schedules', 'tempfile.TemporaryFile', 'tempfile'),
-        ('train.schedules', 'tempfile._os.remove', 'posix'),
-        ('train.schedules', 'numpy.save', 'numpy'),
-        ('train.schedules', 'gin.parse_config', 'gin.config'),
-        ('train.data.baselines', 'zlib.compress', 'zlib'),
-        ('train.optimizers', 'dataclasses.dataclass', 'dataclasses'),
-        ('train.optimizers', 'Optimizer.__base__', 'builtins'),
-        ('train.optimizers', 'Optimizer.__subclasses__', 'builtins'),
-        ('train.schedules', 'nearest.__class__', 'builtins'),
-        ('train.schedules', 'nearest.__code__.replace', 'builtins'),
-        ('train.schedules', 'nearest.__globals__', 'builtins'),
-        ('train.schedules', 'nearest.__globals__.get', 'builtins'),
-        ('train.schedules', '__builtins__', 'builtins'),
-        ('train.schedules', '__dict__.get', 'builtins'),
-        ('train.schedules', '__loader__.get_data', '_frozen_importlib_external'),
-        ('train.schedules', '__spec__.loader.exec_module', '_frozen_importlib_external'),
-        ('partitioning.rules.resolve', 'dataclasses.sys.exit', 'sys'),
-        ('jax._src.xla_bridge', 'os.system', 'posix'),
-        ('flax.io', 'shutil.rmtree', 'shutil'),
-    ],
-)
-def test_attributes_outside_the_allowed_packages_are_refused(
-    refusal, borrowed, module, path, origin
-):
-    message = refusal(f'{DYNAMIC}import {module}\nA = @{module}.{path}\n')
-    assert f"run.gin:3: '{module}.{path}', which belongs to '{origin}', is refused" in message
+def test_included_files_and_macros_are_checked(refusal, tmp_path):
+    (tmp_path / 'b.gin').write_text('A = 1\nA = @os.getcwd()\n')
+    assert 'b.gin:2: ' in refusal("include 'b.gin'\n", search_paths=[str(tmp_path)])
+    for macro in ('os.environ', 'gin.REQUIRED.__class__', 'optax.adamw', 'scope/os.sep'):
+        assert f'%{macro} has no value' in refusal(f'A = %{macro}\n')
+
+
+@pytest.mark.parametrize('form', [form for form in VALUES + TARGETS if '\n' not in form])
+def test_flags_are_checked_like_files(refusal, form):
+    text = f'{DYNAMIC}import train.optimizers\n'
+    message = refusal(text, form.format('train.optimizers.inspect.os.getcwd').replace(' = ', '='))
+    assert message.startswith('--gin.')
 
 
 @pytest.mark.parametrize(
     'statements',
     [
-        'from train.schedules import os\nA = @os.getcwd()',
-        'from train.schedules import os as jax\nA = @jax.getcwd()',
-        'import train.schedules.os as o\nA = @o.getcwd()',
-        'import train.schedules as t\nA = @t.os.getcwd()',
-        'from train import schedules as macro\nA = @macro.os.getcwd()',
-        'import train.schedules as gin\nA = @gin.os.getcwd()',
+        'from train.optimizers import inspect\nA = @inspect.getmodule()',
+        'from train.optimizers import inspect as jax\nA = @jax.getmodule()',
+        'import train.optimizers.inspect as i\nA = @i.getmodule()',
+        'import train.optimizers as t\nA = @t.inspect.getmodule()',
+        'from train import optimizers as macro\nA = @macro.inspect.getmodule()',
+        'from train import optimizers as optax\nA = @optax.adamw',
+        'import train.optimizers as gin\nA = @gin.Optimizer',
     ],
 )
-def test_aliases_to_outside_modules_are_refused(refusal, borrowed, statements):
-    message = refusal(DYNAMIC + statements + '\n')
-    assert 'is refused' in message or 'cannot import' in message
+def test_aliases_do_not_hide_a_module(refusal, statements):
+    assert len(refusal(DYNAMIC + statements + '\n').splitlines()) == 1
 
 
 def test_a_name_cannot_stand_for_two_modules(refusal):
-    # jax._src.shard_map imports math.prod, and jax.numpy defines its own prod.
-    assert importlib.import_module('jax._src.shard_map').prod is math.prod
-    message = refusal(
-        f"""
-        {DYNAMIC}
-        import jax._src.shard_map as m
-        A = @m.prod
-        import jax.numpy as m
-        """
-    )
-    assert 'm.prod' in message or "'m'" in message
-
-
-class Payload:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return open, (self.path, 'w')
-
-
-DANGEROUS = {
-    'unpickle bytes of the file': """
-        import jax.experimental.serialize_executable as escape1
-        escape1.deserialize_and_load.serialized = {pickled}
-        escape1.deserialize_and_load.in_tree = None
-        escape1.deserialize_and_load.out_tree = None
-        train.train.train.seed = @escape1.deserialize_and_load()
-        """,
-    'unpickle another file': """
-        import jax.numpy as escape2
-        escape2.load.file = '{file}'
-        escape2.load.allow_pickle = True
-        train.train.train.seed = @escape2.load()
-        """,
-    'evaluate text': """
-        import jax._src.debugger.core as escape3
-        import jax._src.debugger.cli_debugger as escape4
-        escape3.DebuggerFrame.filename = ''
-        escape3.DebuggerFrame.locals = {{}}
-        escape3.DebuggerFrame.globals = {{}}
-        escape3.DebuggerFrame.code_context = ''
-        escape3.DebuggerFrame.source = []
-        escape3.DebuggerFrame.lineno = 1
-        escape3.DebuggerFrame.offset = 1
-        escape4.CliDebugger.frames = [@escape3.DebuggerFrame()]
-        escape4.CliDebugger.thread_id = 0
-        escape4.CliDebugger.evaluate.self = @escape4.CliDebugger()
-        escape4.CliDebugger.evaluate.expr = "open('{trace}', 'w')"
-        train.train.train.seed = @escape4.CliDebugger.evaluate()
-        """,
-    'use the checks to import a refused module': """
-        import train.config.check as escape6
-        import train.config.parse as escape7
-        escape7.read_bindings.bindings = ['import wave']
-        escape6.import_modules.statements = @escape7.read_bindings()
-        train.train.train.seed = @escape6.import_modules()
-        """,
-    'delete a folder': """
-        import flax.io as escape5
-        escape5.rmtree.path = '{folder}'
-        train.train.train.seed = @escape5.rmtree()
-        """,
-}
-
-
-@pytest.mark.parametrize('how', DANGEROUS)
-def test_functions_of_allowed_packages_that_run_code_are_refused(tmp_path, refusal, how):
-    trace, file, folder = tmp_path / 'trace', tmp_path / 'payload.npy', tmp_path / 'folder'
-    folder.mkdir()
-    np.save(file, np.array([Payload(trace)], object), allow_pickle=True)
-    statements = textwrap.dedent(DANGEROUS[how]).format(
-        pickled=pickle.dumps(Payload(trace)), trace=trace, file=file, folder=folder
-    )
-    refusal(f'{DYNAMIC}import train.train\n{statements}')
-    assert not trace.exists()
-    assert folder.exists()
-
-
-@pytest.mark.parametrize(
-    'statements',
-    [
-        'import optax\nA = @optax.adamw\noptax.adamw.b1 = 0.5',
-        'import optax\nA = @scope/optax.lion()\nscope/optax.lion.b2 = 0.9',
-        'from optax import contrib\nA = @contrib.muon',
-        'import optax as o\nA = [@o.sgd, {"a": @o.clip}]',
-        'import train.schedules\nA = @train.schedules.create_learning_rate_scheduler()',
-        'import train.schedules as s\ns.create_learning_rate_scheduler:\n  warmup_steps = 3',
-        'import partitioning\nA = @partitioning.PjitPartitioner()',
-        'import flax.linen\nA = @flax.linen.initializers.lecun_normal()',
-        'import jax.nn\nA = @jax.nn.gelu',
-        'import train.optimizers\nA = @one/gin.singleton()\n'
-        'one/gin.singleton.constructor = @train.optimizers.Optimizer',
-    ],
-)
-def test_dynamic_registration_allows_any_member_of_the_allowed_packages(load, statements):
-    load(f'{DYNAMIC}{statements}\n')
-
-
-def test_bindings_with_dynamic_registration_have_an_effect(load):
-    load(
-        f"""
-        {DYNAMIC}
-        import optax
-        import train.optimizers
-        train.optimizers.Optimizer.transform = @optax.sgd
-        train.optimizers.Optimizer.learning_rate = 0.5
-        train.optimizers.Optimizer.clip_norm = None
-        optax.sgd.nesterov = True
-        optax.sgd.momentum = 0.0
-        """
-    )
-    updates, _ = (
-        Optimizer().build().update({'w': jnp.ones(2)}, Optimizer().build().init({'w': jnp.ones(2)}))
-    )
-    np.testing.assert_allclose(updates['w'], -0.5)
+    text = f'{DYNAMIC}import optax as m\nA = @m.scale()\nimport jax.nn as m\n'
+    assert "'m' already stands for optax" in refusal(text)
 
 
 # The file that was checked is the file that is run.
@@ -307,9 +326,9 @@ def test_a_package_on_the_python_path_does_not_replace_a_checked_file(
     package.mkdir(parents=True)
     folder.mkdir(parents=True)
     (package / '__init__.py').write_text('')
-    (package / 'run.gin').write_text('import intruder\ntrain.seed = 1\n')
-    (folder / 'run.gin').write_text('train.seed = 2\n')
+    (package / 'run.gin').write_text('import intruder\nTrainConfig.seed = 1\n')
+    (folder / 'run.gin').write_text('TrainConfig.seed = 2\n')
     monkeypatch.syspath_prepend(str(package.parent))
     load_config(['recipes/run.gin'], search_paths=[str(folder.parent)])
     assert not intruder.exists()
-    assert gin.get_bindings('train.train')['seed'] == 2
+    assert gin.get_bindings('TrainConfig')['seed'] == 2

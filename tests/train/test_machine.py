@@ -6,14 +6,16 @@ import sys
 
 import jax
 import pytest
+from absl.testing import flagsaver
 
-from train import machine
+from train.cli import main
 from train.errors import ConfigError
+from train.runtime import machine
 
 COUNTS = ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')
 PROGRAM = """
 import sys, jax
-from train import machine
+from train.runtime import machine
 machine.use_virtual_devices(eval(sys.argv[1]))
 print(jax.device_count())
 """
@@ -43,6 +45,17 @@ def test_two_device_counts_conflict(monkeypatch):
     monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '3')
     with pytest.raises(ConfigError, match=r'--cpu_devices=2 .* JAX_NUM_CPU_DEVICES'):
         machine.use_virtual_devices(2)
+
+
+def test_the_flags_of_a_process_reach_jax(monkeypatch, capsys):
+    given = []
+    monkeypatch.setattr(machine, 'use_virtual_devices', given.append)
+    monkeypatch.setattr(jax.distributed, 'initialize', lambda *args: given.extend(args))
+    flags = ['--coordinator_address=host:1', '--process_count=2', '--process_index=1']
+    with flagsaver.flagsaver():
+        assert main(['train', '--cpu_devices=4', *flags]) == 2
+    assert 'no gin file' in capsys.readouterr().err
+    assert given == [4, 'host:1', 2, 1]
 
 
 @pytest.mark.parametrize('given', [('host:1', None, None), (None, 2, 0), ('host:1', 2, None)])

@@ -1,28 +1,40 @@
-"""Metrics in files: one JSON object per line, and TensorBoard events."""
+"""Metrics: lines of JSON, TensorBoard events and Weights & Biases, through one interface."""
 
+import functools
 import json
 import math
+import sys
+import types
 
+import jax
 import pytest
+from etils import epath
 
-from train.metrics import MetricWriter
+from train.errors import ConfigError
+from train.runtime.writers import (
+    JsonWriter,
+    TensorBoardWriter,
+    WeightsAndBiasesWriter,
+    Writers,
+    open_writers,
+)
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
-def write(model_dir, resumed_step, *records):
-    writer = MetricWriter(model_dir, resumed_step)
+def write(directory, resumed_step, *records, writers=(JsonWriter,)):
+    opened = open_writers(writers, epath.Path(directory), resumed_step)
     for step, scalars in records:
-        writer.write(step, scalars)
-    writer.close()
-    return writer
+        opened.write(step, scalars)
+    opened.close()
+    return opened
 
 
-def read(model_dir):
+def read(directory):
     def refuse(token):
         raise AssertionError(f'{token} is not JSON')
 
-    lines = (model_dir / 'metrics.jsonl').read_text().splitlines()
+    lines = (directory / 'metrics.jsonl').read_text().splitlines()
     return [json.loads(line, parse_constant=refuse) for line in lines]
 
 
@@ -35,7 +47,7 @@ def test_each_record_is_a_line_of_json_with_its_step(tmp_path):
 
 
 def test_a_record_is_on_disk_immediately(tmp_path):
-    writer = MetricWriter(tmp_path, 0)
+    writer = JsonWriter(epath.Path(tmp_path), 0)
     writer.write(1, {'train/loss': 1.0})
     assert read(tmp_path) == [{'step': 1, 'train/loss': 1.0}]
     writer.close()
@@ -49,7 +61,7 @@ def test_numbers_that_json_lacks_become_null(tmp_path, value):
 
 def test_records_after_the_resumed_step_are_dropped(tmp_path):
     write(tmp_path, 0, *((step, {'loss': float(step)}) for step in range(1, 8)))
-    write(tmp_path, 4, (5, {'loss': 50.0}))
+    assert write(tmp_path, 4, (5, {'loss': 50.0})).num_dropped == 3
     losses = {r['step']: r['loss'] for r in read(tmp_path)}
     assert losses == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 50.0}
 
@@ -84,7 +96,75 @@ def test_the_file_is_not_rewritten_if_nothing_is_dropped(tmp_path):
 
 
 def test_tensorboard_gets_the_same_scalars(tmp_path):
-    events = write(tmp_path, 0, (1, {'train/loss': 2.5})).tensorboard_dir
-    (file,) = events.iterdir()
-    assert events == tmp_path / 'tensorboard'
+    opened = write(tmp_path, 0, (1, {'train/loss': 2.5}), writers=(JsonWriter, TensorBoardWriter))
+    assert {name: str(path) for name, path in opened.paths.items()} == {
+        'JsonWriter': str(tmp_path / 'metrics.jsonl'),
+        'TensorBoardWriter': str(tmp_path / 'tensorboard'),
+    }
+    (file,) = (tmp_path / 'tensorboard').iterdir()
     assert b'train/loss' in file.read_bytes()
+
+
+def test_only_process_0_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, 'process_index', lambda: 1)
+    opened = write(tmp_path, 0, (1, {'loss': 2.5}), writers=(JsonWriter, TensorBoardWriter))
+    assert (opened.paths, opened.num_dropped, list(tmp_path.iterdir())) == ({}, 0, [])
+
+
+def test_every_writer_is_closed_even_if_one_fails():
+    closed = []
+
+    class Failing:
+        def __init__(self, name):
+            self.name = name
+
+        def close(self):
+            closed.append(self.name)
+            raise OSError(f'{self.name}: disk full')
+
+    with pytest.raises(OSError, match='disk full'):
+        Writers([Failing('a'), Failing('b')]).close()
+    assert sorted(closed) == ['a', 'b']
+
+
+# Weights & Biases, by a module with the functions of the package.
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    """A module that records the calls of `init`, `log` and `finish`."""
+    calls, ids = [], iter(['first', 'second'])
+
+    def init(id=None, **settings):
+        run = types.SimpleNamespace(id=id or next(ids))
+        calls.append(('init', run.id, settings))
+        run.log = lambda scalars, step: calls.append((run.id, step, scalars))
+        run.finish = lambda: calls.append((run.id, 'finish'))
+        return run
+
+    monkeypatch.setitem(sys.modules, 'wandb', types.SimpleNamespace(init=init))
+    return calls
+
+
+def test_weights_and_biases_continues_the_run_that_resumes(tmp_path, wandb):
+    writers = (functools.partial(WeightsAndBiasesWriter, project='mine'),)
+    write(tmp_path, 0, (1, {'loss': 2.5}), writers=writers)
+    write(tmp_path, 1, (2, {'loss': 2.25}), writers=writers)
+    settings = {'resume': 'allow', 'dir': str(tmp_path), 'project': 'mine'}
+    assert wandb == [
+        ('init', 'first', settings),
+        ('first', 1, {'loss': 2.5}),
+        ('first', 'finish'),
+        ('init', 'first', settings),
+        ('first', 2, {'loss': 2.25}),
+        ('first', 'finish'),
+    ]
+    wandb.clear()
+    write(tmp_path, 0, writers=writers)
+    assert wandb[0][1] == 'second', 'a run that starts again is a new run'
+
+
+def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'wandb', None)
+    with pytest.raises(ConfigError, match=r"package wandb: pip install 'meshwright\[wandb\]'"):
+        WeightsAndBiasesWriter(epath.Path(tmp_path), 0)

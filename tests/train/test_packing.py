@@ -152,28 +152,6 @@ def test_rows_are_the_pieces_of_the_documents(documents, length):
         assert not row['decoder_positions'][used:].any()
 
 
-def test_every_target_occurs_once_with_the_token_before_it():
-    documents = labelled([5, 0, 70, 16, 31, 15, 1, 33, 200, 8, 0])
-    counted = collections.Counter()
-    for row in all_rows(pack(stream_of(documents), 16, SEPARATOR)):
-        at = row['decoder_loss_weights'] == 1
-        inputs, targets = row['decoder_input_tokens'][at], row['decoder_target_tokens'][at]
-        counted.update(zip(inputs.tolist(), targets.tolist(), strict=True))
-    expected = collections.Counter()
-    for document in documents:
-        expected.update(itertools.pairwise([SEPARATOR, *document, SEPARATOR]))
-    assert counted == expected
-
-
-def test_a_long_document_is_cut_into_whole_rows_and_a_remainder():
-    [document] = labelled([41])
-    rows = all_rows(pack(stream_of([document]), 16, SEPARATOR))
-    tokens = [SEPARATOR, *document, SEPARATOR]
-    found = sorted(inputs for row in rows for inputs, _, _ in pieces_in(row))
-    assert len(rows) == 3
-    assert found == sorted([tuple(tokens[0:16]), tuple(tokens[16:32]), tuple(tokens[32:42])])
-
-
 @pytest.mark.parametrize('length', [15, 16, 17])
 def test_documents_at_the_limit_of_a_row(length):
     """A document of 15 tokens has 16 targets, because the separator after it is one."""
@@ -190,22 +168,6 @@ def test_empty_documents_and_an_empty_stream():
     assert row['decoder_target_tokens'].tolist() == [SEPARATOR] * 8
     assert row['decoder_loss_weights'].sum() == 3
     assert len(pack(stream_of([]), 8, SEPARATOR)) == 0
-
-
-def test_attention_stays_within_a_document():
-    """Every segment is one whole document and begins at the separator before it."""
-    documents = labelled([3, 9, 4, 1, 12, 7, 2, 2, 6])  # each fits into a row whole
-    rows = all_rows(pack(stream_of(documents), 16, SEPARATOR))
-    seen = []
-    for row in rows:
-        for inputs, targets, _ in pieces_in(row):
-            assert inputs[0] == targets[-1] == SEPARATOR
-            assert inputs[1:] == targets[:-1]
-            [owner] = {token // 1000 for token in inputs[1:]}
-            assert list(inputs[1:]) == documents[owner - 1]
-            seen.append(owner)
-    assert sorted(seen) == list(range(1, 10))
-    assert max(row['decoder_segment_ids'].max() for row in rows) > 1, 'some rows have several'
 
 
 def test_the_same_documents_make_the_same_rows():

@@ -1,4 +1,4 @@
-"""Learning-rate schedules agree with T5X's formulas, written in plain Python."""
+"""The learning-rate schedules of train.t5x agree with T5X's formulas, written in plain Python."""
 
 import math
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from train.schedules import create_learning_rate_scheduler
+from train.t5x.schedules import create_learning_rate_scheduler
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 

@@ -5,25 +5,28 @@ import math
 import gin
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from partitioning import TrainState, unbox
-from train.config import load_config
-from train.config.load import REPOSITORY
 from train.errors import ConfigError
+from train.gin_config import load_config
+from train.gin_config.load import find_config_root
 from train.models.transformer import TransformerConfig
 
-pytestmark = [pytest.mark.core, pytest.mark.usefixtures('own_registry')]
+pytestmark = pytest.mark.core
 
+REPOSITORY = find_config_root()
 MODELS = sorted(p.stem for p in (REPOSITORY / 'configs/models').glob('*.gin'))
-PRESETS = sorted(p.stem for p in (REPOSITORY / 'configs/partitioning').glob('*.gin'))
+PARTITIONING = REPOSITORY / 'configs/partitioning'
+PRESETS = sorted(p.stem for p in PARTITIONING.glob('*.gin') if p.stem != 'rules')
 RUN = ("MODEL_DIR='nowhere'", "TEXT='nowhere/*.txt'")
 
 # The least and the largest number of parameters. Those of Llama 3 are exact.
 SIZES = {
-    'tiny': (800_000, 1_000_000),
+    'tiny': (350_000, 400_000),
     '125m': (100e6, 140e6),
     '1b': (1.0e9, 1.4e9),
     '8b': (8_030_261_248, 8_030_261_248),
@@ -36,7 +39,8 @@ _states = {}
 def pretrain(*files, bindings=()):
     """The settings of train() from pretrain.gin and further files."""
     load_config(['configs/runs/pretrain.gin', *files], [*RUN, *bindings])
-    return gin.get_bindings('train.train')
+    settings = gin.get_bindings('TrainConfig')
+    return settings | {'model': settings['objective'].model}
 
 
 def named_state(model, settings):
@@ -69,7 +73,7 @@ def test_a_model_file_sets_every_size(model):
     chosen = pretrain(f'configs/models/{model}.gin')['model'].config
     gin.clear_config()
     load_config([f'configs/models/{model}.gin'])
-    assert chosen == TransformerConfig()
+    assert chosen == gin.get_configurable(TransformerConfig)()
 
 
 def partitions(model, preset, settings):
@@ -121,6 +125,28 @@ def test_every_preset_lays_out_every_model(model, preset):
         assert per_device < total / 7
 
 
+@pytest.mark.parametrize('preset', PRESETS)
+def test_a_preset_replaces_every_other_preset(preset):
+    # pretrain.gin includes one preset, and a command may add several more.
+    def settings(*presets):
+        gin.clear_config()
+        pretrain(*(f'configs/partitioning/{name}.gin' for name in presets))
+        return gin.get_bindings('PjitPartitioner')
+
+    others = [other for other in PRESETS if other != preset]
+    assert settings(*others, preset) == settings(preset) != settings(*others[:1])
+
+
+@pytest.mark.parametrize('macro', ['MODEL', 'PARTITIONER'])
+def test_a_run_without_a_model_or_partitioner_is_told_which_macro_to_set(tmp_path, macro):
+    own, pretrain_gin = tmp_path / 'own.gin', REPOSITORY / 'configs/runs/pretrain.gin'
+    dropped = {'MODEL': 'configs/models', 'PARTITIONER': 'configs/partitioning'}[macro]
+    lines = pretrain_gin.read_text().splitlines()
+    own.write_text('\n'.join(line for line in lines if f"include '{dropped}" not in line))
+    with pytest.raises(ConfigError, match=rf'base\.gin:\d+: %{macro} has no value. .*{macro} = '):
+        load_config([str(own)], RUN)
+
+
 @pytest.mark.parametrize('model', MODELS)
 def test_the_tensor_preset_fits_or_is_refused(model):
     settings = pretrain(f'configs/models/{model}.gin', 'configs/partitioning/tensor.gin')
@@ -134,16 +160,28 @@ def test_the_tensor_preset_fits_or_is_refused(model):
 
 def test_the_quickstart_is_a_valid_configuration():
     load_config(['configs/runs/quickstart.gin'], ["MODEL_DIR='nowhere'"])
-    settings = gin.get_bindings('train.train')
+    settings = gin.get_bindings('TrainConfig')
     assert settings['total_steps'] > 0
     assert isinstance(settings['optimizer'].build(), optax.GradientTransformation)
 
 
-@pytest.mark.parametrize('missing', ['MODEL_DIR', 'TEXT'])
-def test_pretraining_requires_the_users_settings(missing):
-    given = [binding for binding in RUN if not binding.startswith(missing)]
-    with pytest.raises(ConfigError, match=f'%{missing} has no value. Add --gin.{missing}=...'):
-        load_config(['configs/runs/pretrain.gin'], given)
+def test_pretraining_requires_the_users_text():
+    with pytest.raises(ConfigError, match='%TEXT has no value'):
+        load_config(['configs/runs/pretrain.gin'])
+
+
+@pytest.mark.parametrize(
+    ('run', 'warmup', 'steps', 'peak'),
+    [('quickstart', 9, 450, 0.05), ('pretrain', 2000, 100_000, 0.0006)],
+)
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_0(run, warmup, steps, peak):
+    load_config([f'configs/runs/{run}.gin'], ["TEXT='x'"] if run == 'pretrain' else [])
+    settings = gin.get_bindings('TrainConfig')
+    rates = [float(settings['optimizer'].rate(s)) for s in (0, warmup // 2, warmup, steps)]
+    np.testing.assert_allclose(
+        rates, [0, peak * (warmup // 2) / warmup, peak, 0], rtol=1e-5, atol=1e-9
+    )
+    assert settings['total_steps'] == steps
 
 
 def test_every_shipped_file_is_tested():

@@ -1,9 +1,11 @@
 """Sources: the same documents from text, JSON lines, Parquet, ArrayRecord and any sequence."""
 
+import bz2
 import dataclasses
 import gzip
 import itertools
 import json
+import lzma
 import tracemalloc
 from pathlib import Path
 
@@ -108,7 +110,12 @@ def test_a_file_name_need_not_be_utf8(tmp_path):
 @pytest.mark.parametrize('frames', [1, 3])
 @pytest.mark.parametrize(
     ('ending', 'compress'),
-    [('gz', gzip.compress), ('zst', zstandard.ZstdCompressor().compress)],
+    [
+        ('gz', gzip.compress),
+        ('zst', zstandard.ZstdCompressor().compress),
+        ('bz2', bz2.compress),
+        ('xz', lzma.compress),
+    ],
 )
 def test_compressed_files_are_decompressed(tmp_path, ending, compress, frames):
     text = np.random.default_rng(0).integers(0, 256, 400_000, np.uint8).tobytes() + b'end'
@@ -140,6 +147,18 @@ def test_decompression_needs_little_memory(tmp_path):
     assert count == 6000
     assert len(line) * count > 60_000_000
     assert peak < 20_000_000
+
+
+def test_a_small_file_with_much_text_needs_little_more_memory_than_its_text(tmp_path):
+    size = 16 << 20
+    (tmp_path / 'a.gz').write_bytes(gzip.compress(b'a' * size))
+    source = TextFiles(pattern='*.gz', root=str(tmp_path), holdout_percent=0)
+    tracemalloc.start()
+    index = index_of(source, tmp_path / 'cache')
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert index.training.num_bytes == size
+    assert peak < 1.5 * size
 
 
 def test_the_python_library_has_training_and_held_out_text(tmp_path):

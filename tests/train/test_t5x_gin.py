@@ -1,34 +1,31 @@
 """T5X's gin files with other imports: pretraining, finetuning, evaluating, and wrong names."""
 
 import json
-import os
-import subprocess
-import sys
 
 import gin
 import jax
 import numpy as np
 import optax
 import pytest
-from small_runs import records
+from absl.testing import flagsaver
+from small import records, text_task
 from small_t5x import T5X_MODEL, T5X_SMALL
 
 from partitioning import PjitPartitioner
+from train import HeldOut, NextToken, Optimizer, TrainConfig
 from train.checkpoints import CheckpointConfig
-from train.config import find_entry, load_config
-from train.config.load import REPOSITORY
+from train.cli import main
 from train.data import CausalLM, TextFiles
 from train.errors import ConfigError
+from train.gin_config import find_entry, load_config
+from train.gin_config.load import find_config_root
 from train.models.transformer import Transformer, TransformerConfig
-from train.optimizers import Optimizer
-from train.steps import LossConfig
+from train.runtime import machine
 from train.t5x import seqio
 from train.t5x.adafactor import Adafactor
 from train.t5x.configs import create_learning_rate_scheduler
 from train.t5x.network import with_kv_heads
 from train.train import train as train_here
-
-pytestmark = pytest.mark.usefixtures('own_registry')
 
 
 @pytest.fixture
@@ -85,7 +82,8 @@ def test_pretraining_finetuning_and_evaluating(pretrain, load_t5x, tmp_path, cap
     path = [f"CHECKPOINT_PATH='{model_dir}/checkpoints/20'", f"EVAL_OUTPUT_DIR='{output}'"]
     scores = load_t5x('eval', *path, 'utils.DatasetConfig.batch_size=16')()
     [in_training] = [r for r in written if r['step'] == 20 and 'eval/loss' in r]
-    assert scores.keys() == {'eval/loss', 'eval/accuracy', 'eval/bits_per_byte'}
+    names = ('loss', 'accuracy', 'z_loss', 'bits_per_byte')
+    assert scores.keys() == {f'eval/{name}' for name in names}
     for name, score in scores.items():
         assert score == pytest.approx(in_training[name], rel=1e-5)
     [noted] = [json.loads(line) for line in (output / '20/metrics.jsonl').read_text().splitlines()]
@@ -103,7 +101,6 @@ def test_t5x_settings_equal_native_settings(pretrain, tmp_path, texts):
     """A run with T5X's settings equals a run with this trainer's own settings."""
     pretrain(tmp_path / 'theirs', 'RANDOM_SEED=3', 'trainer.Trainer.num_microbatches=1')
     gin.clear_config()
-    source = TextFiles(pattern='*.txt', root=str(texts), holdout_percent=20.0)
     config = TransformerConfig(
         vocab_size=264,
         num_layers=1,
@@ -119,29 +116,32 @@ def test_t5x_settings_equal_native_settings(pretrain, tmp_path, texts):
         factors='constant * rsqrt_decay', base_learning_rate=1.0, warmup_steps=100
     )
     train_here(
-        model_dir=str(tmp_path / 'ours'),
-        model=Transformer(config),
-        partitioner=with_kv_heads(PjitPartitioner(num_partitions=1)),
-        optimizer=Optimizer(transform=optax.adafactor, learning_rate=rate, clip_norm=None),
-        task=CausalLM(source=source),
-        total_steps=20,
-        batch_size=8,
-        sequence_length=16,
-        eval_period=10,
-        checkpoints=CheckpointConfig(period=10, keep=None),
-        loss=LossConfig(z_loss=0.0001, divisor=1.0),
-        weight_metrics=True,
-        log_period=10,
-        seed=3,
+        TrainConfig(
+            model_dir=tmp_path / 'ours',
+            objective=NextToken(model=Transformer(config), z_loss=0.0001, loss_divisor=1.0),
+            partitioner=with_kv_heads(PjitPartitioner(num_partitions=1)),
+            optimizer=Optimizer(transform=optax.adafactor, learning_rate=rate, clip_norm=None),
+            task=text_task(texts),
+            total_steps=20,
+            batch_size=8,
+            sequence_length=16,
+            evaluators={'eval': HeldOut(every=10)},
+            checkpoints=CheckpointConfig(period=10, keep=None),
+            weight_metrics=True,
+            seed=3,
+        )
     )
     assert records(tmp_path / 'theirs') == records(tmp_path / 'ours')
 
 
-def test_a_run_resumes_from_its_written_configuration(pretrain, tmp_path):
+def test_the_command_resumes_a_run_from_its_folder(pretrain, tmp_path, capsys, monkeypatch):
     pretrain(tmp_path, 'TRAIN_STEPS=2')
     gin.clear_config()
-    load_config([str(tmp_path / 'config.gin')], ['TRAIN_STEPS=3'])
-    assert int(find_entry()().step) == 3
+    monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)  # jax has its devices
+    with flagsaver.flagsaver():
+        assert main(['train', str(tmp_path), '--gin.TRAIN_STEPS=3']) == 0
+    assert 'step 3/3' in capsys.readouterr().out
+    assert checkpoints(tmp_path) == [2, 3]
 
 
 def test_parameters_of_another_size_are_not_restored(pretrain, load_t5x, tmp_path):
@@ -161,29 +161,10 @@ def test_parameters_of_another_size_are_not_restored(pretrain, load_t5x, tmp_pat
     assert not (tmp_path / 'scores').exists()
 
 
-@pytest.mark.parametrize(
-    'path, mode, expected',
-    [
-        ('nowhere', 'latest', r'RestoreCheckpointConfig\.path \S+nowhere does not exist'),
-        ('model/checkpoint_20', 'specific', r'(?m)T5X.* is \S+/model/checkpoints/20$'),
-        ('model', 'specific', r"checkpoints/<step>.*mode 'latest'"),
-        (
-            'model/checkpoints/7',
-            'specific',
-            r'not a complete checkpoint; complete steps in \S+/checkpoints: none',
-        ),
-        ('model', 'latest', 'not a complete checkpoint'),
-    ],
-)
-def test_missing_checkpoints(load_t5x, tmp_path, path, mode, expected):
-    (tmp_path / 'model/checkpoints/7').mkdir(parents=True)
-    entry = load_t5x(
-        *('finetune', f"MODEL_DIR='{tmp_path}/tuned'", 'TRAIN_STEPS=2'),
-        f"INITIAL_CHECKPOINT_PATH='{tmp_path}/{path}'",
-        f"utils.RestoreCheckpointConfig.mode='{mode}'",
-    )
-    with pytest.raises(ConfigError, match=expected):
-        entry()
+def test_a_missing_checkpoint_names_the_setting(load_t5x, tmp_path):
+    where = [f"MODEL_DIR='{tmp_path}/tuned'", f"INITIAL_CHECKPOINT_PATH='{tmp_path}/nowhere'"]
+    with pytest.raises(ConfigError, match=r'RestoreCheckpointConfig\.path \S+nowhere does not'):
+        load_t5x('finetune', 'TRAIN_STEPS=2', *where)()
     assert not (tmp_path / 'tuned').exists()
 
 
@@ -236,14 +217,17 @@ def lines(text):
         ),
         ('trian/utils.DatasetConfig.batch_size = 64', "Did you mean 'train'?"),
         ('somewhere/utils.DatasetConfig.batch_size = 64', "scope 'somewhere' is never used"),
-        ('train_script.train.total_steps = %TRAIN_STEP', "Did you mean 'TRAIN_STEPS'?"),
+        ('train_script.train.total_steps = %TRAIN_STEP', 'Add --gin.TRAIN_STEP=...'),
         ('from t5x import utils', 'from train.t5x import configs as utils'),
         ('import seqio', 'from train.t5x import seqio'),
         ('import __main__ as train_script', 'from train.t5x import train_script'),
     ],
 )
 def test_wrong_names_suggest_the_nearest(t5x_files, tmp_path, line, expected):
-    file, text = tmp_path / 'mine.gin', (REPOSITORY / 'configs/t5x/pretrain.gin').read_text()
+    file, text = (
+        tmp_path / 'mine.gin',
+        (find_config_root() / 'configs/t5x/pretrain.gin').read_text(),
+    )
     head, _, rest = text.partition('import partitioning\n')
     written = f'{head}import partitioning\n{rest}{line}\n'
     file.write_text(written)
@@ -271,33 +255,7 @@ def test_wrong_flags_suggest_the_nearest(t5x_files, flag, expected):
     assert str(error.value).startswith(f'--gin.{flag}: ')
 
 
-# The command line.
-
-
-def command(*args):
-    environment = os.environ | {'JAX_PLATFORMS': 'cpu'}
-    environment.pop('XLA_FLAGS', None)
-    return subprocess.run(
-        [sys.executable, '-m', 'train', *args],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-
-
-def test_the_command_line(t5x_files, tmp_path):
-    given = [f'--gin_file={file}' for file in t5x_files('pretrain')]
-    given += [f'--gin.{binding}' for binding in T5X_SMALL]
-    given += [f"--gin.MODEL_DIR='{tmp_path}/model'", '--gin.TRAIN_STEPS=2', '--gin.BATCH_SIZE=8']
-    done = command(*given)
-    assert done.returncode == 0, done.stderr
-    assert 'step 2/2' in done.stdout
-    assert checkpoints(tmp_path / 'model') == [2]
-
-
-# Tasks, optimizers and checkpoints.
+# Tasks and optimizers.
 
 
 def test_tasks_by_name(texts):
@@ -326,15 +284,3 @@ def test_adafactor_scales_its_first_update():
     updates, _ = tx.update(grads, tx.init(params), params)
     expected = -0.5 * np.sqrt(12.5) * np.sign(g) - 0.1 * p
     np.testing.assert_allclose(updates['w'], expected, rtol=1e-5)
-
-
-def test_restoring_with_native_settings(run, tmp_path, capsys):
-    run(tmp_path / 'one', 'TRAIN_STEPS=2')
-    path = f"RestoreConfig.path='{tmp_path}/one'"
-    state = run(tmp_path / 'two', 'TRAIN_STEPS=3', 'train.restore=@RestoreConfig()', path)
-    assert int(state.step) == 3
-    assert f'restored from step 2 of {tmp_path}/one/checkpoints' in capsys.readouterr().out
-    assert checkpoints(tmp_path / 'two') == [3]
-    assert [r['step'] for r in records(tmp_path / 'two') if 'train/loss' in r] == [3]
-    with pytest.raises(ConfigError, match=r'train\.restore is the class RestoreConfig'):
-        run(tmp_path / 'three', 'train.restore=@RestoreConfig', path)

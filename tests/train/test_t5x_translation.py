@@ -4,10 +4,12 @@ import functools
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from partitioning import PjitPartitioner, fsdp_logical_axis_rules, standard_logical_axis_rules
-from train.t5x import configs, network
+from train.data import ByteTokenizer
+from train.t5x import configs, models, network, optimizers
 
 pytestmark = pytest.mark.core
 
@@ -70,6 +72,13 @@ def test_rules_for_kv_heads_keep_the_plan():
     )
     assert ('kv_heads', None) in tuple(made.logical_axis_rules)
     assert made.get_mesh_axes(params)['w'] == jax.sharding.PartitionSpec('model', 'data')
+
+
+def test_a_chain_of_optax_keeps_its_own_learning_rate():
+    module = network.DecoderWrapper(config=network.TransformerConfig(vocab_size=300))
+    tx = optimizers.chain([optax.clip(1.0), optax.adamw(0.1)])
+    model = models.DecoderOnlyModel(module=module, vocabulary=ByteTokenizer(), optimizer_def=tx)
+    assert model.optimizer(lambda step: 0.5) is tx
 
 
 def test_a_path_may_be_a_list_of_one_path():

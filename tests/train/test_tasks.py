@@ -292,7 +292,7 @@ def test_evaluation_of_a_mixture_covers_all_parts(lm):
     assert weighted_pairs(held_out.rows) == list(pairs_of(a + b))
     assert held_out.num_bytes == 7 * 13
     assert held_out.num_documents == 13
-    some = opened.evaluation(max_targets=20)
+    some = opened.evaluation(limit=20)
     assert weighted_pairs(some.rows) == list(pairs_of(a))[:10] + list(pairs_of(b))[:10]
     assert some.num_bytes == 18
 

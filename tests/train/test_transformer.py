@@ -1,24 +1,54 @@
-"""The model: the masks of attention, rotary positions, and decoding."""
+"""The built-in transformer: its sizes and settings, packed rows, and its linen and nnx forms."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import model
+from flax import nnx
+from small import batch, model, partitioner
 
 from partitioning import unbox
-from train.models.decoding import decode
-from train.models.transformer import rotary
+from train.models.nnx_transformer import NnxTransformer
+from train.models.parameters import list_parameters
+from train.models.transformer import CreateNnxTransformer, RopeScaling, TransformerConfig
+from train.objectives import NextToken
 
 pytestmark = pytest.mark.core
 
-
-@pytest.fixture(scope='module')
-def net_and_params():
-    net = model(num_kv_heads=2)
-    return net, unbox(jax.jit(net.init)(jax.random.key(0), jnp.zeros((1, 4), jnp.int32)))['params']
+GPT_2 = {'norm': 'layer', 'biases': ('qkv', 'out', 'mlp', 'norm'), 'gated_mlp': False}
+GPT_2 |= {'positions': 'learned', 'max_positions': 1024}
+# The numbers of parameters that the authors' checkpoints have. Sizes are vocab_size, num_layers,
+# embed_dim, num_heads, num_kv_heads, head_dim, mlp_dim, tie_embeddings.
+PUBLISHED = {
+    'GPT-2': (124_439_808, (50_257, 12, 768, 12, 12, 64, 3072, True), GPT_2),
+    'Mistral 7B': (7_241_732_096, (32_000, 32, 4096, 32, 8, 128, 14_336, False), {}),
+    'Llama 3.1 8B': (8_030_261_248, (128_256, 32, 4096, 32, 8, 128, 14_336, False), {}),
+    'Qwen 2.5 7B': (
+        7_615_616_512,
+        (152_064, 28, 3584, 28, 4, 128, 18_944, False),
+        {'biases': ('qkv',)},
+    ),
+    'Qwen 3 8B': (
+        8_190_735_360,
+        (151_936, 36, 4096, 32, 8, 128, 12_288, False),
+        {'qk_norm': True},
+    ),
+    'Gemma 2 9B': (
+        9_241_705_984,
+        (256_000, 42, 3584, 16, 8, 256, 14_336, True),
+        {'post_norms': True},
+    ),
+    'Gemma 3 1B': (
+        999_885_952,
+        (262_144, 26, 1152, 4, 1, 256, 6912, True),
+        {'post_norms': True, 'qk_norm': True},
+    ),
+}
+SIZES = ('vocab_size', 'num_layers', 'embed_dim', 'num_heads', 'num_kv_heads', 'head_dim')
+SIZES += ('mlp_dim', 'tie_embeddings')
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -26,64 +56,20 @@ def logits_of(net, params, tokens, **arguments):
     return net.apply({'params': params}, tokens, **arguments)
 
 
-def test_a_token_changes_only_later_logits(net_and_params):
-    net, params = net_and_params
-    tokens = np.arange(12)[None] % 7
-    changed = tokens.copy()
-    changed[0, 6] = 99
-    a, b = (np.asarray(logits_of(net, params, t)) for t in (tokens, changed))
-    np.testing.assert_allclose(a[0, :6], b[0, :6], atol=1e-6)
-    assert (np.abs(a[0, 6:] - b[0, 6:]).max(-1) > 1e-4).all()
+def parameters(net, seed=0):
+    made = jax.jit(lambda key: net.init(key, method='get_parameters'))(jax.random.key(seed))
+    return unbox(made)['params']
 
 
-def test_rotary_products_depend_only_on_distance():
-    rng = np.random.default_rng(0)
-    q, k = rng.normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
-
-    def product(i, j):
-        a = rotary(q, jnp.array([[i]]), 10_000.0)
-        b = rotary(k, jnp.array([[j]]), 10_000.0)
-        return float(jnp.sum(a * b))
-
-    assert product(3, 1) == pytest.approx(product(103, 101), abs=1e-4)
-    assert abs(product(3, 1) - product(4, 1)) > 1e-3
-    assert product(5, 5) == pytest.approx(float((q * k).sum()), abs=1e-5)
-
-
-def test_grouped_heads_equal_all_heads_with_repeated_keys(net_and_params):
-    net, params = net_and_params
-    repeated = jax.tree.map(lambda x: x, params)
-    for name in ('key', 'value'):
-        w = params['layers']['attention'][name]
-        repeated['layers']['attention'][name] = jnp.repeat(w, 4, axis=2)
-    tokens = np.arange(10)[None]
-    grouped, full = logits_of(net, params, tokens), logits_of(model(), repeated, tokens)
-    np.testing.assert_allclose(grouped, full, rtol=1e-4, atol=1e-5)
-
-
-def test_greedy_decoding_equals_repeated_forward_passes(net_and_params):
-    net, params = net_and_params
-    prompt = np.array([[5, 6, 7], [1, 2, 3]], np.int32)
-    decoded = np.asarray(
-        decode(net, params, prompt, jax.random.key(0), length=9, temperature=0.0, num_tokens=256)
-    )
-    expected = np.zeros((2, 9), np.int32)  # Later tokens do not change the logits of earlier ones.
-    expected[:, :3] = prompt
-    for position in range(3, 9):
-        logits = logits_of(net, params, expected)[:, position - 1, :256]
-        expected[:, position] = np.argmax(logits, -1)
-    np.testing.assert_array_equal(decoded, expected)
-
-
-def test_sampling_keeps_the_prompt_and_the_vocabulary(net_and_params):
-    net, params = net_and_params
-    prompt = np.array([[5, 6, 7]], np.int32)
-    decoded = decode(
-        net, params, prompt, jax.random.key(1), length=20, temperature=5.0, num_tokens=10
-    )
-    np.testing.assert_array_equal(decoded[:, :3], prompt)
-    assert len(set(np.asarray(decoded)[0, 3:])) > 3
-    assert np.asarray(decoded)[0, 3:].max() < 10
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_models_have_their_published_number_of_parameters(name):
+    count, sizes, settings = PUBLISHED[name]
+    for scan_layers in (True, False):
+        config = TransformerConfig(
+            **dict(zip(SIZES, sizes, strict=True)), **settings, scan_layers=scan_layers
+        )
+        leaves = jax.tree.leaves(list_parameters(config))
+        assert sum(math.prod(parameter.shape) for parameter in leaves) == count
 
 
 @pytest.mark.parametrize(
@@ -94,18 +80,41 @@ def test_sampling_keeps_the_prompt_and_the_vocabulary(net_and_params):
         ({'remat': 'some'}, "remat is 'some'.*'dots'"),
         ({'num_layers': '4'}, "num_layers is '4'.*integer"),
         ({'mlp_dim': 0}, 'mlp_dim is 0'),
+        ({'window': 0}, 'window is 0'),
         ({'dtype': 'bf16'}, "dtype is 'bf16'.*'bfloat16'"),
+        ({'activation': 'swish'}, "activation is 'swish'.*'silu'"),
+        ({'gated_mlp': 'yes'}, "gated_mlp is 'yes'.*True"),
+        ({'dropout_rate': 1.0}, r'dropout_rate is 1\.0.* < 1'),
+        ({'logit_soft_cap': 0.0}, r'logit_soft_cap is 0\.0.* > 0'),
+        ({'attention_scale': math.nan}, 'attention_scale is nan.* > 0'),
+        ({'biases': ('query',)}, r"biases is \('query',\).*'qkv'"),
+        ({'biases': 'qkv'}, "biases is 'qkv': use a tuple"),
+        ({'biases': ('norm',)}, "norm is 'rms'.*norm = 'layer'"),
+        ({'positions': 'learned'}, "'learned' and max_positions is 0"),
+        ({'max_positions': 8}, "'rotary' and max_positions is 8"),
+        (
+            {'positions': 'learned', 'max_positions': 8, 'local_rope_max_wavelength': 9.0},
+            'remove rope_scaling and local_rope',
+        ),
+        ({'rope_scaling': 8.0}, r'rope_scaling is 8\.0.*RopeScaling'),
+        ({'global_every': 2}, 'global_every is 2 .* set window'),
     ],
 )
-def test_impossible_sizes_are_errors(changes, message):
+def test_impossible_settings_are_errors(changes, message):
     with pytest.raises(ValueError, match=message):
         model(**changes)
 
 
-def test_packed_documents_attend_only_to_themselves(net_and_params):
+@pytest.mark.parametrize('changes', [{'factor': 0}, {'factor': 2.0, 'low_frequency_factor': 5.0}])
+def test_impossible_scalings_are_errors(changes):
+    with pytest.raises(ValueError, match=f'factor {changes["factor"]}.*use a factor > 0'):
+        RopeScaling(**changes)
+
+
+def test_packed_documents_attend_only_to_themselves():
     """Documents that share a row have the same logits as alone."""
-    net, params = net_and_params
-    lengths = (5, 1, 4)
+    net = model(num_kv_heads=2)
+    params, lengths = parameters(net), (5, 1, 4)
     documents = [np.arange(n)[None] * 3 % 11 + 20 * i for i, n in enumerate(lengths)]
     packed = logits_of(
         net,
@@ -120,3 +129,48 @@ def test_packed_documents_attend_only_to_themselves(net_and_params):
     together = logits_of(net, params, np.concatenate(documents, axis=1))
     assert np.abs(together[:, 5:] - expected[:, 5:]).max() > 1e-3, 'segments matter'
     assert np.isfinite(packed).all()
+
+
+def test_scanned_layers_compute_what_single_layers_compute():
+    changes = {'num_layers': 3, 'window': 2, 'global_every': 2, 'local_rope_max_wavelength': 9.0}
+    params, tokens = parameters(model(**changes)), np.arange(12).reshape(2, 6)
+    single = {name: value for name, value in params.items() if name != 'layers'}
+    for i in range(3):
+        single[f'layer_{i}'] = jax.tree.map(lambda x, i=i: x[i], params['layers'])
+    expected = logits_of(model(**changes, scan_layers=False, remat='full'), single, tokens)
+    np.testing.assert_allclose(logits_of(model(**changes), params, tokens), expected, atol=1e-6)
+
+
+def test_the_linen_and_nnx_forms_have_the_same_parameters_specs_and_loss():
+    net = model(num_kv_heads=4, norm='layer', biases=('qkv', 'norm'), qk_norm=True)
+    forms = {'linen': net, 'nnx': CreateNnxTransformer(net.config)}
+    pjit, rows, arrays, losses = partitioner(4, 2), {}, {}, {}
+    for form, chosen in forms.items():
+        objective = NextToken(model=chosen)
+        # nnx gives a stream of random numbers to each kind of variable, and linen uses the key.
+        key = jax.random.key(1) if form == 'nnx' else nnx.Rngs(jax.random.key(1)).params()
+        plan = pjit.plan(lambda key, o=objective: o.init(key, batch(0))['params'], key)
+        rows[form] = [(row.path, row.shape, row.dtype, row.spec) for row in plan.rows]
+        params = plan.init(key)
+        arrays[form] = params if form == 'linen' else nnx.to_pure_dict(params)
+        loss = pjit.partition(
+            lambda params, batch, o=objective: o.loss(params, batch, None, {}).total,
+            (plan.specs, pjit.data_partition_spec),
+            None,
+        )
+        losses[form] = float(loss(params, batch(0)))
+    assert sorted(rows['linen'], key=str) == sorted(rows['nnx'], key=str)
+    assert len(rows['nnx']) == 22
+    jax.tree.map(np.testing.assert_array_equal, unbox(arrays['linen']), arrays['nnx'])
+    assert losses['nnx'] == pytest.approx(losses['linen'], rel=1e-6)
+    assert losses['nnx'] > 100
+
+
+def test_train_and_eval_turn_dropout_of_the_nnx_form_on_and_off():
+    net = NnxTransformer(model(dropout_rate=0.5).config, rngs=nnx.Rngs(0))
+    tokens = jnp.arange(6)[None]
+    one, two = net(tokens), net(tokens)
+    np.testing.assert_array_equal(one, two)
+    net.train()
+    one, two = net(tokens), net(tokens)
+    assert np.abs(one - two).max() > 0.01

@@ -5,11 +5,13 @@ source --(tokenizer)--> token index --(task)--> rows --(layout)--> local batches
 
 from train.data.batches import Batch, FiniteBatches, LocalBatches
 from train.data.feed import Feed, Prefetch
-from train.data.rows.open_task import EvaluationSet, OpenTask
-from train.data.rows.tasks import CausalLM, Mixture, SpanCorruption, Task
+from train.data.rows.examples import Examples
+from train.data.rows.open_task import EvaluationSet, OpenTask, OpenText
+from train.data.rows.tasks import CausalLM, Mixture, SpanCorruption, Task, TextTask
 from train.data.text.record_files import ArrayRecords, ParquetFiles
 from train.data.text.sources import (
     Document,
+    FileSource,
     JsonLines,
     Records,
     Source,
@@ -31,13 +33,16 @@ __all__ = [
     'CausalLM',
     'Document',
     'EvaluationSet',
+    'Examples',
     'Feed',
+    'FileSource',
     'FiniteBatches',
     'HuggingFaceTokenizer',
     'JsonLines',
     'LocalBatches',
     'Mixture',
     'OpenTask',
+    'OpenText',
     'ParquetFiles',
     'Prefetch',
     'Records',
@@ -46,6 +51,7 @@ __all__ = [
     'SpanCorruption',
     'Task',
     'TextFiles',
+    'TextTask',
     'TokenIndex',
     'Tokenizer',
     'open_index',

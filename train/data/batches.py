@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from train.data.rows.open_task import describe_features, features
 from train.data.rows.packing import Row, check_within
 from train.errors import ConfigError, check_counts
 
@@ -47,6 +49,9 @@ class LocalBatches:
 class FiniteBatches:
     """The rows of a finite set that one process reads. Rows of zeros fill up the last batch.
 
+    Batches have an additional array, 'row_weights', float32 [rows]: 0 for these rows of zeros, and
+    1 for all others.
+
     Args:
       rows: the finite set, with random access.
       batch_size: number of rows in a global batch.
@@ -71,7 +76,9 @@ class FiniteBatches:
     def __getitem__(self, step: int) -> Row:
         check_within(step, self)
         indices = [step * self.batch_size + r for r in self._row_indices]
-        return stack([self._rows[i] if i < len(self._rows) else self._filler for i in indices])
+        rows = [self._rows[i] if i < len(self._rows) else self._filler for i in indices]
+        weights = np.array([i < len(self._rows) for i in indices], np.float32)
+        return {**stack(rows), 'row_weights': weights}
 
 
 def _checked(row_indices: Sequence[int], batch_size: int) -> tuple[int, ...]:
@@ -88,4 +95,10 @@ def _checked(row_indices: Sequence[int], batch_size: int) -> tuple[int, ...]:
 
 def stack(rows: Sequence[Row]) -> Row:
     """Stacks rows into one array [rows, ...] per name."""
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    if all(row.keys() == rows[0].keys() for row in rows):
+        with contextlib.suppress(ValueError):  # Shapes differ.
+            return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    found = sorted({describe_features(features(row)) for row in rows})
+    raise ConfigError(
+        f'the rows of a batch have {" and ".join(found[:2])}: all need the same arrays'
+    )

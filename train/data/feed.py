@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import gin
 import grain
 
 from partitioning import BasePartitioner
@@ -17,7 +16,6 @@ from train.data.batches import Batch, FiniteBatches, LocalBatches
 from train.errors import check_counts
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefetch:
     """How far ahead of the current step batches are prepared.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from etils import epath
 
 from train.data.rows.open_task import OpenTask
 from train.errors import ConfigError
+from train.paths import absolute
 
 FILE = 'data.json'
 
@@ -32,26 +32,16 @@ def data_record(
       The record, as JSON data.
     """
     return {
-        'tokenizer': task.tokenizer.identity,
-        'parts': _parts(task),
-        'evaluations': {name: _parts(evaluated) for name, evaluated in evaluations.items()},
+        'tokenizer': task.tokenizer_identity,
+        'parts': task.record(),
+        'evaluations': {name: evaluated.record() for name, evaluated in evaluations.items()},
         'settings': settings,
     }
 
 
-def _parts(task: OpenTask) -> list[dict[str, Any]]:
-    return [
-        {
-            'source': part.name,
-            'documents': part.index.training.num_documents,
-            'held_out_documents': part.index.held_out.num_documents,
-            'bytes': part.index.training.num_bytes,
-            'content_hash': part.index.content_hash,
-            'weight': part.weight,
-            'rows': dict(part.settings),
-        }
-        for part in task.parts
-    ]
+def record_of(checkpoints: epath.Path) -> epath.Path:
+    """The record of the run that a directory of checkpoints belongs to. It lies next to it."""
+    return absolute(checkpoints).parent / FILE
 
 
 def check_same_everywhere(record: dict[str, Any]) -> None:
@@ -75,7 +65,7 @@ def check_same_everywhere(record: dict[str, Any]) -> None:
         )
 
 
-def check_same_as_before(directory: Path, record: dict[str, Any], step: int) -> list[str]:
+def check_same_as_before(directory: epath.Path, record: dict[str, Any], step: int) -> list[str]:
     """Checks that a resumed run reads the data that it began with.
 
     Args:
@@ -118,7 +108,7 @@ def check_same_as_before(directory: Path, record: dict[str, Any], step: int) -> 
 
 
 def check_restored_tokenizer(
-    checkpoints: Path, tasks: Mapping[str, OpenTask], setting: str
+    checkpoints: epath.Path, tasks: Mapping[str, OpenTask], setting: str
 ) -> None:
     """Checks that a restored checkpoint was trained with the tokenizer of the tasks.
 
@@ -132,7 +122,7 @@ def check_restored_tokenizer(
     Raises:
       ConfigError: if the tokenizers differ, or if the record cannot be read.
     """
-    path = checkpoints.resolve().parent / FILE
+    path = record_of(checkpoints)
     if not path.exists():
         return
     try:
@@ -140,7 +130,7 @@ def check_restored_tokenizer(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f'{path} cannot be read ({error}): delete it to resume') from error
     for name, task in tasks.items():
-        if (now := task.tokenizer.identity) != before:
+        if (now := task.tokenizer_identity) != before:
             raise ConfigError(
                 f'the checkpoint was trained with the tokenizer {before!r} ({path}), but the task '
                 f'{name + " " if name else ""}has {now!r}: use the same tokenizer, or another '
@@ -148,11 +138,11 @@ def check_restored_tokenizer(
             )
 
 
-def write_record(directory: Path, record: dict[str, Any]) -> None:
+def write_record(directory: epath.Path, record: dict[str, Any]) -> None:
     """Writes the record of a run. The file is replaced in one step, so it is never half-written."""
     unfinished = directory / f'{FILE}.unfinished'
     unfinished.write_text(json.dumps(record, indent=1) + '\n')
-    os.replace(unfinished, directory / FILE)
+    unfinished.replace(directory / FILE)
 
 
 def _identity(record: dict[str, Any]) -> Any:
@@ -168,7 +158,7 @@ def _summary(record: dict[str, Any]) -> str:
         f'weight {part["weight"]:.3g}, {_settings(part["rows"])})'
         for part in record['parts']
     ]
-    return f'{", ".join(parts)}, tokenizer {record["tokenizer"][:28]}'
+    return f'{", ".join(parts)}, tokenizer {str(record["tokenizer"])[:28]}'
 
 
 def _settings(rows: dict[str, Any]) -> str:

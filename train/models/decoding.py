@@ -1,65 +1,126 @@
-"""Sampling from a language model, one token at a time, with cached keys and values."""
+"""Generating text with a language model, one token of every row at a time.
+
+Suffixes of array names: B batch, P tokens of the longest prompt, T all tokens, V vocab.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from partitioning import constrain
+from partitioning.state.boxes import array_of, is_carrier
+from train.errors import ConfigError, check_counts
+from train.models.config import TransformerConfig
+from train.models.forward import compute_logits, empty_cache
 
-def decode(
+
+def generate(
     model: Any,
     params: Any,
-    prompt_BL: jax.Array,
-    rng: jax.Array,
+    prompts_BP: jax.Array,
+    lengths_B: jax.Array,
+    key: jax.Array,
     *,
-    length: int,
-    temperature: float,
-    num_tokens: int,
-) -> jax.Array:
+    new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    num_tokens: int | None = None,
+    stop_token: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """Continues each prompt of a batch.
 
     Args:
-      model: a `Transformer`.
-      params: its parameters.
-      prompt_BL: int tokens, [batch, prompt length].
-      rng: the random key of the sampling.
-      length: the length of the result, including the prompt.
+      model: the built-in transformer, as a module or its `TransformerConfig`, which keeps the keys
+        and values of earlier tokens; or a function (params, tokens [batch, length]) -> logits
+        [batch, length, vocab] of any causal model, which is called with all tokens for each token.
+      params: its parameters, nested dicts of arrays or an `nnx.State`.
+      prompts_BP: int tokens, [batch, tokens of the longest prompt].
+      lengths_B: the number of tokens in each prompt, at least 1.
+      key: the random key of the sampling.
+      new_tokens: the largest number of tokens to add to a prompt.
       temperature: the temperature of the softmax. 0 always takes the most likely token.
-      num_tokens: only tokens below this number are sampled.
+      top_k: only the `top_k` most likely tokens are sampled. 0 allows all.
+      num_tokens: only tokens below this number are sampled. By default, all are.
+      stop_token: the token that ends a row, without being added to it.
 
     Returns:
-      int tokens, [batch, length]. Each row starts with its prompt.
+      int tokens, [batch, tokens of the longest prompt + new_tokens], with zeros after the end of a
+      row; and the number of tokens in each row, with its prompt.
+
+    Raises:
+      ConfigError: if a setting is impossible, or if the model has too few learned positions.
     """
-    _batch, prompt_length = prompt_BL.shape
-    padded_BL = jnp.pad(prompt_BL, ((0, 0), (0, length - prompt_length)))
+    check_counts(new_tokens=new_tokens)
+    check_counts(0, top_k=top_k)
+    if not temperature >= 0:
+        raise ConfigError(f'temperature is {temperature!r}: it must be a number >= 0')
+    width, size = prompts_BP.shape[1], prompts_BP.shape[1] + new_tokens
+    config = getattr(model, 'config', model)
+    if isinstance(config, TransformerConfig):
+        advance = _with_cache(config, params, width, size)
+    else:
 
-    def logits_at(cache: Any, token_B: jax.Array, position: jax.Array) -> tuple[jax.Array, Any]:
-        logits_BLV, updated = model.apply(
-            {'params': params, **cache},
-            token_B[:, None],
-            decode_position=position,
-            decode_length=length,
-            mutable=['cache'],
+        def advance(tokens_BT: jax.Array, lengths_B: jax.Array, cache: Any) -> Any:
+            last = (lengths_B - 1)[:, None, None]
+            return jnp.take_along_axis(model(params, tokens_BT), last, axis=1)[:, 0], cache
+
+    def step(carry: Any) -> Any:
+        count, tokens_BT, lengths_B, open_B, cache = carry
+        logits_BV, cache = advance(tokens_BT, lengths_B, cache)
+        is_token = jnp.arange(logits_BV.shape[1]) < (num_tokens or logits_BV.shape[1])
+        logits_BV = constrain(jnp.where(is_token, logits_BV, -jnp.inf), ('batch', None))
+        next_B = _sample(jax.random.fold_in(key, count), logits_BV, temperature, top_k)
+        if stop_token is not None:
+            open_B &= next_B != stop_token
+        is_next = (jnp.arange(size) == lengths_B[:, None]) & open_B[:, None]
+        tokens_BT = jnp.where(is_next, next_B[:, None].astype(tokens_BT.dtype), tokens_BT)
+        return count + 1, tokens_BT, lengths_B + open_B, open_B, cache
+
+    tokens_BT = jnp.pad(prompts_BP, ((0, 0), (0, new_tokens)))
+    tokens_BT = jnp.where(jnp.arange(size) < lengths_B[:, None], tokens_BT, 0)
+    carry = step((0, tokens_BT, lengths_B, jnp.ones(lengths_B.shape, bool), None))
+    more = lambda carry: (carry[0] < new_tokens) & jnp.any(carry[3])  # noqa: E731
+    _, tokens_BT, lengths_B, _, _ = jax.lax.while_loop(more, step, carry)
+    return tokens_BT, lengths_B
+
+
+def _with_cache(config: TransformerConfig, params: Any, width: int, size: int) -> Callable:
+    """Returns (tokens, lengths, cache or None) -> (logits of the next token, cache)."""
+    if config.positions == 'learned' and size > config.max_positions:
+        raise ConfigError(
+            f'a prompt of {width} tokens and {size - width} new tokens exceed max_positions, '
+            f'{config.max_positions}: use a shorter prompt or fewer new tokens'
         )
-        return logits_BLV[:, 0, :num_tokens], updated
+    params = jax.tree.map(array_of, params, is_leaf=is_carrier)
 
-    def next_token(carry: tuple[Any, jax.Array], position: jax.Array) -> tuple[Any, jax.Array]:
-        cache, token_B = carry
-        logits_BV, cache = logits_at(cache, token_B, position)
-        if temperature:
-            key = jax.random.fold_in(rng, position)
-            sampled_B = jax.random.categorical(key, logits_BV / temperature)
-        else:
-            sampled_B = jnp.argmax(logits_BV, axis=-1)
-        in_prompt = position + 1 < prompt_length
-        given_B = jax.lax.dynamic_index_in_dim(padded_BL, position + 1, axis=1, keepdims=False)
-        token_B = jnp.where(in_prompt, given_B, sampled_B).astype(prompt_BL.dtype)
-        return (cache, token_B), token_B
+    def advance(tokens_BT: jax.Array, lengths_B: jax.Array, cache: Any) -> Any:
+        positions_BL = lengths_B[:, None] - 1
+        if cache is None:
+            # Prompts end in the same slot, so all next tokens go to one slot of the cache.
+            positions_BL += jnp.arange(width) - (width - 1)
+            cache = empty_cache(config, len(lengths_B), size)
+        found_BL = jnp.maximum(positions_BL, 0)
+        logits_BLV, cache = compute_logits(
+            config,
+            params,
+            jnp.take_along_axis(tokens_BT, found_BL, axis=1),
+            positions_BL=found_BL,
+            segments_BL=(positions_BL >= 0).astype(jnp.int32),
+            cache=cache,
+        )
+        return logits_BLV[:, -1], cache
 
-    _, empty = jax.eval_shape(lambda: logits_at({}, prompt_BL[:, 0], jnp.int32(0)))
-    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)
-    first_B = prompt_BL[:, 0]
-    _, tokens_LB = jax.lax.scan(next_token, (cache, first_B), jnp.arange(length - 1))
-    return jnp.concatenate([first_B[:, None], tokens_LB.T], axis=1)
+    return advance
+
+
+def _sample(key: jax.Array, logits_BV: jax.Array, temperature: float, top_k: int) -> jax.Array:
+    if not temperature:
+        return jnp.argmax(logits_BV, axis=-1)
+    if top_k:
+        least_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    return jax.random.categorical(key, logits_BV / temperature)

@@ -10,7 +10,6 @@ import optax
 
 from train.errors import check_counts
 from train.optimizers import Optimizer
-from train.schedules import Schedule
 from train.t5x.refusals import check_number, check_off, check_one_of, refusal
 
 # The valid intervals of numeric settings.
@@ -123,7 +122,7 @@ class Adafactor:
         why = 'a run stops as soon as the loss is not finite'
         check_off(f'{key}.skip_nan_updates', self.skip_nan_updates, why)
 
-    def optimizer(self, learning_rate: Schedule) -> Optimizer:
+    def optimizer(self, learning_rate: optax.Schedule) -> Optimizer:
         """The trainer's optimizer with this learning rate."""
         return Optimizer(
             transform=self._transform,
@@ -131,7 +130,7 @@ class Adafactor:
             clip_norm=self.global_norm_clip_threshold,
         )
 
-    def _transform(self, learning_rate: Schedule) -> optax.GradientTransformation:
+    def _transform(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
         return optax.adafactor(
             learning_rate,
             min_dim_size_to_factor=self.min_dim_size_to_factor,

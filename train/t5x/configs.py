@@ -9,9 +9,9 @@ from typing import Any
 from train import checkpoints
 from train.data import CausalLM, Task
 from train.errors import check_counts
-from train.schedules import create_learning_rate_scheduler
 from train.t5x import seqio
 from train.t5x.refusals import check_off, check_one_of, expect, refusal
+from train.t5x.schedules import create_learning_rate_scheduler
 
 __all__ = [
     'CheckpointConfig',

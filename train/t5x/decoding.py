@@ -1,7 +1,7 @@
 """T5X's decoding functions, so that gin files can name them. They are never called.
 
 No task here computes metrics from decoded text. To show a text at the end of a run, use
-`SampleConfig` of `train.sampling`.
+the evaluator `train.Samples`.
 """
 
 from __future__ import annotations

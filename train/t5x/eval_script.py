@@ -1,20 +1,23 @@
-"""T5X's `evaluate`, translated to `train.evaluation.evaluate_checkpoint`.
+"""T5X's `evaluate`, translated to `train.evaluation.evaluate`.
 
 For an example, see configs/t5x/eval.gin.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
 from typing import Any
 
+import optax
+
 from partitioning import BasePartitioner
 from train.checkpoints import RestoreConfig
+from train.config import TrainConfig
 from train.data import record
 from train.errors import ConfigError
-from train.evaluation import evaluate_checkpoint
-from train.machine import raise_on_all_processes
+from train.evaluation import evaluate as evaluate_here
+from train.evaluators import HeldOut
+from train.runtime.machine import raise_on_all_processes
 from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
 from train.t5x.gin_utils import check_summarize
 from train.t5x.models import DecoderOnlyModel
@@ -71,21 +74,23 @@ def evaluate(
     with raise_on_all_processes():
         model.check_vocabulary(task)
         length = dataset_cfg.sequence_length or _trained_length(restore)
-    return inspect.unwrap(evaluate_checkpoint)(
-        output_dir=output_dir,
-        model=model.transformer(),
+    config = TrainConfig(
+        model_dir=output_dir,
+        objective=model.objective(),
         partitioner=with_kv_heads(partitioner),
-        tasks={'': task},
-        restore=restore,
+        optimizer=model.optimizer(optax.constant_schedule(0.0)),  # restores no state for it
+        task=task,
+        total_steps=1,
         batch_size=dataset_cfg.batch_size,
         sequence_length=length,
-        prefetch=None,
+        evaluators={'eval': HeldOut()},
     )
+    return evaluate_here(config, restore=restore, output_dir=output_dir)
 
 
 def _trained_length(restore: RestoreConfig) -> int:
     """The number of tokens in a row, from the record next to the checkpoints."""
-    path = restore.find()[0].resolve().parent / record.FILE
+    path = record.record_of(restore.find()[0])
     try:
         return json.loads(path.read_text())['settings']['sequence_length']
     except (OSError, ValueError, KeyError, TypeError) as error:

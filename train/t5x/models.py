@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import optax
+
 from train.data import Mixture, Task, Tokenizer
 from train.errors import ConfigError
-from train.models.transformer import Transformer
+from train.objectives import NextToken
 from train.optimizers import Optimizer
-from train.schedules import Schedule
-from train.steps import LossConfig
 from train.t5x.adafactor import Adafactor
 from train.t5x.network import ONLY_DECODER, DecoderWrapper
 from train.t5x.refusals import check_off, expect, refusal
@@ -29,7 +29,7 @@ class DecoderOnlyModel:
     Attributes:
       module: the network.
       vocabulary: the tokenizer; tasks must have the same one.
-      optimizer_def: the optimizer.
+      optimizer_def: the optimizer, or an optax transformation with its own learning rate.
       decode_fn: has no effect, because nothing is decoded.
       inputs_bidirectional_attention: must be False.
       feature_converter_cls: must be off.
@@ -41,7 +41,7 @@ class DecoderOnlyModel:
 
     module: DecoderWrapper
     vocabulary: Tokenizer
-    optimizer_def: Adafactor
+    optimizer_def: Adafactor | optax.GradientTransformation
     decode_fn: Any = None
     inputs_bidirectional_attention: bool = False
     feature_converter_cls: Any = None
@@ -54,23 +54,22 @@ class DecoderOnlyModel:
         expect(f'{key}.module', self.module, DecoderWrapper, '@network.DecoderWrapper()')
         written = '@seqio.SentencePieceVocabulary()'
         expect(f'{key}.vocabulary', self.vocabulary, Tokenizer, written)
-        expect(f'{key}.optimizer_def', self.optimizer_def, Adafactor, '@adafactor.Adafactor()')
+        if not isinstance(self.optimizer_def, optax.GradientTransformation):
+            expect(f'{key}.optimizer_def', self.optimizer_def, Adafactor, '@adafactor.Adafactor()')
         why = 'the model attends only to earlier tokens'
         bidirectional = self.inputs_bidirectional_attention
         check_off(f'{key}.inputs_bidirectional_attention', bidirectional, why)
         why = 'tasks of train.data make the rows'
         check_off(f'{key}.feature_converter_cls', self.feature_converter_cls, why)
 
-    def transformer(self) -> Transformer:
-        """The network."""
-        return self.module.config.transformer()
+    def optimizer(self, learning_rate: optax.Schedule) -> Optimizer | optax.GradientTransformation:
+        """The optimizer, with the learning rate of the trainer unless it has its own."""
+        if isinstance(self.optimizer_def, Adafactor):
+            return self.optimizer_def.optimizer(learning_rate)
+        return self.optimizer_def
 
-    def optimizer(self, learning_rate: Schedule) -> Optimizer:
-        """The optimizer, with the learning rate of the trainer."""
-        return self.optimizer_def.optimizer(learning_rate)
-
-    def loss(self) -> LossConfig:
-        """The loss.
+    def objective(self) -> NextToken:
+        """The network and its loss.
 
         Raises:
           ConfigError: if `loss_normalizing_factor` has no equivalent here.
@@ -87,8 +86,11 @@ class DecoderOnlyModel:
         else:
             divisor = 1.0 if factor is None else factor
         try:
-            return LossConfig(
-                z_loss=self.z_loss, label_smoothing=self.label_smoothing, divisor=divisor
+            return NextToken(
+                model=self.module.config.transformer(),
+                z_loss=self.z_loss,
+                label_smoothing=self.label_smoothing,
+                loss_divisor=divisor,
             )
         except ConfigError as error:
             raise ConfigError(f'models.DecoderOnlyModel: {error}') from error

@@ -13,16 +13,17 @@ from typing import Any
 import jax.numpy as jnp
 
 from partitioning import PjitPartitioner
-from train.checks import check_partitioner
+from train.config import check_partitioner
 from train.errors import ConfigError
 from train.models import transformer
+from train.models.config import Activation
 from train.t5x.refusals import expect, refusal
 
 # T5X's name of the activation of the gated hidden layer -> its name here. The gate is linear.
-MLP_ACTIVATIONS: dict[str, transformer.Activation] = {
+MLP_ACTIVATIONS: dict[str, Activation] = {
     'silu': 'silu',
     'swish': 'silu',
-    'gelu': 'gelu',
+    'gelu': 'gelu_tanh',
     'relu': 'relu',
 }
 ONLY_DECODER = 'this trainer has only a decoder-only model: use models.DecoderOnlyModel with '
@@ -70,6 +71,7 @@ class TransformerConfig:
 
     def transformer(self) -> transformer.Transformer:
         """The same model for this trainer."""
+        dtype: Any = self.dtype if isinstance(self.dtype, str) else jnp.dtype(self.dtype).name
         config = transformer.TransformerConfig(
             vocab_size=self.vocab_size,
             num_layers=self.num_layers,
@@ -79,7 +81,7 @@ class TransformerConfig:
             head_dim=self.head_dim,
             mlp_dim=self.mlp_dim,
             dropout_rate=self.dropout_rate,
-            dtype=self.dtype if isinstance(self.dtype, str) else jnp.dtype(self.dtype).name,
+            dtype=dtype,
             activation=MLP_ACTIVATIONS[self.mlp_activations[0]],
             tie_embeddings=self.logits_via_embedding,
             scan_layers=False,  # as in T5X, so that Adafactor scales each layer separately

@@ -60,7 +60,7 @@ class TaskRegistry:
 MixtureRegistry = TaskRegistry
 
 
-@gin.configurable
+@gin.configurable  # names in Python code find the tasks that gin files set
 def get_mixture_or_task(name: str | Task, tasks: Mapping[str, Task] | None = None) -> Task:
     """The task with a name.
 

@@ -1,19 +1,20 @@
-"""T5X's `train`, translated to `train.train.train`.
+"""T5X's `train`, translated to `train.train`.
 
 For an example, see configs/t5x/pretrain.gin.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from partitioning import BasePartitioner, TrainState
-from train.console import RunConsole
+from train.config import TrainConfig
 from train.data import Task
 from train.errors import ConfigError, check_counts
-from train.machine import raise_on_all_processes
+from train.evaluators import HeldOut
+from train.runtime.console import RunConsole
+from train.runtime.machine import raise_on_all_processes
 from train.t5x.adafactor import Adafactor
 from train.t5x.configs import CheckpointConfig, DatasetConfig
 from train.t5x.gin_utils import check_summarize
@@ -128,41 +129,47 @@ def train(
     Raises:
       ConfigError: if a setting cannot be honoured.
     """
-    settings = locals()
+    return train_here(translate(locals()))
+
+
+def translate(settings: Mapping[str, Any]) -> TrainConfig:
+    """Returns the settings of a run, given all arguments of `train` by name.
+
+    Raises:
+      ConfigError: if a setting cannot be honoured.
+    """
     _check(settings)
-    trainer: Trainer = trainer_cls()  # type: ignore[call-arg]  # gin provides its arguments
-    training, evaluated = train_dataset_cfg, train_eval_dataset_cfg
+    model, trainer = settings['model'], settings['trainer_cls']()  # gin provides its arguments
+    training, evaluated = settings['train_dataset_cfg'], settings['train_eval_dataset_cfg']
+    total_steps, eval_steps = settings['total_steps'], settings['eval_steps']
     length = _sequence_length(training, evaluated)
-    task, eval_tasks = _tasks(training, evaluated)
+    task, evaluated_task, name = _tasks(training, evaluated)
     with raise_on_all_processes():
-        for one in (task, *(eval_tasks or {}).values()):
+        for one in (task, evaluated_task):
             model.check_vocabulary(one)
-    eval_tokens = None
+    limit = None
     if evaluated is not None and eval_steps is not None:
-        eval_tokens = eval_steps * evaluated.batch_size * length
-    checkpoints, restore = checkpoint_cfg.translated()
-    periods = [period for period in (eval_period, checkpoints.period) if period]
-    seed = _seed(random_seed, training.seed)
+        limit = eval_steps * evaluated.batch_size * length
+    every = 0 if evaluated is None else settings['eval_period']
+    checkpoints, restore = settings['checkpoint_cfg'].translated()
+    periods = [period for period in (settings['eval_period'], checkpoints.period) if period]
+    seed = _seed(settings['random_seed'], training.seed)
     _report_differences(settings, seed)
-    # Unwrapped and with every argument given, so that gin cannot change the settings of `train`.
-    return inspect.unwrap(train_here)(
-        model_dir=model_dir,
-        model=model.transformer(),
-        partitioner=with_kv_heads(partitioner),
+    return TrainConfig(
+        model_dir=settings['model_dir'],
+        objective=model.objective(),
+        partitioner=with_kv_heads(settings['partitioner']),
         optimizer=model.optimizer(trainer.learning_rate_fn),
         task=task,
         total_steps=total_steps,
         batch_size=training.batch_size,
         sequence_length=length,
-        eval_period=0 if evaluated is None else eval_period,
+        evaluators={name: HeldOut(task=evaluated_task, every=every, limit=limit)},
         checkpoints=checkpoints,
-        eval_tasks=eval_tasks,
-        eval_tokens=eval_tokens,
         restore=restore,
-        loss=model.loss(),
         num_microbatches=1 if trainer.num_microbatches is None else trainer.num_microbatches,
         weight_metrics=trainer.weight_metrics_computer is not None,
-        log_period=stats_period or min(periods, default=total_steps),
+        log_every=settings['stats_period'] or min(periods, default=total_steps),
         seed=seed,
     )
 
@@ -204,21 +211,16 @@ def _sequence_length(training: DatasetConfig, evaluated: DatasetConfig | None) -
     return length
 
 
-def _tasks(
-    training: DatasetConfig, evaluated: DatasetConfig | None
-) -> tuple[Task, dict[str, Task] | None]:
-    """The task to train on and the tasks to evaluate.
-
-    The second value is None if the held-out part of the training task is evaluated.
-    """
+def _tasks(training: DatasetConfig, evaluated: DatasetConfig | None) -> tuple[Task, Task, str]:
+    """The task to train on, the task whose held-out part is evaluated, and the evaluator's name."""
     training.check_trains('train/')
     if evaluated is None:
-        return training.task, None
+        return training.task, training.task, 'eval'
     evaluated.check_evaluates('train_eval/')
     task, held_out, name = training.task, evaluated.task, evaluated.mixture_or_task_name
     if held_out == task:
-        return task, None
-    return task, {name if isinstance(name, str) else 'train_eval': held_out}
+        return task, task, 'eval'
+    return task, held_out, f'eval/{name if isinstance(name, str) else "train_eval"}'
 
 
 def _seed(random_seed: int | None, data_seed: int | None) -> int:
@@ -243,7 +245,12 @@ def _report_differences(settings: Mapping[str, Any], seed: int) -> None:
         settings['infer_eval_dataset_cfg'].check_evaluates('infer_eval/')
         _ = settings['infer_eval_dataset_cfg'].task  # raises an error if the name is wrong
         console.say(f'{KEY}.infer_eval_dataset_cfg is skipped: no task scores decoded text')
-    if isinstance(optimizer, Adafactor) and optimizer.logical_factor_rules is not None:
+    if not isinstance(optimizer, Adafactor):
+        console.say(
+            'trainer.Trainer.learning_rate_fn is not used: the optax transformation of the model '
+            'has its own learning rate, as in T5X'
+        )
+    elif optimizer.logical_factor_rules is not None:
         console.say(
             'adafactor.Adafactor.logical_factor_rules is not used: optax factors the two largest '
             'dimensions of each parameter'

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import optax
+
 from train.errors import ConfigError
-from train.schedules import Schedule
 from train.t5x.refusals import expect, refusal
 
 
@@ -32,7 +33,7 @@ class Trainer:
       weight_metrics_computer: turns on the metrics of every parameter. By default they are off.
     """
 
-    learning_rate_fn: Schedule
+    learning_rate_fn: optax.Schedule
     num_microbatches: int | None = None
     weight_metrics_computer: WeightMetricsComputer | None = None
 

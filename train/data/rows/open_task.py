@@ -1,7 +1,8 @@
-"""An opened task: its token indices are built, and its rows have random access without state."""
+"""An opened task: its rows have random access without state."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
@@ -76,20 +77,68 @@ class EvaluationSet:
 
     Attributes:
       rows: the rows, each once, with random access.
-      num_documents: the number of documents that the rows come from.
+      num_documents: the number of documents or examples that the rows come from.
       num_bytes: the size of these documents in bytes, or None if the rows do not score every byte.
       text: the beginning of these documents.
     """
 
     rows: Sequence[Row]
     num_documents: int
-    num_bytes: int | None
-    text: bytes
+    num_bytes: int | None = None
+    text: bytes = b''
+
+
+class OpenTask(abc.ABC):
+    """A task that is ready to read.
+
+    Attributes:
+      tokenizer: the tokenizer of its text, or None if its rows are not text.
+    """
+
+    tokenizer: Tokenizer | None
+
+    @property
+    def tokenizer_identity(self) -> str | None:
+        """What identifies the tokenizer, or None if there is none."""
+        return None if self.tokenizer is None else self.tokenizer.identity
+
+    @property
+    @abc.abstractmethod
+    def rows_per_epoch(self) -> int:
+        """The number of training rows after which every row has been seen."""
+
+    @abc.abstractmethod
+    def training(self, seed: int) -> Any:
+        """The endless training rows. Row i depends only on the task, `seed` and i.
+
+        Args:
+          seed: determines the order of the rows and the randomness in them.
+
+        Raises:
+          ConfigError: if there is nothing to train on, or if rows have different arrays.
+        """
+
+    @abc.abstractmethod
+    def evaluation(self, limit: int | None = None) -> EvaluationSet:
+        """The held-out rows, each once.
+
+        Args:
+          limit: the number of held-out tokens (of text) or rows to use, from the first one on.
+            Several parts share it equally. By default, all are used.
+
+        Raises:
+          ConfigError: if nothing is held out, or if rows have different arrays.
+        """
+
+    @abc.abstractmethod
+    def record(self) -> list[dict[str, Any]]:
+        """Describes all data that determines the rows, as JSON: one dict per part, with 'source',
+        'documents', 'held_out_documents', 'bytes', 'content_hash', 'weight' and 'rows'."""
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenTask:
-    """A task whose token indices are built.
+class OpenText(OpenTask):
+    """A task on text whose token indices are built.
 
     Attributes:
       tokenizer: the tokenizer of all its text.
@@ -106,23 +155,25 @@ class OpenTask:
 
     @property
     def rows_per_epoch(self) -> int:
-        """The number of training rows after which every row of every part has been seen."""
         rows_and_parts = zip(self.training_rows, self.parts, strict=True)
         return max(math.ceil(len(rows) / part.weight) for rows, part in rows_and_parts)
 
+    def record(self) -> list[dict[str, Any]]:
+        return [
+            {
+                'source': part.name,
+                'documents': part.index.training.num_documents,
+                'held_out_documents': part.index.held_out.num_documents,
+                'bytes': part.index.training.num_bytes,
+                'content_hash': part.index.content_hash,
+                'weight': part.weight,
+                'rows': dict(part.settings),
+            }
+            for part in self.parts
+        ]
+
     def training(self, seed: int) -> grain.MapDataset:
-        """The endless training rows. Row i depends only on the task, `seed` and i.
-
-        Args:
-          seed: determines the order of the rows and the randomness in them.
-
-        Raises:
-          ConfigError: if a part has nothing to train on, or if the rows of two parts have different
-            arrays.
-        """
-        check_counts(minimum=0, seed=seed)
-        if seed >= 1 << 32:
-            raise ConfigError(f'seed is {seed}: it must be below {1 << 32}, the limit of grain')
+        check_seed(seed)
         for part, rows in zip(self.parts, self.training_rows, strict=True):
             _check_trainable(part, len(rows))
         _check_features([rows.in_order() for rows in self.training_rows])
@@ -132,20 +183,11 @@ class OpenTask:
         datasets = [rows.shuffled(s) for rows, s in zip(self.training_rows, seeds, strict=True)]
         return mix(datasets, [part.weight for part in self.parts])
 
-    def evaluation(self, max_targets: int | None = None) -> EvaluationSet:
-        """The held-out rows of all parts, each once.
-
-        Args:
-          max_targets: the number of held-out tokens to use, from the first one on. Several parts
-            share it equally. By default, all are used.
-
-        Raises:
-          ConfigError: if nothing is held out, or if the rows of two parts have different arrays.
-        """
+    def evaluation(self, limit: int | None = None) -> EvaluationSet:
         streams = [part.index.held_out for part in self.parts]
-        if max_targets is not None:
-            check_counts(max_targets=max_targets)
-            each = max(1, max_targets // len(streams))
+        if limit is not None:
+            check_counts(limit=limit)
+            each = max(1, limit // len(streams))
             streams = [stream.head(each, self.tokenizer) for stream in streams]
         if not sum(stream.num_documents for stream in streams):
             documents = sum(part.index.training.num_documents for part in self.parts)
@@ -170,6 +212,18 @@ class OpenTask:
 def features(row: Row) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
     """The shape and dtype of each array of a row."""
     return {name: (value.shape, value.dtype) for name, value in row.items()}
+
+
+def describe_features(found: Mapping[str, Any]) -> str:
+    """Lists the arrays of a row, such as 'label int32 (), pixels float32 (64,)'."""
+    return ', '.join(f'{name} {dtype} {shape}' for name, (shape, dtype) in sorted(found.items()))
+
+
+def check_seed(seed: int) -> None:
+    """Checks that grain can shuffle rows with this seed."""
+    check_counts(minimum=0, seed=seed)
+    if seed >= 1 << 32:
+        raise ConfigError(f'seed is {seed}: it must be below {1 << 32}, the limit of grain')
 
 
 def _check_trainable(part: Part, num_rows: int) -> None:

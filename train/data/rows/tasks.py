@@ -9,9 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
-import gin
-
-from train.data.rows.open_task import OpenTask, Part, Rows
+from train.data.rows.open_task import OpenTask, OpenText, Part, Rows
 from train.data.rows.packing import SplitRows, pack
 from train.data.rows.span_corruption import Corruption, CorruptSpans, Texts
 from train.data.text.sources import Source
@@ -31,7 +29,7 @@ def no_progress(name: str, done: int, total: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(abc.ABC):
-    """Documents to learn from, and a way to make rows from them.
+    """Data to learn from, as rows: dicts of numpy arrays.
 
     Usage:
       task = CausalLM(source=TextFiles(pattern='corpus/**/*.txt'))
@@ -40,16 +38,22 @@ class Task(abc.ABC):
     """
 
     @property
-    @abc.abstractmethod
-    def num_tokens(self) -> int:
-        """The size of the vocabulary. Every token in a row is smaller."""
+    def num_tokens(self) -> int | None:
+        """The size of the vocabulary; every token is smaller. None if rows have no tokens."""
+        return None
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether the task has held-out data to evaluate."""
+        return True
 
     @abc.abstractmethod
-    def open(self, length: int, progress: Progress = no_progress) -> OpenTask:
+    def open(self, length: int | None = None, progress: Progress = no_progress) -> OpenTask:
         """Opens the task. Token indices that are not in the cache are built.
 
         Args:
           length: the number of tokens in a row, or of encoder tokens if rows have an encoder part.
+            Tasks without tokens take None.
           progress: a callback that reports the progress of building.
 
         Raises:
@@ -58,7 +62,21 @@ class Task(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SourceTask(Task):
+class TextTask(Task):
+    """A task on text."""
+
+    @property
+    @abc.abstractmethod
+    def num_tokens(self) -> int:
+        """The size of the vocabulary: every token in a row is smaller."""
+
+    @abc.abstractmethod
+    def open(self, length: int | None = None, progress: Progress = no_progress) -> OpenText:
+        """Opens the task. `length` is required."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceTask(TextTask):
     """A task that reads one source.
 
     Attributes:
@@ -82,8 +100,8 @@ class SourceTask(Task):
         if not isinstance(self.cache_dir, str | os.PathLike | None):
             raise ConfigError(f'cache_dir is {self.cache_dir!r}: it must be a path')
 
-    def open(self, length: int, progress: Progress = no_progress) -> OpenTask:
-        check_counts(length=length)
+    def open(self, length: int | None = None, progress: Progress = no_progress) -> OpenText:
+        length = _checked_length(length)
         rows = self._rows(length)
         index = open_index(self.source, self.tokenizer, self.cache_dir, progress)
         name = str(getattr(self.source, 'pattern', type(self.source).__name__))
@@ -96,7 +114,7 @@ class SourceTask(Task):
                 if f.name not in not_settings
             },
         }
-        return OpenTask(self.tokenizer, [Part(name, index, rows, settings, self._scores_bytes)])
+        return OpenText(self.tokenizer, [Part(name, index, rows, settings, self._scores_bytes)])
 
     _scores_bytes = True
 
@@ -105,7 +123,6 @@ class SourceTask(Task):
         """A function that makes rows from a token stream."""
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalLM(SourceTask):
     """Language modeling: predicts each token from the tokens before it.
@@ -133,7 +150,6 @@ class CausalLM(SourceTask):
         return lambda stream: Rows(SplitRows(stream, length, separator))
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpanCorruption(SourceTask):
     """T5's pretraining: the decoder writes the spans that were removed from the encoder's text.
@@ -189,9 +205,8 @@ class SpanCorruption(SourceTask):
         return lambda stream: Rows(Texts(stream, text_length), make_row)
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixture(Task):
+class Mixture(TextTask):
     """Rows of several tasks, mixed by weights. Each task has its own epochs.
 
     Attributes:
@@ -199,13 +214,13 @@ class Mixture(Task):
       weights: the share of each task in the rows. The weights need not add up to 1.
     """
 
-    tasks: Sequence[Task]
+    tasks: Sequence[TextTask]
     weights: Sequence[float]
 
     def __post_init__(self) -> None:
         tasks, weights = self.tasks, self.weights
         listed = isinstance(tasks, Sequence) and isinstance(weights, Sequence)
-        if not listed or not tasks or not all(isinstance(task, Task) for task in tasks):
+        if not listed or not tasks or not all(isinstance(task, TextTask) for task in tasks):
             raise ConfigError(
                 f'Mixture.tasks is {str(tasks)[:60]} and Mixture.weights is {weights!r}: both must '
                 'be lists; in a gin file write [@one/CausalLM(), @two/CausalLM()] and [1, 1]'
@@ -221,7 +236,7 @@ class Mixture(Task):
     def num_tokens(self) -> int:
         return max(task.num_tokens for task in self.tasks)
 
-    def open(self, length: int, progress: Progress = no_progress) -> OpenTask:
+    def open(self, length: int | None = None, progress: Progress = no_progress) -> OpenText:
         opened = [task.open(length, progress) for task in self.tasks]
         identities = sorted({task.tokenizer.identity for task in opened})
         if len(identities) > 1:
@@ -233,4 +248,11 @@ class Mixture(Task):
             for task, weight in zip(opened, self.weights, strict=True)
             for part in task.parts
         ]
-        return OpenTask(opened[0].tokenizer, parts)
+        return OpenText(opened[0].tokenizer, parts)
+
+
+def _checked_length(length: int | None) -> int:
+    if length is None:
+        raise ConfigError('a task on text needs the number of tokens in a row: set sequence_length')
+    check_counts(length=length)
+    return length

@@ -5,16 +5,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
-import gzip
 import io
+import lzma
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from gzip import BadGzipFile
 from stat import S_ISREG
 from typing import Any, BinaryIO
 
-from train.errors import ConfigError
+import fsspec
+from etils import epath
+from fsspec.compression import compr
+
+from train.errors import ConfigError, first_line, import_optional
+from train.paths import absolute, as_path, is_remote
+
+# The end of a file's name -> the name of its compression in fsspec.
+COMPRESSIONS = {'.gz': 'gzip', '.zst': 'zstd', '.bz2': 'bz2', '.xz': 'xz'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +34,15 @@ class File:
       name: its path relative to the root of the corpus, with slashes. A file outside the root keeps
         its absolute path.
       path: its path.
-      size: its size on disk, in bytes.
-      modified: the time of its last change, in nanoseconds.
+      size: its size as it is stored, in bytes.
+      modified: the time of its last change in nanoseconds, or, in a store of objects, a string that
+        changes with the content.
     """
 
     name: str
-    path: Path
+    path: epath.Path
     size: int
-    modified: int
+    modified: int | str
 
 
 def find_files(
@@ -48,47 +58,62 @@ def find_files(
     Raises:
       ConfigError: if an argument is malformed, a pattern matches no file, or a file cannot be read.
     """
-    patterns, exclude = _as_paths('pattern', pattern), _as_paths('exclude', exclude)
+    patterns, exclude = _as_list('pattern', pattern), _as_list('exclude', exclude)
     if not patterns:
         raise ConfigError('pattern is empty: write a path, or a list of them')
-    [root] = _as_paths('root', root)
-    folder = Path(os.path.expanduser(root or '.'))
+    folder = as_path('root', root or '.')
     found: dict[str, File] = {}
     for one in patterns:
-        matches = [
-            file
-            for match in glob.glob(os.path.expanduser(one), root_dir=folder, recursive=True)
-            if (file := _file(folder, match, exclude, relative_to_root=bool(root))) is not None
-        ]
+        place = folder / as_path('pattern', one)
+        if is_remote(place):
+            matches = list(_objects(folder, place, exclude))
+        else:
+            matches = list(_local_files(folder if root else None, one, exclude))
         if not matches:
             excluded = f' after excluding {exclude}' if exclude else ''
             hint = '' if folder.is_dir() else ': this root is not a directory'
-            if (folder / os.path.expanduser(one)).is_dir():
+            if place.is_dir():
                 hint = f': it matches a directory; write {one.rstrip("/")}/**/*.txt'
             raise ConfigError(
-                f'empty corpus: no file matches {one!r} in {folder.resolve()}{excluded}{hint}'
+                f'empty corpus: no file matches {one!r} in {absolute(folder)}{excluded}{hint}'
             )
         found |= {file.name: file for file in matches}
     return tuple(found[name] for name in sorted(found))
 
 
-def _file(folder: Path, match: str, exclude: Sequence[str], relative_to_root: bool) -> File | None:
-    """The file that a glob matched, or None if it is a directory or excluded."""
-    path, relative = folder / match, os.path.normpath(match)
-    if os.path.isabs(match) and relative_to_root:
-        from_root = os.path.relpath(match, folder)
-        relative = relative if from_root.split(os.sep)[0] == os.pardir else from_root
-    name = relative.replace(os.sep, '/')
-    if any(part in f'/{name}' for part in exclude):
-        return None
+def _local_files(root: epath.Path | None, pattern: str, exclude: Sequence[str]) -> Iterator[File]:
+    for match in glob.glob(os.path.expanduser(pattern), root_dir=root, recursive=True):
+        name = os.path.normpath(match)
+        if root is not None and os.path.isabs(match):
+            name = name.removeprefix(f'{os.path.abspath(root)}/')
+        if any(part in f'/{name}' for part in exclude):
+            continue
+        path = (root or epath.Path()) / match
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise ConfigError(f'{path} cannot be read: {error.strerror}') from error
+        if S_ISREG(status.st_mode):
+            yield File(name, path, status.st_size, status.st_mtime_ns)
+
+
+def _objects(folder: epath.Path, place: epath.Path, exclude: Sequence[str]) -> Iterator[File]:
+    """The objects of a store that match. The store is asked once for each folder."""
+    scheme = str(place).partition('://')[0]
+    store = fsspec.filesystem(scheme)
     try:
-        status = path.stat()
-    except OSError as error:
-        raise ConfigError(f'{path} cannot be read: {error.strerror}') from error
-    return File(name, path, status.st_size, status.st_mtime_ns) if S_ISREG(status.st_mode) else None
+        found = store.glob(str(place), detail=True)
+    except Exception as error:  # Each store has its own errors, for example without credentials.
+        raise ConfigError(f'{place} cannot be listed: {first_line(error)}') from error
+    for key, about in found.items():
+        path = epath.Path(f'{scheme}://{key}')
+        name = str(path).removeprefix(f'{folder}/')
+        if about['type'] == 'file' and not any(part in f'/{name}' for part in exclude):
+            changed = about.get('ETag') or about.get('etag') or store.ukey(key)
+            yield File(name, path, about['size'], str(changed))
 
 
-def _as_paths(name: str, value: Any) -> list[str]:
+def _as_list(name: str, value: Any) -> list[str]:
     """A list of path strings from one path or several."""
     values = [value] if isinstance(value, str | os.PathLike) else value
     if not isinstance(values, Sequence) or not all(
@@ -100,7 +125,7 @@ def _as_paths(name: str, value: Any) -> list[str]:
 
 @contextlib.contextmanager
 def open_file(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Opens a file, and decompresses it if its name ends in .gz or .zst.
+    """Opens a file, and decompresses it if its name ends in .gz, .zst, .bz2 or .xz.
 
     Yields:
       The stream of decompressed bytes, and the raw file. The position in the raw file tells how
@@ -109,96 +134,44 @@ def open_file(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     Raises:
       ConfigError: if the file cannot be read or decompressed.
     """
+    compression = COMPRESSIONS.get(os.path.splitext(file.name)[1])
+    # Other errors belong to the body of the context.
+    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, BadGzipFile)
     try:
-        with file.path.open('rb') as raw, _decompressed(file, raw) as stream:
-            if not file.size and stream is not raw:
-                kind = 'gzip' if file.name.endswith('.gz') else 'zstandard'
-                raise ConfigError(f'{file.path} is empty: it is not a valid {kind} file')
+        with contextlib.ExitStack() as stack:
+            raw: Any = stack.enter_context(file.path.open('rb'))
+            stream = raw
+            if compression == 'zstd':
+                zstd = _import_zstd(file)
+                damage += (zstd.ZstdError,)
+                # Files made by `zstd --long=31` need a window of 2 GiB.
+                options = {zstd.DecompressionParameter.window_log_max: 31}
+                stream = stack.enter_context(zstd.ZstdFile(raw, options=options))
+            elif compression:
+                stream = stack.enter_context(compr[compression](raw, mode='rb'))
+            elif is_remote(file.path):
+                stream = io.BufferedReader(raw, buffer_size=1 << 20)
+            if compression and not file.size:
+                raise EOFError('it is empty')
             yield stream, raw
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ConfigError(f'{file.path} is not a complete gzip file: {error}') from error
+    except damage as error:
+        raise ConfigError(f'{file.path} is not a complete {compression} file: {error}') from error
     except OSError as error:
-        raise ConfigError(f'{file.path} cannot be read: {error.strerror or error}') from error
+        reason = error.strerror or first_line(error)
+        raise ConfigError(f'{file.path} cannot be read: {reason}') from error
 
 
-def _decompressed(file: File, raw: BinaryIO) -> Any:
-    if file.name.endswith('.gz'):
-        return gzip.GzipFile(fileobj=raw)
-    if file.name.endswith('.zst'):
-        return io.BufferedReader(_Zstandard(file, raw), buffer_size=1 << 20)
-    return contextlib.nullcontext(raw)
+def _import_zstd(file: File) -> Any:
+    module = 'compression.zstd' if sys.version_info >= (3, 14) else 'backports.zstd'
+    return import_optional(module, 'data', f'{file.path}')
 
 
-class _Zstandard(io.RawIOBase):
-    """The bytes of zstandard frames. Unlike the package's reader, it detects truncated files."""
+def read_up_to(stream: BinaryIO, size: int) -> bytes:
+    """Reads the rest of a stream, or its first `size` bytes if there are more.
 
-    def __init__(self, file: File, raw: BinaryIO):
-        zstandard = import_optional('zstandard', 'data', f'{file.path}')
-        self._file, self._raw = file, raw
-        # Files made by `zstd --long=31` need a window of 2 GiB.
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._error = zstandard.ZstdError
-        self._frame: Any = None
-        self._pending = memoryview(b'')
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._pending:
-            chunk = self._raw.read(512)  # 512 compressed bytes can expand to megabytes
-            if not chunk:
-                if self._frame is not None:
-                    raise ConfigError(
-                        f'{self._file.path} is not a complete zstandard file: it ends early'
-                    )
-                return 0
-            self._pending = memoryview(self._decompress(chunk))
-        count = min(len(buffer), len(self._pending))
-        buffer[:count] = self._pending[:count]
-        self._pending = self._pending[count:]
-        return count
-
-    def readall(self) -> bytes:
-        pieces = [bytes(self._pending)]
-        self._pending = memoryview(b'')
-        while piece := self.read(1 << 20):
-            pieces.append(piece)
-        return b''.join(pieces)
-
-    def _decompress(self, chunk: bytes) -> bytes:
-        out = []
-        while chunk:
-            self._frame = self._frame or self._decompressor.decompressobj()
-            try:
-                out.append(self._frame.decompress(chunk))
-            except self._error as error:
-                raise ConfigError(
-                    f'{self._file.path} is not a complete zstandard file: {error}'
-                ) from error
-            chunk = b''
-            if self._frame.eof:
-                chunk, self._frame = self._frame.unused_data, None
-        return b''.join(out)
-
-
-def import_optional(module: str, extra: str, user: str) -> Any:
-    """Imports a module of an optional package.
-
-    Args:
-      module: the module.
-      extra: the extra of meshwright that installs its package.
-      user: what needs the package, for the message.
-
-    Raises:
-      ConfigError: if the package is not installed.
+    A small compressed file can have gigabytes, so memory is taken only as they come.
     """
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.split('.')[0]
-        raise ConfigError(
-            f"{user} needs the package {package}: pip install 'meshwright[{extra}]'"
-        ) from error
+    content = io.BytesIO()
+    while piece := stream.read(min(1 << 20, size - content.tell())):
+        content.write(piece)
+    return content.getvalue()

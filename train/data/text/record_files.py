@@ -6,14 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import gin
-
-from train.data.text.files import File, import_optional
+from train.data.text.files import File
 from train.data.text.sources import FileSource, as_content, missing_field, text_of_json
-from train.errors import ConfigError, first_line
+from train.errors import ConfigError, first_line, import_optional
+from train.paths import is_remote
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParquetFiles(FileSource):
     """Parquet files in which each row is a document. Needs the package pyarrow.
@@ -29,17 +27,16 @@ class ParquetFiles(FileSource):
         parquet = import_optional('pyarrow.parquet', 'data', f'ParquetFiles ({file.path})')
         number = 0
         try:
-            with parquet.ParquetFile(file.path) as table:
-                if self.column not in table.schema_arrow.names:
-                    raise ConfigError(
-                        missing_field(str(file.path), self.column, table.schema_arrow.names)
-                    )
-                rows = table.metadata.num_rows
+            # pyarrow opens local files faster by their path.
+            opened = file.path.open('rb') if is_remote(file.path) else str(file.path)
+            with parquet.ParquetFile(opened) as table:
+                if self.column not in (names := table.schema_arrow.names):
+                    raise ConfigError(missing_field(str(file.path), self.column, names))
+                count = table.metadata.num_rows
                 for batch in table.iter_batches(batch_size=1024, columns=[self.column]):
                     for value in _as_bytes(arrow, batch.column(0)).to_pylist():
-                        where = f'{file.path}: row {number}: {self.column!r}'
-                        content = as_content(value, where)
-                        yield number, content, file.size * (number + 1) // rows
+                        content = as_content(value, f'{file.path}: row {number}: {self.column!r}')
+                        yield number, content, file.size * (number + 1) // count
                         number += 1
         except (arrow.ArrowException, OSError) as error:
             raise ConfigError(
@@ -47,10 +44,9 @@ class ParquetFiles(FileSource):
             ) from error
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ArrayRecords(FileSource):
-    """ArrayRecord files in which each record is a document.
+    """ArrayRecord files in which each record is a document. Their library opens local files only.
 
     Attributes:
       field: the field that holds the text, if records are JSON objects. With None, each record is
@@ -60,6 +56,11 @@ class ArrayRecords(FileSource):
     field: str | None = None
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
+        if is_remote(file.path):
+            raise ConfigError(
+                f'{file.path} is not a local file, as ArrayRecords needs: copy it to a local or '
+                'mounted folder, or use ParquetFiles or JsonLines'
+            )
         module = import_optional('array_record.python.array_record_module', 'train', 'ArrayRecords')
         number = 0
         try:

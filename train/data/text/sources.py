@@ -6,19 +6,19 @@ A source is read once, from front to back, when its token index is built; see `t
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
+import inspect
 import json
-import os
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import gin
-
 from partitioning.rules import nearest
-from train.data.text.files import File, find_files, open_file
-from train.errors import ConfigError
+from train.data.text.files import File, find_files, open_file, read_up_to
+from train.errors import ConfigError, check_counts, first_line
+from train.paths import absolute
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,42 +98,64 @@ class Source(abc.ABC):
 class FileSource(Source):
     """Documents in files.
 
-    To read another format, subclass it and implement `contents`. The fields of the subclass are
-    part of the key of the token index. When you change `contents`, change a field too, for example
-    a `version`, so that the index is built again.
+    To read another format, subclass it and implement `contents`. The token index is built again
+    when a field or the source code of the subclass changes. When functions that it calls change,
+    change a field too, such as a `version`.
 
     Attributes:
       pattern: a glob, or a list of globs; `**` matches any number of directories.
       exclude: a file is left out if its path contains any of these strings, such as '/test/'.
       root: the directory that patterns and the names of documents are relative to; by default the
         current directory.
+      max_document_bytes: a larger document is refused. Of a compressed file, no more than this is
+        kept in memory.
     """
 
     pattern: str | Sequence[str]
     exclude: str | Sequence[str] = ()
     root: str = ''
+    max_document_bytes: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        name = f'{type(self).__name__}.max_document_bytes'
+        check_counts(**{name: self.max_document_bytes})
 
     def listing(self) -> Listing:
         files = find_files(self.pattern, self.exclude, self.root)
         settings = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ('pattern', 'exclude', 'root')
+            if field.name not in ('pattern', 'exclude', 'root', 'max_document_bytes')
         }
         signature = {
             'source': f'{type(self).__module__}.{type(self).__qualname__}',
             **settings,
             'holdout_percent': float(self.holdout_percent),
-            'files': [[f.name, os.path.abspath(f.path), f.size, f.modified] for f in files],
+            'files': [[f.name, str(absolute(f.path)), f.size, f.modified] for f in files],
         }
+        if not type(self).__module__.startswith('train.'):
+            with contextlib.suppress(OSError, TypeError):  # There is no file of the source code.
+                signature['code'] = inspect.getsource(type(self))
         return Listing(signature, sum(f.size for f in files), self._documents(files))
 
     def _documents(self, files: Sequence[File]) -> Iterator[Document]:
         before = 0
         for file in files:
-            for number, content, read in self.contents(file):
+            for found in self.contents(file):
+                if not (isinstance(found, tuple) and [*map(type, found)][1:] == [bytes, int]):
+                    raise ConfigError(
+                        f'{file.path}: {type(self).__name__}.contents yields {str(found)[:60]}: it '
+                        'must yield (number or None, bytes, int); write text.encode() for text'
+                    )
+                number, content, read = found
                 name = file.name if number is None else f'{file.name}:{number}'
                 where = str(file.path) if number is None else f'{file.path}:{number}'
+                if len(content) > self.max_document_bytes:
+                    raise ConfigError(
+                        f'{where} has more than {self.max_document_bytes:,} bytes: split the '
+                        f'document, or raise {type(self).__name__}.max_document_bytes'
+                    )
                 yield Document(name, content, before + min(read, file.size), where)
             before += file.size
 
@@ -146,22 +168,20 @@ class FileSource(Source):
         """
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextFiles(FileSource):
-    """Text files: each file is one document. Files ending in .gz or .zst are decompressed."""
+    """Text files: each file is one document. Compressed files are read as `open_file` does."""
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
         with open_file(file) as (stream, _):
-            yield None, stream.read(), file.size
+            yield None, read_up_to(stream, self.max_document_bytes + 1), file.size
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonLines(FileSource):
     """Files with one JSON object per line: each line is one document.
 
-    Files ending in .gz or .zst are decompressed.
+    Compressed files are read as `open_file` does.
 
     Attributes:
       field: the field that holds the text.
@@ -171,8 +191,11 @@ class JsonLines(FileSource):
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
         with open_file(file) as (stream, raw):
-            for number, line in enumerate(stream, 1):
-                if line.strip():
+            lines = iter(lambda: stream.readline(self.max_document_bytes + 1), b'')
+            for number, line in enumerate(lines, 1):
+                if len(line) > self.max_document_bytes:
+                    yield number, line, raw.tell()  # It is refused for its size.
+                elif line.strip():
                     content = text_of_json(line, self.field, f'{file.path}:{number}')
                     yield number, content, raw.tell()
 
@@ -222,7 +245,6 @@ class Records(Source):
             yield Document(f'{i}', as_content(value, where), i + 1, where)
 
 
-@gin.configurable
 def python_library() -> TextFiles:
     """The source code of Python's standard library: several MB of text that every machine has."""
     return TextFiles(
@@ -239,10 +261,8 @@ def text_of_json(line: bytes, field: str, where: str) -> bytes:
         record = json.loads(line)
     except UnicodeDecodeError as error:
         raise ConfigError(f'{where} is not UTF-8: {error.reason} at byte {error.start}') from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f'{where} is not JSON: {error.msg} at column {error.colno}') from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f'{where} is not JSON: {error}') from error
+        raise ConfigError(f'{where} is not JSON: {first_line(error)}') from error
     if not isinstance(record, dict):
         shown = line.decode().strip()
         raise ConfigError(f'{where} is {shown[:40]}, not an object with {field!r}')

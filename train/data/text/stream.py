@@ -100,7 +100,9 @@ class StreamWriter:
             )
         with writing(self._path.parent):
             self._file.write(self._separator)
-            self._file.write(tokens.astype(self._dtype).tobytes())
+            # In pieces, so that a large document does not need several times its memory.
+            for first in range(0, len(tokens), 1 << 20):
+                self._file.write(tokens[first : first + (1 << 20)].astype(self._dtype).data)
         self._starts.append(self._starts[-1] + 1 + len(tokens))
         self._sizes.append(num_bytes)
 

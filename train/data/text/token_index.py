@@ -18,6 +18,7 @@ from train.data.text.sources import Document, Listing, Records, Source
 from train.data.text.stream import Stream, StreamWriter, open_stream, writing
 from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError, first_line
+from train.paths import is_remote
 
 FORMAT = 1
 # Documents are tokenized in groups of about this many bytes.
@@ -72,26 +73,27 @@ def open_index(
       ConfigError: if the source or the tokenizer cannot be read, the source has no bytes, or the
         cache is damaged or cannot be written. An unfinished index is removed.
     """
-    listing = source.listing()
+    if cache_dir and is_remote(cache_dir):
+        raise ConfigError(
+            f'cache_dir {str(cache_dir)!r} must be a local folder, because indices are mapped into '
+            'memory'
+        )
+    listing, keep = source.listing(), None
     if listing.signature is None:
-        temporary = tempfile.TemporaryDirectory(prefix='meshwright-tokens-')
-        directory = Path(temporary.name) / 'index'
-        try:
-            _build(source, listing, tokenizer, directory, {}, progress)
-        except BaseException:
-            temporary.cleanup()
-            raise
-        return _open(directory, {}, keep=temporary)
-    described = {'format': FORMAT, 'tokenizer': tokenizer.identity, 'source': listing.signature}
-    settings = json.loads(json.dumps(described, default=str))  # comparable with index.json
-    key = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=12).hexdigest()
-    cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+        keep = tempfile.TemporaryDirectory(prefix='meshwright-tokens-')
+        cache, key, settings = Path(keep.name), 'index', {}
+    else:
+        described = {'format': FORMAT, 'tokenizer': tokenizer.identity, 'source': listing.signature}
+        text = json.dumps(described, default=str, sort_keys=True)
+        cache = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
+        key = hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+        settings = json.loads(text)  # comparable with index.json
     directory = cache / key
     if not directory.exists():
         with _locked(cache, key):
             if not directory.exists():
                 _build(source, listing, tokenizer, directory, settings, progress)
-    index = _open(directory, settings)
+    index = _open(directory, settings, keep)
     if isinstance(source, Records):
         _check_count(index, listing.size)
     return index
@@ -149,7 +151,7 @@ def _write(
     return {'content_hash': content.hexdigest(), 'parts': parts}
 
 
-def _open(directory: Path, settings: Any, keep: Any = None) -> TokenIndex:
+def _open(directory: Path, settings: Any, keep: Any) -> TokenIndex:
     try:
         meta = json.loads((directory / 'index.json').read_text())
         if meta['settings'] != settings:

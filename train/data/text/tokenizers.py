@@ -8,14 +8,12 @@ import functools
 import hashlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import gin
 import numpy as np
 
-from train.data.text.files import import_optional
-from train.errors import ConfigError
+from train.errors import ConfigError, first_line, import_optional
+from train.paths import as_path
 
 # Common names of the token between two documents in Hugging Face tokenizers, most likely first.
 SEPARATORS = ('<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>', '[SEP]')
@@ -54,7 +52,6 @@ class Tokenizer(abc.ABC):
         """
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer(Tokenizer):
     """Each byte is one token, and one additional token separates documents."""
@@ -71,28 +68,37 @@ class ByteTokenizer(Tokenizer):
         return tokens[tokens < 256].astype(np.uint8).tobytes()
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SentencePieceTokenizer(Tokenizer):
-    """A SentencePiece model. Needs the package sentencepiece.
+class FileTokenizer(Tokenizer):
+    """A tokenizer in a file.
 
     Attributes:
-      path: the path of the model file.
+      path: the path of the file: local, gs:// or s3://.
     """
 
     path: str
 
     @functools.cached_property
+    def _content(self) -> bytes:
+        try:
+            return as_path('tokenizer', self.path).read_bytes()
+        except OSError as error:
+            reason = error.strerror or first_line(error)
+            raise ConfigError(f'tokenizer {self.path} cannot be read: {reason}') from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SentencePieceTokenizer(FileTokenizer):
+    """A SentencePiece model. Needs the package sentencepiece."""
+
+    @functools.cached_property
     def _model(self) -> Any:
         module = import_optional('sentencepiece', 'tokenizers', 'SentencePieceTokenizer')
-        content = _read(self.path)
         try:
-            model = module.SentencePieceProcessor(model_proto=content) if content else None
-        except RuntimeError:
-            model = None
-        if model is None:
-            raise ConfigError(f'{self.path} is not a SentencePiece model')
-        return model
+            # An empty model would be accepted.
+            return module.SentencePieceProcessor(model_proto=self._content or b'empty')
+        except RuntimeError as error:
+            raise ConfigError(f'{self.path} is not a SentencePiece model') from error
 
     @functools.cached_property
     def num_tokens(self) -> int:  # type: ignore[override]
@@ -110,7 +116,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @functools.cached_property
     def identity(self) -> str:  # type: ignore[override]
-        return f'sentencepiece {hashlib.sha256(_read(self.path)).hexdigest()}'
+        return f'sentencepiece {hashlib.sha256(self._content).hexdigest()}'
 
     def encode(self, places: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
         texts = as_texts(places, contents)
@@ -122,24 +128,21 @@ class SentencePieceTokenizer(Tokenizer):
         return ''.join(map(self._model.decode, documents_of(tokens, self.separator))).encode()
 
 
-@gin.configurable
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HuggingFaceTokenizer(Tokenizer):
+class HuggingFaceTokenizer(FileTokenizer):
     """A tokenizer.json file of Hugging Face. Needs the package tokenizers.
 
     Attributes:
-      path: the path of the file.
       separator_token: the token between documents, such as '</s>'. By default, the first of
         SEPARATORS that the tokenizer has.
     """
 
-    path: str
     separator_token: str | None = None
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
         module = import_optional('tokenizers', 'tokenizers', 'HuggingFaceTokenizer')
-        content = _read(self.path)
+        content = self._content
         try:
             tokenizer = module.Tokenizer.from_str(content.decode())
         except Exception as error:  # the package raises plain Exceptions
@@ -177,8 +180,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def identity(self) -> str:  # type: ignore[override]
-        content = hashlib.sha256(_read(self.path)).hexdigest()
-        return f'tokenizers {content} {self.separator}'
+        return f'tokenizers {hashlib.sha256(self._content).hexdigest()} {self.separator}'
 
     def encode(self, places: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
         encoded = self._tokenizer.encode_batch(as_texts(places, contents), add_special_tokens=False)
@@ -211,12 +213,3 @@ def as_texts(places: Sequence[str], contents: Sequence[bytes]) -> list[str]:
                 'ByteTokenizer, which accepts any bytes'
             ) from error
     return texts
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(os.path.expanduser(path)).read_bytes()
-    except TypeError as error:
-        raise ConfigError(f'tokenizer {path!r} is not the path of a file') from error
-    except OSError as error:
-        raise ConfigError(f'tokenizer {path} cannot be read: {error.strerror}') from error

@@ -1,0 +1,139 @@
+"""The programs of the how-to guides run; those for the six wishes train alike on three meshes."""
+
+import ast
+import functools
+import importlib
+import json
+import re
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from tests.code_blocks import Block, read_blocks, run_block
+from train.data.text import sources
+
+# The guides to what users wish for most. Their programs must stay short.
+WISHES = [
+    'docs/how-to/own_linen_model.md',
+    'docs/how-to/own_nnx_model.md',
+    'docs/how-to/image_classifier.md',
+    'docs/how-to/auxiliary_loss.md',
+    'docs/how-to/own_metric.md',
+    'docs/how-to/own_data.md',
+]
+PAGES = [*WISHES, 'docs/how-to/own_loss.md']
+MESH, STEPS = r'\bnum_partitions=1\b', r'\btotal_steps=\d+'  # what a test changes in a program
+LINES = 15
+find_files = functools.cache(sources.find_files)  # lists the standard library only once
+
+
+class Ran(NamedTuple):
+    """A program after it ran: its names, what it printed, and the loss of each step."""
+
+    names: dict
+    printed: str
+    losses: list[float]
+
+
+@pytest.fixture
+def run_on(tmp_path, monkeypatch):
+    """Returns a function (program, size of the model axis) -> Ran, with four steps."""
+    loop = importlib.import_module('train.train')
+    monkeypatch.setattr(sources, 'find_files', find_files)
+
+    def run(block: Block, num_partitions: int) -> Ran:
+        code, meshes = re.subn(MESH, f'num_partitions={num_partitions}', block.code)
+        code, runs = re.subn(STEPS, 'total_steps=4, log_every=1', code)
+        assert (meshes, runs) == (1, 1), f'{block.document}:{block.line}'
+        folder = tmp_path / f'line {block.line}, model {num_partitions}'
+        folder.mkdir()
+        with monkeypatch.context() as patch:
+            patch.chdir(folder)
+            if num_partitions > 1:  # Only the losses are compared.
+                patch.setattr(loop, 'prepare_evaluators', lambda run: {})
+                patch.setattr(loop.Checkpoints, 'save', lambda self, step, state: None)
+            names = {'__name__': '__main__'}
+            printed = run_block(block._replace(code=code), names)
+        mesh = rf'data +{8 // num_partitions}\s+model +{num_partitions}\s'
+        assert re.search(mesh, printed)
+        [file] = folder.glob('runs/*/metrics.jsonl')
+        records = map(json.loads, file.read_text().splitlines())
+        return Ran(names, printed, [r['train/loss'] for r in records if 'train/loss' in r])
+
+    return run
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_the_programs_run(page, run_on, tmp_path, monkeypatch, traces):
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    wishes = 0
+    for block in read_blocks(page, 'python'):
+        if not re.search(MESH, block.code):
+            run_block(block, names)
+            continue
+        ran = run_on(block, 1)
+        names = ran.names
+        check_shown(block, ran.printed)
+        if page in WISHES:
+            wishes += 1
+            assert count_lines_beyond_the_model(block.code) <= LINES, f'{page}:{block.line}'
+            losses = [ran.losses, run_on(block, 2).losses, run_on(block, 8).losses]
+            assert len(losses[0]) == 4 and np.ptp(losses[0]) > 0
+            np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
+    assert bool(wishes) == (page in WISHES)
+
+
+def check_shown(program: Block, printed: str) -> None:
+    """Checks that the parameters in the next text block are those that the program has printed."""
+    blocks = read_blocks(program.document)
+    shown = next(b for b in blocks if b.line > program.line and b.language == 'text')
+    rows = [' '.join(row.split()) for row in shown.code.splitlines() if re.search(r'\dx\d', row)]
+    assert rows and {*rows} <= {' '.join(line.split()) for line in printed.splitlines()}
+
+
+def count_lines_beyond_the_model(code: str) -> int:
+    """Counts the lines of a program without its imports, its modules, comments and empty lines."""
+    model = set()
+    for node in ast.parse(code).body:
+        bases = node.bases if isinstance(node, ast.ClassDef) else ()
+        is_module = any(isinstance(b, ast.Attribute) and b.attr == 'Module' for b in bases)
+        if is_module or isinstance(node, ast.Import | ast.ImportFrom):
+            model |= {*range(node.lineno, node.end_lineno + 1)}
+    return sum(
+        bool(line.split('#')[0].strip()) and number not in model
+        for number, line in enumerate(code.splitlines(), 1)
+    )
+
+
+MISTAKES = [  # the page, the change of its program, and what the message says
+    ('own_linen_model', ('264', '256'), 'vocab_size 256 is smaller than the 257 tokens'),
+    (
+        'own_linen_model',
+        ("'vocab'))(x)", "'vocab'))(x[0])"),
+        r'shape \(64, 264\) for .* \(16, 64\)',
+    ),
+    ('own_linen_model', ('=ConvLm()', '=ConvLm'), 'the model is the class ConvLm'),
+    ('auxiliary_loss', ("'losses'", "'loss'"), "'loss' .* grows .* losses into 'losses'"),
+    ('image_classifier', ("targets='label'", "targets='y'"), "no array 'y'; it has label, pixels"),
+    ('image_classifier', ("'label': labels", "'label': labels.astype(str)"), "'label' .* <U1"),
+    (
+        'image_classifier',
+        ("held_out={'pixels'", "held_out={'x'"),
+        r'have label int32 \(\), x .* pix',
+    ),
+    ('own_metric', ("return {'spearman'", "{'spearman'"), "'ranking' returns None: .* numbers"),
+    ('own_data', ('=Darts()', '=Darts'), r'training is a class: write Darts\(\)'),
+    ('own_data', ('{', "({'i': i} if i % 2 else {}) | {"), r'have hit .* i .* and hit .* place'),
+    ('own_loss', (', key)\n\n', ", key)['params']\n\n"), r"returns \['Dense_0', .* key 'params'"),
+    ('own_loss', ('return Loss', 'return {} and Loss'), 'returns a dict: .* return Loss'),
+]
+
+
+@pytest.mark.parametrize(('page', 'change', 'message'), MISTAKES)
+def test_a_mistake_has_a_clear_message(page, change, message, run_on):
+    program = read_blocks(f'docs/how-to/{page}.md', 'python')[0]
+    assert change[0] in program.code
+    with pytest.raises(ValueError, match=message):
+        run_on(program._replace(code=program.code.replace(*change)), 1)

@@ -1,0 +1,153 @@
+"""The command `meshwright`: its help, its names of runs, meshes and plans."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import train
+from partitioning import PjitPartitioner
+from train.cli import main, training
+from train.errors import ConfigError
+from train.gin_config import find_config
+from train.runtime import machine
+
+
+@pytest.fixture(autouse=True)
+def _own_path(monkeypatch):
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    # jax has its devices already.
+    monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)
+
+
+@pytest.mark.parametrize('arguments', [[], ['--help'], ['help']])
+def test_the_help_has_an_example_of_each_command(capsys, arguments):
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for name in ('train', 'mesh', 'plan'):
+        [number] = [n for n, line in enumerate(lines) if line.split()[:1] == [name]]
+        assert f'$ meshwright {name} ' in lines[number + 1]
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize(
+    ('name', 'words'),
+    [
+        ('train', ['pretrain, quickstart', 'meshwright train quickstart', '--gin_allow']),
+        ('eval', ['meshwright eval runs/quickstart --step=225', 'later files override']),
+        ('generate', ['meshwright generate runs/quickstart --prompt', '--temperature']),
+        ('mesh', ['usage: meshwright mesh [--num_partitions N | --mesh data=4', '--png']),
+        ('plan', ['show      print a plan', 'diff']),
+    ],
+)
+def test_the_help_of_a_command(capsys, name, words):
+    with pytest.raises(SystemExit, match='0'):
+        main([name, '--help'])
+    out = capsys.readouterr().out
+    assert not [part for part in words if part not in out]
+    assert '{' not in out and max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'words'),
+    [
+        (['trian'], "Did you mean 'train'?"),
+        (['train', 'quickstrat'], "Did you mean 'quickstart'?"),
+        (['train', 'nowhere'], 'The runs are pretrain, quickstart;'),
+        (['train', 'nowhere.gin'], 'no such gin file: nowhere.gin'),
+        (['train', 'quickstart', '--gin.TRAIN_STEP=1'], "Did you mean 'TRAIN_STEPS'?"),
+        (['train', 'quickstart', '--profile_steps=1'], 'TrainConfig.profile_steps is 1: '),
+        (['train', '--cpu_devices=0'], "argument --cpu_devices: '0' must be an integer >= 1"),
+        (['plan', 'show'], 'required: PLAN; see meshwright plan show --help'),
+        (['plan', 'print', 'x'], 'choose from'),
+        (['plan', 'show', 'nowhere'], 'nowhere'),
+        (['mesh', '--num_partitions=3'], 'num_partitions=3 does not divide the 8 devices'),
+        (['mesh', '--mesh=data'], 'data=-1,model=8'),
+    ],
+)
+def test_errors_are_one_line(capsys, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(arguments)
+    except SystemExit as exit_:
+        status = exit_.code
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, '')
+    assert err.startswith('error: ') and err.count('\n') == 1
+    assert words in err
+
+
+def test_a_run_is_a_name_a_file_or_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'run').mkdir()
+    (tmp_path / 'run/config.gin').touch()
+    assert training.find_gin_file('quickstart') == 'configs/runs/quickstart.gin'
+    assert training.find_gin_file('mine.gin') == 'mine.gin'
+    assert training.find_gin_file('run') == 'run/config.gin'
+
+
+def test_the_current_folder_comes_last_in_the_search_for_modules(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(['mesh'])
+    assert sys.path[-1] == str(tmp_path)
+
+
+TASK = 'MIXTURE_OR_TASK_NAME=@data.CausalLM()'
+
+
+def test_a_run_with_the_settings_of_t5x_can_be_scored_too(load_t5x, own_registry):
+    load_t5x('pretrain', TASK, 'TRAIN_STEPS=7', "MODEL_DIR='run'")
+    config = find_config()
+    assert (config.total_steps, list(config.evaluators)) == (7, ['eval'])
+    load_t5x('eval', TASK, "CHECKPOINT_PATH='run'", "EVAL_OUTPUT_DIR='scores'")
+    with pytest.raises(ConfigError, match='evaluate is configured, which trains nothing'):
+        find_config()
+
+
+WITHOUT_EXTRAS = """
+import sys
+sys.modules |= dict.fromkeys(('orbax', 'grain', 'rich', 'tensorboardX'))  # cannot be imported
+from train.cli import main
+main(['--help'])
+assert 'jax' not in sys.modules
+assert main(['mesh', '--mesh=data=8']) == 0
+sys.exit(main(['train', 'quickstart']))
+"""
+
+
+def test_what_works_without_the_packages_of_the_trainer():
+    run = subprocess.run([sys.executable, '-c', WITHOUT_EXTRAS], capture_output=True, text=True)
+    assert run.returncode == 2
+    assert re.fullmatch(
+        r"error: the trainer needs \w+: pip install 'meshwright\[train\]'\n", run.stderr
+    )
+
+
+@pytest.mark.parametrize('name', train.__all__)
+def test_a_name_of_the_package_is_the_object_and_not_a_module(name):
+    import train.train
+
+    assert callable(getattr(train, name))
+
+
+def test_a_mesh_is_drawn(capsys):
+    assert main(['mesh', '--mesh=data=4,model=2']) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split() == [
+        f'{data}.{model}' for data in range(4) for model in range(2)
+    ]
+
+
+def test_plans_are_shown_and_compared(capsys, tmp_path):
+    run, file = tmp_path / 'run', tmp_path / 'b.json'
+    run.mkdir()
+    state = {'params': {'w': jax.ShapeDtypeStruct((64, 8), 'float32')}}
+    PjitPartitioner(layout='fsdp').resolve(state).save(run / 'plan.json')
+    PjitPartitioner(layout='data_parallel').resolve(state).save(file)
+    assert main(['plan', 'show', str(run)]) == 0
+    assert 'params/w' in capsys.readouterr().out
+    assert main(['plan', 'diff', str(run), str(run / 'plan.json')]) == 0
+    assert capsys.readouterr().out == 'the plans are the same\n'
+    assert main(['plan', 'diff', str(run), str(file)]) == 1
+    assert '256 -> 2,048' in capsys.readouterr().out  # 64 * 8 * 4 bytes over 8 devices, and whole

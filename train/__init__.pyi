@@ -1,0 +1,13 @@
+"""The names of `train`, each with the module that has it; `train/__init__.py` reads this file."""
+
+from train.config import TrainConfig as TrainConfig
+from train.evaluation import evaluate as evaluate
+from train.evaluators import HeldOut as HeldOut, Samples as Samples
+from train.objectives import (
+    Loss as Loss,
+    NextToken as NextToken,
+    Objective as Objective,
+    Supervised as Supervised,
+)
+from train.optimizers import Optimizer as Optimizer
+from train.train import train as train

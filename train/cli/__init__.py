@@ -1,0 +1,65 @@
+"""The command `meshwright`. Each of its commands imports only what it needs."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+# The name of a command -> its function in train.cli, what it does, and an example.
+_COMMANDS = {
+    'train': ('training.train', 'train a model, or resume a run', 'quickstart'),
+    'eval': ('scoring.evaluate', 'score a run on held-out data', 'runs/quickstart'),
+    'generate': (
+        'scoring.generate',
+        'continue prompts with a trained model',
+        "runs/quickstart --prompt 'def ' --length=200",
+    ),
+    'mesh': (
+        'layouts.show_mesh',
+        'draw the mesh of this machine, or of any other',
+        '--topology=v5p:4x4x4 --mesh=data=-1,model=8',
+    ),
+    'plan': (
+        'layouts.show_plan',
+        'show the layout of every array of a run, or compare two',
+        'diff runs/before runs/after',
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one of the commands.
+
+    Args:
+      arguments: the name of the command and its arguments, by default those of this process.
+
+    Returns:
+      The exit status: 0, 1 if plans differ, 2 after an error, or 130 after an interruption.
+    """
+    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ['--help']
+    if name in ('--help', '-h', 'help'):
+        print(_help(bold=sys.stdout.isatty()))
+        return 0
+    if name not in _COMMANDS:
+        hint = ''.join(f' Did you mean {n!r}?' for n in difflib.get_close_matches(name, _COMMANDS))
+        known = ', '.join(_COMMANDS)
+        print(f'error: no command {name!r}.{hint} The commands are {known}', file=sys.stderr)
+        return 2
+    # The packages of --gin_allow may be in the current folder. It comes last, so that a train.py
+    # there does not hide this package.
+    sys.path.append(os.getcwd())
+    module, function = _COMMANDS[name][0].split('.')
+    command = getattr(importlib.import_module(f'train.cli.{module}'), function)
+    return command(rest, f'meshwright {name}')
+
+
+def _help(bold: bool) -> str:
+    """Lists the commands with an example of each."""
+    on, off = ('\033[1m', '\033[0m') if bold else ('', '')
+    lines = [f'{on}meshwright{off} trains on any mesh, and shows how every array is laid out.', '']
+    for name, (_, text, example) in _COMMANDS.items():
+        lines += [f'  {on}{name:<10}{off}{text}', f'{"":12}$ meshwright {name} {example}']
+    return '\n'.join([*lines, '', 'meshwright COMMAND --help lists the options of a command.'])

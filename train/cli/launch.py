@@ -1,0 +1,156 @@
+"""How the commands of the trainer start and fail: their flags, and errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from absl import logging
+
+from train.errors import first_line
+
+_OF_TRAINER = ('etils', 'orbax', 'grain', 'rich', 'tensorboardX')
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'{text!r} must be an integer >= 1')
+    return int(text)
+
+
+_MANY: dict[str, Any] = {'action': 'append', 'default': [], 'metavar': '...'}
+_SWITCH: dict[str, Any] = {'action': 'store_true'}
+_FLAGS: dict[str, dict[str, Any]] = {
+    'gin_file': _MANY | {'help': 'a gin file; later files override earlier ones'},
+    'gin_bindings': _MANY | {'help': 'overrides the files; --gin.NAME=value is its short form'},
+    'gin_search_paths': _MANY | {'help': 'folders with gin files, separated by commas'},
+    'gin_allow': _MANY | {'help': 'your own packages that gin files may import'},
+    'cpu_devices': {
+        'type': _count,
+        'metavar': 'N',
+        'help': 'virtual devices if there is only a CPU (8)',
+    },
+    'multihost': _SWITCH | {'help': 'join the processes of a TPU pod or of Slurm'},
+    'coordinator_address': {
+        'metavar': 'ADDRESS',
+        'help': 'host:port of process 0, to join several processes',
+    },
+    'process_count': {'type': _count, 'metavar': 'N', 'help': 'their number'},
+    'process_index': {'type': int, 'metavar': 'N', 'help': 'the index of this process'},
+    'traceback': _SWITCH | {'help': 'show the traceback of every error'},
+}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f'error: {message}; see {self.prog} --help\n')
+
+
+class CommandParser(OneLineParser):
+    """Reads the flags that the commands of the trainer share, and the arguments of one command.
+
+    Args:
+      prog: the name of the command.
+      usage: its arguments in one line.
+      description: what it does, and examples with {prog} for its name.
+    """
+
+    def __init__(self, prog: str, usage: str, description: str):
+        super().__init__(
+            prog=prog,
+            usage=f'{prog} {usage}',
+            description=description.format(prog=prog),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        flags = self.add_argument_group('flags of all commands')
+        for name, settings in _FLAGS.items():
+            flags.add_argument(f'--{name}', **settings)
+
+    def read(self, arguments: Iterable[str]) -> argparse.Namespace:
+        """Returns the arguments and flags by name. An invalid one exits with one line."""
+        short, long = '--gin.', '--gin_bindings='
+        options, unknown = self.parse_known_intermixed_args(
+            [long + a.removeprefix(short) if a.startswith(short) else a for a in arguments]
+        )
+        if unknown and unknown[0].startswith('-'):
+            name = unknown[0].split('=')[0]
+            self.error(f'unknown flag {name}: settings are written --gin.NAME=value')
+        elif unknown:
+            self.error(f'one argument too many: {unknown[0]!r}')
+        return options
+
+
+def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
+    """Finds the devices, and loads gin files, followed by those of the flags."""
+    # These import jax, so they wait until the flags have been checked.
+    from train.gin_config import load_config
+    from train.runtime import machine
+
+    machine.use_virtual_devices(options.cpu_devices)
+    machine.join_processes(
+        options.coordinator_address,
+        options.process_count,
+        options.process_index,
+        options.multihost,
+    )
+    folders, packages = (
+        [entry for value in values for entry in value.split(',') if entry]
+        for values in (options.gin_search_paths, options.gin_allow)
+    )
+    load_config([*files, *options.gin_file], options.gin_bindings, folders, packages)
+
+
+def run(command: Callable[[], Any], options: argparse.Namespace) -> int:
+    """Runs a command, and returns its exit status."""
+    logging.use_absl_handler()
+    logging.set_verbosity(logging.WARNING)
+    try:
+        command()
+    except KeyboardInterrupt:
+        print(
+            'interrupted: the same command resumes from the last checkpoint, if one was saved',
+            file=sys.stderr,
+        )
+        return 130
+    except Exception as error:
+        line = None if options.traceback else explain(error)
+        if line is None:
+            raise
+        print(f'error: {line}', file=sys.stderr)
+        return 2
+    return 0
+
+
+def explain(error: Exception) -> str | None:
+    """Returns the message of an error that this project raises for its users, in one line.
+
+    Such messages explain themselves. For all other errors it returns None, and the traceback is
+    shown.
+    """
+    if isinstance(error, TypeError) and 'No values supplied by Gin' in str(error):
+        return f'a gin file is missing a value: {first_line(error)}'
+    if isinstance(error, TypeError) and 'In call to configurable' in str(error):
+        missing = str(error).split('\n')[0].partition(' missing ')[2]
+        name = str(error).partition("In call to configurable '")[2].partition("'")[0]
+        return f'{name} lacks {missing}: set each in a gin file' if missing else None
+    if isinstance(error, ModuleNotFoundError) and str(error.name).split('.')[0] in _OF_TRAINER:
+        return f"the trainer needs {error.name}: pip install 'meshwright[train]'"
+    if not isinstance(error, ValueError | OSError | FloatingPointError):
+        return None
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    root = Path(__file__).parents[2]
+    # gin appends lines that name the configurable it was calling.
+    text, _, called = str(error).partition("\n  In call to configurable '")
+    message, called = ' '.join(text.split()), called.partition("'")[0]
+    if any(raised_in.is_relative_to(root / package) for package in ('partitioning', 'train')):
+        return message
+    if called and 'optax' in raised_in.parts:
+        return f'{called}: {message}'
+    return None

@@ -1,0 +1,39 @@
+"""`meshwright mesh` and `meshwright plan`: how devices and arrays are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from partitioning.mesh import __main__ as meshes
+from partitioning.plan import __main__ as plans
+from train.cli.launch import OneLineParser
+
+
+def show_mesh(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright mesh`, and returns its exit status."""
+    from train.runtime import machine
+
+    machine.use_virtual_devices(None)
+    usage = f'{prog} [--num_partitions N | --mesh data=4,model=2] [--topology v5p:4x4x4] [...]'
+    return meshes.main(arguments, OneLineParser(prog, usage), with_picture=True)
+
+
+def show_plan(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright plan show|diff`, and returns its exit status: 1 if two plans differ."""
+    parser = OneLineParser(prog, description='Shows plans: the layout of every array of a state.')
+    verbs = parser.add_subparsers(required=True, metavar='show|diff')
+    for verb, count, text in (
+        ('show', 1, 'print a plan'),
+        ('diff', 2, 'print what changes from one plan to another; exit with 1 if they differ'),
+    ):
+        one = verbs.add_parser(verb, help=text, description=text)
+        one.add_argument('plans', nargs=count, metavar='PLAN', help='a plan file or a run folder')
+    given = parser.parse_args(arguments or ['--help']).plans
+    return plans.main([_plan_file(path) for path in given])
+
+
+def _plan_file(path: str) -> str:
+    """The plan file that an argument names, which may be the folder of a run."""
+    is_file = path.endswith('.json') or Path(path).is_file()
+    return path if is_file else f'{path}/plan.json'

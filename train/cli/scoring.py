@@ -1,0 +1,87 @@
+"""`meshwright eval` and `meshwright generate`: what a trained model scores and writes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from train.cli.launch import CommandParser, configure, run
+from train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from train.checkpoints import RestoreConfig
+    from train.config import TrainConfig
+
+_EVALUATE = """\
+Scores the newest checkpoint of a run with the evaluators of the run, from its folder alone.
+
+  {prog} runs/quickstart
+  {prog} runs/quickstart --step=225 --gin.NUM_PARTITIONS=1
+"""
+_GENERATE = """\
+Continues prompts with the language model of a run, all of them in one batch.
+
+  {prog} runs/quickstart --prompt 'def ' --prompt 'class ' --length=200
+"""
+
+
+def evaluate(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright eval`, and returns its exit status."""
+    parser = _make_parser(prog, 'RUN [--step N] [--gin.NAME=value ...]', _EVALUATE)
+    options = parser.read(arguments)
+
+    def command() -> None:
+        from train.evaluation import evaluate
+
+        config, restore = _read_run(options)
+        evaluate(config, restore=restore, output_dir=f'{config.model_dir}/eval')
+
+    return run(command, options)
+
+
+def generate(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright generate`, and returns its exit status."""
+    parser = _make_parser(prog, 'RUN --prompt TEXT [--prompt TEXT ...] [...]', _GENERATE)
+    parser.add_argument('--prompt', action='append', required=True, help='a text to continue')
+    parser.add_argument('--length', type=int, default=256, help='tokens with the prompt (256)')
+    parser.add_argument('--temperature', type=float, default=0.8, help='0 is greedy (0.8)')
+    parser.add_argument('--seed', type=int, default=0, help='another seed writes other text (0)')
+    options = parser.read(arguments)
+
+    def command() -> None:
+        from train.evaluation import evaluate
+        from train.evaluators import Samples
+
+        config, restore = _read_run(options)
+        samples = Samples(
+            prompts=options.prompt, length=options.length, temperature=options.temperature
+        )
+        changes = {'evaluators': {'samples': samples}, 'seed': options.seed}
+        evaluate(dataclasses.replace(config, **changes), restore=restore)
+
+    return run(command, options)
+
+
+def _make_parser(prog: str, usage: str, description: str) -> CommandParser:
+    parser = CommandParser(prog, usage, description)
+    parser.add_argument('run', metavar='RUN', help='the folder of a run')
+    parser.add_argument('--step', type=int, help='the checkpoint (the newest)')
+    return parser
+
+
+def _read_run(options: argparse.Namespace) -> tuple[TrainConfig, RestoreConfig | None]:
+    """Returns the settings of a run, as if it were trained in its folder, and its checkpoint."""
+    from train.checkpoints import RestoreConfig
+    from train.gin_config import find_config
+    from train.paths import as_path
+
+    path = as_path('RUN', options.run)
+    if not (path / 'config.gin').exists():
+        raise ConfigError(f'{path} is not the folder of a run: it has no config.gin')
+    configure(options, [str(path / 'config.gin')])
+    config = dataclasses.replace(find_config(), model_dir=str(path))
+    if options.step is None:
+        return config, None
+    return config, RestoreConfig(path=str(path / f'checkpoints/{options.step}'), mode='specific')

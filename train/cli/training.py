@@ -1,0 +1,84 @@
+"""`meshwright train` and `python -m train`: the run that gin files configure."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from train.cli.launch import CommandParser, configure, run
+
+_DESCRIPTION = """\
+Trains the model that gin files configure, or resumes the run in its MODEL_DIR.
+
+RUN is a run of this package, your own gin file, or the folder of an earlier run. Later files
+override earlier ones, and --gin.NAME=value overrides them all:
+
+  {prog} quickstart
+  {prog} pretrain configs/models/1b.gin --gin.TEXT="'corpus/**/*.txt'"
+  {prog} runs/quickstart --gin.TRAIN_STEPS=500
+"""
+
+
+def train(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright train`, and returns its exit status."""
+    parser = CommandParser(prog, '[RUN ...] [--gin.NAME=value ...]', _DESCRIPTION)
+    known = ', '.join(known_runs())
+    parser.add_argument('runs', metavar='RUN', nargs='*', help=f'{known}, or a path')
+    parser.add_argument(
+        '--profile_steps',
+        metavar='FIRST,LAST',
+        help='write a trace of these steps to MODEL_DIR/profile, for TensorBoard or Perfetto',
+    )
+    options = parser.read(arguments)
+    return run(lambda: _start(options), options)
+
+
+def _start(options: argparse.Namespace) -> None:
+    from train.errors import ConfigError
+    from train.gin_config import find_entry
+
+    profile = options.profile_steps
+    if profile is not None:
+        setting = f'TrainConfig.profile_steps=({profile})'
+        options.gin_bindings = [*options.gin_bindings, setting]
+    configure(options, [find_gin_file(run) for run in options.runs])
+    entry = find_entry()
+    if profile is not None and entry.__module__ != 'train.train':
+        raise ConfigError(
+            f'--profile_steps needs a run of train.train, but the gin files configure '
+            f'{entry.__module__}: remove the flag'
+        )
+    entry()
+
+
+def known_runs() -> list[str]:
+    """Returns the names of the runs in configs/runs."""
+    from train.gin_config.load import find_config_root
+
+    files = (find_config_root() / 'configs/runs').glob('*.gin')
+    return sorted(file.stem for file in files if file.stem != 'base')
+
+
+def find_gin_file(run: str) -> str:
+    """Returns the gin file of a run.
+
+    Args:
+      run: a gin file, the folder of a run, or the name of a shipped run.
+
+    Raises:
+      ConfigError: if it is none of these.
+    """
+    from partitioning.rules import nearest
+    from train.errors import ConfigError
+    from train.paths import as_path
+
+    if (configuration := as_path('RUN', run) / 'config.gin').exists():
+        return str(configuration)
+    if run.endswith('.gin'):
+        return run
+    if run not in known_runs():
+        raise ConfigError(
+            f'no run {run!r}.{nearest(run, known_runs())} The runs are {", ".join(known_runs())}; '
+            'for others, give a gin file, or the folder of a run with a config.gin'
+        )
+    return f'configs/runs/{run}.gin'

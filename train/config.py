@@ -1,0 +1,210 @@
+"""The settings of a run, checked one by one and together when they are created."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optax
+from jax.sharding import AxisType
+
+from partitioning import BasePartitioner
+from train.checkpoints import CheckpointConfig, RestoreConfig
+from train.data import Prefetch, Task
+from train.errors import ConfigError, check_counts, first_line
+from train.evaluators import HeldOut
+from train.objectives import Objective
+from train.optimizers import Optimizer
+from train.paths import as_path, is_remote
+from train.runtime.writers import JsonWriter, MetricWriter, TensorBoardWriter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything that determines a run.
+
+    Usage:
+      train(TrainConfig(
+        model_dir='runs/digits',
+        objective=Supervised(model=Cnn(), inputs='image', row_loss=...),
+        partitioner=PjitPartitioner(layout='fsdp'),
+        optimizer=optax.adamw(1e-3),
+        task=Examples(training={'image': images, 'label': labels}),
+        total_steps=1000,
+        batch_size=64,
+      ))
+
+    Attributes:
+      model_dir: the folder for checkpoints, metrics and the configuration. It may be in a store,
+        such as gs:// or s3://.
+      objective: the model and what it learns, such as `NextToken` or `Supervised`.
+      partitioner: lays out data, state and steps over the mesh.
+      optimizer: an optax transformation, or an `Optimizer` with its learning rate.
+      task: the training data, and how it becomes rows.
+      total_steps: the step at which the run ends.
+      batch_size: the number of rows in the global batch.
+      sequence_length: the number of tokens in a row, for tasks on text.
+      evaluators: what is evaluated, by name. Each has an attribute `every`, the number of steps
+        between evaluations (0: only at the end), and a method `run(state, step) -> scores`. The
+        score x of the evaluator y is reported as 'y/x'. By default, 'eval' is `HeldOut()`, if the
+        task holds out anything.
+      checkpoints: when to save checkpoints, and which to keep.
+      restore: the checkpoint of another run to start from, including its step, if `model_dir` has
+        no checkpoint. By default, a run starts from new parameters.
+      hooks: functions (state, step, metrics) that run after each step. The state is valid until
+        they return. Metrics are jax.Arrays; reading them waits for the step.
+      writers: where metrics go; see `train.runtime.writers`.
+      num_microbatches: the number of parts of a batch that are computed one after another.
+      weight_metrics: whether to add the metrics of every parameter to the training metrics.
+      log_every: the number of steps between records of training metrics.
+      profile_steps: the first and the last step of a trace for TensorBoard or Perfetto, which is
+        written to `<model_dir>/profile`. By default, nothing is traced.
+      prefetch: how far ahead of the steps batches are read.
+      seed: the seed of the initial parameters, the order of the data, and dropout.
+
+    Raises:
+      ConfigError, ValueError: if a setting is malformed, or if settings conflict.
+    """
+
+    model_dir: str | os.PathLike[str]
+    objective: Objective
+    partitioner: BasePartitioner
+    optimizer: Optimizer | optax.GradientTransformation
+    task: Task
+    total_steps: int
+    batch_size: int
+    sequence_length: int | None = None
+    evaluators: Mapping[str, Any] = dataclasses.field(default=None)  # type: ignore[arg-type]
+    checkpoints: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    restore: RestoreConfig | None = None
+    hooks: Sequence[Callable[..., None]] = ()
+    writers: Sequence[Callable[..., MetricWriter]] = (JsonWriter, TensorBoardWriter)
+    num_microbatches: int = 1
+    weight_metrics: bool = False
+    log_every: int = 10
+    profile_steps: Sequence[int] | None = None
+    prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        names = ('total_steps', 'batch_size', 'num_microbatches', 'log_every')
+        check_counts(**{name: getattr(self, name) for name in names})
+        check_counts(minimum=0, seed=self.seed)
+        if self.sequence_length is not None:
+            check_counts(sequence_length=self.sequence_length)
+        for name in KINDS:
+            if getattr(self, name) is not None or name != 'restore':
+                _check_object(name, getattr(self, name))
+        as_path('TrainConfig.model_dir', self.model_dir)
+        if self.evaluators is None:
+            default = {'eval': HeldOut()} if self.task.holds_out else {}
+            object.__setattr__(self, 'evaluators', default)
+        _check_evaluators(self.evaluators)
+        for name in ('hooks', 'writers'):
+            _check_functions(f'TrainConfig.{name}', getattr(self, name))
+        _check_profile(self.profile_steps, self.total_steps, self.model_dir)
+        check_partitioner(self.partitioner)
+        check_batch(self.partitioner, self.batch_size, self.num_microbatches)
+
+
+# The types of a setting, and what to write.
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    'model_dir': ((str, os.PathLike), "'runs/mine'"),
+    'objective': ((Objective,), 'NextToken(model=...)'),
+    'partitioner': ((BasePartitioner,), "PjitPartitioner(layout='fsdp')"),
+    'optimizer': ((Optimizer, optax.GradientTransformation), 'optax.adamw(1e-3)'),
+    'task': ((Task,), 'CausalLM(source=...)'),
+    'checkpoints': ((CheckpointConfig,), 'CheckpointConfig()'),
+    'restore': ((RestoreConfig,), 'RestoreConfig(path=...)'),
+    'prefetch': ((Prefetch,), 'Prefetch()'),
+}
+
+
+def _check_object(name: str, value: Any) -> None:
+    """Checks that a setting is an object of its types (`@Name` in gin is the class)."""
+    kinds, written = KINDS[name]
+    if isinstance(value, kinds):
+        return
+    shown, names = repr(value), ' or '.join(kind.__name__ for kind in kinds)
+    if isinstance(value, type):
+        shown = f'the class {value.__name__}'
+        written = f'{value.__name__}(), or @{value.__name__}() in a gin file, with parentheses'
+    elif '\n' in shown or len(shown) > 60:
+        shown = f'of type {type(value).__name__}'
+    raise ConfigError(
+        f'TrainConfig.{name} is {shown}, but it must be an instance of {names}: write {written}'
+    )
+
+
+def _check_evaluators(evaluators: Any) -> None:
+    """Checks that evaluators have the attribute `every` and the method `run` or `prepare`."""
+    if not isinstance(evaluators, Mapping):
+        raise ConfigError(
+            f"TrainConfig.evaluators is {evaluators!r}: write {{'eval': HeldOut(), ...}}, or {{}}"
+        )
+    for name, evaluator in evaluators.items():
+        setting = f'TrainConfig.evaluators[{name!r}]'
+        called = getattr(evaluator, 'prepare', None) or getattr(evaluator, 'run', None)
+        if isinstance(evaluator, type) or not callable(called):
+            raise ConfigError(
+                f'{setting} is {evaluator!r}: it must be an object with the attribute every and '
+                'the method run(state, step)'
+            )
+        every: Any = getattr(evaluator, 'every', None)
+        check_counts(minimum=0, **{f'{setting}.every': every})
+
+
+def _check_functions(setting: str, functions: Any) -> None:
+    if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
+        raise ConfigError(f'{setting} is {functions!r}: it must be a list of functions or classes')
+
+
+def _check_profile(steps: Any, total_steps: int, model_dir: Any) -> None:
+    if steps is None:
+        return
+    if is_remote(model_dir):
+        raise ConfigError(
+            f'TrainConfig.profile_steps is {steps!r}, but jax writes traces to local folders only, '
+            f'not to {model_dir}: use a local model_dir for a short run with a trace'
+        )
+    valid = isinstance(steps, list | tuple) and len(steps) == 2
+    if not valid or not all(isinstance(s, int) for s in steps) or not 1 <= steps[0] <= steps[1]:
+        raise ConfigError(
+            f'TrainConfig.profile_steps is {steps!r}: write the first and the last step, such as '
+            '(10, 12)'
+        )
+    if steps[1] > total_steps:
+        raise ConfigError(
+            f'TrainConfig.profile_steps is {steps!r}, but the run ends at step {total_steps}'
+        )
+
+
+def check_partitioner(partitioner: BasePartitioner) -> None:
+    """Checks that the partitioner has a mesh, and settings that this trainer supports."""
+    try:
+        axis_types = partitioner.mesh.axis_types
+    except RuntimeError as error:  # jax raises it for a backend that does not exist.
+        raise ConfigError(f'the partitioner has no mesh: {first_line(error)}') from error
+    if any(axis_type is not AxisType.Auto for axis_type in axis_types):
+        raise ConfigError(
+            f'the mesh has the axis types {axis_types}, but this trainer needs Auto axes: remove '
+            'axis_types'
+        )
+    if not partitioner.params_on_devices:
+        raise ConfigError(
+            'PjitPartitioner.params_on_devices is False, but this trainer always creates and '
+            'restores parameters on devices: remove the setting'
+        )
+
+
+def check_batch(partitioner: BasePartitioner, batch_size: int, num_microbatches: int) -> None:
+    """Checks that the data axis divides the batch and each microbatch."""
+    partitioner.get_data_layout(batch_size)
+    parts = partitioner.data_mesh_size * num_microbatches
+    if batch_size % parts:
+        raise ConfigError(
+            f'batch_size {batch_size} cannot be split into {num_microbatches} microbatches over a '
+            f'data axis of size {partitioner.data_mesh_size}: use a multiple of {parts}'
+        )

@@ -1,0 +1,92 @@
+"""The interface of evaluators, and when they run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from partitioning import TrainState
+from train.errors import ConfigError
+from train.runtime.console import RunConsole
+from train.runtime.reports import format_scores
+
+if TYPE_CHECKING:
+    from train.run import Run
+
+
+class Evaluator(Protocol):
+    """Scores a state during training, or from a checkpoint.
+
+    An evaluator that needs to compile or to read something first has a method
+    `prepare(run, name) -> Evaluator` as well, which is called once, before the first step. The
+    result prints its scores itself, with `run.console.say`. If the evaluator has an attribute
+    `task`, the trainer opens this task, or its own if `task` is None, and `run.evaluated[name]` is
+    the opened task.
+
+    Usage:
+      @dataclasses.dataclass(frozen=True)
+      class Sparsity:
+        every: int = 100
+
+        def run(self, state, step):
+          zeros = [jnp.mean(jnp.abs(w) < 1e-3) for w in jax.tree.leaves(state.params)]
+          return {'small_weights': float(sum(zeros) / len(zeros))}
+
+    Attributes:
+      every: the number of steps between evaluations. 0 evaluates only at the end.
+    """
+
+    every: int
+
+    def run(self, state: TrainState, step: int) -> Mapping[str, float]:
+        """Returns the scores of a state by name. Every process calls it."""
+
+
+def prepare_evaluators(run: Run) -> dict[str, Any]:
+    """Prepares the evaluators of a run, by name."""
+    return {
+        name: evaluator.prepare(run, name)
+        if hasattr(evaluator, 'prepare')
+        else _Printed(evaluator, name, run.console)
+        for name, evaluator in run.config.evaluators.items()
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Printed:
+    """An evaluator whose scores are checked and printed."""
+
+    evaluator: Evaluator
+    name: str
+    console: RunConsole
+
+    @property
+    def every(self) -> int:
+        return self.evaluator.every
+
+    def run(self, state: TrainState, step: int) -> dict[str, float]:
+        found = self.evaluator.run(state, step)
+        try:
+            scores = {score: float(value) for score, value in found.items()}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f'the evaluator {self.name!r} returns {str(found)[:60]}: run(state, step) must '
+                "return a dict of numbers, such as {'accuracy': 0.5}"
+            ) from error
+        self.console.scores(step, self.name, format_scores(scores))
+        return scores
+
+
+def is_due(evaluator: Any, step: int, last_step: int) -> bool:
+    """Whether an evaluator runs after this step."""
+    return step == last_step or bool(evaluator.every and step % evaluator.every == 0)
+
+
+def run_evaluators(evaluators: Mapping[str, Any], state: TrainState, step: int) -> dict[str, float]:
+    """Returns the scores of all evaluators: the score x of the evaluator y is 'y/x'."""
+    return {
+        f'{name}/{score}': float(value)
+        for name, evaluator in evaluators.items()
+        for score, value in evaluator.run(state, step).items()
+    }

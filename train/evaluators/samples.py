@@ -1,0 +1,164 @@
+"""Text that a language model writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from partitioning import TrainState
+from train.data.text.tokenizers import Tokenizer
+from train.errors import ConfigError, check_counts
+from train.models.config import TransformerConfig
+from train.models.decoding import generate
+from train.objectives import NextToken, as_model
+
+if TYPE_CHECKING:
+    from train.run import Run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Prints what a language model writes after some prompts.
+
+    Attributes:
+      prompts: the texts that the model continues.
+      length: the number of tokens, including the prompt.
+      temperature: the temperature of the softmax. 0 always takes the most likely token.
+      every: the number of steps between samples. 0 samples only at the end.
+    """
+
+    prompts: Sequence[str] = ('\n',)
+    length: int = 256
+    temperature: float = 0.8
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        check_counts(**{'Samples.length': self.length})
+        texts = self.prompts
+        if isinstance(texts, str) or not texts or not all(isinstance(p, str) for p in texts):
+            raise ConfigError(f'Samples.prompts is {texts!r}: it must be a list of strings')
+        if not isinstance(self.temperature, int | float) or not self.temperature >= 0:
+            raise ConfigError(
+                f'Samples.temperature is {self.temperature!r}: it must be a number >= 0'
+            )
+
+    def prepare(self, run: Run, name: str) -> PreparedSamples:
+        """Encodes the prompts.
+
+        Raises:
+          ConfigError: if the objective is not `NextToken`, if the data has no tokenizer, or if a
+            prompt leaves no room for a continuation.
+        """
+        objective, tokenizer = run.config.objective, run.data.tokenizer
+        if not isinstance(objective, NextToken) or tokenizer is None:
+            raise ConfigError(
+                f'the evaluator {name!r} samples text, which needs the objective NextToken and a '
+                f'task on text, but the objective is {type(objective).__name__}: remove it'
+            )
+        return PreparedSamples(
+            self.every, run, self, encode_prompts(self.prompts, self.length, tokenizer)
+        )
+
+
+def encode_prompts(prompts: Sequence[str], length: int, tokenizer: Tokenizer) -> list[np.ndarray]:
+    """Returns the tokens of each prompt, int32 [tokens]. An empty prompt becomes the separator.
+
+    Raises:
+      ConfigError: if a prompt leaves no room for a continuation.
+    """
+    encoded = []
+    for prompt in prompts:
+        [tokens] = tokenizer.encode(['the prompt'], [prompt.encode()])
+        tokens = tokens if len(tokens) else np.array([tokenizer.separator])
+        if len(tokens) >= length:
+            raise ConfigError(
+                f'the length of samples is {length}, but the prompt {prompt[:20]!r} already has '
+                f'{len(tokens)} tokens: use {len(tokens) + 1} or more'
+            )
+        encoded.append(tokens.astype(np.int32))
+    return encoded
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedSamples:
+    """Encoded prompts; see `Samples`."""
+
+    every: int
+    owner: Run
+    settings: Samples
+    prompts: list[np.ndarray]
+
+    def run(self, state: TrainState, step: int) -> dict[str, float]:
+        console = self.owner.console
+        console.heading('samples: each prompt and its continuation')
+        texts = self._continue(state)
+        for prompt, text in zip(self.settings.prompts, texts, strict=True):
+            console.sample(prompt, text)
+        return {}
+
+    def _continue(self, state: TrainState) -> list[str]:
+        tokenizer, prompts = self.owner.data.tokenizer, self._filled_prompts
+        assert tokenizer is not None
+        partitioner = self.owner.config.partitioner
+        sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
+        lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
+        width = max(lengths_B)
+        tokens_BP = np.stack([np.pad(prompt, (0, width - len(prompt))) for prompt in prompts])
+        given = (
+            jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
+            for x in (tokens_BP, lengths_B)
+        )
+        rows = np.asarray(self._sampler(state.params, state.flax_mutables, *given))
+        return [
+            tokenizer.decode(row[len(prompt) : self.settings.length]).decode(errors='replace')
+            for row, prompt in zip(rows, self.prompts, strict=False)
+        ]
+
+    @property
+    def _filled_prompts(self) -> list[np.ndarray]:
+        """The prompts, and repeats of the first one up to a multiple of the data shards."""
+        missing = -len(self.prompts) % self.owner.config.partitioner.data_mesh_size
+        return [*self.prompts, *self.prompts[:1] * missing]
+
+    @functools.cached_property
+    def _sampler(self) -> Any:
+        """The function (params, variables, tokens, lengths) -> tokens. It is compiled once."""
+        config, settings = self.owner.config, self.settings
+        tokenizer, partitioner = self.owner.data.tokenizer, config.partitioner
+        assert tokenizer is not None
+        # A sample is one document. If the separator is the last token, it is never sampled.
+        separator_is_last = tokenizer.separator == tokenizer.num_tokens - 1
+        num_tokens = tokenizer.num_tokens - separator_is_last
+        new_tokens = settings.length - min(map(len, self.prompts))
+        module: Any = config.objective.model  # type: ignore[attr-defined]
+        is_built_in = isinstance(getattr(module, 'config', None), TransformerConfig)
+
+        def continue_prompts(
+            params: Any, variables: Any, tokens_BP: jax.Array, lengths_B: jax.Array
+        ) -> jax.Array:
+            def compute_logits(params: Any, tokens: jax.Array) -> jax.Array:
+                applied = as_model(module).apply(
+                    {'params': params, **(variables or {})}, None, tokens
+                )
+                return applied.outputs
+
+            return generate(
+                module if is_built_in else compute_logits,
+                params,
+                tokens_BP,
+                lengths_B,
+                jax.random.fold_in(jax.random.key(config.seed), 1),
+                new_tokens=new_tokens,
+                temperature=settings.temperature,
+                num_tokens=num_tokens,
+            )[0]
+
+        specs, spec = self.owner.plan.specs, partitioner.data_partition_spec
+        resources = (specs.params, specs.flax_mutables, spec, spec)
+        return partitioner.partition(continue_prompts, resources, None)

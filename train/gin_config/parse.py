@@ -1,0 +1,182 @@
+"""Parses gin files into statements with their places, without running or importing anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import tokenize
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+from gin import config_parser
+
+from train.errors import ConfigError, first_line
+from train.paths import as_path
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A name inside a value: `@selector`, `@selector()` or `%MACRO`.
+
+    Attributes:
+      name: the name, with its scopes.
+      is_macro: whether it is a macro.
+    """
+
+    name: str
+    is_macro: bool
+
+    @property
+    def selector(self) -> str:
+        """The name without its scopes."""
+        return self.name.rsplit('/', 1)[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Statement:
+    """One statement of a gin file or of a `--gin.` flag.
+
+    Attributes:
+      place: its place, for messages: `configs/run.gin:12` or `--gin.NAME=...`.
+      file: the file that contains it, or the flag.
+      parsed: gin's own statement: a binding, an import, or the head of a block.
+      references: the names in its value.
+    """
+
+    place: str
+    file: str
+    parsed: Any
+    references: tuple[Reference, ...] = ()
+
+    @property
+    def from_flag(self) -> bool:
+        return self.file.startswith('--')
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it is `from __gin__ import dynamic_registration`."""
+        module = getattr(self.parsed, 'module', None)
+        return module == '__gin__.dynamic_registration' and self.parsed.is_from
+
+
+@dataclasses.dataclass
+class Sources:
+    """The gin files of a command, each of which is read once.
+
+    Attributes:
+      search_paths: the folders in which files and their includes are searched.
+      statements: every statement of the files and of the files that they include, in gin's order.
+      texts: the text of each file, by the name that the command or an include uses for it.
+    """
+
+    search_paths: Sequence[str]
+    statements: list[Statement] = dataclasses.field(default_factory=list)
+    texts: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def read(self, file: str, place: str = '--gin_file', includers: tuple[Any, ...] = ()) -> None:
+        """Reads a gin file and the files that it includes.
+
+        Args:
+          file: the file.
+          place: what names it, for messages.
+          includers: the paths of the files that include it.
+
+        Raises:
+          ConfigError: if a file is not found, is not text, has a syntax error, or includes itself.
+        """
+        path = find_file(file, self.search_paths)
+        if path is None:
+            folders = dict.fromkeys(str(Path(p).resolve()) for p in ('.', *self.search_paths))
+            raise ConfigError(
+                f'{place}: no such gin file: {file}. Searched {", ".join(folders)}; add another '
+                'directory with --gin_search_paths'
+            )
+        if path in includers:
+            raise ConfigError(f'{place}: {file} includes itself')
+        try:
+            self.texts[file] = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f'{place}: cannot read {path} as text: {error}') from error
+        for statement in _parse(io.StringIO(self.texts[file]), str(path)):
+            if isinstance(statement.parsed, config_parser.IncludeStatement):
+                self.read(statement.parsed.filename, statement.place, (*includers, path))
+            else:
+                self.statements.append(statement)
+
+
+def read_bindings(bindings: Sequence[str]) -> list[Statement]:
+    """The statements of `--gin.NAME=value` flags.
+
+    Raises:
+      ConfigError: if gin cannot parse a value.
+    """
+    statements: list[Statement] = []
+    for binding in bindings:
+        flag = f'--gin.{binding}'
+        name, _, value = binding.partition('=')
+        try:
+            statements += _parse(io.StringIO(binding), flag)
+        except ConfigError as error:
+            quoted = f'--gin.{name.strip()}="\'{value.strip()}\'"'
+            raise ConfigError(
+                f'{flag}: {value.strip() or "an empty string"} is not a gin value. Text needs its '
+                f"own quotes inside the shell's quotes: {quoted}"
+            ) from error
+    return statements
+
+
+def find_file(file: str, search_paths: Sequence[str]) -> epath.Path | None:
+    """The path of the file: as given, or in the first search path that contains it."""
+    folders = [as_path('--gin_search_paths', path) for path in search_paths]
+    places = [as_path('--gin_file', file), *(folder / file for folder in folders)]
+    return next((p for p in places if p.is_file()), None)
+
+
+class _Collector(config_parser.ParserDelegate):
+    """Collects references instead of resolving them."""
+
+    def __init__(self) -> None:
+        self.found: list[Reference] = []
+
+    def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
+        return self._note(Reference(scoped_configurable_name, is_macro=False))
+
+    def macro(self, macro_name: str) -> Reference:
+        return self._note(Reference(macro_name, is_macro=True))
+
+    def _note(self, reference: Reference) -> Reference:
+        self.found.append(reference)
+        return reference
+
+
+def _parse(text: io.StringIO, file: str) -> list[Statement]:
+    collector = _Collector()
+    statements = []
+    try:
+        # The constructor reads the first token, so it can already raise a SyntaxError.
+        parser = config_parser.ConfigParser(text, collector)
+        for parsed in parser:
+            flag = file.startswith('--')
+            place = file if flag else f'{file}:{parsed.location.line_num}'
+            statements.append(Statement(place, file, parsed, tuple(collector.found)))
+            # gin parses a whole block at once, so its head carries all references of the block.
+            collector.found.clear()
+    except SyntaxError as error:
+        message = str(error.msg).split('\n')[0].strip()
+        if message.startswith('malformed node'):  # what Python's ast reports for a bare name
+            message = 'write text in quotes, a configurable with @, or a macro with %'
+        line = (error.text or '').strip()
+        where = f'{file}:{error.lineno}' if error.lineno else file
+        raise ConfigError(
+            f'{where}: syntax error: {message}{f" In: {line}" if line else ""}'
+        ) from error
+    except tokenize.TokenError as error:
+        message, (line_number, _) = error.args
+        raise ConfigError(
+            f'{file}:{line_number}: syntax error: {message}: close the open bracket or quote'
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f'{file}: {first_line(error)}') from error
+    return statements

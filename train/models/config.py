@@ -1,0 +1,174 @@
+"""The settings of the built-in transformer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from train.errors import ConfigError, check_counts
+
+Remat = Literal['none', 'dots', 'full']
+Activation = Literal['silu', 'gelu', 'gelu_tanh', 'relu', 'relu2']
+Bias = Literal['qkv', 'out', 'mlp', 'norm']
+DType = Literal['float32', 'bfloat16']
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Longer wavelengths of rotary positions, for contexts longer than those first trained on.
+
+    Attributes:
+      factor: multiplies the wavelengths.
+      original_length: the context length of the first training. 0 multiplies all wavelengths, and
+        any other value only long ones, as in Llama 3.1.
+      low_frequency_factor: wavelengths above original_length / low_frequency_factor are multiplied.
+      high_frequency_factor: those below original_length / high_frequency_factor are kept.
+    """
+
+    factor: float
+    original_length: int = 0
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_counts(0, **{'RopeScaling.original_length': self.original_length})
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if not self.factor > 0 or not 0 < low < high:
+            raise ConfigError(
+                f'RopeScaling has factor {self.factor}, low_frequency_factor {low} and '
+                f'high_frequency_factor {high}: use a factor > 0 and 0 < low < high'
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Sizes and choices of a Transformer. The defaults are those of Llama, with scaled embeddings.
+
+    Attributes:
+      vocab_size: the number of tokens.
+      num_layers: the number of layers.
+      embed_dim: the width of the residual stream.
+      num_heads: the number of query heads, a multiple of `num_kv_heads`.
+      num_kv_heads: the number of key and value heads.
+      head_dim: the width of a head, an even number for rotary positions.
+      mlp_dim: the width of the hidden layer.
+      dropout_rate: the dropout rate of attention and MLP outputs during training.
+      dtype: the dtype of the computation, 'float32' or 'bfloat16'. Norms, softmax and the loss are
+        always computed in float32.
+      param_dtype: the dtype of the parameters, 'float32' or 'bfloat16'.
+      remat: what the backward pass recomputes: 'none', 'dots' (everything except matmul results)
+        or 'full' (everything).
+      scan_layers: whether the layers are scanned. A scan traces one layer and stacks the
+        parameters; otherwise every layer is traced.
+      scale_embeddings: whether embeddings are multiplied by the square root of `embed_dim`.
+      tie_embeddings: whether the output layer is the transpose of the embedding.
+      activation: the activation function of the hidden layer, or of its gate. 'gelu' is exact,
+        'gelu_tanh' is the approximation that GPT-2 and Gemma use, and 'relu2' is the squared relu.
+      gated_mlp: whether the hidden layer is the product of a gate and a linear map.
+      biases: which layers have a bias: 'qkv', 'out' (of attention), 'mlp', 'norm'.
+      norm: 'rms' (RMSNorm) or 'layer' (LayerNorm).
+      norm_epsilon: what a norm adds to the variance.
+      norm_scale_offset: whether the scale of a norm is stored as its difference from 1.
+      post_norms: whether the outputs of attention and MLP are normed too.
+      qk_norm: whether each head of queries and keys is normed, before rotary positions.
+      positions: 'rotary', or 'learned' for a table that is added to the embeddings.
+      max_positions: the size of the table of learned positions.
+      rope_max_wavelength: the longest wavelength of the rotary positions, in positions.
+      rope_scaling: longer wavelengths for long contexts.
+      local_rope_max_wavelength: the longest wavelength in local layers, without scaling. By
+        default, local layers use the same wavelengths as global layers.
+      window: the number of positions that a token sees in local layers, with its own. None makes
+        all layers global.
+      global_every: every n-th layer is global, and the others are local. 0 makes all layers local.
+      attention_scale: the factor of the products of queries and keys, by default head_dim ** -0.5.
+      attention_soft_cap: bounds the products by soft_cap * tanh(product / soft_cap).
+      logit_soft_cap: bounds the logits in the same way.
+    """
+
+    vocab_size: int
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    dropout_rate: float = 0.0
+    dtype: DType = 'float32'
+    param_dtype: DType = 'float32'
+    remat: Remat = 'none'
+    scan_layers: bool = True
+    scale_embeddings: bool = True
+    tie_embeddings: bool = False
+    activation: Activation = 'silu'
+    gated_mlp: bool = True
+    biases: Sequence[Bias] = ()
+    norm: Literal['rms', 'layer'] = 'rms'
+    norm_epsilon: float = 1e-6
+    norm_scale_offset: bool = False
+    post_norms: bool = False
+    qk_norm: bool = False
+    positions: Literal['rotary', 'learned'] = 'rotary'
+    max_positions: int = 0
+    rope_max_wavelength: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    local_rope_max_wavelength: float | None = None
+    window: int | None = None
+    global_every: int = 0
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in get_type_hints(TransformerConfig).items():
+            value, allowed = getattr(self, name), get_args(kind)
+            if get_origin(kind) is Literal and value not in allowed:
+                raise ConfigError(f'{name} is {value!r}: use {" or ".join(map(repr, allowed))}')
+            if kind is bool and not isinstance(value, bool):
+                raise ConfigError(f'{name} is {value!r}: use True or False')
+            if kind is int or (kind == int | None and value is not None):
+                check_counts(0 if name in ('max_positions', 'global_every') else 1, **{name: value})
+            if kind is float or (kind == float | None and value is not None):
+                least, most = (0.0, 1.0) if name == 'dropout_rate' else (1e-30, math.inf)
+                number = isinstance(value, int | float) and not isinstance(value, bool)
+                if not number or not least <= value < most:
+                    bounds = '>= 0 and < 1' if most == 1 else 'a number > 0'
+                    raise ConfigError(f'{name} is {value!r}: it must be {bounds}')
+        known, biases = get_args(Bias), self.biases
+        if not isinstance(biases, list | tuple) or not all(bias in known for bias in biases):
+            raise ConfigError(f'biases is {biases!r}: use a tuple of {", ".join(map(repr, known))}')
+        object.__setattr__(self, 'biases', tuple(biases))  # models are hashed
+        for problem in self._problems():
+            raise ConfigError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        """Yields what is wrong with settings that exclude each other."""
+        heads, kv_heads, rotary = self.num_heads, self.num_kv_heads, self.positions == 'rotary'
+        local_rope = self.local_rope_max_wavelength
+        if heads % kv_heads:
+            yield f'num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads})'
+        if rotary and self.head_dim % 2:
+            yield f'head_dim ({self.head_dim}) must be even for rotary positions'
+        if rotary != (self.max_positions == 0):
+            yield (
+                f'positions is {self.positions!r} and max_positions is {self.max_positions}: '
+                "max_positions is the size of the table of 'learned' positions, and 0 for 'rotary'"
+            )
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            yield f'rope_scaling is {self.rope_scaling!r}: it must be a RopeScaling'
+        if not rotary and (self.rope_scaling or local_rope):
+            yield "positions is 'learned': remove rope_scaling and local_rope_max_wavelength"
+        if self.window is None and (self.global_every or local_rope):
+            yield (
+                f'global_every is {self.global_every} and local_rope_max_wavelength is '
+                f'{local_rope}, but no layer is local: set window, or remove them'
+            )
+        if self.norm == 'rms' and 'norm' in self.biases:
+            yield "biases has 'norm', but norm is 'rms', which has no bias: use norm = 'layer'"
+
+    def is_local(self, layer: Any) -> Any:
+        """Returns whether layer number `layer` is local: a bool if no array decides it."""
+        if self.window is None or not self.global_every:
+            return self.window is not None
+        return (layer + 1) % self.global_every != 0

@@ -1,0 +1,121 @@
+"""The built-in transformer as a pure function of its parameters, with or without a cache.
+
+Suffixes of array names: B batch, L length, S slots of keys and values, D embed, V vocab.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from partitioning import constrain
+from train.errors import ConfigError
+from train.models import layers
+from train.models.config import TransformerConfig
+from train.models.embedding import look_up
+from train.models.parameters import Params
+
+
+def empty_cache(config: TransformerConfig, batch: int, slots: int) -> layers.Cache:
+    """Returns a cache without tokens for `batch` rows of up to `slots` tokens."""
+    shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
+    keys, values = (constrain(jnp.zeros(shape, config.dtype), layers.CACHED) for _ in range(2))
+    segments_BS = constrain(jnp.zeros((batch, slots), jnp.int32), ('batch', None))
+    return layers.Cache(keys, values, segments_BS, jnp.int32(0))
+
+
+def compute_logits(
+    config: TransformerConfig,
+    params: Params,
+    tokens_BL: jax.Array,
+    *,
+    positions_BL: jax.Array | None = None,
+    segments_BL: jax.Array | None = None,
+    dropout_key: jax.Array | None = None,
+    cache: layers.Cache | None = None,
+) -> tuple[jax.Array, layers.Cache | None]:
+    """Computes the logits of the next tokens.
+
+    Args:
+      config: the settings of the model.
+      params: its parameters, see `list_parameters`.
+      tokens_BL: int tokens, [batch, length].
+      positions_BL: int positions, [batch, length]. By default, they are 0, 1, 2, ...
+      segments_BL: int segments, [batch, length]. A token attends only to its own segment. By
+        default, a row is one segment.
+      dropout_key: the random key of the dropout. None disables dropout.
+      cache: the tokens before these. It needs the positions and segments of these.
+
+    Returns:
+      The logits, float32 [batch, length, vocab], and None; or with a cache, the logits of the last
+      token, [batch, 1, vocab], and the cache with the new tokens.
+
+    Raises:
+      ConfigError: if there are more tokens than learned positions.
+    """
+    c, length = config, tokens_BL.shape[1]
+    if c.positions == 'learned' and length > c.max_positions:
+        raise ConfigError(
+            f'a row has {length} tokens, but max_positions is {c.max_positions}: use shorter rows, '
+            'or raise TransformerConfig.max_positions'
+        )
+    if cache is not None and segments_BL is not None:
+        held = jax.lax.dynamic_update_slice(cache.segments_BS, segments_BL, (0, cache.used))
+        cache = cache._replace(segments_BS=constrain(held, ('batch', None)))
+    positions_BL = jnp.arange(length)[None] if positions_BL is None else positions_BL
+
+    embedding_VD = params['embedding'].astype(c.dtype)
+    x_BLD = look_up(embedding_VD, tokens_BL)
+    if c.scale_embeddings:
+        x_BLD = x_BLD * c.embed_dim**0.5
+    if c.positions == 'learned':
+        places = layers.Places(segments_BL, None, None)
+        table = constrain(params['position_embedding'].astype(c.dtype), (None, None))
+        x_BLD += jnp.take(table, positions_BL, axis=0)
+    else:
+        find = functools.partial(layers.find_rotation, positions_BL, c.head_dim)
+        rotation = local_rotation = find(c.rope_max_wavelength, c.rope_scaling)
+        if c.local_rope_max_wavelength is not None:
+            local_rotation = find(c.local_rope_max_wavelength)
+        places = layers.Places(segments_BL, rotation, local_rotation)
+
+    x_BLD, cache = _apply_layers(c, params, x_BLD, places, dropout_key, cache)
+    if cache is not None:
+        cache, x_BLD = cache._replace(used=cache.used + length), x_BLD[:, -1:]
+    x_BLD = layers.normalize(c, params['final_norm'], x_BLD)
+    output_DV = embedding_VD.T if c.tie_embeddings else params['output'].astype(c.dtype)
+    logits_BLV = jnp.einsum('BLD,DV->BLV', x_BLD, output_DV, preferred_element_type=jnp.float32)
+    logits_BLV = layers.soft_cap(logits_BLV, c.logit_soft_cap)
+    return constrain(logits_BLV, ('batch', 'length', 'vocab')), cache
+
+
+def _apply_layers(
+    c: TransformerConfig,
+    params: Params,
+    x_BLD: jax.Array,
+    places: layers.Places,
+    dropout_key: jax.Array | None,
+    cache: layers.Cache | None,
+) -> tuple[jax.Array, layers.Cache | None]:
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if c.remat == 'dots' else None
+
+    def step(carry: Any, layer: tuple[Params, Any]) -> tuple[Any, None]:
+        p, index = layer
+
+        def apply(p: Params, x_BLD: jax.Array, cache: layers.Cache | None) -> Any:
+            key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
+            return layers.apply_layer(c, p, x_BLD, places, index, key, cache)
+
+        if c.remat != 'none' and cache is None:
+            apply = jax.checkpoint(apply, prevent_cse=not c.scan_layers, policy=policy)
+        return apply(p, *carry), None
+
+    carry = (x_BLD, cache)
+    if c.scan_layers:
+        return jax.lax.scan(step, carry, (params['layers'], jnp.arange(c.num_layers)))[0]
+    for i in range(c.num_layers):
+        carry, _ = step(carry, (params[f'layer_{i}'], i))
+    return carry

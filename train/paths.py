@@ -1,0 +1,75 @@
+"""Paths that settings name: local, or in a store of objects, as in `gs://` and `s3://`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+import fsspec
+from etils import epath
+
+from train.errors import ConfigError
+
+# The modules that each kind of store needs. The extra of meshwright has the name in `EXTRAS`.
+STORES = {'gs': ('gcsfs', 'google.cloud.storage'), 's3': ('s3fs', 'boto3')}
+EXTRAS = {'gs': 'gcs', 's3': 's3'}
+
+
+def as_path(setting: str, value: Any) -> epath.Path:
+    """The path that a setting names. A tilde stands for the home directory.
+
+    Raises:
+      ConfigError: if the value is not a path, or if it names a kind of store that is unknown or
+        whose packages are not installed.
+    """
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value).strip():
+        raise ConfigError(f'{setting} is {value!r}: write the path of a file or folder')
+    text = os.fspath(value)
+    if not is_remote(text):
+        return epath.Path(os.path.expanduser(text))
+    scheme = text.partition('://')[0]
+    if scheme not in STORES:
+        raise ConfigError(
+            f'{setting} {text!r} begins with {scheme}://: use a local path, gs:// or s3://'
+        )
+    missing = [module for module in STORES[scheme] if not _is_installed(module)]
+    if missing:
+        raise ConfigError(
+            f'{setting} {text!r} needs the package {missing[0]}: pip install '
+            f"'meshwright[{EXTRAS[scheme]}]'"
+        )
+    # Listings are not cached, because other processes and libraries write to the same store.
+    fsspec.config.conf.setdefault(scheme, {}).setdefault('use_listings_cache', False)
+    return epath.Path(text)
+
+
+def as_folder(setting: str, value: Any) -> epath.Path:
+    """The folder that a setting names, which need not exist yet.
+
+    Raises:
+      ConfigError: as in `as_path`, or if a file is in its place.
+    """
+    path = as_path(setting, value)
+    if not is_remote(path):
+        existing = next((p for p in (path, *path.parents) if p.exists()), path.parent)
+        if not existing.is_dir():
+            raise ConfigError(f'{setting} {path}: {existing} is a file, not a folder')
+    return path
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is in a store of objects, such as `gs://bucket/folder`."""
+    return '://' in os.fspath(path)
+
+
+def absolute(path: epath.Path) -> epath.Path:
+    """The path without symbolic links and `..`; a path in a store stays as it is."""
+    return path if is_remote(path) else epath.Path(os.path.realpath(path))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False

@@ -1,0 +1,189 @@
+"""What training and the evaluation of a checkpoint have in common: data, layout and evaluators."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from etils import epath
+from jax.sharding import NamedSharding
+
+from partitioning import Plan, TrainState
+from train.config import TrainConfig
+from train.data import OpenTask, record
+from train.data.rows.open_task import features
+from train.data.rows.packing import Row
+from train.errors import ConfigError
+from train.objectives import NextToken, Objective
+from train.optimizers import as_transformation
+from train.paths import as_folder
+from train.runtime.console import RunConsole
+from train.runtime.reports import (
+    describe_audit,
+    describe_data,
+    describe_devices,
+    describe_epochs,
+    describe_parameters,
+    mesh_table,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A configuration with its data and the layout of its state.
+
+    Attributes:
+      config: the settings of the run.
+      console: prints its progress.
+      directory: its folder.
+      data: the training data.
+      evaluated: the data of each evaluator that reads any, by the name of the evaluator.
+      rows: the training rows, endless and with random access.
+      batch: the ShapeDtypeStructs of a training batch, each [batch, ...].
+      tx: the optimizer.
+      plan: the layout of the state.
+    """
+
+    config: TrainConfig
+    console: RunConsole
+    directory: epath.Path
+    data: OpenTask
+    evaluated: Mapping[str, OpenTask]
+    rows: Any
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+    tx: optax.GradientTransformation
+    plan: Plan
+
+    @functools.cached_property
+    def record(self) -> dict[str, Any]:
+        """The record of the data, for `train.data.record`."""
+        c = self.config
+        return record.data_record(
+            self.data,
+            self.evaluated,
+            batch_size=c.batch_size,
+            sequence_length=c.sequence_length,
+            seed=c.seed,
+        )
+
+
+def prepare(config: TrainConfig) -> Run:
+    """Opens the data of a run, and decides the layout of its state. No array is created.
+
+    Raises:
+      ConfigError, ValueError: if the data cannot be read, or a setting cannot be honoured.
+    """
+    console, partitioner = RunConsole(), config.partitioner
+    console.heading(describe_devices(partitioner.mesh))
+    console.show(mesh_table(partitioner.mesh))
+
+    with console.tokenizing() as progress, console.phase('opening the data'):
+        directory = as_folder('MODEL_DIR', config.model_dir)
+        data, evaluated = open_tasks(config, progress)
+        rows = data.training(config.seed)
+    batch = abstract_batch(rows[0], config.batch_size, config)
+    made: list[optax.GradientTransformation] = []
+
+    def init(key: jax.Array) -> TrainState:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dict(batch))
+        variables = config.objective.init(key, zeros)
+        if not isinstance(variables, Mapping) or 'params' not in variables:
+            found = list(variables) if isinstance(variables, Mapping) else type(variables).__name__
+            raise ConfigError(
+                f'{type(config.objective).__name__}.init returns {found}: it must return a dict '
+                "with the key 'params'"
+            )
+        # Only here do the parameters carry their names, which masks of the optimizer need.
+        made.append(as_transformation(config.optimizer, variables['params']))
+        return TrainState.create(variables, made[-1])
+
+    with console.phase('planning the layout'):
+        plan = partitioner.plan(init, jax.random.key(config.seed))
+    run = Run(
+        config=config,
+        console=console,
+        directory=directory,
+        data=data,
+        evaluated=evaluated,
+        rows=rows,
+        batch=batch,
+        tx=made[-1],
+        plan=plan,
+    )
+    record.check_same_everywhere(run.record)
+    if isinstance(config.objective, NextToken) and config.objective.vocab_size is None:
+        num_logits = config.objective.count_logits(plan.abstract_state, batch)
+        check_vocabulary(config.objective, config.task.num_tokens, num_logits)
+    return run
+
+
+def report(run: Run) -> None:
+    """Prints the data, the parameters and the layout of a run."""
+    say = run.console.say
+    for line in describe_data(run.record['parts']):
+        say(line)
+    rows = run.config.total_steps * run.config.batch_size
+    say(describe_epochs(rows, run.data.rows_per_epoch))
+    title, table = describe_parameters([r for r in run.plan.rows if r.role == 'parameters'])
+    run.console.heading(title)
+    run.console.show(table)
+    for line in describe_audit(run.plan.audit()):
+        say(line)
+
+
+def open_tasks(config: TrainConfig, progress: Any) -> tuple[OpenTask, dict[str, OpenTask]]:
+    """Opens the training task and the tasks of the evaluators.
+
+    Raises:
+      ConfigError: if a task cannot be opened, if the vocabulary of the model is too small, or if
+        tasks have different tokenizers.
+    """
+    tasks = {
+        name: config.task if evaluator.task is None else evaluator.task
+        for name, evaluator in config.evaluators.items()
+        if hasattr(evaluator, 'task')
+    }
+    for task in (config.task, *tasks.values()):
+        check_vocabulary(config.objective, task.num_tokens)
+    data = config.task.open(config.sequence_length, progress)
+    opened = {
+        name: data if task is config.task else task.open(config.sequence_length, progress)
+        for name, task in tasks.items()
+    }
+    for name, task in opened.items():
+        ours, theirs = data.tokenizer_identity, task.tokenizer_identity
+        if ours != theirs:
+            raise ConfigError(
+                f'the evaluator {name!r} uses the tokenizer {str(theirs)[:28]}, but the training '
+                f'uses {str(ours)[:28]}: use the same for both'
+            )
+    return data, opened
+
+
+def abstract_batch(
+    row: Row, batch_size: int, config: TrainConfig
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the ShapeDtypeStructs of a batch of such rows, each [batch, ...]."""
+    partitioner = config.partitioner
+    sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
+    return {
+        name: jax.ShapeDtypeStruct((batch_size, *shape), dtype, sharding=sharding)
+        for name, (shape, dtype) in features(dict(row)).items()
+    }
+
+
+def check_vocabulary(
+    objective: Objective, num_tokens: int | None, num_logits: int | None = None
+) -> None:
+    """Checks that the model's vocabulary has every token of the task, if both are known."""
+    vocab_size = num_logits or getattr(objective, 'vocab_size', None)
+    if vocab_size is not None and num_tokens is not None and vocab_size < num_tokens:
+        raise ConfigError(
+            f'vocab_size {vocab_size} is smaller than the {num_tokens} tokens of the task: use '
+            f'{num_tokens} or more'
+        )

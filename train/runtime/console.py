@@ -1,0 +1,170 @@
+"""The output of a run: phases, tables and progress bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from train.runtime.machine import raise_on_all_processes
+from train.runtime.reports import format_seconds
+
+# A phase that takes longer is mentioned when it ends, in seconds.
+WORTH_A_LINE = 1.0
+
+
+class RunConsole:
+    """Prints the progress of a run. Only process 0 prints.
+
+    Args:
+      console: where to print, by default standard output.
+
+    Attributes:
+      seconds: the duration of each phase, by its title.
+    """
+
+    def __init__(self, console: Console | None = None):
+        quiet = jax.process_index() != 0
+        self._console = console or Console(highlight=False, quiet=quiet)
+        if not self._console.is_terminal:
+            self._console.width = 160  # In a file or a pipe, the rows of a table may be long.
+        self._progress: Progress | None = None
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the output goes to a terminal."""
+        return self._console.is_terminal
+
+    def say(self, message: str, style: str | None = None) -> None:
+        """Prints one line without interpreting its markup. Only a terminal wraps it."""
+        text = Text(printable(message), style=style or '')
+        self._console.print(text, soft_wrap=not self.is_terminal)
+
+    def show(self, renderable: Any) -> None:
+        """Prints a table or another object of rich."""
+        self._console.print(renderable)
+
+    def heading(self, title: str) -> None:
+        """Prints a heading."""
+        if self.is_terminal:
+            self._console.rule(title, align='left', style='dim')
+        else:
+            self.say(f'-- {title}')
+
+    @contextlib.contextmanager
+    def phase(self, title: str) -> Iterator[None]:
+        """Runs a phase of a run: it fails on all processes together, and its time is measured.
+
+        A terminal shows a spinner. All processes must enter the phase together, and its body must
+        not wait for other processes.
+
+        Args:
+          title: what the phase does, such as 'compiling the train step'.
+        """
+        started = time.perf_counter()
+        busy: Any = contextlib.nullcontext()
+        if self.is_terminal and self._progress is None:
+            busy = self._console.status(f'{title} ...', spinner='dots')
+        with raise_on_all_processes(), busy:
+            yield
+        self.seconds[title] = time.perf_counter() - started
+        if self.seconds[title] > WORTH_A_LINE:
+            self.say(f'{title}: {format_seconds(self.seconds[title])}', style='dim')
+
+    @contextlib.contextmanager
+    def tokenizing(self) -> Iterator[Callable[[str, int, int], None]]:
+        """Shows a progress bar for each token index that is built, and a line at the end.
+
+        Yields:
+          The function to call with the progress: (name of the source, bytes done, bytes in total).
+        """
+        started, names = time.perf_counter(), dict[str, TaskID]()
+        progress = Progress(
+            TextColumn('tokenizing {task.description}'),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn('left'),
+            console=self._console,
+            transient=True,
+            disable=not self.is_terminal,
+        )
+
+        def report(name: str, done: int, total: int) -> None:
+            if name not in names:
+                names[name] = progress.add_task(name, total=total)
+            progress.update(names[name], completed=done, total=total)
+
+        with progress:
+            yield report
+        if names:
+            self.say(f'tokenized {", ".join(names)} in {time.perf_counter() - started:.1f} s')
+
+    @contextlib.contextmanager
+    def training(self, first_step: int, total_steps: int) -> Iterator[None]:
+        """Shows a progress bar during the training loop."""
+        if first_step >= total_steps:
+            yield
+            return
+        self.heading(f'training from step {first_step} to {total_steps}')
+        if not self.is_terminal:
+            yield
+            return
+        self._progress = Progress(
+            TextColumn('step'),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn('{task.fields[figures]}'),
+            console=self._console,
+        )
+        with self._progress:
+            self._progress.add_task('train', total=total_steps, completed=first_step, figures='')
+            yield
+        self._progress = None
+
+    def step(self, step: int, total_steps: int, figures: str) -> None:
+        """Prints the figures of a step, or shows them in the progress bar."""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=step, figures=figures)
+        else:
+            self.say(f'step {step}/{total_steps}  {figures}')
+
+    def scores(self, step: int, name: str, text: str) -> None:
+        """Prints the scores of an evaluator."""
+        self.say(f'step {step}: {name}: {text}', style='bold')
+
+    def files(self, files: Mapping[str, Any]) -> None:
+        """Prints the paths of the run's files that exist.
+
+        Args:
+          files: the paths, by what they contain.
+        """
+        self.heading('files')
+        width = max(map(len, files))
+        for content, path in files.items():
+            if path.exists():
+                self.say(f'{content:<{width}}  {path}')
+
+    def sample(self, prompt: str, continuation: str) -> None:
+        """Prints a prompt and the model's continuation of it."""
+        self._console.print(Text.assemble((printable(prompt), 'bold'), printable(continuation)))
+
+
+def printable(text: str) -> str:
+    """Replaces control characters, which could change the state of the terminal."""
+    return ''.join(c if c.isprintable() or c == '\n' else '\N{REPLACEMENT CHARACTER}' for c in text)

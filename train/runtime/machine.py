@@ -1,0 +1,174 @@
+"""The machine that a run uses: virtual devices, its processes, signals, and how they agree."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import jax
+import numpy as np
+
+from train.errors import ConfigError, first_line
+
+DEFAULT_CPU_DEVICES = 8
+MAX_MESSAGE_BYTES = 1000
+
+
+def use_virtual_devices(count: int | None) -> None:
+    """Splits the CPU into virtual devices. Call it before jax looks at its devices.
+
+    The setting only matters on a machine without accelerators: jax prefers any other platform.
+
+    Args:
+      count: the number of devices. By default, XLA_FLAGS or JAX_NUM_CPU_DEVICES decide, and
+        without them there are 8.
+
+    Raises:
+      ConfigError: if `count` is given and the environment sets a number of devices, too.
+    """
+    in_flags = 'xla_force_host_platform_device_count' in os.environ.get('XLA_FLAGS', '')
+    if not in_flags and 'JAX_NUM_CPU_DEVICES' not in os.environ:
+        jax.config.update('jax_num_cpu_devices', count or DEFAULT_CPU_DEVICES)
+    elif count is not None:
+        where = 'XLA_FLAGS' if in_flags else 'JAX_NUM_CPU_DEVICES'
+        raise ConfigError(
+            f'--cpu_devices={count} conflicts with the number of devices in {where}: remove one'
+        )
+
+
+def join_processes(
+    coordinator_address: str | None,
+    process_count: int | None,
+    process_index: int | None,
+    auto_detect: bool,
+) -> None:
+    """Connects this process to the others of a run with several processes.
+
+    Args:
+      coordinator_address: host:port of process 0.
+      process_count: the number of processes.
+      process_index: the index of this process.
+      auto_detect: whether jax reads the three from the environment (TPU pods, Slurm).
+
+    Raises:
+      ConfigError: if only some of the three are given, if the index is out of range, or if the
+        processes cannot connect.
+    """
+    given = [x is not None for x in (coordinator_address, process_count, process_index)]
+    if any(given) and not all(given):
+        raise ConfigError(
+            '--coordinator_address, --process_count and --process_index must be given together'
+        )
+    if process_count is not None and process_index not in range(process_count):
+        raise ConfigError(
+            f'--process_index={process_index} must be from 0 to {process_count - 1}, because '
+            f'--process_count={process_count}'
+        )
+    if all(given) or auto_detect:
+        try:
+            jax.distributed.initialize(coordinator_address, process_count, process_index)
+        except (ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f'this process cannot connect to the others ({first_line(error)}): give '
+                '--coordinator_address, --process_count and --process_index'
+            ) from error
+
+
+@contextlib.contextmanager
+def raise_on_all_processes() -> Iterator[None]:
+    """Raises an error on every process if the body fails on any of them.
+
+    Without it, the other processes would wait forever for the one that failed. All processes must
+    enter the context together. The body must not contain anything that waits for other processes.
+
+    Raises:
+      Exception: the body's own error, on the processes where it failed.
+      ConfigError: on the other processes, with the first process that failed and its message.
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+    from jax.experimental import multihost_utils
+
+    message: bytes = b''
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # Any error must reach the other processes.
+        message, failure = first_line(error).encode() or b'?', error
+    padded = np.zeros(MAX_MESSAGE_BYTES, np.uint8)
+    padded[: len(message)] = np.frombuffer(message[:MAX_MESSAGE_BYTES], np.uint8)
+    messages = np.asarray(multihost_utils.process_allgather(padded))
+    if failure is not None:
+        raise failure
+    for process in np.flatnonzero(messages.any(axis=1)).tolist():
+        text = messages[process].tobytes().rstrip(b'\0').decode(errors='replace')
+        raise ConfigError(f'process {process} failed: {text}')
+
+
+def check_same_step(step: int) -> None:
+    """Checks that all processes start from the same step. All of them must call it together.
+
+    Raises:
+      ConfigError: if they differ, with the step of each process.
+    """
+    if jax.process_count() == 1:
+        return
+    from jax.experimental import multihost_utils
+
+    steps = np.asarray(multihost_utils.process_allgather(np.int32(step))).tolist()
+    if len(set(steps)) > 1:
+        raise ConfigError(
+            f'the processes found checkpoints of different steps: {steps}, in the order of the '
+            'processes (0 means none). MODEL_DIR must be on storage that all hosts share'
+        )
+
+
+def must_wait_for_steps() -> bool:
+    """Whether a step must end before the next one is dispatched.
+
+    Several processes on CPUs whose programs run ahead of each other were observed to wait forever
+    for each other's collectives.
+    """
+    return jax.process_count() > 1 and jax.default_backend() == 'cpu'
+
+
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Lets the training loop finish its step after Ctrl-C or SIGTERM.
+
+    The first signal only sets a flag, which the loop reads after each step. A second signal stops
+    the run at once. With several processes the flag would have to be agreed on, so signals are left
+    alone: Ctrl-C stops at once, and jax handles SIGTERM.
+
+    Yields:
+      A function that returns whether a signal has arrived.
+    """
+    requested = threading.Event()
+
+    def request_stop(signum: int, frame: FrameType | None) -> None:
+        if requested.is_set():
+            raise KeyboardInterrupt
+        requested.set()
+
+    alone = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
+    signals = (signal.SIGINT, signal.SIGTERM) if alone else ()
+    previous = {s: signal.signal(s, request_stop) for s in signals}
+    try:
+        yield requested.is_set
+    finally:
+        for s, handler in previous.items():
+            signal.signal(s, handler)
+
+
+def num_partitions_that_fit(maximum: int) -> int:
+    """Returns the largest divisor of `maximum` that divides the number of devices, too.
+
+    It is the size of a model axis that fits any machine: 1 on one GPU, for example.
+    """
+    return math.gcd(maximum, jax.device_count())

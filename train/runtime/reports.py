@@ -1,0 +1,131 @@
+"""What a run prints about its mesh, data, parameters and layout: plain data in, text out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+from rich.table import Table
+
+from partitioning.plan import Audit, PlanRow
+from partitioning.rules import as_tuple
+
+
+def format_bytes(count: float) -> str:
+    """Formats a number of bytes for people: '768 bytes', '98.3 kB', '3.6 MB' or '2.30 GiB'."""
+    if count < 1000:
+        return f'{count:.0f} byte{"" if count == 1 else "s"}'
+    if count >= 2**30:
+        return f'{count / 2**30:,.2f} GiB'
+    return f'{count / 1e6:,.1f} MB' if count >= 1e6 else f'{count / 1e3:,.1f} kB'
+
+
+def format_seconds(seconds: float) -> str:
+    """Formats a duration for people: '1.2 s', '2:33' or '1:02:33'."""
+    if round(seconds, 1) < 60:
+        return f'{seconds:.1f} s'
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f'{hours}:{minutes:02}:{rest:02}' if hours else f'{minutes}:{rest:02}'
+
+
+def format_scores(scores: Mapping[str, float]) -> str:
+    """Formats scores for people: 'accuracy 0.95  loss 0.1234'."""
+    return '  '.join(f'{name} {value:.4g}' for name, value in scores.items())
+
+
+def describe_devices(mesh: Mesh) -> str:
+    """Returns the number and kind of the devices, such as '8 CPU devices, 1 process'."""
+    kinds = sorted({d.device_kind.replace('cpu', 'CPU') for d in mesh.devices.flat})
+    processes = len({d.process_index for d in mesh.devices.flat})
+    return (
+        f'{mesh.size:,} {" and ".join(kinds)} device{"s" if mesh.size > 1 else ""}, '
+        f'{processes:,} process{"es" if processes > 1 else ""}'
+    )
+
+
+def mesh_table(mesh: Mesh) -> Table:
+    """Returns a table of the axes of a mesh."""
+    table = Table(box=None, pad_edge=False, header_style='bold')
+    table.add_column('mesh axis')
+    table.add_column('size', justify='right')
+    for axis, size in mesh.shape.items():
+        table.add_row(str(axis), str(size))
+    return table
+
+
+def describe_data(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields a line for each part of the training data.
+
+    Args:
+      parts: the parts, as `OpenTask.record` describes them.
+    """
+    for part in parts:
+        unit = 'example' if part['rows'].get('task') == 'Examples' else 'document'
+        share = '' if len(parts) == 1 else f'{part["source"]} ({part["weight"]:.1%} of the rows): '
+        yield (
+            f'{share}training on {_count(part["documents"], unit)} '
+            f'({format_bytes(part["bytes"])}), {_count(part["held_out_documents"], unit)} held out'
+        )
+
+
+def describe_epochs(steps_rows: int, rows_per_epoch: int) -> str:
+    """Returns how often a run of `steps_rows` rows reads every training row."""
+    epochs = steps_rows / rows_per_epoch
+    count = f'{epochs:.2g}' if epochs < 1 else f'{epochs:,.1f}'
+    return f'{count} epochs (1 epoch is {rows_per_epoch:,} rows)'
+
+
+def _count(number: int, unit: str) -> str:
+    return f'{number:,} {unit}{"" if number == 1 else "s"}'
+
+
+def describe_parameters(rows: Sequence[PlanRow], limit: int = 10) -> tuple[str, Table]:
+    """Returns a title with the size of all parameters, and a table of the largest ones."""
+    largest = sorted(rows, key=lambda row: -row.bytes_total)[:limit]
+    count = sum(math.prod(row.shape) for row in rows)
+    total = format_bytes(sum(row.bytes_total for row in rows))
+    per_device = format_bytes(sum(row.bytes_per_device for row in rows))
+    number = f'{count / 1e6:,.2f} M' if count >= 1e5 else f'{count:,}'
+    shown = f'; the {len(largest)} largest:' if len(largest) < len(rows) else ':'
+    title = f'{number} parameters in {len(rows)} arrays, {total} ({per_device} per device){shown}'
+    table = Table(box=None, pad_edge=False, header_style='bold')
+    for name in ('parameter', 'shape', 'logical axis:mesh axis', 'shard'):
+        table.add_column(name, overflow='fold')
+    table.add_column('per device', justify='right')
+    for row in largest:
+        table.add_row(
+            row.path.removeprefix('params/'),
+            'x'.join(map(str, row.shape)),
+            _axes(row),
+            'x'.join(map(str, row.shard_shape)),
+            format_bytes(row.bytes_per_device),
+        )
+    return title, table
+
+
+def _axes(row: PlanRow) -> str:
+    """Returns each logical axis with the mesh axes that shard it: `embed:data heads:model kv`."""
+    return ' '.join(
+        ':'.join(part for part in (name, '+'.join(as_tuple(dimension.mesh_axes))) if part) or '-'
+        for dimension in row.dimensions
+        for name in [dimension.name if isinstance(dimension.name, str) else '']
+    )
+
+
+def describe_audit(audit: Audit) -> Iterator[str]:
+    """Yields lines on the bytes of the state per device, and how far they exceed an even split."""
+    roles = ', '.join(f'{role} {format_bytes(size)}' for role, size in audit.by_role.items())
+    above = audit.replicated_bytes_per_device
+    even = audit.bytes_per_device - above
+    split = f'{above / max(even, 1):,.1%} above an even split' if above else 'split evenly'
+    yield f'state: {format_bytes(audit.bytes_per_device)} per device ({roles}), {split}'
+    if audit.replicated:
+        worst = audit.replicated[0]
+        extra = format_bytes(worst.bytes_per_device)
+        yield f'most replicated: {worst.row.path}, {extra} per device ({worst.reason})'
+    for cost in audit.policies[:3]:
+        extra = format_bytes(cost.bytes_per_device)
+        yield f'policy: {cost.row.path} costs {extra} per device: {cost.reason}'

@@ -1,0 +1,163 @@
+"""The start of a run: its first step, its compiled step, and the files that describe it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import jax
+
+from partitioning import TrainState
+from partitioning.programs.partitioned import CompiledPartitionedCallable
+from train.checkpoints import Checkpoints, RestoreConfig
+from train.data import record
+from train.errors import ConfigError
+from train.optimizers import learning_rate_of
+from train.run import Run
+from train.runtime.flops import count_flops
+from train.runtime.gin_text import write_gin_text
+from train.runtime.machine import check_same_step
+from train.runtime.memory import check_fits
+from train.runtime.meter import peak_flops
+from train.steps import make_eval_step, make_train_step
+
+
+class Start(NamedTuple):
+    """Where a run starts.
+
+    Attributes:
+      step: the last finished step, or 0.
+      source: the checkpoints that contain it.
+    """
+
+    step: int
+    source: Checkpoints
+
+
+def find_start(run: Run, saved: Checkpoints) -> Start:
+    """Finds the start of a run: its own newest checkpoint, that of another run, or step 0.
+
+    Raises:
+      ConfigError: if the checkpoint cannot be continued with the data or the steps of the run, or
+        if processes find different checkpoints.
+    """
+    config, source, changes = run.config, saved, list[str]()
+    with run.console.phase('looking for checkpoints'):
+        step = saved.latest_step() or 0
+        if step:
+            changes = record.check_same_as_before(run.directory, run.record, step)
+        elif config.restore is not None:
+            folder, step = config.restore.find()
+            _check_steps_left(config.restore, step, config.total_steps)
+            record.check_restored_tokenizer(folder, {'': run.data}, config.restore.setting)
+            source = config.restore.open(folder)
+    check_same_step(step)
+    for change in changes:
+        run.console.say(change)
+    return Start(step, source)
+
+
+def _check_steps_left(restore: RestoreConfig, restored_step: int, total_steps: int) -> None:
+    """Checks that a run that starts from another run's checkpoint has steps left to train."""
+    if restored_step >= total_steps:
+        raise ConfigError(
+            f'total_steps is {total_steps}, but the checkpoint of {restore.setting} '
+            f'{restore.path} is already at step {restored_step}, which counts '
+            f'towards total_steps: use {restored_step + total_steps} to train for {total_steps} '
+            'more steps'
+        )
+
+
+class Programs(NamedTuple):
+    """The compiled programs of a run.
+
+    Attributes:
+      train_step: the function (state, batch) -> (state, metrics).
+      init: the function that makes the state from a random key, or None if it will be restored.
+      flops: the FLOPs of the model in one step, or None if the peak of the devices is not known.
+        They are three times those of the forward pass, so recomputation does not count.
+    """
+
+    train_step: CompiledPartitionedCallable
+    init: Callable[[jax.Array], TrainState] | None
+    flops: float | None
+
+
+def compile_programs(run: Run, start: Start) -> Programs:
+    """Compiles the programs of a run side by side, and checks that they fit into the memory.
+
+    Raises:
+      ConfigError: if the state or the train step needs more memory than a device has.
+    """
+    config, plan = run.config, run.plan
+    partitioner, data_spec = config.partitioner, config.partitioner.data_partition_spec
+    check_fits(plan, partitioner)
+    step = partitioner.partition(
+        make_train_step(
+            config.objective,
+            run.tx,
+            seed=config.seed,
+            num_microbatches=config.num_microbatches,
+            data_spec=data_spec,
+            learning_rate=lambda s: learning_rate_of(config.optimizer, s.opt_state, s.step - 1),
+            weight_metrics=config.weight_metrics,
+        ),
+        in_axis_resources=(plan.specs, data_spec),
+        out_axis_resources=(plan.specs, None),
+        donate_argnums=(0,),
+    )
+    state, batch, init = plan.abstract_state, dict(run.batch), None
+    with run.console.phase('compiling the train step'), ThreadPoolExecutor(1) as pool:
+        if not start.step:
+            init = pool.submit(plan.compile_init, jax.random.key(config.seed))
+        compiled = partitioner.compile(step, state, batch)
+    check_fits(plan, partitioner, compiled)
+    flops = None
+    if peak_flops(partitioner.mesh.devices.flat) is not None:
+        forward = make_eval_step(config.objective)
+        flops = 3 * count_flops(forward, state.params, state.flax_mutables, batch)
+    return Programs(compiled, None if init is None else init.result(), flops)
+
+
+def write_run_files(run: Run) -> None:
+    """Creates the folder of a run, and writes its configuration, layout and data record.
+
+    Raises:
+      ConfigError: if the folder cannot be written.
+    """
+    with run.console.phase('writing the description of the run'):
+        try:
+            run.directory.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                write_gin_text(run.directory)
+                (run.directory / 'model-info.txt').write_text(str(run.plan.audit()))
+                run.plan.save(run.directory / 'plan.json')
+                record.write_record(run.directory, run.record)
+        except OSError as error:
+            raise ConfigError(
+                f'MODEL_DIR {run.directory} cannot be written: {error.strerror or error}'
+            ) from error
+
+
+def check_finite(
+    scalars: Mapping[str, float], step: int, latest_step: Callable[[], int | None]
+) -> None:
+    """Stops a run whose metrics are not finite, before its state is saved.
+
+    Args:
+      scalars: the metrics of the step.
+      step: the step.
+      latest_step: returns the step of the newest checkpoint, or None.
+
+    Raises:
+      FloatingPointError: if a metric is not finite.
+    """
+    for name, value in scalars.items():
+        if not math.isfinite(value):
+            last = latest_step()
+            kept = 'no checkpoint' if last is None else f'the newest checkpoint is of step {last}'
+            raise FloatingPointError(
+                f'{name} is {value} at step {step} ({kept}): lower the learning rate or clip_norm'
+            )
