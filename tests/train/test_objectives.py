@@ -15,7 +15,7 @@ from small import Steps
 from train import Loss, NextToken, Objective, Supervised
 from train.errors import ConfigError
 from train.objectives import as_model, compute_loss
-from train.objectives.nnx_model import AuxiliaryLoss
+from train.objectives.nnx_model import AuxiliaryLoss, Metric
 
 pytestmark = pytest.mark.core
 
@@ -37,6 +37,8 @@ class Linen(nn.Module):
         x = nn.Dropout(0.5, deterministic=not train)(x)
         y = nn.Dense(2)(x).sum(1)
         self.sow('losses', 'square', jnp.mean(jnp.square(y)))
+        self.sow('metrics', 'size', jnp.array([1.0, 3.0]))
+        self.sow('metrics', 'size', jnp.max(jnp.abs(y)))
         self.sow('intermediates', 'y', y)
         return y
 
@@ -52,6 +54,8 @@ class Nnx(nnx.Module):
     def __call__(self, x):
         y = self.dense(self.dropout(self.norm(x))).sum(1)
         self.sow(AuxiliaryLoss, 'square', jnp.mean(jnp.square(y)))
+        self.sow(Metric, 'size', jnp.array([1.0, 3.0]))
+        self.sow(Metric, 'size', jnp.max(jnp.abs(y)))
         self.sow(nnx.Intermediate, 'y', y)
         return y
 
@@ -125,6 +129,7 @@ def test_an_evaluation_has_no_dropout_and_uses_the_running_statistics(objective)
             'loss': error.sum(),
             'is_close': (np.abs(y - data['y']) < 2).sum(),
             'auxiliary_loss': auxiliary,
+            'size': (1 + 3 + np.abs(y).max()) / 3 * ROWS,
         },
         rel=1e-5,
     )
@@ -132,6 +137,12 @@ def test_an_evaluation_has_no_dropout_and_uses_the_running_statistics(objective)
     weighted = {**data, 'row_weights': np.arange(ROWS) < 5}
     sums = loss_of(objective, variables, weighted).sums
     assert (float(sums['weight']), float(sums['loss'])) == pytest.approx((5, error[:5].sum()))
+
+
+def test_a_metric_of_the_model_and_of_the_objective(objective):
+    twice = dataclasses.replace(objective, row_metrics={'size': square_error})
+    with pytest.raises(ConfigError, match="the model sows a metric 'size', which the objective"):
+        loss_of(twice, objective.init(jax.random.key(0), batch(0)), batch(0))
 
 
 def test_dropout_is_a_function_of_the_key(objective):

@@ -6,6 +6,7 @@ import abc
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -17,8 +18,8 @@ from train.errors import ConfigError
 # The arguments of a model's __call__ that tell it to train, and those that tell it to evaluate.
 TRAINING = ('train', 'training', 'is_training')
 EVALUATING = ('deterministic', 'use_running_average')
-# What a linen model sows into this collection is added to its loss.
-LOSSES = 'losses'
+# What a linen model sows into these collections is added to its loss, and reported.
+LOSSES, METRICS = 'losses', 'metrics'
 
 
 class Applied(NamedTuple):
@@ -28,11 +29,32 @@ class Applied(NamedTuple):
       outputs: what the model returned.
       variables: the values of the variables that are not parameters.
       auxiliary_loss: the sum of the auxiliary losses, a scalar, or None if the model has none.
+      metrics: the metrics of the model by name, scalars: the mean over all layers that sow one.
     """
 
     outputs: Any
     variables: Mapping[str, Any]
     auxiliary_loss: jax.Array | None
+    metrics: Mapping[str, jax.Array] = MappingProxyType({})
+
+    def add_sown(self, sums: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Adds what the model has sown to the sums that an objective reports.
+
+        Args:
+          sums: the sums of the objective, with 'weight', their divisor. Auxiliary loss and metrics
+            are means, so they are multiplied by it.
+
+        Raises:
+          ConfigError: if the objective reports a metric of the model itself.
+        """
+        sown = dict(self.metrics)
+        if self.auxiliary_loss is not None:
+            sown['auxiliary_loss'] = self.auxiliary_loss
+        if both := sorted(sown.keys() & sums.keys()):
+            raise ConfigError(
+                f'the model sows a metric {both[0]!r}, which the objective reports too: rename it'
+            )
+        return {**sums, **{name: value * sums['weight'] for name, value in sown.items()}}
 
 
 class Model(abc.ABC):
@@ -87,12 +109,22 @@ def add_losses(sown: Any) -> jax.Array | None:
     return sum(map(jnp.sum, values), jnp.float32(0)) if values else None
 
 
+def average_metrics(sown: Any) -> dict[str, jax.Array]:
+    """Returns the mean of all values that the layers of a model have sown, by their last name."""
+    values: dict[str, list[jax.Array]] = {}
+    for path, value in jax.tree_util.tree_leaves_with_path(sown):
+        name = [str(entry.key) for entry in path if isinstance(getattr(entry, 'key', 0), str)][-1]
+        values.setdefault(name, []).append(jnp.ravel(jnp.asarray(value, jnp.float32)))
+    return {name: jnp.mean(jnp.concatenate(arrays)) for name, arrays in values.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class LinenModel(Model):
     """A linen module.
 
-    Its auxiliary losses are the values that it sows into the collection 'losses'. While it trains,
-    it may change all its collections except the parameters.
+    Its auxiliary losses are the values that it sows into the collection 'losses', and its metrics
+    the means of those that it sows into 'metrics'. While it trains, it may change all its
+    collections except the parameters.
     """
 
     module: nn.Module
@@ -100,7 +132,7 @@ class LinenModel(Model):
     def init(self, key: jax.Array, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
         mode = mode_arguments(type(self.module).__call__, training=False)
         variables = self.module.init(key, *args, **mode, **kwargs)
-        return {name: value for name, value in variables.items() if name != LOSSES}
+        return {k: value for k, value in variables.items() if k not in (LOSSES, METRICS)}
 
     def apply(
         self, variables: Mapping[str, Any], rng: jax.Array | None, *args: Any, **kwargs: Any
@@ -113,13 +145,15 @@ class LinenModel(Model):
             **mode_arguments(type(self.module).__call__, training),
             **kwargs,
             rngs=None if rng is None else {'dropout': rng},
-            mutable=[LOSSES, *(held if training else ())],
+            mutable=[LOSSES, METRICS, *(held if training else ())],
         )
         others = {name: changed.get(name, variables[name]) for name in held}
         for name, value in others.items():
             if len(jax.tree.leaves(value)) != len(jax.tree.leaves(variables[name])):
                 raise ConfigError(
                     f'the collection {name!r} of the model grows in every step, as what a model '
-                    "sows does: sow auxiliary losses into 'losses', others into 'intermediates'"
+                    "sows does: sow auxiliary losses into 'losses', means to be reported into "
+                    "'metrics', and others into 'intermediates'"
                 )
-        return Applied(outputs, others, add_losses(changed.get(LOSSES)))
+        metrics = average_metrics(changed.get(METRICS))
+        return Applied(outputs, others, add_losses(changed.get(LOSSES)), metrics)

@@ -87,7 +87,8 @@ class NextToken(Objective):
 
     def loss(self, params: Any, batch: Batch, rng: jax.Array | None, variables: Variables) -> Loss:
         _check_arrays(batch)
-        logits_BLV, changed, auxiliary = self._apply(params, batch, rng, variables)
+        applied = self._apply(params, batch, rng, variables)
+        logits_BLV = applied.outputs
         _check_logits(logits_BLV, batch)
         targets_BL, weights_BL = batch['decoder_target_tokens'], batch['decoder_loss_weights']
         nats_BL, log_z_BL, logit_BL = cross_entropy(logits_BLV, targets_BL)
@@ -97,10 +98,8 @@ class NextToken(Objective):
             'loss': jnp.sum(nats_BL * weights_BL),
             'accuracy': jnp.sum(correct_BL * weights_BL),
         }
-        total = sums['loss']
-        if auxiliary is not None:
-            sums['auxiliary_loss'] = auxiliary * sums['weight']
-            total += sums['auxiliary_loss']
+        sums = applied.add_sown(sums)
+        total = sums['loss'] + sums.get('auxiliary_loss', 0.0)
         if self.z_loss:
             sums['z_loss'] = self.z_loss * jnp.sum(jnp.square(log_z_BL) * weights_BL)
             total += sums['z_loss']
@@ -110,7 +109,7 @@ class NextToken(Objective):
             moved_BL = (self.label_smoothing + per_token) * logit_BL
             moved_BL -= per_token * jnp.sum(logits_BLV, axis=-1)
             total += jnp.sum(moved_BL * weights_BL)
-        return Loss(total, sums, changed)
+        return Loss(total, sums, applied.variables)
 
     def divisor(self, sums: Mapping[str, jax.Array], batch: Batch) -> jax.Array | float:
         if self.loss_divisor == 'weights':

@@ -11,11 +11,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from train.objectives.model import Applied, Model, add_losses, mode_arguments
+from train.objectives.model import Applied, Model, add_losses, average_metrics, mode_arguments
 
 
 class AuxiliaryLoss(nnx.Variable):
     """What a model sows as this type is added to its loss: `self.sow(AuxiliaryLoss, name, x)`."""
+
+
+class Metric(nnx.Variable):
+    """The mean of what the layers of a model sow as this type is reported by its name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +48,15 @@ class NnxModel(Model):
         module.eval() if rng is None else module.train()
         kwargs |= mode_arguments(type(module).__call__, rng is not None)
         if hasattr(nnx, 'capture'):
-            capturing = nnx.capture(module, AuxiliaryLoss, nnx.Intermediate)
-            outputs, losses, _ = capturing(*args, **kwargs)
+            capturing = nnx.capture(module, AuxiliaryLoss, Metric, nnx.Intermediate)
+            outputs, losses, metrics, _ = capturing(*args, **kwargs)
         else:  # older versions of flax keep what is sown in the module
             outputs = module(*args, **kwargs)
-            losses, _ = nnx.pop(module, AuxiliaryLoss), nnx.pop(module, nnx.Intermediate)
+            losses, metrics = nnx.pop(module, AuxiliaryLoss), nnx.pop(module, Metric)
+            nnx.pop(module, nnx.Intermediate)
         _, params, _, others = _split(module)
         changed = {k: v for k, v in _variables(params, others).items() if k != 'params'}
-        return Applied(outputs, changed, add_losses(losses))
+        return Applied(outputs, changed, add_losses(losses), average_metrics(metrics))
 
     @functools.cached_property
     def _structure(self) -> tuple[Any, Any]:

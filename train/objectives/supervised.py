@@ -64,14 +64,12 @@ class Supervised(Objective):
         return self._model.init(key, *self._inputs(batch))
 
     def loss(self, params: Any, batch: Batch, rng: jax.Array | None, variables: Variables) -> Loss:
-        outputs, changed, auxiliary = self._model.apply(
-            {'params': params, **variables}, rng, *self._inputs(batch)
-        )
+        applied = self._model.apply({'params': params, **variables}, rng, *self._inputs(batch))
         targets = batch if self.targets is None else _array(batch, self.targets)
         weights = row_weights(batch)
 
         def total(name: str, function: PerRow) -> jax.Array:
-            values = jnp.asarray(function(outputs, targets), jnp.float32)
+            values = jnp.asarray(function(applied.outputs, targets), jnp.float32)
             if values.shape[:1] != weights.shape:
                 raise ConfigError(
                     f'Supervised: {name} returns an array of shape {values.shape} for a batch of '
@@ -81,10 +79,8 @@ class Supervised(Objective):
 
         sums = {'weight': weights.sum(), 'loss': total('row_loss', self.row_loss)}
         sums |= {name: total(name, function) for name, function in self.row_metrics.items()}
-        if auxiliary is None:
-            return Loss(sums['loss'], sums, changed)
-        sums['auxiliary_loss'] = auxiliary * sums['weight']
-        return Loss(sums['loss'] + sums['auxiliary_loss'], sums, changed)
+        sums = applied.add_sown(sums)
+        return Loss(sums['loss'] + sums.get('auxiliary_loss', 0.0), sums, applied.variables)
 
     def _inputs(self, batch: Batch) -> list[jax.Array]:
         names = [self.inputs] if isinstance(self.inputs, str) else self.inputs
