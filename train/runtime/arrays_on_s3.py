@@ -37,19 +37,19 @@ def support_s3() -> None:
         scheme, _, place = directory.partition(':')
         if scheme != 's3':
             return describe(directory, *args, **kwargs)
-        return _in_s3(describe('gs://' + place.lstrip('/'), *args, **kwargs))
+        return in_s3(describe('gs://' + place.lstrip('/'), *args, **kwargs))
 
     tensorstore_utils.build_kvstore_tspec = describe_all
 
 
-def _in_s3(description: Any) -> Any:
+def in_s3(description: Any) -> Any:
     """A description for TensorStore in which each part in `gs://` is in S3 instead."""
     if isinstance(description, str) and description.startswith('gs://'):
         bucket, _, path = description.removeprefix('gs://').partition('/')
         description = {'driver': 'gcs', 'bucket': bucket, 'path': path}
     if not isinstance(description, dict):
         return description
-    description = {key: _in_s3(value) for key, value in description.items()}
+    description = {key: in_s3(value) for key, value in description.items()}
     if str(description.get('driver')).startswith('gcs'):
         description |= {'driver': 's3', **_connection()}
     return description

@@ -1,0 +1,171 @@
+"""Arrays in files, which are read slice by slice through TensorStore."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from train.paths import is_remote
+from train.runtime.arrays_on_s3 import in_s3
+
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredArray:
+    """An array that is read when it is needed, the whole array or a slice of it.
+
+    Usage:
+      array.read()                      # all of it
+      array.read((slice(0, 4), ...))    # some rows
+      np.asarray(array)                 # all of it
+
+    Attributes:
+      shape: the shape.
+      dtype: the dtype of the values that are read.
+      start: starts to read a slice, and returns a future of the values in file order.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    start: Callable[[Any], Any] = dataclasses.field(repr=False)
+
+    def read(self, index: Any = ...) -> np.ndarray:
+        """Reads a slice, by default the whole array."""
+        return np.asarray(self.start(index).result())
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.read(), dtype)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+
+def in_memory(values: Any) -> StoredArray:
+    """An array that a file contained inline, so that it is in memory already."""
+    array = as_bfloat16(np.asarray(values))
+
+    def start(index: Any) -> Future[np.ndarray]:
+        future: Future[np.ndarray] = Future()
+        future.set_result(array[index])
+        return future
+
+    return StoredArray(shape=array.shape, dtype=array.dtype, start=start)
+
+
+def in_store(store: Any) -> StoredArray:
+    """An array of an open tensorstore.TensorStore."""
+    dtype = np.dtype(store.dtype.numpy_dtype)
+    if dtype != np.uint16:
+        return StoredArray(shape=tuple(store.shape), dtype=dtype, start=lambda i: store[i].read())
+    return StoredArray(
+        shape=tuple(store.shape),
+        dtype=np.dtype(jnp.bfloat16),
+        start=lambda i: _Mapped(store[i].read(), as_bfloat16),
+    )
+
+
+def as_bfloat16(array: np.ndarray) -> np.ndarray:
+    """Returns the bfloat16 values that T5X stored as uint16, and other arrays as they are."""
+    return array.view(jnp.bfloat16) if array.dtype == np.uint16 else array
+
+
+def repeat_first(array: StoredArray, count: int) -> StoredArray:
+    """An array with a new first dimension, along which the values are repeated `count` times."""
+
+    def start(index: Any) -> Any:
+        index = _full(index, array.ndim + 1)
+        rows = len(range(*index[0].indices(count)))
+        return _Mapped(array.start(index[1:]), lambda x: np.broadcast_to(x, (rows, *x.shape)))
+
+    return StoredArray(shape=(count, *array.shape), dtype=array.dtype, start=start)
+
+
+def _full(index: Any, ndim: int) -> Index:
+    """The index with one slice for each dimension."""
+    given = index if isinstance(index, tuple) else (index,)
+    given = tuple(i for i in given if i is not ...)
+    return (*given, *[slice(None)] * (ndim - len(given)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """A future whose result is changed by a function."""
+
+    future: Any
+    function: Callable[[np.ndarray], np.ndarray]
+
+    def result(self) -> np.ndarray:
+        return self.function(np.asarray(self.future.result()))
+
+
+@functools.cache
+def _context() -> Any:
+    """The caches and limits that all reads of this process share."""
+    import tensorstore as ts
+
+    return ts.Context({'cache_pool': {'total_bytes_limit': 100_000_000}})
+
+
+def open_stores(specs: Mapping[str, dict[str, Any]]) -> dict[str, StoredArray]:
+    """Opens arrays, all at the same time.
+
+    Args:
+      specs: the TensorStore specification of each array, by its name.
+
+    Raises:
+      ValueError: if an array is missing or damaged. TensorStore raises it.
+    """
+    import tensorstore as ts
+
+    opening = {n: ts.open(ts.Spec(s), context=_context(), read=True) for n, s in specs.items()}
+    return {name: in_store(future.result()) for name, future in opening.items()}
+
+
+def kvstore_of(folder: epath.Path) -> dict[str, Any]:
+    """The TensorStore specification of a folder: local, in gs:// or in s3://."""
+    text = str(folder)
+    if not is_remote(folder):
+        return {'driver': 'file', 'path': text.rstrip('/') + '/'}
+    bucket, _, path = text.partition('://')[2].partition('/')
+    spec = {'driver': 'gcs', 'bucket': bucket, 'path': path.rstrip('/') + '/'}
+    return in_s3(spec) if text.startswith('s3://') else spec
+
+
+def place(array: StoredArray, wanted: jax.ShapeDtypeStruct) -> Any:
+    """Starts to read the slices that this process's devices hold, each of them once.
+
+    Args:
+      array: the stored array, which has the shape of `wanted`.
+      wanted: the shape, the dtype, to which the values are cast, and the sharding of the result.
+
+    Returns:
+      A function that waits for the values, and returns the global array.
+    """
+    devices = wanted.sharding.addressable_devices_indices_map(wanted.shape)
+    unique = {_key(index, wanted.shape): index for index in devices.values()}
+    reads = {key: array.start(index) for key, index in unique.items()}
+
+    def finish() -> jax.Array:
+        values = {k: np.asarray(read.result()).astype(wanted.dtype) for k, read in reads.items()}
+        shards = [
+            jax.device_put(values[_key(index, wanted.shape)], device)
+            for device, index in devices.items()
+        ]
+        return jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, shards)
+
+    return finish
+
+
+def _key(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
+    return tuple(i.indices(size) for i, size in zip(index, shape, strict=True))

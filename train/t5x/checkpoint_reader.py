@@ -1,0 +1,126 @@
+"""Reads the two formats of T5X's checkpoints, without loading any array.
+
+A checkpoint is a folder `checkpoint_<step>`. In the format of Orbax, it contains the folder `state`
+with a store of arrays; in the older one, a msgpack file `checkpoint` and a folder for each array.
+Very old checkpoints are one msgpack file with all arrays in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from etils import epath
+from flax import serialization
+
+from train.errors import ConfigError, first_line
+from train.paths import as_path
+from train.t5x.checkpoint_arrays import StoredArray, in_memory, kvstore_of, open_stores
+
+Arrays = dict[str, StoredArray]
+
+OLDEST_VERSION, NEWEST_VERSION = 2, 3
+
+
+def read_arrays(path: Any) -> Arrays:
+    """Opens a T5X checkpoint of either format.
+
+    Usage:
+      arrays = read_arrays('runs/t5/checkpoint_1000')
+      arrays['target/encoder/encoder_norm/scale'].read()
+
+    Args:
+      path: the folder `checkpoint_<step>`, or the one file of an old checkpoint.
+
+    Returns:
+      The arrays by name. Parameters are below 'target/', the state of the optimizer is below
+      'state/param_states/', and the step is 'state/step'. Values are read when they are needed.
+
+    Raises:
+      ConfigError: if there is no T5X checkpoint, or it is damaged.
+    """
+    folder = as_path('the path of a T5X checkpoint', path)
+    kind = format_of(folder)
+    if kind is None:
+        raise ConfigError(f'{folder} is not a T5X checkpoint (expected .../checkpoint_<step>)')
+    try:
+        return _read_orbax(folder / 'state') if kind == 'orbax' else _read_legacy(folder)
+    except ConfigError:
+        raise
+    except Exception as error:  # msgpack, json and tensorstore raise many types.
+        raise ConfigError(
+            f'the T5X checkpoint {folder} is damaged ({first_line(error)}): use another one'
+        ) from error
+
+
+def format_of(folder: epath.Path) -> str | None:
+    """The format of a T5X checkpoint: 'orbax', 'legacy', or None if it is not a checkpoint."""
+    if (folder / 'state' / '_METADATA').exists():
+        return 'orbax'
+    if (folder / 'checkpoint').exists() or (folder.exists() and not folder.is_dir()):
+        return 'legacy'
+    return None
+
+
+def _read_orbax(folder: epath.Path) -> Arrays:
+    """Opens the arrays of a checkpoint in Orbax's format.
+
+    Args:
+      folder: the folder `state` of the checkpoint.
+    """
+    metadata = json.loads((folder / '_METADATA').read_text())
+    kvstore = kvstore_of(folder)
+    driver = 'zarr3' if metadata.get('use_zarr3') else 'zarr'
+    specs = {}
+    for text in metadata['tree_metadata']:
+        keys = [str(key) for key in ast.literal_eval(text)]
+        stored = {**kvstore, 'path': kvstore['path'] + '.'.join(keys) + '/'}
+        if metadata.get('use_ocdbt', True):
+            stored = {'driver': 'ocdbt', 'base': kvstore, 'path': '.'.join(keys) + '/'}
+        specs['/'.join(keys)] = {'driver': driver, 'kvstore': stored}
+    return open_stores(specs)
+
+
+def _read_legacy(path: epath.Path) -> Arrays:
+    """Opens the arrays of a checkpoint in T5X's own format."""
+    file = path / 'checkpoint' if path.is_dir() else path
+    content = serialization.msgpack_restore(file.read_bytes())
+    if not isinstance(content, Mapping):
+        raise ConfigError(f'{file} is not a T5X checkpoint: it contains no map')
+    version = content.get('version', OLDEST_VERSION)
+    if not OLDEST_VERSION <= version <= NEWEST_VERSION:
+        raise ConfigError(
+            f'the T5X checkpoint {path} has version {version}: only {OLDEST_VERSION} and '
+            f'{NEWEST_VERSION} can be read'
+        )
+    tree = {k: v for k, v in content.get('optimizer', content).items() if k != 'version'}
+    arrays, specs = Arrays(), dict[str, dict[str, Any]]()
+    for keys, leaf in _leaves(tree, ()):
+        if isinstance(leaf, Mapping):
+            specs['/'.join(keys)] = _spec_in(file.parent, leaf)
+        elif leaf is not None:
+            arrays['/'.join(keys)] = in_memory(np.asarray(leaf))
+    return arrays | open_stores(specs)
+
+
+def _leaves(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The arrays and the specifications of arrays in a tree, with their keys."""
+    if isinstance(tree, Mapping) and not {'driver', 'kvstore'} <= tree.keys():
+        for key, value in tree.items():
+            yield from _leaves(value, (*keys, str(key)))
+    else:
+        yield keys, tree
+
+
+def _spec_in(folder: epath.Path, leaf: Mapping[str, Any]) -> dict[str, Any]:
+    """The specification of an array, in the folder where its checkpoint is now.
+
+    The file names the folder of the array as it was when it was written, on a file system or in a
+    bucket. The array is always a folder of the checkpoint. Its chunks and its compression are in
+    the file next to them.
+    """
+    name = str(leaf['kvstore'].get('path', leaf.get('path', ''))).rstrip('/').rpartition('/')[2]
+    return {'driver': leaf['driver'], 'kvstore': kvstore_of(folder / name)}
