@@ -189,7 +189,7 @@ def test_a_command_runs_one_entry_point(load_t5x, t5x_files):
 
 @pytest.mark.parametrize('kind', ['pretrain', 'finetune', 'eval'])
 def test_files_require_the_users_settings(t5x_files, kind):
-    with pytest.raises(ConfigError, match=r'gin:\d+: \w+ needs a value: add --gin\.\w+=\.\.\.'):
+    with pytest.raises(ConfigError, match=r'gin:\d+: \d settings need values: add --gin\.\w+='):
         load_config(t5x_files(kind), [])
 
 
@@ -218,9 +218,8 @@ def lines(text):
         ('trian/utils.DatasetConfig.batch_size = 64', "Did you mean 'train'?"),
         ('somewhere/utils.DatasetConfig.batch_size = 64', "scope 'somewhere' is never used"),
         ('train_script.train.total_steps = %TRAIN_STEP', 'Add --gin.TRAIN_STEP=...'),
-        ('from t5x import utils', 'from train.t5x import configs as utils'),
-        ('import seqio', 'from train.t5x import seqio'),
-        ('import __main__ as train_script', 'from train.t5x import train_script'),
+        ('from t5x import utils', 'import t5x.utils under another name'),
+        ('import seqio as gin', "'gin' is gin itself"),
     ],
 )
 def test_wrong_names_suggest_the_nearest(t5x_files, tmp_path, line, expected):

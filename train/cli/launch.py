@@ -150,7 +150,10 @@ def explain(error: Exception) -> str | None:
     text, _, called = str(error).partition("\n  In call to configurable '")
     message, called = ' '.join(text.split()), called.partition("'")[0]
     if any(raised_in.is_relative_to(root / package) for package in ('partitioning', 'train')):
-        return message
+        from train.gin_config.places import find_place
+
+        place = find_place(message)
+        return f'{place}: {message}' if place else message
     if called and 'optax' in raised_in.parts:
         return f'{called}: {message}'
     return None

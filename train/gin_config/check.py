@@ -11,8 +11,10 @@ from gin import config as gin_internals, config_parser
 
 from partitioning.rules import nearest
 from train.errors import ConfigError
-from train.gin_config.parse import Reference, Statement
-from train.gin_config.selectors import is_within, listed_names, refusal, resolve
+from train.gin_config.parse import Statement
+from train.gin_config.registry import is_within, listed_names
+from train.gin_config.selectors import Resolver, is_import, refusal
+from train.t5x.modules import GONE, SCOPES, is_t5x, translate
 
 
 def check_imports(statements: Iterable[Statement], allow: Sequence[str] = ()) -> None:
@@ -26,105 +28,154 @@ def check_imports(statements: Iterable[Statement], allow: Sequence[str] = ()) ->
       ConfigError: if an import is refused. The message names the flag that allows it.
     """
     listed = listed_names()
-    for statement in _imports(statements):
+    for statement in filter(is_import, statements):
         module = statement.parsed.module
-        if not is_within(module, allow) and not any(is_within(name, [module]) for name in listed):
+        known = is_t5x(module) or any(is_within(name, [module]) for name in listed)
+        if not known and not is_within(module, allow):
             raise refusal(statement, f'import of {module!r}', module)
 
 
-def import_modules(statements: Iterable[Statement]) -> None:
+def import_modules(statements: Iterable[Statement], allow: Sequence[str] = ()) -> None:
     """Imports the modules that checked statements name, which registers their configurables.
+
+    T5X's modules are not imported unless the user allows them.
 
     Raises:
       ConfigError: if a module cannot be imported.
     """
-    for statement in _imports(statements):
+    for statement in filter(is_import, statements):
         module = statement.parsed.module
+        if is_t5x(module) and not is_within(module, allow):
+            continue
         try:
             importlib.import_module(module)
         except ImportError as error:
             raise ConfigError(f'{statement.place}: cannot import {module!r}: {error}') from error
 
 
-def _imports(statements: Iterable[Statement]) -> list[Statement]:
-    """The statements that import modules."""
-    imports = [s for s in statements if isinstance(s.parsed, config_parser.ImportStatement)]
-    return [s for s in imports if not s.is_dynamic]
-
-
-def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> None:
+def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> Resolver:
     """Checks that every name exists and that gin files may use it.
 
     Args:
       statements: the statements of all files and flags.
       allow: additional packages that the user allows.
 
+    Returns:
+      The configurables that the names stand for.
+
     Raises:
       ConfigError: if a configurable, parameter, macro or scope is unknown, a macro has no value, or
         a name is not on the list of names.
     """
-    macros = {name for s in statements if (name := _bound_macro(s))}
+    resolver = Resolver(statements, allow)
     used = {r.name for s in statements for r in s.references if r.is_macro}
-    modules = _dynamic_modules(statements)
-    imported = {name: module for names in modules.values() for name, module in names.items()}
+    defined = {s.macro for s in statements if s.macro and not s.from_flag}
     for statement in statements:
-        parsed = statement.parsed
-        names = imported if statement.from_flag else modules.get(statement.file)
-        if macro := _bound_macro(statement):
-            if statement.from_flag and macro not in used:
-                raise ConfigError(
-                    f'{statement.place}: no gin file uses the macro {macro!r}.'
-                    f'{nearest(macro, used)}'
-                )
-        elif isinstance(parsed, config_parser.BindingStatement):
-            target = resolve(parsed.selector, names, statement, allow)
-            _check_parameter(target, parsed, statement)
-        elif isinstance(parsed, config_parser.BlockDeclaration):
-            resolve(parsed.selector, names, statement, allow)
-        for reference in statement.references:
-            _check_reference(reference, names, statement, macros, macros - used, allow)
-    _check_scopes(statements, own_code=bool(allow))
-    _check_required({m: s for s in statements if (m := _bound_macro(s))}, used)
-
-
-def dynamic_imports(statements: Iterable[Statement]) -> dict[str, Statement]:
-    """Returns the imports of files with dynamic registration, by the name that each binds."""
-    files = {s.file for s in statements if s.is_dynamic}
-    return {s.parsed.bound_name(): s for s in _imports(statements) if s.file in files}
-
-
-def _dynamic_modules(statements: Iterable[Statement]) -> dict[str, dict[str, str]]:
-    """For each file with dynamic registration, a mapping from names in the file to modules.
-
-    Raises:
-      ConfigError: if a file uses one name for two modules.
-    """
-    modules: dict[str, dict[str, str]] = {s.file: {} for s in statements if s.is_dynamic}
-    for statement in _imports(statements):
-        parsed, names = statement.parsed, modules.get(statement.file, {})
-        whole = parsed.is_from or parsed.alias
-        module = parsed.module if whole else parsed.module.split('.')[0]
-        if names.setdefault(bound := parsed.bound_name(), module) != module:
+        parsed, macro = statement.parsed, statement.macro
+        if is_import(statement):
+            resolver.add_import(statement)
+        elif macro and statement.from_flag and macro not in used | defined:
             raise ConfigError(
-                f'{statement.place}: {bound!r} already stands for {names[bound]}; import '
-                f'{module} under another name'
+                f'{statement.place}: no gin file uses the macro {macro!r}.{nearest(macro, used)}'
             )
-    return modules
+        elif statement.is_binding:
+            configurable = resolver.resolve(parsed.selector, statement)
+            if configurable and not is_gone(configurable, parsed.arg_name):
+                _check_parameter(configurable.wrapped, parsed, statement)
+        elif isinstance(parsed, config_parser.BlockDeclaration):
+            resolver.resolve(parsed.selector, statement)
+        for reference in statement.references:
+            if not reference.is_macro:
+                resolver.resolve(reference.selector, statement)
+    for statement in statements:
+        for reference in statement.parsed_references:
+            if not reference.is_macro:
+                resolver.resolve(reference.selector, statement)
+    last = _last_statements(statements, resolver)
+    _check_macros(last, unused={s.macro for s in statements if s.macro} - used)
+    t5x = any(is_import(s) and translate(s.parsed.module) != s.parsed.module for s in statements)
+    _check_scopes(statements, own_code=bool(allow), known=SCOPES if t5x else ())
+    return resolver
 
 
-def _bound_macro(statement: Statement) -> str | None:
-    """The macro to which a statement gives a value: `NAME = 1`, or `NAME/macro.value = 1`."""
-    parsed = statement.parsed
-    if not isinstance(parsed, config_parser.BindingStatement):
+def is_gone(configurable: Any, parameter: str) -> str | None:
+    """The reason why a parameter that T5X no longer has changes nothing, if it is one."""
+    if parameter in inspect.signature(configurable.wrapped).parameters:
         return None
-    if parsed.selector in ('macro', 'gin.macro'):
-        return parsed.scope
-    if parsed.arg_name:
-        return None
-    return f'{parsed.scope}/{parsed.selector}' if parsed.scope else parsed.selector
+    return GONE.get(configurable.selector, {}).get(parameter)
 
 
-def _check_scopes(statements: Sequence[Statement], own_code: bool) -> None:
+def _last_statements(
+    statements: Sequence[Statement], resolver: Resolver
+) -> dict[tuple[str, ...], Statement]:
+    """The statements that no later statement overrides: (macro,), or (scope, name, parameter)."""
+    last: dict[tuple[str, ...], Statement] = {}
+    for statement in statements:
+        if statement.macro:
+            last[(statement.macro,)] = statement
+        elif statement.is_binding:
+            parsed = statement.parsed
+            configurable = resolver.resolve(parsed.selector, statement)
+            name = configurable.selector if configurable else parsed.selector
+            last[parsed.scope, name, parsed.arg_name] = statement
+    return last
+
+
+def _check_macros(last: Mapping[tuple[str, ...], Statement], unused: set[str]) -> None:
+    """Checks that every macro in use has a value, and names all that have none at once.
+
+    Args:
+      last: the statements that no later statement overrides.
+      unused: macros that no value contains. One of them may be a misspelling.
+    """
+    missing: dict[str, Statement] = {}
+    for statement in last.values():
+        for reference in statement.references:
+            name = reference.name
+            known = (name,) in last or gin_internals._CONSTANTS.matching_selectors(name)
+            if reference.is_macro and not known:
+                if hint := nearest(name, unused):
+                    raise _no_value(name, statement, hint)
+                missing.setdefault(name, statement)
+    for name in _used_macros(last):
+        statement = last[(name,)]
+        if any(reference.name == 'gin.REQUIRED' for reference in statement.references):
+            missing[name] = statement
+    if len(missing) > 1:
+        flags = ' '.join(f'--gin.{name}=...' for name in missing)
+        place = next(iter(missing.values())).place
+        raise ConfigError(f'{place}: {len(missing)} settings need values: add {flags}')
+    for name, statement in missing.items():
+        if statement.macro != name:
+            raise _no_value(name, statement)
+        raise ConfigError(
+            f'{statement.place}: {name} needs a value: add --gin.{name}=... or a later line '
+            f'{name} = ...'
+        )
+
+
+def _no_value(name: str, statement: Statement, hint: str = '') -> ConfigError:
+    return ConfigError(
+        f'{statement.place}: %{name} has no value.{hint} Add --gin.{name}=... or a line '
+        f'{name} = ... to a gin file'
+    )
+
+
+def _used_macros(last: Mapping[tuple[str, ...], Statement]) -> list[str]:
+    """The macros with values on which a parameter depends, also through other macros."""
+    waiting = [s for key, s in last.items() if len(key) > 1]
+    used: list[str] = []
+    while waiting:
+        for reference in waiting.pop(0).references:
+            if reference.is_macro and (reference.name,) in last and reference.name not in used:
+                used.append(reference.name)
+                waiting.append(last[(reference.name,)])
+    return used
+
+
+def _check_scopes(
+    statements: Sequence[Statement], own_code: bool, known: Sequence[str] = ()
+) -> None:
     """Checks that a reference enters the scope of every binding; other bindings have no effect.
 
     A scope stays active in everything that is called inside it. The scope of a reference and its
@@ -134,6 +185,7 @@ def _check_scopes(statements: Sequence[Statement], own_code: bool) -> None:
       statements: the statements of all files and flags.
       own_code: whether the user's own modules are imported. They may enter scopes too, so an unused
         scope is then an error only if its name is close to one that is used.
+      known: scopes that need not be used.
     """
     entered = {
         '/'.join(parts[:n])
@@ -146,7 +198,7 @@ def _check_scopes(statements: Sequence[Statement], own_code: bool) -> None:
     for statement in statements:
         parsed = statement.parsed
         scope = getattr(parsed, 'scope', None)
-        if not scope or scope in entered or _bound_macro(statement):
+        if not scope or scope in entered or scope in known or statement.macro:
             continue
         hint = nearest(scope, entered)
         if hint or not own_code:
@@ -156,26 +208,11 @@ def _check_scopes(statements: Sequence[Statement], own_code: bool) -> None:
             )
 
 
-def _check_required(last: Mapping[str, Statement], used: Iterable[str]) -> None:
-    """Checks that no macro in use still has the value `%gin.REQUIRED`.
-
-    Args:
-      last: the last statement that gives each macro a value.
-      used: the macros that are referenced.
-    """
-    for macro, statement in last.items():
-        if macro in used and any(r.name == 'gin.REQUIRED' for r in statement.references):
-            raise ConfigError(
-                f'{statement.place}: {macro} needs a value: add --gin.{macro}=... or a later line '
-                f'{macro} = ...'
-            )
-
-
 def _check_parameter(
     target: Any, parsed: config_parser.BindingStatement, statement: Statement
 ) -> None:
     """Checks that a configurable has the parameter that a binding sets."""
-    if target is None or gin_internals._might_have_parameter(target, parsed.arg_name):
+    if gin_internals._might_have_parameter(target, parsed.arg_name):
         return
     name, known = parsed.arg_name, list(inspect.signature(target).parameters)
     hint = nearest(name, known) or f' It has {", ".join(known)}'
@@ -183,27 +220,3 @@ def _check_parameter(
         macros = {'model': 'MODEL', 'partitioner': 'PARTITIONER'}
         hint = f' Write {macros.get(name, f"TrainConfig.{name}")} = ...'
     raise ConfigError(f'{statement.place}: {parsed.selector!r} has no parameter {name!r}.{hint}')
-
-
-def _check_reference(
-    reference: Reference,
-    modules: dict[str, str] | None,
-    statement: Statement,
-    macros: set[str],
-    unused: set[str],
-    allow: Sequence[str],
-) -> None:
-    """Checks that a reference names an allowed configurable or a macro with a value.
-
-    An unknown macro may be a misspelling of one that is `unused`, but not of one in use.
-    """
-    if not reference.is_macro:
-        resolve(reference.selector, modules, statement, allow)
-        return
-    name = reference.name
-    if name in macros or gin_internals._CONSTANTS.matching_selectors(name):
-        return
-    raise ConfigError(
-        f'{statement.place}: %{name} has no value.{nearest(name, unused)} Add --gin.{name}=... or '
-        f'a line {name} = ... to a gin file'
-    )

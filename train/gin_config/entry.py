@@ -19,7 +19,10 @@ ENTRY_POINTS = (
     'train.train.train',
     'train.evaluation.evaluate',
     'train.t5x.train_script.train',
+    'train.t5x.train_script.precompile',
     'train.t5x.eval_script.evaluate',
+    'train.t5x.infer_script.infer',
+    'train.t5x.export_lib.save',
 )
 
 

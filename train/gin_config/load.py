@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import gin
 from gin import config as gin_internals
 
 from train.errors import ConfigError, first_line
-from train.gin_config import check, parse
+from train.gin_config import check, parse, places
+from train.gin_config.selectors import Resolver, is_import
+from train.t5x.modules import is_t5x
 
 
 def find_config_root() -> Path:
@@ -40,53 +41,76 @@ def load_config(
     """
     if not files:
         raise ConfigError('no gin file: add --gin_file=configs/runs/quickstart.gin')
-    sources = parse.Sources([*search_paths, str(find_config_root())])
-    for file in files:
-        sources.read(file)
-    flags = parse.read_bindings(bindings)
-    statements = [*sources.statements, *flags]
+    statements = read_statements(files, bindings, search_paths)
     import train.configurables  # noqa: F401  # registers the names that gin files may use
 
     check.check_imports(statements, allow)
-    check.import_modules(statements)
-    check.check_names(statements, allow)
+    check.import_modules(statements, allow)
+    resolver = check.check_names(statements, allow)
+    places.remember(statements)
+    for statement in statements:
+        try:
+            _bind(statement, resolver, allow)
+        except Exception as error:  # the checks above missed it, so the message is gin's own
+            raise ConfigError(f'{statement.place}: gin: {first_line(error)}') from error
     try:
-        with _gin_reads_only(sources.texts):
-            gin.parse_config_files_and_bindings(
-                list(files), None, finalize_config=False, print_includes_and_imports=False
-            )
-            for binding in bindings:
-                own = [flag for flag in flags if flag.place == f'--gin.{binding}']
-                gin.parse_config(_with_imports(binding, own, sources.statements))
-            gin.finalize()
-    except Exception as error:  # the checks above missed it, so the message is gin's own
+        gin.finalize()
+    except Exception as error:
         raise ConfigError(f'gin: {first_line(error)}') from error
 
 
-def _with_imports(
-    binding: str, flags: Sequence[parse.Statement], statements: Sequence[parse.Statement]
-) -> str:
-    """Returns a binding, preceded by the imports of the files if it uses their names."""
-    imports = check.dynamic_imports(statements)
-    names = [r.selector for flag in flags for r in flag.references if not r.is_macro]
-    names += [flag.parsed.selector for flag in flags if getattr(flag.parsed, 'arg_name', None)]
-    registered = gin_internals._REGISTRY.matching_selectors
-    if all(registered(name) or name.split('.')[0] not in imports for name in names):
-        return binding
-    lines = [statement.parsed.format() for statement in imports.values()]
-    return '\n'.join(['from __gin__ import dynamic_registration', *lines, binding])
+def read_statements(
+    files: Sequence[str], bindings: Sequence[str] = (), search_paths: Sequence[str] = ()
+) -> list[parse.Statement]:
+    """Returns the statements of files and flags in the order in which they take effect.
 
+    Args:
+      files, bindings, search_paths: as in `load_config`.
 
-@contextlib.contextmanager
-def _gin_reads_only(texts: Mapping[str, str]) -> Iterator[None]:
-    """Lets gin read only the texts that were checked.
-
-    Otherwise, gin searches the current directory and every package on the Python path.
+    Raises:
+      ConfigError: if a file is not found or cannot be parsed.
     """
-    readers, prefixes = gin_internals._FILE_READERS, gin_internals._LOCATION_PREFIXES
-    gin_internals._FILE_READERS = [(lambda file: io.StringIO(texts[file]), texts.__contains__)]
-    gin_internals._LOCATION_PREFIXES = ['']
-    try:
-        yield
-    finally:
-        gin_internals._FILE_READERS, gin_internals._LOCATION_PREFIXES = readers, prefixes
+    sources = parse.Sources([*search_paths, str(find_config_root())])
+    for file in files:
+        sources.read(file)
+    return [*sources.statements, *parse.read_bindings(bindings)]
+
+
+def _bind(statement: parse.Statement, resolver: Resolver, allow: Sequence[str]) -> None:
+    """Gives gin the value that a statement sets."""
+    parsed = statement.parsed
+    if statement.is_dynamic:
+        gin_internals._IMPORTS.add(parsed)
+    elif is_import(statement):
+        if not is_t5x(parsed.module) or parsed.module.split('.')[0] in allow:
+            gin_internals._IMPORTS.add(parsed)
+    elif statement.macro:
+        value = _resolved(parsed.value, statement, resolver)
+        gin.bind_parameter((statement.macro, 'gin.macro', 'value'), value)
+    elif statement.is_binding:
+        configurable = resolver.resolve(parsed.selector, statement)
+        name = configurable.selector if configurable else parsed.selector
+        if configurable and (why := check.is_gone(configurable, parsed.arg_name)):
+            places.report(f'{statement.place}: {parsed.selector}.{parsed.arg_name} is gone: {why}')
+            return
+        value = _resolved(parsed.value, statement, resolver)
+        gin.bind_parameter((parsed.scope, name, parsed.arg_name), value)
+
+
+def _resolved(value: Any, statement: parse.Statement, resolver: Resolver) -> Any:
+    """The value with gin's references to configurables and macros."""
+    if isinstance(value, dict):
+        return {
+            _resolved(key, statement, resolver): _resolved(part, statement, resolver)
+            for key, part in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)(_resolved(part, statement, resolver) for part in value)
+    if not isinstance(value, parse.Reference):
+        return value
+    if value.is_macro:
+        return gin_internals.ParserDelegate().macro(value.name)
+    configurable = resolver.resolve(value.selector, statement)
+    name = configurable.selector if configurable else value.selector
+    scopes = value.name[: -len(value.selector)]
+    return gin_internals.ConfigurableReference(f'{scopes}{name}', value.evaluate)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,27 @@ class Reference:
     Attributes:
       name: the name, with its scopes.
       is_macro: whether it is a macro.
+      evaluate: whether the value is the result of a call.
     """
 
     name: str
     is_macro: bool
+    evaluate: bool = False
 
     @property
     def selector(self) -> str:
         """The name without its scopes."""
         return self.name.rsplit('/', 1)[-1]
+
+
+def references_in(value: Any) -> list[Reference]:
+    """Returns the references in a value, which may be a list, tuple or dictionary."""
+    if isinstance(value, Reference):
+        return [value]
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    parts = value if isinstance(value, list | tuple) else ()
+    return [reference for part in parts for reference in references_in(part)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +53,38 @@ class Statement:
     Attributes:
       place: its place, for messages: `configs/run.gin:12` or `--gin.NAME=...`.
       file: the file that contains it, or the flag.
-      parsed: gin's own statement: a binding, an import, or the head of a block.
-      references: the names in its value.
+      parsed: gin's own statement: a binding, an import, or the head of a block. The value of a
+        binding contains instances of `Reference`.
+      parsed_references: all references that gin's parser has seen, also those that a later entry
+        of the same dictionary replaces. The head of a block has those of the whole block.
     """
 
     place: str
     file: str
     parsed: Any
-    references: tuple[Reference, ...] = ()
+    parsed_references: tuple[Reference, ...] = ()
+
+    @property
+    def references(self) -> list[Reference]:
+        """The names in its value."""
+        return references_in(getattr(self.parsed, 'value', None))
+
+    @property
+    def macro(self) -> str | None:
+        """The macro that it gives a value to: `NAME = 1`, or `NAME/macro.value = 1`."""
+        parsed = self.parsed
+        if not isinstance(parsed, config_parser.BindingStatement):
+            return None
+        if parsed.selector in ('macro', 'gin.macro'):
+            return parsed.scope
+        if parsed.arg_name:
+            return None
+        return f'{parsed.scope}/{parsed.selector}' if parsed.scope else parsed.selector
+
+    @property
+    def is_binding(self) -> bool:
+        """Whether it sets a parameter of a configurable."""
+        return isinstance(self.parsed, config_parser.BindingStatement) and self.macro is None
 
     @property
     def from_flag(self) -> bool:
@@ -68,12 +104,10 @@ class Sources:
     Attributes:
       search_paths: the folders in which files and their includes are searched.
       statements: every statement of the files and of the files that they include, in gin's order.
-      texts: the text of each file, by the name that the command or an include uses for it.
     """
 
     search_paths: Sequence[str]
     statements: list[Statement] = dataclasses.field(default_factory=list)
-    texts: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def read(self, file: str, place: str = '--gin_file', includers: tuple[Any, ...] = ()) -> None:
         """Reads a gin file and the files that it includes.
@@ -96,10 +130,10 @@ class Sources:
         if path in includers:
             raise ConfigError(f'{place}: {file} includes itself')
         try:
-            self.texts[file] = path.read_text()
+            text = path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f'{place}: cannot read {path} as text: {error}') from error
-        for statement in _parse(io.StringIO(self.texts[file]), str(path)):
+        for statement in _parse(io.StringIO(text), str(path)):
             if isinstance(statement.parsed, config_parser.IncludeStatement):
                 self.read(statement.parsed.filename, statement.place, (*includers, path))
             else:
@@ -141,10 +175,10 @@ class _Collector(config_parser.ParserDelegate):
         self.found: list[Reference] = []
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> Reference:
-        return self._note(Reference(scoped_configurable_name, is_macro=False))
+        return self._note(Reference(scoped_configurable_name, is_macro=False, evaluate=evaluate))
 
     def macro(self, macro_name: str) -> Reference:
-        return self._note(Reference(macro_name, is_macro=True))
+        return self._note(Reference(macro_name, is_macro=True, evaluate=True))
 
     def _note(self, reference: Reference) -> Reference:
         self.found.append(reference)
@@ -161,7 +195,6 @@ def _parse(text: io.StringIO, file: str) -> list[Statement]:
             flag = file.startswith('--')
             place = file if flag else f'{file}:{parsed.location.line_num}'
             statements.append(Statement(place, file, parsed, tuple(collector.found)))
-            # gin parses a whole block at once, so its head carries all references of the block.
             collector.found.clear()
     except SyntaxError as error:
         message = str(error.msg).split('\n')[0].strip()

@@ -2,62 +2,36 @@
 
 gin files are code: they import modules and call what they name. They may only use names on a list:
 names.ini, and what modules of the user register. A name is compared with the list as text, so
-nothing is imported, and no attribute is read, that is not on the list.
+nothing is imported, and no attribute is read, that is not on the list. T5X's names are translated
+to ours before the comparison.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
-from types import ModuleType
+from collections.abc import Sequence
 from typing import Any
 
-from gin import config as gin_internals
+from gin import config as gin_internals, config_parser
 
 from partitioning.rules import nearest
 from train.errors import ConfigError
+from train.gin_config import registry
 from train.gin_config.names import BY_MODULE
 from train.gin_config.parse import Statement
+from train.gin_config.registry import is_within
+from train.t5x.modules import is_t5x, translate
 
-# Packages that T5X's gin files import -> what to write instead.
-_T5X_IMPORTS = {
-    't5x': "'import partitioning', 'from train.t5x import configs as utils', trainer, ...",
-    'seqio': "'from train.t5x import seqio'",
-    '__main__': "'from train.t5x import train_script', or eval_script",
-}
 # Names that differ here -> what to write instead.
 _RENAMED = {
     'partitioning.ModelBasedPjitPartitioner': 'partitioning.PjitPartitioner',
     'optax.chain': 'chain, of train.optimizers, and chain.transformations = [...]',
     'optax.named_chain': 'chain, of train.optimizers, and chain.transformations = [...]',
 }
-_GIN_OWN = ('macro', 'gin.macro', 'singleton', 'gin.singleton', 'gin.constant', 'constant')
-
-
-def is_within(name: str, packages: Iterable[str]) -> bool:
-    """Whether a module or a name belongs to one of the packages."""
-    return any(name == p or name.startswith(f'{p}.') for p in packages)
-
-
-def listed_names() -> set[str]:
-    """The full names that gin files may use."""
-    registered = {selector for selector, _ in gin_internals._REGISTRY.items()}
-    return (registered - set(_GIN_OWN)) | {
-        f'{module}.{name}' for module, names in BY_MODULE.items() for name in names
-    }
 
 
 def refusal(statement: Statement, what: str, name: str) -> ConfigError:
     """The error for a statement that uses a name that is not on the list."""
     package = name.split('.')[0]
-    if package in _T5X_IMPORTS:
-        return ConfigError(
-            f"{statement.place}: {what} is refused: T5X's names are in train.t5x. Write "
-            f'{_T5X_IMPORTS[package]}; configs/t5x/MIGRATION.md lists every name'
-        )
     hint = f'{nearest(name, BY_MODULE)} If you trust it, add --gin_allow={package}'
     return ConfigError(
         f'{statement.place}: {what} is refused: gin files run code, and {name} is not on the list '
@@ -65,93 +39,151 @@ def refusal(statement: Statement, what: str, name: str) -> ConfigError:
     )
 
 
-def resolve(
-    selector: str, modules: Mapping[str, str] | None, statement: Statement, allow: Sequence[str]
-) -> Any:
-    """The object that a selector names.
+class Resolver:
+    """Finds the configurable that each name stands for, in the order of the statements.
+
+    In a file with dynamic registration, the first part of a name is an import of the file. All
+    other names are those of registered configurables, or end the full name of a configurable that
+    an earlier file has named, or begin with a name that an earlier file has imported.
 
     Args:
-      selector: the name, without scopes.
-      modules: name in the file -> imported module, if the file uses dynamic registration. Without
-        it, the selector must name a registered configurable.
-      statement: the statement that contains the selector.
-      allow: the user's own allowed packages.
-
-    Returns:
-      The configurable, or None for one of gin's own.
-
-    Raises:
-      ConfigError: if no object or several objects have the name, or a gin file may not use it.
+      statements: the statements of all files and flags.
+      allow: additional packages that the user allows.
     """
-    if selector in _GIN_OWN:
-        return None
-    head, _, rest = selector.partition('.')
-    matches = gin_internals._REGISTRY.matching_selectors(selector)
-    # A flag belongs to no file, so registered names come before the names that the files import.
-    if modules is None or (statement.from_flag and (matches or head not in modules)):
-        return _registered(selector, matches, statement)
-    if head not in modules:
+
+    def __init__(self, statements: Sequence[Statement], allow: Sequence[str] = ()) -> None:
+        self._allow = allow
+        self._dynamic = {s.file for s in statements if s.is_dynamic}
+        self._imports: dict[str, dict[str, str]] = {}  # file -> name in the file -> module
+        self._named: dict[str, Any] = {}  # full name as imported -> configurable
+        self._found: dict[tuple[int, str], Any] = {}
+
+    def add_import(self, statement: Statement) -> None:
+        """Notes the name that an import binds.
+
+        Raises:
+          ConfigError: if the file uses the name for another module.
+        """
+        parsed, names = statement.parsed, self._imports.setdefault(statement.file, {})
+        whole = parsed.is_from or parsed.alias
+        module = parsed.module if whole else parsed.module.split('.')[0]
+        if (bound := parsed.bound_name()) == 'gin':
+            raise ConfigError(f"{statement.place}: 'gin' is gin itself; import {module} as another")
+        if names.setdefault(bound, module) != module:
+            raise ConfigError(
+                f'{statement.place}: {bound!r} already stands for {names[bound]}; import '
+                f'{module} under another name'
+            )
+
+    def resolve(self, selector: str, statement: Statement) -> Any:
+        """The configurable that a selector of a statement names.
+
+        Args:
+          selector: the name, without scopes.
+          statement: the statement that contains the selector.
+
+        Returns:
+          gin's record of the configurable, or None for one of gin's own.
+
+        Raises:
+          ConfigError: if no object or several objects have the name, or a gin file may not use it.
+        """
+        key = id(statement), selector
+        if key not in self._found:
+            if selector in registry.GIN_OWN:
+                self._found[key] = None
+            elif statement.file in self._dynamic:
+                self._found[key] = self._resolve_imported(selector, statement)
+            else:
+                self._found[key] = self._resolve_registered(selector, statement)
+        return self._found[key]
+
+    def _resolve_imported(self, selector: str, statement: Statement) -> Any:
+        """The configurable that a name in a file with dynamic registration stands for."""
+        head, _, rest = selector.partition('.')
+        names = self._imports.get(statement.file, {})
+        if head not in names:
+            if head in self._everywhere():
+                return self._resolve_registered(selector, statement)
+            raise ConfigError(
+                f'{statement.place}: {head!r} is not imported: a file with dynamic registration '
+                f'must import every module that it names.{nearest(head, names)}'
+            )
+        return self._look_up(f'{names[head]}.{rest}', selector, statement)
+
+    def _resolve_registered(self, selector: str, statement: Statement) -> Any:
+        """The configurable that a name in another file, or in a flag, stands for."""
+        matches = {n: c for n, c in self._named.items() if n.endswith(f'.{selector}')}
+        if len({configurable.selector for configurable in matches.values()}) == 1:
+            return next(iter(matches.values()))
+        own = registry.matches(selector)
+        if len(matches) > 1 or len(own) > 1:
+            raise ConfigError(
+                f'{statement.place}: {selector!r} is ambiguous: write one of '
+                f'{", ".join(sorted(matches or own))}'
+            )
+        if own:
+            return gin_internals._REGISTRY[own[0]]
+        head, _, rest = selector.partition('.')
+        names = [f'{module}.{rest}' for module in self._everywhere().get(head, ())]
+        listed = registry.listed_names()
+        for name in sorted(names, key=lambda name: translate(name) not in listed):
+            return self._look_up(name, selector, statement)
+        known = registry.known_names() | self._everywhere().keys()
         raise ConfigError(
-            f'{statement.place}: {head!r} is not imported: a file with dynamic registration must '
-            f'import every module that it names.{nearest(head, modules)}'
+            f'{statement.place}: no configurable {selector!r}.{nearest(selector, known)}'
         )
-    module, name = modules[head], f'{modules[head]}.{rest}'
-    if name in _RENAMED:
-        raise ConfigError(f'{statement.place}: {selector!r} differs here: write {_RENAMED[name]}')
-    if name in gin_internals._REGISTRY:
-        return gin_internals._REGISTRY[name].wrapped
-    listed = listed_names()
-    if name in listed:
-        home = max((m for m in BY_MODULE if is_within(name, [m])), key=len)
-        return attrgetter(name.removeprefix(f'{home}.'))(importlib.import_module(home))
-    if is_within(name, allow):
-        return _allowed(name, statement, allow)
-    names = [other.removeprefix(f'{module}.') for other in listed if is_within(other, [module])]
-    if hint := nearest(rest, names):
-        raise ConfigError(f'{statement.place}: {selector!r} does not exist in {module}.{hint}')
-    raise refusal(statement, repr(selector), name)
+
+    def _everywhere(self) -> dict[str, list[str]]:
+        """The names that any file so far has imported -> the modules, the latest first."""
+        modules: dict[str, list[str]] = {}
+        for names in reversed(self._imports.values()):
+            for name, module in names.items():
+                modules.setdefault(name, []).append(module)
+        return modules
+
+    def _look_up(self, written: str, selector: str, statement: Statement) -> Any:
+        """The configurable with a full name, in which T5X's modules may occur."""
+        name = translate(written)
+        if name in _RENAMED:
+            raise ConfigError(
+                f'{statement.place}: {selector!r} differs here: write {_RENAMED[name]}'
+            )
+        listed = registry.listed_names()
+        if name in gin_internals._REGISTRY or name in listed:
+            found = registry.register(name)
+        elif is_within(name, self._allow):
+            found = self._allowed(name, statement)
+        else:
+            raise self._unknown(written, selector, statement)
+        self._named[written] = found
+        return found
+
+    def _allowed(self, name: str, statement: Statement) -> Any:
+        """The configurable of an allowed package with this name."""
+        try:
+            found = registry.find_allowed(name, self._allow)
+        except LookupError as error:
+            raise ConfigError(f'{statement.place}: {name!r} {error}') from error
+        if origin := registry.foreign_origin(found, self._allow):
+            raise refusal(statement, f'{name!r}, which belongs to {origin!r},', origin)
+        return registry.register(name)
+
+    def _unknown(self, written: str, selector: str, statement: Statement) -> ConfigError:
+        """The error for a name that is not on the list."""
+        name, rest = translate(written), selector.partition('.')[2]
+        home, listed = name.removesuffix(f'.{rest}'), registry.listed_names()
+        names = [other.removeprefix(f'{home}.') for other in listed if is_within(other, [home])]
+        if hint := nearest(rest, names):
+            return ConfigError(f'{statement.place}: {selector!r} does not exist in {home}.{hint}')
+        if is_t5x(written) and not is_within(written, self._allow):
+            has = f': {home} has {", ".join(sorted(names))}' if names else ''
+            return ConfigError(
+                f'{statement.place}: {selector!r} is {written}, which has no equivalent here{has}'
+            )
+        return refusal(statement, repr(selector), name)
 
 
-def _registered(selector: str, matches: Sequence[str], statement: Statement) -> Any:
-    """The configurable that is registered under a name, given the full names that match it."""
-    if not matches:
-        raise ConfigError(
-            f'{statement.place}: no configurable {selector!r}.{nearest(selector, _known())}'
-        )
-    if len(matches) > 1:
-        raise ConfigError(
-            f'{statement.place}: {selector!r} is ambiguous: write one of '
-            f'{", ".join(sorted(matches))}'
-        )
-    return gin_internals._REGISTRY[matches[0]].wrapped
-
-
-def _allowed(name: str, statement: Statement, allow: Sequence[str]) -> Any:
-    """The function or class of an allowed package with this name, or a registered one."""
-    parts, found = name.split('.'), None
-    for split in range(len(parts), 0, -1):
-        with contextlib.suppress(ImportError):
-            found = importlib.import_module('.'.join(parts[:split]))
-            break
-    for part in parts[split:]:
-        # Only modules and classes of the package are searched: other objects may have any members.
-        home = found.__name__ if isinstance(found, ModuleType) else getattr(found, '__module__', '')
-        inside = isinstance(found, ModuleType | type) and is_within(home, allow)
-        found = getattr(found, part, None) if inside else None
-    if isinstance(found, ModuleType) or not callable(found):
-        raise ConfigError(f'{statement.place}: {name!r} is not a function or class')
-    if inspect.getattr_static(type(found), '__getattr__', None) is not None:
-        raise ConfigError(f'{statement.place}: {name!r} is an object with arbitrary attributes')
-    origin = getattr(found, '__module__', None) or type(found).__module__
-    if not is_within(origin, allow) and gin_internals._inverse_lookup(found) is None:
-        raise refusal(statement, f'{name!r}, which belongs to {origin!r},', origin)
-    return found
-
-
-def _known() -> set[str]:
-    """Returns the names of configurables as people write them: their last parts."""
-    return {
-        '.'.join(selector.split('.')[-n:])
-        for selector, _ in gin_internals._REGISTRY.items()
-        for n in (1, 2, 9)
-    }
+def is_import(statement: Statement) -> bool:
+    """Whether a statement imports a module."""
+    return isinstance(statement.parsed, config_parser.ImportStatement) and not statement.is_dynamic

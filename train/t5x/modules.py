@@ -1,0 +1,79 @@
+"""T5X's module names: the module of this package that has the names of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# T5X's modules -> ours.
+MODULES = {
+    'seqio': 'train.t5x.seqio',
+    't5x.adafactor': 'train.t5x.adafactor',
+    't5x.checkpoints': 'train.t5x.checkpoints',
+    't5x.contrib.gpu.t5.network': 'train.t5x.gpu_network',
+    't5x.contrib.moe.checkpoints': 'train.t5x.moe_checkpoints',
+    't5x.contrib.moe.models': 'train.t5x.moe_models',
+    't5x.contrib.moe.partitioning': 'partitioning.partitioner.moe',
+    't5x.contrib.moe.trainer': 'train.t5x.moe_trainer',
+    't5x.decoding': 'train.t5x.decoding',
+    't5x.eval': 'train.t5x.eval_script',
+    't5x.examples.decoder_only.network': 'train.t5x.decoder_only_network',
+    't5x.examples.scalable_t5.network': 'train.t5x.scalable_network',
+    't5x.examples.t5.network': 'train.t5x.network',
+    't5x.export_lib': 'train.t5x.export_lib',
+    't5x.gin_utils': 'train.t5x.gin_utils',
+    't5x.infer': 'train.t5x.infer_script',
+    't5x.models': 'train.t5x.models',
+    't5x.optimizers': 'train.t5x.optimizers',
+    't5x.partitioning': 'partitioning',
+    't5x.precompile': 'train.t5x.train_script',
+    't5x.train': 'train.t5x.train_script',
+    't5x.trainer': 'train.t5x.trainer',
+    't5x.utils': 'train.t5x.configs',
+}
+# `__main__` is the script that T5X runs, so the name decides which of them a file means.
+SCRIPTS = {
+    'train': 'train.t5x.train_script',
+    'precompile': 'train.t5x.train_script',
+    'evaluate': 'train.t5x.eval_script',
+    'infer': 'train.t5x.infer_script',
+    'create_task_from_tfexample_file': 'train.t5x.infer_script',
+}
+# Packages whose modules T5X's files import only to register seqio tasks, and T5X's own packages.
+# Nothing is imported from them, so files may import modules that have no equivalent and name
+# nothing of them.
+PACKAGES = ('__main__', 'dummy_wikipedia_seqio', 'seqio', 't5', 't5x')
+
+# Parameters that the files bind although T5X no longer has them. The reason says why the setting
+# changes nothing.
+_ARRAYS = 'all arrays are jax.Arrays'
+_LAYERS = 'this network has no scanned layers; t5x.examples.scalable_t5.network has them'
+GONE: Mapping[str, Mapping[str, str]] = {
+    'train.t5x.configs.RestoreCheckpointConfig': {'use_gda': _ARRAYS},
+    'train.t5x.configs.SaveCheckpointConfig': {'use_gda': _ARRAYS},
+    'train.t5x.train_script.train': {'use_gda': _ARRAYS, 'use_jax_array': _ARRAYS},
+    'train.t5x.network.T5Config': {'scan_layers': _LAYERS, 'remat_policy': _LAYERS},
+}
+
+# The scopes of T5X's files. A run may leave some of them unused.
+SCOPES = ('train', 'train_eval', 'infer_eval', 'inputs', 'outputs')
+
+
+def is_t5x(module: str) -> bool:
+    """Whether a module is one of T5X's packages, whose imports import nothing here."""
+    return module.split('.')[0] in PACKAGES
+
+
+def translate(name: str) -> str:
+    """Returns our full name of a name of T5X, such as `t5x.utils.DatasetConfig`.
+
+    A name of another package, or without an equivalent, is returned unchanged.
+    """
+    head, _, rest = name.partition('.')
+    if head == '__main__':
+        script = SCRIPTS.get(rest.split('.')[0])
+        return f'{script}.{rest}' if script else name
+    parts = name.split('.')
+    for length in range(len(parts), 0, -1):
+        if ours := MODULES.get('.'.join(parts[:length])):
+            return '.'.join([ours, *parts[length:]])
+    return name
