@@ -1,0 +1,6 @@
+"""Mixtures of experts: routing as pure functions, and a layer that replaces an MLP."""
+
+from train.models.experts.config import ExpertsConfig
+from train.models.experts.layer import ExpertMlp
+
+__all__ = ['ExpertMlp', 'ExpertsConfig']

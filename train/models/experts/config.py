@@ -1,0 +1,101 @@
+"""The settings of a layer of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from train.errors import ConfigError, check_counts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """How tokens are routed to experts, and what balances the experts.
+
+    Tokens are routed in groups. In each group, an expert takes at most `capacity` tokens: the first
+    choices of all tokens in their order, then their second choices, and so on. What does not fit is
+    dropped, so the token keeps only its residual.
+
+    Attributes:
+      num_experts: the number of experts of a layer.
+      num_selected_experts: the number of experts that each token chooses: 1 in Switch Transformers.
+      dropless: whether experts take all tokens. Then the capacity has no effect.
+      train_capacity_factor: the capacity in training is this factor times the tokens of a group,
+        divided by the number of experts. It does not grow with `num_selected_experts`.
+      eval_capacity_factor: the factor in evaluations. While single tokens are decoded, none is
+        dropped.
+      min_expert_capacity: the smallest capacity.
+      tokens_per_group: the number of tokens in a group, which divides the tokens of a batch. None
+        makes each row a group.
+      normalize_weights: whether the weights of a token's experts are divided by their sum. If not,
+        they are the router's probabilities.
+      jitter_noise: in training, the router multiplies its inputs by random numbers between
+        1 - jitter_noise and 1 + jitter_noise.
+      auxiliary_loss_factor: the coefficient of the load-balance loss.
+      router_z_loss_factor: the coefficient of the router's z-loss.
+
+    Raises:
+      ConfigError: if a setting is malformed.
+    """
+
+    num_experts: int
+    num_selected_experts: int = 1
+    dropless: bool = False
+    train_capacity_factor: float = 1.25
+    eval_capacity_factor: float = 2.0
+    min_expert_capacity: int = 4
+    tokens_per_group: int | None = None
+    normalize_weights: bool = False
+    jitter_noise: float = 0.0
+    auxiliary_loss_factor: float = 0.01
+    router_z_loss_factor: float = 0.0
+
+    def __post_init__(self) -> None:
+        counts = ('num_experts', 'num_selected_experts', 'min_expert_capacity')
+        check_counts(**{f'ExpertsConfig.{name}': getattr(self, name) for name in counts})
+        if self.tokens_per_group is not None:
+            check_counts(**{'ExpertsConfig.tokens_per_group': self.tokens_per_group})
+        if self.num_selected_experts > self.num_experts:
+            raise ConfigError(
+                f'ExpertsConfig.num_selected_experts is {self.num_selected_experts}, but there are '
+                f'{self.num_experts} experts: select at most {self.num_experts}'
+            )
+        for name in ('train_capacity_factor', 'eval_capacity_factor'):
+            _check_number(name, getattr(self, name), above=True)
+        for name in ('auxiliary_loss_factor', 'router_z_loss_factor'):
+            _check_number(name, getattr(self, name))
+        _check_number('jitter_noise', self.jitter_noise, below=1.0)
+
+    def capacity(self, tokens: int, *, training: bool) -> int:
+        """Returns the number of tokens of a group of `tokens` tokens that an expert takes."""
+        if self.dropless:
+            return tokens
+        factor = self.train_capacity_factor if training else self.eval_capacity_factor
+        capacity = round(factor * tokens / self.num_experts)
+        return min(tokens, max(capacity, self.min_expert_capacity))
+
+    def group_size(self, rows: int, length: int) -> int:
+        """Returns the number of tokens in a group, for a batch of [rows, length] tokens.
+
+        Raises:
+          ConfigError: if `tokens_per_group` does not divide the tokens of the batch.
+        """
+        size = self.tokens_per_group
+        if size is None:
+            return length
+        if (rows * length) % size:
+            divisors = [n for n in range(1, rows * length + 1) if not (rows * length) % n]
+            nearest = min(divisors, key=lambda n: abs(n - size))
+            raise ConfigError(
+                f'ExpertsConfig.tokens_per_group is {size}, which does not divide the {rows} x '
+                f'{length} = {rows * length:,} tokens of a batch: use {nearest}, or None for one '
+                'group per row'
+            )
+        return size
+
+
+def _check_number(name: str, value: float, *, above: bool = False, below: float = math.inf) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < below or (above and value == 0):
+        bounds = ('> 0' if above else '>= 0') + ('' if below == math.inf else f' and < {below:g}')
+        raise ConfigError(f'ExpertsConfig.{name} is {value!r}: it must be {bounds}')

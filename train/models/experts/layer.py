@@ -1,0 +1,204 @@
+"""A layer of experts, which replaces the MLP of a network.
+
+Suffixes of array names: B batch, L length, G groups, T tokens of a group, S slots, E experts,
+C capacity, M embed, F mlp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from partitioning import constrain
+from train.models.experts import routing
+from train.models.experts.config import ExpertsConfig
+
+Activation = Callable[[jax.Array], jax.Array]
+
+
+class ExpertMlp(nn.Module):
+    """An MLP for each expert, and a router that chooses the experts of each token.
+
+    The groups of tokens are sharded like the batch, and the parameters of the experts over the
+    logical axis 'expert'. The tokens that experts take are exchanged between the devices: XLA makes
+    an all-to-all of the change from 'batch' to ('expert_replicas', 'expert'), and of the way back.
+
+    It sows the load-balance loss and the router's z-loss, with their factors, into 'losses', and
+    `routing_metrics` and both losses into 'metrics', with 'experts/' before their names. The random
+    numbers of jitter and dropout are from 'dropout'.
+
+    Attributes:
+      config: how tokens are routed.
+      mlp_dim: the width of the hidden layer of an expert.
+      activations: one function for each part of the hidden layer. The parts are multiplied.
+      dropout_rate: the dropout rate of the hidden layer of the experts.
+      dtype: the dtype of the experts and of what is exchanged. The router computes in float32.
+      loss_scale: a factor of both losses, such as 1 over the number of layers with experts.
+    """
+
+    config: ExpertsConfig
+    mlp_dim: int
+    activations: Sequence[Activation] = (nn.relu,)
+    dropout_rate: float = 0.0
+    dtype: Any = jnp.float32
+    loss_scale: float = 1.0
+
+    @nn.compact
+    def __call__(
+        self,
+        x_BLM: jax.Array,
+        is_token_BL: jax.Array | None = None,
+        *,
+        deterministic: bool = True,
+        decode: bool = False,
+    ) -> jax.Array:
+        """Applies the experts to tokens.
+
+        Args:
+          x_BLM: the tokens, [batch, length, embed].
+          is_token_BL: which tokens are routed, bool [batch, length]. The others are padding, and
+            their output is 0. By default, all are routed.
+          deterministic: whether there is no jitter and no dropout, and the capacity is that of
+            evaluations.
+          decode: whether single tokens are decoded: then each row is a group without a capacity.
+
+        Returns:
+          The weighted sum of the outputs of each token's experts, like `x_BLM`; 0 for tokens that
+          no expert takes.
+
+        Raises:
+          ConfigError: if `tokens_per_group` does not divide the tokens.
+        """
+        c, (batch, length, width) = self.config, x_BLM.shape
+        tokens = length if decode else c.group_size(batch, length)
+        x_GTM = _lay_out(x_BLM.reshape(-1, tokens, width), ('batch', None, 'embed'), decode)
+        is_token_GT = jnp.ones(x_GTM.shape[:2], bool)
+        if is_token_BL is not None:
+            is_token_GT = is_token_BL.reshape(-1, tokens)
+        router = Router(c, name='router')
+        logits_GTE = router(x_GTM, deterministic=deterministic)
+        capacity = tokens if decode else c.capacity(tokens, training=not deterministic)
+        routed = routing.route(
+            probabilities_GTE := jax.nn.softmax(logits_GTE),
+            is_token_GT,
+            num_selected=c.num_selected_experts,
+            capacity=capacity,
+            normalize=c.normalize_weights,
+        )
+        self._sow(logits_GTE, probabilities_GTE, routed)
+        x_GSM = routing.dispatch(x_GTM.astype(self.dtype), routed)
+        y_GSM = self._apply_experts(x_GSM, deterministic, decode)
+        y_GTM = routing.combine(y_GSM, routed)
+        return _lay_out(y_GTM, ('batch', None, 'embed'), decode).reshape(x_BLM.shape)
+
+    def _apply_experts(self, x_GSM: jax.Array, deterministic: bool, decode: bool) -> jax.Array:
+        """Sends the slots to the devices of their experts, applies them, and sends them back."""
+        here, there = ('batch', 'unmodeled', None), ('expert_replicas', 'expert', None)
+        shape = (x_GSM.shape[0], self.config.num_experts, -1, x_GSM.shape[-1])
+        x_GECM = _lay_out(x_GSM.reshape(shape), (*here, 'embed'), decode)
+        x_GECM = _lay_out(x_GECM, (*there, 'embed'), decode)
+        expert = Experts(
+            self.config.num_experts,
+            self.mlp_dim,
+            self.activations,
+            self.dropout_rate,
+            self.dtype,
+            name='expert',
+        )
+        y_GECM = _lay_out(expert(x_GECM, deterministic, decode), (*there, 'embed'), decode)
+        return _lay_out(y_GECM, (*here, 'embed'), decode).reshape(x_GSM.shape)
+
+    def _sow(
+        self, logits_GTE: jax.Array, probabilities_GTE: jax.Array, routed: routing.Routing
+    ) -> None:
+        c, losses = self.config, {}
+        losses['auxiliary_loss'] = routing.load_balance_loss(probabilities_GTE, routed)
+        losses['router_z_loss'] = routing.router_z_loss(logits_GTE, routed.is_token_GT)
+        factors = {'auxiliary_loss': c.auxiliary_loss_factor}
+        factors['router_z_loss'] = c.router_z_loss_factor
+        for name, value in losses.items():
+            self.sow('losses', name, self.loss_scale * factors[name] * value)
+        for name, value in {**losses, **routing.routing_metrics(probabilities_GTE, routed)}.items():
+            self.sow('metrics', f'experts/{name}', jax.lax.stop_gradient(value))
+
+
+class Router(nn.Module):
+    """The logits of the experts for each token, in float32."""
+
+    config: ExpertsConfig
+
+    @nn.compact
+    def __call__(self, x_GTM: jax.Array, *, deterministic: bool) -> jax.Array:
+        x_GTM, noise = x_GTM.astype(jnp.float32), self.config.jitter_noise
+        if noise and not deterministic:
+            key = self.make_rng('dropout')
+            x_GTM *= jax.random.uniform(key, x_GTM.shape, minval=1 - noise, maxval=1 + noise)
+        return RouterWeights(self.config.num_experts, name='router_weights')(x_GTM)
+
+
+class RouterWeights(nn.Module):
+    """The linear map of a router."""
+
+    num_experts: int
+
+    @nn.compact
+    def __call__(self, x_GTM: jax.Array) -> jax.Array:
+        normal = nn.with_logical_partitioning(nn.initializers.normal(0.02), ('embed', 'unmodeled'))
+        dense = nn.Dense(
+            self.num_experts, use_bias=False, kernel_init=normal, precision='float32', name='w'
+        )
+        return dense(x_GTM)
+
+
+class Experts(nn.Module):
+    """The MLPs of all experts."""
+
+    num_experts: int
+    mlp_dim: int
+    activations: Sequence[Activation]
+    dropout_rate: float
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x_GECM: jax.Array, deterministic: bool, decode: bool) -> jax.Array:
+        width, count = x_GECM.shape[-1], len(self.activations)
+        hidden_GECF: Any = 1
+        for i, activation in enumerate(self.activations):
+            kernel = Kernel(
+                (self.num_experts, width, self.mlp_dim),
+                ('expert', 'embed', 'expert_mlp'),
+                name='wi' if count == 1 else f'wi_{i}',
+            )
+            part_GECF = jnp.einsum('GECM,EMF->GECF', x_GECM, kernel().astype(self.dtype))
+            hidden_GECF *= activation(part_GECF)
+        hidden_GECF = nn.Dropout(self.dropout_rate)(hidden_GECF, deterministic)
+        names = ('expert_replicas', 'expert', None, 'expert_mlp')
+        hidden_GECF = _lay_out(hidden_GECF, names, decode)
+        kernel = Kernel(
+            (self.num_experts, self.mlp_dim, width), ('expert', 'expert_mlp', 'embed'), name='wo'
+        )
+        return jnp.einsum('GECF,EFM->GECM', hidden_GECF, kernel().astype(self.dtype))
+
+
+class Kernel(nn.Module):
+    """The kernels of a linear map for each expert, [experts, inputs, outputs]."""
+
+    shape: tuple[int, int, int]
+    names: tuple[str, str, str]
+
+    @nn.compact
+    def __call__(self) -> Any:
+        scaling = nn.initializers.variance_scaling(
+            1.0, 'fan_in', 'truncated_normal', in_axis=1, out_axis=2, batch_axis=(0,)
+        )
+        boxed = nn.with_logical_partitioning(scaling, self.names)
+        return self.param('kernel', boxed, self.shape, jnp.float32)
+
+
+def _lay_out(x: jax.Array, names: Sequence[str | None], decode: bool) -> jax.Array:
+    """Lays out an activation. While decoding, sizes that are not divisible are replicated."""
+    return constrain(x, names, on_indivisible='replicate' if decode else None)
