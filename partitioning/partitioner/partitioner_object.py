@@ -42,7 +42,9 @@ class PartitionerObject:
 
     _mesh_source: AnyMesh
     _t5x_settings: dict[str, Any]
-    # The cached properties that were assigned, as subclasses of T5X's partitioners do.
+    # The cached properties of the class, and those that were assigned, as subclasses of T5X's
+    # partitioners do.
+    _cached_properties: frozenset[str] = frozenset()
     _assigned: frozenset[str] = frozenset()
 
     _num_partitions = T5xSetting()
@@ -51,11 +53,19 @@ class PartitionerObject:
     _ici_mesh_shape = T5xSetting()
     _dcn_mesh_shape = T5xSetting()
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls._cached_properties = frozenset(
+            name
+            for name in dir(cls)
+            if isinstance(getattr(cls, name, None), functools.cached_property)
+        )
+
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
+        object.__setattr__(self, name, value)
         # A cached property stores its own value without this method.
-        if isinstance(getattr(type(self), name, None), functools.cached_property):
-            super().__setattr__('_assigned', self._assigned | {name})
+        if name in self._cached_properties:
+            object.__setattr__(self, '_assigned', self._assigned | {name})
 
     def _forget(self, kept: Collection[str] = ()) -> None:
         """Forgets every cached value except those in `kept`; assigned values stay."""
@@ -63,12 +73,7 @@ class PartitionerObject:
             del vars(self)[name]
 
     def _cached(self) -> set[str]:
-        return {
-            name
-            for name in vars(self)
-            if name not in self._assigned
-            and isinstance(getattr(type(self), name, None), functools.cached_property)
-        }
+        return {*vars(self)} & self._cached_properties - self._assigned
 
     def __copy__(self) -> Self:
         other = object.__new__(type(self))

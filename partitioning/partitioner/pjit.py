@@ -58,6 +58,7 @@ from partitioning.state import (
     with_boxes,
 )
 
+_DEFAULT_POLICIES = {'on_unmatched': None, 'on_indivisible': None}
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -134,16 +135,18 @@ class PjitPartitioner(BasePjitPartitioner):
         self._as_rules = functools.partial(
             AxisRules, on_unmatched=on_unmatched, on_indivisible=on_indivisible
         )
-        self._as_rules(())  # the mesh may decide the rules later, but the policies are known now
-        self._given_rules = _optional(self._as_rules, logical_axis_rules)
-        self._optimizer_rules = _optional(self._as_rules, optimizer_axis_rules)
+        policies = {'on_unmatched': on_unmatched, 'on_indivisible': on_indivisible}
+        if policies != _DEFAULT_POLICIES:
+            self._as_rules(())  # the mesh may decide the rules later, the policies are known now
+        rules, of_optimizer = logical_axis_rules, optimizer_axis_rules
+        self._given_rules = None if rules is None else self._as_rules(rules)
+        self._optimizer_rules = None if of_optimizer is None else self._as_rules(of_optimizer)
         self._overrides = check_path_rules(params_axes_names_override)
         self._plan = plan
         of_state = {
             'optimizer_axis_rules': optimizer_axis_rules,
             'params_axes_names_override': params_axes_names_override,
         }
-        policies = {'on_unmatched': on_unmatched, 'on_indivisible': on_indivisible}
         self._layout = check_layout(
             layout,
             {'plan': plan, **of_state},
@@ -353,7 +356,3 @@ class PjitPartitioner(BasePjitPartitioner):
         except ValueError as error:
             return Finding('error', 'rules', 'the default rules', str(error)), *found
         return found
-
-
-def _optional(convert: Callable[[Any], Any], value: Any) -> Any:
-    return None if value is None else convert(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -10,6 +11,8 @@ from partitioning.rules.axes import MeshAxes
 LogicalAxisRules = Sequence[tuple[str, MeshAxes]]
 OnUnmatched = Literal['error', 'replicate']
 OnIndivisible = Literal['error', 'replicate', 'drop_axis', 'pad']
+
+_UNMATCHED, _INDIVISIBLE = get_args(OnUnmatched), get_args(OnIndivisible)
 
 
 class AxisNames(tuple):
@@ -95,13 +98,13 @@ class AxisRules(tuple):
         on_indivisible: OnIndivisible | None = None,
     ) -> AxisRules:
         made = tuple.__new__(cls, check_rules(rules))
-        for policy, given, kind in (
-            ('on_unmatched', on_unmatched, OnUnmatched),
-            ('on_indivisible', on_indivisible, OnIndivisible),
+        for policy, allowed, given in (
+            ('on_unmatched', _UNMATCHED, on_unmatched),
+            ('on_indivisible', _INDIVISIBLE, on_indivisible),
         ):
             value = getattr(rules, policy, 'error') if given is None else given
-            if value not in get_args(kind):
-                *others, last = map(repr, get_args(kind))
+            if value not in allowed:
+                *others, last = map(repr, allowed)
                 raise ValueError(f'{policy} must be {", ".join(others)} or {last}, not {value!r}')
             setattr(made, policy, value)
         return made
@@ -132,6 +135,14 @@ def check_rules(rules: Iterable[Any]) -> tuple[tuple[str, MeshAxes], ...]:
     Raises:
       ValueError: if a rule is not a pair of a name and a mesh axis, several axes, or None.
     """
+    given = rules if isinstance(rules, tuple) else tuple(_check_ordered(rules))
+    try:
+        return _check_hashable(given)
+    except TypeError:  # a list, as configuration files write rules and mesh axes
+        return _check_each(given)
+
+
+def _check_ordered(rules: Any) -> Iterable[Any]:
     if isinstance(rules, set | frozenset | Mapping):
         raise ValueError(
             f'rules must be ordered, because the first match wins: write {rules!r} as '
@@ -139,6 +150,10 @@ def check_rules(rules: Iterable[Any]) -> tuple[tuple[str, MeshAxes], ...]:
         )
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         raise ValueError(f"rules={rules!r} must be a list, [('logical axis', 'mesh axis'), ...]")
+    return rules
+
+
+def _check_each(rules: tuple[Any, ...]) -> tuple[tuple[str, MeshAxes], ...]:
     checked: list[tuple[str, MeshAxes]] = []
     for rule in rules:
         match rule:
@@ -154,3 +169,7 @@ def check_rules(rules: Iterable[Any]) -> tuple[tuple[str, MeshAxes], ...]:
                     "('logical axis', ('one axis', 'another')) or ('logical axis', None)"
                 )
     return tuple(checked)
+
+
+# Partitioners are made in numbers with the same few tables.
+_check_hashable = functools.lru_cache(maxsize=128)(_check_each)

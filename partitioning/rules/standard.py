@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from partitioning.rules.axes import MeshAxes, as_tuple, from_tuple, nearest
@@ -34,15 +35,22 @@ def standard_logical_axis_rules(
     Raises:
       ValueError: if dims are neither 1 nor 2, or if no rule would use one of the mesh axes.
     """
+    if isinstance(mesh_axes, str) or not isinstance(mesh_axes, Sequence):
+        raise ValueError(f'mesh_axes={mesh_axes!r} must be axis names, such as mesh.axis_names')
     dims = (activation_partitioning_dims, parameter_partitioning_dims)
+    added = () if additional_rules is None else check_rules(additional_rules)
+    return list(_standard_rules(dims, added, tuple(mesh_axes)))
+
+
+@functools.lru_cache(maxsize=128)
+def _standard_rules(
+    dims: tuple[int, int], added: LogicalAxisRules, mesh_axes: tuple[str, ...]
+) -> tuple[tuple[str, MeshAxes], ...]:
     if not set(dims) <= {1, 2}:
         raise ValueError(
             f'activation_partitioning_dims={dims[0]!r} and parameter_partitioning_dims={dims[1]!r} '
             'must each be 1 or 2'
         )
-    if isinstance(mesh_axes, str) or not isinstance(mesh_axes, Sequence):
-        raise ValueError(f'mesh_axes={mesh_axes!r} must be axis names, such as mesh.axis_names')
-    added = check_rules(() if additional_rules is None else additional_rules)
     _check_all_used(mesh_axes, added)
     batch = tuple(axis for axis in _BATCH_AXES if axis in mesh_axes)
     model, data = (axis if axis in mesh_axes else None for axis in ('model', 'data'))
@@ -50,7 +58,7 @@ def standard_logical_axis_rules(
         if dim == 2 and axis not in mesh_axes:
             raise ValueError(
                 f'{setting}_partitioning_dims=2 shards over mesh axis {axis!r}, but the mesh axes '
-                f'are {tuple(mesh_axes)}: use 1, or add the axis'
+                f'are {mesh_axes}: use 1, or add the axis'
             )
     embed: list[MeshAxes] = ['fsdp'] if 'fsdp' in mesh_axes else []
     embed += [model] if dims[0] == 2 else []
@@ -80,7 +88,7 @@ def standard_logical_axis_rules(
         ]
     if 'stage' in mesh_axes:
         rules += [('stage', 'stage')]
-    return [*rules, *added]
+    return (*rules, *added)
 
 
 def fsdp_logical_axis_rules(

@@ -199,3 +199,8 @@ def test_an_axis_that_an_added_rule_uses(added):
     assert rules[-1] == added
     with pytest.raises(ValueError, match="'foo'"):
         standard_logical_axis_rules(additional_rules=[('mlp', 'data')], mesh_axes=('data', 'foo'))
+
+
+def test_rules_that_a_caller_appends_to_do_not_change_later_ones():
+    standard_logical_axis_rules().append(('mine', 'model'))
+    assert ('mine', 'model') not in standard_logical_axis_rules()
