@@ -16,10 +16,14 @@ import optax
 
 from partitioning.state import path_str, walk
 from partitioning.state.boxes import array_of, is_carrier
+from partitioning.state.traversal import Leaf
 from train.errors import ConfigError
 
 # The logical axes that stack the arrays of several layers.
 STACKED_AXES = ('layers', 'stack', 'stage')
+
+# The path of each parameter -> the names of its dimensions.
+LogicalAxes = Mapping[str, tuple[str | None, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,8 @@ class Optimizer:
 
     Attributes:
       transform: a function that takes `learning_rate` and returns an optax transformation, such as
-        `optax.adamw`.
+        `optax.adamw`. If it takes `logical_axes` as well, it receives the names of the dimensions
+        of each parameter by path, such as {'decoder/mlp/wi/kernel': ('embed', 'mlp')}.
       learning_rate: a schedule (step -> rate) or a constant.
       clip_norm: the global norm that gradients are clipped to. None disables clipping.
     """
@@ -55,9 +60,16 @@ class Optimizer:
                 f'Optimizer.clip_norm is {self.clip_norm!r}: it must be greater than 0, or None'
             )
 
-    def build(self) -> optax.GradientTransformation:
-        """Returns the optax transformation, including clipping."""
-        update = self.transform(learning_rate=self.learning_rate)
+    def build(self, logical_axes: LogicalAxes | None = None) -> optax.GradientTransformation:
+        """Returns the optax transformation, including clipping.
+
+        Args:
+          logical_axes: the names of the dimensions of each parameter, by path.
+        """
+        settings: dict[str, Any] = {'learning_rate': self.learning_rate}
+        if 'logical_axes' in inspect.signature(self.transform).parameters:
+            settings['logical_axes'] = logical_axes or {}
+        update = self.transform(**settings)
         if self.clip_norm is None:
             return update
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
@@ -69,24 +81,51 @@ class Optimizer:
 
 
 def as_transformation(
-    optimizer: Optimizer | optax.GradientTransformation, params: Any = None
+    optimizer: Optimizer | optax.GradientTransformation,
+    variables: Any = None,
+    overrides: Sequence[tuple[str, Sequence[str | None]]] = (),
 ) -> optax.GradientTransformation:
     """Returns the optax transformation of an optimizer.
 
     Args:
       optimizer: an `Optimizer` or any optax transformation.
-      params: the parameters with their logical axes, abstract or not. They let
-        `decay_matrices_only` recognize stacked layers, wherever the transformation uses it.
+      variables: the variables of the model, or only its parameters, with their logical axes. They
+        let `decay_matrices_only` recognize stacked layers, wherever the transformation uses it,
+        and tell transformations that take `logical_axes` the names.
+      overrides: the path rules of a partitioner that name parameters.
 
     Raises:
       ConfigError: if it is neither.
     """
-    tx = optimizer.build() if isinstance(optimizer, Optimizer) else optimizer
+    axes = logical_axes_of(variables, overrides)
+    tx = optimizer.build(axes) if isinstance(optimizer, Optimizer) else optimizer
     _check_transformation('optimizer', tx)
-    stacked, tx = _stacked_dimensions(params), optax.with_extra_args_support(tx)
+    tx = optax.with_extra_args_support(tx)
+    stacked = {path: sum(n in STACKED_AXES for n in names) for path, names in axes.items()}
     return optax.GradientTransformationExtraArgs(
         _run_with(stacked, tx.init), _run_with(stacked, tx.update)
     )
+
+
+def logical_axes_of(
+    variables: Any, overrides: Sequence[tuple[str, Sequence[str | None]]] = ()
+) -> LogicalAxes:
+    """Returns the names of the dimensions of each parameter, by path; {} if none has names.
+
+    Args:
+      variables: as for `as_transformation`. Names come from boxes, or from T5X's 'params_axes'.
+      overrides: path rules that name parameters.
+    """
+    whole = isinstance(variables, Mapping) and 'params' in variables
+    params = {'params': variables['params'] if whole else variables}
+    if whole and 'params_axes' in variables:
+        params['params_axes'] = variables['params_axes']
+    try:
+        leaves = walk(params, overrides, report=lambda *_: None).leaves
+    except ValueError:  # no array has names
+        return {}
+    named = [leaf for leaf in leaves if isinstance(leaf, Leaf) and leaf.role == 'parameters']
+    return {'/'.join(leaf.path[1:]): tuple(leaf.names) for leaf in named}
 
 
 def learning_rate_of(
@@ -225,15 +264,6 @@ def _run_with(stacked: Mapping[str, int], function: Callable[..., Any]) -> Calla
         return context.run(function, *args, **kwargs)
 
     return call
-
-
-def _stacked_dimensions(params: Any) -> dict[str, int]:
-    """The number of dimensions of each array that stack layers, by path; {} without names."""
-    try:
-        leaves = walk(params, report=lambda *_: None).leaves
-    except ValueError:  # no array has names
-        return {}
-    return {'/'.join(x.path): sum(name in STACKED_AXES for name in x.names) for x in leaves}
 
 
 def _takes_learning_rate(transform: Callable[..., Any]) -> bool:

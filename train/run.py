@@ -99,7 +99,8 @@ def prepare(config: TrainConfig) -> Run:
                 "with the key 'params'"
             )
         # Only here do the parameters carry their names, which masks of the optimizer need.
-        made.append(as_transformation(config.optimizer, variables['params']))
+        overrides = getattr(getattr(partitioner, 'rule_set', None), 'overrides', ())
+        made.append(as_transformation(config.optimizer, variables, overrides))
         return TrainState.create(variables, made[-1])
 
     with console.phase('planning the layout'):

@@ -7,12 +7,17 @@ statistic ends with the path of its parameter, or has one more key (SM3 keeps a 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from partitioning.rules import Problem, ProblemError
 from partitioning.state.boxes import Parameter, Path
+
+# The logical axes that stack the arrays of several layers.
+_STACKED_AXES = frozenset({'layers', 'stack', 'stage', 'expert'})
 
 # For each dimension of a leaf, the index of the matching dimension of its parameter, or None.
 Dims = tuple[int | None, ...]
@@ -72,6 +77,8 @@ class Parameters:
             derived = [p for p in parameters if _match_dims(shape, p.shape or (), factored)]
             if derived:
                 owner = _nearest_path(path, derived)
+                if factored and (dims := _stacked_kept(shape, owner.shape or (), owner.names)):
+                    return owner, dims
                 return owner, _match_dims(shape, owner.shape or (), factored) or no_dims
         if candidates:
             parameter = candidates[0][0]
@@ -166,6 +173,22 @@ def _kept_dimensions(
     for dropped in [int(first), *range(rank)]:
         if (*parameter[:dropped], *parameter[dropped + 1 :]) == shape:
             return tuple(d for d in range(rank) if d != dropped)
+    return None
+
+
+def _stacked_kept(
+    shape: tuple[int, ...], parameter: tuple[int, ...], names: tuple[Any, ...]
+) -> Dims | None:
+    """The dimensions that a factored statistic keeps, if the parameter stacks layers.
+
+    Sizes alone cannot tell 12 layers from 12 heads, but statistics are never taken over layers.
+    """
+    stacked = [d for d, name in enumerate(names) if name in _STACKED_AXES]
+    if not stacked or len(names) != len(parameter):
+        return None
+    for dims in itertools.combinations(range(len(parameter)), len(shape)):
+        if {*stacked} <= {*dims} and tuple(parameter[d] for d in dims) == shape:
+            return dims
     return None
 
 

@@ -5,14 +5,13 @@ import json
 import gin
 import jax
 import numpy as np
-import optax
 import pytest
 from absl.testing import flagsaver
 from small import records, text_task
 from small_t5x import T5X_MODEL, T5X_SMALL
 
 from partitioning import PjitPartitioner
-from train import HeldOut, NextToken, Optimizer, TrainConfig
+from train import HeldOut, NextToken, TrainConfig
 from train.checkpoints import CheckpointConfig
 from train.cli import main
 from train.data import CausalLM, TextFiles
@@ -22,7 +21,7 @@ from train.gin_config.load import find_config_root
 from train.models.transformer import Transformer, TransformerConfig
 from train.runtime import machine
 from train.t5x import seqio
-from train.t5x.adafactor import Adafactor
+from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
 from train.t5x.configs import create_learning_rate_scheduler
 from train.t5x.network import with_kv_heads
 from train.train import train as train_here
@@ -115,12 +114,13 @@ def test_t5x_settings_equal_native_settings(pretrain, tmp_path, texts):
     rate = create_learning_rate_scheduler(
         factors='constant * rsqrt_decay', base_learning_rate=1.0, warmup_steps=100
     )
+    rules = standard_logical_factor_rules()
     train_here(
         TrainConfig(
             model_dir=tmp_path / 'ours',
             objective=NextToken(model=Transformer(config), z_loss=0.0001, loss_divisor=1.0),
             partitioner=with_kv_heads(PjitPartitioner(num_partitions=1)),
-            optimizer=Optimizer(transform=optax.adafactor, learning_rate=rate, clip_norm=None),
+            optimizer=Adafactor(logical_factor_rules=rules).optimizer(rate),
             task=text_task(texts),
             total_steps=20,
             batch_size=8,

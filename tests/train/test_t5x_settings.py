@@ -134,8 +134,8 @@ REFUSED = {
     ],
     'adafactor.Adafactor': [
         ('learning_rate=0.1', 'trainer.Trainer.learning_rate_fn'),
-        ('multiply_by_parameter_scale=3', 'all parameters or of none'),
-        ('epsilon2=0.01', 'write adafactor.Adafactor.epsilon2 = 0.001'),
+        ('multiply_by_parameter_scale=3', 'a bool or an @HParamMap()'),
+        ('epsilon2=-0.01', 'a number in [0, inf)'),
         ('beta1=1.0', 'a number in [0, 1) or None'),
         ("beta1='0.9'", 'a number in [0, 1) or None'),
         ('decay_rate=0', 'a number in (0, 1]'),
@@ -150,17 +150,20 @@ REFUSED = {
         ("factored='yes'", 'write adafactor.Adafactor.factored = True'),
         ("dtype_momentum='int8'", "write 'float32'"),
         ("dtype_momentum='float33'", "write 'float32'"),
-        ("factor_map={'a': 1}", 'leave it out'),
-        ("logical_factor_rules={'embed': 'row'}", 'leave it out'),
-        ('weight_decay_rate_lr_exponent=1.0', 'leave it out'),
-        ('max_parameter_scale=2.0', 'leave it out'),
-        ('skip_nan_updates=True', 'leave it out'),
+        ("factor_map={'a': 1}", 'write @adafactor.HParamMap()'),
+        ("logical_factor_rules={'embed': 'rows'}", "write 'row', 'column', 'batch' or 'none'"),
+        (
+            'logical_factor_rules=@adafactor.standard_logical_factor_rules',
+            'write @adafactor.standard_logical_factor_rules(), with the parentheses',
+        ),
+        ("weight_decay_rate_lr_exponent='2'", 'a number in [0, inf) or None'),
+        ('max_parameter_scale=0', 'a number in (0, inf) or None'),
+        ('skip_nan_updates=1', 'write adafactor.Adafactor.skip_nan_updates = True'),
     ],
     'partitioning.PjitPartitioner': [
         ('params_on_devices=False', 'remove the setting'),
         ("backend='quark'", 'has no mesh: Unknown backend'),
     ],
-    'adafactor.standard_logical_factor_rules': [("rules={'embed': 'row'}", 'leave it out')],
 }
 ALL = [(key, *pair) for key, pairs in REFUSED.items() for pair in pairs]
 

@@ -1,45 +1,88 @@
-"""T5X's `adafactor`, implemented by optax."""
+"""T5X's `adafactor`: its optimizer by T5X's names. The update rule is in `train.adafactor`."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
-from train.errors import check_counts
-from train.optimizers import Optimizer
+from train.adafactor import (
+    HEURISTIC_RULE as HEURISTIC_RULE,
+    AdafactorSettings,
+    FactorDim as FactorDim,
+    Factoring,
+    FactorRule,
+    adafactor,
+    factor_dimensions,
+    rule_by_axes,
+)
+from train.errors import ConfigError, check_counts
+from train.optimizers import LogicalAxes, Optimizer
 from train.t5x.refusals import check_number, check_off, check_one_of, refusal
 
+KEY = 'adafactor.Adafactor'
 # The valid intervals of numeric settings.
 NUMBERS = {
     'beta1': '[0, 1) or None',
     'decay_rate': '(0, 1]',
     'clipping_threshold': '(0, inf) or None',
     'weight_decay_rate': '[0, inf) or None',
+    'weight_decay_rate_lr_exponent': '[0, inf) or None',
+    'max_parameter_scale': '(0, inf) or None',
     'epsilon1': '(0, inf)',
+    'epsilon2': '[0, inf)',
     'global_norm_clip_threshold': '(0, inf) or None',
 }
+# What a rule may call the dimensions.
+_KINDS = {
+    'row': FactorDim.ROW,
+    'col': FactorDim.COLUMN,
+    'column': FactorDim.COLUMN,
+    'batch': FactorDim.BATCH,
+    'none': FactorDim.NONE,
+    'unfactorized': FactorDim.NONE,
+}
+_COLUMNS = 'vocab mlp heads kv_heads kv joined_kv q_wi_fused o_wo_fused multiquery_heads kv_fused'
 
 
-@dataclasses.dataclass(frozen=True)
-class StandardFactorRules:
-    """The choice of factored dimensions. optax always factors a parameter's two largest ones."""
+def standard_logical_factor_rules() -> dict[str, FactorDim]:
+    """Returns what each logical axis of T5X's models is to Adafactor.
+
+    Models of this trainer have 'kv_heads' in addition.
+    """
+    return {
+        'embed': FactorDim.ROW,
+        **dict.fromkeys(_COLUMNS.split(), FactorDim.COLUMN),
+        'layers': FactorDim.BATCH,
+        'stack': FactorDim.BATCH,
+        'relpos_buckets': FactorDim.NONE,
+        'layer_norm_scale': FactorDim.NONE,
+    }
 
 
-def standard_logical_factor_rules(rules: Any = None) -> StandardFactorRules:
-    """Replaces T5X's rules by logical axes. optax chooses the factored dimensions itself.
+class HParamMap:
+    """A setting that differs between parameters.
 
     Args:
-      rules: custom rules, which are refused.
-
-    Raises:
-      ConfigError: if rules are given.
+      rules: (regular expression, value) pairs. The first expression that occurs in the path of a
+        parameter, such as 'decoder/mlp/wi/kernel', chooses its value.
     """
-    why = 'optax factors the two largest dimensions of a parameter'
-    check_off('adafactor.standard_logical_factor_rules.rules', rules, why)
-    return StandardFactorRules()
+
+    def __init__(self, rules: Sequence[tuple[str, Any]]):
+        self.rules = tuple((re.compile(pattern), value) for pattern, value in rules)
+
+    def __getitem__(self, path: str) -> Any:
+        """The value for a parameter; raises ConfigError if no rule matches."""
+        for pattern, value in self.rules:
+            if pattern.search(path):
+                return value
+        raise ConfigError(
+            f'adafactor.HParamMap.rules: no rule matches {path!r}: add a last rule with ".*"'
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,27 +92,21 @@ class Adafactor:
     Attributes:
       learning_rate: must be None; set `trainer.Trainer.learning_rate_fn` instead.
       factored: whether the second moments of large matrices are stored as rows and columns.
-      multiply_by_parameter_scale: whether updates are scaled by the parameter's root mean square.
-      beta1: the decay of the momentum, or None for no momentum.
-      decay_rate: the exponent of the decay of second moments.
-      step_offset: the step from which that decay counts.
-      clipping_threshold: the largest root mean square of an update, or None for no clipping.
-      weight_decay_rate: the fraction of a weight that each update subtracts, or None.
-      min_dim_size_to_factor: dimensions smaller than this are not factored.
-      epsilon1: the number added to squared gradients.
-      epsilon2: the smallest scale of a parameter; must be 0.001.
-      dtype_momentum: the dtype of the momentum.
-      factor_map: must be None.
-      logical_factor_rules: None, or `standard_logical_factor_rules()`.
-      weight_decay_rate_lr_exponent: must be None.
-      global_norm_clip_threshold: the global norm to which gradients are clipped, or None.
-      max_parameter_scale: must be None.
-      skip_nan_updates: must be False.
+      multiply_by_parameter_scale: whether updates are scaled by the parameter's root mean square:
+        True, False, or an `HParamMap` with either for each parameter.
+      factor_map: an `HParamMap` with the rule of each parameter: a tuple with 'row', 'column',
+        'batch' or 'none' for each dimension, `HEURISTIC_RULE`, or None for not factored.
+        `logical_factor_rules` takes precedence.
+      min_dim_size_to_factor: matrices with a smaller dimension are not factored.
+      logical_factor_rules: what each logical axis is: 'row', 'column', 'batch' or 'none'.
+      beta1, decay_rate, step_offset, clipping_threshold, weight_decay_rate, epsilon1, epsilon2,
+        dtype_momentum, weight_decay_rate_lr_exponent, global_norm_clip_threshold,
+        max_parameter_scale, skip_nan_updates: see `train.adafactor.AdafactorSettings`.
     """
 
     learning_rate: float | None = None
     factored: bool = True
-    multiply_by_parameter_scale: bool = True
+    multiply_by_parameter_scale: bool | HParamMap = True
     beta1: float | None = None
     decay_rate: float = 0.8
     step_offset: int = 0
@@ -79,68 +116,85 @@ class Adafactor:
     epsilon1: float = 1e-30
     epsilon2: float = 1e-3
     dtype_momentum: Any = 'float32'
-    factor_map: Any = None
-    logical_factor_rules: StandardFactorRules | None = None
+    factor_map: HParamMap | None = None
+    logical_factor_rules: Mapping[str, Any] | None = None
     weight_decay_rate_lr_exponent: float | None = None
     global_norm_clip_threshold: float | None = None
     max_parameter_scale: float | None = None
     skip_nan_updates: bool = False
 
     def __post_init__(self) -> None:
-        key = 'adafactor.Adafactor'
         trainer = 'the learning rate is set by trainer.Trainer.learning_rate_fn'
-        check_off(f'{key}.learning_rate', self.learning_rate, trainer)
-        why = "optax's smallest scale of a parameter is 0.001"
-        check_one_of(f'{key}.epsilon2', self.epsilon2, (1e-3,), why)
-        scaled = self.multiply_by_parameter_scale
-        why = 'optax scales the updates of all parameters or of none'
-        check_one_of(f'{key}.multiply_by_parameter_scale', scaled, (True, False), why)
-        factoring = 'optax factors the two largest dimensions of a parameter'
-        check_off(f'{key}.factor_map', self.factor_map, factoring)
-        rules = self.logical_factor_rules
-        if rules is not None and not isinstance(rules, StandardFactorRules):
-            raise refusal(f'{key}.logical_factor_rules', rules, f'{factoring}; leave it out')
-        exponent = self.weight_decay_rate_lr_exponent
-        why = "optax's weight decay has a constant rate"
-        check_off(f'{key}.weight_decay_rate_lr_exponent', exponent, why)
-        scale = self.max_parameter_scale
-        check_off(
-            f'{key}.max_parameter_scale', scale, 'optax does not limit the scale of a parameter'
-        )
+        check_off(f'{KEY}.learning_rate', self.learning_rate, trainer)
+        scaled, key = self.multiply_by_parameter_scale, f'{KEY}.multiply_by_parameter_scale'
+        if not isinstance(scaled, HParamMap):
+            check_one_of(key, scaled, (True, False), 'it must be a bool or an @HParamMap()')
+        if self.factor_map is not None and not isinstance(self.factor_map, HParamMap):
+            raise refusal(f'{KEY}.factor_map', self.factor_map, 'write @adafactor.HParamMap()')
+        if not self.factored and self.factor_map is not None:
+            raise refusal(f'{KEY}.factored', False, 'factor_map is set; leave one of them out')
         for name, allowed in NUMBERS.items():
-            check_number(f'{key}.{name}', getattr(self, name), allowed)
-        check_counts(minimum=0, **{f'{key}.step_offset': self.step_offset})
-        check_counts(**{f'{key}.min_dim_size_to_factor': self.min_dim_size_to_factor})
-        check_one_of(f'{key}.factored', self.factored, (True, False), 'it must be True or False')
+            check_number(f'{KEY}.{name}', getattr(self, name), allowed)
+        check_counts(minimum=0, **{f'{KEY}.step_offset': self.step_offset})
+        check_counts(**{f'{KEY}.min_dim_size_to_factor': self.min_dim_size_to_factor})
+        for name in ('factored', 'skip_nan_updates'):
+            check_one_of(f'{KEY}.{name}', getattr(self, name), (True, False), 'it must be a bool')
         try:
             floating = jnp.issubdtype(jnp.dtype(self.dtype_momentum), jnp.floating)
         except TypeError:
             floating = False
         if not floating:
             why = "write 'float32' or 'bfloat16'"
-            raise refusal(f'{key}.dtype_momentum', self.dtype_momentum, why)
-        why = 'a run stops as soon as the loss is not finite'
-        check_off(f'{key}.skip_nan_updates', self.skip_nan_updates, why)
+            raise refusal(f'{KEY}.dtype_momentum', self.dtype_momentum, why)
+        if (rules := self.logical_factor_rules) is not None:
+            if not isinstance(rules, Mapping):
+                why = 'write @adafactor.standard_logical_factor_rules(), with the parentheses'
+                raise refusal(f'{KEY}.logical_factor_rules', rules, why)
+            for axis, kind in rules.items():
+                _kind(f'{KEY}.logical_factor_rules[{axis!r}]', kind)
 
     def optimizer(self, learning_rate: optax.Schedule) -> Optimizer:
         """The trainer's optimizer with this learning rate."""
-        return Optimizer(
-            transform=self._transform,
-            learning_rate=learning_rate,
-            clip_norm=self.global_norm_clip_threshold,
+        return Optimizer(transform=self.transform, learning_rate=learning_rate, clip_norm=None)
+
+    def transform(
+        self, learning_rate: optax.Schedule | float, logical_axes: LogicalAxes
+    ) -> optax.GradientTransformation:
+        """The optax transformation, given the names of the dimensions of each parameter."""
+        settings = {f.name: getattr(self, f.name) for f in dataclasses.fields(AdafactorSettings)}
+        scaled = self.multiply_by_parameter_scale
+
+        def factoring(path: str, shape: tuple[int, ...]) -> Factoring:
+            rule = self._rule(path, logical_axes)
+            return factor_dimensions(path, shape, rule, self.min_dim_size_to_factor)
+
+        return adafactor(
+            learning_rate,
+            AdafactorSettings(**settings),
+            factoring,
+            (lambda path: bool(scaled[path]))
+            if isinstance(scaled, HParamMap)
+            else lambda _: scaled,
         )
 
-    def _transform(self, learning_rate: optax.Schedule) -> optax.GradientTransformation:
-        return optax.adafactor(
-            learning_rate,
-            min_dim_size_to_factor=self.min_dim_size_to_factor,
-            decay_rate=self.decay_rate,
-            decay_offset=self.step_offset,
-            multiply_by_parameter_scale=self.multiply_by_parameter_scale,
-            clipping_threshold=self.clipping_threshold,
-            momentum=self.beta1,
-            dtype_momentum=self.dtype_momentum,
-            weight_decay_rate=self.weight_decay_rate,
-            eps=self.epsilon1,
-            factored=self.factored,
-        )
+    def _rule(self, path: str, logical_axes: LogicalAxes) -> FactorRule:
+        """The factor rule of a parameter."""
+        if not self.factored:
+            return None
+        if self.logical_factor_rules is not None and path in logical_axes:
+            rules = {axis: _kind(axis, kind) for axis, kind in self.logical_factor_rules.items()}
+            return rule_by_axes(path, logical_axes[path], rules)
+        rule = HEURISTIC_RULE if self.factor_map is None else self.factor_map[path]
+        if rule is None or rule is HEURISTIC_RULE:
+            return rule
+        return tuple(_kind(f'{KEY}.factor_map[{path!r}]', kind) for kind in rule)
+
+
+def _kind(key: str, name: Any) -> FactorDim:
+    """The FactorDim of a name. T5X's own enumeration has the same names."""
+    if isinstance(name, FactorDim):
+        return name
+    found = _KINDS.get(str(getattr(name, 'name', name)).lower())
+    if found is None:
+        raise refusal(key, name, "write 'row', 'column', 'batch' or 'none'")
+    return found

@@ -250,8 +250,3 @@ def _report_differences(settings: Mapping[str, Any], seed: int) -> None:
             'trainer.Trainer.learning_rate_fn is not used: the optax transformation of the model '
             'has its own learning rate, as in T5X'
         )
-    elif optimizer.logical_factor_rules is not None:
-        console.say(
-            'adafactor.Adafactor.logical_factor_rules is not used: optax factors the two largest '
-            'dimensions of each parameter'
-        )

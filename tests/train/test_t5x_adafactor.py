@@ -1,0 +1,247 @@
+"""T5X's Adafactor: its factoring, its arithmetic against numpy, and its layout over a mesh."""
+
+import jax
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax.linen.partitioning import AxisMetadata
+
+from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules, unbox
+from train.adafactor import FactorDim
+from train.errors import ConfigError
+from train.optimizers import as_transformation
+from train.t5x.adafactor import (
+    HEURISTIC_RULE,
+    Adafactor,
+    HParamMap,
+    standard_logical_factor_rules,
+)
+
+pytestmark = pytest.mark.core
+
+# Parameters of T5X's networks -> shape, logical axes, and by T5X's rules: the rows, the columns and
+# the batch dimensions, with dimensions of at least 16 factored by size.
+PARAMETERS = {
+    'wi': ((32, 64), 'embed mlp', (0,), (1,), ()),
+    'wo': ((64, 32), 'mlp embed', (1,), (0,), ()),
+    'query': ((32, 32), 'embed joined_kv', (0,), (1,), ()),
+    'small': ((8, 64), 'embed mlp', (), (), ()),
+    'rel_embedding': ((4, 32), 'heads relpos_buckets', (), (), ()),
+    'scale': ((32,), 'embed', (), (), ()),
+    'scan_scale': ((32, 4), 'embed layers', (), (), (1,)),
+    'scan_query': ((48, 4, 4, 16), 'embed layers heads kv', (0,), (2, 3), (1,)),
+    'scan_out': ((4, 4, 16, 48), 'heads layers kv embed', (3,), (0, 2), (1,)),
+    'scan_wi': ((4, 2, 8), 'embed layers mlp', (0,), (2,), (1,)),
+    'scan_relpos': ((4, 2, 8), 'heads layers relpos_buckets', (), (), (1,)),
+}
+NAMES = {name: tuple(axes.split()) for name, (_, axes, *_) in PARAMETERS.items()}
+RULES = {'logical_factor_rules': standard_logical_factor_rules(), 'min_dim_size_to_factor': 16}
+
+
+def boxed():
+    key = jax.random.key(0)
+    return {
+        name: nn.LogicallyPartitioned(jax.random.normal(key, shape), NAMES[name])
+        for name, (shape, *_) in PARAMETERS.items()
+    }
+
+
+def oracle(x, grads, dims, rate, s):
+    """The parameter and its second moments after several updates, in float64, by the paper."""
+    rows, columns, batch = dims
+    rest = tuple(d for d in range(x.ndim) if d not in batch)
+
+    def rms(a):
+        return np.sqrt(np.square(a).mean(rest, keepdims=True))
+
+    r = c = v = m = 0.0
+    for t, g in enumerate(grads):
+        if limit := s.get('global_norm_clip_threshold'):
+            g = g * min(1.0, limit / s['norms'][t])
+        lr = rate(t)
+        age = max(t - s.get('step_offset', 0), 0) + 1
+        beta = 1 - age ** -s.get('decay_rate', 0.8)
+        square = g**2 + s.get('epsilon1', 1e-30)
+        if rows:
+            r = beta * r + (1 - beta) * square.mean(columns, keepdims=True)
+            c = beta * c + (1 - beta) * square.mean(rows, keepdims=True)
+            u = g / np.sqrt(r / r.mean(rows, keepdims=True) * c)
+        else:
+            v = beta * v + (1 - beta) * square
+            u = g / np.sqrt(v)
+        if clip := s.get('clipping_threshold', 1.0):
+            u = u / np.maximum(1, rms(u) / clip)
+        scale = np.clip(rms(x), s.get('epsilon2', 1e-3), s.get('max_parameter_scale') or np.inf)
+        u = lr * u * (scale if s.get('multiply_by_parameter_scale', True) else 1)
+        if b := s.get('beta1'):
+            u = m = b * m + (1 - b) * u
+        decay = s.get('weight_decay_rate') or 0.0
+        if (power := s.get('weight_decay_rate_lr_exponent')) is not None:
+            decay = (decay or 1.0) * lr**power
+        x = (1 - decay) * x - u
+    found = {'v_row': r, 'v_col': c, 'v': v, 'm': m}
+    dropped = {'v_row': columns, 'v_col': rows, 'v': (), 'm': ()}
+    return x, {n: np.squeeze(a, dropped[n]) if np.ndim(a) else None for n, a in found.items()}
+
+
+VARIANTS = {
+    'default': {},
+    'beta1 and weight decay': {'beta1': 0.9, 'weight_decay_rate': 0.01},
+    'no scale': {
+        'multiply_by_parameter_scale': False,
+        'clipping_threshold': None,
+        'global_norm_clip_threshold': 0.5,
+    },
+    'exponent': {
+        'decay_rate': 0.9,
+        'weight_decay_rate_lr_exponent': 2.0,
+        'max_parameter_scale': 0.1,
+        'epsilon1': 1e-4,
+        'epsilon2': 0.01,
+    },
+    'offset': {'step_offset': 1, 'weight_decay_rate': 0.5, 'weight_decay_rate_lr_exponent': 1.0},
+}
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_updates_and_statistics_equal_numpy(variant):
+    def rate(step):
+        return 0.1 / (step + 1)
+
+    settings = VARIANTS[variant]
+    tx = as_transformation(Adafactor(**RULES, **settings).optimizer(rate), boxed())
+    params = start = unbox(boxed())
+    grads = [
+        {n: jax.random.normal(jax.random.key(10 * t), x.shape) for n, x in params.items()}
+        for t in range(3)
+    ]
+    state = tx.init(params)
+    for grad in grads:
+        updates, state = jax.jit(tx.update)(grad, state, params)
+        params = jax.tree.map(jax.numpy.add, params, updates)
+    assert int(state.step) == 3
+    arrays = [{n: np.asarray(g, np.float64) for n, g in grad.items()} for grad in grads]
+    norms = [np.sqrt(sum(np.square(g).sum() for g in a.values())) for a in arrays]
+    for name, (_, _, *dims) in PARAMETERS.items():
+        x = np.asarray(start[name], np.float64)
+        given = [a[name] for a in arrays]
+        expected, statistics = oracle(x, given, dims, rate, {**settings, 'norms': norms})
+        np.testing.assert_allclose(params[name], expected, rtol=2e-5, atol=2e-6, err_msg=name)
+        for statistic, value in statistics.items():
+            found = np.asarray(getattr(state, statistic)[name])
+            if value is None:  # T5X's placeholder
+                assert found.shape == (1,) and found.dtype == np.float32 and not found.any()
+            else:
+                assert found.shape == value.shape, (name, statistic)
+                np.testing.assert_allclose(found, value, rtol=2e-5, atol=1e-8, err_msg=name)
+
+
+def test_nan_updates_are_skipped_one_by_one():
+    params = {'w': np.ones((2, 3), np.float32)}
+    grad = {'w': np.float32([[1, np.nan, 1], [1, 1, 1]])}
+    tx = as_transformation(Adafactor(skip_nan_updates=True, beta1=0.9).optimizer(lambda s: 0.1))
+    good, _ = tx.update({'w': np.ones((2, 3), np.float32)}, tx.init(params), params)
+    assert (np.asarray(good['w']) != 0).all()
+    # The clipping makes all of the first update NaN, and without it only one element.
+    for settings, kept in (({}, 6), ({'clipping_threshold': None}, 1)):
+        tx = as_transformation(Adafactor(skip_nan_updates=True, **settings).optimizer(lambda s: 1))
+        updates, state = tx.update(grad, tx.init(params), params)
+        assert (np.asarray(updates['w']) == 0).sum() == kept
+        assert np.isfinite(state.v['w']).all()
+        plain = as_transformation(Adafactor(**settings).optimizer(lambda s: 1))
+        assert np.isnan(plain.update(grad, plain.init(params), params)[0]['w']).sum() == kept
+
+
+# Which settings decide the factoring.
+
+
+def shapes(adafactor, params=None):
+    """The shape of v_row of each parameter; (1,) without factors."""
+    tx = as_transformation(adafactor.optimizer(lambda step: 0.1), params or boxed())
+    state = jax.eval_shape(tx.init, unbox(params or boxed()))
+    return {name: x.shape for name, x in state.v_row.items()}
+
+
+def test_a_factor_map_chooses_by_path_and_logical_rules_win():
+    three = {'fused': nn.LogicallyPartitioned(np.ones((8, 4, 2), np.float32), (None,) * 3)}
+    rule = HParamMap([('^fu', ('row', 'column', FactorDim.BATCH)), ('', None)])
+    assert shapes(Adafactor(factor_map=rule), three) == {'fused': (8, 2)}
+    assert shapes(Adafactor(factor_map=HParamMap([('', None)])))['wi'] == (1,)
+    by_size = HParamMap([('scan', None), ('', HEURISTIC_RULE)])
+    found = shapes(Adafactor(factor_map=by_size, min_dim_size_to_factor=16))
+    assert (found['wi'], found['scan_query'], found['small']) == ((32,), (1,), (1,))
+    assert shapes(Adafactor(factor_map=by_size, **RULES))['scan_query'] == (48, 4)
+    assert set(shapes(Adafactor(**RULES, factored=False)).values()) == {(1,)}
+
+
+def test_the_scale_of_some_parameters():
+    scaled = HParamMap([('wi$', True), ('.*', False)])
+    params, rate = unbox(boxed()), 0.5
+    updates = {}
+    for value in (scaled, True, False):
+        adafactor = Adafactor(**RULES, multiply_by_parameter_scale=value)
+        tx = as_transformation(adafactor.optimizer(lambda step: rate), boxed())
+        updates[value], _ = tx.update(params, tx.init(params), params)
+    for name in PARAMETERS:
+        alike = updates[name.endswith('wi')][name]
+        np.testing.assert_array_equal(updates[scaled][name], alike, err_msg=name)
+        assert not np.allclose(updates[True][name], updates[False][name])
+
+
+def test_names_in_params_axes_decide_as_well():
+    """T5X's networks keep the names in a collection of their own."""
+    variables = {
+        'params': {'kernel': np.ones((4, 2, 8), np.float32)},
+        'params_axes': {'kernel_axes': AxisMetadata(('embed', 'layers', 'mlp'))},
+    }
+    tx = as_transformation(Adafactor(**RULES).optimizer(lambda step: 0.1), variables)
+    assert tx.init(variables['params']).v_row['kernel'].shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    'axes, rules, words',
+    [
+        (('embed', 'mpl', 'layers'), {}, ["'mpl'", "Did you mean 'mlp'?"]),
+        (('embed', 'mlp', 'relpos_buckets'), {}, ['embed', 'row, column or batch']),
+        (('embed', 'mlp', 'layers'), {'logical_factor_rules': None}, ['more than two dimensions']),
+    ],
+)
+def test_parameters_that_cannot_be_factored(axes, rules, words):
+    params = {'w': nn.LogicallyPartitioned(np.ones((2, 3, 4), np.float32), axes)}
+    tx = as_transformation(Adafactor(**RULES | rules).optimizer(lambda step: 0.1), params)
+    with pytest.raises(ConfigError) as error:
+        tx.init(unbox(params))
+    assert all(word in str(error.value) for word in ['w', *words])
+
+
+def test_a_map_without_a_rule_is_an_error():
+    with pytest.raises(ConfigError, match=r"no rule matches 'scale'"):
+        HParamMap([('kernel', True)])['scale']
+
+
+# Layout.
+
+
+@pytest.mark.parametrize('model_partitions', [2, 4])
+def test_statistics_have_the_layout_of_their_dimensions(model_partitions):
+    """On 4x2 and 2x4; in scan_out, 4 layers cannot be told from 4 heads by their sizes."""
+    tx = as_transformation(Adafactor(**RULES).optimizer(lambda step: 0.1), boxed())
+    rules = standard_logical_axis_rules(2, 2)
+    partitioner = PjitPartitioner(num_partitions=model_partitions, logical_axis_rules=rules)
+    plan = partitioner.plan(lambda key: TrainState.create(boxed(), tx), jax.random.key(0))
+    assert dict(partitioner.mesh.shape) == {
+        'data': 8 // model_partitions,
+        'model': model_partitions,
+    }
+    specs = plan.specs.opt_state
+    sharded = 0
+    for name, (_, _, rows, columns, _) in PARAMETERS.items():
+        parameter = [*plan.specs.params[name]]
+        for statistic, dropped in (('v_row', columns), ('v_col', rows), ('v', ())):
+            spec = [*getattr(specs, statistic)[name]]
+            if (statistic == 'v') == bool(rows):
+                assert spec == [None], 'a placeholder is replicated'
+                continue
+            assert spec == [a for d, a in enumerate(parameter) if d not in dropped], statistic
+            sharded += any(spec)
+    assert sharded == 17  # two statistics of 6 factored parameters, one of the 5 others
