@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from contextlib import closing
 
 import jax
 
 from partitioning import TrainState
-from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig
+from train.checkpoints import RestoreConfig
+from train.checkpoints.folder import with_dtype
 from train.config import TrainConfig
 from train.data import record
 from train.errors import ConfigError
 from train.evaluators import prepare_evaluators, run_evaluators
 from train.paths import as_folder
-from train.run import Run, prepare
+from train.run import Run, initialize_some, prepare
 from train.runtime.gin_text import write_gin_text
 from train.runtime.machine import check_same_step, raise_on_all_processes
 from train.runtime.writers import open_writers
@@ -38,7 +41,7 @@ def evaluate(
     """
     with raise_on_all_processes():
         folder = None if output_dir is None else as_folder('output_dir', output_dir)
-    run = prepare(config)
+    run = in_restored_dtype(prepare(config), restore)
     state = restore_for_evaluation(run, restore)
     step = int(state.step)
     scores = run_evaluators(prepare_evaluators(run), state, step)
@@ -53,6 +56,18 @@ def evaluate(
             writers.write(step, scores)
         run.console.files(writers.paths)
     return scores
+
+
+def in_restored_dtype(run: Run, restore: RestoreConfig | None) -> Run:
+    """The run with parameters of the dtype that the settings of a checkpoint ask for."""
+    if restore is None or restore.dtype is None:
+        return run
+    program = run.plan.program
+    assert program is not None
+    abstract = program.abstract_state
+    abstract = abstract.replace(params=with_dtype(abstract.params, restore.dtype))
+    plan = dataclasses.replace(run.plan, program=program._replace(abstract_state=abstract))
+    return dataclasses.replace(run, plan=plan)
 
 
 def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> TrainState:
@@ -70,7 +85,7 @@ def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> Tr
     """
     with run.console.phase('looking for checkpoints'):
         if restore is None:
-            saved = Checkpoints(run.directory / 'checkpoints', CheckpointConfig(keep=None))
+            saved = run.config.checkpoints.open(run.directory)
             step = saved.latest_step()
             if step is None:
                 raise ConfigError(f'{run.directory} has no complete checkpoint to evaluate')
@@ -80,6 +95,8 @@ def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> Tr
             record.check_restored_tokenizer(folder, run.evaluated, restore.setting)
     check_same_step(step)
     with closing(saved):
-        state = saved.restore_variables(step, run.plan.abstract_state)
+        state = saved.restore_variables(
+            step, run.plan.abstract_state, functools.partial(initialize_some, run)
+        )
     run.console.say(f'restored step {step} of {saved.directory}', style='bold')
     return state

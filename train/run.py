@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from partitioning import Plan, TrainState
+from partitioning.state import path_str
 from train.config import TrainConfig
 from train.data import OpenTask, record
 from train.data.rows.open_task import features
@@ -121,6 +122,24 @@ def prepare(config: TrainConfig) -> Run:
         num_logits = config.objective.count_logits(plan.abstract_state, batch)
         check_vocabulary(config.objective, config.task.num_tokens, num_logits)
     return run
+
+
+def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:
+    """Makes some of the arrays of a new run, each in its shards.
+
+    Args:
+      run: the run.
+      paths: the paths of the arrays in the state.
+    """
+
+    def select(state: Any) -> dict[str, Any]:
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        return {path: x for p, x in leaves if (path := path_str(p)) in paths}
+
+    key = jax.random.key(run.config.seed)
+    run.console.say(f'initializing {len(paths):,} arrays that are not restored')
+    shardings = select(run.plan.shardings)
+    return jax.jit(lambda k: select(run.plan.init(k)), out_shardings=shardings)(key)
 
 
 def report(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from train.checkpoints import Checkpoints, RestoreConfig
 from train.data import record
 from train.errors import ConfigError
 from train.optimizers import learning_rate_of
-from train.run import Run
+from train.run import Run, initialize_some
 from train.runtime.flops import count_flops
 from train.runtime.gin_text import write_gin_text
 from train.runtime.machine import check_same_step
@@ -68,6 +69,16 @@ def _check_steps_left(restore: RestoreConfig, restored_step: int, total_steps: i
             f'towards total_steps: use {restored_step + total_steps} to train for {total_steps} '
             'more steps'
         )
+
+
+def restore_state(run: Run, start: Start) -> TrainState:
+    """Restores the state from which a run starts.
+
+    Raises:
+      ConfigError: if the checkpoint has other arrays than the run, or cannot be read.
+    """
+    abstract = run.plan.abstract_state
+    return start.source.restore(start.step, abstract, functools.partial(initialize_some, run))
 
 
 class Programs(NamedTuple):

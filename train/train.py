@@ -8,7 +8,6 @@ from contextlib import closing
 import jax
 
 from partitioning import TrainState
-from train.checkpoints import Checkpoints
 from train.config import TrainConfig
 from train.data import Feed, LocalBatches
 from train.evaluators import is_due, prepare_evaluators, run_evaluators
@@ -17,7 +16,7 @@ from train.runtime.machine import must_wait_for_steps, stop_on_signal
 from train.runtime.meter import Meter, format_figures
 from train.runtime.profile import Profiler
 from train.runtime.writers import open_writers
-from train.start import check_finite, compile_programs, find_start, write_run_files
+from train.start import check_finite, compile_programs, find_start, restore_state, write_run_files
 
 
 def train(config: TrainConfig) -> TrainState:
@@ -39,7 +38,7 @@ def train(config: TrainConfig) -> TrainState:
     run = prepare(config)
     report(run)
     console, plan, directory = run.console, run.plan, run.directory
-    saved = Checkpoints(directory / 'checkpoints', config.checkpoints)
+    saved = config.checkpoints.open(directory)
     start = find_start(run, saved)
 
     # ---- steps: compiled once, before anything is allocated or written
@@ -49,7 +48,7 @@ def train(config: TrainConfig) -> TrainState:
     # ---- state: restored, or created on its devices
     write_run_files(run)
     if init is None:
-        state = start.source.restore(start.step, plan.abstract_state)
+        state = restore_state(run, start)
         verb = 'resumed' if start.source is saved else 'restored'
         console.say(f'{verb} from step {start.step} of {start.source.directory}', style='bold')
     else:
@@ -84,8 +83,8 @@ def train(config: TrainConfig) -> TrainState:
                 hook(state, step, metrics)
             stopping, last = stop_requested(), step == config.total_steps
             due = {n: e for n, e in evaluators.items() if is_due(e, step, config.total_steps)}
-            saving = last or stopping or saved.is_due(step)
-            if due or saving or step % config.log_every == 0:
+            saving = saved.is_due(step, ending=last or stopping)
+            if due or saving or last or step % config.log_every == 0:
                 scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
                 check_finite(scalars, step, saved.latest_step)
                 scalars |= meter.read(step, feed.waited)

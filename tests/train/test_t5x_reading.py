@@ -9,8 +9,8 @@ import t5x_reference
 from flax import serialization
 from small import partitioner
 
+from train.checkpoints.stored import place
 from train.errors import ConfigError
-from train.t5x.checkpoint_arrays import place
 from train.t5x.checkpoint_reader import read_arrays
 
 

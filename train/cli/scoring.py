@@ -73,7 +73,6 @@ def _make_parser(prog: str, usage: str, description: str) -> CommandParser:
 
 def _read_run(options: argparse.Namespace) -> tuple[TrainConfig, RestoreConfig | None]:
     """Returns the settings of a run, as if it were trained in its folder, and its checkpoint."""
-    from train.checkpoints import RestoreConfig
     from train.gin_config import find_config
     from train.paths import as_path
 
@@ -84,4 +83,4 @@ def _read_run(options: argparse.Namespace) -> tuple[TrainConfig, RestoreConfig |
     config = dataclasses.replace(find_config(), model_dir=str(path))
     if options.step is None:
         return config, None
-    return config, RestoreConfig(path=str(path / f'checkpoints/{options.step}'), mode='specific')
+    return config, config.checkpoints.restore_of(path, options.step)

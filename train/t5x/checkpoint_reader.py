@@ -7,8 +7,6 @@ Very old checkpoints are one msgpack file with all arrays in it.
 
 from __future__ import annotations
 
-import ast
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,9 +14,11 @@ import numpy as np
 from etils import epath
 from flax import serialization
 
+from train.checkpoints.config import t5x_format
+from train.checkpoints.orbax_files import read_orbax
+from train.checkpoints.stored import StoredArray, in_memory, kvstore_of, open_stores
 from train.errors import ConfigError, first_line
 from train.paths import as_path
-from train.t5x.checkpoint_arrays import StoredArray, in_memory, kvstore_of, open_stores
 
 Arrays = dict[str, StoredArray]
 
@@ -43,45 +43,17 @@ def read_arrays(path: Any) -> Arrays:
       ConfigError: if there is no T5X checkpoint, or it is damaged.
     """
     folder = as_path('the path of a T5X checkpoint', path)
-    kind = format_of(folder)
+    kind = t5x_format(folder)
     if kind is None:
         raise ConfigError(f'{folder} is not a T5X checkpoint (expected .../checkpoint_<step>)')
     try:
-        return _read_orbax(folder / 'state') if kind == 'orbax' else _read_legacy(folder)
+        return read_orbax(folder / 'state') if kind == 'orbax' else _read_legacy(folder)
     except ConfigError:
         raise
     except Exception as error:  # msgpack, json and tensorstore raise many types.
         raise ConfigError(
             f'the T5X checkpoint {folder} is damaged ({first_line(error)}): use another one'
         ) from error
-
-
-def format_of(folder: epath.Path) -> str | None:
-    """The format of a T5X checkpoint: 'orbax', 'legacy', or None if it is not a checkpoint."""
-    if (folder / 'state' / '_METADATA').exists():
-        return 'orbax'
-    if (folder / 'checkpoint').exists() or (folder.exists() and not folder.is_dir()):
-        return 'legacy'
-    return None
-
-
-def _read_orbax(folder: epath.Path) -> Arrays:
-    """Opens the arrays of a checkpoint in Orbax's format.
-
-    Args:
-      folder: the folder `state` of the checkpoint.
-    """
-    metadata = json.loads((folder / '_METADATA').read_text())
-    kvstore = kvstore_of(folder)
-    driver = 'zarr3' if metadata.get('use_zarr3') else 'zarr'
-    specs = {}
-    for text in metadata['tree_metadata']:
-        keys = [str(key) for key in ast.literal_eval(text)]
-        stored = {**kvstore, 'path': kvstore['path'] + '.'.join(keys) + '/'}
-        if metadata.get('use_ocdbt', True):
-            stored = {'driver': 'ocdbt', 'base': kvstore, 'path': '.'.join(keys) + '/'}
-        specs['/'.join(keys)] = {'driver': driver, 'kvstore': stored}
-    return open_stores(specs)
 
 
 def _read_legacy(path: epath.Path) -> Arrays:

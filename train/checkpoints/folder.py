@@ -1,0 +1,298 @@
+"""A folder of checkpoints, which Orbax writes and reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+
+from partitioning.state import path_str
+from train.checkpoints.config import CheckpointConfig, RestoreConfig, complete_steps, is_complete
+from train.checkpoints.matching import Initialize, match_arrays, read_all
+from train.checkpoints.orbax_files import read_orbax
+from train.checkpoints.stored import StoredArray
+from train.errors import ConfigError, first_line
+from train.paths import absolute, is_remote
+from train.runtime.arrays_on_s3 import support_s3
+from train.runtime.machine import raise_on_all_processes
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `<directory>/<step>`.
+
+    Args:
+      directory: the folder of the checkpoints.
+      config: when to save, and which checkpoints to keep.
+      restore: the settings that name `directory`, if it belongs to another run.
+    """
+
+    # Where the arrays are that an evaluation needs.
+    variables: ClassVar[tuple[str, ...]] = ('step', 'params', 'flax_mutables')
+    # Whether floating-point arrays are converted to the dtypes of the run.
+    casts: ClassVar[bool] = False
+
+    def __init__(
+        self, directory: epath.Path, config: CheckpointConfig, restore: RestoreConfig | None = None
+    ):
+        self.directory = absolute(epath.Path(directory))
+        self._restore = restore
+        self._config, self._steps = config, frozenset(config.steps)
+
+    @functools.cached_property
+    def _manager(self) -> Any:
+        # At first use, because a new run can compile and begin without Orbax.
+        import orbax.checkpoint as ocp
+
+        remote = is_remote(self.directory)
+        if str(self.directory).startswith('s3://'):
+            support_s3()
+        return ocp.CheckpointManager(
+            self.directory,
+            item_handlers=self._handlers(),
+            options=ocp.CheckpointManagerOptions(
+                create=False,
+                step_prefix=self.prefix or None,
+                preservation_policy=ocp.checkpoint_managers.LatestN(self._config.keep),
+                # A store of objects cannot rename a folder, so a last file completes a checkpoint.
+                temporary_path_class=(
+                    ocp.path.atomicity.CommitFileTemporaryPath if remote else None
+                ),
+            ),
+        )
+
+    # The format, which subclasses may change.
+
+    prefix: ClassVar[str] = ''
+
+    def _handlers(self) -> dict[str, Any]:
+        import orbax.checkpoint as ocp
+
+        return {'state': ocp.StandardCheckpointHandler()}
+
+    def _saved_items(self, state: Any) -> Any:
+        import orbax.checkpoint as ocp
+
+        return ocp.args.Composite(state=ocp.args.StandardSave(state))
+
+    def path(self, step: int) -> epath.Path:
+        """The folder of the checkpoint of a step."""
+        return self.directory / str(step)
+
+    def steps(self) -> list[int]:
+        """The steps of complete checkpoints, in ascending order."""
+        return complete_steps(self.directory)
+
+    def names(self, abstract_state: Any) -> list[str]:
+        """The names that a checkpoint gives to the arrays of a state, in the order of its leaves.
+
+        Two arrays that are always equal may share a name.
+        """
+        return [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(abstract_state)]
+
+    def arrays(self, step: int) -> dict[str, StoredArray]:
+        """Opens the arrays of a checkpoint, by name."""
+        return read_orbax(self.path(step) / 'state')
+
+    # Restoring.
+
+    def latest_step(self) -> int | None:
+        """Returns the step of the newest complete checkpoint, or None."""
+        if '_manager' in self.__dict__:
+            self._manager.wait_until_finished()
+        return max(self.steps(), default=None)
+
+    def restore(self, step: int, abstract_state: Any, initialize: Initialize | None = None) -> Any:
+        """Restores the state of a step.
+
+        Args:
+          step: the step of a saved checkpoint.
+          abstract_state: ShapeDtypeStructs with the shardings of the restored arrays.
+          initialize: makes the arrays at some paths of the state that the checkpoint does not have,
+            if the settings allow that.
+
+        Raises:
+          ConfigError: if the checkpoint has different arrays, shapes or dtypes than the state, or
+            cannot be read.
+        """
+        if self._restore is not None and self._restore.dtype is not None:
+            _check_dtype(self._restore, abstract_state.params)
+        if not self._reads_with_orbax:
+            return self._read(step, abstract_state, ('',), initialize)
+        import orbax.checkpoint as ocp
+
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
+        self._check(step, abstract_state)
+        try:
+            return self._manager.restore(step, args=args)['state']
+        except Exception as error:  # Orbax and tensorstore raise many types for a missing file.
+            raise self._damaged(step, error) from error
+
+    def restore_variables(
+        self, step: int, abstract_state: Any, initialize: Initialize | None = None
+    ) -> Any:
+        """Restores the step, the parameters and the other variables, without the optimizer state.
+
+        Args:
+          step: the step of a saved checkpoint.
+          abstract_state: the TrainState of ShapeDtypeStructs, as in `restore`.
+          initialize: as in `restore`.
+
+        Returns:
+          The state, whose `opt_state` is None.
+
+        Raises:
+          ConfigError: as in `restore`.
+        """
+        state = abstract_state.replace(opt_state=None)
+        if self._restore is not None and self._restore.dtype is not None:
+            state = state.replace(params=with_dtype(state.params, self._restore.dtype))
+        if not self._reads_with_orbax:
+            return self._read(step, state, self.variables, initialize)
+        import orbax.checkpoint as ocp
+
+        wanted = {n: value for n in self.variables if (value := getattr(state, n)) is not None}
+        args = ocp.args.PyTreeRestore(
+            item=wanted,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
+            partial_restore=True,
+        )
+        self._check(step, wanted, prefixes=tuple(wanted))
+        path = self.path(step) / 'state'
+        try:
+            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+                return state.replace(**checkpointer.restore(path, args=args))
+        except Exception as error:
+            raise self._damaged(step, error) from error
+
+    @property
+    def _reads_with_orbax(self) -> bool:
+        """Whether the checkpoints have exactly the arrays of the run, so that Orbax reads them."""
+        return self._restore is None or self._restore.is_exact
+
+    def _read(
+        self, step: int, abstract_state: Any, parts: tuple[str, ...], initialize: Initialize | None
+    ) -> Any:
+        """Reads an array of the checkpoint for each array of a state.
+
+        Args:
+          step: the step of the checkpoint.
+          abstract_state: the arrays to read.
+          parts: the beginnings of the names that are compared.
+          initialize: as in `restore`.
+        """
+        flat, treedef = jax.tree_util.tree_flatten_with_path(abstract_state)
+        wanted = {path_str(path): struct for path, struct in flat}
+        names = dict(zip(wanted, self.names(abstract_state), strict=True))
+        restore = self._restore or _OwnCheckpoint(path=str(self.directory))
+        if initialize is None:
+            restore = dataclasses.replace(restore, initialize_missing=False)
+        with raise_on_all_processes():
+            try:
+                matched = match_arrays(
+                    self.arrays(step),
+                    {names[path]: struct for path, struct in wanted.items()},
+                    restore,
+                    where=str(self.path(step)),
+                    parts=parts,
+                    casts=self.casts or restore.dtype is not None,
+                )
+                found = {p: matched[name] for p, name in names.items() if name in matched}
+                arrays = read_all(found, wanted)
+            except ConfigError:
+                raise
+            except Exception as error:  # Many types, for files that are missing or damaged.
+                raise self._damaged(step, error) from error
+        if initialize is not None and (missing := wanted.keys() - arrays.keys()):
+            arrays |= initialize(missing)
+        return jax.tree.unflatten(treedef, [arrays[path] for path in wanted])
+
+    def _check(self, step: int, abstract_state: Any, prefixes: tuple[str, ...] = ('',)) -> None:
+        """Compares the checkpoint with the state, before `restore` makes processes wait."""
+        manager = self._manager  # Creating it may wait for the other processes.
+        with raise_on_all_processes():
+            try:
+                self._compare(manager.item_metadata(step)['state'], step, abstract_state, prefixes)
+            except ConfigError:
+                raise
+            except Exception as error:
+                raise self._damaged(step, error) from error
+
+    def _damaged(self, step: int, error: Exception) -> ConfigError:
+        hint = 'delete it to resume from the previous checkpoint'
+        if self._restore is not None:
+            hint = f'set {self._restore.setting} to another checkpoint'
+        return ConfigError(f'checkpoint {self.path(step)} is damaged ({first_line(error)}): {hint}')
+
+    # Saving.
+
+    def is_due(self, step: int, *, ending: bool = False) -> bool:
+        """Whether a checkpoint is to be saved after this step.
+
+        Args:
+          step: the step.
+          ending: whether the run ends after it.
+        """
+        periodic = self._config.period and step % self._config.period == 0
+        return bool(periodic) or step in self._steps or (ending and self._config.at_end)
+
+    def save(self, step: int, state: Any) -> None:
+        """Starts to save a state. Files are written in the background while training continues."""
+        if step in self._manager.all_steps() and not is_complete(self.path(step)):
+            self._manager.delete(step)  # An earlier save did not finish.
+        if step not in self._manager.all_steps():
+            self._manager.save(step, args=self._saved_items(state), force=True)
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        if '_manager' in self.__dict__:
+            self._manager.close()
+
+    def _compare(
+        self, metadata: Any, step: int, abstract_state: Any, prefixes: tuple[str, ...]
+    ) -> None:
+        """Compares paths, shapes and dtypes before any array is read (Orbax casts silently).
+
+        Args:
+          metadata: what Orbax knows about the arrays of the checkpoint.
+          step: the step of the checkpoint.
+          abstract_state: the arrays that are wanted.
+          prefixes: only arrays whose paths start with one of them are compared.
+        """
+        trees = metadata.tree if hasattr(metadata, 'tree') else metadata, abstract_state
+        saved, wanted = (
+            {path_str(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)} for tree in trees
+        )
+        restore = self._restore or _OwnCheckpoint(path=str(self.directory))
+        match_arrays(saved, wanted, restore, where=str(self.path(step)), parts=prefixes)
+
+
+class _OwnCheckpoint(RestoreConfig):
+    """The settings that resume a run from its own checkpoints."""
+
+    setting = 'MODEL_DIR'
+
+
+def with_dtype(tree: Any, dtype: Any) -> Any:
+    """The ShapeDtypeStructs of a tree, with another dtype for floating-point arrays."""
+
+    def convert(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+
+    return jax.tree.map(convert, tree)
+
+
+def _check_dtype(restore: RestoreConfig, params: Any) -> None:
+    """Checks that the parameters to train have the dtype that is asked for."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.dtype(restore.dtype):
+            key = f'{restore.setting.rpartition(".")[0]}.dtype'
+            raise ConfigError(
+                f'{key} is {restore.dtype!r}, but this run trains {path_str(path)} in {x.dtype}: '
+                f'write {key} = {str(x.dtype)!r}, or leave it out'
+            )
