@@ -210,21 +210,22 @@ def test_groups_that_do_not_divide_the_batch():
 
 
 def collectives(text):
-    """The collectives of a compiled program, and the shapes of their results."""
+    """The collectives of a compiled program."""
     kinds = 'all-to-all|all-gather|all-reduce|reduce-scatter|collective-permute'
-    return re.findall(rf'= (.*?) ({kinds})(?:-start)?\(', text)
+    return re.findall(rf' ({kinds})(?:-start)?\(', text)
 
 
-def test_experts_on_a_mesh():
-    module, (x, is_token) = layer(num_selected_experts=2, jitter_noise=0.1), tokens()
-    step = run(module, is_token, deterministic=False, rngs={'dropout': jax.random.key(3)})
-    partitioner = MoePjitPartitioner(num_expert_partitions=4, num_partitions=1)
-    assert dict(partitioner.mesh.shape) == {'data': 2, 'expert': 4, 'model': 1}
+@pytest.mark.parametrize('dropless, expert, model', [(False, 4, 1), (True, 4, 1), (True, 2, 2)])
+def test_experts_on_a_mesh(dropless, expert, model):
+    module, (x, is_token) = layer(num_selected_experts=2, dropless=dropless), tokens()
+    step = run(module, is_token, deterministic=False)
+    partitioner = MoePjitPartitioner(num_expert_partitions=expert, num_partitions=model)
+    assert dict(partitioner.mesh.shape) == {'data': 2, 'expert': expert, 'model': model}
     plan = partitioner.plan(lambda key: module.init(key, x)['params'], jax.random.key(0))
     params = plan.init(jax.random.key(0))
     for name in ('wi_0', 'wi_1', 'wo'):
         kernel = params['expert'][name]['kernel']
-        assert kernel.sharding.shard_shape(kernel.shape) == (2, *kernel.shape[1:])
+        assert kernel.addressable_shards[0].data.size == kernel.size / 4
     batch = partitioner.data_partition_spec
     program = partitioner.partition(
         step, (plan.specs, batch), ((plan.specs, batch), (batch, None, None))
@@ -232,7 +233,6 @@ def test_experts_on_a_mesh():
     one = jax.device_put(jax.device_get(params), jax.devices()[0])
     same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(same, jax.device_get(program(params, x)), jax.device_get(step(one, x)))
-    found = collectives(program.lower(params, x).compile().as_text())
-    kinds = [kind for _, kind in found]
-    assert kinds.count('all-to-all') == 4, 'there and back, forward and backward'
-    assert {*kinds} == {'all-to-all', 'all-reduce'}
+    kinds = collectives(program.lower(params, x).compile().as_text())
+    assert kinds.count('all-to-all') >= 4, 'there and back, forward and backward'
+    assert {*kinds} == {'all-to-all', 'all-reduce'}, 'nothing is gathered'

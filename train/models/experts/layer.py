@@ -6,7 +6,7 @@ C capacity, M embed, F mlp.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 
 from partitioning import constrain
-from train.models.experts import routing
+from train.models.experts import dropless, routing
 from train.models.experts.config import ExpertsConfig
-
-Activation = Callable[[jax.Array], jax.Array]
+from train.models.experts.mlp import Activation, Mlps
 
 
 class ExpertMlp(nn.Module):
@@ -81,7 +80,8 @@ class ExpertMlp(nn.Module):
             is_token_GT = is_token_BL.reshape(-1, tokens)
         router = Router(c, name='router')
         logits_GTE = router(x_GTM, deterministic=deterministic)
-        capacity = tokens if decode else c.capacity(tokens, training=not deterministic)
+        everything = c.dropless or decode
+        capacity = tokens if everything else c.capacity(tokens, training=not deterministic)
         routed = routing.route(
             probabilities_GTE := jax.nn.softmax(logits_GTE),
             is_token_GT,
@@ -90,27 +90,33 @@ class ExpertMlp(nn.Module):
             normalize=c.normalize_weights,
         )
         self._sow(logits_GTE, probabilities_GTE, routed)
-        x_GSM = routing.dispatch(x_GTM.astype(self.dtype), routed)
-        y_GSM = self._apply_experts(x_GSM, deterministic, decode)
-        y_GTM = routing.combine(y_GSM, routed)
+        x_GTM, mlps = x_GTM.astype(self.dtype), self._mlps(width, deterministic)
+        if everything:
+            experts_GTK = jnp.where(is_token_GT[..., None], routed.experts_GTK, c.num_experts)
+            y_GTM = dropless.apply_experts(
+                x_GTM.reshape(-1, width),
+                experts_GTK.reshape(-1, c.num_selected_experts),
+                routed.weights_GTK.reshape(-1, c.num_selected_experts),
+                mlps,
+                decode=decode,
+            ).reshape(x_GTM.shape)
+        else:
+            y_GSM = _apply_experts(routing.dispatch(x_GTM, routed), mlps, decode)
+            y_GTM = routing.combine(y_GSM, routed)
         return _lay_out(y_GTM, ('batch', None, 'embed'), decode).reshape(x_BLM.shape)
 
-    def _apply_experts(self, x_GSM: jax.Array, deterministic: bool, decode: bool) -> jax.Array:
-        """Sends the slots to the devices of their experts, applies them, and sends them back."""
-        here, there = ('batch', 'unmodeled', None), ('expert_replicas', 'expert', None)
-        shape = (x_GSM.shape[0], self.config.num_experts, -1, x_GSM.shape[-1])
-        x_GECM = _lay_out(x_GSM.reshape(shape), (*here, 'embed'), decode)
-        x_GECM = _lay_out(x_GECM, (*there, 'embed'), decode)
-        expert = Experts(
-            self.config.num_experts,
-            self.mlp_dim,
-            self.activations,
-            self.dropout_rate,
-            self.dtype,
-            name='expert',
+    def _mlps(self, width: int, deterministic: bool) -> Mlps:
+        """Creates the parameters of the experts."""
+        expert = Experts(self.config.num_experts, width, self.mlp_dim, name='expert')
+        into_hidden, out = expert(len(self.activations))
+        dropped = self.dropout_rate and not deterministic
+        return Mlps(
+            into_hidden=tuple(kernel.astype(self.dtype) for kernel in into_hidden),
+            out=out.astype(self.dtype),
+            activations=tuple(self.activations),
+            dropout_rate=self.dropout_rate,
+            dropout_key=self.make_rng('dropout') if dropped else None,
         )
-        y_GECM = _lay_out(expert(x_GECM, deterministic, decode), (*there, 'embed'), decode)
-        return _lay_out(y_GECM, (*here, 'embed'), decode).reshape(x_GSM.shape)
 
     def _sow(
         self, logits_GTE: jax.Array, probabilities_GTE: jax.Array, routed: routing.Routing
@@ -122,7 +128,10 @@ class ExpertMlp(nn.Module):
         factors['router_z_loss'] = c.router_z_loss_factor
         for name, value in losses.items():
             self.sow('losses', name, self.loss_scale * factors[name] * value)
-        for name, value in {**losses, **routing.routing_metrics(probabilities_GTE, routed)}.items():
+        reported = losses | routing.routing_metrics(probabilities_GTE, routed)
+        if c.dropless:
+            del reported['expert_usage']  # experts have no slots
+        for name, value in reported.items():
             self.sow('metrics', f'experts/{name}', jax.lax.stop_gradient(value))
 
 
@@ -155,33 +164,21 @@ class RouterWeights(nn.Module):
 
 
 class Experts(nn.Module):
-    """The MLPs of all experts."""
+    """The kernels of the MLPs of all experts."""
 
     num_experts: int
+    width: int
     mlp_dim: int
-    activations: Sequence[Activation]
-    dropout_rate: float
-    dtype: Any
 
     @nn.compact
-    def __call__(self, x_GECM: jax.Array, deterministic: bool, decode: bool) -> jax.Array:
-        width, count = x_GECM.shape[-1], len(self.activations)
-        hidden_GECF: Any = 1
-        for i, activation in enumerate(self.activations):
-            kernel = Kernel(
-                (self.num_experts, width, self.mlp_dim),
-                ('expert', 'embed', 'expert_mlp'),
-                name='wi' if count == 1 else f'wi_{i}',
-            )
-            part_GECF = jnp.einsum('GECM,EMF->GECF', x_GECM, kernel().astype(self.dtype))
-            hidden_GECF *= activation(part_GECF)
-        hidden_GECF = nn.Dropout(self.dropout_rate)(hidden_GECF, deterministic)
-        names = ('expert_replicas', 'expert', None, 'expert_mlp')
-        hidden_GECF = _lay_out(hidden_GECF, names, decode)
-        kernel = Kernel(
-            (self.num_experts, self.mlp_dim, width), ('expert', 'expert_mlp', 'embed'), name='wo'
-        )
-        return jnp.einsum('GECF,EFM->GECM', hidden_GECF, kernel().astype(self.dtype))
+    def __call__(self, num_activations: int) -> tuple[list[jax.Array], jax.Array]:
+        shape, names = (self.width, self.mlp_dim), ('embed', 'expert_mlp')
+        made = ['wi'] if num_activations == 1 else [f'wi_{i}' for i in range(num_activations)]
+        into_hidden = [
+            Kernel((self.num_experts, *shape), ('expert', *names), name=n)() for n in made
+        ]
+        out = Kernel((self.num_experts, *shape[::-1]), ('expert', *names[::-1]), name='wo')
+        return into_hidden, out()
 
 
 class Kernel(nn.Module):
@@ -197,6 +194,21 @@ class Kernel(nn.Module):
         )
         boxed = nn.with_logical_partitioning(scaling, self.names)
         return self.param('kernel', boxed, self.shape, jnp.float32)
+
+
+def _apply_experts(x_GSM: jax.Array, mlps: Mlps, decode: bool) -> jax.Array:
+    """Sends the slots to the devices of their experts, applies them, and sends them back."""
+    here, there = ('batch', 'unmodeled', None), ('expert_replicas', 'expert', None)
+
+    def multiply(x_GECI: jax.Array, kernels_EIO: jax.Array) -> jax.Array:
+        return jnp.einsum('GECI,EIO->GECO', x_GECI, kernels_EIO)
+
+    shape = (x_GSM.shape[0], mlps.out.shape[0], -1, x_GSM.shape[2])
+    x_GECM = _lay_out(x_GSM.reshape(shape), (*here, 'embed'), decode)
+    x_GECM = _lay_out(x_GECM, (*there, 'embed'), decode)
+    hidden_GECF = _lay_out(mlps.hidden(x_GECM, multiply), (*there, 'expert_mlp'), decode)
+    y_GECM = _lay_out(multiply(hidden_GECF, mlps.out), (*there, 'embed'), decode)
+    return _lay_out(y_GECM, (*here, 'embed'), decode).reshape(x_GSM.shape)
 
 
 def _lay_out(x: jax.Array, names: Sequence[str | None], decode: bool) -> jax.Array:

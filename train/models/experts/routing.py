@@ -74,7 +74,7 @@ def route(
     is_taken_GN = routed_GN & (places_GN < capacity)
     slots_GN = jnp.where(is_taken_GN, ordered_GN * capacity + places_GN, num_experts * capacity)
     slots_GTK = slots_GN.reshape(groups, num_selected, tokens).swapaxes(1, 2)
-    choices_GS = _invert(slots_GTK.reshape(groups, -1), num_experts * capacity)
+    choices_GS = invert(slots_GTK.reshape(groups, -1), num_experts * capacity)
     weights_GTK = jnp.where(slots_GTK < num_experts * capacity, weights_GTK, 0.0)
     return Routing(experts_GTK, weights_GTK, slots_GTK, choices_GS, is_token_GT)
 
@@ -95,14 +95,14 @@ def choose_experts(probabilities_GTE: jax.Array, num_selected: int) -> tuple[jax
 def dispatch(x_GTM: jax.Array, routing: Routing) -> jax.Array:
     """Returns the tokens in the slots that they take, [G, S, M]. Free slots are 0."""
     tokens_GS = routing.choices_GS // routing.slots_GTK.shape[2]
-    return _take_rows(x_GTM, tokens_GS, routing.slots_GTK)
+    return take_rows(x_GTM, tokens_GS, routing.slots_GTK)
 
 
 def combine(y_GSM: jax.Array, routing: Routing) -> jax.Array:
     """Returns the weighted sums of the experts' outputs for each token, [G, T, M]."""
     groups, tokens, selected = routing.slots_GTK.shape
     flat = routing.slots_GTK.reshape(groups, tokens * selected)
-    y_GNM = _take_rows(y_GSM, flat, routing.choices_GS[..., None])
+    y_GNM = take_rows(y_GSM, flat, routing.choices_GS[..., None])
     y_GTKM = y_GNM.reshape(groups, tokens, selected, -1)
     return jnp.einsum('GTKM,GTK->GTM', y_GTKM, routing.weights_GTK.astype(y_GTKM.dtype))
 
@@ -165,7 +165,7 @@ def _mean(values_GT: jax.Array, is_token_GT: jax.Array) -> jax.Array:
     return jnp.sum(values_GT * is_token_GT) / jnp.maximum(jnp.sum(is_token_GT), 1)
 
 
-def _invert(slots_GN: jax.Array, num_slots: int) -> jax.Array:
+def invert(slots_GN: jax.Array, num_slots: int) -> jax.Array:
     """Returns the index n of each slot, or N if the slot is free."""
 
     def invert(slots_N: jax.Array) -> jax.Array:
@@ -178,7 +178,7 @@ def _invert(slots_GN: jax.Array, num_slots: int) -> jax.Array:
 # The gradient of taking rows by index would be a scatter. All rows that were taken are known, so it
 # is a sum of rows taken by index too, which is fast and keeps the sharding of the groups.
 @functools.partial(jax.custom_vjp)
-def _take_rows(x_GNM: jax.Array, rows_GP: jax.Array, back_GNR: jax.Array) -> jax.Array:
+def take_rows(x_GNM: jax.Array, rows_GP: jax.Array, back_GNR: jax.Array) -> jax.Array:
     """Takes rows of each group, and 0 for indices outside.
 
     Args:
@@ -192,7 +192,7 @@ def _take_rows(x_GNM: jax.Array, rows_GP: jax.Array, back_GNR: jax.Array) -> jax
 def _take_rows_forward(
     x_GNM: jax.Array, rows_GP: jax.Array, back_GNR: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return _take_rows(x_GNM, rows_GP, back_GNR), back_GNR
+    return take_rows(x_GNM, rows_GP, back_GNR), back_GNR
 
 
 def _take_rows_backward(back_GNR: jax.Array, change_GPM: jax.Array) -> tuple[jax.Array, None, None]:
@@ -202,4 +202,4 @@ def _take_rows_backward(back_GNR: jax.Array, change_GPM: jax.Array) -> tuple[jax
     return taken.reshape(groups, rows, repeats, -1).sum(axis=2), None, None
 
 
-_take_rows.defvjp(_take_rows_forward, _take_rows_backward)
+take_rows.defvjp(_take_rows_forward, _take_rows_backward)

@@ -1,0 +1,157 @@
+"""Experts that take all tokens: the rows of each expert are sorted together and multiplied at once.
+
+Every device sends its tokens to the devices of their experts, and gets the outputs back. The
+buffers have room for the case that all of its tokens choose the experts of one device.
+
+Suffixes of array names: N tokens, K choices of a token, C = N * K choices, D devices along the mesh
+axes of the experts, E experts, M embed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.core import spmd
+from jax.sharding import PartitionSpec as P
+
+from partitioning import logical_to_mesh_axes
+from train.errors import ConfigError
+from train.models.experts.mlp import Mlps
+from train.models.experts.routing import Routing, combine, dispatch, invert, take_rows
+
+
+def apply_experts(
+    x_NM: jax.Array,
+    experts_NK: jax.Array,
+    weights_NK: jax.Array,
+    mlps: Mlps,
+    *,
+    decode: bool = False,
+) -> jax.Array:
+    """Returns the weighted sum of the outputs of each token's experts, [N, M].
+
+    Args:
+      x_NM: the tokens, sharded like a batch.
+      experts_NK: the experts of each token; the number of experts or more for none.
+      weights_NK: the weights of their outputs.
+      mlps: the experts, sharded over the logical axes 'expert' and 'expert_mlp'.
+      decode: whether tokens that their mesh axes do not divide are replicated.
+
+    Raises:
+      ConfigError: if the rules shard the experts over mesh axes that do not shard the batch.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes:
+        return _apply_local(x_NM, experts_NK, weights_NK, mlps)
+    rules = spmd.get_logical_axis_rules()
+
+    def spec(*names: str | None, shape: Any = None) -> P:
+        policy = {'on_indivisible': 'replicate'} if decode else {}
+        return logical_to_mesh_axes(names, rules, mesh=mesh, shape=shape, **policy)
+
+    batch = P(spec('batch', None, shape=x_NM.shape)[0])
+    into, out = spec('expert', None, 'expert_mlp'), spec('expert', 'expert_mlp', None)
+    axes, hidden = _axes(into[0]), _axes(into[2])
+    if missing := [axis for axis in axes if axis not in _axes(spec('batch')[0])]:
+        raise ConfigError(
+            f"the rules shard 'expert' over {missing[0]!r}, which does not shard 'batch': dropless "
+            f"experts need {missing[0]!r} in the rule of 'batch'; add it, or set dropless = False"
+        )
+    specs: dict[str, Any] = {'into_hidden': (into,) * len(mlps.into_hidden), 'out': out}
+    if mlps.dropout_key is not None:
+        specs['dropout_key'] = P()
+    of_mlps = dataclasses.replace(mlps, **specs)
+
+    def local(x_NM: Any, experts_NK: Any, weights_NK: Any, mlps: Mlps) -> jax.Array:
+        if mlps.dropout_key is not None:
+            place = jax.lax.axis_index(mesh.axis_names)
+            key = jax.random.fold_in(mlps.dropout_key, place)
+            mlps = dataclasses.replace(mlps, dropout_key=key)
+        return _apply_local(x_NM, experts_NK, weights_NK, mlps, axes, hidden)
+
+    return jax.shard_map(
+        local, in_specs=(batch, batch, batch, of_mlps), out_specs=batch, check_vma=False
+    )(x_NM, experts_NK, weights_NK, mlps)
+
+
+def _apply_local(
+    x_NM: jax.Array,
+    experts_NK: jax.Array,
+    weights_NK: jax.Array,
+    mlps: Mlps,
+    axes: tuple[str, ...] = (),
+    hidden_axes: tuple[str, ...] = (),
+) -> jax.Array:
+    """The same on one device, which holds some of the tokens and some of the experts.
+
+    Args:
+      x_NM: its tokens.
+      experts_NK: their experts.
+      weights_NK: their weights.
+      mlps: its experts.
+      axes: the mesh axes over which experts are sharded.
+      hidden_axes: the mesh axes over which the hidden layers are sharded.
+    """
+    devices = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    routed, counts_DH = _sort_by_device(experts_NK, weights_NK, devices, mlps.out.shape[0])
+    x_DCM = dispatch(x_NM[None], routed).reshape(devices, -1, x_NM.shape[1])
+    x_DCM, counts_DH = (_exchange(x, axes) for x in (x_DCM, counts_DH))
+    # Each row's expert: those of a device are sorted, and what is behind them is free.
+    places_C, ends_DH = jnp.arange(x_DCM.shape[1]), jnp.cumsum(counts_DH, axis=1)
+    held_S = jnp.ravel(jnp.sum(places_C[:, None] >= ends_DH[:, None], axis=-1))
+    order_S = jnp.argsort(held_S, stable=True)
+    back_S = jnp.argsort(order_S)
+    x_SM = take_rows(x_DCM.reshape(1, held_S.size, -1), order_S[None], back_S[None, :, None])[0]
+    sizes_H = jnp.sum(counts_DH, axis=0)
+
+    def multiply(rows: jax.Array, kernels: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot(rows, kernels, sizes_H)
+
+    y_SM = multiply(mlps.hidden(x_SM, multiply), mlps.out)
+    y_SM = jnp.where((held_S[order_S] < sizes_H.size)[:, None], y_SM, 0)
+    y_SM = jax.lax.psum(y_SM, hidden_axes)
+    y_SM = take_rows(y_SM[None], back_S[None], order_S[None, :, None])[0]
+    y_DCM = _exchange(y_SM.reshape(x_DCM.shape), axes)
+    return combine(y_DCM.reshape(1, *y_SM.shape), routed)[0]
+
+
+def _sort_by_device(
+    experts_NK: jax.Array, weights_NK: jax.Array, devices: int, held: int
+) -> tuple[Routing, jax.Array]:
+    """Sorts the choices of tokens by the devices of their experts, and there by expert.
+
+    Returns:
+      A routing of one group to the devices, each with room for all choices, and the number of rows
+      for each expert, [D, H], where H experts are held by a device.
+    """
+    experts_C = jnp.minimum(jnp.ravel(experts_NK), held * devices)
+    counts_DH = jnp.bincount(experts_C, length=held * devices + 1)[:-1].reshape(devices, held)
+    rows_D = jnp.sum(counts_DH, axis=1)
+    places_C = jnp.argsort(jnp.argsort(experts_C, stable=True))
+    device_C = experts_C // held
+    places_C -= jnp.append(jnp.cumsum(rows_D) - rows_D, 0)[device_C]
+    slots_C = jnp.where(
+        device_C < devices, device_C * experts_C.size + places_C, devices * experts_C.size
+    )
+    routed = Routing(
+        experts_NK[None],
+        weights_NK[None],
+        slots_C.reshape(1, *experts_NK.shape),
+        invert(slots_C[None], devices * experts_C.size),
+        jnp.ones((1, experts_NK.shape[0]), bool),
+    )
+    return routed, counts_DH
+
+
+def _exchange(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Sends x[d] to device d, and returns what each device has sent."""
+    return jax.lax.all_to_all(x, axes, 0, 0, tiled=True) if axes else x
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of one dimension of a spec."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
