@@ -11,8 +11,8 @@ from train.data import Mixture, Task, Tokenizer
 from train.errors import ConfigError
 from train.objectives import NextToken
 from train.optimizers import Optimizer
-from train.t5x.adafactor import Adafactor
 from train.t5x.network import ONLY_DECODER, DecoderWrapper
+from train.t5x.optimizers import OptimizerDef, check_optimizer, with_learning_rate
 from train.t5x.refusals import check_off, expect, refusal
 
 # T5X's names of the divisors of a loss -> their names here.
@@ -41,7 +41,7 @@ class DecoderOnlyModel:
 
     module: DecoderWrapper
     vocabulary: Tokenizer
-    optimizer_def: Adafactor | optax.GradientTransformation
+    optimizer_def: OptimizerDef
     decode_fn: Any = None
     inputs_bidirectional_attention: bool = False
     feature_converter_cls: Any = None
@@ -54,8 +54,7 @@ class DecoderOnlyModel:
         expect(f'{key}.module', self.module, DecoderWrapper, '@network.DecoderWrapper()')
         written = '@seqio.SentencePieceVocabulary()'
         expect(f'{key}.vocabulary', self.vocabulary, Tokenizer, written)
-        if not isinstance(self.optimizer_def, optax.GradientTransformation):
-            expect(f'{key}.optimizer_def', self.optimizer_def, Adafactor, '@adafactor.Adafactor()')
+        check_optimizer(f'{key}.optimizer_def', self.optimizer_def)
         why = 'the model attends only to earlier tokens'
         bidirectional = self.inputs_bidirectional_attention
         check_off(f'{key}.inputs_bidirectional_attention', bidirectional, why)
@@ -64,9 +63,7 @@ class DecoderOnlyModel:
 
     def optimizer(self, learning_rate: optax.Schedule) -> Optimizer | optax.GradientTransformation:
         """The optimizer, with the learning rate of the trainer unless it has its own."""
-        if isinstance(self.optimizer_def, Adafactor):
-            return self.optimizer_def.optimizer(learning_rate)
-        return self.optimizer_def
+        return with_learning_rate(self.optimizer_def, learning_rate)
 
     def objective(self) -> NextToken:
         """The network and its loss.

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import optax
+
 from partitioning import BasePartitioner, TrainState
 from train.config import TrainConfig
 from train.data import Task
@@ -15,7 +17,6 @@ from train.errors import ConfigError, check_counts
 from train.evaluators import HeldOut
 from train.runtime.console import RunConsole
 from train.runtime.machine import raise_on_all_processes
-from train.t5x.adafactor import Adafactor
 from train.t5x.configs import CheckpointConfig, DatasetConfig
 from train.t5x.gin_utils import check_summarize
 from train.t5x.models import DecoderOnlyModel
@@ -245,7 +246,7 @@ def _report_differences(settings: Mapping[str, Any], seed: int) -> None:
         settings['infer_eval_dataset_cfg'].check_evaluates('infer_eval/')
         _ = settings['infer_eval_dataset_cfg'].task  # raises an error if the name is wrong
         console.say(f'{KEY}.infer_eval_dataset_cfg is skipped: no task scores decoded text')
-    if not isinstance(optimizer, Adafactor):
+    if isinstance(optimizer, optax.GradientTransformation):
         console.say(
             'trainer.Trainer.learning_rate_fn is not used: the optax transformation of the model '
             'has its own learning rate, as in T5X'
