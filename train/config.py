@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 
 from partitioning import BasePartitioner
 from train.checkpoints import CheckpointConfig, RestoreConfig
-from train.data import Prefetch, Task
+from train.data import Lengths, Prefetch, Task
+from train.data.rows.lengths import check_lengths
 from train.errors import ConfigError, check_counts, first_line
 from train.evaluators import HeldOut
 from train.objectives import Objective
@@ -45,7 +46,8 @@ class TrainConfig:
       task: the training data, and how it becomes rows.
       total_steps: the step at which the run ends.
       batch_size: the number of rows in the global batch.
-      sequence_length: the number of tokens in a row, for tasks on text.
+      sequence_length: the number of tokens in a row, for tasks on text. Tasks with inputs and
+        targets take both numbers, such as {'inputs': 512, 'targets': 114}.
       evaluators: what is evaluated, by name. Each has an attribute `every`, the number of steps
         between evaluations (0: only at the end), and a method `run(state, step) -> scores`. The
         score x of the evaluator y is reported as 'y/x'. By default, 'eval' is `HeldOut()`, if the
@@ -75,7 +77,7 @@ class TrainConfig:
     task: Task
     total_steps: int
     batch_size: int
-    sequence_length: int | None = None
+    sequence_length: Lengths = None
     evaluators: Mapping[str, Any] = dataclasses.field(default=None)  # type: ignore[arg-type]
     checkpoints: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     restore: RestoreConfig | None = None
@@ -92,8 +94,7 @@ class TrainConfig:
         names = ('total_steps', 'batch_size', 'num_microbatches', 'log_every')
         check_counts(**{name: getattr(self, name) for name in names})
         check_counts(minimum=0, seed=self.seed)
-        if self.sequence_length is not None:
-            check_counts(sequence_length=self.sequence_length)
+        check_lengths('sequence_length', self.sequence_length)
         for name in KINDS:
             if getattr(self, name) is not None or name != 'restore':
                 _check_object(name, getattr(self, name))

@@ -171,10 +171,12 @@ def open_tasks(config: TrainConfig, progress: Any) -> tuple[OpenTask, dict[str, 
     for task in (config.task, *tasks.values()):
         check_vocabulary(config.objective, task.num_tokens)
     data = config.task.open(config.sequence_length, progress)
-    opened = {
-        name: data if task is config.task else task.open(config.sequence_length, progress)
-        for name, task in tasks.items()
-    }
+    opened = {}
+    for name, task in tasks.items():
+        lengths = getattr(config.evaluators[name], 'sequence_length', None)
+        lengths = config.sequence_length if lengths is None else lengths
+        same = task is config.task and lengths == config.sequence_length
+        opened[name] = data if same else task.open(lengths, progress)
     for name, task in opened.items():
         ours, theirs = data.tokenizer_identity, task.tokenizer_identity
         if ours != theirs:

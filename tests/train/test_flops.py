@@ -70,7 +70,9 @@ def test_the_speed_of_the_steps_between_two_records(monkeypatch, tmp_path):
     monkeypatch.setattr(meter, 'peak_flops', lambda devices: 1e6 * len(devices))
     monkeypatch.setattr(meter, 'memory_in_use', lambda: 12345)
     config = small_config(tmp_path, tmp_path, total_steps=100, partitioner=partitioner(4, 2))
-    measured = meter.Meter(types.SimpleNamespace(config=config), 10, flops=2e6)
+    tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+    batch = {'decoder_input_tokens': tokens, 'decoder_target_tokens': tokens}
+    measured = meter.Meter(types.SimpleNamespace(config=config, batch=batch), 10, flops=2e6)
     now[0] += 30
     measured.skip(10.0)  # an evaluation
     assert measured.read(20, waited=5.0) == pytest.approx(

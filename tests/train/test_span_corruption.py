@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from train.data import ByteTokenizer, SpanCorruption
+from train.data import ByT5Tokenizer, ByteTokenizer, SpanCorruption
 from train.data.rows.span_corruption import Corruption, CorruptSpans
 from train.data.text.sources import Records
 from train.errors import ConfigError
@@ -15,27 +15,26 @@ from train.errors import ConfigError
 pytestmark = pytest.mark.core
 
 SEPARATOR = 256
-LAST = 356  # the last of 100 sentinels after the tokens of bytes
+LAST = 358  # the last of 100 sentinels after ByT5's 3 special tokens and 256 bytes
 FIRST = 1256  # the first sentinel in these tests, far above the bytes, so that no text contains one
 
 
-def maker(corruption, text_length, spare=0):
-    encoder, decoder = corruption.lengths(text_length)
-    return CorruptSpans(
-        corruption,
-        encoder_length=encoder + spare,
-        decoder_length=decoder + spare,
-        separator=SEPARATOR,
-        first_sentinel=FIRST,
-    )
+def maker(corruption):
+    return CorruptSpans(corruption, end=SEPARATOR, first_sentinel=FIRST)
 
 
-def parts_of(row):
+def parts_of(pair):
     """The tokens of the encoder and of the decoder, without the separator at the end."""
-    encoder = row['encoder_input_tokens'][row['encoder_segment_ids'] == 1].tolist()
-    decoder = row['decoder_target_tokens'][row['decoder_loss_weights'] == 1].tolist()
+    encoder, decoder = (tokens.tolist() for tokens in pair)
     assert encoder.pop() == decoder.pop() == SEPARATOR
     return encoder, decoder
+
+
+def pair_of(row):
+    """The pair in a row of ByT5's tokens: bytes and sentinels stay, and 1 becomes the separator."""
+    pair = [row[name] for name in ('encoder_input_tokens', 'decoder_target_tokens')]
+    pair = [tokens[tokens > 0] for tokens in pair]
+    return [np.select([t == 1, t < 259], [SEPARATOR, t - 3], t) for t in pair]
 
 
 def put_back(encoder, decoder):
@@ -115,15 +114,14 @@ def test_shorter_texts_fit_into_the_row_of_the_longest(encoder_length, density, 
 # The rows.
 
 
-@given(st.integers(1, 300), densities, mean_spans, st.integers(0, 2**32 - 1), st.integers(0, 9))
+@given(st.integers(1, 300), densities, mean_spans, st.integers(0, 2**32 - 1))
 @settings(deadline=None, max_examples=300)
-def test_putting_the_spans_back_gives_the_text(length, density, mean_span, seed, spare):
+def test_putting_the_spans_back_gives_the_text(length, density, mean_span, seed):
     corruption = Corruption(density, mean_span)
     rng = np.random.default_rng(seed)
     # Texts may contain separators, because they run across the ends of documents.
     text = rng.integers(0, SEPARATOR + 1, length).astype(np.int32)
-    row = maker(corruption, length, spare)(text, rng)
-    encoder, decoder = parts_of(row)
+    encoder, decoder = parts_of(maker(corruption)(text, rng))
     found, spans = put_back(encoder, decoder)
     assert found == text.tolist()
     assert list(spans) == list(range(FIRST, FIRST - len(spans), -1))
@@ -144,31 +142,52 @@ def test_putting_the_spans_back_gives_the_text(length, density, mean_span, seed,
         assert not spans
 
 
-@given(st.integers(1, 60), st.integers(0, 5), st.integers(0, 1000))
-@settings(deadline=None, max_examples=100)
-def test_the_arrays_of_a_row(length, spare, seed):
-    rng = np.random.default_rng(seed)
-    corruption = Corruption(0.3, 2.0)
-    row = maker(corruption, length, spare)(rng.integers(0, 256, length).astype(np.int32), rng)
-    encoder, decoder = corruption.lengths(length)
-    assert {name: (a.shape, a.dtype.name) for name, a in row.items()} == {
-        'encoder_input_tokens': ((encoder + spare,), 'int32'),
-        'encoder_segment_ids': ((encoder + spare,), 'int32'),
-        'decoder_input_tokens': ((decoder + spare,), 'int32'),
-        'decoder_target_tokens': ((decoder + spare,), 'int32'),
-        'decoder_loss_weights': ((decoder + spare,), 'float32'),
+@pytest.mark.parametrize('pack', [False, True])
+def test_the_arrays_of_a_row(pack):
+    """T5's numbers: 568 tokens become 512 inputs and 114 targets, here with room for 120."""
+    task = opened([b'a' * 1000], {'inputs': 512, 'targets': 120}, pack=pack)
+    rows = task.training_rows[0].in_order()
+    full, last = rows[0], rows[1]
+    targets = full['decoder_target_tokens']
+    assert full['encoder_input_tokens'].shape == (512,)
+    assert full['encoder_input_tokens'][-1] == 1
+    assert targets.tolist().index(1) == 113
+    assert targets[114:].tolist() == [0] * 6
+    assert full['decoder_loss_weights'].tolist() == [1.0] * 114 + [0.0] * 6
+    shifted = [0, *targets.tolist()[:-1]]
+    shifted[114] = 0 if pack else 1
+    assert full['decoder_input_tokens'].tolist() == shifted
+    ids = {'encoder_segment_ids', 'encoder_positions', 'decoder_segment_ids', 'decoder_positions'}
+    assert ids & full.keys() == (ids if pack else set())
+    assert len(full) == (8 if pack else 4)
+    assert {name: array.dtype.name for name, array in last.items() if array.dtype != np.int32} == {
+        'decoder_loss_weights': 'float32'
     }
-    assert row['decoder_input_tokens'][0] == SEPARATOR
-    assert row['decoder_input_tokens'][1:].tolist() == row['decoder_target_tokens'][:-1].tolist()
-    assert row['encoder_segment_ids'].tolist() == [1] * encoder + [0] * spare
-    assert row['decoder_loss_weights'].tolist() == [1.0] * decoder + [0.0] * spare
-    assert set(row['encoder_input_tokens'][encoder - 1 :].tolist()) == {SEPARATOR}
-    assert set(row['decoder_target_tokens'][decoder - 1 :].tolist()) == {SEPARATOR}
+    if pack:
+        inputs = last['encoder_input_tokens']
+        assert last['encoder_segment_ids'].tolist() == (inputs > 0).astype(int).tolist()
+        assert last['encoder_positions'].max() == np.count_nonzero(inputs) - 1
+
+
+def test_a_decoder_reads_the_inputs_and_then_the_targets():
+    task = opened([b'a' * 568], {'inputs': 512, 'targets': 114}, architecture='decoder_only')
+    row = task.training_rows[0].in_order()[0]
+    assert row['decoder_target_tokens'].shape == (626,)
+    assert row['decoder_loss_weights'].tolist() == [0.0] * 512 + [1.0] * 114
+    assert row['decoder_causal_attention'].tolist() == [1] * 513 + [0] * 113
+
+
+def test_the_tokens_of_the_tokenizer_stand_for_spans():
+    """T5's vocabularies end with their sentinels: the last token stands for the first span."""
+    tokenizer = ByT5Tokenizer(extra_ids=100)
+    task = opened([b'a' * 1000], 512, num_sentinels=0, tokenizer=tokenizer)
+    encoder = task.training_rows[0].in_order()[0]['encoder_input_tokens']
+    assert [t for t in encoder.tolist() if t >= 259] == list(range(358, 358 - 28, -1))
 
 
 def test_a_text_of_one_token_loses_nothing():
-    row = maker(Corruption(0.15, 3.0), 20)(np.array([7], np.int32), np.random.default_rng(0))
-    assert parts_of(row) == ([7], [])
+    pair = maker(Corruption(0.15, 3.0))(np.array([7], np.int32), np.random.default_rng(0))
+    assert parts_of(pair) == ([7], [])
 
 
 def test_every_choice_of_spans_is_equally_likely():
@@ -195,7 +214,7 @@ def test_rows_of_a_task_contain_the_whole_stream():
     assert len(stream) % text_length, 'the last text is shorter'
     assert task.rows_per_epoch == count
     rows = task.training(seed=3)
-    found = sorted(put_back(*parts_of(rows[i]))[0] for i in range(count))
+    found = sorted(put_back(*parts_of(pair_of(rows[i])))[0] for i in range(count))
     assert found == sorted(
         stream[first : first + text_length] for first in range(0, len(stream), text_length)
     )
@@ -212,7 +231,7 @@ def test_noise_depends_only_on_the_seed_and_the_row():
         rows, count = task.training(seed), task.rows_per_epoch
         made = {}
         for i in range(epoch * count, (epoch + 1) * count):
-            encoder, decoder = parts_of(rows[i])
+            encoder, decoder = parts_of(pair_of(rows[i]))
             made[tuple(put_back(encoder, decoder)[0])] = encoder
         assert len(made) == count
         return made
@@ -231,7 +250,7 @@ def test_the_shares_of_a_long_text():
     rows = task.training(seed=0)
     cut = spans = total = 0
     for i in range(task.rows_per_epoch):
-        text, cuts = put_back(*parts_of(rows[i]))
+        text, cuts = put_back(*parts_of(pair_of(rows[i])))
         total += len(text)
         cut += sum(map(len, cuts.values()))
         spans += len(cuts)

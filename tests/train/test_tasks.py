@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from train.data import ByteTokenizer, CausalLM, Mixture, SpanCorruption
+from train.data import ByT5Tokenizer, ByteTokenizer, CausalLM, Mixture, SpanCorruption
 from train.data.text.sources import Records
 from train.errors import ConfigError
 
@@ -198,9 +198,10 @@ def spans(documents, held_out=0.0, **settings):
 
 
 def test_parts_must_have_the_same_arrays(lm):
-    for other in (lm([b'b'], packing='pack'), spans([b'b'])):
+    same = {'tokenizer': ByT5Tokenizer()}
+    for other in (lm([b'b'], packing='pack', **same), spans([b'b'], **same)):
         with pytest.raises(ConfigError, match='same arrays'):
-            Mixture(tasks=[lm([b'a']), other], weights=[1, 1]).open(LENGTH).training(0)
+            Mixture(tasks=[lm([b'a'], **same), other], weights=[1, 1]).open(LENGTH).training(0)
 
 
 def test_parts_must_have_arrays_of_the_same_length():

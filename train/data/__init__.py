@@ -6,9 +6,14 @@ source --(tokenizer)--> token index --(task)--> rows --(layout)--> local batches
 from train.data.batches import Batch, FiniteBatches, LocalBatches
 from train.data.feed import Feed, Prefetch
 from train.data.rows.examples import Examples
+from train.data.rows.inputs_to_targets import InputsToTargets
+from train.data.rows.lengths import Lengths
 from train.data.rows.open_task import EvaluationSet, OpenTask, OpenText
-from train.data.rows.tasks import CausalLM, Mixture, SpanCorruption, Task, TextTask
-from train.data.text.record_files import ArrayRecords, ParquetFiles
+from train.data.rows.pair_tasks import PairTask
+from train.data.rows.tasks import CausalLM, Mixture, Task, TextTask
+from train.data.rows.text_pairs import PrefixLM, SpanCorruption
+from train.data.text.byt5 import ByT5Tokenizer, TokenIds
+from train.data.text.record_files import ArrayRecords, ParquetFiles, TsvFiles
 from train.data.text.sources import (
     Document,
     FileSource,
@@ -29,6 +34,7 @@ from train.data.text.tokenizers import (
 __all__ = [
     'ArrayRecords',
     'Batch',
+    'ByT5Tokenizer',
     'ByteTokenizer',
     'CausalLM',
     'Document',
@@ -38,13 +44,17 @@ __all__ = [
     'FileSource',
     'FiniteBatches',
     'HuggingFaceTokenizer',
+    'InputsToTargets',
     'JsonLines',
+    'Lengths',
     'LocalBatches',
     'Mixture',
     'OpenTask',
     'OpenText',
+    'PairTask',
     'ParquetFiles',
     'Prefetch',
+    'PrefixLM',
     'Records',
     'SentencePieceTokenizer',
     'Source',
@@ -52,8 +62,10 @@ __all__ = [
     'Task',
     'TextFiles',
     'TextTask',
+    'TokenIds',
     'TokenIndex',
     'Tokenizer',
+    'TsvFiles',
     'open_index',
     'python_library',
 ]

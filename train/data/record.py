@@ -19,7 +19,7 @@ FILE = 'data.json'
 
 
 def data_record(
-    task: OpenTask, evaluations: Mapping[str, OpenTask], **settings: int | None
+    task: OpenTask, evaluations: Mapping[str, OpenTask], **settings: Any
 ) -> dict[str, Any]:
     """Describes everything that determines the training rows of each step and the evaluated rows.
 

@@ -14,8 +14,10 @@ import jax.extend
 import numpy as np
 
 from partitioning import TrainState
-from train.data import EvaluationSet, Feed, FiniteBatches, Task, baselines
+from train.data import EvaluationSet, Feed, FiniteBatches, Lengths, Task, baselines
+from train.data.rows.lengths import check_lengths
 from train.data.rows.open_task import describe_features, features
+from train.data.rows.packing import Row
 from train.errors import ConfigError, check_counts
 from train.runtime.charts import score_chart
 from train.runtime.machine import must_wait_for_steps
@@ -38,31 +40,44 @@ class HeldOut:
       task: the task, by default the one that the run trains on.
       every: the number of steps between evaluations. 0 evaluates only at the end.
       limit: the number of held-out tokens (of text) or rows to evaluate. None evaluates all.
+      num_batches: the number of batches to evaluate. None evaluates all.
+      batch_size: the number of rows in a batch, by default that of the training.
+      sequence_length: the number of tokens in a row, by default that of the training. With it, rows
+        may also be packed differently from the training rows.
     """
 
     task: Task | None = None
     every: int = 0
     limit: int | None = None
+    num_batches: int | None = None
+    batch_size: int | None = None
+    sequence_length: Lengths = None
 
     def __post_init__(self) -> None:
         if self.task is not None and not isinstance(self.task, Task):
             raise ConfigError(
                 f'HeldOut.task is {self.task!r}: it must be a Task; write @CausalLM()'
             )
-        if self.limit is not None:
-            check_counts(**{'HeldOut.limit': self.limit})
+        for name in ('limit', 'num_batches', 'batch_size'):
+            if getattr(self, name) is not None:
+                check_counts(**{f'HeldOut.{name}': getattr(self, name)})
+        check_lengths('HeldOut.sequence_length', self.sequence_length)
 
     def prepare(self, run: Run, name: str) -> PreparedHeldOut:
         """Opens the held-out rows, and compiles the evaluation of a batch."""
         c, partitioner = run.config, run.config.partitioner
+        size = self.batch_size or c.batch_size
+        row_indices = partitioner.get_data_layout(size).row_indices
         with run.console.phase(f'opening the held-out rows of {name}'):
             held_out = run.evaluated[name].evaluation(self.limit)
-            first = next(iter(run.batch.values()))
-            weights = jax.ShapeDtypeStruct(first.shape[:1], np.float32, sharding=first.sharding)
-            batch = {**run.batch, 'row_weights': weights}
-            _check_rows(name, held_out, run, batch)
-        row_indices = partitioner.get_data_layout(c.batch_size).row_indices
-        batches = FiniteBatches(held_out.rows, c.batch_size, row_indices)
+            if self.num_batches and self.num_batches * size < len(held_out.rows):
+                rows = held_out.rows[: self.num_batches * size]
+                held_out = dataclasses.replace(held_out, rows=rows, num_bytes=None)
+            if self.sequence_length is None:
+                _check_same_arrays(name, held_out, run)
+            batch = _abstract_batch(held_out.rows[0], size, run)
+            _check_fillers(name, held_out, run, batch)
+        batches = FiniteBatches(held_out.rows, size, row_indices)
         data_spec, state = partitioner.data_partition_spec, run.plan.abstract_state
         specs = run.plan.specs
         with run.console.phase(f'compiling the evaluation {name}'):
@@ -121,14 +136,21 @@ class PreparedHeldOut:
             console.show(score_chart({'this model': score, **self._baselines}))
 
 
-def _check_rows(
-    name: str, held_out: EvaluationSet, run: Run, batch: Mapping[str, jax.ShapeDtypeStruct]
-) -> None:
-    """Checks that held-out rows have the arrays of training rows, and that fillers do not count.
+def _abstract_batch(row: Row, batch_size: int, run: Run) -> dict[str, jax.ShapeDtypeStruct]:
+    """The ShapeDtypeStructs of a batch of such rows, with the weights of its rows."""
+    sharding = next(iter(run.batch.values())).sharding
+    arrays = {**features(row), 'row_weights': ((), np.dtype(np.float32))}
+    return {
+        name: jax.ShapeDtypeStruct((batch_size, *shape), dtype, sharding=sharding)
+        for name, (shape, dtype) in arrays.items()
+    }
+
+
+def _check_same_arrays(name: str, held_out: EvaluationSet, run: Run) -> None:
+    """Checks that held-out rows have the arrays of training rows.
 
     Raises:
-      ConfigError: if arrays differ, or if the objective would count the rows that fill up the last
-        batch.
+      ConfigError: if arrays differ.
     """
     ours, theirs = features(run.rows[0]), features(held_out.rows[0])
     if ours != theirs:
@@ -137,7 +159,17 @@ def _check_rows(
             f'training rows have {describe_features(ours)}: use the same kind of task and packing '
             'for both'
         )
-    size, count = run.config.batch_size, len(held_out.rows)
+
+
+def _check_fillers(
+    name: str, held_out: EvaluationSet, run: Run, batch: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
+    """Checks that the rows that fill up the last batch do not count.
+
+    Raises:
+      ConfigError: if the objective would count them.
+    """
+    size, count = batch['row_weights'].shape[0], len(held_out.rows)
     if count % size == 0 or _uses_weights(run, batch):
         return
     raise ConfigError(

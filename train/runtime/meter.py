@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from train.run import Run
 
 
+# The arrays of a batch that hold its tokens.
+TOKENS = ('encoder_input_tokens', 'decoder_target_tokens')
+
+
 class Meter:
     """Measures the speed of steps between two records of metrics.
 
@@ -29,8 +33,9 @@ class Meter:
         config = run.config
         self._step, self._time, self._waited = step, time.perf_counter(), 0.0
         self._total_steps = config.total_steps
-        self._unit = 'rows' if config.sequence_length is None else 'tokens'
-        self._per_step = config.batch_size * (config.sequence_length or 1)
+        tokens = [math.prod(run.batch[name].shape) for name in TOKENS if name in run.batch]
+        self._unit = 'tokens' if tokens else 'rows'
+        self._per_step = sum(tokens) or config.batch_size
         self._flops, self._peak = flops, peak_flops(config.partitioner.mesh.devices.flat)
 
     def read(self, step: int, waited: float) -> dict[str, float]:

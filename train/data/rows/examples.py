@@ -12,6 +12,7 @@ import grain
 import jax
 import numpy as np
 
+from train.data.rows.lengths import Lengths
 from train.data.rows.open_task import (
     EvaluationSet,
     OpenTask,
@@ -52,7 +53,7 @@ class Examples(Task):
     def holds_out(self) -> bool:
         return self.held_out is not None
 
-    def open(self, length: int | None = None, progress: Progress = no_progress) -> OpenExamples:
+    def open(self, length: Lengths = None, progress: Progress = no_progress) -> OpenExamples:
         if length is not None:
             raise ConfigError(
                 f'sequence_length is {length}, but examples have no tokens: remove sequence_length'

@@ -60,6 +60,7 @@ class Part:
       rows: makes rows from a token stream.
       settings: the settings that, together with the tokens, determine the rows.
       scores_bytes: whether the targets of the rows cover every byte of the text exactly once.
+      metrics: the metrics of decoded text.
       weight: this part's share of the training rows.
     """
 
@@ -68,6 +69,7 @@ class Part:
     rows: Callable[[Stream], Rows]
     settings: Mapping[str, Any]
     scores_bytes: bool
+    metrics: tuple[Callable[..., Any], ...] = ()
     weight: float = 1.0
 
 

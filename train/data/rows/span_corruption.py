@@ -1,8 +1,8 @@
-"""T5's span corruption: spans are removed from a text, and the decoder learns to write them.
+"""Inputs and targets from a text. T5's span corruption removes spans, which are then the targets.
 
     text      the  quick brown fox jumps over the lazy dog
-    encoder   the  <0>         fox jumps over the <1>       end
-    decoder   <0>  quick brown                    <1>  lazy dog  end
+    inputs    the  <0>         fox jumps over the <1>       end
+    targets   <0>  quick brown                    <1>  lazy dog  end
 
 A text begins with tokens that stay and ends with a removed span. Texts run across the ends of
 documents, and the separators between documents are tokens like any other.
@@ -18,7 +18,8 @@ import math
 
 import numpy as np
 
-from train.data.rows.packing import Row, check_within
+from train.data.rows.packing import check_within
+from train.data.rows.pairs import Pair
 from train.data.text.stream import Stream
 
 
@@ -90,50 +91,45 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True)
 class CorruptSpans:
-    """Turns a text into a row for an encoder and a decoder.
+    """Turns a text into inputs and targets.
 
     Attributes:
       corruption: how much is removed.
-      encoder_length: the number of encoder tokens in a row.
-      decoder_length: the number of decoder tokens in a row.
-      separator: the token at the end, before the decoder's first token, and in the padding.
+      end: the token at the end of the inputs and of the targets.
       first_sentinel: the token that stands for the first span. The second span has the token below
         it, and so on.
     """
 
     corruption: Corruption
-    encoder_length: int
-    decoder_length: int
-    separator: int
+    end: int
     first_sentinel: int
 
-    def __call__(self, text: np.ndarray, rng: np.random.Generator) -> Row:
+    def __call__(self, text: np.ndarray, rng: np.random.Generator) -> Pair:
         lengths = self.corruption.spans(len(text), rng)
         cut = np.repeat(np.arange(len(lengths)) % 2 == 1, lengths)
         first = cut & ~np.concatenate([[False], cut[:-1]])  # the first token of each removed span
         sentinels = self.first_sentinel - np.arange(len(lengths) // 2)
-        encoder = text.copy()
-        encoder[first] = sentinels
+        inputs = text.copy()
+        inputs[first] = sentinels
         spans = np.cumsum(lengths[1::2]) - lengths[1::2]  # where spans begin among removed tokens
-        decoder = np.insert(text[cut], spans, sentinels)
-        end = np.array([self.separator])
-        inputs, segments = self._pad(
-            np.concatenate([encoder[~cut | first], end]), self.encoder_length
-        )
-        targets, weights = self._pad(np.concatenate([decoder, end]), self.decoder_length)
-        return {
-            'encoder_input_tokens': inputs,
-            'encoder_segment_ids': segments,
-            'decoder_input_tokens': np.concatenate([end, targets[:-1]]).astype(np.int32),
-            'decoder_target_tokens': targets,
-            'decoder_loss_weights': weights.astype(np.float32),
-        }
+        targets = np.insert(text[cut], spans, sentinels)
+        end = np.array([self.end], text.dtype)
+        return np.concatenate([inputs[~cut | first], end]), np.concatenate([targets, end])
 
-    def _pad(self, tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens padded to `length`, and a mask that is 1 at tokens and 0 at padding."""
-        row = np.full(length, self.separator, np.int32)
-        row[: len(tokens)] = tokens
-        return row, (np.arange(length) < len(tokens)).astype(np.int32)
+
+@dataclasses.dataclass(frozen=True)
+class CutAtRandom:
+    """Turns a text into inputs, its beginning, and targets, the rest. Each has a token or more.
+
+    Attributes:
+      end: the token at the end of the targets.
+    """
+
+    end: int
+
+    def __call__(self, text: np.ndarray, rng: np.random.Generator) -> Pair:
+        place = int(rng.integers(1, len(text))) if len(text) > 1 else 0
+        return text[:place], np.append(text[place:], text.dtype.type(self.end))
 
 
 def _random_parts(total: int, parts: int, rng: np.random.Generator) -> np.ndarray:

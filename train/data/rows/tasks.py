@@ -9,14 +9,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
+from train.data.rows.lengths import Lengths, target_length
 from train.data.rows.open_task import OpenTask, OpenText, Part, Rows
 from train.data.rows.packing import SplitRows, pack
-from train.data.rows.span_corruption import Corruption, CorruptSpans, Texts
 from train.data.text.sources import Source
 from train.data.text.stream import Stream
 from train.data.text.token_index import Progress, open_index
 from train.data.text.tokenizers import ByteTokenizer, Tokenizer
-from train.errors import ConfigError, check_counts
+from train.errors import ConfigError
 
 Packing = Literal['split', 'pack']
 # The smallest share of a mixture that a task may have.
@@ -48,12 +48,12 @@ class Task(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def open(self, length: int | None = None, progress: Progress = no_progress) -> OpenTask:
+    def open(self, length: Lengths = None, progress: Progress = no_progress) -> OpenTask:
         """Opens the task. Token indices that are not in the cache are built.
 
         Args:
-          length: the number of tokens in a row, or of encoder tokens if rows have an encoder part.
-            Tasks without tokens take None.
+          length: the number of tokens in a row. Tasks with inputs and targets take the numbers of
+            both, {'inputs': 512, 'targets': 114}. Tasks without tokens take None.
           progress: a callback that reports the progress of building.
 
         Raises:
@@ -71,8 +71,8 @@ class TextTask(Task):
         """The size of the vocabulary: every token in a row is smaller."""
 
     @abc.abstractmethod
-    def open(self, length: int | None = None, progress: Progress = no_progress) -> OpenText:
-        """Opens the task. `length` is required."""
+    def open(self, length: Lengths = None, progress: Progress = no_progress) -> OpenText:
+        """Opens the task."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,8 +100,7 @@ class SourceTask(TextTask):
         if not isinstance(self.cache_dir, str | os.PathLike | None):
             raise ConfigError(f'cache_dir is {self.cache_dir!r}: it must be a path')
 
-    def open(self, length: int | None = None, progress: Progress = no_progress) -> OpenText:
-        length = _checked_length(length)
+    def open(self, length: Lengths = None, progress: Progress = no_progress) -> OpenText:
         rows = self._rows(length)
         index = open_index(self.source, self.tokenizer, self.cache_dir, progress)
         name = str(getattr(self.source, 'pattern', type(self.source).__name__))
@@ -119,8 +118,8 @@ class SourceTask(TextTask):
     _scores_bytes = True
 
     @abc.abstractmethod
-    def _rows(self, length: int) -> Callable[[Stream], Rows]:
-        """A function that makes rows from a token stream."""
+    def _rows(self, lengths: Lengths) -> Callable[[Stream], Rows]:
+        """A function that makes rows of these lengths from a token stream."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,66 +142,11 @@ class CausalLM(SourceTask):
     def num_tokens(self) -> int:
         return self.tokenizer.num_tokens
 
-    def _rows(self, length: int) -> Callable[[Stream], Rows]:
-        separator = self.tokenizer.separator
+    def _rows(self, lengths: Lengths) -> Callable[[Stream], Rows]:
+        length, separator = target_length(lengths), self.tokenizer.separator
         if self.packing == 'pack':
             return lambda stream: Rows(pack(stream, length, separator))
         return lambda stream: Rows(SplitRows(stream, length, separator))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpanCorruption(SourceTask):
-    """T5's pretraining: the decoder writes the spans that were removed from the encoder's text.
-
-    Attributes:
-      noise_density: the fraction of the tokens that is removed.
-      mean_noise_span_length: the mean number of tokens in a removed span.
-      num_sentinels: the number of tokens that stand for removed spans. They come after the tokens
-        of the tokenizer, and the last of them stands for the first span.
-    """
-
-    noise_density: float = 0.15
-    mean_noise_span_length: float = 3.0
-    num_sentinels: int = 100
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_counts(num_sentinels=self.num_sentinels)
-        density, span = self.noise_density, self.mean_noise_span_length
-        if not isinstance(density, float) or not 0 < density < 1:
-            raise ConfigError(f'noise_density is {density!r}: it must be a number between 0 and 1')
-        if not isinstance(span, int | float) or not 1 <= span < math.inf:
-            raise ConfigError(
-                f'mean_noise_span_length is {span!r}: it must be a finite number >= 1'
-            )
-
-    @property
-    def num_tokens(self) -> int:
-        return self.tokenizer.num_tokens + self.num_sentinels
-
-    _scores_bytes = False
-
-    def _rows(self, length: int) -> Callable[[Stream], Rows]:
-        corruption = Corruption(self.noise_density, self.mean_noise_span_length)
-        text_length = corruption.longest_text(length)
-        if not text_length:
-            raise ConfigError(
-                f'no text fits into {length} encoder tokens: use a length of at least 4'
-            )
-        spans = corruption.counts(text_length)[1]
-        if spans > self.num_sentinels:
-            raise ConfigError(
-                f'a text of {text_length} tokens has {spans} spans: num_sentinels '
-                f'({self.num_sentinels}) must be at least {spans}'
-            )
-        make_row = CorruptSpans(
-            corruption,
-            encoder_length=length,
-            decoder_length=corruption.lengths(text_length)[1],
-            separator=self.tokenizer.separator,
-            first_sentinel=self.num_tokens - 1,
-        )
-        return lambda stream: Rows(Texts(stream, text_length), make_row)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -236,7 +180,7 @@ class Mixture(TextTask):
     def num_tokens(self) -> int:
         return max(task.num_tokens for task in self.tasks)
 
-    def open(self, length: int | None = None, progress: Progress = no_progress) -> OpenText:
+    def open(self, length: Lengths = None, progress: Progress = no_progress) -> OpenText:
         opened = [task.open(length, progress) for task in self.tasks]
         identities = sorted({task.tokenizer.identity for task in opened})
         if len(identities) > 1:
@@ -249,10 +193,3 @@ class Mixture(TextTask):
             for part in task.parts
         ]
         return OpenText(opened[0].tokenizer, parts)
-
-
-def _checked_length(length: int | None) -> int:
-    if length is None:
-        raise ConfigError('a task on text needs the number of tokens in a row: set sequence_length')
-    check_counts(length=length)
-    return length

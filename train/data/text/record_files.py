@@ -1,4 +1,4 @@
-"""Sources that read files of records: Parquet and ArrayRecord."""
+"""Sources that read files of records: tables of text, Parquet and ArrayRecord."""
 
 from __future__ import annotations
 
@@ -6,10 +6,56 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from train.data.text.files import File
+from train.data.text.files import File, open_file
 from train.data.text.sources import FileSource, as_content, missing_field, text_of_json
 from train.errors import ConfigError, first_line, import_optional
 from train.paths import is_remote
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TsvFiles(FileSource):
+    """Tables as text: each line is a document, and its columns are separated by tabs.
+
+    Compressed files are read as `open_file` does. Nothing is quoted or escaped.
+
+    Attributes:
+      column: the column that holds the text. If it is a name, the first line of each file names the
+        columns. If it is a number, there is no such line, and columns are counted from 0.
+      separator: the character between columns.
+    """
+
+    column: str | int = 0
+    separator: str = '\t'
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.separator, str) or not self.separator:
+            raise ConfigError(f'TsvFiles.separator is {self.separator!r}: write a character')
+
+    def select(self, field: str | int) -> TsvFiles:
+        return dataclasses.replace(self, column=field)
+
+    def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
+        separator, column = self.separator.encode(), self.column
+        with open_file(file) as (stream, raw):
+            lines = iter(lambda: stream.readline(self.max_document_bytes + 1), b'')
+            for number, line in enumerate(lines, 1):
+                if len(line) > self.max_document_bytes:
+                    yield number, line, raw.tell()  # It is refused for its size.
+                    continue
+                cells = line.rstrip(b'\r\n').split(separator)
+                if not isinstance(column, int):
+                    names = [cell.decode(errors='replace') for cell in cells]
+                    if column not in names:
+                        raise ConfigError(missing_field(f'{file.path}: line 1', column, names))
+                    column = names.index(column)
+                elif line.strip():
+                    if not column < len(cells):
+                        raise ConfigError(
+                            f'{file.path}:{number} has no column {column}, only {len(cells)} '
+                            f'columns separated by {self.separator!r}'
+                        )
+                    yield number, cells[column], raw.tell()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +67,9 @@ class ParquetFiles(FileSource):
     """
 
     column: str = 'text'
+
+    def select(self, field: str | int) -> ParquetFiles:
+        return dataclasses.replace(self, column=str(field))
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
         arrow = import_optional('pyarrow', 'data', f'ParquetFiles ({file.path})')
@@ -54,6 +103,9 @@ class ArrayRecords(FileSource):
     """
 
     field: str | None = None
+
+    def select(self, field: str | int) -> ArrayRecords:
+        return dataclasses.replace(self, field=str(field))
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
         if is_remote(file.path):

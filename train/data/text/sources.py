@@ -15,10 +15,16 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from partitioning.rules import nearest
 from train.data.text.files import File, find_files, open_file, read_up_to
 from train.errors import ConfigError, check_counts, first_line
 from train.paths import absolute
+
+
+class Tokens(bytes):
+    """The tokens of a document that needs no tokenizer, as the bytes of an int32 array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Document:
 
     Attributes:
       name: its name in the source. The name alone decides whether the document is held out.
-      content: its bytes; text is encoded as UTF-8.
+      content: its bytes; text is encoded as UTF-8. `Tokens` are not encoded again.
       done: how much of the source has been read after this document, in the units of
         `Listing.size`.
       where: its place, for messages; by default `name`.
@@ -88,6 +94,20 @@ class Source(abc.ABC):
           ConfigError: if there is nothing to read.
         """
 
+    def select(self, field: str | int) -> Source:
+        """The same records, with another field as the text.
+
+        Args:
+          field: the name of the field, or its number if fields have no names.
+
+        Raises:
+          ConfigError: if this kind of source has no fields.
+        """
+        raise ConfigError(
+            f'{type(self).__name__} has no fields, so it has no {field!r}: use JsonLines, '
+            'TsvFiles, ParquetFiles or Records'
+        )
+
     def is_held_out(self, name: str) -> bool:
         """Whether the document with this name is held out."""
         fraction = zlib.crc32(name.encode(errors='surrogateescape')) / (1 << 32)
@@ -143,7 +163,8 @@ class FileSource(Source):
         before = 0
         for file in files:
             for found in self.contents(file):
-                if not (isinstance(found, tuple) and [*map(type, found)][1:] == [bytes, int]):
+                kinds = [*map(type, found)][1:] if isinstance(found, tuple) else None
+                if kinds not in ([bytes, int], [Tokens, int]):
                     raise ConfigError(
                         f'{file.path}: {type(self).__name__}.contents yields {str(found)[:60]}: it '
                         'must yield (number or None, bytes, int); write text.encode() for text'
@@ -189,6 +210,9 @@ class JsonLines(FileSource):
 
     field: str = 'text'
 
+    def select(self, field: str | int) -> JsonLines:
+        return dataclasses.replace(self, field=str(field))
+
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
         with open_file(file) as (stream, raw):
             lines = iter(lambda: stream.readline(self.max_document_bytes + 1), b'')
@@ -205,14 +229,16 @@ class Records(Source):
     """Any object with `__len__` and `__getitem__`, in which each item is a document.
 
     Attributes:
-      records: the object. Its items are strings, bytes, or mappings with the key `field`.
-      field: the key that holds the text, if items are mappings.
+      records: the object. Its items are strings, bytes, lists of tokens, or mappings or tuples with
+        the key `field`.
+      field: the key that holds the text, if items are mappings; the number of the element, if they
+        are tuples.
       cache_key: a name for this version of the records in the cache of token indices. With None,
         every run builds the index again.
     """
 
     records: Any
-    field: str = 'text'
+    field: str | int = 'text'
     cache_key: str | None = None
 
     def __post_init__(self) -> None:
@@ -223,6 +249,9 @@ class Records(Source):
                 f'Records.records is a {type(self.records).__name__}: it must be a sequence of '
                 'texts with __len__ and __getitem__(int)'
             )
+
+    def select(self, field: str | int) -> Records:
+        return dataclasses.replace(self, field=field)
 
     def listing(self) -> Listing:
         signature = None
@@ -238,10 +267,11 @@ class Records(Source):
     def _documents(self) -> Iterator[Document]:
         for i in range(len(self.records)):
             where, value = f'record {i}', self.records[i]
-            if isinstance(value, Mapping):
-                if self.field not in value:
-                    raise ConfigError(missing_field(where, self.field, value))
-                where, value = f'{where}: {self.field!r}', value[self.field]
+            if isinstance(value, Mapping | tuple):
+                fields = value if isinstance(value, Mapping) else range(len(value))
+                if self.field not in fields:
+                    raise ConfigError(missing_field(where, self.field, fields))
+                where, value = f'{where}: {self.field!r}', value[self.field]  # type: ignore[index]
             yield Document(f'{i}', as_content(value, where), i + 1, where)
 
 
@@ -272,9 +302,13 @@ def text_of_json(line: bytes, field: str, where: str) -> bytes:
 
 
 def as_content(value: Any, where: str) -> bytes:
-    """The bytes of a text, encoded as UTF-8; bytes stay as they are."""
+    """The bytes of a text, encoded as UTF-8; bytes stay as they are. Integers are tokens."""
     if isinstance(value, bytes):
         return value
+    if isinstance(value, list | np.ndarray):
+        tokens = np.asarray(value, np.int32 if len(value) == 0 else None)
+        if tokens.ndim == 1 and tokens.dtype.kind in 'iu':
+            return Tokens(tokens.astype(np.int32).tobytes())
     if not isinstance(value, str):
         raise ConfigError(f'{where} is {"null" if value is None else repr(value)[:40]}, not text')
     try:
@@ -286,8 +320,8 @@ def as_content(value: Any, where: str) -> bytes:
         ) from error
 
 
-def missing_field(where: str, field: str, fields: Any) -> str:
+def missing_field(where: str, field: str | int, fields: Any) -> str:
     """The message for a field that does not exist."""
     names = list(map(str, fields))
     shown = ', '.join(map(repr, names[:8])) + (', ...' if len(names) > 8 else '')
-    return f'{where} has no {field!r}, only {shown or "nothing"}.{nearest(field, names)}'
+    return f'{where} has no {field!r}, only {shown or "nothing"}.{nearest(str(field), names)}'

@@ -48,6 +48,16 @@ class Stream:
     def num_bytes(self) -> int:
         return int(np.sum(self.sizes))
 
+    def document(self, index: int) -> np.ndarray:
+        """The tokens of a document, without separators."""
+        return self.tokens[self.starts[index] + 1 : self.starts[index + 1]]
+
+    def documents(self, first: int, last: int) -> Stream:
+        """The stream of the documents from number `first` up to, but without, number `last`."""
+        starts = np.asarray(self.starts[first : last + 1])
+        tokens = self.tokens[starts[0] : starts[-1] + 1]
+        return Stream(tokens, starts - starts[0], self.sizes[first:last])
+
     def head(self, num_targets: int, tokenizer: Tokenizer) -> Stream:
         """The stream up to the first `num_targets` targets. It may cut its last document short."""
         if num_targets >= self.num_targets:

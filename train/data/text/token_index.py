@@ -10,12 +10,14 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.data.text.sources import Document, Listing, Records, Source
-from train.data.text.stream import Stream, StreamWriter, open_stream, writing
+import numpy as np
+
+from train.data.text.sources import Document, Listing, Records, Source, Tokens
+from train.data.text.stream import StreamWriter, open_stream, writing
 from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError, first_line
 from train.paths import is_remote
@@ -34,15 +36,15 @@ class TokenIndex:
     """The tokens of a source.
 
     Attributes:
-      training: the documents to train on.
-      held_out: the documents that are held out for evaluation.
+      training: the documents to train on: a `Stream`, or `Pairs` if examples have several texts.
+      held_out: the documents that are held out for evaluation, in the same form.
       content_hash: a hash of the documents' bytes in order, and of which documents are held out.
       directory: the directory of the index.
       keep: an object that must live as long as the index, such as a temporary directory.
     """
 
-    training: Stream
-    held_out: Stream
+    training: Any
+    held_out: Any
     content_hash: str
     directory: Path
     keep: Any = dataclasses.field(default=None, repr=False, compare=False)
@@ -133,10 +135,9 @@ def _write(
             for part in PARTS
         }
         for group in _groups(listing.documents):
-            encoded = tokenizer.encode([d.place for d in group], [d.content for d in group])
-            for document, tokens in zip(group, encoded, strict=True):
+            for document, tokens, num_bytes in _encode(tokenizer, group):
                 part = PARTS[source.is_held_out(document.name)]
-                writers[part].add(document.place, tokens, len(document.content))
+                writers[part].add(document.place, tokens, num_bytes)
                 content.update(f'{part} {len(document.content)} '.encode())
                 content.update(document.content)
             done = group[-1].done
@@ -149,6 +150,20 @@ def _write(
         what = f'{documents} documents, all of them empty' if documents else 'no documents'
         raise ConfigError(f'empty corpus: {name} has {what}')
     return {'content_hash': content.hexdigest(), 'parts': parts}
+
+
+def _encode(
+    tokenizer: Tokenizer, group: Sequence[Document]
+) -> Iterator[tuple[Document, np.ndarray, int]]:
+    """The documents, each with its tokens and its size as text, in bytes."""
+    texts = [d for d in group if not isinstance(d.content, Tokens)]
+    encoded = iter(tokenizer.encode([d.place for d in texts], [d.content for d in texts]))
+    for document in group:
+        if isinstance(document.content, Tokens):
+            tokens = np.frombuffer(document.content, np.int32)
+            yield document, tokens, len(tokenizer.decode(tokens))
+        else:
+            yield document, next(encoded), len(document.content)
 
 
 def _open(directory: Path, settings: Any, keep: Any) -> TokenIndex:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from train.errors import ConfigError, first_line, import_optional
+from train.errors import ConfigError, check_counts, first_line, import_optional
 from train.paths import as_path
 
 # Common names of the token between two documents in Hugging Face tokenizers, most likely first.
@@ -26,11 +26,13 @@ class Tokenizer(abc.ABC):
       num_tokens: the size of the vocabulary. Every token is smaller.
       separator: the token that stands before and after every document.
       identity: a string that differs between tokenizers that encode differently.
+      pads_with_0: whether token 0 never stands for text, so that it can be used for padding.
     """
 
     num_tokens: int
     separator: int
     identity: str
+    pads_with_0: bool = True
 
     @abc.abstractmethod
     def encode(self, places: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
@@ -59,6 +61,7 @@ class ByteTokenizer(Tokenizer):
     num_tokens = 257
     separator = 256
     identity = 'bytes'
+    pads_with_0 = False
 
     def encode(self, places: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
         return [np.frombuffer(content, np.uint8) for content in contents]
@@ -89,14 +92,27 @@ class FileTokenizer(Tokenizer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SentencePieceTokenizer(FileTokenizer):
-    """A SentencePiece model. Needs the package sentencepiece."""
+    """A SentencePiece model. Needs the package sentencepiece.
+
+    Attributes:
+      extra_ids: the number of tokens that are added after those of the model, as T5 does for its
+        sentinels. Text can contain them: '<extra_id_0>' is the last token of the vocabulary,
+        '<extra_id_1>' the one before it, and so on.
+    """
+
+    extra_ids: int = 0
+
+    def __post_init__(self) -> None:
+        check_counts(minimum=0, **{'SentencePieceTokenizer.extra_ids': self.extra_ids})
 
     @functools.cached_property
     def _model(self) -> Any:
         module = import_optional('sentencepiece', 'tokenizers', 'SentencePieceTokenizer')
+        pieces = (_user_defined_piece(f'▁<extra_id_{i}>') for i in reversed(range(self.extra_ids)))
         try:
             # An empty model would be accepted.
-            return module.SentencePieceProcessor(model_proto=self._content or b'empty')
+            model = b''.join([self._content or b'empty', *pieces])
+            return module.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise ConfigError(f'{self.path} is not a SentencePiece model') from error
 
@@ -116,7 +132,8 @@ class SentencePieceTokenizer(FileTokenizer):
 
     @functools.cached_property
     def identity(self) -> str:  # type: ignore[override]
-        return f'sentencepiece {hashlib.sha256(self._content).hexdigest()}'
+        added = f' +{self.extra_ids}' if self.extra_ids else ''
+        return f'sentencepiece {hashlib.sha256(self._content).hexdigest()}{added}'
 
     def encode(self, places: Sequence[str], contents: Sequence[bytes]) -> list[np.ndarray]:
         texts = as_texts(places, contents)
@@ -179,6 +196,11 @@ class HuggingFaceTokenizer(FileTokenizer):
         return found[0]
 
     @functools.cached_property
+    def pads_with_0(self) -> bool:  # type: ignore[override]
+        added = self._tokenizer.get_added_tokens_decoder()
+        return 0 in added and added[0].special
+
+    @functools.cached_property
     def identity(self) -> str:  # type: ignore[override]
         return f'tokenizers {hashlib.sha256(self._content).hexdigest()} {self.separator}'
 
@@ -188,6 +210,17 @@ class HuggingFaceTokenizer(FileTokenizer):
 
     def decode(self, tokens: np.ndarray) -> bytes:
         return ''.join(map(self._tokenizer.decode, documents_of(tokens, self.separator))).encode()
+
+
+def _user_defined_piece(piece: str) -> bytes:
+    """A piece of the type USER_DEFINED, to be appended to a serialized SentencePiece model.
+
+    It is field 1 of the message `ModelProto`; its own fields are the text (1) and the type (3).
+    Serialized messages can be concatenated, which appends to repeated fields.
+    """
+    text = piece.encode()
+    message = b'\x0a' + bytes([len(text)]) + text + b'\x18\x04'
+    return b'\x0a' + bytes([len(message)]) + message
 
 
 def documents_of(tokens: np.ndarray, separator: int) -> list[list[int]]:

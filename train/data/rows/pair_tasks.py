@@ -1,0 +1,63 @@
+"""What tasks with inputs and targets have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+from train.data.rows.pairs import EncoderDecoderRow, PrefixRow
+from train.data.rows.tasks import TextTask
+from train.data.text.tokenizers import Tokenizer
+from train.errors import ConfigError
+
+Architecture = Literal['encoder_decoder', 'decoder_only']
+MakeRow = EncoderDecoderRow | PrefixRow
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairTask(TextTask):
+    """A task whose examples have inputs and targets.
+
+    Attributes:
+      architecture: 'encoder_decoder' gives the inputs to an encoder and the targets to a decoder.
+        'decoder_only' puts the inputs of an example before its targets in one row.
+      pack: whether a row may hold several examples, separated by segments.
+      name: the name of the task in results.
+      metrics: the metrics of decoded text; see `train.evaluators.text_metrics`.
+    """
+
+    architecture: Architecture = 'encoder_decoder'
+    pack: bool = False
+    name: str = ''
+    metrics: Sequence[Callable[..., Any]] = ()
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        if self.architecture not in get_args(Architecture):
+            raise ConfigError(
+                f'{kind}.architecture is {self.architecture!r}: use {get_args(Architecture)}'
+            )
+        if not isinstance(self.pack, bool):
+            raise ConfigError(f'{kind}.pack is {self.pack!r}: use True or False')
+        if not isinstance(self.metrics, list | tuple) or not all(map(callable, self.metrics)):
+            raise ConfigError(f'{kind}.metrics is {self.metrics!r}: it must be a list of functions')
+
+    def make_row_of(self, inputs: int, targets: int, has_inputs: bool = True) -> MakeRow:
+        if self.architecture == 'encoder_decoder':
+            return EncoderDecoderRow(inputs, targets, self.pack)
+        return PrefixRow(inputs + targets, has_inputs, self.pack)
+
+
+def check_padding(tokenizer: Tokenizer) -> None:
+    """Checks that rows can be padded with token 0, as T5's models expect.
+
+    Raises:
+      ConfigError: if token 0 stands for text.
+    """
+    if not tokenizer.pads_with_0:
+        raise ConfigError(
+            f'rows with inputs and targets are padded with token 0, but token 0 of '
+            f'{type(tokenizer).__name__} stands for text: use ByT5Tokenizer, or a SentencePiece '
+            'model'
+        )

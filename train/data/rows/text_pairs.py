@@ -1,0 +1,166 @@
+"""Tasks that make inputs and targets from text: span corruption, and prefix language modeling."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from train.data.rows.lengths import Lengths, check_lengths, pair_lengths
+from train.data.rows.open_task import Rows
+from train.data.rows.packing import Row
+from train.data.rows.pair_tasks import Architecture, MakeRow, PairTask, check_padding
+from train.data.rows.pairs import Ending, Pair
+from train.data.rows.span_corruption import Corruption, CorruptSpans, CutAtRandom, Texts
+from train.data.rows.tasks import SourceTask
+from train.data.text.byt5 import ByT5Tokenizer
+from train.data.text.stream import Stream
+from train.data.text.tokenizers import Tokenizer
+from train.errors import ConfigError, check_counts
+
+
+@dataclasses.dataclass(frozen=True)
+class _MadeRow:
+    """Makes a row of one text, at random."""
+
+    make_pair: Callable[[np.ndarray, np.random.Generator], Pair]
+    endings: tuple[Ending, Ending]
+    make_row: MakeRow
+
+    def __call__(self, text: np.ndarray, rng: np.random.Generator) -> Row:
+        pair = self.make_pair(text, rng)
+        inputs, targets = (cut(x) for cut, x in zip(self.endings, pair, strict=True))
+        return self.make_row([(inputs, targets)])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextPairTask(SourceTask, PairTask):
+    """A task that makes inputs and targets of each piece of a text."""
+
+    tokenizer: Tokenizer = dataclasses.field(default_factory=ByT5Tokenizer)
+
+    _scores_bytes = False
+    # Whether inputs and targets are cut to their numbers of tokens.
+    _cuts = True
+
+    def __post_init__(self) -> None:
+        SourceTask.__post_init__(self)
+        PairTask.__post_init__(self)
+
+    def _rows(self, lengths: Lengths) -> Callable[[Stream], Rows]:
+        check_padding(self.tokenizer)
+        text_length, inputs, targets = self._row_lengths(lengths)
+        limits = (inputs, targets) if self._cuts else (inputs + targets,) * 2
+        endings = (Ending(limits[0], None), Ending(limits[1], None))
+        make = _MadeRow(self._make_pair(), endings, self.make_row_of(inputs, targets))
+        return lambda stream: Rows(Texts(stream, text_length), make)
+
+    @abc.abstractmethod
+    def _row_lengths(self, lengths: Lengths) -> tuple[int, int, int]:
+        """The number of tokens in a text, in its inputs, and in its targets."""
+
+    @abc.abstractmethod
+    def _make_pair(self) -> Callable[[np.ndarray, np.random.Generator], Pair]:
+        """A function that makes inputs and targets of a text."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpanCorruption(TextPairTask):
+    """T5's pretraining: the targets are the spans that were removed from the inputs.
+
+    Every text fills a row, so `pack` only adds the segment ids and positions.
+
+    Attributes:
+      noise_density: the fraction of the tokens that is removed.
+      mean_noise_span_length: the mean number of tokens in a removed span.
+      num_sentinels: the number of tokens that are added to the tokenizer's to stand for removed
+        spans; the last of them stands for the first span. With 0, the last tokens of the tokenizer
+        stand for spans, as in T5's own vocabularies.
+    """
+
+    noise_density: float = 0.15
+    mean_noise_span_length: float = 3.0
+    num_sentinels: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(minimum=0, num_sentinels=self.num_sentinels)
+        density, span = self.noise_density, self.mean_noise_span_length
+        if not isinstance(density, float) or not 0 < density < 1:
+            raise ConfigError(f'noise_density is {density!r}: it must be a number between 0 and 1')
+        if not isinstance(span, int | float) or not 1 <= span < math.inf:
+            raise ConfigError(
+                f'mean_noise_span_length is {span!r}: it must be a finite number >= 1'
+            )
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokenizer.num_tokens + self.num_sentinels
+
+    @property
+    def _corruption(self) -> Corruption:
+        return Corruption(self.noise_density, self.mean_noise_span_length)
+
+    def _row_lengths(self, lengths: Lengths) -> tuple[int, int, int]:
+        check_lengths('sequence_length', lengths)
+        given = (lengths, None) if isinstance(lengths, int) else pair_lengths(lengths)
+        if (length := given[0]) is None:
+            raise ConfigError(
+                'span corruption needs the number of input tokens in a row: write sequence_length '
+                "= {'inputs': 512, 'targets': 114}"
+            )
+        corruption = self._corruption
+        text_length = corruption.longest_text(length)
+        if not text_length:
+            raise ConfigError(
+                f'no text fits into {length} encoder tokens: use a length of at least 4'
+            )
+        spans = corruption.counts(text_length)[1]
+        if 0 < self.num_sentinels < spans:
+            raise ConfigError(
+                f'a text of {text_length} tokens has {spans} spans: num_sentinels '
+                f'({self.num_sentinels}) must be at least {spans}'
+            )
+        return text_length, length, given[1] or corruption.lengths(text_length)[1]
+
+    def _make_pair(self) -> Callable[[np.ndarray, np.random.Generator], Pair]:
+        return CorruptSpans(self._corruption, self.tokenizer.separator, self.num_tokens - 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefixLM(TextPairTask):
+    """Prefix language modeling: a text is cut at a random place, and its rest is predicted.
+
+    The pieces of text are as long as a row of a decoder allows. An encoder and a decoder get pieces
+    that fit into the shorter of them.
+    """
+
+    architecture: Architecture = 'decoder_only'
+
+    _cuts = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.tokenizer.num_tokens
+
+    def _row_lengths(self, lengths: Lengths) -> tuple[int, int, int]:
+        check_lengths('sequence_length', lengths)
+        decoder_only = self.architecture == 'decoder_only'
+        if isinstance(lengths, int) and decoder_only:
+            lengths = {'inputs': lengths - 1, 'targets': 1}
+        inputs, targets = pair_lengths(lengths)
+        if inputs is None or targets is None:
+            raise ConfigError(
+                'PrefixLM needs the number of tokens in a row: write sequence_length = '
+                "{'inputs': 512, 'targets': 512}"
+            )
+        text_length = inputs + targets - 1 if decoder_only else min(inputs, targets)
+        if text_length < 2:
+            raise ConfigError(f'sequence_length is {lengths}, too short to be cut into two parts')
+        return text_length, inputs, targets
+
+    def _make_pair(self) -> Callable[[np.ndarray, np.random.Generator], Pair]:
+        return CutAtRandom(self.tokenizer.separator)
