@@ -1,0 +1,193 @@
+"""The parts of T5's networks, except attention: parameters have T5X's paths, shapes and names.
+
+Suffixes of array names: B batch, L length, E embed, M mlp, V vocab, H heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from partitioning import constrain
+from train.models.embedding import look_up
+from train.models.t5.config import MAX_DISTANCE, NUM_BUCKETS, T5Config, activation
+
+EMBED = ('batch', 'length', 'embed')
+
+
+def parameter(
+    module: nn.Module, name: str, create: Any, names: Sequence[str], shape: Sequence[int]
+) -> jax.Array:
+    """Returns a float32 parameter of a module, and creates it with its logical axes in `init`."""
+    boxed: Any = nn.with_logical_partitioning(create, tuple(names))
+    return module.param(name, boxed, tuple(shape), jnp.float32)
+
+
+def dropout(config: T5Config, x: jax.Array, deterministic: bool, name: str | None) -> jax.Array:
+    """Applies dropout whose mask is shared along the length."""
+    return nn.Dropout(config.dropout_rate, broadcast_dims=(-2,), name=name)(x, deterministic)
+
+
+def lay_out(x: jax.Array, names: Sequence[str | None], decode: bool = False) -> jax.Array:
+    """Lays out an activation by its logical axes.
+
+    While decoding, a dimension whose size its mesh axes do not divide is replicated: there are
+    single positions, and batches of any size.
+    """
+    return constrain(x, names, on_indivisible='replicate' if decode else None)
+
+
+class Dense(nn.Module):
+    """A linear map without bias, over the last dimensions of its input.
+
+    Attributes:
+      shape: the shape of the kernel as it is used, [inputs..., outputs...].
+      num_in: the number of input dimensions.
+      names: the logical axes of the kernel. If they are two, the kernel is stored as a matrix.
+      dtype: the dtype of the product.
+      distribution: the distribution of the initial kernel, of variance 1 / inputs.
+      divisor: what the initial kernel is divided by.
+    """
+
+    shape: tuple[int, ...]
+    num_in: int
+    names: tuple[str, ...]
+    dtype: Any
+    distribution: Literal['normal', 'truncated_normal'] = 'truncated_normal'
+    divisor: float = 1.0
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        rank, num_in = len(self.shape), self.num_in
+        stored, in_axes, out_axes = self.shape, range(num_in), range(num_in, rank)
+        if len(self.names) == 2:
+            stored = (math.prod(self.shape[:num_in]), math.prod(self.shape[num_in:]))
+            in_axes, out_axes = range(1), range(1, 2)
+        scaling = nn.initializers.variance_scaling(
+            1.0, 'fan_in', self.distribution, tuple(in_axes), tuple(out_axes)
+        )
+
+        def create(*arguments: Any) -> jax.Array:
+            return scaling(*arguments) / self.divisor
+
+        kernel = parameter(self, 'kernel', create, self.names, stored)
+        kernel = kernel.astype(self.dtype).reshape(self.shape)
+        last = tuple(range(x.ndim - num_in, x.ndim))
+        contracted = ((last, tuple(range(num_in))), ((), ()))
+        return jax.lax.dot_general(x.astype(self.dtype), kernel, contracted)
+
+
+class Norm(nn.Module):
+    """RMSNorm in float32."""
+
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        scale_E = parameter(self, 'scale', nn.initializers.ones, ('embed',), x.shape[-1:])
+        x = x.astype(jnp.float32)
+        x = x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+        return x.astype(self.dtype) * scale_E.astype(self.dtype)
+
+
+class Mlp(nn.Module):
+    """The hidden layer: the product of its activations, and a linear map."""
+
+    config: T5Config
+    deterministic: bool
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x_BLE: jax.Array) -> jax.Array:
+        c, count = self.config, len(self.config.mlp_activations)
+        parts = []
+        for i, function in enumerate(c.mlp_activations):
+            name = 'wi' if count == 1 else f'wi_{i}'
+            dense = Dense((c.emb_dim, c.mlp_dim), 1, ('embed', 'mlp'), c.dtype, name=name)
+            parts.append(activation(function)(dense(x_BLE)))
+        hidden_BLM = functools.reduce(jnp.multiply, parts)
+        hidden_BLM = dropout(c, hidden_BLM, self.deterministic, None)
+        hidden_BLM = lay_out(hidden_BLM, ('batch', 'length', 'mlp'), self.decode)
+        return Dense((c.mlp_dim, c.emb_dim), 1, ('mlp', 'embed'), c.dtype, name='wo')(hidden_BLM)
+
+
+class Embed(nn.Module):
+    """The table of embeddings, which can also be the output layer."""
+
+    config: T5Config
+
+    def setup(self) -> None:
+        c = self.config
+        shape, normal = (c.vocab_size, c.emb_dim), nn.initializers.normal(1.0)
+        self.embedding = parameter(self, 'embedding', normal, ('vocab', 'embed'), shape)
+
+    def __call__(self, tokens_BL: jax.Array) -> jax.Array:
+        # The table is cast after the lookup, so that gradients are summed in float32.
+        return look_up(self.embedding, tokens_BL.astype(jnp.int32)).astype(self.config.dtype)
+
+    def attend(self, x_BLE: jax.Array) -> jax.Array:
+        """Returns float32 logits, divided by sqrt(emb_dim)."""
+        products_BLV = jnp.einsum('ble,ve->blv', x_BLE.astype(jnp.float32), self.embedding)
+        return products_BLV / math.sqrt(self.config.emb_dim)
+
+
+class RelativeBias(nn.Module):
+    """A learned bias for each head and each bucket of distances between query and key.
+
+    Attributes:
+      config: the sizes.
+      bidirectional: whether keys after the query have buckets.
+      cache: whether the biases are cached while decoding.
+    """
+
+    config: T5Config
+    bidirectional: bool
+    cache: bool = False
+
+    @nn.compact
+    def __call__(self, length: int, decode: bool = False) -> jax.Array:
+        """Returns the biases, [1, heads, length, length]."""
+        c, uniform = self.config, nn.initializers.variance_scaling(1.0, 'fan_avg', 'uniform')
+        shape, names = (c.num_heads, NUM_BUCKETS), ('heads', 'relpos_buckets')
+        table = parameter(self, 'rel_embedding', uniform, names, shape)
+
+        def compute() -> jax.Array:
+            distances = jnp.arange(length)[None, :] - jnp.arange(length)[:, None]
+            one_hot = jax.nn.one_hot(
+                buckets(distances, self.bidirectional), NUM_BUCKETS, dtype=c.dtype
+            )
+            # A product, because its gradient is faster than that of a lookup.
+            return jnp.einsum('hn,lsn->hls', table.astype(c.dtype), one_hot)[None]
+
+        if not (decode and self.cache):
+            return compute()
+        return self.variable('cache', 'cached_bias', compute).value
+
+
+def buckets(distances: jax.Array, bidirectional: bool) -> jax.Array:
+    """Returns the buckets of distances, key minus query: exact up to a point, then logarithmic.
+
+    They are counted against integer bounds, so that they do not depend on a device's logarithm.
+    """
+    bounds = _bucket_bounds(NUM_BUCKETS // 2 if bidirectional else NUM_BUCKETS)
+    far = jnp.abs(distances) if bidirectional else jnp.maximum(-distances, 0)
+    found = jnp.sum(far[..., None] >= bounds, axis=-1)
+    return found + jnp.where(distances > 0, NUM_BUCKETS // 2, 0) if bidirectional else found
+
+
+def _bucket_bounds(count: int) -> np.ndarray:
+    """Returns the first distance of each bucket but the first, for `count` buckets."""
+    exact = count // 2
+    distances = np.arange(MAX_DISTANCE + 1)
+    with np.errstate(divide='ignore'):
+        logs = np.log(distances.astype(np.float32) / exact + np.finfo(np.float32).eps)
+    logs = logs / np.log(MAX_DISTANCE / exact) * (count - exact)
+    large = np.minimum(exact + np.maximum(logs, 0).astype(np.int32), count - 1)
+    return np.searchsorted(np.where(distances < exact, distances, large), np.arange(1, count))

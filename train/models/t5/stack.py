@@ -1,0 +1,58 @@
+"""A stack of layers, one after another or scanned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from train.models.t5.config import RematPolicy, T5Config
+
+# What the backward pass keeps of a layer, under each policy but 'none'.
+_KEPT: dict[RematPolicy, Any] = {
+    'minimal': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
+    'full': None,
+}
+
+
+def run_layers(
+    layer: type[nn.Module],
+    config: T5Config,
+    count: int,
+    scanned_name: str,
+    attributes: dict[str, Any],
+    x: jax.Array,
+    *arguments: Any,
+) -> jax.Array:
+    """Runs the layers of a stack, in a compact method of it.
+
+    Args:
+      layer: a module that maps (x, *arguments) to (x, None).
+      config: says how layers are run.
+      count: the number of layers.
+      scanned_name: the name of the layers' module if they are scanned; else they are 'layers_0'
+        and so on.
+      attributes: the attributes of each layer.
+      x: the input of the first layer.
+      *arguments: the other arguments of every layer.
+
+    Returns:
+      The output of the last layer.
+    """
+    made = layer
+    if config.remat_policy != 'none':
+        made = nn.remat(made, policy=_KEPT[config.remat_policy], prevent_cse=not config.scan_layers)
+    if not config.scan_layers:
+        for i in range(count):
+            x, _ = made(**attributes, name=f'layers_{i}')(x, *arguments)
+        return x
+    scanned = nn.scan(
+        made,
+        variable_axes={'params': config.param_scan_axis, 'cache': 0},
+        split_rngs={'params': True, 'dropout': True},
+        in_axes=nn.broadcast,
+        length=count,
+        metadata_params={nn.PARTITION_NAME: 'layers'},
+    )
+    return scanned(**attributes, name=scanned_name)(x, *arguments)[0]
