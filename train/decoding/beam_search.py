@@ -1,0 +1,192 @@
+"""Beam search: the most likely sequences, with a penalty for short ones.
+
+Suffixes of array names: see `search`. K is the number of beams; the beams of a row are sorted by
+their log-probabilities, the best one last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from train.decoding.caches import Cache, select_beams, tile, tile_cache
+from train.decoding.search import (
+    NEGATIVE,
+    Decoded,
+    DecodingState,
+    TokensToLogits,
+    at,
+    first_index,
+    first_sequences,
+)
+from train.errors import ConfigError, check_counts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _BeamState:
+    """The state of the loop: live beams, which have no end token yet, and the best finished ones.
+
+    A place for a finished sequence that is not filled yet has the score `NEGATIVE`.
+    """
+
+    index_B: jax.Array
+    live_log_probs_BK: jax.Array
+    live_BKT: jax.Array
+    cache: Cache
+    finished_scores_BK: jax.Array
+    finished_BKT: jax.Array
+
+
+def beam_search(
+    tokens_to_logits: TokensToLogits,
+    cache: Cache,
+    prompts_BT: jax.Array,
+    *,
+    cache_axes: Any,
+    end_token: int | None,
+    num_decodes: int = 4,
+    key: jax.Array | None = None,
+    start_index_B: jax.Array | None = None,
+    alpha: float = 0.6,
+) -> Decoded:
+    """Searches for the sequences with the best scores. For the other arguments, see `Search`.
+
+    The score of a sequence of n tokens is log-probability / ((5 + n) / 6) ** alpha. n counts the
+    prompt and the end token. Each step continues every live beam by every token and keeps the
+    best 2 * num_decodes of all: even if half of them end, enough live beams remain.
+
+    Args:
+      num_decodes: the number of beams per row.
+      key: is not used.
+      alpha: the exponent of the penalty for short sequences. 0 compares log-probabilities.
+
+    Returns:
+      The finished sequences of each row, sorted by their scores. A place that no sequence fills has
+      the score -1e7 and zeros. A row where nothing finishes has its live beams, with their
+      log-probabilities as scores.
+
+    Raises:
+      ConfigError: if a setting is impossible.
+    """
+    del key
+    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or alpha < 0:
+        raise ConfigError(f'alpha is {alpha!r}: it must be a number >= 0')
+    check_counts(num_decodes=num_decodes)
+    (batch, length), beams = prompts_BT.shape, num_decodes
+    given_BT = first_sequences(prompts_BT, start_index_B)
+
+    def penalty(size: jax.Array | int) -> jax.Array:
+        return jnp.power((5.0 + size) / 6.0, alpha)
+
+    def is_searching(state: _BeamState) -> jax.Array:
+        best_live_B = state.live_log_probs_BK[:, -1] / penalty(length + 1)
+        can_improve_B = state.finished_scores_BK[:, 0] <= best_live_B
+        return jnp.any(can_improve_B & (state.index_B < length))
+
+    def step(state: _BeamState) -> _BeamState:
+        is_open_B1 = (state.index_B < length)[:, None]
+        index_B = jnp.minimum(state.index_B + 1, length)
+        logits_NV, cache = tokens_to_logits(_flat(state))
+        log_probs_BKV = jax.nn.log_softmax(logits_NV).reshape(batch, beams, -1)
+        log_probs_BKV = _force(log_probs_BKV, at(given_BT, index_B))
+        found = _best_continuations(state, log_probs_BKV, index_B)
+
+        token_BC = jnp.take_along_axis(found.sequences, index_B[:, None, None], axis=2)[:, :, 0]
+        ends_BC = jnp.zeros(token_BC.shape, bool)
+        if end_token is not None:
+            ends_BC = (token_BC == end_token) & (at(given_BT, index_B) == 0)
+
+        live_BK, live_log_probs_BK = _best(found.log_probs + ends_BC * NEGATIVE, beams)
+        scores_BC = found.log_probs / penalty(index_B)[:, None] + ~ends_BC * NEGATIVE
+        scores = jnp.concatenate([state.finished_scores_BK, scores_BC], axis=1)
+        sequences = jnp.concatenate([state.finished_BKT, found.sequences], axis=1)
+        finished_BK, finished_scores_BK = _best(scores, beams)
+        old_beams_BK = jnp.take_along_axis(found.beams, live_BK, axis=1)
+        return _BeamState(
+            index_B=index_B,
+            cache=select_beams(cache, cache_axes, old_beams_BK),
+            # Rows at their end wait for the others.
+            live_log_probs_BK=jnp.where(is_open_B1, live_log_probs_BK, state.live_log_probs_BK),
+            live_BKT=jnp.where(
+                is_open_B1[:, :, None], _take(found.sequences, live_BK), state.live_BKT
+            ),
+            finished_scores_BK=jnp.where(is_open_B1, finished_scores_BK, state.finished_scores_BK),
+            finished_BKT=jnp.where(
+                is_open_B1[:, :, None], _take(sequences, finished_BK), state.finished_BKT
+            ),
+        )
+
+    first_live = jnp.where(jnp.arange(beams) == beams - 1, 0.0, NEGATIVE)
+    live_BKT = tile(given_BT, beams).reshape(batch, beams, length + 1)
+    state = _BeamState(
+        index_B=first_index(prompts_BT, start_index_B),
+        live_log_probs_BK=jnp.broadcast_to(first_live, (batch, beams)),
+        live_BKT=live_BKT,
+        cache=tile_cache(cache, cache_axes, beams),
+        finished_scores_BK=jnp.full((batch, beams), NEGATIVE, jnp.float32),
+        finished_BKT=jnp.zeros_like(live_BKT),
+    )
+    state = jax.lax.while_loop(is_searching, step, state)
+    any_finished_B1 = state.finished_scores_BK[:, -1:] > NEGATIVE
+    return Decoded(
+        jnp.where(any_finished_B1[:, :, None], state.finished_BKT, state.live_BKT)[:, :, 1:],
+        jnp.where(any_finished_B1, state.finished_scores_BK, state.live_log_probs_BK),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Continuations:
+    """The best 2K continuations of the live beams of each row (C of them), best first.
+
+    Attributes:
+      log_probs: [B, C].
+      sequences: [B, C, T + 1].
+      beams: the beam that each of them continues, [B, C].
+    """
+
+    log_probs: jax.Array
+    sequences: jax.Array
+    beams: jax.Array
+
+
+def _best_continuations(
+    state: _BeamState, log_probs_BKV: jax.Array, index_B: jax.Array
+) -> _Continuations:
+    batch, num_beams, vocab = log_probs_BKV.shape
+    total = (log_probs_BKV + state.live_log_probs_BK[:, :, None]).reshape(batch, -1)
+    log_probs_BC, flat_BC = jax.lax.top_k(total, min(2 * num_beams, total.shape[1]))
+    beams_BC, token_BC = flat_BC // vocab, flat_BC % vocab
+    sequences = _take(state.live_BKT, beams_BC)
+    is_place = jnp.arange(sequences.shape[2]) == index_B[:, None, None]
+    sequences = jnp.where(is_place, token_BC[:, :, None], sequences)
+    return _Continuations(log_probs_BC, sequences, beams_BC)
+
+
+def _force(log_probs_BKV: jax.Array, given_B1: jax.Array) -> jax.Array:
+    """Where a token is given, makes it certain and all others impossible."""
+    is_given = jnp.arange(log_probs_BKV.shape[2]) == given_B1[:, :, None]
+    forced = jnp.where(is_given, 0.0, NEGATIVE)
+    return jnp.where(given_B1[:, :, None] == 0, log_probs_BKV, forced)
+
+
+def _best(scores: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The indices and the values of the greatest scores of each row, the best one last."""
+    values, indices = jax.lax.top_k(scores, count)
+    return jnp.flip(indices, axis=1), jnp.flip(values, axis=1)
+
+
+def _take(sequences: jax.Array, indices: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(sequences, indices[:, :, None], axis=1)
+
+
+def _flat(state: _BeamState) -> DecodingState:
+    """What the model sees of the live beams."""
+    _, beams, places = state.live_BKT.shape
+    sequences, index = state.live_BKT.reshape(-1, places), tile(state.index_B, beams)
+    return DecodingState(
+        cur_index=index, cur_token=at(sequences, index), sequences=sequences, cache=state.cache
+    )

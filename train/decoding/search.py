@@ -1,0 +1,115 @@
+"""What the searches have in common: the model's side of a step, and the decoded sequences.
+
+Suffixes of array names: B batch, K decodes (or beams) of a row, N = B * K with the decodes of a row
+next to each other, T tokens, V vocab.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from train.decoding.caches import Cache
+
+# Stands for a log-probability of minus infinity; unlike it, it can be added and compared.
+NEGATIVE = -1.0e7
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodingState:
+    """What a model may read to compute the logits of the next tokens.
+
+    Attributes:
+      cur_index: the place of the current token, int32 [batch * num_decodes].
+      cur_token: the current token, int32 [batch * num_decodes, 1].
+      sequences: all tokens so far, int32 [batch * num_decodes, length + 1]. Place 0 holds the token
+        that starts a sequence.
+      cache: the keys and values of earlier tokens.
+    """
+
+    cur_index: jax.Array
+    cur_token: jax.Array
+    sequences: jax.Array
+    cache: Cache
+
+
+# Returns the logits of the next tokens, float [batch * num_decodes, vocab], and the cache with the
+# keys and values of the current token.
+TokensToLogits = Callable[[DecodingState], tuple[jax.Array, Cache]]
+
+
+class Decoded(NamedTuple):
+    """Decoded sequences, the best one of each row last.
+
+    Attributes:
+      tokens: int32 [batch, num_decodes, length], without the token that starts a sequence, with the
+        end token, and zeros after it.
+      scores: float32 [batch, num_decodes].
+    """
+
+    tokens: jax.Array
+    scores: jax.Array
+
+
+class Search(Protocol):
+    """Decodes a batch, like `sample` and `beam_search`."""
+
+    def __call__(
+        self,
+        tokens_to_logits: TokensToLogits,
+        cache: Cache,
+        prompts_BT: jax.Array,
+        *,
+        cache_axes: Any,
+        end_token: int | None,
+        num_decodes: int,
+        key: jax.Array | None,
+        start_index_B: jax.Array | None,
+    ) -> Decoded:
+        """Decodes each row of a batch.
+
+        Args:
+          tokens_to_logits: the model.
+          cache: the cache of `batch` rows.
+          prompts_BT: int32 [batch, length]. Place i is the input of the model that predicts the
+            token i + 1, and 0 where it is not given. `length` is the number of tokens to decode,
+            with the prompt.
+          cache_axes: the row dimension of each array of the cache; see `find_row_axes`.
+          end_token: the token that ends a sequence. None ends it only at the length.
+          num_decodes: the number of sequences per row.
+          key: the random key. None uses seed 0.
+          start_index_B: the place of the first token that the model reads, int32 [batch]. The cache
+            already holds the tokens before it. None starts at place 0, with the token 0.
+        """
+
+
+def first_index(prompts_BT: jax.Array, start_index_B: jax.Array | None) -> jax.Array:
+    """The place where each row starts, int32 [batch]."""
+    if start_index_B is None:
+        return jnp.zeros(prompts_BT.shape[0], jnp.int32)
+    return start_index_B.astype(jnp.int32)
+
+
+def first_sequences(prompts_BT: jax.Array, start_index_B: jax.Array | None) -> jax.Array:
+    """The sequences before the first step, int32 [batch, length + 1].
+
+    There is one place more than inputs, for the token that the last input predicts.
+    """
+    sequences = jnp.pad(prompts_BT.astype(jnp.int32), ((0, 0), (0, 1)))
+    return sequences.at[:, 0].set(0) if start_index_B is None else sequences
+
+
+def at(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns the element of each row at its index: [N, T], [N] -> [N, 1]."""
+    return jnp.take_along_axis(x, index[:, None], axis=1)
+
+
+def put(x: jax.Array, index: jax.Array, value: jax.Array, where: jax.Array) -> jax.Array:
+    """Sets the element of each row at its index, if `where`: [N, T], [N], [N], [N] -> [N, T]."""
+    is_place = (jnp.arange(x.shape[1]) == index[:, None]) & where[:, None]
+    return jnp.where(is_place, value[:, None], x)

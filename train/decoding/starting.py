@@ -1,0 +1,221 @@
+"""Starts the decoding of a batch: fills the cache of a model, and makes its decoding step.
+
+Suffixes of array names: see `search`; S length of the encoder, E embed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from partitioning import constrain
+from train.decoding.caches import NO_ROWS, Cache, find_row_axes, tile
+from train.decoding.search import DecodingState, TokensToLogits
+from train.errors import ConfigError
+
+Batch = Mapping[str, jax.Array]
+
+# The logical axes of cached arrays, after the dimension of scanned layers. Others have only rows.
+_NAMES = dict.fromkeys(('cached_key', 'cached_value'), ('batch', 'heads', 'kv', None))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a search needs to decode a batch.
+
+    Attributes:
+      make_step: the function num_decodes -> the model's decoding step.
+      cache: the cache of the batch.
+      cache_axes: the row dimension of each array of the cache; see `find_row_axes`.
+      prompts_BT: see `Search`.
+      start_index_B: see `Search`.
+      finish: takes the decoded tokens [batch, num_decodes, length] to those to return.
+    """
+
+    make_step: Callable[[int], TokensToLogits]
+    cache: Cache
+    cache_axes: Any
+    prompts_BT: jax.Array
+    start_index_B: jax.Array | None = None
+    finish: Callable[[jax.Array], jax.Array] = lambda tokens: tokens
+
+
+def start_encoder_decoder(
+    model: Any,
+    variables: Mapping[str, Any],
+    batch: Batch,
+    *,
+    prompt_with_targets: bool = False,
+    end_token: int | None = None,
+) -> Start:
+    """Encodes the inputs of a batch, once for all decodes, and creates an empty cache.
+
+    Args:
+      model: a linen module with the methods `encode` and `decode` of `train.models.t5.T5`.
+      variables: its variables, without the cache.
+      batch: 'encoder_input_tokens' [batch, input length] and 'decoder_input_tokens' [batch,
+        length], the targets shifted right. `length` tokens are decoded.
+      prompt_with_targets: whether the targets of the batch are forced and only continued.
+      end_token: the token that is removed from the prompts.
+
+    Raises:
+      ConfigError: if rows are packed.
+    """
+    _check_unpacked(batch)
+    inputs_BS, given_BT = batch['encoder_input_tokens'], batch['decoder_input_tokens']
+    encoded_BSE = model.apply(variables, inputs_BS, deterministic=True, method='encode')
+
+    def make_cache(encoded_BSE: jax.Array, inputs_BS: jax.Array, given_BT: jax.Array) -> Cache:
+        ones = jnp.ones_like(given_BT)
+        options = {'deterministic': True, 'decode': True, 'method': 'decode', 'mutable': ['cache']}
+        return model.apply(variables, encoded_BSE, inputs_BS, ones, ones, **options)[1]['cache']
+
+    def make_step(num_decodes: int) -> TokensToLogits:
+        encoded_NSE, inputs_NS = tile(encoded_BSE, num_decodes), tile(inputs_BS, num_decodes)
+
+        def step(state: DecodingState) -> tuple[jax.Array, Cache]:
+            logits, changed = model.apply(
+                {**variables, 'cache': state.cache},
+                *(encoded_NSE, inputs_NS, state.cur_token, state.cur_token),
+                deterministic=True,
+                decode=True,
+                max_decode_length=given_BT.shape[1],
+                method='decode',
+                mutable=['cache'],
+            )
+            return logits[:, 0], changed['cache']
+
+        return step
+
+    arguments = (encoded_BSE, inputs_BS, given_BT)
+    axes = find_row_axes(make_cache, *arguments)
+    prompts_BT = jnp.zeros_like(given_BT)
+    if prompt_with_targets:
+        prompts_BT = jnp.where(given_BT == end_token, 0, given_BT)
+    return Start(
+        make_step=make_step,
+        cache=lay_out_cache(make_cache(*arguments), axes),
+        cache_axes=axes,
+        prompts_BT=prompts_BT,
+    )
+
+
+def start_decoder_only(
+    model: Any,
+    variables: Mapping[str, Any],
+    batch: Batch,
+    *,
+    bidirectional_prefix: bool = True,
+    prompt_with_targets: bool = False,
+    end_token: int | None = None,
+) -> Start:
+    """Fills a cache with the prefix of each row, in one call of the model.
+
+    Args:
+      model: a linen module that is called like `train.models.t5.DecoderOnly`.
+      variables: its variables, without the cache.
+      batch: 'decoder_input_tokens' [batch, length], the prefix and the targets shifted right, and
+        'decoder_causal_attention', 1 in the prefix and at the first target.
+      bidirectional_prefix: whether positions of the prefix see each other in both directions.
+      prompt_with_targets: must be False, because the prefix is the prompt.
+      end_token: is not used.
+
+    Returns:
+      The start. Its `finish` removes the prefix: it moves each row to the left, and fills it up
+      with zeros.
+
+    Raises:
+      ConfigError: if rows are packed or have no prefix, or if `prompt_with_targets` is set.
+    """
+    del end_token
+    _check_unpacked(batch)
+    if prompt_with_targets:
+        raise ConfigError(
+            'prompt_with_targets is True, but a decoder-only model continues the prefix of a row: '
+            'leave it out, and write the prompt at the end of the inputs'
+        )
+    if 'decoder_causal_attention' not in batch:
+        raise ConfigError(
+            "the rows have no 'decoder_causal_attention', which says where their prefix ends: use "
+            'a task with inputs and targets'
+        )
+    prefix_BT = batch['decoder_causal_attention']
+    inputs_BT = batch['decoder_input_tokens'] * prefix_BT
+    length_B = jnp.sum(inputs_BT[:, 1:] != 0, axis=1, dtype=jnp.int32)
+
+    def make_cache(inputs_BT: jax.Array, prefix_BT: jax.Array, length_B: jax.Array) -> Cache:
+        ones = jnp.ones_like(inputs_BT)
+        options = {'deterministic': True, 'mutable': ['cache']}
+        empty = model.apply(variables, ones, ones, decode=True, **options)[1]['cache']
+        # With the prefix as targets, the mask covers the first position, whose token is 0, too.
+        filled = model.apply(
+            {**variables, 'cache': empty},
+            inputs_BT,
+            prefix_BT,
+            decoder_causal_attention=prefix_BT if bidirectional_prefix else None,
+            prefill=True,
+            prefill_lengths=length_B,
+            **options,
+        )
+        return filled[1]['cache']
+
+    def make_step(num_decodes: int) -> TokensToLogits:
+        def step(state: DecodingState) -> tuple[jax.Array, Cache]:
+            logits, changed = model.apply(
+                {**variables, 'cache': state.cache},
+                *(state.cur_token, state.cur_token),
+                deterministic=True,
+                decode=True,
+                max_decode_length=inputs_BT.shape[1],
+                mutable=['cache'],
+            )
+            return logits[:, 0], changed['cache']
+
+        return step
+
+    arguments = (inputs_BT, prefix_BT, length_B)
+    axes = find_row_axes(make_cache, *arguments)
+    return Start(
+        make_step=make_step,
+        cache=lay_out_cache(make_cache(*arguments), axes),
+        cache_axes=axes,
+        prompts_BT=inputs_BT,
+        start_index_B=length_B,
+        finish=lambda tokens: _shift_left(tokens, length_B),
+    )
+
+
+def lay_out_cache(cache: Cache, axes: Any) -> Cache:
+    """Lays out the arrays of a cache by their logical axes.
+
+    Dimensions that the mesh does not divide are replicated.
+    """
+
+    def place(path: Any, x: jax.Array, axis: int) -> jax.Array:
+        if axis == NO_ROWS:
+            return x
+        names = _NAMES.get(getattr(path[-1], 'key', ''), ('batch',))
+        names = (*[None] * axis, *names, *[None] * x.ndim)[: x.ndim]
+        return constrain(x, names, on_indivisible='replicate')
+
+    return jax.tree_util.tree_map_with_path(place, cache, axes)
+
+
+def _shift_left(tokens_BKT: jax.Array, by_B: jax.Array) -> jax.Array:
+    """Moves each row to the left, and fills it up with zeros."""
+    length = tokens_BKT.shape[2]
+    places_BT = jnp.arange(length) + by_B[:, None]
+    moved = jnp.take_along_axis(tokens_BKT, jnp.minimum(places_BT, length - 1)[:, None], axis=2)
+    return jnp.where(places_BT[:, None] < length, moved, 0)
+
+
+def _check_unpacked(batch: Batch) -> None:
+    packed = sorted(name for name in batch if name.endswith('segment_ids'))
+    if packed:
+        raise ConfigError(
+            f'the rows have {", ".join(packed)}: packed rows cannot be decoded; write pack = False'
+        )
