@@ -67,7 +67,8 @@ def beam_search(
     Returns:
       The finished sequences of each row, sorted by their scores. A place that no sequence fills has
       the score -1e7 and zeros. A row where nothing finishes has its live beams, with their
-      log-probabilities as scores.
+      log-probabilities as scores. As in T5X, a row that reaches the length before the others, from
+      a later start, is continued until they do: its log-probabilities count tokens after its end.
 
     Raises:
       ConfigError: if a setting is impossible.
@@ -77,7 +78,8 @@ def beam_search(
         raise ConfigError(f'alpha is {alpha!r}: it must be a number >= 0')
     check_counts(num_decodes=num_decodes)
     (batch, length), beams = prompts_BT.shape, num_decodes
-    given_BT = first_sequences(prompts_BT, start_index_B)
+    # Rows that reach the length before others write to one more place, which is cut off.
+    given_BT = jnp.pad(first_sequences(prompts_BT, start_index_B), ((0, 0), (0, 1)))
 
     def penalty(size: jax.Array | int) -> jax.Array:
         return jnp.power((5.0 + size) / 6.0, alpha)
@@ -85,20 +87,20 @@ def beam_search(
     def is_searching(state: _BeamState) -> jax.Array:
         best_live_B = state.live_log_probs_BK[:, -1] / penalty(length + 1)
         can_improve_B = state.finished_scores_BK[:, 0] <= best_live_B
-        return jnp.any(can_improve_B & (state.index_B < length))
+        return jnp.any(can_improve_B) & jnp.any(state.index_B < length)
 
     def step(state: _BeamState) -> _BeamState:
-        is_open_B1 = (state.index_B < length)[:, None]
-        index_B = jnp.minimum(state.index_B + 1, length)
+        index_B = state.index_B + 1
         logits_NV, cache = tokens_to_logits(_flat(state))
         log_probs_BKV = jax.nn.log_softmax(logits_NV).reshape(batch, beams, -1)
-        log_probs_BKV = _force(log_probs_BKV, at(given_BT, index_B))
-        found = _best_continuations(state, log_probs_BKV, index_B)
+        place_B = jnp.minimum(index_B, length + 1)
+        log_probs_BKV = _force(log_probs_BKV, at(given_BT, place_B))
+        found = _best_continuations(state, log_probs_BKV, place_B)
 
-        token_BC = jnp.take_along_axis(found.sequences, index_B[:, None, None], axis=2)[:, :, 0]
+        token_BC = jnp.take_along_axis(found.sequences, place_B[:, None, None], axis=2)[:, :, 0]
         ends_BC = jnp.zeros(token_BC.shape, bool)
         if end_token is not None:
-            ends_BC = (token_BC == end_token) & (at(given_BT, index_B) == 0)
+            ends_BC = (token_BC == end_token) & (at(given_BT, place_B) == 0)
 
         live_BK, live_log_probs_BK = _best(found.log_probs + ends_BC * NEGATIVE, beams)
         scores_BC = found.log_probs / penalty(index_B)[:, None] + ~ends_BC * NEGATIVE
@@ -109,19 +111,14 @@ def beam_search(
         return _BeamState(
             index_B=index_B,
             cache=select_beams(cache, cache_axes, old_beams_BK),
-            # Rows at their end wait for the others.
-            live_log_probs_BK=jnp.where(is_open_B1, live_log_probs_BK, state.live_log_probs_BK),
-            live_BKT=jnp.where(
-                is_open_B1[:, :, None], _take(found.sequences, live_BK), state.live_BKT
-            ),
-            finished_scores_BK=jnp.where(is_open_B1, finished_scores_BK, state.finished_scores_BK),
-            finished_BKT=jnp.where(
-                is_open_B1[:, :, None], _take(sequences, finished_BK), state.finished_BKT
-            ),
+            live_log_probs_BK=live_log_probs_BK,
+            live_BKT=_take(found.sequences, live_BK),
+            finished_scores_BK=finished_scores_BK,
+            finished_BKT=_take(sequences, finished_BK),
         )
 
     first_live = jnp.where(jnp.arange(beams) == beams - 1, 0.0, NEGATIVE)
-    live_BKT = tile(given_BT, beams).reshape(batch, beams, length + 1)
+    live_BKT = tile(given_BT, beams).reshape(batch, beams, length + 2)
     state = _BeamState(
         index_B=first_index(prompts_BT, start_index_B),
         live_log_probs_BK=jnp.broadcast_to(first_live, (batch, beams)),
@@ -133,7 +130,7 @@ def beam_search(
     state = jax.lax.while_loop(is_searching, step, state)
     any_finished_B1 = state.finished_scores_BK[:, -1:] > NEGATIVE
     return Decoded(
-        jnp.where(any_finished_B1[:, :, None], state.finished_BKT, state.live_BKT)[:, :, 1:],
+        jnp.where(any_finished_B1[:, :, None], state.finished_BKT, state.live_BKT)[:, :, 1:-1],
         jnp.where(any_finished_B1, state.finished_scores_BK, state.live_log_probs_BK),
     )
 
@@ -154,14 +151,14 @@ class _Continuations:
 
 
 def _best_continuations(
-    state: _BeamState, log_probs_BKV: jax.Array, index_B: jax.Array
+    state: _BeamState, log_probs_BKV: jax.Array, place_B: jax.Array
 ) -> _Continuations:
     batch, num_beams, vocab = log_probs_BKV.shape
     total = (log_probs_BKV + state.live_log_probs_BK[:, :, None]).reshape(batch, -1)
     log_probs_BC, flat_BC = jax.lax.top_k(total, min(2 * num_beams, total.shape[1]))
     beams_BC, token_BC = flat_BC // vocab, flat_BC % vocab
     sequences = _take(state.live_BKT, beams_BC)
-    is_place = jnp.arange(sequences.shape[2]) == index_B[:, None, None]
+    is_place = jnp.arange(sequences.shape[2]) == place_B[:, None, None]
     sequences = jnp.where(is_place, token_BC[:, :, None], sequences)
     return _Continuations(log_probs_BC, sequences, beams_BC)
 
@@ -188,5 +185,8 @@ def _flat(state: _BeamState) -> DecodingState:
     _, beams, places = state.live_BKT.shape
     sequences, index = state.live_BKT.reshape(-1, places), tile(state.index_B, beams)
     return DecodingState(
-        cur_index=index, cur_token=at(sequences, index), sequences=sequences, cache=state.cache
+        cur_index=index,
+        cur_token=at(sequences, jnp.minimum(index, places - 1)),
+        sequences=sequences,
+        cache=state.cache,
     )
