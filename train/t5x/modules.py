@@ -10,6 +10,7 @@ MODULES = {
     't5x.adafactor': 'train.t5x.adafactor',
     't5x.checkpoints': 'train.t5x.checkpoints',
     't5x.contrib.gpu.t5.network': 'train.t5x.gpu_network',
+    't5x.contrib.moe.adafactor_utils': 'train.t5x.moe_adafactor_utils',
     't5x.contrib.moe.checkpoints': 'train.t5x.moe_checkpoints',
     't5x.contrib.moe.models': 'train.t5x.moe_models',
     't5x.contrib.moe.partitioning': 'partitioning.partitioner.moe',

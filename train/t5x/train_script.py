@@ -160,7 +160,7 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
         model_dir=settings['model_dir'],
         objective=model.objective(),
         partitioner=with_kv_heads(settings['partitioner']),
-        optimizer=model.optimizer(trainer.learning_rate_fn),
+        optimizer=trainer.optimizer(model),
         task=task,
         total_steps=total_steps,
         batch_size=training.batch_size,

@@ -9,6 +9,7 @@ from typing import Any
 import optax
 
 from train.errors import ConfigError
+from train.optimizers import Optimizer
 from train.t5x.refusals import expect, refusal
 
 
@@ -47,6 +48,10 @@ class Trainer:
         if computer is not None:
             key, written = 'trainer.Trainer.weight_metrics_computer', f'@trainer.{kind.__name__}()'
             expect(key, computer, kind, written)
+
+    def optimizer(self, model: Any) -> Optimizer | optax.GradientTransformation:
+        """The optimizer of a model, with this trainer's learning rate."""
+        return model.optimizer(self.learning_rate_fn)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
