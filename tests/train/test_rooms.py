@@ -31,7 +31,7 @@ FLOORS = [
     {'configurables'},
     {'gin_config'},
     {'cli', 't5x'},
-    {'__main__'},
+    {'__main__', 't5x.__main__'},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The core of the trainer works without gin, and without what is above it.

@@ -137,10 +137,9 @@ def _check_macros(last: Mapping[tuple[str, ...], Statement], unused: set[str]) -
                 if hint := nearest(name, unused):
                     raise _no_value(name, statement, hint)
                 missing.setdefault(name, statement)
-    for name in _used_macros(last):
-        statement = last[(name,)]
-        if any(reference.name == 'gin.REQUIRED' for reference in statement.references):
-            missing[name] = statement
+        required = any(reference.name == 'gin.REQUIRED' for reference in statement.references)
+        if required and statement.macro:
+            missing[statement.macro] = statement
     if len(missing) > 1:
         flags = ' '.join(f'--gin.{name}=...' for name in missing)
         place = next(iter(missing.values())).place
@@ -159,18 +158,6 @@ def _no_value(name: str, statement: Statement, hint: str = '') -> ConfigError:
         f'{statement.place}: %{name} has no value.{hint} Add --gin.{name}=... or a line '
         f'{name} = ... to a gin file'
     )
-
-
-def _used_macros(last: Mapping[tuple[str, ...], Statement]) -> list[str]:
-    """The macros with values on which a parameter depends, also through other macros."""
-    waiting = [s for key, s in last.items() if len(key) > 1]
-    used: list[str] = []
-    while waiting:
-        for reference in waiting.pop(0).references:
-            if reference.is_macro and (reference.name,) in last and reference.name not in used:
-                used.append(reference.name)
-                waiting.append(last[(reference.name,)])
-    return used
 
 
 def _check_scopes(

@@ -171,10 +171,11 @@ class Resolver:
 
     def _unknown(self, written: str, selector: str, statement: Statement) -> ConfigError:
         """The error for a name that is not on the list."""
-        name, rest = translate(written), selector.partition('.')[2]
-        home, listed = name.removesuffix(f'.{rest}'), registry.listed_names()
-        names = [other.removeprefix(f'{home}.') for other in listed if is_within(other, [home])]
-        if hint := nearest(rest, names):
+        name = translate(written)
+        home, _, last = name.rpartition('.')
+        listed = registry.listed_names()
+        names = [n.removeprefix(f'{home}.') for n in listed if n.rpartition('.')[0] == home]
+        if hint := nearest(last, names):
             return ConfigError(f'{statement.place}: {selector!r} does not exist in {home}.{hint}')
         if is_t5x(written) and not is_within(written, self._allow):
             has = f': {home} has {", ".join(sorted(names))}' if names else ''

@@ -1,0 +1,68 @@
+"""`python -m train.t5x report FILE.gin ...`: what each setting of T5X's gin files becomes here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from train.cli.launch import CommandParser, configure, run
+
+_DESCRIPTION = """\
+Lists the settings of T5X's gin files: their values, what they become here, and which of them have
+no equivalent and why. Nothing is trained.
+
+  {prog} t5x/examples/t5/t5_1_1/base.gin t5x/configs/runs/pretrain.gin --gin_search_paths=~/t5x
+"""
+
+
+def report(arguments: Sequence[str]) -> int:
+    """Runs `python -m train.t5x report`, and returns its exit status."""
+    parser = CommandParser('python -m train.t5x report', 'FILE.gin ... [flags]', _DESCRIPTION)
+    parser.add_argument('files', metavar='FILE.gin', nargs='*', help='later files override earlier')
+    options = parser.read(arguments)
+    return run(lambda: _report(options), options)
+
+
+def _report(options: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    import train.configurables  # noqa: F401  # registers the names that gin files may use
+    from train.errors import ConfigError
+    from train.gin_config import check, find_entry
+    from train.gin_config.load import read_statements
+    from train.t5x.report import describe_imports, print_report, report_rows
+
+    files = [*options.files, *options.gin_file]
+    folders = [path for value in options.gin_search_paths for path in value.split(',') if path]
+    allow = [name for value in options.gin_allow for name in value.split(',') if name]
+    if not files:
+        raise ConfigError('no gin file: add FILE.gin')
+    statements = read_statements(files, options.gin_bindings, folders)
+    check.check_imports(statements, allow)
+    check.import_modules(statements, allow)
+    notes = list(describe_imports(statements))
+    rows = report_rows(statements, allow)
+    try:
+        options.gin_file = []
+        configure(options, files)
+        entry = find_entry()
+        notes.append(f'The files start {entry.__module__}.{entry.__name__}')
+    except ConfigError as error:
+        notes.append(f'error: {error}')
+    # A pipe gets lines of 100 characters without colours.
+    width = None if sys.stdout.isatty() else int(os.environ.get('COLUMNS', 100))
+    print_report(rows, notes, Console(width=width, highlight=False))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one of the commands, and returns its exit status."""
+    if arguments[:1] == ['report']:
+        return report(arguments[1:])
+    print('error: the command is: python -m train.t5x report FILE.gin ...', file=sys.stderr)
+    return 2
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]))
