@@ -47,6 +47,8 @@ def generate(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument('--prompt', action='append', required=True, help='a text to continue')
     parser.add_argument('--length', type=int, default=256, help='tokens with the prompt (256)')
     parser.add_argument('--temperature', type=float, default=0.8, help='0 is greedy (0.8)')
+    parser.add_argument('--top_k', type=int, default=0, help='sample only the K most likely (all)')
+    parser.add_argument('--top_p', type=float, default=0.0, help='sample only this share (all)')
     parser.add_argument('--seed', type=int, default=0, help='another seed writes other text (0)')
     options = parser.read(arguments)
 
@@ -56,7 +58,11 @@ def generate(arguments: Sequence[str], prog: str) -> int:
 
         config, restore = _read_run(options)
         samples = Samples(
-            prompts=options.prompt, length=options.length, temperature=options.temperature
+            prompts=options.prompt,
+            length=options.length,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
         )
         changes = {'evaluators': {'samples': samples}, 'seed': options.seed}
         evaluate(dataclasses.replace(config, **changes), restore=restore)

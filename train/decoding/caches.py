@@ -33,9 +33,9 @@ def find_row_axes(make_cache: Callable[..., Cache], *arguments: Any) -> Any:
       ValueError: if several dimensions of an array depend on the size of the batch.
     """
 
-    def trace(extra: int) -> Any:
+    def trace(times: int) -> Any:  # a multiple, because the mesh divides the rows
         resized = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((x.shape[0] + extra, *x.shape[1:]), x.dtype), arguments
+            lambda x: jax.ShapeDtypeStruct((x.shape[0] * times, *x.shape[1:]), x.dtype), arguments
         )
         return jax.eval_shape(make_cache, *resized)
 
@@ -44,12 +44,12 @@ def find_row_axes(make_cache: Callable[..., Cache], *arguments: Any) -> Any:
         grown = [i for i, (a, b) in enumerate(sizes) if a != b]
         if len(grown) > 1:
             raise ValueError(
-                f'a cached array is {small.shape} for one batch and {large.shape} for a batch with '
-                'one more row: only one dimension may hold the rows'
+                f'a cached array is {small.shape} for one batch and {large.shape} for one of twice '
+                'the size: only one dimension may hold the rows'
             )
         return grown[0] if grown else NO_ROWS
 
-    return jax.tree.map(axis, trace(0), trace(1))
+    return jax.tree.map(axis, trace(1), trace(2))
 
 
 def tile(x: jax.Array, num_decodes: int, axis: int = 0) -> jax.Array:

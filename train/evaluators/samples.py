@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 
 from partitioning import TrainState
 from train.data.text.tokenizers import Tokenizer
+from train.decoding.sampling import check_sampling
 from train.errors import ConfigError, check_counts
 from train.models.config import TransformerConfig
 from train.models.decoding import generate
@@ -30,12 +31,17 @@ class Samples:
       prompts: the texts that the model continues.
       length: the number of tokens, including the prompt.
       temperature: the temperature of the softmax. 0 always takes the most likely token.
+      top_k: only the `top_k` most likely tokens are sampled. 0 allows all.
+      top_p: only the most likely tokens whose probabilities add up to `top_p` are sampled. 0 allows
+        all.
       every: the number of steps between samples. 0 samples only at the end.
     """
 
     prompts: Sequence[str] = ('\n',)
     length: int = 256
     temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 0.0
     every: int = 0
 
     def __post_init__(self) -> None:
@@ -43,10 +49,10 @@ class Samples:
         texts = self.prompts
         if isinstance(texts, str) or not texts or not all(isinstance(p, str) for p in texts):
             raise ConfigError(f'Samples.prompts is {texts!r}: it must be a list of strings')
-        if not isinstance(self.temperature, int | float) or not self.temperature >= 0:
-            raise ConfigError(
-                f'Samples.temperature is {self.temperature!r}: it must be a number >= 0'
-            )
+        try:
+            check_sampling(self.temperature, self.top_k, self.top_p)
+        except ConfigError as error:
+            raise ConfigError(f'Samples.{error}') from error
 
     def prepare(self, run: Run, name: str) -> PreparedSamples:
         """Encodes the prompts.
@@ -156,6 +162,8 @@ class PreparedSamples:
                 jax.random.fold_in(jax.random.key(config.seed), 1),
                 new_tokens=new_tokens,
                 temperature=settings.temperature,
+                top_k=settings.top_k,
+                top_p=settings.top_p,
                 num_tokens=num_tokens,
             )[0]
 

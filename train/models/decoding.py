@@ -5,7 +5,6 @@ Suffixes of array names: B batch, P tokens of the longest prompt, T all tokens, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,6 +12,10 @@ import jax.numpy as jnp
 
 from partitioning import constrain
 from partitioning.state.boxes import array_of, is_carrier
+from train.decoding import DecodingState, sample
+from train.decoding.caches import NO_ROWS
+from train.decoding.sampling import check_sampling
+from train.decoding.search import TokensToLogits
 from train.errors import ConfigError, check_counts
 from train.models.config import TransformerConfig
 from train.models.forward import compute_logits, empty_cache
@@ -28,6 +31,7 @@ def generate(
     new_tokens: int,
     temperature: float = 1.0,
     top_k: int = 0,
+    top_p: float = 0.0,
     num_tokens: int | None = None,
     stop_token: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -44,6 +48,8 @@ def generate(
       new_tokens: the largest number of tokens to add to a prompt.
       temperature: the temperature of the softmax. 0 always takes the most likely token.
       top_k: only the `top_k` most likely tokens are sampled. 0 allows all.
+      top_p: only the most likely tokens whose probabilities add up to `top_p` are sampled. 0 allows
+        all.
       num_tokens: only tokens below this number are sampled. By default, all are.
       stop_token: the token that ends a row, without being added to it.
 
@@ -55,41 +61,50 @@ def generate(
       ConfigError: if a setting is impossible, or if the model has too few learned positions.
     """
     check_counts(new_tokens=new_tokens)
-    check_counts(0, top_k=top_k)
-    if not temperature >= 0:
-        raise ConfigError(f'temperature is {temperature!r}: it must be a number >= 0')
-    width, size = prompts_BP.shape[1], prompts_BP.shape[1] + new_tokens
-    config = getattr(model, 'config', model)
+    check_sampling(temperature, top_k, top_p)
+    size = prompts_BP.shape[1] + new_tokens
+    prompts_BT = jnp.pad(prompts_BP, ((0, 0), (0, new_tokens)))
+    prompts_BT = jnp.where(jnp.arange(size) < lengths_B[:, None], prompts_BT, 0)
+    config, cache = getattr(model, 'config', model), None
     if isinstance(config, TransformerConfig):
-        advance = _with_cache(config, params, width, size)
+        advance, cache = _with_cache(config, params, prompts_BP, lengths_B, size)
     else:
 
-        def advance(tokens_BT: jax.Array, lengths_B: jax.Array, cache: Any) -> Any:
-            last = (lengths_B - 1)[:, None, None]
-            return jnp.take_along_axis(model(params, tokens_BT), last, axis=1)[:, 0], cache
+        def advance(state: DecodingState) -> tuple[jax.Array, None]:
+            last = state.cur_index[:, None, None]
+            return jnp.take_along_axis(model(params, state.sequences), last, axis=1)[:, 0], None
 
-    def step(carry: Any) -> Any:
-        count, tokens_BT, lengths_B, open_B, cache = carry
-        logits_BV, cache = advance(tokens_BT, lengths_B, cache)
+    def step(state: DecodingState) -> tuple[jax.Array, Any]:
+        logits_BV, cache = advance(state)
         is_token = jnp.arange(logits_BV.shape[1]) < (num_tokens or logits_BV.shape[1])
-        logits_BV = constrain(jnp.where(is_token, logits_BV, -jnp.inf), ('batch', None))
-        next_B = _sample(jax.random.fold_in(key, count), logits_BV, temperature, top_k)
-        if stop_token is not None:
-            open_B &= next_B != stop_token
-        is_next = (jnp.arange(size) == lengths_B[:, None]) & open_B[:, None]
-        tokens_BT = jnp.where(is_next, next_B[:, None].astype(tokens_BT.dtype), tokens_BT)
-        return count + 1, tokens_BT, lengths_B + open_B, open_B, cache
+        return constrain(jnp.where(is_token, logits_BV, -jnp.inf), ('batch', None)), cache
 
-    tokens_BT = jnp.pad(prompts_BP, ((0, 0), (0, new_tokens)))
-    tokens_BT = jnp.where(jnp.arange(size) < lengths_B[:, None], tokens_BT, 0)
-    carry = step((0, tokens_BT, lengths_B, jnp.ones(lengths_B.shape, bool), None))
-    more = lambda carry: (carry[0] < new_tokens) & jnp.any(carry[3])  # noqa: E731
-    _, tokens_BT, lengths_B, _, _ = jax.lax.while_loop(more, step, carry)
-    return tokens_BT, lengths_B
+    decoded = sample(
+        step,
+        cache,
+        prompts_BT[:, :-1],
+        cache_axes=jax.tree.map(lambda _: NO_ROWS, cache),
+        end_token=stop_token,
+        key=key,
+        start_index_B=lengths_B - 1,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        max_new_tokens=new_tokens,
+    )
+    tokens_BT = jnp.concatenate([prompts_BT[:, :1], decoded.tokens[:, 0]], axis=1)
+    end_B = lengths_B + new_tokens
+    if stop_token is not None:
+        is_stop = (tokens_BT == stop_token) & (jnp.arange(size) >= lengths_B[:, None])
+        end_B = jnp.minimum(end_B, jnp.where(is_stop, jnp.arange(size), size).min(axis=1))
+    return jnp.where(jnp.arange(size) < end_B[:, None], tokens_BT, 0), end_B
 
 
-def _with_cache(config: TransformerConfig, params: Any, width: int, size: int) -> Callable:
-    """Returns (tokens, lengths, cache or None) -> (logits of the next token, cache)."""
+def _with_cache(
+    config: TransformerConfig, params: Any, prompts_BP: jax.Array, lengths_B: jax.Array, size: int
+) -> tuple[TokensToLogits, Any]:
+    """Returns the decoding step, and the cache of all tokens but the last one of each prompt."""
+    width = prompts_BP.shape[1]
     if config.positions == 'learned' and size > config.max_positions:
         raise ConfigError(
             f'a prompt of {width} tokens and {size - width} new tokens exceed max_positions, '
@@ -97,30 +112,24 @@ def _with_cache(config: TransformerConfig, params: Any, width: int, size: int) -
         )
     params = jax.tree.map(array_of, params, is_leaf=is_carrier)
 
-    def advance(tokens_BT: jax.Array, lengths_B: jax.Array, cache: Any) -> Any:
-        positions_BL = lengths_B[:, None] - 1
-        if cache is None:
-            # Prompts end in the same slot, so all next tokens go to one slot of the cache.
-            positions_BL += jnp.arange(width) - (width - 1)
-            cache = empty_cache(config, len(lengths_B), size)
-        found_BL = jnp.maximum(positions_BL, 0)
-        logits_BLV, cache = compute_logits(
+    def advance(tokens_BL: jax.Array, positions_BL: jax.Array, cache: Any) -> Any:
+        return compute_logits(
             config,
             params,
-            jnp.take_along_axis(tokens_BT, found_BL, axis=1),
-            positions_BL=found_BL,
+            tokens_BL,
+            positions_BL=jnp.maximum(positions_BL, 0),
             segments_BL=(positions_BL >= 0).astype(jnp.int32),
             cache=cache,
         )
+
+    def step(state: DecodingState) -> tuple[jax.Array, Any]:
+        logits_BLV, cache = advance(state.cur_token, state.cur_index[:, None], state.cache)
         return logits_BLV[:, -1], cache
 
-    return advance
-
-
-def _sample(key: jax.Array, logits_BV: jax.Array, temperature: float, top_k: int) -> jax.Array:
-    if not temperature:
-        return jnp.argmax(logits_BV, axis=-1)
-    if top_k:
-        least_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
-        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-    return jax.random.categorical(key, logits_BV / temperature)
+    cache = empty_cache(config, len(lengths_B), size)
+    if width > 1:
+        # Prompts end in the same slot, so all next tokens go to one slot of the cache.
+        positions_BL = (lengths_B - width)[:, None] + jnp.arange(width - 1)
+        tokens_BL = jnp.take_along_axis(prompts_BP, jnp.maximum(positions_BL, 0), axis=1)
+        cache = advance(tokens_BL, positions_BL, cache)[1]
+    return step, cache

@@ -163,8 +163,9 @@ class Attention(nn.Module):
         index.value = index.value + 1
         seen = jnp.arange(length) <= now
         if bias is not None:
-            # Rows that have ended may be stepped past the end: any row of the bias will do.
-            rows_HBS = jnp.take(bias[0], now[:, 0, 0, 0], axis=1, mode='clip')
+            # A search may step a row past its end. There is no bias then, as in T5X.
+            place_B = now[:, 0, 0, 0]
+            rows_HBS = jnp.take(bias[0], place_B, axis=1, mode='fill', fill_value=0)
             bias = rows_HBS.transpose(1, 0, 2)[:, :, None]
         key, value = (x.value.transpose(0, 3, 1, 2) for x in (keys, values))
         return key, value, seen if mask is None else mask & seen, bias

@@ -1,0 +1,148 @@
+"""Decoded tokens and their scores equal those of T5X."""
+
+import functools
+import types
+
+import jax
+import numpy as np
+import pytest
+import t5x_reference
+from flax.traverse_util import unflatten_dict
+from small import partitioner
+
+from partitioning import standard_logical_axis_rules, unbox
+from train.decoding import (
+    beam_search,
+    predict,
+    sample,
+    start_decoder_only,
+    start_encoder_decoder,
+)
+from train.errors import ConfigError
+from train.models.t5 import T5, DecoderOnly
+from train.models.t5.config import DecoderOnlyConfig, T5Config
+from train.t5x.checkpoint_reader import read_arrays
+
+pytestmark = pytest.mark.core
+KEY = jax.random.PRNGKey(3)
+KINDS = {
+    'greedy_unscaled_scores': (
+        functools.partial(sample, temperature=0, rescale_log_probs=False),
+        1,
+    ),
+    'greedy_prompted': (functools.partial(sample, temperature=0.0), 1),
+    'greedy_eos2': (functools.partial(sample, temperature=0.0), 1),
+    'beam4': (beam_search, 4),
+    'beam4_eos2': (beam_search, 4),
+    'sample_t0.7_topk10_key3': (functools.partial(sample, temperature=0.7, top_k=10), 2),
+    'sample_t1_topp0.9_key3': (functools.partial(sample, top_p=0.9), 2),
+}
+
+
+def objective(name):
+    """What predict needs of an objective."""
+    sizes = t5x_reference.facts(name)['model']['config']
+    if name == 'decoder_only':
+        start, model = start_decoder_only, DecoderOnly(DecoderOnlyConfig(**sizes))
+    else:
+        start, model = start_encoder_decoder, T5(T5Config(**sizes))
+    return types.SimpleNamespace(start_decoding=functools.partial(start, model), model=model)
+
+
+@functools.cache
+def restored(name):
+    arrays = read_arrays(t5x_reference.checkpoint(f'{name}-orbax-10'))
+    target = {path: x for path, x in arrays.items() if path.startswith('target/')}
+    return unflatten_dict({tuple(path.split('/')[1:]): x.read() for path, x in target.items()})
+
+
+def batch_of(name, kind):
+    arrays = t5x_reference.arrays(name)
+    batch = {path[10:]: x for path, x in arrays.items() if path.startswith('padded/in/')}
+    if kind == 'greedy_prompted':
+        batch['decoder_input_tokens'] = arrays['decode/prompt_decoder_input_tokens']
+    return batch
+
+
+def predictor(name, kind):
+    """The function (params, batch) -> all decodes of a kind."""
+    search, num_decodes = KINDS[kind]
+    eos2 = t5x_reference.facts(name)['decoding']['step10/eos2']
+    return lambda params, batch: predict(
+        objective(name),
+        params,
+        batch,
+        KEY,
+        decode_fn=search,
+        num_decodes=num_decodes,
+        return_all_decodes=True,
+        prompt_with_targets=kind == 'greedy_prompted',
+        end_token=eos2 if kind.endswith('_eos2') else 1,
+    )
+
+
+def check(found, expected, kind, step=10):
+    np.testing.assert_array_equal(found.tokens, expected[f'decode/step{step}/{kind}/tokens'])
+    scores = expected.get(f'decode/step{step}/{kind}/scores')
+    if scores is not None:
+        np.testing.assert_allclose(found.scores, scores, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    'name, kind',
+    [
+        ('t5_1_1', 'greedy_prompted'),
+        ('t5_1_1', 'beam4_eos2'),
+        ('decoder_only', 'greedy_unscaled_scores'),
+        ('decoder_only', 'sample_t1_topp0.9_key3'),
+    ],
+)
+def test_decodes_equal_those_of_t5x(name, kind):
+    found = jax.jit(predictor(name, kind))(restored(name), batch_of(name, kind))
+    check(found, t5x_reference.arrays(name), kind)
+
+
+def test_rows_that_reach_their_end_first_go_on_as_in_t5x():
+    model = objective('decoder_only').model
+    batch = batch_of('decoder_only', 'beam4')
+    ones = np.ones_like(batch['decoder_input_tokens'])
+    seed = t5x_reference.facts('decoder_only')['model']['init_prng_seed']
+    init = jax.jit(functools.partial(model.init, deterministic=True))
+    params = unbox(init(jax.random.PRNGKey(seed), ones, ones))['params']
+    with np.load(t5x_reference.DATA / 'decoder_only_step0.npz') as expected:
+        check(
+            jax.jit(predictor('decoder_only', 'beam4'))(params, batch), dict(expected), 'beam4', 0
+        )
+
+
+@pytest.mark.parametrize('kind', ['sample_t0.7_topk10_key3', 'beam4'])
+def test_caches_are_sharded_over_rows_and_heads(kind):
+    pjit = partitioner(2, 4, logical_axis_rules=standard_logical_axis_rules())
+    rows, batch = pjit.data_partition_spec, batch_of('t5_1_1', kind)
+    model, params = objective('t5_1_1').model, restored('t5_1_1')
+    specs = pjit.plan(lambda key: model.init(key, **arguments(batch)), KEY).specs['params']
+    run = pjit.partition(predictor('t5_1_1', kind), (specs, rows), None)
+    text = run.lower_and_compile(params, batch).as_text()
+    check(run(params, batch), t5x_reference.arrays('t5_1_1'), kind)
+    # [rows, heads, head_dim, length] of one device, of 4 rows and 4 heads.
+    num_decodes = KINDS[kind][1]
+    assert f'f32[{2 * num_decodes},1,8,14]' in text
+    assert f'f32[{4 * num_decodes},4,8,14]' not in text, 'a device holds the whole cache'
+
+
+def arguments(batch):
+    return {n: batch[n] for n in batch if n.endswith('tokens')}
+
+
+def test_batches_that_cannot_be_decoded_are_errors():
+    with pytest.raises(ConfigError, match=r'Namespace cannot predict targets.*start_decoding'):
+        predict(types.SimpleNamespace(), {}, {})
+    batch = batch_of('decoder_only', 'beam4')
+    run = functools.partial(predict, objective('decoder_only'), {})
+    with pytest.raises(ConfigError, match='prompt_with_targets is True, but a decoder-only'):
+        run(batch, prompt_with_targets=True)
+    with pytest.raises(ConfigError, match=r'decoder_segment_ids.*pack = False'):
+        run({**batch, 'decoder_segment_ids': batch['decoder_input_tokens']})
+    del batch['decoder_causal_attention']
+    with pytest.raises(ConfigError, match="no 'decoder_causal_attention'"):
+        run(batch)
