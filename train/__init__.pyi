@@ -10,4 +10,5 @@ from train.objectives import (
     Supervised as Supervised,
 )
 from train.optimizers import Optimizer as Optimizer
+from train.stopping import EarlyStopping as EarlyStopping, StopIfNotFinite as StopIfNotFinite
 from train.train import train as train

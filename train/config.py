@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import optax
 from jax.sharding import AxisType
@@ -20,6 +21,9 @@ from train.objectives import Objective
 from train.optimizers import Optimizer
 from train.paths import as_path, is_remote
 from train.runtime.writers import JsonWriter, MetricWriter, TensorBoardWriter
+from train.stopping import StopCondition, check_conditions
+
+PrngImpl = Literal['threefry2x32', 'rbg', 'unsafe_rbg']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,6 +49,8 @@ class TrainConfig:
       optimizer: an optax transformation, or an `Optimizer` with its learning rate.
       task: the training data, and how it becomes rows.
       total_steps: the step at which the run ends.
+      relative_steps: whether `total_steps` counts from the step that the run starts from, which is
+        that of its checkpoint, and not from 0. Each time the run resumes, it counts anew.
       batch_size: the number of rows in the global batch.
       sequence_length: the number of tokens in a row, for tasks on text. Tasks with inputs and
         targets take both numbers, such as {'inputs': 512, 'targets': 114}.
@@ -53,6 +59,11 @@ class TrainConfig:
         score x of the evaluator y is reported as 'y/x'. By default, 'eval' is `HeldOut()`, if the
         task holds out anything.
       checkpoints: when to save checkpoints, and which to keep.
+      evaluate_first: whether everything is evaluated before the first step as well.
+      stop_when: conditions that end the run early, such as `EarlyStopping`. The last state is saved
+        and evaluated.
+      stop_if_not_finite: whether the run ends with an error if a recorded training metric is NaN or
+        infinite. Without it, such a state is trained and saved like any other.
       restore: the checkpoint of another run to start from, including its step, if `model_dir` has
         no checkpoint. By default, a run starts from new parameters.
       hooks: functions (state, step, metrics) that run after each step. The state is valid until
@@ -64,7 +75,14 @@ class TrainConfig:
       profile_steps: the first and the last step of a trace for TensorBoard or Perfetto, which is
         written to `<model_dir>/profile`. By default, nothing is traced.
       prefetch: how far ahead of the steps batches are read.
-      seed: the seed of the initial parameters, the order of the data, and dropout.
+      collect_garbage_every: the number of steps between collections of Python's garbage, which
+        then happen at no other time. 0 leaves them to Python.
+      seed: the seed of the initial parameters and dropout. None chooses one by the time, and keeps
+        it when the run resumes.
+      data_seed: the seed of the order of the data, by default `seed`.
+      prng_impl: jax's implementation of random numbers: 'threefry2x32', 'rbg' or 'unsafe_rbg', by
+        default that of jax's configuration. The last two are faster on TPUs, and their numbers
+        depend on the mesh.
 
     Raises:
       ConfigError, ValueError: if a setting is malformed, or if settings conflict.
@@ -77,9 +95,13 @@ class TrainConfig:
     task: Task
     total_steps: int
     batch_size: int
+    relative_steps: bool = False
     sequence_length: Lengths = None
     evaluators: Mapping[str, Any] = dataclasses.field(default=None)  # type: ignore[arg-type]
     checkpoints: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    evaluate_first: bool = False
+    stop_when: Sequence[StopCondition] = ()
+    stop_if_not_finite: bool = True
     restore: RestoreConfig | None = None
     hooks: Sequence[Callable[..., None]] = ()
     writers: Sequence[Callable[..., MetricWriter]] = (JsonWriter, TensorBoardWriter)
@@ -88,12 +110,27 @@ class TrainConfig:
     log_every: int = 10
     profile_steps: Sequence[int] | None = None
     prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
-    seed: int = 0
+    collect_garbage_every: int = 0
+    seed: int | None = 0
+    data_seed: int | None = None
+    prng_impl: PrngImpl | None = None
 
     def __post_init__(self) -> None:
         names = ('total_steps', 'batch_size', 'num_microbatches', 'log_every')
         check_counts(**{name: getattr(self, name) for name in names})
-        check_counts(minimum=0, seed=self.seed)
+        check_counts(minimum=0, collect_garbage_every=self.collect_garbage_every)
+        for name in ('seed', 'data_seed'):
+            if getattr(self, name) is not None:
+                check_counts(minimum=0, **{name: getattr(self, name)})
+        if self.prng_impl is not None and self.prng_impl not in get_args(PrngImpl):
+            raise ConfigError(
+                f'TrainConfig.prng_impl is {self.prng_impl!r}: use one of {get_args(PrngImpl)}'
+            )
+        for name in ('relative_steps', 'evaluate_first', 'stop_if_not_finite'):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f'TrainConfig.{name} is {getattr(self, name)!r}: use True or False'
+                )
         check_lengths('sequence_length', self.sequence_length)
         for name in KINDS:
             if getattr(self, name) is not None or name != 'restore':
@@ -105,7 +142,9 @@ class TrainConfig:
         _check_evaluators(self.evaluators)
         for name in ('hooks', 'writers'):
             _check_functions(f'TrainConfig.{name}', getattr(self, name))
-        _check_profile(self.profile_steps, self.total_steps, self.model_dir)
+        check_conditions('TrainConfig.stop_when', self.stop_when)
+        last_step = math.inf if self.relative_steps else self.total_steps
+        _check_profile(self.profile_steps, last_step, self.model_dir)
         check_partitioner(self.partitioner)
         check_batch(self.partitioner, self.batch_size, self.num_microbatches)
 
@@ -162,7 +201,7 @@ def _check_functions(setting: str, functions: Any) -> None:
         raise ConfigError(f'{setting} is {functions!r}: it must be a list of functions or classes')
 
 
-def _check_profile(steps: Any, total_steps: int, model_dir: Any) -> None:
+def _check_profile(steps: Any, total_steps: float, model_dir: Any) -> None:
     if steps is None:
         return
     if is_remote(model_dir):

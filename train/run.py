@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from etils import epath
 from jax.sharding import NamedSharding
@@ -24,6 +26,7 @@ from train.objectives import NextToken, Objective
 from train.optimizers import as_transformation
 from train.paths import as_folder
 from train.runtime.console import RunConsole
+from train.runtime.machine import agree_on
 from train.runtime.reports import (
     describe_audit,
     describe_data,
@@ -69,8 +72,24 @@ class Run:
             self.evaluated,
             batch_size=c.batch_size,
             sequence_length=c.sequence_length,
-            seed=c.seed,
+            seed=data_seed(c),
+            random_seed=c.seed,
+            prng_impl=c.prng_impl,
         )
+
+    @property
+    def key(self) -> jax.Array:
+        """The key of the initial parameters and of the random numbers of the steps."""
+        return make_key(self.config)
+
+    def from_step(self, step: int) -> Run:
+        """Returns the run with the last step that follows from its first one."""
+        config = self.config
+        if not config.relative_steps:
+            return self
+        total_steps = step + config.total_steps
+        changes: dict[str, Any] = {'total_steps': total_steps, 'relative_steps': False}
+        return dataclasses.replace(self, config=dataclasses.replace(config, **changes))
 
 
 def prepare(config: TrainConfig) -> Run:
@@ -86,7 +105,8 @@ def prepare(config: TrainConfig) -> Run:
     with console.tokenizing() as progress, console.phase('opening the data'):
         directory = as_folder('MODEL_DIR', config.model_dir)
         data, evaluated = open_tasks(config, progress)
-        rows = data.training(config.seed)
+        config = with_seed(config, directory, console)
+        rows = data.training(data_seed(config))
     batch = abstract_batch(rows[0], config.batch_size, config)
     made: list[optax.GradientTransformation] = []
 
@@ -105,7 +125,7 @@ def prepare(config: TrainConfig) -> Run:
         return TrainState.create(variables, made[-1])
 
     with console.phase('planning the layout'):
-        plan = partitioner.plan(init, jax.random.key(config.seed))
+        plan = partitioner.plan(init, make_key(config))
     run = Run(
         config=config,
         console=console,
@@ -136,10 +156,35 @@ def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:
         leaves = jax.tree_util.tree_leaves_with_path(state)
         return {path: x for p, x in leaves if (path := path_str(p)) in paths}
 
-    key = jax.random.key(run.config.seed)
+    key = run.key
     run.console.say(f'initializing {len(paths):,} arrays that are not restored')
     shardings = select(run.plan.shardings)
     return jax.jit(lambda k: select(run.plan.init(k)), out_shardings=shardings)(key)
+
+
+def with_seed(config: TrainConfig, directory: epath.Path, console: RunConsole) -> TrainConfig:
+    """Returns the configuration with a seed, chosen by the time if it has none.
+
+    A run that resumes has the seed that its record contains.
+    """
+    if config.seed is not None:
+        return config
+    seed = record.recorded_setting(directory, 'random_seed')
+    how = f'of the earlier run in {directory}'
+    if seed is None:
+        seed, how = int(agree_on(np.int32(int(time.time()) % 2**31))), 'chosen by the time'
+    console.say(f'seed {seed}, {how}')
+    return dataclasses.replace(config, seed=seed)
+
+
+def data_seed(config: TrainConfig) -> int:
+    """Returns the seed of the order of the training rows."""
+    return (config.seed or 0) if config.data_seed is None else config.data_seed
+
+
+def make_key(config: TrainConfig) -> jax.Array:
+    """Returns the key of a run's random numbers."""
+    return jax.random.key(config.seed or 0, impl=config.prng_impl)
 
 
 def report(run: Run) -> None:

@@ -51,7 +51,8 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
             changes = record.check_same_as_before(run.directory, run.record, step)
         elif config.restore is not None:
             folder, step = config.restore.find()
-            _check_steps_left(config.restore, step, config.total_steps)
+            if not config.relative_steps:
+                _check_steps_left(config.restore, step, config.total_steps)
             record.check_restored_tokenizer(folder, {'': run.data}, config.restore.setting)
             source = config.restore.open(folder)
     check_same_step(step)
@@ -109,7 +110,7 @@ def compile_programs(run: Run, start: Start) -> Programs:
         make_train_step(
             config.objective,
             run.tx,
-            seed=config.seed,
+            key=run.key,
             num_microbatches=config.num_microbatches,
             data_spec=data_spec,
             learning_rate=lambda s: learning_rate_of(config.optimizer, s.opt_state, s.step - 1),
@@ -122,7 +123,7 @@ def compile_programs(run: Run, start: Start) -> Programs:
     state, batch, init = plan.abstract_state, dict(run.batch), None
     with run.console.phase('compiling the train step'), ThreadPoolExecutor(1) as pool:
         if not start.step:
-            init = pool.submit(plan.compile_init, jax.random.key(config.seed))
+            init = pool.submit(plan.compile_init, run.key)
         compiled = partitioner.compile(step, state, batch)
     check_fits(plan, partitioner, compiled)
     flops = None

@@ -21,7 +21,7 @@ def make_train_step(
     objective: Objective,
     tx: optax.GradientTransformation,
     *,
-    seed: int,
+    key: jax.Array,
     num_microbatches: int,
     data_spec: jax.sharding.PartitionSpec,
     learning_rate: Callable[[TrainState], jax.Array | None] = lambda state: None,
@@ -32,8 +32,8 @@ def make_train_step(
     Args:
       objective: what the step minimizes.
       tx: the optimizer.
-      seed: the seed of the random numbers of the model. Step n uses fold_in(key(seed), n), so a
-        resumed run repeats them.
+      key: the key of the random numbers of the model. Step n uses fold_in(key, n), so a resumed
+        run repeats them.
       num_microbatches: the number of parts of a batch. Their gradients are computed one after
         another and summed in float32 before the update. The variables of the model pass from each
         part to the next.
@@ -52,7 +52,7 @@ def make_train_step(
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), result
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        rng = jax.random.fold_in(jax.random.key(seed), state.step)
+        rng = jax.random.fold_in(key, state.step)
         variables = state.flax_mutables or {}
         if num_microbatches == 1:
             grads, (_, sums, variables) = gradients(state.params, batch, rng, variables)

@@ -12,11 +12,12 @@ from train.config import TrainConfig
 from train.data import Feed, LocalBatches
 from train.evaluators import is_due, prepare_evaluators, run_evaluators
 from train.run import prepare, report
-from train.runtime.machine import must_wait_for_steps, stop_on_signal
+from train.runtime.machine import collect_garbage, must_wait_for_steps, stop_on_signal
 from train.runtime.meter import Meter, format_figures
 from train.runtime.profile import Profiler
 from train.runtime.writers import open_writers
 from train.start import check_finite, compile_programs, find_start, restore_state, write_run_files
+from train.stopping import StopConditions
 
 
 def train(config: TrainConfig) -> TrainState:
@@ -36,10 +37,12 @@ def train(config: TrainConfig) -> TrainState:
     """
     # ---- mesh, data, and the layout of every array, before any of them exists
     run = prepare(config)
-    report(run)
     console, plan, directory = run.console, run.plan, run.directory
     saved = config.checkpoints.open(directory)
     start = find_start(run, saved)
+    run = run.from_step(start.step)
+    config = run.config
+    report(run)
 
     # ---- steps: compiled once, before anything is allocated or written
     train_step, init, flops = compile_programs(run, start)
@@ -52,15 +55,19 @@ def train(config: TrainConfig) -> TrainState:
         verb = 'resumed' if start.source is saved else 'restored'
         console.say(f'{verb} from step {start.step} of {start.source.directory}', style='bold')
     else:
-        state = init(jax.random.key(config.seed))
+        state = init(run.key)
     plan.check(state)
     with console.phase('opening the metrics'):
         writers = open_writers(config.writers, directory, start.step)
     if writers.num_dropped:
         console.say(f'dropped {writers.num_dropped} metrics records after step {start.step}')
+    stop_conditions = StopConditions(config.stop_when)
     if start.step >= config.total_steps:
         console.say(f'already at step {start.step}; raise total_steps to continue')
         run_evaluators(evaluators, state, start.step)
+    elif config.evaluate_first and (scores := run_evaluators(evaluators, state, start.step)):
+        writers.write(start.step, scores)
+        stop_conditions.check(scores)
 
     # ---- loop: the host dispatches steps ahead of the devices, and waits only to log
     layout = config.partitioner.get_data_layout(config.batch_size)
@@ -72,6 +79,7 @@ def train(config: TrainConfig) -> TrainState:
             Feed(batches, config.partitioner, first_step=start.step, prefetch=config.prefetch)
         ) as feed,
         stop_on_signal() as stop_requested,
+        collect_garbage(config.collect_garbage_every) as collect,
         console.training(start.step, config.total_steps),
         Profiler(directory / 'profile', config.profile_steps) as profiler,
     ):
@@ -83,10 +91,11 @@ def train(config: TrainConfig) -> TrainState:
                 hook(state, step, metrics)
             stopping, last = stop_requested(), step == config.total_steps
             due = {n: e for n, e in evaluators.items() if is_due(e, step, config.total_steps)}
-            saving = saved.is_due(step, ending=last or stopping)
+            saving, scalars = saved.is_due(step, ending=last or stopping), dict[str, float]()
             if due or saving or last or step % config.log_every == 0:
                 scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
-                check_finite(scalars, step, saved.latest_step)
+                if config.stop_if_not_finite:
+                    check_finite(scalars, step, saved.latest_step)
                 scalars |= meter.read(step, feed.waited)
                 writers.write(step, scalars)
                 console.step(step, config.total_steps, format_figures(scalars))
@@ -96,10 +105,18 @@ def train(config: TrainConfig) -> TrainState:
             paused = time.perf_counter()
             if scores := run_evaluators(due, state, step):
                 writers.write(step, scores)
-            if saving:
+            if reason := stop_conditions.check(scalars | scores):
+                console.say(f'step {step}: stopping early, because {reason}')
+                rest = {name: e for name, e in evaluators.items() if name not in due}
+                if scores := run_evaluators(rest, state, step):
+                    writers.write(step, scores)
+            if saving or (reason and saved.is_due(step, ending=True)):
                 saved.save(step, state)
+            collect(step)
             if stopping:
                 raise KeyboardInterrupt
+            if reason:
+                break
             meter.skip(time.perf_counter() - paused)
 
     # ---- results

@@ -52,7 +52,7 @@ def compile_step(settings):
         return TrainState.create(objective.init(key, batch)['params'], tx)
 
     plan = partitioner.plan(init, jax.random.key(0), abstract_batch())
-    step = make_train_step(objective, tx, seed=0, num_microbatches=1, data_spec=spec)
+    step = make_train_step(objective, tx, key=jax.random.key(0), num_microbatches=1, data_spec=spec)
     step = partitioner.partition(step, (plan.specs, spec), (plan.specs, None), donate_argnums=0)
     partitioner.compile(step, plan.abstract_state, abstract_batch())
 

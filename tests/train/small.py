@@ -100,7 +100,11 @@ class Steps:
         data_spec = self.partitioner.data_partition_spec
         self.traces = 0
         step = make_train_step(
-            self.objective, tx, seed=seed, num_microbatches=microbatches, data_spec=data_spec
+            self.objective,
+            tx,
+            key=jax.random.key(seed),
+            num_microbatches=microbatches,
+            data_spec=data_spec,
         )
 
         def counted(state: TrainState, batch: Any) -> Any:

@@ -49,7 +49,7 @@ class Every:
         ({'sequence_length': 0}, 'sequence_length is 0'),
         ({'log_every': 0}, 'log_every is 0'),
         ({'seed': -1}, 'seed is -1: .*>= 0'),
-        ({'seed': None}, 'seed is None'),
+        ({'seed': 1.5}, r'seed is 1\.5: .*>= 0'),
         ({'checkpoints': CheckpointConfig}, r'the class CheckpointConfig.*@CheckpointConfig\(\)'),
         ({'restore': 'runs/x'}, "restore is 'runs/x'.* RestoreConfig"),
         ({'prefetch': None}, 'prefetch is None.* Prefetch'),

@@ -75,7 +75,7 @@ def test_the_divisor_of_gradients_and_the_metrics_of_parameters(
     step = make_train_step(
         NextToken(model=module, loss_divisor=divisor),
         tx,
-        seed=0,
+        key=jax.random.key(0),
         num_microbatches=microbatches,
         data_spec=jax.sharding.PartitionSpec(),
         weight_metrics=True,

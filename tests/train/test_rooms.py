@@ -22,7 +22,7 @@ FLOORS = [
     {'runtime', 'steps', 'data.text'},
     {'checkpoints', 'data.rows'},
     {'data'},
-    {'evaluators'},
+    {'evaluators', 'stopping'},
     {'config'},
     {'run'},
     {'start', 'evaluation'},

@@ -16,6 +16,8 @@ from train.errors import ConfigError
 from train.paths import absolute
 
 FILE = 'data.json'
+# What else than the rows of later steps depends on a setting.
+_EFFECTS = dict.fromkeys(('random_seed', 'prng_impl'), 'later steps use other random numbers')
 
 
 def data_record(
@@ -26,7 +28,8 @@ def data_record(
     Args:
       task: the training task.
       evaluations: the tasks whose held-out parts are evaluated, by name.
-      **settings: the numbers that, together with the data, determine the rows of a step.
+      **settings: the settings that, together with the data, determine the rows and the random
+        numbers of a step.
 
     Returns:
       The record, as JSON data.
@@ -37,6 +40,21 @@ def data_record(
         'evaluations': {name: evaluated.record() for name, evaluated in evaluations.items()},
         'settings': settings,
     }
+
+
+def recorded_setting(directory: epath.Path, name: str) -> Any:
+    """Returns a setting of the earlier run in a directory, or None if there is no record of it.
+
+    Raises:
+      ConfigError: if the record cannot be read.
+    """
+    path = directory / FILE
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())['settings'].get(name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f'{path} cannot be read ({error}): delete it to resume') from error
 
 
 def record_of(checkpoints: epath.Path) -> epath.Path:
@@ -99,7 +117,7 @@ def check_same_as_before(directory: epath.Path, record: dict[str, Any], step: in
     changes = []
     for name, value in record['settings'].items():
         if name in settings and settings[name] != value:
-            effect = 'later steps see different rows'
+            effect = _EFFECTS.get(name, 'later steps see different rows')
             if name == 'batch_size':
                 last, following = step * settings[name] - 1, step * value
                 effect += f' (row {following} follows row {last})'

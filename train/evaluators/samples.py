@@ -159,7 +159,7 @@ class PreparedSamples:
                 params,
                 tokens_BP,
                 lengths_B,
-                jax.random.fold_in(jax.random.key(config.seed), 1),
+                jax.random.fold_in(jax.random.key(config.seed or 0), 1),
                 new_tokens=new_tokens,
                 temperature=settings.temperature,
                 top_k=settings.top_k,

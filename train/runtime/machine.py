@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import Any
 
 import jax
 import numpy as np
@@ -129,6 +131,15 @@ def check_same_step(step: int) -> None:
         )
 
 
+def agree_on(value: Any) -> Any:
+    """Returns the value of process 0, a number. All processes must call it together."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.broadcast_one_to_all(value)
+
+
 def must_wait_for_steps() -> bool:
     """Whether a step must end before the next one is dispatched.
 
@@ -136,6 +147,31 @@ def must_wait_for_steps() -> bool:
     for each other's collectives.
     """
     return jax.process_count() > 1 and jax.default_backend() == 'cpu'
+
+
+@contextlib.contextmanager
+def collect_garbage(every: int) -> Iterator[Callable[[int], None]]:
+    """Collects Python's garbage after every n-th step only, so that no step waits for it.
+
+    Args:
+      every: the number of steps between collections. 0 leaves them to Python.
+
+    Yields:
+      A function that is called with each step.
+    """
+    was_enabled = gc.isenabled()
+    if every:
+        gc.disable()
+
+    def collect(step: int) -> None:
+        if every and step % every == 0:
+            gc.collect()
+
+    try:
+        yield collect
+    finally:
+        if every and was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

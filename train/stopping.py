@@ -1,0 +1,158 @@
+"""Conditions that end a run before its last step."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from partitioning.rules import nearest
+from train.errors import ConfigError, check_counts
+from train.runtime.machine import agree_on
+
+
+class StopCondition(Protocol):
+    """Decides after each record of a metric whether the run ends.
+
+    Attributes:
+      metric: the metric, such as 'train/loss' or the score 'eval/loss'.
+    """
+
+    @property
+    def metric(self) -> str: ...
+
+    def reason(self, values: Sequence[float]) -> str | None:
+        """Returns why the run ends, or None.
+
+        Args:
+          values: the values of the metric since the run started or resumed, the newest last.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EarlyStopping:
+    """Ends a run whose metric no longer improves, by T5X's rule.
+
+    Each value is compared with the one before it. The run ends if none of the last `patience`
+    values is better than the one before it by more than `atol + rtol * |value before|`.
+
+    Attributes:
+      metric: the metric, such as 'eval/loss' or 'train/loss'.
+      mode: 'min' if smaller values are better, 'max' if larger ones are.
+      patience: the number of last values that are looked at. The first has nothing before it, so 3
+        allows two comparisons, and 1 ends the run at the first value.
+      atol: the absolute change that does not count as an improvement.
+      rtol: the relative change that does not count as an improvement.
+    """
+
+    metric: str = 'eval/loss'
+    mode: Literal['min', 'max'] = 'min'
+    patience: int = 3
+    atol: float = 0.0
+    rtol: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metric, str) or not self.metric:
+            raise ConfigError(f"EarlyStopping.metric is {self.metric!r}: write 'eval/loss'")
+        if self.mode not in ('min', 'max'):
+            raise ConfigError(f"EarlyStopping.mode is {self.mode!r}: use 'min' or 'max'")
+        check_counts(**{'EarlyStopping.patience': self.patience})
+        for name in ('atol', 'rtol'):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value >= 0:
+                raise ConfigError(f'EarlyStopping.{name} is {value!r}: it must be a number >= 0')
+
+    def reason(self, values: Sequence[float]) -> str | None:
+        last = values[-self.patience :]
+        sign = 1.0 if self.mode == 'min' else -1.0
+        if len(last) < self.patience or any(
+            sign * (before - after) > self.atol + self.rtol * abs(before)
+            for before, after in itertools.pairwise(last)
+        ):
+            return None
+        shown = ', '.join(f'{value:.4g}' for value in last)
+        return f'{self.metric} has not improved ({shown})'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StopIfNotFinite:
+    """Ends a run with an error, before its state is saved, if a metric is NaN or infinite.
+
+    `TrainConfig.stop_if_not_finite` does the same for all training metrics.
+
+    Attributes:
+      metric: the metric, such as 'eval/loss'.
+    """
+
+    metric: str
+
+    def reason(self, values: Sequence[float]) -> None:
+        if not math.isfinite(values[-1]):
+            raise FloatingPointError(
+                f'{self.metric} is {values[-1]}: the state is not saved; lower the learning rate'
+            )
+
+
+def check_conditions(setting: str, conditions: Any) -> None:
+    """Checks that a setting is a list of conditions.
+
+    Raises:
+      ConfigError: if it is not, for example if an entry is a class.
+    """
+    written = "write [EarlyStopping(metric='eval/loss')]"
+    if not isinstance(conditions, list | tuple):
+        raise ConfigError(f'{setting} is {conditions!r}: {written}')
+    for i, condition in enumerate(conditions):
+        has_metric = isinstance(getattr(condition, 'metric', None), str)
+        if isinstance(condition, type) or not has_metric or not hasattr(condition, 'reason'):
+            raise ConfigError(
+                f'{setting}[{i}] is {condition!r}: it must have a metric and reason(values); '
+                f'{written}'
+            )
+
+
+class StopConditions:
+    """The conditions of a run, with the values of their metrics so far.
+
+    Args:
+      conditions: the conditions.
+    """
+
+    def __init__(self, conditions: Sequence[StopCondition]):
+        self._conditions = conditions
+        self._values: list[list[float]] = [[] for _ in conditions]
+
+    def check(self, scalars: Mapping[str, float]) -> str | None:
+        """Returns why the run ends after these metrics, or None. Every process must call it.
+
+        Process 0 decides, because metrics that users compute may differ between processes.
+
+        Raises:
+          ConfigError: if a metric is missing among those of the same evaluator.
+          FloatingPointError: if a metric must be finite and is not.
+        """
+        reasons = []
+        for condition, values in zip(self._conditions, self._values, strict=True):
+            if condition.metric in scalars:
+                values.append(scalars[condition.metric])
+                reasons.append(condition.reason(values))
+            else:
+                _check_known(condition.metric, scalars)
+        found = next(filter(None, reasons), None)
+        ends = bool(reasons) and bool(agree_on(np.bool_(found is not None)))
+        return (found or 'process 0 ends the run') if ends else None
+
+
+def _check_known(metric: str, scalars: Mapping[str, float]) -> None:
+    """Checks that the evaluator of a metric, if it has just run, reports the metric."""
+    group = metric.rpartition('/')[0]
+    others = [name for name in scalars if name.rpartition('/')[0] == group]
+    if others:
+        raise ConfigError(
+            f'TrainConfig.stop_when: {metric!r} is not reported.{nearest(metric, others)} '
+            f'{group}/ has {", ".join(name.rpartition("/")[2] for name in others)}'
+        )
