@@ -10,7 +10,6 @@ from gin_fixtures import (  # noqa: F401  # fixtures
     intruder,
     load,
     load_t5x,
-    own_registry,
     refusal,
     t5x_files,
 )

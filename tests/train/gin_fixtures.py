@@ -11,20 +11,6 @@ from train.errors import ConfigError
 from train.gin_config import find_entry, load_config
 
 
-@pytest.fixture(autouse=True)
-def own_registry():
-    """Removes the configurables that a test registers with gin."""
-    import train.configurables  # noqa: F401  # registered once, before any test
-
-    registry, inverse = gin.config._REGISTRY, gin.config._INVERSE_REGISTRY
-    before = {selector for selector, _ in registry.items()}
-    yield
-    for selector, configurable in list(registry.items()):
-        if selector not in before:
-            registry.pop(selector)
-            inverse.pop(configurable.wrapped, None)
-
-
 @pytest.fixture
 def load(tmp_path):
     """Writes a gin file, `run.gin`, and loads it with bindings."""

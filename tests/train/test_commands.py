@@ -97,7 +97,7 @@ def test_the_current_folder_comes_last_in_the_search_for_modules(tmp_path, monke
 TASK = 'MIXTURE_OR_TASK_NAME=@data.CausalLM()'
 
 
-def test_a_run_with_the_settings_of_t5x_can_be_scored_too(load_t5x, own_registry):
+def test_a_run_with_the_settings_of_t5x_can_be_scored_too(load_t5x):
     load_t5x('pretrain', TASK, 'TRAIN_STEPS=7', "MODEL_DIR='run'")
     config = find_config()
     assert (config.total_steps, list(config.evaluators)) == (7, ['eval'])

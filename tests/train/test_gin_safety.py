@@ -12,7 +12,6 @@ from train.gin_config.names import BY_MODULE
 pytestmark = [
     pytest.mark.core,
     pytest.mark.smoke,
-    pytest.mark.usefixtures('own_registry'),
 ]
 
 DYNAMIC = 'from __gin__ import dynamic_registration\n'

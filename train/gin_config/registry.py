@@ -15,7 +15,8 @@ from train.gin_config.names import BY_MODULE
 
 GIN_OWN = ('macro', 'gin.macro', 'singleton', 'gin.singleton', 'gin.constant', 'constant')
 # Configurables that a gin file has named by an import. A name without a module never stands for
-# one of them, so the files of one run cannot make a name of another run ambiguous.
+# one of them, so the files of one run cannot make a name of another run ambiguous. Those of a
+# package that one run allows stay refused in the next.
 _BY_IMPORT: set[str] = set()
 
 
@@ -27,7 +28,7 @@ def is_within(name: str, packages: Iterable[str]) -> bool:
 def listed_names() -> set[str]:
     """The full names that gin files may use."""
     registered = {selector for selector, _ in gin_internals._REGISTRY.items()}
-    return (registered - set(GIN_OWN)) | {
+    return (registered - set(GIN_OWN) - _BY_IMPORT) | {
         f'{module}.{name}' for module, names in BY_MODULE.items() for name in names
     }
 

@@ -149,8 +149,7 @@ class Resolver:
             raise ConfigError(
                 f'{statement.place}: {selector!r} differs here: write {_RENAMED[name]}'
             )
-        listed = registry.listed_names()
-        if name in gin_internals._REGISTRY or name in listed:
+        if name in registry.listed_names():
             found = registry.register(name)
         elif is_within(name, self._allow):
             found = self._allowed(name, statement)
