@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from train.errors import ConfigError, check_counts
 
@@ -33,6 +34,13 @@ class ExpertsConfig:
         1 - jitter_noise and 1 + jitter_noise.
       auxiliary_loss_factor: the coefficient of the load-balance loss.
       router_z_loss_factor: the coefficient of the router's z-loss.
+      encoder_every: in the encoder of a network, every n-th layer has experts instead of an MLP:
+        the layers n - 1, 2n - 1, and so on. None means no layer.
+      decoder_every: the same of its decoder.
+      mlp_dim: the width of the hidden layer of an expert. None means that of the network's MLPs.
+      dropout_rate: the dropout rate of the hidden layer of an expert. None means the network's.
+
+    The losses of a network are means over its layers with experts.
 
     Raises:
       ConfigError: if a setting is malformed.
@@ -49,12 +57,17 @@ class ExpertsConfig:
     jitter_noise: float = 0.0
     auxiliary_loss_factor: float = 0.01
     router_z_loss_factor: float = 0.0
+    encoder_every: int | None = 1
+    decoder_every: int | None = 1
+    mlp_dim: int | None = None
+    dropout_rate: float | None = None
 
     def __post_init__(self) -> None:
         counts = ('num_experts', 'num_selected_experts', 'min_expert_capacity')
         check_counts(**{f'ExpertsConfig.{name}': getattr(self, name) for name in counts})
-        if self.tokens_per_group is not None:
-            check_counts(**{'ExpertsConfig.tokens_per_group': self.tokens_per_group})
+        for name in ('tokens_per_group', 'encoder_every', 'decoder_every', 'mlp_dim'):
+            if getattr(self, name) is not None:
+                check_counts(**{f'ExpertsConfig.{name}': getattr(self, name)})
         if self.num_selected_experts > self.num_experts:
             raise ConfigError(
                 f'ExpertsConfig.num_selected_experts is {self.num_selected_experts}, but there are '
@@ -65,6 +78,29 @@ class ExpertsConfig:
         for name in ('auxiliary_loss_factor', 'router_z_loss_factor'):
             _check_number(name, getattr(self, name))
         _check_number('jitter_noise', self.jitter_noise, below=1.0)
+        if self.dropout_rate is not None:
+            _check_number('dropout_rate', self.dropout_rate, below=1.0)
+
+    def of_layer(self, layers: Mapping[str, int], stack: str, index: int) -> ExpertsConfig | None:
+        """Returns the settings of one layer of a network, or None if it has no experts.
+
+        The factors of its losses are divided by the number of all layers with experts.
+
+        Args:
+          layers: the number of layers of each stack, 'encoder' and 'decoder'.
+          stack: the stack of the layer.
+          index: its number in the stack.
+        """
+        every = {'encoder': self.encoder_every, 'decoder': self.decoder_every}
+        sparse = sum(count // (every[name] or count + 1) for name, count in layers.items())
+        chosen = every[stack]
+        if chosen is None or (index + 1) % chosen:
+            return None
+        return dataclasses.replace(
+            self,
+            auxiliary_loss_factor=self.auxiliary_loss_factor / sparse,
+            router_z_loss_factor=self.router_z_loss_factor / sparse,
+        )
 
     def capacity(self, tokens: int, *, training: bool) -> int:
         """Returns the number of tokens of a group of `tokens` tokens that an expert takes."""

@@ -36,7 +36,6 @@ class ExpertMlp(nn.Module):
       activations: one function for each part of the hidden layer. The parts are multiplied.
       dropout_rate: the dropout rate of the hidden layer of the experts.
       dtype: the dtype of the experts and of what is exchanged. The router computes in float32.
-      loss_scale: a factor of both losses, such as 1 over the number of layers with experts.
     """
 
     config: ExpertsConfig
@@ -44,7 +43,6 @@ class ExpertMlp(nn.Module):
     activations: Sequence[Activation] = (nn.relu,)
     dropout_rate: float = 0.0
     dtype: Any = jnp.float32
-    loss_scale: float = 1.0
 
     @nn.compact
     def __call__(
@@ -127,7 +125,7 @@ class ExpertMlp(nn.Module):
         factors = {'auxiliary_loss': c.auxiliary_loss_factor}
         factors['router_z_loss'] = c.router_z_loss_factor
         for name, value in losses.items():
-            self.sow('losses', name, self.loss_scale * factors[name] * value)
+            self.sow('losses', name, factors[name] * value)
         reported = losses | routing.routing_metrics(probabilities_GTE, routed)
         if c.dropless:
             del reported['expert_usage']  # experts have no slots

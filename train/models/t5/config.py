@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from train.errors import ConfigError, check_counts
+from train.models.experts import ExpertsConfig
 
 RematPolicy = Literal['none', 'minimal', 'full']
 Activation = Callable[[jax.Array], jax.Array]
@@ -46,6 +47,8 @@ class T5Config:
       param_scan_axis: the dimension along which scanned parameters are stacked.
       scalable: whether attention kernels have a dimension for heads, and each layer has relative
         position biases. Otherwise, heads are joined, and all layers of a stack share the biases.
+      experts: the experts of the layers that have experts instead of an MLP, or None. T5X leaves
+        such networks to its users.
     """
 
     vocab_size: int
@@ -65,6 +68,7 @@ class T5Config:
     scan_layers: bool = False
     param_scan_axis: int = 1
     scalable: bool = False
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -76,6 +80,25 @@ class T5Config:
             raise ConfigError('scan_layers is True and scalable is False: set scalable = True')
         if self.param_scan_axis not in (0, 1):
             raise ConfigError(f'param_scan_axis is {self.param_scan_axis!r}: use 0 or 1')
+        if self.scan_layers and self.experts is not None:
+            every = (self.experts.encoder_every, self.experts.decoder_every)
+            if every != (1, 1):
+                raise ConfigError(
+                    f'encoder_every is {every[0]} and decoder_every is {every[1]}, but scanned '
+                    'layers are all equal: set both to 1, or scan_layers to False'
+                )
+
+    def of_layer(self, stack: str, index: int) -> T5Config:
+        """Returns the settings of one layer: `experts` is None if it has an MLP.
+
+        Args:
+          stack: 'encoder' or 'decoder'.
+          index: the number of the layer in it.
+        """
+        if self.experts is None:
+            return self
+        layers = {'encoder': self.num_encoder_layers, 'decoder': self.num_decoder_layers}
+        return dataclasses.replace(self, experts=self.experts.of_layer(layers, stack, index))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +121,7 @@ class DecoderOnlyConfig:
     mlp_activations: Sequence[str | Activation] = ('relu',)
     dropout_rate: float = 0.1
     logits_via_embedding: bool = False
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -137,6 +161,8 @@ def _check(config: T5Config | DecoderOnlyConfig) -> None:
         raise ConfigError(f"dtype is {config.dtype!r}: use 'float32' or 'bfloat16'") from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ConfigError(f"dtype is {dtype.name!r}: use 'float32' or 'bfloat16'")
+    if not isinstance(config.experts, ExpertsConfig | None):
+        raise ConfigError(f'experts is {config.experts!r}: use an ExpertsConfig, or None')
     activations = config.mlp_activations
     if isinstance(activations, str) or not isinstance(activations, Sequence) or not activations:
         raise ConfigError(

@@ -11,7 +11,7 @@ import jax
 from train.models.t5.attention import Attention, decoder_mask
 from train.models.t5.config import DecoderOnlyConfig, T5Config
 from train.models.t5.encoder_decoder import compute_logits
-from train.models.t5.layers import EMBED, Embed, Mlp, Norm, RelativeBias, dropout, lay_out
+from train.models.t5.layers import EMBED, Embed, Norm, RelativeBias, apply_mlp, dropout, lay_out
 
 
 class PrefixLayer(nn.Module):
@@ -38,7 +38,8 @@ class PrefixLayer(nn.Module):
         x_BLE = x_BLE + dropout(c, h_BLE, fixed, 'post_self_attention_dropout')
         x_BLE = lay_out(x_BLE, EMBED, self.decode)
         h_BLE = Norm(c.dtype, name='pre_mlp_layer_norm')(x_BLE)
-        h_BLE = Mlp(c, fixed, self.decode, name='mlp')(lay_out(h_BLE, EMBED, self.decode))
+        h_BLE = lay_out(h_BLE, EMBED, self.decode)
+        h_BLE = apply_mlp(c, h_BLE, mask, fixed, self.decode or self.prefill)
         x_BLE = x_BLE + dropout(c, h_BLE, fixed, 'post_mlp_dropout')
         return lay_out(x_BLE, EMBED, self.decode)
 
@@ -65,7 +66,9 @@ class PrefixDecoder(nn.Module):
         embed = Embed(c, name='token_embedder')
         x_BLE = dropout(c, embed(tokens_BL), deterministic, 'input_dropout')
         for i in range(c.num_decoder_layers):
-            layer = PrefixLayer(c, deterministic, decode, prefill, name=f'layers_{i}')
+            layer = PrefixLayer(
+                c.of_layer('decoder', i), deterministic, decode, prefill, name=f'layers_{i}'
+            )
             x_BLE = layer(x_BLE, mask, bias, prefill_lengths)
         x_BLE = Norm(c.dtype, name='decoder_norm')(x_BLE)
         x_BLE = dropout(c, x_BLE, deterministic, 'output_dropout')

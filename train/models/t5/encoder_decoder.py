@@ -13,7 +13,16 @@ import jax.numpy as jnp
 
 from train.models.t5.attention import Attention, decoder_mask, pair_mask, segment_mask
 from train.models.t5.config import T5Config
-from train.models.t5.layers import EMBED, Dense, Embed, Mlp, Norm, RelativeBias, dropout, lay_out
+from train.models.t5.layers import (
+    EMBED,
+    Dense,
+    Embed,
+    Norm,
+    RelativeBias,
+    apply_mlp,
+    dropout,
+    lay_out,
+)
 from train.models.t5.stack import run_layers
 
 
@@ -56,8 +65,8 @@ class Layer(nn.Module):
             attend = Attention(c, self.deterministic, name='encoder_decoder_attention')
             x_BLE = self._add(x_BLE, attend(h_BLE, encoded_BSE, cross_mask))
         h_BLE = self._norm(x_BLE, 'pre_mlp')
-        mlp = Mlp(c, self.deterministic, self.decode, name='mlp')
-        return self._add(x_BLE, mlp(h_BLE)), None
+        h_BLE = apply_mlp(c, h_BLE, mask, self.deterministic, self.decode)
+        return self._add(x_BLE, h_BLE), None
 
     def _norm(self, x_BLE: jax.Array, before: str) -> jax.Array:
         h_BLE = Norm(self.config.dtype, name=f'{before}_layer_norm')(x_BLE)
@@ -81,7 +90,7 @@ class Encoder(nn.Module):
         bias = None
         if not c.scalable:
             bias = RelativeBias(c, bidirectional=True, name='relpos_bias')(tokens_BL.shape[1])
-        layer = {'config': c, 'deterministic': deterministic}
+        layer = {'deterministic': deterministic}
         x_BLE = run_layers(Layer, c, c.num_encoder_layers, 'encoder', layer, x_BLE, mask, bias)
         x_BLE = Norm(c.dtype, name='encoder_norm')(x_BLE)
         return nn.Dropout(c.dropout_rate)(x_BLE, deterministic)
@@ -110,7 +119,7 @@ class Decoder(nn.Module):
         if not c.scalable:
             length = (decode and max_decode_length) or tokens_BL.shape[1]
             bias = RelativeBias(c, bidirectional=False, name='relpos_bias')(length)
-        layer = {'config': c, 'deterministic': deterministic, 'decode': decode}
+        layer: dict[str, Any] = {'deterministic': deterministic, 'decode': decode}
         layer |= {'max_decode_length': max_decode_length}
         arguments = (x_BLE, mask, bias, encoded_BSE, cross_mask)
         x_BLE = run_layers(Layer, c, c.num_decoder_layers, 'decoder', layer, *arguments)

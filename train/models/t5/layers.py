@@ -17,6 +17,7 @@ import numpy as np
 
 from partitioning import constrain
 from train.models.embedding import look_up
+from train.models.experts import ExpertMlp
 from train.models.t5.config import MAX_DISTANCE, NUM_BUCKETS, T5Config, activation
 
 EMBED = ('batch', 'length', 'embed')
@@ -116,6 +117,33 @@ class Mlp(nn.Module):
         hidden_BLM = dropout(c, hidden_BLM, self.deterministic, None)
         hidden_BLM = lay_out(hidden_BLM, ('batch', 'length', 'mlp'), self.decode)
         return Dense((c.mlp_dim, c.emb_dim), 1, ('mlp', 'embed'), c.dtype, name='wo')(hidden_BLM)
+
+
+def apply_mlp(
+    config: T5Config,
+    x_BLE: jax.Array,
+    mask: jax.Array | None,
+    deterministic: bool,
+    decode: bool = False,
+) -> jax.Array:
+    """Applies the MLP of a layer, or its experts, in a compact method of it.
+
+    Args:
+      config: the settings of the layer.
+      x_BLE: the tokens.
+      mask: where a position sees another, bool [batch, 1, length, length], or None. A position that
+        does not see itself is padding, which experts do not take.
+      deterministic: whether there is no dropout.
+      decode: whether tokens are decoded, so that experts take all of them.
+    """
+    c, experts = config, config.experts
+    if experts is None:
+        return Mlp(c, deterministic, decode, name='mlp')(x_BLE)
+    rate = c.dropout_rate if experts.dropout_rate is None else experts.dropout_rate
+    functions = tuple(map(activation, c.mlp_activations))
+    mlp = ExpertMlp(experts, experts.mlp_dim or c.mlp_dim, functions, rate, c.dtype, name='mlp')
+    is_token_BL = None if mask is None else jnp.diagonal(mask[:, 0], axis1=1, axis2=2)
+    return mlp(x_BLE, is_token_BL, deterministic=deterministic, decode=decode)
 
 
 class Embed(nn.Module):

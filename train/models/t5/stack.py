@@ -31,9 +31,9 @@ def run_layers(
       layer: a module that maps (x, *arguments) to (x, None).
       config: says how layers are run.
       count: the number of layers.
-      scanned_name: the name of the layers' module if they are scanned; else they are 'layers_0'
-        and so on.
-      attributes: the attributes of each layer.
+      scanned_name: 'encoder' or 'decoder', the name of the layers' module if they are scanned; else
+        they are 'layers_0' and so on.
+      attributes: the attributes of each layer, except its settings.
       x: the input of the first layer.
       *arguments: the other arguments of every layer.
 
@@ -45,14 +45,16 @@ def run_layers(
         made = nn.remat(made, policy=_KEPT[config.remat_policy], prevent_cse=not config.scan_layers)
     if not config.scan_layers:
         for i in range(count):
-            x, _ = made(**attributes, name=f'layers_{i}')(x, *arguments)
+            settings = attributes | {'config': config.of_layer(scanned_name, i)}
+            x, _ = made(**settings, name=f'layers_{i}')(x, *arguments)
         return x
     scanned = nn.scan(
         made,
-        variable_axes={'params': config.param_scan_axis, 'cache': 0},
+        variable_axes={'params': config.param_scan_axis, 'cache': 0, 'losses': 0, 'metrics': 0},
         split_rngs={'params': True, 'dropout': True},
         in_axes=nn.broadcast,
         length=count,
         metadata_params={nn.PARTITION_NAME: 'layers'},
     )
-    return scanned(**attributes, name=scanned_name)(x, *arguments)[0]
+    settings = attributes | {'config': config.of_layer(scanned_name, 0)}
+    return scanned(**settings, name=scanned_name)(x, *arguments)[0]
