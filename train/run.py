@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from partitioning import Plan, TrainState
 from partitioning.state import path_str
 from train.config import TrainConfig
-from train.data import OpenTask, record
+from train.data import OpenTask, Task, record
 from train.data.rows.open_task import features
 from train.data.rows.packing import Row
 from train.errors import ConfigError
@@ -209,7 +209,7 @@ def open_tasks(config: TrainConfig, progress: Any) -> tuple[OpenTask, dict[str, 
         tasks have different tokenizers.
     """
     tasks = {
-        name: config.task if evaluator.task is None else evaluator.task
+        name: _task_of(evaluator, config.task)
         for name, evaluator in config.evaluators.items()
         if hasattr(evaluator, 'task')
     }
@@ -222,14 +222,20 @@ def open_tasks(config: TrainConfig, progress: Any) -> tuple[OpenTask, dict[str, 
         lengths = config.sequence_length if lengths is None else lengths
         same = task is config.task and lengths == config.sequence_length
         opened[name] = data if same else task.open(lengths, progress)
-    for name, task in opened.items():
-        ours, theirs = data.tokenizer_identity, task.tokenizer_identity
+    for name, one in opened.items():
+        ours, theirs = data.tokenizer_identity, one.tokenizer_identity
         if ours != theirs:
             raise ConfigError(
                 f'the evaluator {name!r} uses the tokenizer {str(theirs)[:28]}, but the training '
                 f'uses {str(ours)[:28]}: use the same for both'
             )
     return data, opened
+
+
+def _task_of(evaluator: Any, task: Task) -> Task:
+    """The task that an evaluator reads, in the form that it needs."""
+    own = task if evaluator.task is None else evaluator.task
+    return evaluator.change_task(own) if hasattr(evaluator, 'change_task') else own
 
 
 def abstract_batch(

@@ -139,6 +139,8 @@ class InputsToTargets(PairTask):
             },
             scores_bytes=False,
             metrics=tuple(self.metrics),
+            postprocess=self.postprocess,
+            inputs_tokenizer=self.inputs_tokenizer,
         )
         return OpenText(self.tokenizer, [part])
 

@@ -61,6 +61,8 @@ class Part:
       settings: the settings that, together with the tokens, determine the rows.
       scores_bytes: whether the targets of the rows cover every byte of the text exactly once.
       metrics: the metrics of decoded text.
+      postprocess: turns decoded text into what the metrics compare. None compares the text.
+      inputs_tokenizer: the tokenizer of the inputs, if it is not that of the targets.
       weight: this part's share of the training rows.
     """
 
@@ -70,6 +72,8 @@ class Part:
     settings: Mapping[str, Any]
     scores_bytes: bool
     metrics: tuple[Callable[..., Any], ...] = ()
+    postprocess: Callable[..., Any] | None = None
+    inputs_tokenizer: Tokenizer | None = None
     weight: float = 1.0
 
 

@@ -25,12 +25,15 @@ class PairTask(TextTask):
       pack: whether a row may hold several examples, separated by segments.
       name: the name of the task in results.
       metrics: the metrics of decoded text; see `train.evaluators.text_metrics`.
+      postprocess: turns decoded text into what the metrics compare: a function of
+        (text, example=..., is_target=...). By default, metrics compare the text.
     """
 
     architecture: Architecture = 'encoder_decoder'
     pack: bool = False
     name: str = ''
     metrics: Sequence[Callable[..., Any]] = ()
+    postprocess: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         kind = type(self).__name__

@@ -104,7 +104,7 @@ class SourceTask(TextTask):
         rows = self._rows(length)
         index = open_index(self.source, self.tokenizer, self.cache_dir, progress)
         name = str(getattr(self.source, 'pattern', type(self.source).__name__))
-        not_settings = {'source', 'tokenizer', 'cache_dir'}
+        not_settings = {'source', 'tokenizer', 'cache_dir', 'name', 'metrics', 'postprocess'}
         settings = {
             'task': type(self).__name__,
             **{
@@ -113,7 +113,10 @@ class SourceTask(TextTask):
                 if f.name not in not_settings
             },
         }
-        return OpenText(self.tokenizer, [Part(name, index, rows, settings, self._scores_bytes)])
+        scored = {k: getattr(self, k) for k in ('metrics', 'postprocess') if hasattr(self, k)}
+        name = getattr(self, 'name', '') or name
+        part = Part(name, index, rows, settings, self._scores_bytes, **scored)
+        return OpenText(self.tokenizer, [part])
 
     _scores_bytes = True
 
