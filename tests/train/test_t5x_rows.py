@@ -18,6 +18,7 @@ from train.data import (
     ParquetFiles,
     PrefixLM,
     SentencePieceTokenizer,
+    Subset,
     TextFiles,
     TokenIds,
     TsvFiles,
@@ -176,6 +177,51 @@ def test_a_mixture_by_weights():
     assert targets.count('x') == 30
 
 
+NUMBERS = [(f'{i}', f'{i}') for i in range(40)]
+
+
+def numbers_of(rows, count):
+    return [int(text_of(rows[i]['decoder_target_tokens'])) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ('training', 'held_out', 'expected', 'evaluated'),
+    [
+        ('train', 'validation', range(40), range(40, 50)),
+        ('train[:25%]', 'train[25%:30%]', range(10), range(10, 12)),
+        ('train[30:]', 'test[:3]', range(30, 40), range(40, 43)),
+        ('train[:-35]', 'validation[-1:]', range(5), range(49, 50)),
+        ('validation', 'train', range(40, 50), range(40)),
+    ],
+)
+def test_a_subset_in_order_and_shuffled(training, held_out, expected, evaluated):
+    task = InputsToTargets(source=NUMBERS, held_out=[(f'{i}', f'{i}') for i in range(40, 50)])
+    lengths, count = {'inputs': 4, 'targets': 4}, len(expected)
+    settings = {'task': task, 'training': training, 'held_out': held_out}
+    opened = Subset(**settings, shuffle=False).open(lengths)
+    assert numbers_of(opened.training(5), 2 * count) == [*expected, *expected]
+    assert opened.rows_per_epoch == count
+    assert numbers_of(opened.evaluation().rows, len(evaluated)) == list(evaluated)
+    assert opened.evaluation().num_documents == len(evaluated)
+    shuffled, again = (
+        Subset(**settings, seed=7, shuffle_held_out=True).open(lengths) for _ in range(2)
+    )
+    found = numbers_of(shuffled.training(5), count)
+    assert sorted(found) == list(expected) != found
+    assert numbers_of(again.training(6), count) == found, 'its own seed counts'
+    found = numbers_of(shuffled.evaluation().rows, len(evaluated))
+    assert sorted(found) == list(evaluated)
+    assert len(evaluated) < 9 or found != list(evaluated)
+
+
+def test_a_subset_is_part_of_the_record():
+    task = InputsToTargets(source=NUMBERS)
+    [whole] = Subset(task=task).open().record()
+    [part] = Subset(task=task, training='train[:10]', seed=3).open().record()
+    assert part['rows'] == {**whole['rows'], 'training': 'train[:10]', 'seed': 3}
+    assert (whole['documents'], part['documents']) == (40, 10)
+
+
 @pytest.mark.parametrize('architecture', ['decoder_only', 'encoder_decoder'])
 def test_a_prefix_and_its_continuation(architecture):
     text = (bytes(range(32, 127)) * 4)[:-3]
@@ -240,6 +286,9 @@ def test_sentencepiece_with_sentinels(tmp_path):
         (lambda: InputsToTargets(source=PAIRS, tokenizer=TokenIds(num_tokens=9)), None,
          "'inputs' is 'translate: one', not the numbers"),
         (lambda: InputsToTargets(source=[([1, 700], [1])]), None, 'token 700'),
+        (lambda: Subset(task=InputsToTargets(source=PAIRS), training='dev'), None, "'dev': write"),
+        (lambda: Subset(task=InputsToTargets(source=PAIRS), training='train[2:2]'), None,
+         r"'train\[2:2\]' is empty: there are 3 documents"),
         (lambda: PrefixLM(source=Records(records=['ab'])), None, 'PrefixLM needs the number'),
     ],
 )  # fmt: skip

@@ -16,6 +16,7 @@ from train.data import Feed, FiniteBatches, Lengths, OpenText, Task
 from train.data.rows.adapted import adapt
 from train.data.rows.lengths import check_lengths
 from train.data.rows.pairs import Pairs
+from train.decoding import predict as predict_batch
 from train.errors import ConfigError, check_counts
 from train.evaluators.references import Reference, references_of
 from train.evaluators.results import write_metrics, write_results
@@ -39,9 +40,10 @@ class DecodedText:
     of `<task>-metrics.jsonl`, and the examples with their predictions in `<task>-<step>.jsonl`.
 
     Attributes:
-      predict: predicts the targets of a batch, such as `train.decoding.predict`: a function of
-        (objective, params, batch, key, variables=..., end_token=...), which returns tokens
-        [batch, length], or an object with such `tokens`. It is compiled.
+      predict: predicts the targets of a batch. By default, it always takes the most likely token;
+        `functools.partial(train.decoding.predict, decode_fn=...)` decodes otherwise. It is a
+        function of (objective, params, batch, key, variables=..., end_token=...), which returns
+        tokens [batch, length], or an object with such `tokens`.
       task: the task, by default the one that the run trains on. The tasks of a mixture are
         evaluated one by one.
       every: the number of steps between evaluations. 0 evaluates only at the end.
@@ -52,7 +54,7 @@ class DecodedText:
       write_n_results: the number of examples that are written. None writes all, 0 none.
     """
 
-    predict: Predict
+    predict: Predict = predict_batch
     task: Task | None = None
     every: int = 0
     metrics: Sequence[Metric] | None = None
