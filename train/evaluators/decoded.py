@@ -163,7 +163,7 @@ class PreparedDecodedText:
     def _decode(self, state: TrainState, task: _Examined) -> list[np.ndarray]:
         """The predicted tokens of each example, without the rows that fill up the last batch."""
         config, found = self.owner.config, []
-        key = jax.random.key(config.seed)
+        key = self.owner.key
         with closing(Feed(task.batches, config.partitioner, prefetch=config.prefetch)) as feed:
             for number, batch in enumerate(feed):
                 given = (state.params, state.flax_mutables, batch, jax.random.fold_in(key, number))
