@@ -217,8 +217,9 @@ def collectives(text):
 
 @pytest.mark.parametrize('dropless, expert, model', [(False, 4, 1), (True, 4, 1), (True, 2, 2)])
 def test_experts_on_a_mesh(dropless, expert, model):
-    module, (x, is_token) = layer(num_selected_experts=2, dropless=dropless), tokens()
-    step = run(module, is_token, deterministic=False)
+    module = layer(num_selected_experts=2, dropless=dropless, jitter_noise=0.1)
+    module, (x, is_token) = module.clone(dropout_rate=0.3), tokens()
+    step = run(module, is_token, deterministic=False, rngs={'dropout': jax.random.key(0)})
     partitioner = MoePjitPartitioner(num_expert_partitions=expert, num_partitions=model)
     assert dict(partitioner.mesh.shape) == {'data': 2, 'expert': expert, 'model': model}
     plan = partitioner.plan(lambda key: module.init(key, x)['params'], jax.random.key(0))

@@ -44,9 +44,10 @@ def apply_experts(
     Raises:
       ConfigError: if the rules shard the experts over mesh axes that do not shard the batch.
     """
+    ids_NK = jnp.arange(experts_NK.size).reshape(experts_NK.shape)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes:
-        return _apply_local(x_NM, experts_NK, weights_NK, mlps)
+        return _apply_local(mlps, x_NM, experts_NK, weights_NK, ids_NK)
     rules = spmd.get_logical_axis_rules()
 
     def spec(*names: str | None, shape: Any = None) -> P:
@@ -66,33 +67,32 @@ def apply_experts(
         specs['dropout_key'] = P()
     of_mlps = dataclasses.replace(mlps, **specs)
 
-    def local(x_NM: Any, experts_NK: Any, weights_NK: Any, mlps: Mlps) -> jax.Array:
-        if mlps.dropout_key is not None:
-            place = jax.lax.axis_index(mesh.axis_names)
-            key = jax.random.fold_in(mlps.dropout_key, place)
-            mlps = dataclasses.replace(mlps, dropout_key=key)
-        return _apply_local(x_NM, experts_NK, weights_NK, mlps, axes, hidden)
+    def local(mlps: Mlps, *arrays: jax.Array) -> jax.Array:
+        return _apply_local(mlps, *arrays, axes=axes, hidden_axes=hidden)
 
-    return jax.shard_map(
-        local, in_specs=(batch, batch, batch, of_mlps), out_specs=batch, check_vma=False
-    )(x_NM, experts_NK, weights_NK, mlps)
+    return jax.shard_map(local, in_specs=(of_mlps, *[batch] * 4), out_specs=batch, check_vma=False)(
+        mlps, x_NM, experts_NK, weights_NK, ids_NK
+    )
 
 
 def _apply_local(
+    mlps: Mlps,
     x_NM: jax.Array,
     experts_NK: jax.Array,
     weights_NK: jax.Array,
-    mlps: Mlps,
+    ids_NK: jax.Array,
+    *,
     axes: tuple[str, ...] = (),
     hidden_axes: tuple[str, ...] = (),
 ) -> jax.Array:
     """The same on one device, which holds some of the tokens and some of the experts.
 
     Args:
+      mlps: its experts.
       x_NM: its tokens.
       experts_NK: their experts.
       weights_NK: their weights.
-      mlps: its experts.
+      ids_NK: the number of each choice among those of all devices.
       axes: the mesh axes over which experts are sharded.
       hidden_axes: the mesh axes over which the hidden layers are sharded.
     """
@@ -111,12 +111,36 @@ def _apply_local(
     def multiply(rows: jax.Array, kernels: jax.Array) -> jax.Array:
         return jax.lax.ragged_dot(rows, kernels, sizes_H)
 
-    y_SM = multiply(mlps.hidden(x_SM, multiply), mlps.out)
+    def sample(key: jax.Array, probability: float, shape: tuple[int, ...]) -> jax.Array:
+        ids_DC = jnp.ravel(ids_NK)[jnp.minimum(routed.choices_GS, ids_NK.size - 1)]
+        ids_S = jnp.ravel(_exchange(ids_DC.reshape(x_DCM.shape[:2]), axes))[order_S]
+        return _sample_rows(key, probability, ids_S, shape[1], hidden_axes)
+
+    y_SM = multiply(mlps.hidden(x_SM, multiply, sample), mlps.out)
     y_SM = jnp.where((held_S[order_S] < sizes_H.size)[:, None], y_SM, 0)
     y_SM = jax.lax.psum(y_SM, hidden_axes)
     y_SM = take_rows(y_SM[None], back_S[None], order_S[None, :, None])[0]
     y_DCM = _exchange(y_SM.reshape(x_DCM.shape), axes)
     return combine(y_DCM.reshape(1, *y_SM.shape), routed)[0]
+
+
+def _sample_rows(
+    key: jax.Array, probability: float, ids_S: jax.Array, width: int, axes: tuple[str, ...]
+) -> jax.Array:
+    """Draws the random bools of each row by its id, so that they are the same on every mesh.
+
+    Args:
+      key: the random key.
+      probability: how often they are true.
+      ids_S: the ids of the rows.
+      width: the length of a row on one device.
+      axes: the mesh axes over which rows are sharded.
+    """
+    total = width * math.prod(jax.lax.axis_size(axis) for axis in axes)
+    keys_S = jax.vmap(jax.random.fold_in, (None, 0))(key, ids_S)
+    kept_SF = jax.vmap(lambda key: jax.random.bernoulli(key, probability, (total,)))(keys_S)
+    first = jax.lax.axis_index(axes) * width if axes else 0
+    return jax.lax.dynamic_slice_in_dim(kept_SF, first, width, axis=1)
 
 
 def _sort_by_device(

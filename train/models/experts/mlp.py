@@ -14,6 +14,8 @@ import jax.numpy as jnp
 Activation = Callable[[jax.Array], jax.Array]
 # (rows, kernels [experts, inputs, outputs]) -> the rows of each expert times its kernel.
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
+# (key, probability, shape) -> random bools that are true with this probability.
+Sample = Callable[[jax.Array, float, tuple[int, ...]], jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -35,8 +37,16 @@ class Mlps:
     activations: Sequence[Activation] = dataclasses.field(metadata={'static': True})
     dropout_rate: float = dataclasses.field(metadata={'static': True})
 
-    def hidden(self, x: jax.Array, multiply: Multiply) -> jax.Array:
-        """Computes the hidden layer, [..., F], of rows [..., M]."""
+    def hidden(
+        self, x: jax.Array, multiply: Multiply, sample: Sample = jax.random.bernoulli
+    ) -> jax.Array:
+        """Computes the hidden layer, [..., F], of rows [..., M].
+
+        Args:
+          x: the rows.
+          multiply: multiplies rows by the kernels of their experts.
+          sample: draws the random bools of the dropout.
+        """
         pairs = zip(self.into_hidden, self.activations, strict=True)
         parts = [activation(multiply(x, kernel)) for kernel, activation in pairs]
         hidden = parts[0]
@@ -45,5 +55,5 @@ class Mlps:
         if self.dropout_key is None or not self.dropout_rate:
             return hidden
         kept = 1.0 - self.dropout_rate
-        is_kept = jax.random.bernoulli(self.dropout_key, kept, hidden.shape)
+        is_kept = sample(self.dropout_key, kept, hidden.shape)
         return jnp.where(is_kept, hidden / kept, 0).astype(hidden.dtype)
