@@ -137,6 +137,35 @@ class RunConsole:
             yield
         self._progress = None
 
+    @contextlib.contextmanager
+    def counting(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Shows a progress bar while things are counted, on a terminal.
+
+        Args:
+          title: what is done, such as 'predict my_task'.
+          total: the number to reach.
+
+        Yields:
+          The function to call with the number so far.
+        """
+        progress = Progress(
+            TextColumn('{task.description}'),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn('left'),
+            console=self._console,
+            transient=True,
+            disable=not self.is_terminal,
+        )
+        counted = progress.add_task(printable(title), total=total)
+        before, self._progress = self._progress, self._progress or progress
+        try:
+            with progress if before is None else contextlib.nullcontext():
+                yield lambda number: progress.update(counted, completed=number)
+        finally:
+            self._progress = before
+
     def step(self, step: int, total_steps: int, figures: str) -> None:
         """Prints the figures of a step, or shows them in the progress bar."""
         if self._progress is not None:
