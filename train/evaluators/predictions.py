@@ -237,7 +237,7 @@ class PreparedPredictionFiles:
         batches = FiniteBatches(task.rows, size, row_indices)
         if first_batch >= len(batches):
             return
-        key = jax.random.key(config.seed or 0)
+        key = self.owner.key
         feed = Feed(batches, config.partitioner, first_step=first_batch, prefetch=config.prefetch)
         with closing(feed):
             for number, batch in enumerate(feed, first_batch):
@@ -276,7 +276,7 @@ class PreparedPredictionFiles:
             'shapes': {name: list(x.shape) for name, x in task.rows[0].items()},
             'batch_size': self._batch_size,
             'batches_per_part': settings.batches_per_part,
-            'seed': self.owner.config.seed,
+            'key': jax.random.key_data(self.owner.key).tolist(),
         }
 
 
