@@ -13,12 +13,13 @@ import jax
 from partitioning import TrainState
 from partitioning.programs.partitioned import CompiledPartitionedCallable
 from train.checkpoints import Checkpoints, RestoreConfig
+from train.checkpoints.config import t5x_steps
 from train.data import record
 from train.errors import ConfigError
 from train.optimizers import learning_rate_of
 from train.run import Run, initialize_some
 from train.runtime.flops import count_flops
-from train.runtime.gin_text import write_gin_text
+from train.runtime.gin_text import beside, write_gin_text
 from train.runtime.machine import check_same_step
 from train.runtime.memory import check_fits
 from train.runtime.meter import peak_flops
@@ -31,10 +32,13 @@ class Start(NamedTuple):
     Attributes:
       step: the last finished step, or 0.
       source: the checkpoints that contain it.
+      restored: the step of the checkpoint to restore, or None if the run starts from scratch. It
+        can differ from `step` if the settings leave out the step of the checkpoint.
     """
 
     step: int
     source: Checkpoints
+    restored: int | None
 
 
 def find_start(run: Run, saved: Checkpoints) -> Start:
@@ -46,19 +50,21 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
     """
     config, source, changes = run.config, saved, list[str]()
     with run.console.phase('looking for checkpoints'):
-        step = saved.latest_step() or 0
-        if step:
+        step, restored = 0, saved.latest_step()
+        if restored is not None:
+            step = restored
             changes = record.check_same_as_before(run.directory, run.record, step)
         elif config.restore is not None:
-            folder, step = config.restore.find()
+            folder, restored = config.restore.find()
+            source = config.restore.open(folder)
+            step = source.first_step(restored)
             if not config.relative_steps:
                 _check_steps_left(config.restore, step, config.total_steps)
             record.check_restored_tokenizer(folder, {'': run.data}, config.restore.setting)
-            source = config.restore.open(folder)
-    check_same_step(step)
+    check_same_step(restored or 0)
     for change in changes:
         run.console.say(change)
-    return Start(step, source)
+    return Start(step, source, restored)
 
 
 def _check_steps_left(restore: RestoreConfig, restored_step: int, total_steps: int) -> None:
@@ -78,8 +84,9 @@ def restore_state(run: Run, start: Start) -> TrainState:
     Raises:
       ConfigError: if the checkpoint has other arrays than the run, or cannot be read.
     """
-    abstract = run.plan.abstract_state
-    return start.source.restore(start.step, abstract, functools.partial(initialize_some, run))
+    assert start.restored is not None
+    initialize = functools.partial(initialize_some, run)
+    return start.source.restore(start.restored, run.plan.abstract_state, initialize)
 
 
 class Programs(NamedTuple):
@@ -122,7 +129,7 @@ def compile_programs(run: Run, start: Start) -> Programs:
     )
     state, batch, init = plan.abstract_state, dict(run.batch), None
     with run.console.phase('compiling the train step'), ThreadPoolExecutor(1) as pool:
-        if not start.step:
+        if start.restored is None:
             init = pool.submit(plan.compile_init, run.key)
         compiled = partitioner.compile(step, state, batch)
     check_fits(plan, partitioner, compiled)
@@ -143,14 +150,22 @@ def write_run_files(run: Run) -> None:
         try:
             run.directory.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
-                write_gin_text(run.directory)
-                (run.directory / 'model-info.txt').write_text(str(run.plan.audit()))
+                write_gin_text(run.directory, _name_here(run, 'config.gin'))
+                info = run.directory / _name_here(run, 'model-info.txt')
+                info.write_text(str(run.plan.audit()))
                 run.plan.save(run.directory / 'plan.json')
                 record.write_record(run.directory, run.record)
         except OSError as error:
             raise ConfigError(
                 f'MODEL_DIR {run.directory} cannot be written: {error.strerror or error}'
             ) from error
+
+
+def _name_here(run: Run, name: str) -> str:
+    """The name of a file of this run. What T5X has written into its folder stays as it is."""
+    other = beside(name)
+    ours = (run.directory / record.FILE).exists() or not t5x_steps(run.directory)
+    return name if ours and not (run.directory / other).exists() else other
 
 
 def check_finite(

@@ -12,6 +12,7 @@ from train.config import TrainConfig
 from train.data import Feed, LocalBatches
 from train.evaluators import is_due, prepare_evaluators, run_evaluators
 from train.run import prepare, report
+from train.runtime.gin_text import file_of_run
 from train.runtime.machine import collect_garbage, must_wait_for_steps, stop_on_signal
 from train.runtime.meter import Meter, format_figures
 from train.runtime.profile import Profiler
@@ -53,7 +54,7 @@ def train(config: TrainConfig) -> TrainState:
     if init is None:
         state = restore_state(run, start)
         verb = 'resumed' if start.source is saved else 'restored'
-        console.say(f'{verb} from step {start.step} of {start.source.directory}', style='bold')
+        console.say(f'{verb} from step {start.restored} of {start.source.directory}', style='bold')
     else:
         state = init(run.key)
     plan.check(state)
@@ -124,10 +125,10 @@ def train(config: TrainConfig) -> TrainState:
         {
             'checkpoints': saved.directory,
             **{f'metrics ({name})': path for name, path in writers.paths.items()},
-            'layout of every array': directory / 'model-info.txt',
+            'layout of every array': file_of_run(directory, 'model-info.txt'),
             'layout as a plan': directory / 'plan.json',
             'data': directory / 'data.json',
-            'configuration': directory / 'config.gin',
+            'configuration': file_of_run(directory, 'config.gin'),
         }
     )
     if run.data.tokenizer is not None and (directory / 'config.gin').exists():

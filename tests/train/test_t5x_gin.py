@@ -38,7 +38,7 @@ def pretrain(load_t5x):
 
 
 def checkpoints(model_dir):
-    return sorted(int(p.name) for p in (model_dir / 'checkpoints').iterdir())
+    return sorted(int(p.name.removeprefix('checkpoint_')) for p in model_dir.glob('checkpoint_*'))
 
 
 # Runs.
@@ -52,7 +52,7 @@ def test_pretraining_finetuning_and_evaluating(pretrain, load_t5x, tmp_path, cap
     assert int(state.step) == 20
     output = capsys.readouterr().out
     assert 'train_script.train.random_seed is None: using seed 0' in output
-    assert f'resumed from step 10 of {model_dir}/checkpoints' in output
+    assert f'resumed from step 10 of {model_dir}' in output
     assert checkpoints(model_dir) == [10, 20]
     written = records(model_dir)
     losses = [r['train/loss'] for r in written if 'train/loss' in r]
@@ -62,12 +62,12 @@ def test_pretraining_finetuning_and_evaluating(pretrain, load_t5x, tmp_path, cap
     }
 
     tuned_dir = tmp_path / 'tuned'
-    tune = [f"MODEL_DIR='{tuned_dir}'", f"INITIAL_CHECKPOINT_PATH='{model_dir}/checkpoints/20'"]
+    tune = [f"MODEL_DIR='{tuned_dir}'", f"INITIAL_CHECKPOINT_PATH='{model_dir}/checkpoint_20'"]
     tune += ['BATCH_SIZE=8', 'EVAL_PERIOD=4', 'utils.SaveCheckpointConfig.checkpoint_steps=[22]']
     tune += ['models.DecoderOnlyModel.predict_batch_with_aux.num_decodes=8']
     assert int(load_t5x('finetune', *tune, 'TRAIN_STEPS=24')().step) == 24
     output = capsys.readouterr().out
-    assert f'restored from step 20 of {model_dir}/checkpoints' in output
+    assert f'restored from step 20 of {model_dir}' in output
     assert 'infer_eval_dataset_cfg is skipped' in output
     assert checkpoints(tuned_dir) == [22, 24]
     assert checkpoints(model_dir) == [10, 20]
@@ -75,10 +75,10 @@ def test_pretraining_finetuning_and_evaluating(pretrain, load_t5x, tmp_path, cap
 
     # A run's own checkpoints take precedence over the path to restore.
     assert int(load_t5x('finetune', *tune, 'TRAIN_STEPS=25')().step) == 25
-    assert f'resumed from step 24 of {tuned_dir}/checkpoints' in capsys.readouterr().out
+    assert f'resumed from step 24 of {tuned_dir}' in capsys.readouterr().out
 
     output = tmp_path / 'scores'
-    path = [f"CHECKPOINT_PATH='{model_dir}/checkpoints/20'", f"EVAL_OUTPUT_DIR='{output}'"]
+    path = [f"CHECKPOINT_PATH='{model_dir}/checkpoint_20'", f"EVAL_OUTPUT_DIR='{output}'"]
     scores = load_t5x('eval', *path, 'utils.DatasetConfig.batch_size=16')()
     [in_training] = [r for r in written if r['step'] == 20 and 'eval/loss' in r]
     names = ('loss', 'accuracy', 'z_loss', 'bits_per_byte')
@@ -146,7 +146,7 @@ def test_the_command_resumes_a_run_from_its_folder(pretrain, tmp_path, capsys, m
 
 def test_parameters_of_another_size_are_not_restored(pretrain, load_t5x, tmp_path):
     pretrain(tmp_path / 'model', 'TRAIN_STEPS=1')
-    path = f"INITIAL_CHECKPOINT_PATH='{tmp_path}/model/checkpoints/1'"
+    path = f"INITIAL_CHECKPOINT_PATH='{tmp_path}/model/checkpoint_1'"
     tune = load_t5x(
         *('finetune', f"MODEL_DIR='{tmp_path}/tuned'", path, 'TRAIN_STEPS=2', 'BATCH_SIZE=8'),
         'network.TransformerConfig.mlp_dim=128',

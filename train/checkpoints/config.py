@@ -89,8 +89,9 @@ class RestoreConfig:
     strict: bool = True
     initialize_missing: bool = False
     dtype: str | None = None
-    # The names of `path` and `initialize_missing` in messages.
+    # The names of settings in messages.
     setting: ClassVar[str] = 'RestoreConfig.path'
+    renames_setting: ClassVar[str] = 'RestoreConfig.renames'
     initialize_setting: ClassVar[str] = 'RestoreConfig.initialize_missing'
 
     def __post_init__(self) -> None:
@@ -98,7 +99,7 @@ class RestoreConfig:
             raise ConfigError(f'{self.setting} is {self.path!r}: it must be the path of a folder')
         if self.mode not in get_args(RestoreMode):
             raise ConfigError(f"RestoreConfig.mode is {self.mode!r}: use 'latest' or 'specific'")
-        check_renames('RestoreConfig.renames', self.renames)
+        check_renames(self.renames_setting, self.renames)
         if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
             raise ConfigError(
                 f"RestoreConfig.dtype is {self.dtype!r}: use 'float32', 'bfloat16', 'float16' or "
@@ -109,6 +110,11 @@ class RestoreConfig:
     def is_exact(self) -> bool:
         """Whether the arrays of the checkpoint must be those of the run."""
         return not (self.renames or self.initialize_missing or self.dtype) and self.strict
+
+    def drops(self, name: str) -> bool:
+        """Whether the array of this name is not restored."""
+        rules = (new for pattern, new in self.renames if re.fullmatch(pattern, name))
+        return next(rules, name) is None
 
     def find(self) -> tuple[epath.Path, int]:
         """Finds the checkpoint by looking at files only, so processes need not wait for each other.

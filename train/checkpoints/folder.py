@@ -12,7 +12,7 @@ from etils import epath
 
 from partitioning.state import path_str
 from train.checkpoints.config import CheckpointConfig, RestoreConfig, complete_steps, is_complete
-from train.checkpoints.matching import Initialize, match_arrays, read_all
+from train.checkpoints.matching import Initialize, Wanted, match_arrays, read_all
 from train.checkpoints.orbax_files import read_orbax
 from train.checkpoints.stored import StoredArray
 from train.errors import ConfigError, first_line
@@ -93,9 +93,22 @@ class Checkpoints:
         """
         return [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(abstract_state)]
 
-    def arrays(self, step: int) -> dict[str, StoredArray]:
-        """Opens the arrays of a checkpoint, by name."""
+    def arrays(self, step: int, wanted: Wanted) -> dict[str, StoredArray]:
+        """Opens the arrays of a checkpoint, by name.
+
+        Args:
+          step: the step of the checkpoint.
+          wanted: the arrays of the run, by name.
+        """
         return read_orbax(self.path(step) / 'state')
+
+    def adapt(self, array: StoredArray, wanted: jax.ShapeDtypeStruct, name: str) -> StoredArray:
+        """Changes the stored array for the wanted array of a name."""
+        return array
+
+    def first_step(self, step: int) -> int:
+        """The last finished step of a run that starts from the checkpoint of a step."""
+        return 0 if self._restore is not None and self._restore.drops('step') else step
 
     # Restoring.
 
@@ -192,13 +205,15 @@ class Checkpoints:
             restore = dataclasses.replace(restore, initialize_missing=False)
         with raise_on_all_processes():
             try:
+                by_name = {names[path]: struct for path, struct in wanted.items()}
                 matched = match_arrays(
-                    self.arrays(step),
-                    {names[path]: struct for path, struct in wanted.items()},
+                    self.arrays(step, by_name),
+                    by_name,
                     restore,
                     where=str(self.path(step)),
                     parts=parts,
                     casts=self.casts or restore.dtype is not None,
+                    adapt=self.adapt,
                 )
                 found = {p: matched[name] for p, name in names.items() if name in matched}
                 arrays = read_all(found, wanted)

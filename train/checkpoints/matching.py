@@ -39,6 +39,7 @@ def match_arrays(
     where: str,
     parts: tuple[str, ...] = ('',),
     casts: bool = False,
+    adapt: Callable[[Array, jax.ShapeDtypeStruct, str], Array] = lambda array, wanted, name: array,
 ) -> dict[str, Array]:
     """Finds the stored array for each array of a state.
 
@@ -49,6 +50,7 @@ def match_arrays(
       where: the checkpoint, for messages.
       parts: the beginnings of the names of the arrays to restore. Only these are compared.
       casts: whether floating-point dtypes may differ.
+      adapt: changes the stored array for the wanted array of a name.
 
     Returns:
       The stored array of each needed array. Those that are to be initialized are left out.
@@ -56,7 +58,7 @@ def match_arrays(
     Raises:
       ConfigError: if arrays differ or are missing, or if a rename does not match any.
     """
-    sources = _sources(wanted, restore)
+    sources = find_sources(wanted, restore)
     used = {source for source in sources.values() if source is not None}
     differing, found = dict[str, str](), dict[str, Array]()
     num_missing = 0
@@ -65,18 +67,20 @@ def match_arrays(
             continue
         source = sources[name]
         if source is not None and source in stored:
-            ours, theirs = wanted[name], stored[source]
+            ours = wanted[name]
+            theirs = adapt(stored[source], ours, name)
             if ours.shape != theirs.shape or not _same_dtype(ours.dtype, theirs.dtype, casts):
                 renamed = '' if source == name else f' ({source})'
                 differing[name] = f'{_show(theirs)} in the checkpoint{renamed}, {_show(ours)}'
             found[name] = theirs
         elif source not in (None, name):
             raise ConfigError(
-                f'{restore.setting}: {where} has no array {source}, from which renames make '
-                f'{name}.{nearest(str(source), stored)}'
+                f'{restore.renames_setting}: {where} has no array {source}, from which {name} is '
+                f'to be restored.{nearest(str(source), stored)}'
             )
         elif not restore.initialize_missing:
-            what = 'left out by renames' if source is None else 'absent in the checkpoint'
+            left_out = f'left out by {restore.renames_setting}'
+            what = left_out if source is None else 'absent in the checkpoint'
             differing[name] = f'{what}, {_show(wanted[name])}'
             num_missing += 1
     if restore.strict:
@@ -89,8 +93,19 @@ def match_arrays(
     return found
 
 
-def _sources(wanted: Wanted, restore: RestoreConfig) -> dict[str, str | None]:
-    """The name in the checkpoint of each array, or None if it is not restored."""
+def find_sources(
+    wanted: Wanted, restore: RestoreConfig, *, all_used: bool = True
+) -> dict[str, str | None]:
+    """The name in the checkpoint of each array, or None if it is not restored.
+
+    Args:
+      wanted: the arrays of the state, by name.
+      restore: the settings, of which `renames` counts.
+      all_used: whether it is an error if a rename does not match any array.
+
+    Raises:
+      ConfigError: if a rename does not match any array.
+    """
     unused, sources = dict(enumerate(restore.renames)), dict[str, str | None]()
     for name in wanted:
         sources[name] = name
@@ -99,11 +114,11 @@ def _sources(wanted: Wanted, restore: RestoreConfig) -> dict[str, str | None]:
                 sources[name] = None if replacement is None else match.expand(replacement)
                 unused.pop(i, None)
                 break
-    if unused:
+    if unused and all_used:
         pattern = next(iter(unused.values()))[0]
         raise ConfigError(
-            f'{restore.setting}: the rename {pattern!r} matches no array of this run: remove it, '
-            f'or write a pattern for whole names, such as {next(iter(wanted), "")!r}'
+            f'{restore.renames_setting}: the pattern {pattern!r} matches no array of this run: '
+            f'remove it, or write a pattern for whole names, such as {next(iter(wanted), "")!r}'
         )
     return sources
 
@@ -121,7 +136,8 @@ def _show(array: Any) -> str:
 def _belongs_to_another(
     where: str, restore: RestoreConfig, differing: Mapping[str, str], only_missing: bool
 ) -> ConfigError:
-    first = min(differing)
+    # Optimizer states differ wherever parameters do, so they come last.
+    first = min(differing, key=lambda name: (name.startswith(('opt_state', 'state/')), name))
     hint = f', or set {restore.initialize_setting} = True' if only_missing else ''
     return ConfigError(
         f'checkpoint {where} belongs to another model or optimizer: {len(differing):,} arrays '

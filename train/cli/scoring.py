@@ -81,11 +81,12 @@ def _read_run(options: argparse.Namespace) -> tuple[TrainConfig, RestoreConfig |
     """Returns the settings of a run, as if it were trained in its folder, and its checkpoint."""
     from train.gin_config import find_config
     from train.paths import as_path
+    from train.runtime.gin_text import file_of_run
 
     path = as_path('RUN', options.run)
-    if not (path / 'config.gin').exists():
+    if not (file := file_of_run(path, 'config.gin')).exists():
         raise ConfigError(f'{path} is not the folder of a run: it has no config.gin')
-    configure(options, [str(path / 'config.gin')])
+    configure(options, [str(file)])
     config = dataclasses.replace(find_config(), model_dir=str(path))
     if options.step is None:
         return config, None

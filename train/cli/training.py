@@ -71,8 +71,9 @@ def find_gin_file(run: str) -> str:
     from partitioning.rules import nearest
     from train.errors import ConfigError
     from train.paths import as_path
+    from train.runtime.gin_text import file_of_run
 
-    if (configuration := as_path('RUN', run) / 'config.gin').exists():
+    if (configuration := file_of_run(as_path('RUN', run), 'config.gin')).exists():
         return str(configuration)
     if run.endswith('.gin'):
         return run

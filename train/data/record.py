@@ -58,8 +58,12 @@ def recorded_setting(directory: epath.Path, name: str) -> Any:
 
 
 def record_of(checkpoints: epath.Path) -> epath.Path:
-    """The record of the run that a directory of checkpoints belongs to. It lies next to it."""
-    return absolute(checkpoints).parent / FILE
+    """The record of the run that a directory of checkpoints belongs to.
+
+    It lies next to the directory, or in it if the checkpoints are in the folder of the run.
+    """
+    inside = absolute(checkpoints) / FILE
+    return inside if inside.exists() else absolute(checkpoints).parent / FILE
 
 
 def check_same_everywhere(record: dict[str, Any]) -> None:

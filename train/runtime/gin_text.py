@@ -7,11 +7,25 @@ from typing import Any
 
 from etils import epath
 
+CONFIG_FILE = 'config.gin'
 
-def write_gin_text(directory: epath.Path) -> None:
+
+def write_gin_text(directory: epath.Path, name: str = CONFIG_FILE) -> None:
     """Writes `<directory>/config.gin`, unless nothing in this process was configured by gin."""
     if 'gin' in sys.modules and (text := operative_text().strip()):
-        (directory / 'config.gin').write_text(text + '\n')
+        (directory / name).write_text(text + '\n')
+
+
+def beside(name: str) -> str:
+    """The name of a file of this trainer in a folder where T5X has written a file `name`."""
+    stem, ending = name.rsplit('.', 1)
+    return f'{stem}.meshwright.{ending}'
+
+
+def file_of_run(directory: epath.Path, name: str) -> epath.Path:
+    """The file that this trainer calls `name` in the folder of a run. It may not exist."""
+    path = directory / beside(name)
+    return path if path.exists() else directory / name
 
 
 def operative_text() -> str:

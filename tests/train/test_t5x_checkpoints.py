@@ -1,0 +1,308 @@
+"""T5X's checkpoints: restored onto meshes, written, and found in the folder of a run."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import t5x_reference
+from small import partitioner
+
+from partitioning import TrainState, standard_logical_axis_rules
+from partitioning.state import path_str
+from train.checkpoints import CheckpointConfig
+from train.errors import ConfigError
+from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
+from train.optimizers import as_transformation
+from train.t5x import state_utils
+from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
+from train.t5x.checkpoint_configs import RestoreCheckpointConfig
+from train.t5x.checkpoint_reader import read_arrays
+from train.t5x.checkpoints import Checkpointer, T5XCheckpointConfig, T5XCheckpoints
+from train.t5x.moe_checkpoints import UpcycleCheckpointer
+from train.t5x.state_names import names_of
+
+NETWORKS = {'t5_1_1': (T5, T5Config), 'decoder_only': (DecoderOnly, DecoderOnlyConfig)}
+
+
+@functools.cache
+def make_plan(name, data=4, model=2, mlp_dim=None):
+    """The layout of the state of a reference model under T5X's rules, with its Adafactor."""
+    facts = t5x_reference.facts(name)
+    network, config = NETWORKS[name]
+    sizes = dict(facts['model']['config'])
+    if mlp_dim is not None:
+        sizes['mlp_dim'] = mlp_dim
+    settings = dict(facts['train'][facts['checkpoint_step10_run']]['adafactor'])
+    if settings.pop('logical_factor_rules', None) == 'standard':
+        settings['logical_factor_rules'] = standard_logical_factor_rules()
+    net = network(config(**sizes))
+    shapes = facts['model']['init_input_shapes']
+    shapes = {k: v for k, v in shapes.items() if k != 'decoder_loss_weights'}
+
+    def init(key):
+        variables = net.init(key, **{k: np.ones(v, np.int32) for k, v in shapes.items()})
+        optimizer = Adafactor(**settings).optimizer(lambda step: 0.01)
+        return TrainState.create(variables, as_transformation(optimizer, variables))
+
+    mesh = partitioner(data, model, logical_axis_rules=standard_logical_axis_rules())
+    return mesh.plan(init, jax.random.key(0))
+
+
+def restore(path, plan, *, variables=False, initialize=None, **settings):
+    [config] = RestoreCheckpointConfig(path=str(path), **settings).each()
+    folder, step = config.find()
+    checkpoints = config.open(folder)
+    if variables:
+        return checkpoints.restore_variables(step, plan.abstract_state, initialize)
+    return checkpoints.restore(step, plan.abstract_state, initialize)
+
+
+def named_leaves(state):
+    return dict(zip(names_of(state), jax.tree.leaves(state), strict=True))
+
+
+@pytest.mark.parametrize(
+    'name, mesh',
+    [
+        ('t5_1_1-orbax-10', (4, 2)),
+        ('t5_1_1-orbax-10', (2, 4)),
+        ('decoder_only-legacy-10', (2, 4)),
+    ],
+)
+def test_a_state_is_restored_onto_a_mesh(name, mesh):
+    plan = make_plan(name.split('-')[0], *mesh)
+    path = t5x_reference.checkpoint(name)
+    state = restore(path, plan, mode='specific')
+    plan.check(state)
+    stored, found = read_arrays(path), named_leaves(state)
+    assert found.keys() == stored.keys(), 'every array of the checkpoint is used'
+    for key, array in found.items():
+        assert array.dtype == stored[key].dtype
+        np.testing.assert_array_equal(array, stored[key].read(), err_msg=key)
+    wi = found['target/decoder/layers_0/mlp/wi_0/kernel']
+    assert wi.sharding.shard_shape(wi.shape)[1] == wi.shape[1] // mesh[1]
+    assert int(state.step) == 10
+
+
+def test_a_written_checkpoint_has_the_layout_of_t5x(tmp_path):
+    """T5X wrote the reference from one device, so this state is on one device, too."""
+    path = t5x_reference.checkpoint('t5_1_1-orbax-10')
+    state = restore(path, make_plan('t5_1_1', 1, 1), mode='specific')
+    saved = T5XCheckpoints(tmp_path, CheckpointConfig())
+    saved.save(10, state)
+    saved.close()
+    assert saved.steps() == [10]
+    written = tmp_path / 'checkpoint_10'
+    ours, theirs = (
+        {str(p.relative_to(folder)) for p in folder.rglob('*') if 'd/' not in str(p)}
+        for folder in (written, path)
+    )
+    assert ours == theirs, 'all files and folders but those of the arrays'
+    for file in ('state/_METADATA', 'state/array_metadatas/process_0'):
+        assert json.loads((written / file).read_text()) == json.loads((path / file).read_text())
+    handlers = [json.loads((f / '_CHECKPOINT_METADATA').read_text()) for f in (written, path)]
+    assert handlers[0]['item_handlers']['state'] == handlers[1]['item_handlers']['state']
+    assert handlers[0]['item_handlers'].keys() == handlers[1]['item_handlers'].keys()
+    ours, theirs = read_arrays(written), read_arrays(path)
+    assert ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        assert ours[name].dtype == array.dtype
+        assert ours[name].read().tobytes() == array.read().tobytes(), name
+
+
+def test_a_state_in_shards_is_written_and_read_on_another_mesh(tmp_path):
+    """Parameters are saved in bfloat16, the optimizer state in float32, as T5X's older format."""
+    path = t5x_reference.checkpoint('t5_1_1-orbax-10')
+    saved = T5XCheckpoints(tmp_path, CheckpointConfig(), dtype='bfloat16')
+    saved.save(10, restore(path, make_plan('t5_1_1', 2, 4), mode='specific'))
+    saved.close()
+    expected = read_arrays(t5x_reference.checkpoint('t5_1_1-legacy_bfloat16-10'))
+    found = read_arrays(tmp_path / 'checkpoint_10')
+    assert {n: a.dtype for n, a in found.items()} == {n: a.dtype for n, a in expected.items()}
+    state = restore(tmp_path, make_plan('t5_1_1', 4, 2), mode='latest')
+    for name, array in named_leaves(state).items():
+        np.testing.assert_array_equal(array, expected[name].read().astype(array.dtype))
+
+
+# The settings of a restored checkpoint.
+
+
+def test_names_that_differ_are_mapped(tmp_path):
+    """T5X: the first pattern that matches a whole name counts; others keep their names."""
+    plan, path = make_plan('t5_1_1'), t5x_reference.checkpoint('t5_1_1-orbax-10')
+    swapped = [
+        [r'(.*)/layers_0/mlp/(.*)', r'\1/layers_1/mlp/\2'],
+        [r'(.*)/layers_(.)/mlp/(.*)', r'\1/layers_0/mlp/\3'],
+    ]
+    stored = read_arrays(path)
+    by_function = functools.partial(state_utils.apply_assignment_map, assignment_map=swapped)
+    for settings in ({'assignment_map': swapped}, {'state_transformation_fns': [by_function]}):
+        found = named_leaves(restore(path, plan, mode='specific', **settings))
+        for i, other in ((0, 1), (1, 0)):
+            for start in ('target', 'state/param_states'):
+                name = f'{start}/encoder/layers_%d/mlp/wo/kernel'
+                ending = '' if start == 'target' else '/v_row'
+                expected = stored[name % other + ending].read()
+                np.testing.assert_array_equal(found[name % i + ending], expected)
+        name = 'target/encoder/layers_0/attention/out/kernel'
+        np.testing.assert_array_equal(found[name], stored[name].read())
+
+
+def test_what_is_not_restored_is_initialized(tmp_path):
+    plan, path = make_plan('t5_1_1'), t5x_reference.checkpoint('t5_1_1-orbax-10')
+    made = []
+
+    def initialize(paths):
+        made.extend(paths)
+        flat = jax.tree_util.tree_leaves_with_path(plan.abstract_state)
+        found = {path_str(p): x for p, x in flat}
+        return {p: jax.device_put(np.zeros(found[p].shape), found[p].sharding) for p in paths}
+
+    settings = {'mode': 'specific', 'assignment_map': [['state/.*', None]], 'strict': False}
+    with pytest.raises(ConfigError, match=r'fallback_to_scratch = True'):
+        restore(path, plan, initialize=initialize, **settings)
+    settings['fallback_to_scratch'] = True
+    state = restore(path, plan, initialize=initialize, **settings)
+    assert int(state.step) == 0 and {p.split('/')[0] for p in made} == {'step', 'opt_state'}
+    name = 'target/decoder/decoder_norm/scale'
+    np.testing.assert_array_equal(named_leaves(state)[name], read_arrays(path)[name].read())
+    [config] = RestoreCheckpointConfig(path=str(path), **settings).each()
+    assert config.open(config.find()[0]).first_step(10) == 0, 'the step is one of these arrays'
+
+
+def test_an_evaluation_reads_parameters_only_and_can_use_bfloat16(tmp_path):
+    path = t5x_reference.checkpoint('t5_1_1-orbax-10')
+    plan = make_plan('t5_1_1')
+    state = restore(path, plan, variables=True, mode='specific', dtype='bfloat16')
+    assert state.opt_state is None
+    expected = read_arrays(t5x_reference.checkpoint('t5_1_1-legacy_bfloat16-10'))
+    name = 'encoder/layers_0/attention/query/kernel'
+    array = state.params['encoder']['layers_0']['attention']['query']['kernel']
+    assert array.dtype == 'bfloat16'
+    np.testing.assert_array_equal(array, expected[f'target/{name}'].read())
+    with pytest.raises(ConfigError, match=r"dtype is 'bfloat16', but this run trains"):
+        restore(path, plan, mode='specific', dtype='bfloat16')
+
+
+def test_experts_start_as_copies_of_a_dense_layer(tmp_path):
+    """The idiom of T5X's sparse upcycling: each expert gets the dense kernel."""
+    path, plan = t5x_reference.checkpoint('t5_1_1-orbax-10'), make_plan('t5_1_1')
+    dense = read_arrays(path)
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Four(UpcycleCheckpointer):
+        num_experts: int = 4
+
+    state = plan.abstract_state.replace(opt_state=None)
+    layer = dict(state.params['encoder']['layers_0'])
+    kernel = layer.pop('mlp')['wo']['kernel']
+    sharding = jax.sharding.NamedSharding(plan.mesh, jax.sharding.PartitionSpec('data', None))
+    experts = jax.ShapeDtypeStruct((4, *kernel.shape), kernel.dtype, sharding=sharding)
+    layer['mlp'] = {'expert': {'wo': {'kernel': experts}}}
+    params = {**state.params, 'encoder': {**state.params['encoder'], 'layers_0': layer}}
+    idiom = [['target(.*)mlp\\/expert(.*)', 'target\\1mlp\\2']]
+    settings = {'assignment_map': idiom, 'checkpointer_cls': Four, 'strict': False}
+    sparse = RestoreCheckpointConfig(path=str(path), mode='specific', **settings)
+    [config] = sparse.each()
+    restored = config.open(config.find()[0]).restore_variables(10, state.replace(params=params))
+    found = restored.params['encoder']['layers_0']['mlp']['expert']['wo']['kernel']
+    assert found.sharding == sharding
+    expected = dense['target/encoder/layers_0/mlp/wo/kernel'].read()
+    for expert in np.asarray(found):
+        np.testing.assert_array_equal(expert, expected)
+
+
+# Which checkpoints there are.
+
+
+@pytest.fixture
+def run_of_t5x(tmp_path):
+    """A folder of T5X with checkpoints of both formats, an unfinished one, and other files."""
+    folder = tmp_path / 'run'
+    folder.mkdir()
+    shutil.copytree(t5x_reference.checkpoint('decoder_only-legacy-10'), folder / 'checkpoint_10')
+    shutil.copytree(t5x_reference.checkpoint('decoder_only-orbax-10'), folder / 'checkpoint_12')
+    (folder / 'checkpoint_14.tmp-1700000000').mkdir()
+    (folder / 'checkpoint_16').mkdir()
+    (folder / 'config.gin').write_text('# T5X\n')
+    return folder
+
+
+def files_in(folder):
+    return {p: p.read_bytes() for p in folder.rglob('*') if p.is_file()}
+
+
+def test_checkpoints_of_t5x_are_found(run_of_t5x):
+    path = str(run_of_t5x)
+    latest = RestoreCheckpointConfig(path=path, mode='latest').translated()
+    assert latest.find() == (run_of_t5x, 12)
+    every = RestoreCheckpointConfig(path=[path], mode='all').each()
+    assert [one.find()[1] for one in every] == [10, 12]
+    several = RestoreCheckpointConfig(
+        path=[f'{path}/checkpoint_12', f'{path}/checkpoint_10'], mode='specific'
+    )
+    assert [one.find()[1] for one in several.each()] == [12, 10]
+    for config in (several, RestoreCheckpointConfig(path=path, mode='all')):
+        with pytest.raises(ConfigError, match='a run starts from one checkpoint'):
+            config.translated()
+    missing = RestoreCheckpointConfig(path=f'{path}/checkpoint_16', mode='specific').translated()
+    with pytest.raises(ConfigError, match=r'not a complete checkpoint; complete .*: 10, 12$'):
+        missing.find()
+
+
+def test_new_checkpoints_leave_those_of_t5x_alone_unless_fewer_are_kept(run_of_t5x):
+    plan, before = make_plan('decoder_only'), files_in(run_of_t5x)
+    for keep, left in ((None, [10, 12, 20]), (1, [21])):
+        saved = T5XCheckpointConfig(keep=keep, dtype='float32').open(run_of_t5x)
+        step = saved.latest_step()
+        state = saved.restore(step, plan.abstract_state)
+        saved.save(max(left), state)
+        saved.close()
+        assert saved.steps() == left
+        if keep is None:
+            assert before.items() <= files_in(run_of_t5x).items()
+    (run_of_t5x / 'checkpoints/3').mkdir(parents=True)
+    (run_of_t5x / 'checkpoints/3/_CHECKPOINT_METADATA').write_text('')
+    with pytest.raises(ConfigError, match=r'of T5X, up to checkpoint_21, and .*checkpoints/3'):
+        T5XCheckpointConfig().open(run_of_t5x)
+
+
+def test_a_model_of_other_sizes_is_refused(run_of_t5x):
+    saved = T5XCheckpointConfig().open(run_of_t5x)
+    plan = make_plan('decoder_only', 4, 2, mlp_dim=32)
+    changed = r'\([\d, ]*64[\d, ]*\) float32 in the checkpoint, \([\d, ]*32[\d, ]*\) float32 in'
+    with pytest.raises(ConfigError, match=rf'checkpoint_12 .*{changed} .*MODEL_DIR') as error:
+        saved.restore(12, plan.abstract_state)
+    assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'settings, expected',
+    [
+        ({'mode': 'newest'}, r"write utils\.RestoreCheckpointConfig\.mode = 'latest'"),
+        ({'dtype': 'int8'}, r'RestoreCheckpointConfig\.dtype = None'),
+        ({'assignment_map': [['(a', 'b']]}, r'assignment_map\[0\] is .*regular expression'),
+        ({'checkpointer_cls': int}, r'write @checkpoints\.Checkpointer, without parentheses'),
+        ({'checkpointer_cls': UpcycleCheckpointer}, r'UpcycleCheckpointer\.num_experts = '),
+        ({'checkpointer_cls': Checkpointer()}, 'without parentheses'),
+        ({'state_transformation_fns': [1]}, r'\[@state_utils\.apply_assignment_map\]'),
+        ({'path': ['a', 3]}, 'write a path, or a list of paths'),
+    ],
+)
+def test_settings_that_cannot_be_honoured(settings, expected):
+    with pytest.raises(ConfigError, match=expected):
+        RestoreCheckpointConfig(**{'path': 'x', **settings}).each()
+
+
+def test_a_function_that_computes_is_refused():
+    def doubled(stored, wanted):
+        return jax.tree.map(lambda x: x * 2, stored)
+
+    path = t5x_reference.checkpoint('t5_1_1-orbax-10')
+    settings = {'mode': 'specific', 'state_transformation_fns': [doubled]}
+    with pytest.raises(ConfigError, match=r'doubled fails .*can rename them, but not compute'):
+        restore(path, make_plan('t5_1_1'), **settings)

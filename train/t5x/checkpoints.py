@@ -1,0 +1,241 @@
+"""T5X's `checkpoints`: folders of checkpoints that T5X wrote, or can read.
+
+Checkpoints of both formats are restored onto any mesh. New ones are written in the format that T5X
+writes by default, `<model_dir>/checkpoint_<step>`, through Orbax. Their arrays have T5X's names, so
+T5X can resume a run from here, and the other way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from etils import epath
+from flax import traverse_util
+
+from train import checkpoints
+from train.checkpoints import complete_steps
+from train.checkpoints.config import t5x_format, t5x_steps
+from train.checkpoints.stored import StoredArray, repeat_first
+from train.errors import ConfigError, first_line
+from train.paths import as_path, is_remote
+from train.t5x import state_names
+from train.t5x.checkpoint_reader import read_arrays
+from train.t5x.state_utils import transform
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpointer:
+    """T5X's name for reading and writing checkpoints. It has no settings."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointManager:
+    """T5X's name for the manager of a folder of checkpoints. It has no settings."""
+
+
+class T5XCheckpoints(checkpoints.Checkpoints):
+    """The checkpoints of one run, in `<directory>/checkpoint_<step>`, with T5X's names.
+
+    Args:
+      directory: the folder of the run.
+      config: when to save, and which checkpoints to keep.
+      restore: the settings that name `directory`, if it belongs to another run.
+      dtype: the dtype of saved parameters, by default their own.
+    """
+
+    variables = state_names.VARIABLES
+    prefix = 'checkpoint'
+    casts = True
+
+    def __init__(
+        self,
+        directory: epath.Path,
+        config: checkpoints.CheckpointConfig,
+        restore: T5XRestore | None = None,
+        dtype: str | None = None,
+    ):
+        super().__init__(directory, config, restore)
+        self._t5x, self._dtype = restore, dtype
+
+    def path(self, step: int) -> epath.Path:
+        """The folder of the checkpoint of a step, or the file of an old one."""
+        named = self._t5x.named if self._t5x else None
+        return named or self.directory / f'checkpoint_{step}'
+
+    def steps(self) -> list[int]:
+        """The steps of complete checkpoints of either format."""
+        return t5x_steps(self.directory)
+
+    def names(self, abstract_state: Any) -> list[str]:
+        """T5X's names of the arrays of a state."""
+        return state_names.names_of(abstract_state)
+
+    def arrays(self, step: int, wanted: Any) -> dict[str, StoredArray]:
+        """Opens the arrays of a checkpoint, and applies the transformations of the settings."""
+        arrays = read_arrays(self.path(step))
+        return transform(self._t5x.transformations, arrays, wanted) if self._t5x else arrays
+
+    def adapt(self, array: StoredArray, wanted: jax.ShapeDtypeStruct, name: str) -> StoredArray:
+        """The array of an expert is repeated for each of them if the checkpoint is dense."""
+        num_experts = self._t5x.num_experts if self._t5x else None
+        sparse = num_experts is not None and 'expert/' in name
+        if sparse and wanted.shape[:1] == (num_experts,) and wanted.shape[1:] == array.shape:
+            return repeat_first(array, wanted.shape[0])
+        return array
+
+    def first_step(self, step: int) -> int:
+        """The step that a run starts with: 0 if the settings do not restore the step."""
+        if self._t5x is None or not self._t5x.renames:
+            return step
+        return 0 if self._t5x.drops(state_names.STEP) else step
+
+    @property
+    def _reads_with_orbax(self) -> bool:
+        return False
+
+    def _handlers(self) -> dict[str, Any]:
+        import orbax.checkpoint as ocp
+
+        from train.t5x.empty_dataset import EmptyDatasetHandler
+
+        return {'state': ocp.PyTreeCheckpointHandler(), 'dataset': EmptyDatasetHandler()}
+
+    def _saved_items(self, state: Any) -> Any:
+        import orbax.checkpoint as ocp
+
+        from train.t5x.empty_dataset import EmptyDataset
+
+        named = dict(zip(self.names(state), jax.tree.leaves(state), strict=True))
+        converted = None if self._dtype is None else jnp.dtype(self._dtype)
+
+        def dtype(name: str) -> Any:
+            is_float = jnp.issubdtype(named[name].dtype, jnp.floating)
+            return converted if is_float and name.startswith('target/') else None
+
+        args = {name: ocp.SaveArgs(dtype=dtype(name)) for name in named}
+        tree, save_args = (traverse_util.unflatten_dict(x, sep='/') for x in (named, args))
+        return ocp.args.Composite(
+            state=ocp.args.PyTreeSave(tree, save_args=save_args),
+            dataset=EmptyDataset(),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5XCheckpointConfig(checkpoints.CheckpointConfig):
+    """When to save checkpoints in T5X's format.
+
+    Attributes:
+      dtype: the dtype of saved parameters, by default their own.
+    """
+
+    dtype: str | None = None
+
+    def open(self, model_dir: epath.Path) -> checkpoints.Checkpoints:
+        """Opens the checkpoints of a run, which T5X or this trainer has begun.
+
+        Raises:
+          ConfigError: if the folder has checkpoints of T5X and of this trainer.
+        """
+        own, t5x = complete_steps(model_dir / 'checkpoints'), t5x_steps(model_dir)
+        if own and t5x:
+            raise ConfigError(
+                f'MODEL_DIR {model_dir} contains checkpoints of T5X, up to checkpoint_{t5x[-1]}, '
+                f"and of this trainer's own format, up to checkpoints/{own[-1]}: move one of them "
+                'away'
+            )
+        if own:
+            return checkpoints.Checkpoints(model_dir / 'checkpoints', self)
+        return T5XCheckpoints(model_dir, self, dtype=self.dtype)
+
+    def restore_of(self, model_dir: epath.Path, step: int) -> checkpoints.RestoreConfig:
+        """The settings that restore one of the checkpoints of a run."""
+        if complete_steps(model_dir / 'checkpoints'):
+            return super().restore_of(model_dir, step)
+        return T5XRestore(path=str(model_dir / f'checkpoint_{step}'), mode='specific')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5XRestore(checkpoints.RestoreConfig):
+    """The checkpoint of T5X, or of this trainer, that a run starts from.
+
+    Attributes:
+      transformations: functions that rename arrays of the checkpoint; see `train.t5x.state_utils`.
+      num_experts: the number of experts that each get the arrays of a dense checkpoint, or None.
+    """
+
+    transformations: Sequence[Callable[..., Any]] = ()
+    num_experts: int | None = None
+    setting: ClassVar[str] = 'utils.RestoreCheckpointConfig.path'
+    renames_setting: ClassVar[str] = 'utils.RestoreCheckpointConfig.assignment_map'
+    initialize_setting: ClassVar[str] = 'utils.RestoreCheckpointConfig.fallback_to_scratch'
+
+    @property
+    def named(self) -> epath.Path | None:
+        """The one checkpoint that `path` names, or None if it names a folder of them."""
+        path = as_path(self.setting, self.path)
+        return path if self.mode == 'specific' and t5x_format(path) else None
+
+    def find(self) -> tuple[epath.Path, int]:
+        """Finds the checkpoint; see `RestoreConfig.find`."""
+        path = as_path(self.setting, self.path)
+        try:
+            return self._find(path)
+        except ConfigError:
+            raise
+        except Exception as error:
+            if not is_remote(path):
+                raise
+            raise ConfigError(
+                f'{self.setting} {path} cannot be read ({first_line(error)}): copy the checkpoint '
+                'to this machine, or check the permissions and the network'
+            ) from error
+
+    def _find(self, path: epath.Path) -> tuple[epath.Path, int]:
+        if (path.parent / f'{path.name}.index').exists():
+            raise ConfigError(
+                f'{self.setting} {path} is a checkpoint of TensorFlow: convert it with T5X'
+            )
+        if self.named:
+            if name := re.fullmatch(r'checkpoint_(\d+)', path.name):
+                return path.parent, int(name[1])
+            step = read_arrays(path).get(state_names.STEP)
+            if step is None:
+                raise ConfigError(f'{self.setting} {path} has no array {state_names.STEP}')
+            return path.parent, int(step.read().reshape(()))
+        if re.fullmatch(r'checkpoint_\d+', path.name):
+            found = ', '.join(map(str, t5x_steps(path.parent))) or 'none'
+            raise ConfigError(
+                f'{self.setting} {path} is not a complete checkpoint; complete steps in '
+                f'{path.parent}: {found}'
+            )
+        steps = t5x_steps(path) if self.mode == 'latest' else []
+        if steps and complete_steps(path / 'checkpoints'):
+            raise ConfigError(
+                f'{self.setting} {path} contains checkpoints of T5X, up to checkpoint_{steps[-1]}, '
+                "and of this trainer: write the path of one of them, and mode = 'specific'"
+            )
+        return (path, steps[-1]) if steps else super().find()
+
+    def all(self) -> list[T5XRestore]:
+        """All checkpoints in the folder `path`, in the order of their steps.
+
+        Raises:
+          ConfigError: if there are none.
+        """
+        folder, _ = self.find()
+        t5x = [f'checkpoint_{step}' for step in t5x_steps(folder)]
+        names = t5x or [str(step) for step in complete_steps(folder)]
+        paths = [str(folder / name) for name in names]
+        return [dataclasses.replace(self, path=path, mode='specific') for path in paths]
+
+    def open(self, folder: epath.Path) -> checkpoints.Checkpoints:
+        """Opens the folder that `find` returned."""
+        config = checkpoints.CheckpointConfig(keep=None)
+        if self.named or t5x_steps(folder):
+            return T5XCheckpoints(folder, config, self)
+        return super().open(folder)
