@@ -84,7 +84,7 @@ def test_the_parser_sees_imports_inside_functions_but_not_those_of_types():
     assert 'train.objectives.nnx_model' in imported(TRAIN / 'objectives/model.py')
     assert 'train.run' not in imported(TRAIN / 'runtime/meter.py')
     assert 'if TYPE_CHECKING:\n    from train.run' in (TRAIN / 'runtime/meter.py').read_text()
-    assert 'train.checkpoints' in imported(TRAIN / 't5x/configs.py'), 'from train import ...'
+    assert 'train.checkpoints' in imported(TRAIN / 't5x/checkpoints.py'), 'from train import ...'
 
 
 def test_the_trainer_runs_without_gin():
