@@ -35,6 +35,12 @@ def arrays(model: str) -> dict[str, np.ndarray]:
 
 
 @functools.cache
+def learning_rates() -> list[dict[str, Any]]:
+    """T5X's learning rates `values` at `steps`, for several settings of its scheduler."""
+    return json.loads((DATA / 'learning_rates.json').read_text())
+
+
+@functools.cache
 def facts(model: str) -> dict[str, Any]:
     """The settings of a model, and the figures that T5X computed for it."""
     return json.loads((DATA / f'{model}.json').read_text())

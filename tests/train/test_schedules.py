@@ -5,6 +5,7 @@ import math
 import jax
 import numpy as np
 import pytest
+import t5x_reference
 
 from train.t5x.schedules import create_learning_rate_scheduler
 
@@ -60,6 +61,12 @@ def test_factors_are_multiplied(factors):
     rates = [float(schedule(factors)(step)) for step in STEPS]
     expected = [math.prod(FORMULAS[name](step) for name in names) for step in STEPS]
     np.testing.assert_allclose(rates, expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize('case', t5x_reference.learning_rates(), ids=lambda c: str(c['settings']))
+def test_rates_are_those_of_t5x_to_the_last_digit(case):
+    rate = create_learning_rate_scheduler(**case['settings'])
+    assert [float(rate(step)) for step in case['steps']] == case['values']
 
 
 def test_the_default_is_the_inverse_square_root_of_t5():

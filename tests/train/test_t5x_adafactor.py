@@ -3,12 +3,15 @@
 import jax
 import numpy as np
 import pytest
+import t5x_reference
 from flax import linen as nn
 from flax.linen.partitioning import AxisMetadata
 
 from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules, unbox
+from partitioning.state import path_str
 from train.adafactor import FactorDim
 from train.errors import ConfigError
+from train.models.t5 import T5, T5Config
 from train.optimizers import as_transformation
 from train.t5x.adafactor import (
     HEURISTIC_RULE,
@@ -16,6 +19,7 @@ from train.t5x.adafactor import (
     HParamMap,
     standard_logical_factor_rules,
 )
+from train.t5x.checkpoint_reader import read_arrays
 
 pytestmark = pytest.mark.core
 
@@ -181,7 +185,7 @@ def test_the_scale_of_some_parameters():
     for value in (scaled, True, False):
         adafactor = Adafactor(**RULES, multiply_by_parameter_scale=value)
         tx = as_transformation(adafactor.optimizer(lambda step: rate), boxed())
-        updates[value], _ = tx.update(params, tx.init(params), params)
+        updates[value], _ = jax.jit(tx.update)(params, tx.init(params), params)
     for name in PARAMETERS:
         alike = updates[name.endswith('wi')][name]
         np.testing.assert_array_equal(updates[scaled][name], alike, err_msg=name)
@@ -245,3 +249,56 @@ def test_statistics_have_the_layout_of_their_dimensions(model_partitions):
             assert spec == [a for d, a in enumerate(parameter) if d not in dropped], statistic
             sharded += any(spec)
     assert sharded == 17  # two statistics of 6 factored parameters, one of the 5 others
+
+
+# T5X itself.
+
+
+@pytest.fixture(scope='module')
+def t5x_model():
+    """T5X's small model at step 0: its parameters, its boxes, and its loss with gradients."""
+    facts, arrays = t5x_reference.facts('t5_1_1'), t5x_reference.arrays('t5_1_1')
+    net = T5(T5Config(**facts['model']['config']))
+    batch = {name[10:]: x for name, x in arrays.items() if name.startswith('padded/in/')}
+    weights = batch.pop('decoder_loss_weights')
+    boxes = jax.eval_shape(lambda: net.init(jax.random.key(0), **batch, deterministic=True))
+    stored = read_arrays(t5x_reference.checkpoint('t5_1_1-orbax-0'))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, _: stored[f'target/{path_str(path)}'].read(), unbox(boxes['params'])
+    )
+
+    def loss(params):
+        logits = net.apply({'params': params}, **batch, deterministic=True)
+        log_z = jax.nn.logsumexp(logits, -1)
+        targets = batch['decoder_target_tokens'][..., None]
+        cross_entropy = log_z - jax.numpy.take_along_axis(logits, targets, -1)[..., 0]
+        return (weights * (cross_entropy + 1e-4 * log_z**2)).sum() / weights.sum()
+
+    return params, boxes, jax.jit(jax.value_and_grad(loss))
+
+
+@pytest.mark.parametrize('name', t5x_reference.facts('t5_1_1')['train'])
+def test_ten_steps_equal_those_of_t5x(t5x_model, name):
+    params, boxes, loss_and_gradients = t5x_model
+    run = t5x_reference.facts('t5_1_1')['train'][name]
+    settings = run['adafactor'] | {'logical_factor_rules': standard_logical_factor_rules()}
+    rate = run['learning_rate']
+    tx = as_transformation(Adafactor(**settings).optimizer(lambda step: rate), boxes)
+    update, state = jax.jit(tx.update), tx.init(params)
+    for expected in run['loss_before_step']:
+        loss, grads = loss_and_gradients(params)
+        assert float(loss) == pytest.approx(expected, rel=3e-5)
+        updates, state = update(grads, state, params)
+        params = jax.tree.map(jax.numpy.add, params, updates)
+    assert int(state.step) == 10
+    trees = {'': params} | {f'/{name}': getattr(state, name) for name in state._fields[1:]}
+    found = {
+        path_str(path) + end: np.asarray(x)
+        for end, tree in trees.items()
+        for path, x in jax.tree_util.tree_leaves_with_path(tree)
+    }
+    sums = run['params_after'] | run['state_after']
+    assert found.keys() == sums.keys()
+    for path, (shape, dtype, _, squares) in sums.items():
+        assert (list(found[path].shape), str(found[path].dtype)) == (shape, dtype), path
+        assert np.square(found[path].astype(np.float64)).sum() == pytest.approx(squares, rel=3e-5)

@@ -56,16 +56,22 @@ def create_learning_rate_scheduler(
         progress = jnp.maximum(0.0, (s - warmup_steps) / steps_per_cycle)
         return jnp.maximum(0.0, 0.5 * (1.0 + jnp.cos(jnp.pi * (progress % 1.0))))
 
-    known: dict[str, Callable[[jax.Array], jax.Array]] = {
-        'constant': lambda s: jnp.full_like(s, base_learning_rate),
-        'linear_warmup': lambda s: jnp.minimum(1.0, s / warmup),
-        'linear_decay': lambda s: (
-            base_learning_rate * jnp.minimum(s / warmup, 1.0 + decay_factor * (warmup_steps - s))
+    # Each multiplies the rate. The order of the operations is T5X's, so the rates are the same to
+    # the last digit.
+    known: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+        'constant': lambda rate, s: rate * base_learning_rate,
+        'linear_warmup': lambda rate, s: rate * jnp.minimum(1.0, s / warmup),
+        'linear_decay': lambda rate, s: (
+            rate
+            * base_learning_rate
+            * jnp.minimum(s / warmup, 1.0 + decay_factor * (warmup_steps - s))
         ),
-        'rsqrt_decay': lambda s: jax.lax.rsqrt(jnp.maximum(s, warmup)),
-        'rsqrt_normalized_decay': lambda s: jnp.sqrt(warmup / jnp.maximum(s, warmup)),
-        'decay_every': lambda s: decay_factor ** (s // steps_per_decay),
-        'cosine_decay': cosine,
+        'rsqrt_decay': lambda rate, s: rate / jnp.sqrt(jnp.maximum(s, warmup)),
+        'rsqrt_normalized_decay': lambda rate, s: (
+            rate * jnp.sqrt(warmup) / jnp.sqrt(jnp.maximum(s, warmup))
+        ),
+        'decay_every': lambda rate, s: rate * decay_factor ** (s // steps_per_decay),
+        'cosine_decay': lambda rate, s: rate * cosine(s),
     }
     names = [name.strip() for name in factors.split('*')]
     for name in names:
@@ -79,7 +85,7 @@ def create_learning_rate_scheduler(
         s = jnp.maximum(0.0, jnp.asarray(step, jnp.float32) - step_offset)
         rate = jnp.ones_like(s)
         for name in names:
-            rate = rate * known[name](s)
+            rate = known[name](rate, s)
         return jnp.maximum(rate, min_learning_rate)
 
     return schedule

@@ -1,0 +1,145 @@
+"""Ten steps of Adafactor on T5X's reference models, compared with what T5X itself computed.
+
+  python benchmarks/t5x_training.py --data DIR
+
+DIR has a folder for each model, with `model.json`, `data.npz` and `legacy/checkpoint_0`. For each
+run in `train` of model.json, the greatest relative differences of the losses, and of the sums of
+squares of the parameters and of the optimizer's state, are printed. Rates are compared exactly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from partitioning import unbox
+from partitioning.state import path_str
+from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
+from train.optimizers import as_transformation
+from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
+from train.t5x.checkpoint_reader import read_arrays
+from train.t5x.schedules import create_learning_rate_scheduler
+
+# The greatest relative differences allowed.
+LIMITS = {'losses': 3e-5, 'parameters': 2e-5, 'state': 2e-5}
+
+
+class Difference(NamedTuple):
+    """The greatest relative differences of a run from T5X's."""
+
+    losses: float
+    parameters: float
+    state: float
+
+
+def compare_model(folder: Path) -> Iterator[tuple[str, Difference]]:
+    """Trains a model with each of its runs' settings, and compares the results with T5X's."""
+    facts = json.loads((folder / 'model.json').read_text())
+    sizes = facts['model']['config']
+    net = (
+        DecoderOnly(DecoderOnlyConfig(**sizes))
+        if 'decoder_only' in facts['model']['network']
+        else T5(T5Config(**sizes))
+    )
+    with np.load(folder / 'data.npz') as file:
+        start = 'padded/in/'
+        batch = {k.removeprefix(start): jnp.asarray(v) for k, v in file.items() if start in k}
+    weights = batch.pop('decoder_loss_weights')
+    boxed = jax.eval_shape(lambda: net.init(jax.random.key(0), **batch, deterministic=True))
+    stored = read_arrays(folder / 'legacy/checkpoint_0')
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, _: jnp.asarray(stored[f'target/{path_str(path)}'].read()),
+        unbox(boxed['params']),
+    )
+
+    @jax.jit
+    def gradients(params: Any, z_loss: float) -> Any:
+        def loss(params: Any) -> jax.Array:
+            logits = net.apply({'params': params}, **batch, deterministic=True)
+            log_z = jax.nn.logsumexp(logits, -1)
+            targets = batch['decoder_target_tokens'][..., None]
+            cross_entropy = log_z - jnp.take_along_axis(logits, targets, -1)[..., 0]
+            return (weights * (cross_entropy + z_loss * log_z**2)).sum() / weights.sum()
+
+        return jax.value_and_grad(loss)(params)
+
+    for name, run in facts['train'].items():
+        settings = run['adafactor'] | {'logical_factor_rules': standard_logical_factor_rules()}
+        optimizer = Adafactor(**settings).optimizer(optax.constant_schedule(run['learning_rate']))
+        tx = as_transformation(optimizer, boxed)
+        trained, state, losses = params, tx.init(params), []
+        for _ in range(run['steps']):
+            loss, grads = gradients(trained, run['z_loss'])
+            updates, state = jax.jit(tx.update)(grads, state, trained)
+            trained = optax.apply_updates(trained, updates)
+            losses.append(float(loss))
+        losses.append(float(gradients(trained, run['z_loss'])[0]))
+        expected = [*run['loss_before_step'], run['loss_after']]
+        arrays = {f'{p}/{k}': x for k in state._fields[1:] for p, x in _flat(getattr(state, k))}
+        yield (
+            name,
+            Difference(
+                max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)),
+                _greatest(dict(_flat(trained)), run['params_after']),
+                _greatest(arrays, run['state_after']),
+            ),
+        )
+
+
+def _flat(tree: Any) -> list[tuple[str, np.ndarray]]:
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return [(path_str(path), np.asarray(x)) for path, x in flat]
+
+
+def _greatest(found: dict[str, np.ndarray], expected: dict[str, Any]) -> float:
+    """The greatest relative difference of sums of squares; the arrays must be the same."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    differences = []
+    for path, (shape, dtype, _, squares) in expected.items():
+        x = found[path]
+        assert (list(x.shape), str(x.dtype)) == (shape, dtype), path
+        mine = np.square(x.astype(np.float64)).sum()
+        differences.append(abs(mine / squares - 1) if squares else float(mine))
+    return max(differences)
+
+
+def compare_rates(path: Path) -> tuple[int, int]:
+    """Returns how many learning rates are compared, and how many differ in any digit."""
+    cases = json.loads(path.read_text())
+    found = [[float(rate(s)) for s in c['steps']] for c in cases for rate in [_schedule(c)]]
+    expected = [c['values'] for c in cases]
+    pairs = [p for f, e in zip(found, expected, strict=True) for p in zip(f, e, strict=True)]
+    return len(pairs), sum(a != b for a, b in pairs)
+
+
+def _schedule(case: dict[str, Any]) -> optax.Schedule:
+    return create_learning_rate_scheduler(**case['settings'])
+
+
+def main() -> int:
+    """Prints the differences; the exit status is 1 if one is too large."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--data', type=Path, required=True, help='the folder of the models')
+    data = parser.parse_args().data
+    failed = False
+    for facts in sorted(data.glob('*/model.json')):
+        for run, difference in compare_model(facts.parent):
+            wrong = [k for k, limit in LIMITS.items() if getattr(difference, k) > limit]
+            failed |= bool(wrong)
+            figures = ', '.join(f'{k} {v:.1e}' for k, v in difference._asdict().items())
+            print(f'{facts.parent.name} {run}: {figures}{" FAILED" if wrong else ""}')
+    count, differing = compare_rates(data / 'learning_rates.json')
+    print(f'learning rates: {differing} of {count} differ')
+    return int(failed or differing > 0)
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())
