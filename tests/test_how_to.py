@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.code_blocks import Block, read_blocks, run_block
+from tests.code_blocks import ROOT, Block, read_blocks, run_block
 from train.data.text import sources
 
 # The guides to what users wish for most. Their programs must stay short.
@@ -83,6 +83,23 @@ def test_the_programs_run(page, run_on, tmp_path, monkeypatch, traces):
             assert len(losses[0]) == 4 and np.ptp(losses[0]) > 0
             np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
     assert bool(wishes) == (page in WISHES)
+
+
+def test_a_mixture_of_experts(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, 'find_files', find_files)
+    monkeypatch.chdir(tmp_path)
+    [program] = read_blocks('docs/how-to/experts.md', 'python')
+    code = re.sub(STEPS, 'total_steps=2', program.code)
+    printed = run_block(program._replace(code=code), {'__name__': '__main__'})
+    assert re.search(r'data +2\s+expert +4\s+model +1\s', printed)
+    check_shown(program, printed)
+    assert count_lines_beyond_the_model(code) <= LINES
+    lines = (tmp_path / 'runs/experts/metrics.jsonl').read_text().splitlines()
+    metrics = {name for line in lines for name in json.loads(line)}
+    page = (ROOT / program.document).read_text().split('What is reported')[1]
+    reported = re.findall('`([a-z_]+)`', page.split('## What to change')[0])
+    assert len(reported) == 8
+    assert {f'{run}/experts/{name}' for run in ('train', 'eval') for name in reported} <= metrics
 
 
 def check_shown(program: Block, printed: str) -> None:
