@@ -83,7 +83,7 @@ def _standard_rules(
             ('expert', 'expert'),
             ('expert_mlp', model),
             ('expert_group', None),
-            ('expert_replicas', data),
+            ('expert_replicas', from_tuple(tuple(axis for axis in batch if axis != 'expert'))),
             ('unmodeled', None),
         ]
     if 'stage' in mesh_axes:
