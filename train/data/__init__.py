@@ -24,6 +24,7 @@ from train.data.text.sources import (
     TextFiles,
     python_library,
 )
+from train.data.text.tf_records import TfRecords
 from train.data.text.token_index import TokenIndex, open_index
 from train.data.text.tokenizers import (
     ByteTokenizer,
@@ -64,6 +65,7 @@ __all__ = [
     'Task',
     'TextFiles',
     'TextTask',
+    'TfRecords',
     'TokenIds',
     'TokenIndex',
     'Tokenizer',

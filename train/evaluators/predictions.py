@@ -57,6 +57,7 @@ class PredictionFiles:
       num_shards: the number of shares.
       batches_per_part: the number of batches in a part.
       merge_parts: whether the parts become one file at the end.
+      extension: the extension in the name of the file.
     """
 
     mode: Mode = 'predict'
@@ -70,6 +71,7 @@ class PredictionFiles:
     num_shards: int = 1
     batches_per_part: int = 100
     merge_parts: bool = True
+    extension: str = 'jsonl'
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
@@ -180,7 +182,7 @@ class PreparedPredictionFiles:
             shard = f'{settings.shard_index:05}-of-{settings.num_shards:05}'
             path = as_folder('output_dir', folder)
             files = PartFiles(
-                path / f'{task.name}-{settings.mode}.jsonl-{shard}',
+                path / f'{task.name}-{settings.mode}.{settings.extension}-{shard}',
                 path / f'tmp-{task.name}-{settings.mode}-{shard}',
             )
             started = time.perf_counter()
