@@ -21,7 +21,7 @@ FLOORS = [
     {'adafactor', 'paths', 'models', 'objectives', 'optimizers'},
     {'runtime', 'steps', 'data.text'},
     {'checkpoints', 'data.rows'},
-    {'data'},
+    {'data', 'exporting'},
     {'evaluators', 'stopping'},
     {'config'},
     {'run'},
