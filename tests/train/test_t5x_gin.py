@@ -51,7 +51,7 @@ def test_pretraining_finetuning_and_evaluating(pretrain, load_t5x, tmp_path, cap
     state = pretrain(model_dir)
     assert int(state.step) == 20
     output = capsys.readouterr().out
-    assert 'train_script.train.random_seed is None: using seed 0' in output
+    assert ', chosen by the time' in output and ', of the earlier run' in output
     assert f'resumed from step 10 of {model_dir}' in output
     assert checkpoints(model_dir) == [10, 20]
     written = records(model_dir)
@@ -132,6 +132,51 @@ def test_t5x_settings_equal_native_settings(pretrain, tmp_path, texts):
         )
     )
     assert records(tmp_path / 'theirs') == records(tmp_path / 'ours')
+
+
+def test_the_settings_of_a_run(pretrain, tmp_path, capsys):
+    """Relative steps, an evaluation at the start, random numbers of the hardware, and actions."""
+    actions = (
+        "actions={'TRAIN': [@trainer.TerminateOnNanAction()],"
+        " 'TRAIN_EVAL': [@trainer.EarlyStoppingAction()]}"
+    )
+    settings = [
+        'total_steps=0',
+        'relative_steps=4',
+        'run_eval_before_training=True',
+        'use_hardware_rng=True',
+        'random_seed=7',
+        'eval_period=2',
+        'stats_period=1',
+        'gc_period=2',
+        'get_dataset_fn=@utils.get_dataset',
+        'train_eval_get_dataset_fn=@utils.get_training_eval_datasets',
+        'train_state_initializer_cls=@utils.TrainStateInitializer',
+        actions,
+    ]
+    bindings = [f'train_script.train.{setting}' for setting in settings]
+    bindings += [
+        'utils.get_training_eval_datasets.deterministic=False',
+        'train/utils.DatasetConfig.seed=3',
+        'EVAL_STEPS=1',
+        "trainer.EarlyStoppingAction.metric=('counts', 'loss')",
+        "trainer.EarlyStoppingAction.mode='max'",  # the loss falls, so no value is better
+    ]
+    assert int(pretrain(tmp_path, *bindings).step) == 4
+    evaluated = [r['step'] for r in records(tmp_path) if 'eval/loss' in r]
+    trained = [r['step'] for r in records(tmp_path) if 'train/loss' in r]
+    assert (evaluated, trained) == ([0, 2, 4], [1, 2, 3, 4])
+    assert 'step 4: stopping early, because eval/loss has not improved' in capsys.readouterr().out
+    recorded = json.loads((tmp_path / 'data.json').read_text())['settings']
+    assert recorded['prng_impl'] == 'unsafe_rbg'
+    assert (recorded['random_seed'], recorded['seed']) == (7, 3)
+    assert int(pretrain(tmp_path, *bindings).step) == 8, 'the steps count from the checkpoint'
+
+
+def test_actions_name_tasks_that_are_evaluated(pretrain, tmp_path):
+    binding = "train_script.train.actions={'TRAIN_EVAL': [@trainer.TerminateOnNanAction()]}"
+    with pytest.raises(ConfigError, match=r"is 'cuonts': .*the tasks are 'counts'"):
+        pretrain(tmp_path, binding, "trainer.TerminateOnNanAction.task='cuonts'")
 
 
 def test_the_command_resumes_a_run_from_its_folder(pretrain, tmp_path, capsys, monkeypatch):

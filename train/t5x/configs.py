@@ -14,6 +14,13 @@ from train.t5x.checkpoint_configs import (
     SaveCheckpointConfig,
 )
 from train.t5x.refusals import check_off, check_one_of, refusal
+from train.t5x.run_functions import (
+    TrainStateInitializer,
+    get_dataset,
+    get_training_eval_datasets,
+    prepare_train_iter,
+    verify_matching_vocabs,
+)
 from train.t5x.schedules import create_learning_rate_scheduler
 
 __all__ = [
@@ -21,7 +28,12 @@ __all__ = [
     'DatasetConfig',
     'RestoreCheckpointConfig',
     'SaveCheckpointConfig',
+    'TrainStateInitializer',
     'create_learning_rate_scheduler',
+    'get_dataset',
+    'get_training_eval_datasets',
+    'prepare_train_iter',
+    'verify_matching_vocabs',
 ]
 
 HELD_OUT = ('validation', 'test')

@@ -13,7 +13,7 @@ import optax
 from partitioning import BasePartitioner, TrainState
 from train.config import TrainConfig
 from train.data import Task
-from train.errors import ConfigError, check_counts
+from train.errors import check_counts
 from train.evaluators import HeldOut
 from train.runtime.console import RunConsole
 from train.runtime.machine import raise_on_all_processes
@@ -21,28 +21,23 @@ from train.t5x.configs import CheckpointConfig, DatasetConfig
 from train.t5x.gin_utils import check_summarize
 from train.t5x.models import DecoderOnlyModel
 from train.t5x.network import with_kv_heads
-from train.t5x.refusals import check_off, check_one_of, expect, expect_class, refusal
+from train.t5x.refusals import check_one_of, expect, expect_class, refusal
+from train.t5x.run_functions import (
+    TrainStateInitializer,
+    check_standard,
+    get_dataset,
+    get_training_eval_datasets,
+    prepare_train_iter,
+    verify_matching_vocabs,
+)
 from train.t5x.seqio import check_evaluator
-from train.t5x.trainer import Trainer, check_actions
+from train.t5x.trainer import Trainer, translate_actions
 from train.train import train as train_here
 
 KEY = 'train_script.train'
-_ROWS = 'tasks of train.data make the rows'
 _ARRAYS = 'arrays are jax.Arrays and Orbax saves them'
-# Settings that must be off, with the reason.
-OFF = {
-    'relative_steps': 'each time a run resumes, it would train more steps; set total_steps instead',
-    'use_hardware_rng': 'random numbers of the hardware differ between meshes',
-    'get_dataset_fn': _ROWS,
-    'train_eval_get_dataset_fn': _ROWS,
-    'prepare_train_iter_fn': _ROWS,
-    'run_eval_before_training': 'use eval_script.evaluate to evaluate a checkpoint',
-    'train_state_initializer_cls': 'parameters are created or restored on their own devices',
-    'verify_matching_vocabs_fn': 'every run compares the vocabularies of model and task',
-    'gc_period': 'Python collects garbage by itself',
-}
 # Settings that must be on, with the reason.
-ON = {'use_orbax': _ARRAYS, 'use_gda': _ARRAYS, 'use_jax_array': _ARRAYS}
+ON = {'use_orbax': _ARRAYS}
 
 OBJECTS = (
     ('model', DecoderOnlyModel, '@models.DecoderOnlyModel()'),
@@ -51,6 +46,7 @@ OBJECTS = (
     ('train_eval_dataset_cfg', DatasetConfig, '@utils.DatasetConfig()'),
     ('infer_eval_dataset_cfg', DatasetConfig, '@utils.DatasetConfig()'),
 )
+DATASETS = ('train_dataset_cfg', 'train_eval_dataset_cfg', 'infer_eval_dataset_cfg')
 MAY_BE_NONE = ('train_eval_dataset_cfg', 'infer_eval_dataset_cfg')
 
 
@@ -73,17 +69,15 @@ def train(
     use_hardware_rng: bool = False,
     summarize_config_fn: Any = None,
     inference_evaluator_cls: Any = None,
-    get_dataset_fn: Any = None,
+    get_dataset_fn: Any = get_dataset,
     concurrent_metrics: bool = True,
     actions: Mapping[str, Any] | None = None,
-    train_eval_get_dataset_fn: Any = None,
-    prepare_train_iter_fn: Any = None,
+    train_eval_get_dataset_fn: Any = get_training_eval_datasets,
+    prepare_train_iter_fn: Any = prepare_train_iter,
     run_eval_before_training: bool = False,
-    train_state_initializer_cls: Any = None,
+    train_state_initializer_cls: Any = TrainStateInitializer,
     use_orbax: bool = True,
-    use_gda: bool = True,
-    use_jax_array: bool = True,
-    verify_matching_vocabs_fn: Any = None,
+    verify_matching_vocabs_fn: Any = verify_matching_vocabs,
     gc_period: int = 0,
 ) -> TrainState:
     """Trains with T5X's settings, or resumes the earlier run in `model_dir`.
@@ -94,35 +88,42 @@ def train(
     Args:
       model: network, vocabulary, optimizer and loss.
       train_dataset_cfg: the rows to train on.
-      train_eval_dataset_cfg: the rows to evaluate. None evaluates the training task once, at the
-        end.
+      train_eval_dataset_cfg: the rows on which the loss is evaluated, of the same task or another
+        one. None evaluates no loss.
       checkpoint_cfg: which checkpoints are saved, and which one the run starts from.
       partitioner: lays out data, state and steps over the mesh.
       trainer_cls: the class `trainer.Trainer`.
       model_dir: the directory for checkpoints, metrics and the configuration.
-      total_steps: the step at which the run ends. The steps of a restored checkpoint count.
+      total_steps: the step at which the run ends. The steps of a restored checkpoint count. It has
+        no effect if `relative_steps` is set.
       eval_steps: the number of batches in an evaluation. None evaluates all rows.
       eval_period: the number of steps between evaluations. 0 evaluates only at the end.
       infer_eval_dataset_cfg: has no effect, because tasks have no metrics of decoded text.
-      relative_steps: must be off.
+      relative_steps: the number of steps to train after the step that the run starts or resumes
+        from. None trains to `total_steps`.
       stats_period: the number of steps between records of metrics. By default, the shortest of the
         other periods.
-      random_seed: the seed of parameters, rows and dropout. None means 0.
-      use_hardware_rng: must be off.
+      random_seed: the seed of parameters and dropout. None chooses one by the time, which a resumed
+        run keeps, and the random numbers of `use_hardware_rng`.
+      use_hardware_rng: whether random numbers come from jax's implementation 'unsafe_rbg', which is
+        fast on TPUs, and whose numbers depend on the mesh.
       summarize_config_fn: `gin_utils.summarize_gin_config`, or None.
       inference_evaluator_cls: the class `seqio.Evaluator`, or None.
-      get_dataset_fn: must be off.
-      concurrent_metrics: has no effect on the metrics.
-      actions: only `trainer.TerminateOnNanAction`, which is always on.
-      train_eval_get_dataset_fn: must be off.
-      prepare_train_iter_fn: must be off.
-      run_eval_before_training: must be off.
-      train_state_initializer_cls: must be off.
+      get_dataset_fn: `utils.get_dataset`, or None.
+      concurrent_metrics: has no effect. Metrics are read while training continues, and actions run
+        in either case.
+      actions: what may end the run early: for 'TRAIN', 'TRAIN_EVAL' and 'INFER_EVAL', a list of
+        `trainer.EarlyStoppingAction` and `trainer.TerminateOnNanAction`. Every run ends if its
+        training loss is not finite.
+      train_eval_get_dataset_fn: `utils.get_training_eval_datasets`, or None.
+      prepare_train_iter_fn: `utils.prepare_train_iter`, or None.
+      run_eval_before_training: whether everything is evaluated before the first step, too.
+      train_state_initializer_cls: `utils.TrainStateInitializer`, or None.
       use_orbax: must be True.
-      use_gda: must be True.
-      use_jax_array: must be True.
-      verify_matching_vocabs_fn: must be off.
-      gc_period: must be 0.
+      verify_matching_vocabs_fn: a function of a `DatasetConfig` and the model, which raises an
+        error if the vocabulary of the task is not that of the model. None checks only their sizes.
+      gc_period: the number of steps between collections of Python's garbage. 0 leaves them to
+        Python.
 
     Returns:
       The state after the last step.
@@ -142,37 +143,61 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
     _check(settings)
     model, trainer = settings['model'], settings['trainer_cls']()  # gin provides its arguments
     training, evaluated = settings['train_dataset_cfg'], settings['train_eval_dataset_cfg']
-    total_steps, eval_steps = settings['total_steps'], settings['eval_steps']
     length = _sequence_length(training, evaluated)
     task, evaluated_task, name = _tasks(training, evaluated)
-    with raise_on_all_processes():
-        for one in (task, evaluated_task):
-            model.check_vocabulary(one)
-    limit = None
-    if evaluated is not None and eval_steps is not None:
-        limit = eval_steps * evaluated.batch_size * length
-    every = 0 if evaluated is None else settings['eval_period']
+    _verify_vocabularies(settings)
     checkpoints, restore = settings['checkpoint_cfg'].translated()
     periods = [period for period in (settings['eval_period'], checkpoints.period) if period]
-    seed = _seed(settings['random_seed'], training.seed)
-    _report_differences(settings, seed)
+    relative, total_steps = settings['relative_steps'], settings['total_steps']
+    last_step = total_steps if relative is None else relative
+    evaluators = {}
+    if evaluated is not None:
+        evaluators[name] = HeldOut(
+            task=evaluated_task,
+            every=settings['eval_period'],
+            num_batches=settings['eval_steps'],
+            batch_size=evaluated.batch_size,
+        )
+    seed, skips_nan = settings['random_seed'], getattr(model.optimizer_def, 'skip_nan_updates', 0)
+    conditions, stops_on_nan = translate_actions(
+        f'{KEY}.actions',
+        settings['actions'],
+        {'TRAIN_EVAL': {_name_of(evaluated): name}} if evaluated is not None else {},
+    )
+    _report_differences(settings)
     return TrainConfig(
         model_dir=settings['model_dir'],
         objective=model.objective(),
         partitioner=with_kv_heads(settings['partitioner']),
         optimizer=trainer.optimizer(model),
         task=task,
-        total_steps=total_steps,
+        total_steps=last_step,
+        relative_steps=relative is not None,
         batch_size=training.batch_size,
         sequence_length=length,
-        evaluators={name: HeldOut(task=evaluated_task, every=every, limit=limit)},
+        evaluators=evaluators,
+        evaluate_first=settings['run_eval_before_training'],
+        stop_when=conditions,
+        stop_if_not_finite=stops_on_nan or not skips_nan,
         checkpoints=checkpoints,
         restore=restore,
-        num_microbatches=1 if trainer.num_microbatches is None else trainer.num_microbatches,
+        num_microbatches=1 if not trainer.num_microbatches else trainer.num_microbatches,
         weight_metrics=trainer.weight_metrics_computer is not None,
-        log_every=settings['stats_period'] or min(periods, default=total_steps),
+        log_every=settings['stats_period'] or min(periods, default=last_step),
+        collect_garbage_every=settings['gc_period'],
         seed=seed,
+        data_seed=training.seed,
+        prng_impl='unsafe_rbg' if settings['use_hardware_rng'] or seed is None else None,
     )
+
+
+def _verify_vocabularies(settings: Mapping[str, Any]) -> None:
+    """Calls the function that compares the vocabularies of tasks and model."""
+    verify = settings['verify_matching_vocabs_fn']
+    with raise_on_all_processes():
+        for name in DATASETS:
+            if verify is not None and settings[name] is not None:
+                verify(settings[name], settings['model'])
 
 
 def _check(settings: Mapping[str, Any]) -> None:
@@ -181,21 +206,25 @@ def _check(settings: Mapping[str, Any]) -> None:
     Raises:
       ConfigError: if a setting cannot be honoured.
     """
-    for name, why in OFF.items():
-        check_off(f'{KEY}.{name}', settings[name], why)
+    check_standard(KEY, settings)
     for name, why in ON.items():
         check_one_of(f'{KEY}.{name}', settings[name], (True,), why)
-    concurrent = settings['concurrent_metrics']
-    check_one_of(f'{KEY}.concurrent_metrics', concurrent, (True, False), 'it must be True or False')
+    for name in ('concurrent_metrics', 'run_eval_before_training', 'use_hardware_rng'):
+        check_one_of(f'{KEY}.{name}', settings[name], (True, False), 'it must be True or False')
+    verify = settings['verify_matching_vocabs_fn']
+    if verify is not None and not callable(verify):
+        raise refusal(f'{KEY}.verify_matching_vocabs_fn', verify, 'it must be a function or None')
     check_summarize(f'{KEY}.summarize_config_fn', settings['summarize_config_fn'])
-    check_actions(f'{KEY}.actions', settings['actions'])
     check_evaluator(f'{KEY}.inference_evaluator_cls', settings['inference_evaluator_cls'])
     expect_class(f'{KEY}.trainer_cls', settings['trainer_cls'], Trainer, '@trainer.Trainer')
     for name, kind, written in OBJECTS:
         if settings[name] is not None or name not in MAY_BE_NONE:
             expect(f'{KEY}.{name}', settings[name], kind, written)
-    check_counts(minimum=0, **{f'{KEY}.eval_period': settings['eval_period']})
-    for name in ('eval_steps', 'stats_period'):
+    for name in ('eval_period', 'gc_period'):
+        check_counts(minimum=0, **{f'{KEY}.{name}': settings[name]})
+    if settings['relative_steps'] is None:
+        check_counts(**{f'{KEY}.total_steps': settings['total_steps']})
+    for name in ('eval_steps', 'stats_period', 'relative_steps'):
         if settings[name] is not None:
             check_counts(**{f'{KEY}.{name}': settings[name]})
 
@@ -218,30 +247,22 @@ def _tasks(training: DatasetConfig, evaluated: DatasetConfig | None) -> tuple[Ta
     if evaluated is None:
         return training.task, training.task, 'eval'
     evaluated.check_evaluates('train_eval/')
-    task, held_out, name = training.task, evaluated.task, evaluated.mixture_or_task_name
+    task, held_out = training.task, evaluated.task
     if held_out == task:
         return task, task, 'eval'
-    return task, held_out, f'eval/{name if isinstance(name, str) else "train_eval"}'
+    return task, held_out, f'eval/{_name_of(evaluated)}'
 
 
-def _seed(random_seed: int | None, data_seed: int | None) -> int:
-    """The one seed of a run, or 0 if no seed is set."""
-    given = {seed for seed in (random_seed, data_seed) if seed is not None}
-    if len(given) > 1:
-        raise ConfigError(
-            f'{KEY}.random_seed is {random_seed}, but train/utils.DatasetConfig.seed is '
-            f'{data_seed}: a run has one seed; set both to the same value, or one of them to None'
-        )
-    return given.pop() if given else 0
+def _name_of(dataset: DatasetConfig) -> str:
+    name = dataset.mixture_or_task_name
+    return name if isinstance(name, str) else 'train_eval'
 
 
-def _report_differences(settings: Mapping[str, Any], seed: int) -> None:
+def _report_differences(settings: Mapping[str, Any]) -> None:
     """Reports settings that behave differently from T5X."""
     console, optimizer = RunConsole(), settings['model'].optimizer_def
-    if settings['random_seed'] is None:
-        console.say(f'{KEY}.random_seed is None: using seed {seed}')
-    if settings['train_eval_dataset_cfg'] is None:
-        console.say(f'{KEY}.train_eval_dataset_cfg is None: evaluating the task once, at the end')
+    if settings['relative_steps'] is not None and settings['total_steps']:
+        console.say(f'{KEY}.total_steps is not used, because relative_steps is set')
     if settings['infer_eval_dataset_cfg'] is not None:
         settings['infer_eval_dataset_cfg'].check_evaluates('infer_eval/')
         _ = settings['infer_eval_dataset_cfg'].task  # raises an error if the name is wrong

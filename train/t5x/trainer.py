@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import optax
 
 from train.errors import ConfigError
 from train.optimizers import Optimizer
+from train.stopping import EarlyStopping, StopCondition, StopIfNotFinite
 from train.t5x.refusals import expect, refusal
 
 
@@ -56,7 +57,12 @@ class Trainer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TerminateOnNanAction:
-    """Stops a run if its loss is not finite. Every run does so, even without this action."""
+    """Ends a run with an error if a metric is not finite. The state is not saved.
+
+    Attributes:
+      task: the task whose metric it is; for the mode TRAIN, it has no effect.
+      metric: the name of the metric.
+    """
 
     task: str = 'train'
     metric: str = 'loss'
@@ -64,32 +70,80 @@ class TerminateOnNanAction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStoppingAction:
-    """T5X's early stopping. A gin file can name it, but a run refuses it with an error."""
+    """Ends a run whose metric no longer improves; see `train.stopping.EarlyStopping`.
 
-    metric: Sequence[str] = ()
-    mode: str = 'min'
+    Attributes:
+      metric: the task and the name of its metric; for the mode TRAIN, the task is 'train'.
+      mode, patience, atol, rtol: see `train.stopping.EarlyStopping`.
+    """
+
+    metric: tuple[str, str]
+    mode: Literal['min', 'max']
     patience: int = 3
     atol: float = 0.0
     rtol: float = 0.0
 
+    def __post_init__(self) -> None:
+        pair = self.metric
+        key, written = 'trainer.EarlyStoppingAction.metric', "write ('task', 'metric')"
+        if not isinstance(pair, tuple | list) or not all(isinstance(x, str) for x in pair):
+            raise refusal(key, pair, written)
+        if len(pair) != 2:
+            raise refusal(key, pair, written)
 
-def check_actions(key: str, actions: Any) -> None:
-    """Checks that all actions are `TerminateOnNanAction`.
+
+MODES = ('TRAIN', 'TRAIN_EVAL', 'INFER_EVAL')
+
+
+def translate_actions(
+    key: str, actions: Any, evaluators: Mapping[str, Mapping[str, str]]
+) -> tuple[list[StopCondition], bool]:
+    """Returns the conditions that end a run, and whether one is that its training loss is finite.
+
+    Args:
+      key: the setting that names the actions.
+      actions: a list of actions for each mode, or None.
+      evaluators: for TRAIN_EVAL and INFER_EVAL, the evaluator of each task, by name.
 
     Raises:
-      ConfigError: if there is another action, or if `actions` is malformed.
+      ConfigError: if the actions are malformed, or if a task is not evaluated.
     """
-    if not actions:
-        return
-    if not isinstance(actions, Mapping):
+    if actions is not None and not isinstance(actions, Mapping):
         raise refusal(key, actions, "write {'TRAIN': [@trainer.TerminateOnNanAction()]}, or None")
-    for mode, listed in actions.items():
+    conditions: list[StopCondition] = []
+    stops_on_nan = False
+    for mode, listed in (actions or {}).items():
+        if mode not in MODES:
+            raise refusal(f'{key}[{mode!r}]', listed, f'the modes are {", ".join(MODES)}')
         if not isinstance(listed, list | tuple):
             written = f'{{{mode!r}: [@trainer.TerminateOnNanAction()]}}'
             raise refusal(f'{key}[{mode!r}]', listed, f'it must be a list; write {written}')
         for action in listed:
-            if not isinstance(action, TerminateOnNanAction):
-                why = 'a run ends only at its last step or if its loss is not finite; '
-                raise refusal(
-                    f'{key}[{mode!r}]', action, why + 'write @trainer.TerminateOnNanAction()'
-                )
+            if isinstance(action, TerminateOnNanAction):
+                if mode == 'TRAIN':
+                    stops_on_nan = True  # as every run does
+                    continue
+                metric = _metric(key, mode, (action.task, action.metric), evaluators)
+                conditions.append(StopIfNotFinite(metric=metric))
+            elif isinstance(action, EarlyStoppingAction):
+                names = ('mode', 'patience', 'atol', 'rtol')
+                rule: Any = {name: getattr(action, name) for name in names}
+                metric = _metric(key, mode, action.metric, evaluators)
+                conditions.append(EarlyStopping(metric=metric, **rule))
+            else:
+                why = 'the actions are @trainer.EarlyStoppingAction() and '
+                raise refusal(f'{key}[{mode!r}]', action, why + '@trainer.TerminateOnNanAction()')
+    return conditions, stops_on_nan
+
+
+def _metric(
+    key: str, mode: str, metric: Sequence[str], evaluators: Mapping[str, Mapping[str, str]]
+) -> str:
+    """The name of a metric of a task."""
+    known = {'train': 'train'} if mode == 'TRAIN' else evaluators.get(mode, {})
+    task, name = metric
+    if task not in known:
+        tasks = ', '.join(map(repr, known)) or 'none: set its DatasetConfig'
+        why = f'the action is for a task of this mode; the tasks are {tasks}'
+        raise refusal(f'{key}[{mode!r}]', task, why)
+    return f'{known[task]}/{name}'
