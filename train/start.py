@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from partitioning import TrainState
-from partitioning.programs.partitioned import CompiledPartitionedCallable
+from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
 from train.checkpoints import Checkpoints, RestoreConfig
 from train.checkpoints.config import t5x_steps
 from train.data import record
@@ -111,9 +111,25 @@ def compile_programs(run: Run, start: Start) -> Programs:
       ConfigError: if the state or the train step needs more memory than a device has.
     """
     config, plan = run.config, run.plan
-    partitioner, data_spec = config.partitioner, config.partitioner.data_partition_spec
+    partitioner, step = config.partitioner, partition_train_step(run)
     check_fits(plan, partitioner)
-    step = partitioner.partition(
+    state, batch, init = plan.abstract_state, dict(run.batch), None
+    with run.console.phase('compiling the train step'), ThreadPoolExecutor(1) as pool:
+        if start.restored is None:
+            init = pool.submit(plan.compile_init, run.key)
+        compiled = partitioner.compile(step, state, batch)
+    check_fits(plan, partitioner, compiled)
+    flops = None
+    if peak_flops(partitioner.mesh.devices.flat) is not None:
+        forward = make_eval_step(config.objective)
+        flops = 3 * count_flops(forward, state.params, state.flax_mutables, batch)
+    return Programs(compiled, None if init is None else init.result(), flops)
+
+
+def partition_train_step(run: Run) -> PartitionedCallable:
+    """The function (state, batch) -> (state, metrics) of a run, laid out as its plan says."""
+    config, plan, data_spec = run.config, run.plan, run.config.partitioner.data_partition_spec
+    return config.partitioner.partition(
         make_train_step(
             config.objective,
             run.tx,
@@ -127,17 +143,6 @@ def compile_programs(run: Run, start: Start) -> Programs:
         out_axis_resources=(plan.specs, None),
         donate_argnums=(0,),
     )
-    state, batch, init = plan.abstract_state, dict(run.batch), None
-    with run.console.phase('compiling the train step'), ThreadPoolExecutor(1) as pool:
-        if start.restored is None:
-            init = pool.submit(plan.compile_init, run.key)
-        compiled = partitioner.compile(step, state, batch)
-    check_fits(plan, partitioner, compiled)
-    flops = None
-    if peak_flops(partitioner.mesh.devices.flat) is not None:
-        forward = make_eval_step(config.objective)
-        flops = 3 * count_flops(forward, state.params, state.flax_mutables, batch)
-    return Programs(compiled, None if init is None else init.result(), flops)
 
 
 def write_run_files(run: Run) -> None:

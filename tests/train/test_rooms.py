@@ -26,7 +26,7 @@ FLOORS = [
     {'config'},
     {'run'},
     {'start', 'evaluation'},
-    {'train'},
+    {'train', 'precompiling'},
     {'__init__'},
     {'configurables'},
     {'gin_config'},

@@ -1,0 +1,77 @@
+"""The compiled train step of a run, as files. Nothing is trained."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jax
+
+from train.config import TrainConfig
+from train.errors import ConfigError
+from train.run import prepare, report
+from train.runtime.gin_text import write_gin_text
+from train.start import partition_train_step
+
+LOWERED, COMPILED, MEMORY = 'train_step.stablehlo.txt', 'train_step.hlo.txt', 'memory.json'
+# What jax's memory analysis of a program says, and its names here.
+SIZES = {
+    'arguments': 'argument_size_in_bytes',
+    'outputs': 'output_size_in_bytes',
+    'outputs_in_arguments': 'alias_size_in_bytes',
+    'temporary': 'temp_size_in_bytes',
+    'program': 'generated_code_size_in_bytes',
+}
+
+
+def precompile(config: TrainConfig) -> dict[str, Any]:
+    """Compiles the train step of a run, and writes its programs and its memory to `model_dir`.
+
+    It writes `train_step.stablehlo.txt`, the program before the compiler; `train_step.hlo.txt`,
+    the program of a device with its collectives; `memory.json`, what the compiler says about the
+    memory of a device; and `precompile-plan.json`, the layout. No array is created, so the mesh may
+    be of devices that are not here.
+
+    Args:
+      config: the settings of the run.
+
+    Returns:
+      The content of `memory.json`: sizes in bytes per device, and the devices.
+
+    Raises:
+      ConfigError, ValueError: if a setting cannot be honoured.
+    """
+    run = prepare(config)
+    report(run)
+    step = partition_train_step(run)
+    with run.console.phase('compiling the train step'):
+        lowered = step.lower(run.plan.abstract_state, dict(run.batch))
+        compiled = lowered.compile()
+    mesh = config.partitioner.mesh
+    memory: dict[str, Any] = {'mesh': dict(mesh.shape), 'devices': [str(d) for d in _devices(mesh)]}
+    if (sizes := compiled.memory_analysis()) is not None:
+        memory['bytes_per_device'] = {name: getattr(sizes, field) for name, field in SIZES.items()}
+    _write(run, {LOWERED: lowered.as_text(), COMPILED: compiled.as_text() or ''}, memory)
+    run.console.files({name: run.directory / name for name in (LOWERED, COMPILED, MEMORY)})
+    return memory
+
+
+def _devices(mesh: Any) -> list[Any]:
+    """The devices of a mesh in its order: the first is the first along every axis."""
+    return list(mesh.devices.flat)
+
+
+def _write(run: Any, programs: dict[str, str], memory: dict[str, Any]) -> None:
+    with run.console.phase('writing the programs'):
+        try:
+            run.directory.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                write_gin_text(run.directory, 'precompile.gin')
+                for name, text in programs.items():
+                    (run.directory / name).write_text(text)
+                (run.directory / MEMORY).write_text(json.dumps(memory, indent=1) + '\n')
+                run.plan.save(run.directory / 'precompile-plan.json')
+        except OSError as error:
+            raise ConfigError(
+                f'MODEL_DIR {run.directory} cannot be written: {error.strerror or error}'
+            ) from error
