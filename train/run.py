@@ -22,7 +22,7 @@ from train.data import OpenTask, Task, record
 from train.data.rows.open_task import features
 from train.data.rows.packing import Row
 from train.errors import ConfigError
-from train.objectives import NextToken, Objective
+from train.objectives import Objective, TokenLoss
 from train.optimizers import as_transformation
 from train.paths import as_folder
 from train.runtime.console import RunConsole
@@ -138,7 +138,7 @@ def prepare(config: TrainConfig) -> Run:
         plan=plan,
     )
     record.check_same_everywhere(run.record)
-    if isinstance(config.objective, NextToken) and config.objective.vocab_size is None:
+    if isinstance(config.objective, TokenLoss) and config.objective.vocab_size is None:
         num_logits = config.objective.count_logits(plan.abstract_state, batch)
         check_vocabulary(config.objective, config.task.num_tokens, num_logits)
     return run

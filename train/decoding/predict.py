@@ -109,5 +109,5 @@ def check_can_decode(objective: Any) -> None:
     if not isinstance(objective, CanDecode):
         raise ConfigError(
             f'{type(objective).__name__} cannot predict targets: use the objective EncoderDecoder '
-            'or PrefixLM, or add a method start_decoding to your own'
+            'or PrefixLanguageModel, or add a method start_decoding to your own'
         )

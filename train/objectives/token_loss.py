@@ -1,0 +1,219 @@
+"""What objectives of token models share: cross-entropy, z-loss, smoothed labels and divisors.
+
+A batch has [batch, length] arrays: `decoder_input_tokens` and `decoder_target_tokens` (int32), and
+`decoder_loss_weights` (float, 0 where a target does not count). Packed rows add
+`decoder_segment_ids` and `decoder_positions` (int32).
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from partitioning import TrainState
+from train.errors import ConfigError
+from train.objectives.model import Applied, Model, as_model
+from train.objectives.objective import Batch, Loss, Objective, Variables, row_weights
+
+Divisor = Literal['weights', 'targets', 'sequences']
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenLoss(Objective):
+    """Minimizes the cross-entropy of target tokens, in nats per target.
+
+    The loss that is reported is always the plain cross-entropy, without the other terms.
+
+    Attributes:
+      model: a linen module, or a function or class that creates an nnx module from `nnx.Rngs`. It
+        returns logits [batch, length, vocab].
+      z_loss: the coefficient of the squared log-normalizer of the softmax, added for each target.
+      label_smoothing: the part of a target's probability that is spread over all other tokens.
+      loss_divisor: 'weights' divides by the sum of the weights, 'targets' by the number of all
+        targets including padding, 'sequences' averages over the targets of each row, or of each
+        packed segment, and then over these, and a number divides by that number.
+    """
+
+    model: Any
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+    loss_divisor: Divisor | float = 'weights'
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        as_model(self.model)
+        for name, bound in (('z_loss', math.inf), ('label_smoothing', 1.0)):
+            if not _is_number(value := getattr(self, name)) or not 0 <= value < bound:
+                below = '' if bound == math.inf else f' and < {bound:g}'
+                raise ConfigError(f'{kind}.{name} is {value!r}: it must be >= 0{below}')
+        divisor: Any = self.loss_divisor
+        positive = _is_number(divisor) and 0 < divisor < math.inf
+        if not positive and divisor not in get_args(Divisor):
+            raise ConfigError(
+                f'{kind}.loss_divisor is {divisor!r}: use '
+                f'{", ".join(map(repr, get_args(Divisor)))} or a number > 0'
+            )
+
+    @abc.abstractmethod
+    def model_inputs(self, batch: Batch) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
+        """Returns the arguments of the model, by position and by name.
+
+        Raises:
+          ConfigError: if the batch does not have them.
+        """
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of logits, if the model's `config` has it as `vocab_size`."""
+        return getattr(getattr(self.model, 'config', None), 'vocab_size', None)
+
+    def count_logits(self, state: TrainState, batch: Mapping[str, Any]) -> int:
+        """Returns the size of the model's vocabulary, for which it traces the model."""
+        arguments = state.params, batch, None, state.flax_mutables or {}
+        logits = jax.eval_shape(lambda *a: self._apply(*a).outputs, *arguments)
+        return logits.shape[-1]
+
+    @functools.cached_property
+    def _model(self) -> Model:
+        return as_model(self.model)
+
+    def _apply(self, params: Any, batch: Batch, rng: Any, variables: Variables) -> Applied:
+        args, kwargs = self.model_inputs(batch)
+        applied = self._model.apply({'params': params, **variables}, rng, *args, **kwargs)
+        _check_logits(applied.outputs, batch)
+        return applied
+
+    def init(self, key: jax.Array, batch: Batch) -> Variables:
+        args, kwargs = self.model_inputs(batch)
+        return self._model.init(key, *args, **kwargs)
+
+    def loss(self, params: Any, batch: Batch, rng: jax.Array | None, variables: Variables) -> Loss:
+        applied = self._apply(params, batch, rng, variables)
+        logits_BLV, targets_BL = applied.outputs, batch['decoder_target_tokens']
+        weights_BL = self.weights(batch)
+        nats_BL, log_z_BL, logit_BL = cross_entropy(logits_BLV, targets_BL)
+        correct_BL = jnp.argmax(logits_BLV, axis=-1) == targets_BL
+        sums = {
+            'weight': jnp.sum(weights_BL),
+            'loss': jnp.sum(nats_BL * weights_BL),
+            'accuracy': jnp.sum(correct_BL * weights_BL),
+        }
+        sums = applied.add_sown(sums)
+        total = sums['loss'] + sums.get('auxiliary_loss', 0.0)
+        if self.z_loss:
+            sums['z_loss'] = self.z_loss * jnp.sum(jnp.square(log_z_BL) * weights_BL)
+            total += sums['z_loss']
+        if self.label_smoothing:
+            per_token = self.label_smoothing / (logits_BLV.shape[-1] - 1)
+            # Moves probability from the target to every other token.
+            moved_BL = (self.label_smoothing + per_token) * logit_BL
+            moved_BL -= per_token * jnp.sum(logits_BLV, axis=-1)
+            # The loss is 0 for a model that predicts the smoothed labels.
+            moved_BL -= _entropy(self.label_smoothing, logits_BLV.shape[-1])
+            total += jnp.sum(moved_BL * weights_BL)
+        return Loss(total, sums, applied.variables)
+
+    def divisor(self, sums: Mapping[str, jax.Array], batch: Batch) -> jax.Array | float:
+        if self.loss_divisor in ('weights', 'sequences'):
+            return sums['weight']
+        if self.loss_divisor == 'targets':
+            return batch['decoder_target_tokens'].size
+        return float(self.loss_divisor)
+
+    def weights(self, batch: Batch) -> jax.Array:
+        """Returns the weight of each target, float32 [batch, length].
+
+        Without `decoder_loss_weights`, targets other than padding have the weight 1; if the divisor
+        is a number, all targets have.
+        """
+        if (weights_BL := batch.get('decoder_loss_weights')) is None:
+            targets_BL = batch['decoder_target_tokens']
+            counts = targets_BL > 0 if isinstance(self.loss_divisor, str) else targets_BL >= 0
+            weights_BL = counts * row_weights(batch)[:, None]
+        weights_BL = weights_BL.astype(jnp.float32)
+        if self.loss_divisor != 'sequences':
+            return weights_BL
+        sums_BL = _sums_of_sequences(weights_BL, batch.get('decoder_segment_ids'))
+        return weights_BL / jnp.where(sums_BL > 0, sums_BL, 1.0)
+
+    def score(self, params: Any, batch: Batch, variables: Variables | None = None) -> jax.Array:
+        """Returns the log-probability of the targets of each row, float32 [batch]."""
+        applied = self._apply(params, batch, None, variables or {})
+        nats_BL, _, _ = cross_entropy(applied.outputs, batch['decoder_target_tokens'])
+        plain = dataclasses.replace(self, loss_divisor='weights')
+        return -jnp.sum(nats_BL * plain.weights(batch), axis=-1)
+
+
+def check_arrays(
+    kind: str, batch: Batch, needed: Sequence[str], task: str, others: Sequence[str] | None = None
+) -> None:
+    """Checks that a batch has the arrays that an objective needs.
+
+    Args:
+      kind: the name of the objective.
+      batch: the batch.
+      needed: the names of the arrays.
+      task: the task to use instead, for the message.
+      others: the names of the other arrays that a batch may have. By default, it may have any.
+
+    Raises:
+      ConfigError: if one is missing, or a batch has another one.
+    """
+    unknown = [] if others is None else batch.keys() - {*needed, *others, 'row_weights'}
+    if unknown or any(name not in batch for name in needed):
+        raise ConfigError(
+            f'{kind} needs the arrays {", ".join(needed)}, but the rows of the task have '
+            f'{", ".join(sorted(batch))}: use {task}, or another objective'
+        )
+
+
+def _check_logits(logits: Any, batch: Mapping[str, Any]) -> None:
+    shape, tokens_shape = getattr(logits, 'shape', None), batch['decoder_input_tokens'].shape
+    if shape is None or shape[:-1] != tokens_shape:
+        shown = f'a {type(logits).__name__}' if shape is None else f'an array of shape {shape}'
+        raise ConfigError(
+            f'the model returns {shown} for tokens of shape {tokens_shape}: it must return logits '
+            '[batch, length, vocab]'
+        )
+
+
+def _entropy(smoothing: float, num_tokens: int) -> float:
+    """Returns the entropy of smoothed labels, in nats."""
+    each = smoothing / (num_tokens - 1)
+    return -(1 - smoothing) * math.log(1 - smoothing) - smoothing * math.log(each)
+
+
+def _sums_of_sequences(weights_BL: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
+    """Returns, for each target, the sum of the weights in its row or segment, [batch, length]."""
+    if segments_BL is None:
+        return jnp.sum(weights_BL, axis=-1, keepdims=True)
+
+    def of_row(weights_L: jax.Array, segments_L: jax.Array) -> jax.Array:
+        # A row of L tokens has at most L segments, and 0 is padding.
+        sums = jax.ops.segment_sum(weights_L, segments_L, num_segments=len(segments_L) + 1)
+        return sums[segments_L]
+
+    return jax.vmap(of_row)(weights_BL, segments_BL)
+
+
+def cross_entropy(
+    logits_BLV: jax.Array, targets_BL: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the nats of each target, the log-normalizers, and the logits of the targets."""
+    # The product with one-hot targets fuses with the softmax. Gathering the target's logit would
+    # keep a second copy of the logits.
+    one_hot_BLV = jax.nn.one_hot(targets_BL, logits_BLV.shape[-1], dtype=logits_BLV.dtype)
+    log_z_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
+    logit_BL = jnp.sum(one_hot_BLV * logits_BLV, axis=-1)
+    return log_z_BL - logit_BL, log_z_BL, logit_BL
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
