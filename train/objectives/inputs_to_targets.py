@@ -40,8 +40,13 @@ class EncoderDecoder(TokenLoss):
         end_token: int | None = None,
     ) -> Start:
         """Starts the decoding of a batch, see `start_encoder_decoder`."""
-        options = {'prompt_with_targets': prompt_with_targets, 'end_token': end_token}
-        return start_encoder_decoder(self.model, variables, batch, **options)
+        return start_encoder_decoder(
+            self.model,
+            variables,
+            batch,
+            prompt_with_targets=prompt_with_targets,
+            end_token=end_token,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,48 +1,268 @@
-"""T5X's `models`: a network with its vocabulary, optimizer and loss."""
+"""T5X's `models`: a network with its vocabularies, optimizer, loss and decoding."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
+import jax
 import optax
 
 from train.data import Mixture, Task, Tokenizer
+from train.decoding import Predictions
 from train.errors import ConfigError
-from train.objectives import NextToken
+from train.objectives import EncoderDecoder, PrefixLanguageModel
 from train.optimizers import Optimizer
-from train.t5x.network import ONLY_DECODER, DecoderWrapper
+from train.t5x.decoding import beam_search, predict_batch, temperature_sample
 from train.t5x.optimizers import OptimizerDef, check_optimizer, with_learning_rate
-from train.t5x.refusals import check_off, expect, refusal
+from train.t5x.refusals import check_number, check_off, expect, refusal
 
 # T5X's names of the divisors of a loss -> their names here.
 _DIVISORS: dict[str, Any] = {
     'NUM_REAL_TARGET_TOKENS': 'weights',
     'NUM_TOTAL_TARGET_TOKENS': 'targets',
+    'AVERAGE_PER_SEQUENCE': 'sequences',
 }
+DecodeFn = Callable[..., Any]
+Predicted = tuple[jax.Array, dict[str, jax.Array]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderOnlyModel:
-    """A decoder-only language model.
+@dataclasses.dataclass(frozen=True)
+class DecoderParams:
+    """What `predict_batch_with_aux` returns by default.
+
+    Attributes:
+      return_all_decodes: whether all decodes are returned, or only the best one.
+      num_decodes: the number of decodes per row.
+    """
+
+    return_all_decodes: bool = False
+    num_decodes: int = 1
+
+
+class BaseTransformerModel:
+    """What the models have in common. Their attributes are T5X's arguments."""
+
+    module: nn.Module
+    input_vocabulary: Tokenizer
+    output_vocabulary: Tokenizer
+    optimizer_def: OptimizerDef
+    decode_fn: DecodeFn
+    feature_converter_cls: Any
+    label_smoothing: float
+    z_loss: float
+    loss_normalizing_factor: float | str | None
+
+    def __post_init__(self) -> None:
+        key = self._key
+        expect(f'{key}.module', self.module, nn.Module, '@network.Transformer()')
+        check_optimizer(f'{key}.optimizer_def', self.optimizer_def)
+        if not callable(self.decode_fn):
+            why = 'write @decoding.temperature_sample, without parentheses'
+            raise refusal(f'{key}.decode_fn', self.decode_fn, why)
+        why = 'tasks of train.data make the rows'
+        check_off(f'{key}.feature_converter_cls', self.feature_converter_cls, why)
+        check_number(f'{key}.label_smoothing', self.label_smoothing, '[0, 1)')
+        check_number(f'{key}.z_loss', self.z_loss, '[0, inf)')
+        _ = self._divisor
+
+    @property
+    def _key(self) -> str:
+        return f'models.{type(self).__name__}'
+
+    @property
+    def _divisor(self) -> Any:
+        """The trainer's name of the divisor of the loss."""
+        key, factor = f'{self._key}.loss_normalizing_factor', self.loss_normalizing_factor
+        if not isinstance(factor, str):
+            check_number(key, factor, '(0, inf) or None')
+            return 1.0 if factor is None else factor
+        if (name := factor.rpartition('.')[2].upper()) not in _DIVISORS:
+            raise refusal(key, factor, f'use one of {", ".join(_DIVISORS)}, a number, or None')
+        return _DIVISORS[name]
+
+    def optimizer(self, learning_rate: optax.Schedule) -> Optimizer | optax.GradientTransformation:
+        """The optimizer, with the learning rate of the trainer unless it has its own."""
+        return with_learning_rate(self.optimizer_def, learning_rate)
+
+    def objective(self) -> EncoderDecoder | PrefixLanguageModel:
+        """The network and its loss, for the trainer."""
+        raise NotImplementedError
+
+    def score_batch(self, params: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """The log-probability of the targets of each row, float32 [batch]."""
+        return self.objective().score(params, batch)
+
+    def predict(
+        self,
+        objective: Any,
+        params: Any,
+        batch: Mapping[str, jax.Array],
+        rng: jax.Array | None = None,
+        *,
+        variables: Mapping[str, Any] | None = None,
+        end_token: int | None = None,
+    ) -> Predictions:
+        """Predicts a batch with the settings of `predict_batch_with_aux`.
+
+        It is what evaluators take as `predict`. The objective and the end token are the model's
+        own.
+        """
+        del objective, end_token
+        tokens, aux = self.predict_batch_with_aux(params, batch, rng, flax_mutables=variables)
+        return Predictions(tokens, aux['scores'])
+
+    def predict_batch_with_aux(self, *args: Any, **kwargs: Any) -> Predicted:
+        """Decodes the targets of each row."""
+        raise NotImplementedError
+
+    def _predict(
+        self, params: Any, batch: Any, rng: Any, decoder_params: Any, variables: Any, **options: Any
+    ) -> Predicted:
+        found = predict_batch(
+            self.objective(),
+            params,
+            batch,
+            rng,
+            decode_fn=self.decode_fn,
+            end_token=self.output_vocabulary.separator,
+            decoder_params=decoder_params,
+            variables=variables,
+            **options,
+        )
+        return found.tokens, {'scores': found.scores}
+
+    def check_vocabulary(self, task: Task) -> None:
+        """Checks that the tokenizers of a task are the vocabularies of this model.
+
+        Raises:
+          ConfigError: if they differ.
+        """
+        parts: Sequence[Any] = task.tasks if isinstance(task, Mixture) else [task]
+        for part in parts:
+            if isinstance(part, Mixture):
+                self.check_vocabulary(part)
+                continue
+            tokenizer = getattr(part, 'tokenizer', None)
+            inputs = getattr(part, 'inputs_tokenizer', None) or tokenizer
+            pairs = {'input': (self.input_vocabulary, inputs)}
+            pairs['output'] = (self.output_vocabulary, tokenizer)
+            for name, (ours, theirs) in pairs.items():
+                if theirs is not None and ours.identity != theirs.identity:
+                    raise ConfigError(
+                        f'{self._key}.{self._vocabulary_name(name)} is {ours.identity[:28]}, but '
+                        f'the task has {theirs.identity[:28]}: set both to the same tokenizer'
+                    )
+
+    def _vocabulary_name(self, name: str) -> str:
+        return f'{name}_vocabulary'
+
+
+# The arguments can be given by position, in T5X's order.
+@dataclasses.dataclass(frozen=True)
+class EncoderDecoderModel(BaseTransformerModel):
+    """An encoder-decoder with its loss.
 
     Attributes:
       module: the network.
-      vocabulary: the tokenizer; tasks must have the same one.
+      input_vocabulary: the tokenizer of the inputs; tasks must have the same one.
+      output_vocabulary: the tokenizer of the targets.
       optimizer_def: the optimizer, or an optax transformation with its own learning rate.
-      decode_fn: has no effect, because nothing is decoded.
-      inputs_bidirectional_attention: must be False.
+      decode_fn: how targets are decoded: `decoding.beam_search`, `decoding.temperature_sample`, or
+        a function with their arguments.
       feature_converter_cls: must be off.
       label_smoothing: the share of a target's probability that is spread over the other tokens.
       z_loss: the weight of the squared logarithm of the softmax's normalizer.
       loss_normalizing_factor: the divisor of the summed loss of a batch: a number,
-        'NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', or None for 1.
+        'NUM_REAL_TARGET_TOKENS', 'NUM_TOTAL_TARGET_TOKENS', 'AVERAGE_PER_SEQUENCE', or None for 1.
+      default_decoder_params: the defaults of `predict_batch_with_aux`.
     """
 
-    module: DecoderWrapper
+    module: nn.Module
+    input_vocabulary: Tokenizer
+    output_vocabulary: Tokenizer
+    optimizer_def: OptimizerDef
+    decode_fn: DecodeFn = beam_search
+    feature_converter_cls: Any = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    loss_normalizing_factor: float | str | None = None
+    default_decoder_params: DecoderParams | None = None
+
+    def __post_init__(self) -> None:
+        written = '@seqio.SentencePieceVocabulary()'
+        for name in ('input_vocabulary', 'output_vocabulary'):
+            expect(f'{self._key}.{name}', getattr(self, name), Tokenizer, written)
+        super().__post_init__()
+
+    def objective(self) -> EncoderDecoder:
+        return EncoderDecoder(
+            model=self.module,
+            z_loss=self.z_loss,
+            label_smoothing=self.label_smoothing,
+            loss_divisor=self._divisor,
+        )
+
+    def predict_batch_with_aux(
+        self,
+        params: Any,
+        batch: Mapping[str, jax.Array],
+        rng: jax.Array | None = None,
+        decoder_params: Mapping[str, Any] | None = None,
+        return_all_decodes: bool | None = None,
+        num_decodes: int | None = None,
+        prompt_with_targets: bool = False,
+        flax_mutables: Mapping[str, Any] | None = None,
+    ) -> Predicted:
+        """Decodes the targets of each row.
+
+        Args:
+          params: the parameters.
+          batch: the arrays of the batch.
+          rng: the random key of sampling.
+          decoder_params: more arguments of `decode_fn`.
+          return_all_decodes: whether all decodes are returned, or only the best one.
+          num_decodes: the number of decodes per row, the beams of a beam search.
+          prompt_with_targets: whether the targets of the batch are forced and only continued.
+          flax_mutables: the other variables of the network.
+
+        Returns:
+          Tokens int32 [batch, length], or [batch, num_decodes, length] with the best one last; and
+          {'scores': float32 [batch] or [batch, num_decodes]}.
+        """
+        default = self.default_decoder_params or DecoderParams()
+        if return_all_decodes is None:
+            return_all_decodes = default.return_all_decodes
+        return self._predict(
+            params,
+            batch,
+            rng,
+            decoder_params,
+            flax_mutables,
+            return_all_decodes=return_all_decodes,
+            num_decodes=default.num_decodes if num_decodes is None else num_decodes,
+            prompt_with_targets=prompt_with_targets,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderOnlyModel(BaseTransformerModel):
+    """A decoder with its loss.
+
+    Attributes:
+      module: the network.
+      vocabulary: the tokenizer; tasks must have the same one.
+      inputs_bidirectional_attention: whether the inputs of a row see each other in both directions.
+
+    The other attributes are those of `EncoderDecoderModel`.
+    """
+
+    module: nn.Module
     vocabulary: Tokenizer
     optimizer_def: OptimizerDef
-    decode_fn: Any = None
+    decode_fn: DecodeFn = temperature_sample
     inputs_bidirectional_attention: bool = False
     feature_converter_cls: Any = None
     label_smoothing: float = 0.0
@@ -50,84 +270,58 @@ class DecoderOnlyModel:
     loss_normalizing_factor: float | str | None = None
 
     def __post_init__(self) -> None:
-        key = 'models.DecoderOnlyModel'
-        expect(f'{key}.module', self.module, DecoderWrapper, '@network.DecoderWrapper()')
         written = '@seqio.SentencePieceVocabulary()'
-        expect(f'{key}.vocabulary', self.vocabulary, Tokenizer, written)
-        check_optimizer(f'{key}.optimizer_def', self.optimizer_def)
-        why = 'the model attends only to earlier tokens'
-        bidirectional = self.inputs_bidirectional_attention
-        check_off(f'{key}.inputs_bidirectional_attention', bidirectional, why)
-        why = 'tasks of train.data make the rows'
-        check_off(f'{key}.feature_converter_cls', self.feature_converter_cls, why)
+        expect(f'{self._key}.vocabulary', self.vocabulary, Tokenizer, written)
+        super().__post_init__()
 
-    def optimizer(self, learning_rate: optax.Schedule) -> Optimizer | optax.GradientTransformation:
-        """The optimizer, with the learning rate of the trainer unless it has its own."""
-        return with_learning_rate(self.optimizer_def, learning_rate)
+    @property
+    def input_vocabulary(self) -> Tokenizer:  # type: ignore[override]
+        return self.vocabulary
 
-    def objective(self) -> NextToken:
-        """The network and its loss.
+    @property
+    def output_vocabulary(self) -> Tokenizer:  # type: ignore[override]
+        return self.vocabulary
 
-        Raises:
-          ConfigError: if `loss_normalizing_factor` has no equivalent here.
-        """
-        factor = self.loss_normalizing_factor
-        if isinstance(factor, str):
-            if factor.upper() not in _DIVISORS:
-                raise refusal(
-                    'models.DecoderOnlyModel.loss_normalizing_factor',
-                    factor,
-                    f'use one of {", ".join(_DIVISORS)}, a number, or None',
-                )
-            divisor = _DIVISORS[factor.upper()]
-        else:
-            divisor = 1.0 if factor is None else factor
-        try:
-            return NextToken(
-                model=self.module.config.transformer(),
-                z_loss=self.z_loss,
-                label_smoothing=self.label_smoothing,
-                loss_divisor=divisor,
-            )
-        except ConfigError as error:
-            raise ConfigError(f'models.DecoderOnlyModel: {error}') from error
+    def _vocabulary_name(self, name: str) -> str:
+        return 'vocabulary'
+
+    def objective(self) -> PrefixLanguageModel:
+        return PrefixLanguageModel(
+            model=self.module,
+            z_loss=self.z_loss,
+            label_smoothing=self.label_smoothing,
+            loss_divisor=self._divisor,
+            bidirectional_prefix=self.inputs_bidirectional_attention,
+        )
 
     def predict_batch_with_aux(
-        self, num_decodes: int = 1, return_all_decodes: bool = False
-    ) -> None:
-        """Stands for T5X's method, so that gin files can set its parameters. It is never called."""
+        self,
+        params: Any,
+        batch: Mapping[str, jax.Array],
+        rng: jax.Array | None = None,
+        *,
+        return_all_decodes: bool = False,
+        num_decodes: int = 1,
+        decoder_params: Mapping[str, Any] | None = None,
+        flax_mutables: Mapping[str, Any] | None = None,
+    ) -> Predicted:
+        """Decodes the targets of each row; see `EncoderDecoderModel.predict_batch_with_aux`."""
+        return self._predict(
+            params,
+            batch,
+            rng,
+            decoder_params,
+            flax_mutables,
+            return_all_decodes=return_all_decodes,
+            num_decodes=num_decodes,
+        )
 
-    def check_vocabulary(self, task: Task) -> None:
-        """Checks that the tokenizer of a task is the vocabulary of this model.
 
-        Raises:
-          ConfigError: if they differ.
-        """
-        for part in task.tasks if isinstance(task, Mixture) else [task]:
-            if isinstance(part, Mixture):
-                self.check_vocabulary(part)
-            elif (tokenizer := getattr(part, 'tokenizer', None)) is not None:
-                ours, theirs = self.vocabulary.identity, tokenizer.identity
-                if ours != theirs:
-                    raise ConfigError(
-                        f'models.DecoderOnlyModel.vocabulary is {ours[:28]}, but the task has '
-                        f'{theirs[:28]}: set both to the same tokenizer'
-                    )
+def get_input_vocabulary(model: BaseTransformerModel) -> Tokenizer:
+    """The tokenizer of the inputs."""
+    return model.input_vocabulary
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderDecoderModel:
-    """Stands for T5X's encoder-decoder model, which is refused."""
-
-    module: Any = None
-    input_vocabulary: Any = None
-    output_vocabulary: Any = None
-    optimizer_def: Any = None
-    decode_fn: Any = None
-    feature_converter_cls: Any = None
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    loss_normalizing_factor: float | str | None = None
-
-    def __post_init__(self) -> None:
-        raise ConfigError(f'models.EncoderDecoderModel: {ONLY_DECODER}')
+def get_output_vocabulary(model: BaseTransformerModel) -> Tokenizer:
+    """The tokenizer of the targets."""
+    return model.output_vocabulary

@@ -72,6 +72,8 @@ class T5Config:
 
     def __post_init__(self) -> None:
         _check(self)
+        if self.remat_policy is None:
+            object.__setattr__(self, 'remat_policy', 'none')
         if self.remat_policy not in get_args(RematPolicy):
             raise ConfigError(
                 f"remat_policy is {self.remat_policy!r}: use 'none', 'minimal' or 'full'"

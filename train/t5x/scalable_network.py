@@ -1,0 +1,29 @@
+"""T5X's `examples.scalable_t5.network`: T5 with scanned layers, also for umT5."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from train.models import t5
+from train.t5x import network
+from train.t5x.network import fixed
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config(t5.T5Config):
+    """The sizes and choices of the network; see `train.models.t5.T5Config`."""
+
+    float32_attention_logits: bool = fixed()
+    scale_attn_logits: bool = fixed()
+    scan_layers: bool = True
+    scalable: bool = fixed(True)
+    experts: Any = fixed(None)
+
+
+class Transformer(network.Transformer):
+    """The network.
+
+    Attributes:
+      config: its sizes and choices.
+    """
