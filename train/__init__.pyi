@@ -4,9 +4,11 @@ from train.config import TrainConfig as TrainConfig
 from train.evaluation import evaluate as evaluate
 from train.evaluators import HeldOut as HeldOut, Samples as Samples
 from train.objectives import (
+    EncoderDecoder as EncoderDecoder,
     Loss as Loss,
     NextToken as NextToken,
     Objective as Objective,
+    PrefixLanguageModel as PrefixLanguageModel,
     Supervised as Supervised,
 )
 from train.optimizers import Optimizer as Optimizer

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.core
 
 DYNAMIC = 'from __gin__ import dynamic_registration\n'
 IMPORTED = ('adafactor', 'configs as utils', 'decoding', 'gin_utils', 'models', 'network')
-IMPORTED += ('optimizers', 'seqio', 'train_script', 'trainer')
+IMPORTED += ('decoder_only_network', 'optimizers', 'seqio', 'train_script', 'trainer')
 T5X_IMPORTS = DYNAMIC + 'import optax\nimport partitioning\n'
 T5X_IMPORTS += 'from partitioning.partitioner import moe as moe_partitioning\n'
 T5X_IMPORTS += ''.join(f'from train.t5x import {name}\n' for name in IMPORTED)
@@ -91,10 +91,15 @@ ORDINARY = {
         lambda a: len(a().logger_cls) == 3,
     ),
     'network': (
-        'A = @network.DecoderWrapper()\nnetwork.DecoderWrapper.config = '
-        '@network.TransformerConfig()\nnetwork.TransformerConfig:\n  vocab_size = 32\n'
-        "  mlp_activations = ('gelu', 'linear')",
+        'A = @network.Transformer()\nnetwork.Transformer.config = @network.T5Config()\n'
+        "network.T5Config:\n  vocab_size = 32\n  mlp_activations = ('gelu', 'linear')",
         lambda a: a.config.vocab_size == 32,
+    ),
+    'decoder-only network': (
+        'A = @decoder_only_network.DecoderWrapper()\ndecoder_only_network.DecoderWrapper.config = '
+        '@decoder_only_network.TransformerConfig()\n'
+        'decoder_only_network.TransformerConfig.vocab_size = 32',
+        lambda a: a.config.num_layers == 6,
     ),
     'a method': (
         'A = @models.DecoderOnlyModel\n'
@@ -132,8 +137,8 @@ ORDINARY = {
 }
 
 
-def test_there_are_20_ordinary_texts():
-    assert len(ORDINARY) == 20
+def test_there_are_21_ordinary_texts():
+    assert len(ORDINARY) == 21
 
 
 @pytest.mark.parametrize('name', ORDINARY)

@@ -11,19 +11,18 @@ from small import records, text_task
 from small_t5x import T5X_MODEL, T5X_SMALL
 
 from partitioning import PjitPartitioner
-from train import HeldOut, NextToken, TrainConfig
+from train import HeldOut, PrefixLanguageModel, TrainConfig
 from train.checkpoints import CheckpointConfig
 from train.cli import main
 from train.data import CausalLM, TextFiles
 from train.errors import ConfigError
 from train.gin_config import find_entry, load_config
 from train.gin_config.load import find_config_root
-from train.models.transformer import Transformer, TransformerConfig
+from train.models.t5 import DecoderOnly, DecoderOnlyConfig
 from train.runtime import machine
 from train.t5x import seqio
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
 from train.t5x.configs import create_learning_rate_scheduler
-from train.t5x.network import with_kv_heads
 from train.train import train as train_here
 
 
@@ -57,7 +56,7 @@ def test_pretraining_finetuning_and_evaluating(pretrain, load_t5x, tmp_path, cap
     written = records(model_dir)
     losses = [r['train/loss'] for r in written if 'train/loss' in r]
     assert len(losses) == 2 and losses[1] < losses[0] < np.log(264) + 1
-    assert {'train/z_loss', 'train/weight_rms/embedding', 'eval/loss'} <= {
+    assert {'train/z_loss', 'train/weight_rms/decoder/token_embedder/embedding', 'eval/loss'} <= {
         k for r in written for k in r
     }
 
@@ -100,17 +99,18 @@ def test_t5x_settings_equal_native_settings(pretrain, tmp_path, texts):
     """A run with T5X's settings equals a run with this trainer's own settings."""
     pretrain(tmp_path / 'theirs', 'RANDOM_SEED=3', 'trainer.Trainer.num_microbatches=1')
     gin.clear_config()
-    config = TransformerConfig(
+    config = DecoderOnlyConfig(
         vocab_size=264,
         num_layers=1,
-        embed_dim=32,
+        emb_dim=32,
         num_heads=4,
-        num_kv_heads=4,
         head_dim=8,
         mlp_dim=64,
-        tie_embeddings=True,
-        scan_layers=False,
+        mlp_activations=('silu', 'linear'),
+        dropout_rate=0.0,
+        logits_via_embedding=True,
     )
+    model = DecoderOnly(config)
     rate = create_learning_rate_scheduler(
         factors='constant * rsqrt_decay', base_learning_rate=1.0, warmup_steps=100
     )
@@ -118,8 +118,8 @@ def test_t5x_settings_equal_native_settings(pretrain, tmp_path, texts):
     train_here(
         TrainConfig(
             model_dir=tmp_path / 'ours',
-            objective=NextToken(model=Transformer(config), z_loss=0.0001, loss_divisor=1.0),
-            partitioner=with_kv_heads(PjitPartitioner(num_partitions=1)),
+            objective=PrefixLanguageModel(model=model, z_loss=0.0001, loss_divisor=1.0),
+            partitioner=PjitPartitioner(num_partitions=1),
             optimizer=Adafactor(logical_factor_rules=rules).optimizer(rate),
             task=text_task(texts),
             total_steps=20,
@@ -196,12 +196,14 @@ def test_parameters_of_another_size_are_not_restored(pretrain, load_t5x, tmp_pat
         *('finetune', f"MODEL_DIR='{tmp_path}/tuned'", path, 'TRAIN_STEPS=2', 'BATCH_SIZE=8'),
         'network.TransformerConfig.mlp_dim=128',
     )
-    with pytest.raises(ConfigError, match=r'mlp/down: \(64, 32\) float32 in the ch') as error:
+    with pytest.raises(
+        ConfigError, match=r'wi_0/kernel: \(32, 64\) float32 in the ch'
+    ) as error:
         tune()
     assert 'or another utils.RestoreCheckpointConfig.path' in str(error.value)
     path = [f"CHECKPOINT_PATH='{tmp_path}/model'", f"EVAL_OUTPUT_DIR='{tmp_path}/scores'"]
     path += ["utils.RestoreCheckpointConfig.mode='latest'"]
-    with pytest.raises(ConfigError, match=r'(?s)mlp/down: \(64, 32\).*\(128, 32\) float32'):
+    with pytest.raises(ConfigError, match=r'(?s)mlp/wi_0/kernel: \(32, 64\).*\(32, 128\) float32'):
         load_t5x('eval', *path, 'network.TransformerConfig.mlp_dim=128')()
     assert not (tmp_path / 'scores').exists()
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from train.models import t5
-from train.t5x.network import fixed
 from train.t5x.refusals import expect
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig(t5.DecoderOnlyConfig):
     """The sizes and choices of the network; see `train.models.t5.DecoderOnlyConfig`."""
-
-    experts: Any = fixed(None)
 
 
 class DecoderWrapper(t5.DecoderOnly):

@@ -20,8 +20,7 @@ from train.evaluators import HeldOut
 from train.runtime.machine import raise_on_all_processes
 from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
 from train.t5x.gin_utils import check_summarize
-from train.t5x.models import DecoderOnlyModel
-from train.t5x.network import with_kv_heads
+from train.t5x.models import BaseTransformerModel
 from train.t5x.refusals import check_off, expect
 from train.t5x.seqio import check_evaluator
 
@@ -30,7 +29,7 @@ KEY = 'eval_script.evaluate'
 
 def evaluate(
     *,
-    model: DecoderOnlyModel,
+    model: BaseTransformerModel,
     dataset_cfg: DatasetConfig,
     restore_checkpoint_cfg: RestoreCheckpointConfig,
     partitioner: BasePartitioner,
@@ -62,7 +61,7 @@ def evaluate(
     check_off(f'{KEY}.fallback_init_rng', fallback_init_rng, why)
     check_summarize(f'{KEY}.summarize_config_fn', summarize_config_fn)
     check_evaluator(f'{KEY}.inference_evaluator_cls', inference_evaluator_cls)
-    expect(f'{KEY}.model', model, DecoderOnlyModel, '@models.DecoderOnlyModel()')
+    expect(f'{KEY}.model', model, BaseTransformerModel, '@models.EncoderDecoderModel()')
     expect(f'{KEY}.dataset_cfg', dataset_cfg, DatasetConfig, '@utils.DatasetConfig()')
     kind, written = RestoreCheckpointConfig, '@utils.RestoreCheckpointConfig()'
     expect(f'{KEY}.restore_checkpoint_cfg', restore_checkpoint_cfg, kind, written)
@@ -77,7 +76,7 @@ def evaluate(
     config = TrainConfig(
         model_dir=output_dir,
         objective=model.objective(),
-        partitioner=with_kv_heads(partitioner),
+        partitioner=partitioner,
         optimizer=model.optimizer(optax.constant_schedule(0.0)),  # restores no state for it
         task=task,
         total_steps=1,

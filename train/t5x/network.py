@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from train.models import t5
 from train.t5x.refusals import expect
-
-
-def fixed(value: Any = False) -> Any:
-    """A field that one of T5X's networks does not have as a setting."""
-    return dataclasses.field(default=value, init=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class T5Config(t5.T5Config):
     """The sizes and choices of the network; see `train.models.t5.T5Config`."""
 
-    scale_attn_logits: bool = fixed()
-    remat_policy: t5.RematPolicy = fixed('none')
-    scan_layers: bool = fixed()
-    param_scan_axis: int = fixed(1)
-    scalable: bool = fixed()
-    experts: Any = fixed(None)
+    scale_attn_logits: bool = dataclasses.field(default=False, init=False, repr=False)
+    remat_policy: t5.RematPolicy = dataclasses.field(default='none', init=False, repr=False)
+    scan_layers: bool = dataclasses.field(default=False, init=False, repr=False)
+    param_scan_axis: int = dataclasses.field(default=1, init=False, repr=False)
+    scalable: bool = dataclasses.field(default=False, init=False, repr=False)
 
 
 class Transformer(t5.T5):

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from train.models import t5
 from train.t5x import network
-from train.t5x.network import fixed
 
 
 @dataclasses.dataclass(frozen=True)
 class T5Config(t5.T5Config):
     """The sizes and choices of the network; see `train.models.t5.T5Config`."""
 
-    float32_attention_logits: bool = fixed()
-    scale_attn_logits: bool = fixed()
+    float32_attention_logits: bool = dataclasses.field(default=False, init=False, repr=False)
+    scale_attn_logits: bool = dataclasses.field(default=False, init=False, repr=False)
     scan_layers: bool = True
-    scalable: bool = fixed(True)
-    experts: Any = fixed(None)
+    scalable: bool = dataclasses.field(default=True, init=False, repr=False)
 
 
 class Transformer(network.Transformer):

@@ -19,8 +19,7 @@ from train.runtime.console import RunConsole
 from train.runtime.machine import raise_on_all_processes
 from train.t5x.configs import CheckpointConfig, DatasetConfig
 from train.t5x.gin_utils import check_summarize
-from train.t5x.models import DecoderOnlyModel
-from train.t5x.network import with_kv_heads
+from train.t5x.models import BaseTransformerModel
 from train.t5x.refusals import check_one_of, expect, expect_class, refusal
 from train.t5x.run_functions import (
     TrainStateInitializer,
@@ -40,7 +39,7 @@ _ARRAYS = 'arrays are jax.Arrays and Orbax saves them'
 ON = {'use_orbax': _ARRAYS}
 
 OBJECTS = (
-    ('model', DecoderOnlyModel, '@models.DecoderOnlyModel()'),
+    ('model', BaseTransformerModel, '@models.EncoderDecoderModel()'),
     ('checkpoint_cfg', CheckpointConfig, '@utils.CheckpointConfig()'),
     ('train_dataset_cfg', DatasetConfig, '@utils.DatasetConfig()'),
     ('train_eval_dataset_cfg', DatasetConfig, '@utils.DatasetConfig()'),
@@ -52,7 +51,7 @@ MAY_BE_NONE = ('train_eval_dataset_cfg', 'infer_eval_dataset_cfg')
 
 def train(
     *,
-    model: DecoderOnlyModel,
+    model: BaseTransformerModel,
     train_dataset_cfg: DatasetConfig,
     train_eval_dataset_cfg: DatasetConfig | None,
     checkpoint_cfg: CheckpointConfig,
@@ -168,7 +167,7 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
     return TrainConfig(
         model_dir=settings['model_dir'],
         objective=model.objective(),
-        partitioner=with_kv_heads(settings['partitioner']),
+        partitioner=settings['partitioner'],
         optimizer=trainer.optimizer(model),
         task=task,
         total_steps=last_step,
