@@ -196,9 +196,7 @@ def test_parameters_of_another_size_are_not_restored(pretrain, load_t5x, tmp_pat
         *('finetune', f"MODEL_DIR='{tmp_path}/tuned'", path, 'TRAIN_STEPS=2', 'BATCH_SIZE=8'),
         'network.TransformerConfig.mlp_dim=128',
     )
-    with pytest.raises(
-        ConfigError, match=r'wi_0/kernel: \(32, 64\) float32 in the ch'
-    ) as error:
+    with pytest.raises(ConfigError, match=r'wi_0/kernel: \(32, 64\) float32 in the ch') as error:
         tune()
     assert 'or another utils.RestoreCheckpointConfig.path' in str(error.value)
     path = [f"CHECKPOINT_PATH='{tmp_path}/model'", f"EVAL_OUTPUT_DIR='{tmp_path}/scores'"]

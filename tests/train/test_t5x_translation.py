@@ -38,9 +38,7 @@ def test_with_rules_changes_only_the_rules():
 
 
 def test_a_chain_of_optax_keeps_its_own_learning_rate():
-    module = network.DecoderWrapper(
-        config=network.TransformerConfig(vocab_size=300)
-    )
+    module = network.DecoderWrapper(config=network.TransformerConfig(vocab_size=300))
     tx = optimizers.chain([optax.clip(1.0), optax.adamw(0.1)])
     model = models.DecoderOnlyModel(module=module, vocabulary=ByteTokenizer(), optimizer_def=tx)
     assert model.optimizer(lambda step: 0.5) is tx
