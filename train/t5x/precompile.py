@@ -10,7 +10,6 @@ from partitioning import BasePartitioner
 from train.config import TrainConfig
 from train.precompiling import precompile as precompile_here
 from train.t5x.configs import DatasetConfig
-from train.t5x.network import with_kv_heads
 from train.t5x.optimizers import with_learning_rate
 from train.t5x.refusals import check_off, expect
 
@@ -53,7 +52,7 @@ def precompile(
         TrainConfig(
             model_dir=model_dir,
             objective=model.objective(),
-            partitioner=with_kv_heads(partitioner),
+            partitioner=partitioner,
             optimizer=with_learning_rate(
                 model.optimizer_def, optax.constant_schedule(LEARNING_RATE)
             ),
