@@ -14,7 +14,7 @@ from partitioning import PjitPartitioner
 from train import HeldOut, PrefixLanguageModel, TrainConfig
 from train.checkpoints import CheckpointConfig
 from train.cli import main
-from train.data import CausalLM, TextFiles
+from train.data import ByT5Tokenizer, CausalLM, TextFiles
 from train.errors import ConfigError
 from train.gin_config import find_entry, load_config
 from train.gin_config.load import find_config_root
@@ -121,7 +121,7 @@ def test_t5x_settings_equal_native_settings(pretrain, tmp_path, texts):
             objective=PrefixLanguageModel(model=model, z_loss=0.0001, loss_divisor=1.0),
             partitioner=PjitPartitioner(num_partitions=1),
             optimizer=Adafactor(logical_factor_rules=rules).optimizer(rate),
-            task=text_task(texts),
+            task=text_task(texts, tokenizer=ByT5Tokenizer()),
             total_steps=20,
             batch_size=8,
             sequence_length=16,

@@ -9,6 +9,7 @@ from train.data import ByteTokenizer, CausalLM, Mixture, TextFiles
 from train.errors import ConfigError
 from train.t5x import configs, models
 from train.t5x.adafactor import Adafactor
+from train.t5x.datasets import Reader
 from train.t5x.decoder_only_network import DecoderWrapper, TransformerConfig
 
 pytestmark = pytest.mark.core
@@ -62,24 +63,19 @@ REFUSED = {
         ("task_feature_lengths={'inputs': 8}", "write {'targets': number of tokens in a row}"),
         ("task_feature_lengths={'inputs': 8, 'targets': 16}", "write {'targets': 16}"),
         ("task_feature_lengths={'targets': 0}", '>= 1'),
-        ("split='validation'", "write train/utils.DatasetConfig.split = 'train'"),
+        ("split='dev'", "split is 'dev': write 'train', 'validation' or 'test'"),
         ('batch_size=0', '>= 1'),
-        ('shuffle=False', 'write train/utils.DatasetConfig.shuffle = True'),
+        ('shuffle=1', 'write utils.DatasetConfig.shuffle = True'),
         ('seed=-1', '>= 0'),
-        ('use_custom_packing_ops=True', 'leave it out'),
-        ('trim_output_features=False', 'write utils.DatasetConfig.trim_output_features = True'),
-        ("module='my.tasks'", '--gin_allow'),
+        ('trim_output_features=1', 'write utils.DatasetConfig.trim_output_features = True'),
     ],
     'train_eval/utils.DatasetConfig': [
-        ("split='train'", "write train_eval/utils.DatasetConfig.split = 'validation'"),
-        ("split='dev'", "write train_eval/utils.DatasetConfig.split = 'validation'"),
-        ('shuffle=True', 'write train_eval/utils.DatasetConfig.shuffle = False'),
-        ("task_feature_lengths={'targets': 8}", "write {'targets': 16}"),
+        ("split='dev'", "split is 'dev': write 'train', 'validation' or 'test'"),
+        ("split='train[9:1]'", "'train[9:1]' is empty"),
         ("mixture_or_task_name='other'", 'there is no task'),
     ],
     'infer_eval/utils.DatasetConfig': [
         ("mixture_or_task_name='other'", 'there is no task'),
-        ("split='train'", "write infer_eval/utils.DatasetConfig.split = 'validation'"),
     ],
     'utils.SaveCheckpointConfig': [
         ("dtype='float16'", "write utils.SaveCheckpointConfig.dtype = 'float32'"),
@@ -107,11 +103,11 @@ REFUSED = {
         ('weight_metrics_computer=@trainer.WeightMetricsComputer', 'with the parentheses'),
     ],
     'seqio.Evaluator': [
-        ('num_examples=10', 'eval_steps'),
+        ('num_examples=0', '>= 1'),
         ('logger_cls=[@trainer.Trainer]', '@seqio.JSONLogger'),
     ],
-    'seqio.JSONLogger': [('write_n_results=3', 'no text is decoded')],
-    'seqio.ByteVocabulary': [('extra_ids=100', 'SpanCorruption')],
+    'seqio.JSONLogger': [('write_n_results=-3', '>= 0')],
+    'seqio.ByteVocabulary': [('extra_ids=-1', '>= 0')],
     'models.DecoderOnlyModel': [
         ('module=@network.DecoderWrapper', 'with the parentheses'),
         ("vocabulary='bytes'", 'write @seqio.SentencePieceVocabulary(), with the parentheses'),
@@ -188,8 +184,7 @@ def test_settings_without_equivalent_are_refused(load_t5x, tmp_path, key, settin
         ('eval_script.evaluate.dataset_cfg=None', 'write @utils.DatasetConfig()'),
         ('eval_script.evaluate.restore_checkpoint_cfg=None', '@utils.RestoreCheckpointConfig()'),
         ('utils.RestoreCheckpointConfig.path=[]', 'give a checkpoint'),
-        ('utils.DatasetConfig.shuffle=True', 'write utils.DatasetConfig.shuffle = False'),
-        ("utils.DatasetConfig.split='train'", "write utils.DatasetConfig.split = 'validation'"),
+        ("utils.DatasetConfig.split='trein'", "write 'train', 'validation' or 'test'"),
         ('utils.DatasetConfig.task_feature_lengths=None', "{'targets': number of tokens in a row}"),
     ],
 )
@@ -221,8 +216,13 @@ def test_packed_training_rows_require_pack(texts):
     """Held-out rows do not, because packing does not change their scores."""
     packs = CausalLM(source=TextFiles(pattern='*.txt', root=str(texts)), packing='pack')
     settings = {'mixture_or_task_name': packs, 'task_feature_lengths': {'targets': 8}}
-    settings |= {'batch_size': 8, 'shuffle': True}
-    for split, pack in (('train', True), ('validation', False)):
-        assert configs.DatasetConfig(split=split, pack=pack, **settings).task is packs
+    settings |= {'batch_size': 8, 'shuffle': True, 'split': 'train'}
+    reader = Reader(
+        architecture='decoder_only',
+        vocabulary=ByteTokenizer(),
+        inputs_vocabulary=ByteTokenizer(),
+    )
+    assert configs.DatasetConfig(pack=True, **settings).training_task(reader) == packs
+    assert configs.DatasetConfig(pack=False, **settings).evaluated_task(reader).task == packs
     with pytest.raises(ConfigError, match='write pack = True'):
-        _ = configs.DatasetConfig(split='train', pack=False, **settings).task
+        configs.DatasetConfig(pack=False, **settings).training_task(reader)

@@ -48,6 +48,7 @@ def load_config(
     check.import_modules(statements, allow)
     resolver = check.check_names(statements, allow)
     places.remember(statements)
+    places.allow_packages(allow)
     for statement in statements:
         try:
             _bind(statement, resolver, allow)

@@ -6,10 +6,13 @@ import re
 from collections.abc import Sequence
 
 from train.gin_config.parse import Reference, Statement
+from train.gin_config.registry import is_within
 
 # The setting as written, such as `utils.DatasetConfig.pack` -> the statements that set it.
 _settings: dict[str, list[Statement]] = {}
 _macros: dict[str, Statement] = {}
+# The packages of --gin_allow.
+_allowed: list[str] = []
 
 
 def remember(statements: Sequence[Statement]) -> None:
@@ -22,6 +25,16 @@ def remember(statements: Sequence[Statement]) -> None:
         elif statement.is_binding:
             parsed = statement.parsed
             _settings.setdefault(f'{parsed.selector}.{parsed.arg_name}', []).append(statement)
+
+
+def allow_packages(packages: Sequence[str]) -> None:
+    """Notes the packages that the user allows, instead of those of an earlier configuration."""
+    _allowed[:] = packages
+
+
+def is_allowed(module: str) -> bool:
+    """Whether the user allows a module whose name is the value of a setting."""
+    return is_within(module, _allowed)
 
 
 def find_place(message: str) -> str | None:

@@ -13,16 +13,17 @@ import optax
 from partitioning import BasePartitioner
 from train.checkpoints import RestoreConfig
 from train.config import TrainConfig
-from train.data import record
+from train.data import Lengths, record
 from train.errors import ConfigError
 from train.evaluation import evaluate as evaluate_here
 from train.evaluators import HeldOut
 from train.runtime.machine import raise_on_all_processes
 from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
+from train.t5x.evaluations import decoded, reader_of
 from train.t5x.gin_utils import check_summarize
 from train.t5x.models import BaseTransformerModel
 from train.t5x.refusals import check_off, expect
-from train.t5x.seqio import check_evaluator
+from train.t5x.seqio import open_evaluator
 
 KEY = 'eval_script.evaluate'
 
@@ -47,7 +48,8 @@ def evaluate(
       restore_checkpoint_cfg: the checkpoint.
       partitioner: lays out data and parameters over the mesh.
       output_dir: the directory for the scores.
-      inference_evaluator_cls: the class `seqio.Evaluator`, or None. Nothing is decoded.
+      inference_evaluator_cls: the class `seqio.Evaluator`, which predicts, decodes and scores
+        the targets of tasks with metrics, or None.
       summarize_config_fn: `gin_utils.summarize_gin_config`, or None.
       fallback_init_rng: must be None.
 
@@ -60,19 +62,19 @@ def evaluate(
     why = 'an evaluation needs a complete checkpoint'
     check_off(f'{KEY}.fallback_init_rng', fallback_init_rng, why)
     check_summarize(f'{KEY}.summarize_config_fn', summarize_config_fn)
-    check_evaluator(f'{KEY}.inference_evaluator_cls', inference_evaluator_cls)
+    evaluator = open_evaluator(f'{KEY}.inference_evaluator_cls', inference_evaluator_cls)
     expect(f'{KEY}.model', model, BaseTransformerModel, '@models.EncoderDecoderModel()')
     expect(f'{KEY}.dataset_cfg', dataset_cfg, DatasetConfig, '@utils.DatasetConfig()')
     kind, written = RestoreCheckpointConfig, '@utils.RestoreCheckpointConfig()'
     expect(f'{KEY}.restore_checkpoint_cfg', restore_checkpoint_cfg, kind, written)
-    dataset_cfg.check_evaluates('')
-    task = dataset_cfg.task
+    task = dataset_cfg.evaluated_task(reader_of(model))
     restore = restore_checkpoint_cfg.translated()
     if restore is None:
         raise ConfigError('utils.RestoreCheckpointConfig.path is empty: give a checkpoint')
     with raise_on_all_processes():
         model.check_vocabulary(task)
-        length = dataset_cfg.sequence_length or _trained_length(restore)
+        unset = dataset_cfg.task_feature_lengths is None
+        length = _trained_length(restore) if unset else dataset_cfg.lengths(task)
     config = TrainConfig(
         model_dir=output_dir,
         objective=model.objective(),
@@ -82,13 +84,13 @@ def evaluate(
         total_steps=1,
         batch_size=dataset_cfg.batch_size,
         sequence_length=length,
-        evaluators={'eval': HeldOut()},
+        evaluators={'eval': HeldOut(), **decoded(model, dataset_cfg, evaluator, every=0)},
     )
     return evaluate_here(config, restore=restore, output_dir=output_dir)
 
 
-def _trained_length(restore: RestoreConfig) -> int:
-    """The number of tokens in a row, from the record next to the checkpoints."""
+def _trained_length(restore: RestoreConfig) -> Lengths:
+    """The numbers of tokens in a row, from the record next to the checkpoints."""
     path = record.record_of(restore.find()[0])
     try:
         return json.loads(path.read_text())['settings']['sequence_length']

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from train.t5x.evaluations import reader_of
 from train.t5x.refusals import refusal
 
 
@@ -44,7 +45,7 @@ def verify_matching_vocabs(cfg: Any, model: Any) -> None:
     Raises:
       ConfigError: if the vocabularies differ.
     """
-    model.check_vocabulary(cfg.task)
+    model.check_vocabulary(cfg.evaluated_task(reader_of(model)))
 
 
 # The settings of `train_script.train` that may name them, with the reason.

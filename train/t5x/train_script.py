@@ -14,10 +14,10 @@ from partitioning import BasePartitioner, TrainState
 from train.config import TrainConfig
 from train.data import Task
 from train.errors import check_counts
-from train.evaluators import HeldOut
 from train.runtime.console import RunConsole
 from train.runtime.machine import raise_on_all_processes
 from train.t5x.configs import CheckpointConfig, DatasetConfig
+from train.t5x.evaluations import DECODED, decoded, held_out, reader_of, tasks_of
 from train.t5x.gin_utils import check_summarize
 from train.t5x.models import BaseTransformerModel
 from train.t5x.refusals import check_one_of, expect, expect_class, refusal
@@ -29,7 +29,7 @@ from train.t5x.run_functions import (
     prepare_train_iter,
     verify_matching_vocabs,
 )
-from train.t5x.seqio import check_evaluator
+from train.t5x.seqio import open_evaluator
 from train.t5x.trainer import Trainer, translate_actions
 from train.train import train as train_here
 
@@ -97,7 +97,8 @@ def train(
         no effect if `relative_steps` is set.
       eval_steps: the number of batches in an evaluation. None evaluates all rows.
       eval_period: the number of steps between evaluations. 0 evaluates only at the end.
-      infer_eval_dataset_cfg: has no effect, because tasks have no metrics of decoded text.
+      infer_eval_dataset_cfg: the rows whose targets are predicted, decoded and scored by the
+        metrics of their task. None, or tasks without metrics, decode nothing.
       relative_steps: the number of steps to train after the step that the run starts or resumes
         from. None trains to `total_steps`.
       stats_period: the number of steps between records of metrics. By default, the shortest of the
@@ -141,29 +142,23 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
     """
     _check(settings)
     model, trainer = settings['model'], settings['trainer_cls']()  # gin provides its arguments
-    training, evaluated = settings['train_dataset_cfg'], settings['train_eval_dataset_cfg']
-    length = _sequence_length(training, evaluated)
-    task, evaluated_task, name = _tasks(training, evaluated)
+    training = settings['train_dataset_cfg']
+    with raise_on_all_processes():
+        task = training.training_task(reader_of(model))
+        length = training.lengths(task)
+        evaluators = _evaluators(settings, task)
     _verify_vocabularies(settings)
     checkpoints, restore = settings['checkpoint_cfg'].translated()
     periods = [period for period in (settings['eval_period'], checkpoints.period) if period]
     relative, total_steps = settings['relative_steps'], settings['total_steps']
     last_step = total_steps if relative is None else relative
-    evaluators = {}
-    if evaluated is not None:
-        evaluators[name] = HeldOut(
-            task=evaluated_task,
-            every=settings['eval_period'],
-            num_batches=settings['eval_steps'],
-            batch_size=evaluated.batch_size,
-        )
     seed, skips_nan = settings['random_seed'], getattr(model.optimizer_def, 'skip_nan_updates', 0)
     conditions, stops_on_nan = translate_actions(
         f'{KEY}.actions',
         settings['actions'],
-        {'TRAIN_EVAL': {_name_of(evaluated): name}} if evaluated is not None else {},
+        tasks_of(evaluators, settings['train_eval_dataset_cfg']),
     )
-    _report_differences(settings)
+    _report_differences(settings, DECODED in evaluators)
     return TrainConfig(
         model_dir=settings['model_dir'],
         objective=model.objective(),
@@ -214,7 +209,6 @@ def _check(settings: Mapping[str, Any]) -> None:
     if verify is not None and not callable(verify):
         raise refusal(f'{KEY}.verify_matching_vocabs_fn', verify, 'it must be a function or None')
     check_summarize(f'{KEY}.summarize_config_fn', settings['summarize_config_fn'])
-    check_evaluator(f'{KEY}.inference_evaluator_cls', settings['inference_evaluator_cls'])
     expect_class(f'{KEY}.trainer_cls', settings['trainer_cls'], Trainer, '@trainer.Trainer')
     for name, kind, written in OBJECTS:
         if settings[name] is not None or name not in MAY_BE_NONE:
@@ -228,44 +222,26 @@ def _check(settings: Mapping[str, Any]) -> None:
             check_counts(**{f'{KEY}.{name}': settings[name]})
 
 
-def _sequence_length(training: DatasetConfig, evaluated: DatasetConfig | None) -> int:
-    """The number of tokens in a row, which is the same in training and evaluation."""
-    key, length = 'utils.DatasetConfig.task_feature_lengths', training.sequence_length
-    if length is None:
-        raise refusal(f'train/{key}', None, "write {'targets': number of tokens in a row}")
-    if evaluated is not None and evaluated.sequence_length not in (None, length):
-        lengths = evaluated.task_feature_lengths
-        why = f"it must be the length of the training rows; write {{'targets': {length}}}"
-        raise refusal(f'train_eval/{key}', lengths, why)
-    return length
+def _evaluators(settings: Mapping[str, Any], task: Task) -> dict[str, Any]:
+    """The evaluators of the losses and of the decoded text, by name."""
+    model, every = settings['model'], settings['eval_period']
+    num_batches, config = settings['eval_steps'], settings['train_eval_dataset_cfg']
+    evaluators: dict[str, Any] = {}
+    if config is not None:
+        evaluators = held_out(model, config, task, every=every, num_batches=num_batches)
+    key = f'{KEY}.inference_evaluator_cls'
+    evaluator = open_evaluator(key, settings['inference_evaluator_cls'])
+    decoding = decoded(model, settings['infer_eval_dataset_cfg'], evaluator, every=every)
+    return {**evaluators, **decoding}
 
 
-def _tasks(training: DatasetConfig, evaluated: DatasetConfig | None) -> tuple[Task, Task, str]:
-    """The task to train on, the task whose held-out part is evaluated, and the evaluator's name."""
-    training.check_trains('train/')
-    if evaluated is None:
-        return training.task, training.task, 'eval'
-    evaluated.check_evaluates('train_eval/')
-    task, held_out = training.task, evaluated.task
-    if held_out == task:
-        return task, task, 'eval'
-    return task, held_out, f'eval/{_name_of(evaluated)}'
-
-
-def _name_of(dataset: DatasetConfig) -> str:
-    name = dataset.mixture_or_task_name
-    return name if isinstance(name, str) else 'train_eval'
-
-
-def _report_differences(settings: Mapping[str, Any]) -> None:
+def _report_differences(settings: Mapping[str, Any], decodes: bool) -> None:
     """Reports settings that behave differently from T5X."""
     console, optimizer = RunConsole(), settings['model'].optimizer_def
     if settings['relative_steps'] is not None and settings['total_steps']:
         console.say(f'{KEY}.total_steps is not used, because relative_steps is set')
-    if settings['infer_eval_dataset_cfg'] is not None:
-        settings['infer_eval_dataset_cfg'].check_evaluates('infer_eval/')
-        _ = settings['infer_eval_dataset_cfg'].task  # raises an error if the name is wrong
-        console.say(f'{KEY}.infer_eval_dataset_cfg is skipped: no task scores decoded text')
+    if settings['infer_eval_dataset_cfg'] is not None and not decodes:
+        console.say(f'{KEY}.infer_eval_dataset_cfg is skipped: no task has metrics of decoded text')
     if isinstance(optimizer, optax.GradientTransformation):
         console.say(
             'trainer.Trainer.learning_rate_fn is not used: the optax transformation of the model '

@@ -11,19 +11,30 @@ from train.data.rows.subset import Subset
 from train.data.rows.tasks import Mixture, Task
 
 
-def adapt(task: Task, *, architecture: Architecture | None = None, pack: bool | None = None) -> Any:
+def adapt(
+    task: Task,
+    *,
+    architecture: Architecture | None = None,
+    pack: bool | None = None,
+    cut: bool | None = None,
+) -> Any:
     """Changes how inputs and targets become rows, in every part of a mixture.
 
     Args:
       task: the task. Tasks without inputs and targets stay as they are.
       architecture: the kind of model that reads the rows. None keeps it.
       pack: whether a row may hold several examples. None keeps it.
+      cut: whether longer texts are cut to the lengths of rows. None keeps it.
     """
-    given = {'architecture': architecture, 'pack': pack}
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    given = {'architecture': architecture, 'pack': pack, 'cut': cut}
 
     def change(part: Any) -> Any:
-        return dataclasses.replace(part, **changes) if isinstance(part, PairTask) else part
+        if not isinstance(part, PairTask):
+            return part
+        changes: dict[str, Any] = {
+            k: v for k, v in given.items() if v is not None and hasattr(part, k)
+        }
+        return dataclasses.replace(part, **changes)
 
     return map_parts(change, task)
 

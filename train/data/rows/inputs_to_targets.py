@@ -43,6 +43,7 @@ class InputsToTargets(PairTask):
       inputs_tokenizer: turns the inputs into tokens, by default `tokenizer`.
       add_end: the features that get an end token, of 'inputs' and 'targets'.
       keep_end: whether a text that is cut still ends in the end token.
+      cut: whether longer texts are cut to the lengths of rows. Otherwise, they are errors.
       cache_dir: the directory where token indices are stored; by default, a directory in the user's
         cache.
     """
@@ -55,6 +56,7 @@ class InputsToTargets(PairTask):
     inputs_tokenizer: Tokenizer | None = None
     add_end: Sequence[str] = FEATURES
     keep_end: bool = True
+    cut: bool = True
     cache_dir: str | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +106,9 @@ class InputsToTargets(PairTask):
         assert source is not None
         if held_out is None:
             index = self._index(source, progress)
+        elif held_out == source:
+            index = self._index(dataclasses.replace(source, holdout_percent=0.0), progress)
+            index = dataclasses.replace(index, held_out=index.training)
         else:
             training = self._index(dataclasses.replace(source, holdout_percent=0.0), progress)
             other = self._index(dataclasses.replace(held_out, holdout_percent=100.0), progress)
@@ -115,6 +120,8 @@ class InputsToTargets(PairTask):
                 (training, other),
             )
         lengths, has_inputs = self._lengths(length, index), self.inputs is not None
+        if not self.cut:
+            _check_uncut(self._longest(index), lengths)
         make_row = self.make_row_of(*lengths, has_inputs)
         ends = [
             tokenizer.separator if feature in self.add_end else None
@@ -163,13 +170,26 @@ class InputsToTargets(PairTask):
         if self.inputs is None and isinstance(lengths, int):
             lengths = {'targets': lengths}
         given = pair_lengths(lengths)
-        longest = [
-            max(int(part.lengths[i].max(initial=0)) for part in (index.training, index.held_out))
-            + (feature in self.add_end)
-            for i, feature in enumerate(FEATURES)
-        ]
+        longest = self._longest(index)
         inputs, targets = (n or max(most, 1) for n, most in zip(given, longest, strict=True))
         return (0 if self.inputs is None else inputs), targets
+
+    def _longest(self, index: Any) -> list[int]:
+        """The numbers of tokens of the longest inputs and of the longest targets."""
+        return [
+            max(int(part.lengths[i].max(initial=0)) for part in (index.training, index.held_out))
+            + (feature in self.add_end and getattr(self, feature) is not None)
+            for i, feature in enumerate(FEATURES)
+        ]
+
+
+def _check_uncut(longest: Sequence[int], lengths: Sequence[int]) -> None:
+    for feature, most, length in zip(FEATURES, longest, lengths, strict=True):
+        if most > length:
+            raise ConfigError(
+                f'the longest {feature} have {most} tokens, but rows have {length}: use {most} or '
+                'more, or set InputsToTargets.cut to cut them'
+            )
 
 
 def _pair_rows(pairs: Any, endings: tuple[Ending, Ending], make_row: MakeRow) -> Rows:

@@ -17,7 +17,7 @@ from train.data.text.token_index import Progress
 from train.errors import ConfigError, check_counts
 
 # The names of splits -> the parts of a token index.
-SPLITS = {'train': 'training', 'validation': 'held_out', 'test': 'held_out'}
+SPLITS = {'train': 'training', 'validation': 'held_out', 'test': 'held_out', 'infer': 'held_out'}
 _BOUND = r'(-?\d+%?)?'
 _SLICE = re.compile(rf'(\w+)(?:\[{_BOUND}:{_BOUND}\])?')
 
