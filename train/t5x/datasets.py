@@ -192,6 +192,11 @@ def _is_mixture_of_seqio(task: Any) -> bool:
     return isinstance(task, Mixture) and isinstance(task.tasks[0], seqio_tasks.SeqioTask)
 
 
+def has_pairs(task: Task) -> bool:
+    """Whether the examples of a task have targets of their own, and so a longest one."""
+    return _has_inputs(task) is not None
+
+
 def _has_inputs(task: Any) -> bool | None:
     """Whether the rows of a task have inputs; None if it is no task with inputs and targets."""
     if isinstance(task, Mixture):

@@ -19,6 +19,7 @@ from train.evaluation import evaluate as evaluate_here
 from train.evaluators import HeldOut
 from train.runtime.machine import raise_on_all_processes
 from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
+from train.t5x.datasets import has_pairs
 from train.t5x.evaluations import decoded, reader_of
 from train.t5x.gin_utils import check_summarize
 from train.t5x.models import BaseTransformerModel
@@ -73,7 +74,7 @@ def evaluate(
         raise ConfigError('utils.RestoreCheckpointConfig.path is empty: give a checkpoint')
     with raise_on_all_processes():
         model.check_vocabulary(task)
-        unset = dataset_cfg.task_feature_lengths is None
+        unset = dataset_cfg.task_feature_lengths is None and not has_pairs(task)
         length = _trained_length(restore) if unset else dataset_cfg.lengths(task)
     config = TrainConfig(
         model_dir=output_dir,

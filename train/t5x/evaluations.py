@@ -8,29 +8,29 @@ from typing import Any
 from train.data import Mixture, Subset, Task
 from train.evaluators import DecodedText, HeldOut
 from train.t5x.datasets import DatasetConfig, Reader
-from train.t5x.models import DecoderOnlyModel
+from train.t5x.models import BaseTransformerModel, DecoderOnlyModel
 from train.t5x.seqio import Evaluator
 
 # The name of the evaluation of decoded text, and the folder of its files.
 DECODED = 'inference_eval'
 
 
-def reader_of(model: Any) -> Reader:
+def reader_of(model: BaseTransformerModel) -> Reader:
     """What the rows of T5X's model depend on."""
-    if isinstance(model, DecoderOnlyModel):
-        vocabulary = model.vocabulary
-        return Reader(
-            architecture='decoder_only', vocabulary=vocabulary, inputs_vocabulary=vocabulary
-        )
     return Reader(
-        architecture='encoder_decoder',
+        architecture='decoder_only' if isinstance(model, DecoderOnlyModel) else 'encoder_decoder',
         vocabulary=model.output_vocabulary,
         inputs_vocabulary=model.input_vocabulary,
     )
 
 
 def held_out(
-    model: Any, config: DatasetConfig, training: Task, *, every: int, num_batches: int | None
+    model: BaseTransformerModel,
+    config: DatasetConfig,
+    training: Task,
+    *,
+    every: int,
+    num_batches: int | None,
 ) -> dict[str, HeldOut]:
     """Evaluators of the losses of held-out rows. Each task of a mixture has its own.
 
@@ -72,12 +72,16 @@ def _held_out(task: Task, config: DatasetConfig, every: int, num_batches: int | 
 
 
 def decoded(
-    model: Any, config: DatasetConfig | None, evaluator: Evaluator | None, *, every: int
+    model: BaseTransformerModel,
+    config: DatasetConfig | None,
+    evaluator: Evaluator | None,
+    *,
+    every: int,
 ) -> dict[str, DecodedText]:
     """The evaluator of decoded text, if any task has metrics.
 
     Args:
-      model: T5X's model, whose `predict_fn`, if it has one, predicts the targets of a batch.
+      model: T5X's model, which predicts the targets.
       config: the rows to predict. None evaluates nothing.
       evaluator: its settings. None evaluates nothing.
       every: the number of steps between evaluations. 0 evaluates only at the end.
@@ -91,15 +95,14 @@ def decoded(
     scored = any(getattr(_inner(part), 'metrics', ()) for _, part in _parts(task))
     if evaluator is None or not scored:
         return {}
-    predict = getattr(model, 'predict_fn', None)
     found = DecodedText(
+        predict=model.predict,
         task=task,
         every=every,
         num_examples=evaluator.num_examples,
         batch_size=config.batch_size,
         sequence_length=config.lengths(task),
         write_n_results=evaluator.write_n_results,
-        **({} if predict is None else {'predict': predict}),
     )
     return {DECODED: found}
 

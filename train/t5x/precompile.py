@@ -10,6 +10,7 @@ from partitioning import BasePartitioner
 from train.config import TrainConfig
 from train.precompiling import precompile as precompile_here
 from train.t5x.configs import DatasetConfig
+from train.t5x.evaluations import reader_of
 from train.t5x.optimizers import with_learning_rate
 from train.t5x.refusals import check_off, expect
 
@@ -45,8 +46,7 @@ def precompile(
     """
     check_off(f'{KEY}.get_dataset_fn', get_dataset_fn, 'tasks of train.data make the rows')
     expect(f'{KEY}.train_dataset_cfg', train_dataset_cfg, DatasetConfig, '@utils.DatasetConfig()')
-    train_dataset_cfg.check_trains('train/')
-    task = train_dataset_cfg.task
+    task = train_dataset_cfg.training_task(reader_of(model))
     model.check_vocabulary(task)
     return precompile_here(
         TrainConfig(
@@ -59,7 +59,7 @@ def precompile(
             task=task,
             total_steps=1,
             batch_size=train_dataset_cfg.batch_size,
-            sequence_length=train_dataset_cfg.sequence_length,
+            sequence_length=train_dataset_cfg.lengths(task),
             evaluators={},
             seed=random_seed or 42,
         )

@@ -153,11 +153,8 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
     relative, total_steps = settings['relative_steps'], settings['total_steps']
     last_step = total_steps if relative is None else relative
     seed, skips_nan = settings['random_seed'], getattr(model.optimizer_def, 'skip_nan_updates', 0)
-    conditions, stops_on_nan = translate_actions(
-        f'{KEY}.actions',
-        settings['actions'],
-        tasks_of(evaluators, settings['train_eval_dataset_cfg']),
-    )
+    tasks = tasks_of(evaluators, settings['train_eval_dataset_cfg'])
+    conditions, stops_on_nan = translate_actions(f'{KEY}.actions', settings['actions'], tasks)
     _report_differences(settings, DECODED in evaluators)
     return TrainConfig(
         model_dir=settings['model_dir'],
