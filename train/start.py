@@ -23,6 +23,7 @@ from train.runtime.gin_text import beside, write_gin_text
 from train.runtime.machine import check_same_step
 from train.runtime.memory import check_fits
 from train.runtime.meter import peak_flops
+from train.runtime.reports import describe_variables
 from train.steps import make_eval_step, make_train_step
 
 
@@ -157,7 +158,7 @@ def write_run_files(run: Run) -> None:
             if jax.process_index() == 0:
                 write_gin_text(run.directory, _name_here(run, 'config.gin'))
                 info = run.directory / _name_here(run, 'model-info.txt')
-                info.write_text(str(run.plan.audit()))
+                info.write_text(f'{run.plan.audit()}\n\n{describe_variables(run.plan.rows)}')
                 run.plan.save(run.directory / 'plan.json')
                 record.write_record(run.directory, run.record)
         except OSError as error:

@@ -4,13 +4,20 @@ import io
 
 import jax
 import numpy as np
+import optax
 import pytest
+from flax import linen as nn
 from rich.console import Console
 
-from partitioning import PjitPartitioner
+from partitioning import PjitPartitioner, TrainState
 from train.runtime.console import RunConsole
 from train.runtime.meter import format_figures
-from train.runtime.reports import describe_parameters, format_bytes, format_seconds
+from train.runtime.reports import (
+    describe_parameters,
+    describe_variables,
+    format_bytes,
+    format_seconds,
+)
 
 pytestmark = pytest.mark.core
 
@@ -127,3 +134,25 @@ def test_steps_are_lines_or_a_progress_bar(terminal):
     with console.training(10, 10):  # nothing is left to train
         pass
     assert out.getvalue().count('training from step') == 1
+
+
+def test_variables_are_listed_as_t5x_lists_them():
+    partitioner = PjitPartitioner(
+        num_partitions=2, logical_axis_rules=[('embed', 'data'), ('mlp', 'model')]
+    )
+    params = {
+        'w': nn.LogicallyPartitioned(np.zeros((8, 6), np.float32), ('embed', 'mlp')),
+        'b': nn.LogicallyPartitioned(np.zeros((4,), np.float32), (None,)),
+    }
+    state = jax.eval_shape(lambda: TrainState.create(params, optax.sgd(0.1, momentum=0.9)))
+    text = describe_variables(partitioner.resolve(state).rows)
+    lines = [' '.join(line.split()) for line in text.splitlines()]
+    assert lines == [
+        'Variable params/b size 4 shape (4) partition spec (None,)',
+        "Variable params/w size 48 shape (embed=8, mlp=6) partition spec ('data', 'model')",
+        'Total number of parameters: 52',
+        '',
+        'Variable step size 1 shape () partition spec ()',
+        'Variable opt_state/0/trace/b size 4 shape (4) partition spec (None,)',
+        "Variable opt_state/0/trace/w size 48 shape (embed=8, mlp=6) partition spec ('data', 'model')",
+    ]

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from rich.table import Table
 
 from partitioning.plan import Audit, PlanRow
-from partitioning.rules import as_tuple
+from partitioning.rules import as_tuple, boundary_spec
 
 
 def format_bytes(count: float) -> str:
@@ -34,6 +34,27 @@ def format_seconds(seconds: float) -> str:
 def format_scores(scores: Mapping[str, float]) -> str:
     """Formats scores for people: 'accuracy 0.95  loss 0.1234'."""
     return '  '.join(f'{name} {value:.4g}' for name, value in scores.items())
+
+
+def describe_variables(rows: Sequence[PlanRow]) -> str:
+    """Lists every array with its logical axes and its mesh axes side by side, as T5X does.
+
+    The arrays of the optimizer and the number of updates follow the parameters.
+    """
+    parameters = [row for row in rows if row.role == 'parameters']
+    others = [row for row in rows if row.role != 'parameters']
+    count = sum(math.prod(row.shape) for row in parameters)
+    total = f'Total number of parameters: {count}'
+    return '\n'.join([*map(_variable, parameters), total, '', *map(_variable, others), ''])
+
+
+def _variable(row: PlanRow) -> str:
+    sizes = zip(row.logical_axes, row.shape, strict=True)
+    named = ', '.join(str(size) if name is None else f'{name}={size}' for name, size in sizes)
+    spec, size = tuple(boundary_spec(row.spec)), math.prod(row.shape)
+    return (
+        f'Variable    {row.path:<80} size {size:<12} shape {f"({named})":<40} partition spec {spec}'
+    )
 
 
 def describe_devices(mesh: Mesh) -> str:
