@@ -27,6 +27,7 @@ MODULES = {
     't5x.optimizers': 'train.t5x.optimizers',
     't5x.partitioning': 'partitioning',
     't5x.precompile': 'train.t5x.train_script',
+    't5x.state_utils': 'train.t5x.state_utils',
     't5x.train': 'train.t5x.train_script',
     't5x.trainer': 'train.t5x.trainer',
     't5x.utils': 'train.t5x.configs',

@@ -20,6 +20,7 @@ from train.t5x.configs import CheckpointConfig, DatasetConfig
 from train.t5x.evaluations import DECODED, decoded, held_out, reader_of, tasks_of
 from train.t5x.gin_utils import check_summarize
 from train.t5x.models import BaseTransformerModel
+from train.t5x.precompile import precompile as precompile
 from train.t5x.refusals import check_one_of, expect, expect_class, refusal
 from train.t5x.run_functions import (
     TrainStateInitializer,
