@@ -32,7 +32,7 @@ REFUSED = {
         ('gc_period=-1', '>= 0'),
         ('use_orbax=False', 'write train_script.train.use_orbax = True'),
         ('concurrent_metrics=3', 'write train_script.train.concurrent_metrics = True'),
-        ('summarize_config_fn=@partitioning.standard_logical_axis_rules', 'summarize_gin_config'),
+        ('summarize_config_fn=3', 'write @gin_utils.summarize_gin_config, without parentheses'),
         ("actions={'TRAIN': [@trainer.Trainer]}", '@trainer.EarlyStoppingAction()'),
         ("actions={'TRAINING': []}", 'TRAIN, TRAIN_EVAL, INFER_EVAL'),
         ("actions='TRAIN'", 'TerminateOnNanAction'),

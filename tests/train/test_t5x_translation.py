@@ -2,12 +2,13 @@
 
 import functools
 
+import gin
 import optax
 import pytest
 
 from partitioning import PjitPartitioner
 from train.data import ByteTokenizer
-from train.t5x import configs, decoder_only_network as network, models, optimizers
+from train.t5x import configs, decoder_only_network as network, gin_utils, models, optimizers
 
 pytestmark = pytest.mark.core
 
@@ -51,3 +52,27 @@ def test_a_path_may_be_a_list_of_one_path():
         assert restore.setting == 'utils.RestoreCheckpointConfig.path'
     for none in (None, '', [], ['']):
         assert configs.RestoreCheckpointConfig(path=none).translated() is None
+
+
+def test_a_function_summarizes_the_configuration_once(load, tmp_path):
+    """It is called when a run opens its writers, also if it is not T5X's own."""
+    calls = []
+
+    def summarize(model_dir, writer, step):
+        calls.append((model_dir, step))
+        writer.write_texts(step, {'note': 'some text'})
+        writer.write_scalars(step, {'answer': 42.0})
+
+    *_, create = gin_utils.writers_with('summarize_config_fn', summarize)
+    create(tmp_path / 'run', 7).close()
+    assert calls == [(str(tmp_path / 'run'), 7)]
+    [events] = (tmp_path / 'run/tensorboard').iterdir()
+    assert b'some text' in events.read_bytes() and b'answer' in events.read_bytes()
+
+    load('train.optimizers.share_of.total = 11\n')
+    assert gin.get_configurable('train.optimizers.share_of')(share=0.5) == 5
+    writer = gin_utils.SummaryWriter(tmp_path / 'text')
+    gin_utils.summarize_gin_config(str(tmp_path), writer, 3)
+    writer.close()
+    [events] = (tmp_path / 'text').iterdir()
+    assert b'gin_config' in events.read_bytes() and b'share_of.total = 11' in events.read_bytes()

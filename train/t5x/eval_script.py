@@ -21,7 +21,7 @@ from train.runtime.machine import raise_on_all_processes
 from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
 from train.t5x.datasets import has_pairs
 from train.t5x.evaluations import decoded, reader_of
-from train.t5x.gin_utils import check_summarize
+from train.t5x.gin_utils import writers_with
 from train.t5x.models import BaseTransformerModel
 from train.t5x.refusals import check_off, expect
 from train.t5x.seqio import open_evaluator
@@ -51,7 +51,8 @@ def evaluate(
       output_dir: the directory for the scores.
       inference_evaluator_cls: the class `seqio.Evaluator`, which predicts, decodes and scores
         the targets of tasks with metrics, or None.
-      summarize_config_fn: `gin_utils.summarize_gin_config`, or None.
+      summarize_config_fn: a function of the directory, a writer and the step, which is called once,
+        such as `gin_utils.summarize_gin_config`; or None.
       fallback_init_rng: must be None.
 
     Returns:
@@ -62,7 +63,6 @@ def evaluate(
     """
     why = 'an evaluation needs a complete checkpoint'
     check_off(f'{KEY}.fallback_init_rng', fallback_init_rng, why)
-    check_summarize(f'{KEY}.summarize_config_fn', summarize_config_fn)
     evaluator = open_evaluator(f'{KEY}.inference_evaluator_cls', inference_evaluator_cls)
     expect(f'{KEY}.model', model, BaseTransformerModel, '@models.EncoderDecoderModel()')
     expect(f'{KEY}.dataset_cfg', dataset_cfg, DatasetConfig, '@utils.DatasetConfig()')
@@ -86,6 +86,7 @@ def evaluate(
         batch_size=dataset_cfg.batch_size,
         sequence_length=length,
         evaluators={'eval': HeldOut(), **decoded(model, dataset_cfg, evaluator, every=0)},
+        writers=writers_with(f'{KEY}.summarize_config_fn', summarize_config_fn),
     )
     return evaluate_here(config, restore=restore, output_dir=output_dir)
 

@@ -1,24 +1,102 @@
-"""T5X's `gin_utils`: how a run writes its configuration."""
+"""T5X's `gin_utils`: how a run writes a summary of its configuration."""
 
 from __future__ import annotations
 
+import functools
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from etils import epath
+
+from train.errors import import_optional
+from train.runtime.gin_text import operative_text
+from train.runtime.writers import JsonWriter, MetricWriter, TensorBoardWriter
 from train.t5x.refusals import refusal
 
 
+class SummaryWriter:
+    """Writes texts and numbers for TensorBoard, by the names of T5X's writers.
+
+    Args:
+      directory: the folder of the event files.
+    """
+
+    def __init__(self, directory: epath.Path):
+        self._directory = directory
+
+    @functools.cached_property
+    def _events(self) -> Any:
+        package = import_optional('tensorboardX', 'train', 'summarize_config_fn')
+        return package.SummaryWriter(str(self._directory))
+
+    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
+        """Writes texts by name, in Markdown."""
+        for name, text in texts.items():
+            self._events.add_text(name, text, step)
+
+    def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes numbers by name."""
+        for name, value in scalars.items():
+            self._events.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """Completes what has been written."""
+        if '_events' in self.__dict__:
+            self._events.flush()
+
+    def close(self) -> None:
+        """Closes the files."""
+        if '_events' in self.__dict__:
+            self._events.close()
+
+
 def summarize_gin_config(
-    model_dir: str | None = None, summary_writer: Any = None, step: int = 0
+    model_dir: str, summary_writer: SummaryWriter | None, step: int = 0
 ) -> None:
-    """Stands for writing the configuration. Every run writes it to `<model_dir>/config.gin`."""
+    """Writes the settings that gin has used, as a text for TensorBoard.
+
+    Every run also writes them to `<model_dir>/config.gin`.
+
+    Args:
+      model_dir: the folder of the run.
+      summary_writer: the writer, or None to write nothing.
+      step: the step of the text.
+    """
+    text = operative_text() if 'gin' in sys.modules else ''
+    if summary_writer is not None and text.strip():
+        lines = [f'    {line}' for line in text.splitlines()]  # Markdown shows them as they are
+        summary_writer.write_texts(step, {'gin_config': '\n'.join(lines)})
+        summary_writer.flush()
 
 
-def check_summarize(key: str, function: Any) -> None:
-    """Checks that `summarize_config_fn` is `summarize_gin_config` or None.
+class _Summary:
+    """Calls a function when a run opens its writers, and writes no metrics."""
+
+    def __init__(self, function: Callable[..., None], directory: epath.Path, step: int):
+        self._writer = SummaryWriter(epath.Path(directory) / 'tensorboard')
+        function(str(directory), self._writer, step)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def writers_with(key: str, function: Any) -> tuple[Callable[..., MetricWriter], ...]:
+    """Returns the writers of a run, which also calls `summarize_config_fn`.
+
+    Args:
+      key: the setting that names the function.
+      function: a function of the folder of the run, a `SummaryWriter` and the step, or None.
 
     Raises:
-      ConfigError: if it is another function.
+      ConfigError: if it is not a function.
     """
-    if function is not None and getattr(function, '__name__', '') != summarize_gin_config.__name__:
-        why = 'every run writes its configuration to config.gin; use '
-        raise refusal(key, function, why + '@gin_utils.summarize_gin_config')
+    writers = (JsonWriter, TensorBoardWriter)
+    if function is None:
+        return writers
+    if not callable(function):
+        raise refusal(key, function, 'write @gin_utils.summarize_gin_config, without parentheses')
+    return (*writers, functools.partial(_Summary, function))

@@ -18,7 +18,7 @@ from train.runtime.console import RunConsole
 from train.runtime.machine import raise_on_all_processes
 from train.t5x.configs import CheckpointConfig, DatasetConfig
 from train.t5x.evaluations import DECODED, decoded, held_out, reader_of, tasks_of
-from train.t5x.gin_utils import check_summarize
+from train.t5x.gin_utils import writers_with
 from train.t5x.models import BaseTransformerModel
 from train.t5x.precompile import precompile as precompile
 from train.t5x.refusals import check_one_of, expect, expect_class, refusal
@@ -108,7 +108,8 @@ def train(
         run keeps, and the random numbers of `use_hardware_rng`.
       use_hardware_rng: whether random numbers come from jax's implementation 'unsafe_rbg', which is
         fast on TPUs, and whose numbers depend on the mesh.
-      summarize_config_fn: `gin_utils.summarize_gin_config`, or None.
+      summarize_config_fn: a function of the directory, a writer and the step, which is called once,
+        such as `gin_utils.summarize_gin_config`; or None.
       inference_evaluator_cls: the class `seqio.Evaluator`, or None.
       get_dataset_fn: `utils.get_dataset`, or None.
       concurrent_metrics: has no effect. Metrics are read while training continues, and actions run
@@ -173,6 +174,7 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
         stop_if_not_finite=stops_on_nan or not skips_nan,
         checkpoints=checkpoints,
         restore=restore,
+        writers=writers_with(f'{KEY}.summarize_config_fn', settings['summarize_config_fn']),
         num_microbatches=1 if not trainer.num_microbatches else trainer.num_microbatches,
         weight_metrics=trainer.weight_metrics_computer is not None,
         log_every=settings['stats_period'] or min(periods, default=last_step),
@@ -206,7 +208,6 @@ def _check(settings: Mapping[str, Any]) -> None:
     verify = settings['verify_matching_vocabs_fn']
     if verify is not None and not callable(verify):
         raise refusal(f'{KEY}.verify_matching_vocabs_fn', verify, 'it must be a function or None')
-    check_summarize(f'{KEY}.summarize_config_fn', settings['summarize_config_fn'])
     expect_class(f'{KEY}.trainer_cls', settings['trainer_cls'], Trainer, '@trainer.Trainer')
     for name, kind, written in OBJECTS:
         if settings[name] is not None or name not in MAY_BE_NONE:
