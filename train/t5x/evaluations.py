@@ -129,7 +129,7 @@ def tasks_of(
 
 def _name_of(config: DatasetConfig) -> str:
     name = config.mixture_or_task_name
-    return name if isinstance(name, str) else 'train_eval'
+    return name if isinstance(name, str) else getattr(name, 'name', '') or 'train_eval'
 
 
 def _parts(task: Any) -> list[tuple[str, Task]]:
