@@ -1,15 +1,30 @@
 """T5X's mixtures of experts: its trainer, models and network."""
 
+import dataclasses
+import functools
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small import batch
 
+from partitioning import MoePjitPartitioner, TrainState
+from train.data import ByteTokenizer
 from train.errors import ConfigError
+from train.models.experts import ExpertsConfig
+from train.models.t5 import T5Config
 from train.optimizers import Optimizer, as_transformation
+from train.steps import make_train_step
+from train.t5x import decoder_only_network, network
+from train.t5x.moe_models import MoeDecoderOnlyModel, MoeEncoderDecoderModel
 from train.t5x.moe_trainer import MoeTrainer
 
 pytestmark = pytest.mark.core
+
+BYTES = ByteTokenizer()
 
 
 class Model:
@@ -67,3 +82,180 @@ def test_a_network_without_experts():
     tx = trainer.optimizer(Model(None)).build()
     with pytest.raises(ConfigError, match="selects none of the 1 parameters, such as 'mlp/wi'"):
         tx.update({'mlp': {'wi': jnp.ones(2)}}, tx.init(PARAMS), PARAMS)
+
+
+# Models.
+
+EXPERTS = ExpertsConfig(num_experts=4, num_selected_experts=2)
+SIZES = {
+    'vocab_size': 264,
+    'emb_dim': 16,
+    'num_heads': 2,
+    'head_dim': 8,
+    'mlp_dim': 32,
+    'mlp_activations': ('gelu', 'linear'),
+    'dropout_rate': 0.1,
+}
+LAYERS = {'num_encoder_layers': 1, 'num_decoder_layers': 1}
+
+
+def encoder_decoder(experts=EXPERTS, **settings):
+    config = network.T5Config(**SIZES, **LAYERS, experts=experts)
+    given = {'input_vocabulary': BYTES, 'output_vocabulary': BYTES, 'optimizer_def': optax.sgd(0.1)}
+    return MoeEncoderDecoderModel(network.Transformer(config), **given | settings)
+
+
+def decoder_only(**settings):
+    config = decoder_only_network.TransformerConfig(**SIZES, num_layers=2, experts=EXPERTS)
+    module = decoder_only_network.DecoderWrapper(config)
+    optimizer = optax.adam(0.01)
+    return MoeDecoderOnlyModel(module, vocabulary=BYTES, optimizer_def=optimizer, **settings)
+
+
+def pairs(rows=8):
+    """Rows of inputs with padding, and targets; the last row is padding."""
+    found = batch(0, rows, 12)
+    inputs = np.array(found['decoder_input_tokens']) + 1
+    inputs[1, 4:] = 0
+    found['decoder_target_tokens'] = found['decoder_target_tokens'] + 1
+    for array in (inputs, *found.values()):
+        array[-1] = 0
+    return {'encoder_input_tokens': inputs, **found}
+
+
+def gradients(objective, rng):
+    """A function (params, batch) -> (gradients, (total, sums))."""
+
+    def loss(params, batch):
+        total, sums, _ = objective.loss(params, batch, rng, {})
+        return total, (total, sums)
+
+    return jax.grad(loss, has_aux=True)
+
+
+def test_an_encoder_decoder_on_a_mesh():
+    """The loss of data 2 x expert 4 is that of one device, with dropout and dropped tokens."""
+    model = encoder_decoder(aux_loss_factor=0.1, loss_normalizing_factor='NUM_REAL_TARGET_TOKENS')
+    objective, rows = model.objective(), pairs()
+    partitioner = MoePjitPartitioner(num_expert_partitions=4, num_partitions=1)
+    assert dict(partitioner.mesh.shape) == {'data': 2, 'expert': 4, 'model': 1}
+    plan = partitioner.plan(lambda key: objective.init(key, rows)['params'], jax.random.key(0))
+    params, spec = plan.init(jax.random.key(0)), partitioner.data_partition_spec
+    for stack in ('encoder', 'decoder'):
+        names = {'wi_0': (4, 16, 32), 'wi_1': (4, 16, 32), 'wo': (4, 32, 16)}
+        for name, shape in names.items():
+            kernel = params[stack]['layers_0']['mlp']['expert'][name]['kernel']
+            assert kernel.shape == shape and kernel.sharding.shard_shape(shape) == (1, *shape[1:])
+        router = params[stack]['layers_0']['mlp']['router']['router_weights']['w']['kernel']
+        assert router.shape == (16, 4)
+    step = gradients(objective, jax.random.key(1))
+    program = partitioner.partition(step, (plan.specs, spec), (plan.specs, None))
+    found = jax.device_get(program(params, rows))
+    one = jax.device_put(jax.device_get(params), jax.devices()[0])
+    expected = jax.device_get(jax.jit(step)(one, rows))
+    same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(same, found, expected)
+    _, (total, sums) = found
+    assert sums['experts/dropped_tokens'] > 0
+    auxiliary = 0.1 * sums['experts/auxiliary_loss']
+    np.testing.assert_allclose(total, sums['loss'] + auxiliary, rtol=1e-5)
+    text = program.lower(params, rows).compile().as_text()
+    # There and back, forward and backward, in both layers.
+    assert len(re.findall(r' all-to-all(?:-start)?\(', text)) == 8
+    assert 'all-gather(' not in text
+
+
+def test_factors_and_a_divisor():
+    """T5X divides the cross-entropy by the number, and adds the losses of the experts."""
+    factors = {'aux_loss_factor': 0.5, 'router_z_loss_factor': 0.25}
+    model, rows = encoder_decoder(loss_normalizing_factor=40, **factors), pairs()
+    objective = model.objective()
+    params = jax.jit(objective.init)(jax.random.key(0), rows)['params']
+    total, sums, _ = jax.jit(lambda p: objective.loss(p, rows, None, {}))(params)
+    assert objective.divisor(sums, rows) == 40
+    losses = [
+        float(sums[f'experts/{k}'] / sums['weight']) for k in ('auxiliary_loss', 'router_z_loss')
+    ]
+    expected = float(sums['loss']) / 40 + 0.5 * losses[0] + 0.25 * losses[1]
+    assert float(total) / 40 == pytest.approx(expected, rel=1e-5)
+    assert losses[0] >= 1.9 and losses[1] > 0
+
+
+def test_decoding_step_by_step():
+    """Cached steps give the logits of whole rows, if experts take all tokens of these."""
+    whole = encoder_decoder(dataclasses.replace(EXPERTS, dropless=True)).module
+    limited, rows = encoder_decoder().module, pairs()  # which would drop tokens of whole rows
+    inputs, given = rows['encoder_input_tokens'], rows['decoder_input_tokens'][:, :5]
+
+    @jax.jit
+    def compare(key):
+        params = whole.init(key, inputs, given, given * 0 + 1, deterministic=True)['params']
+        expected = whole.apply({'params': params}, inputs, given, given * 0 + 1, deterministic=True)
+        encoded = whole.apply({'params': params}, inputs, deterministic=True, method='encode')
+
+        def decode(variables, tokens):
+            return limited.apply(
+                {'params': params, **variables},
+                *(encoded, inputs, tokens, tokens),
+                deterministic=True,
+                decode=True,
+                max_decode_length=5,
+                method='decode',
+                mutable=['cache'],
+            )
+
+        def step(cache, tokens):
+            logits, changed = decode({'cache': cache}, tokens[:, None])
+            return changed['cache'], logits[:, 0]
+
+        _, found = jax.lax.scan(step, decode({}, given)[1]['cache'], given.T)
+        return found.swapaxes(0, 1), expected
+
+    np.testing.assert_allclose(*compare(jax.random.key(0)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_decoder_trains():
+    trainer = MoeTrainer(learning_rate_fn=lambda step: 0.01, num_expert_partitions=4)
+    model = decoder_only(aux_loss_factor=0.01)
+    objective, tx = model.objective(), as_transformation(trainer.optimizer(model))
+    partitioner = MoePjitPartitioner(num_expert_partitions=4, num_partitions=1)
+
+    def init(key):
+        return TrainState.create(objective.init(key, batch(0)), tx)
+
+    plan, spec = partitioner.plan(init, jax.random.key(0)), partitioner.data_partition_spec
+    state = plan.init(jax.random.key(0))
+    key = jax.random.key(1)
+    step = make_train_step(objective, tx, key=key, num_microbatches=1, data_spec=spec)
+    program = partitioner.partition(step, (plan.specs, spec), (plan.specs, None), donate_argnums=0)
+    losses = []
+    for i in range(20):
+        state, metrics = program(state, batch(i % 4))
+        losses.append(float(metrics['loss']))
+    assert np.mean(losses[-4:]) < 0.8 * np.mean(losses[:4])
+    assert float(metrics['experts/expert_usage']) > 0
+
+
+@pytest.mark.parametrize(
+    'experts, settings, message',
+    [
+        (None, {}, r'module has no experts: write T5Config.experts = @moe_network.ExpertsConfig\('),
+        (EXPERTS, {'aux_loss_factor': -1.0}, r'MoeEncoderDecoderModel.aux_loss_factor is -1.0: '),
+    ],
+)
+def test_settings_of_models(experts, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        encoder_decoder(experts, **settings)
+
+
+def test_layers_with_experts():
+    """Layers 1 and 3 of the encoder and 2 of the decoder: the losses are means over all three."""
+    experts = dataclasses.replace(EXPERTS, encoder_every=2, decoder_every=3)
+    config = T5Config(**SIZES, num_encoder_layers=4, num_decoder_layers=3, experts=experts)
+    chosen = {'encoder': range(4), 'decoder': range(3)}
+    found = {s: [config.of_layer(s, i).experts for i in layers] for s, layers in chosen.items()}
+    assert [e is not None for e in found['encoder']] == [False, True, False, True]
+    assert [e is not None for e in found['decoder']] == [False, False, True]
+    assert found['decoder'][2].auxiliary_loss_factor == pytest.approx(0.01 / 3)
+    with pytest.raises(ConfigError, match='encoder_every is 2 and decoder_every is 3, but scanned'):
+        dataclasses.replace(config, scan_layers=True, scalable=True)

@@ -106,7 +106,10 @@ class TokenLoss(Objective):
             'accuracy': jnp.sum(correct_BL * weights_BL),
         }
         sums = applied.add_sown(sums)
-        total = sums['loss'] + sums.get('auxiliary_loss', 0.0)
+        total = sums['loss']
+        if applied.auxiliary_loss is not None:
+            # It is a mean, which the divisor must not change.
+            total += applied.auxiliary_loss * self.divisor(sums, batch)
         if self.z_loss:
             sums['z_loss'] = self.z_loss * jnp.sum(jnp.square(log_z_BL) * weights_BL)
             total += sums['z_loss']
