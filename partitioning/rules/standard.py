@@ -63,8 +63,11 @@ def _standard_rules(
     embed: list[MeshAxes] = ['fsdp'] if 'fsdp' in mesh_axes else []
     embed += [model] if dims[0] == 2 else []
     embed += [data] if dims[1] == 2 else []
-    rules: list[tuple[str, MeshAxes]] = [
-        ('batch', from_tuple(batch)),
+    rules: list[tuple[str, MeshAxes]] = [('batch', from_tuple(batch))]
+    if 'expert' in mesh_axes:
+        # Like 'batch', it comes before 'embed', which may name the same axes.
+        rules += [('expert_replicas', from_tuple(tuple(a for a in batch if a != 'expert')))]
+    rules += [
         ('vocab', model),
         ('mlp', model),
         ('heads', model),
@@ -83,7 +86,6 @@ def _standard_rules(
             ('expert', 'expert'),
             ('expert_mlp', model),
             ('expert_group', None),
-            ('expert_replicas', from_tuple(tuple(axis for axis in batch if axis != 'expert'))),
             ('unmodeled', None),
         ]
     if 'stage' in mesh_axes:

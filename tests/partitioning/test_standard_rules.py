@@ -171,6 +171,12 @@ ALL = ('data', 'fsdp', 'sequence', 'expert', 'stage', 'model')
             ('expert_replicas', 'expert', 'unmodeled'),
             P(('replica', 'data'), 'expert', None),
         ),
+        (
+            ('data', 'expert', 'model'),
+            (1, 2),
+            ('expert_replicas', 'expert', 'embed'),
+            P('data', 'expert', None),  # not 'data' for 'embed', which would gather the tokens
+        ),
         (('fsdp', 'model'), (1, 1), ('vocab', 'embed'), P('model', 'fsdp')),
         (('fsdp', 'model'), (1, 1), ('batch', 'length', 'embed'), P('fsdp', None, None)),
         (('data', 'fsdp', 'model'), (2, 1), ('batch', 'embed'), P(('data', 'fsdp'), 'model')),
