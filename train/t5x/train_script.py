@@ -16,6 +16,7 @@ from train.data import Task
 from train.errors import check_counts
 from train.runtime.console import RunConsole
 from train.runtime.machine import raise_on_all_processes
+from train.t5x import seqio
 from train.t5x.configs import CheckpointConfig, DatasetConfig
 from train.t5x.evaluations import DECODED, decoded, held_out, reader_of, tasks_of
 from train.t5x.gin_utils import writers_with
@@ -30,7 +31,6 @@ from train.t5x.run_functions import (
     prepare_train_iter,
     verify_matching_vocabs,
 )
-from train.t5x.seqio import open_evaluator
 from train.t5x.trainer import Trainer, translate_actions
 from train.train import train as train_here
 
@@ -68,7 +68,7 @@ def train(
     random_seed: int | None = None,
     use_hardware_rng: bool = False,
     summarize_config_fn: Any = None,
-    inference_evaluator_cls: Any = None,
+    inference_evaluator_cls: Any = seqio.Evaluator,
     get_dataset_fn: Any = get_dataset,
     concurrent_metrics: bool = True,
     actions: Mapping[str, Any] | None = None,
@@ -229,7 +229,7 @@ def _evaluators(settings: Mapping[str, Any], task: Task) -> dict[str, Any]:
     if config is not None:
         evaluators = held_out(model, config, task, every=every, num_batches=num_batches)
     key = f'{KEY}.inference_evaluator_cls'
-    evaluator = open_evaluator(key, settings['inference_evaluator_cls'])
+    evaluator = seqio.open_evaluator(key, settings['inference_evaluator_cls'])
     decoding = decoded(model, settings['infer_eval_dataset_cfg'], evaluator, every=every)
     return {**evaluators, **decoding}
 
