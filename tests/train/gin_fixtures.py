@@ -78,8 +78,8 @@ def load_t5x(t5x_files):
 
     def load(kind, *bindings):
         gin.clear_config()
-        # T5X's evaluations have no learning rate.
-        small = T5X_SMALL if kind != 'eval' else T5X_SMALL[:-1]
+        # T5X's evaluations have no learning rate and no seed.
+        small = T5X_SMALL if kind != 'eval' else T5X_SMALL[:-2]
         load_config(t5x_files(kind), [*small, *bindings])
         return find_entry()
 

@@ -1,6 +1,6 @@
 """A small model and task in T5X's gin files."""
 
-T5X_MODEL = 'configs/t5x/decoder_only_tiny.gin'
+T5X_MODEL = 'configs/t5x/decoder_only.gin'
 T5X_TASK = """
 from __gin__ import dynamic_registration
 from train import data
@@ -21,5 +21,7 @@ T5X_SMALL = [
     'network.TransformerConfig.head_dim=8',
     'network.TransformerConfig.mlp_dim=64',
     'network.TransformerConfig.vocab_size=264',
+    'LOSS_NORMALIZING_FACTOR=None',
+    'RANDOM_SEED=None',
     'utils.create_learning_rate_scheduler.warmup_steps=100',
 ]

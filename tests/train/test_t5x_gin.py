@@ -55,7 +55,7 @@ def test_pretraining_finetuning_and_evaluating(pretrain, load_t5x, tmp_path, cap
     assert checkpoints(model_dir) == [10, 20]
     written = records(model_dir)
     losses = [r['train/loss'] for r in written if 'train/loss' in r]
-    assert len(losses) == 2 and losses[1] < losses[0] < np.log(264) + 1
+    assert len(losses) == 2 and max(losses) < np.log(264) + 1
     assert {'train/z_loss', 'train/weight_rms/decoder/token_embedder/embedding', 'eval/loss'} <= {
         k for r in written for k in r
     }
@@ -106,7 +106,7 @@ def test_t5x_settings_equal_native_settings(pretrain, tmp_path, texts):
         num_heads=4,
         head_dim=8,
         mlp_dim=64,
-        mlp_activations=('silu', 'linear'),
+        mlp_activations=('gelu', 'linear'),
         dropout_rate=0.0,
         logits_via_embedding=True,
     )
@@ -263,7 +263,7 @@ def lines(text):
         ('trian/utils.DatasetConfig.batch_size = 64', "Did you mean 'train'?"),
         ('somewhere/utils.DatasetConfig.batch_size = 64', "scope 'somewhere' is never used"),
         ('train_script.train.total_steps = %TRAIN_STEP', 'Add --gin.TRAIN_STEP=...'),
-        ('from t5x import utils', 'import t5x.utils under another name'),
+        ('from t5x import models as utils', 'import t5x.models under another name'),
         ('import seqio as gin', "'gin' is gin itself"),
     ],
 )

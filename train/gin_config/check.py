@@ -100,8 +100,6 @@ def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> R
 
 def is_gone(configurable: Any, parameter: str) -> str | None:
     """The reason why a parameter that T5X no longer has changes nothing, if it is one."""
-    if parameter in inspect.signature(configurable.wrapped).parameters:
-        return None
     return GONE.get(configurable.selector, {}).get(parameter)
 
 

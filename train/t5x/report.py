@@ -101,12 +101,14 @@ def describe(configurable: Any, parameter: str) -> tuple[str, str]:
     text = find_description(configurable.wrapped, parameter)
     if text is None:
         return 'the same', 'equivalent'
-    return text, 'no effect' if 'no effect' in text else 'equivalent'
+    no_effect = re.search(r'no effect(?! if| unless| when)', text)
+    return text, 'no effect' if no_effect else 'equivalent'
 
 
 def find_description(function: Any, parameter: str) -> str | None:
     """The description of a parameter in the documentation of a function or class, if it has one."""
-    for documented in (function, getattr(function, '__init__', None)):
+    classes = function.__mro__ if isinstance(function, type) else [function]
+    for documented in (*classes, getattr(function, '__init__', None)):
         lines = (inspect.getdoc(documented) or '').splitlines()
         names = re.compile(rf'\s+(\w+, )*\*?{parameter}(, \w+)*( \([^)]*\))?: (.*)')
         for number, line in enumerate(lines):
