@@ -1,0 +1,284 @@
+"""T5X's reference models here: the greatest differences from what T5X itself computed.
+
+  python benchmarks/t5x_parity.py --data DIR
+
+DIR has a folder for each model, with `model.json`, `data.npz` and checkpoints; and folders
+`<model>_variants` with the same checkpoints stored otherwise. The checkpoints of both formats are
+read, and all batches of `data.npz` are computed: logits, encoder outputs, scores, losses with every
+divisor, and gradients. A difference is absolute, except that of losses and scores, which is
+relative. The command fails if one is above its limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from train.objectives import EncoderDecoder, PrefixLanguageModel, TokenLoss, compute_loss
+from train.t5x.checkpoint_reader import read_arrays
+from train.t5x.modules import MODULES
+
+# The greatest difference allowed, by the beginning of the name of a figure.
+LIMITS = {
+    'names and axes': 0.0,
+    'initial': 1e-6,
+    'logits_bfloat16': 0.05,
+    'loss': 1e-6,
+    'score': 1e-6,
+    'sum of weights': 1e-6,
+    '': 1e-5,
+}
+DIVISORS = {
+    None: 1.0,
+    'NUM_REAL_TARGET_TOKENS': 'weights',
+    'NUM_TOTAL_TARGET_TOKENS': 'targets',
+    'AVERAGE_PER_SEQUENCE': 'sequences',
+}
+
+Arrays = Mapping[str, Any]
+
+
+class Difference(NamedTuple):
+    """The difference of one figure, and where it was found."""
+
+    figure: str
+    value: float
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A model of T5X with its inputs and results."""
+
+    folder: Path
+    facts: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+
+    @staticmethod
+    def read(folder: Path) -> Reference:
+        """Reads the folder of a model."""
+        with np.load(folder / 'data.npz') as file:
+            arrays = dict(file)
+        return Reference(folder, json.loads((folder / 'model.json').read_text()), arrays)
+
+    @property
+    def batches(self) -> list[str]:
+        """The names of the batches."""
+        return sorted({name.split('/')[0] for name in self.arrays if name.count('/in/')})
+
+    def batch(self, name: str) -> dict[str, jax.Array]:
+        """The inputs of the model."""
+        start = f'{name}/in/'
+        found = {k: v for k, v in self.arrays.items() if k.startswith(start)}
+        return {k.removeprefix(start): jnp.asarray(v) for k, v in found.items()}
+
+    def objective(self, model: nn.Module | None = None, **settings: Any) -> TokenLoss:
+        """The objective with a model, by default the reference model."""
+        model = self.network() if model is None else model
+        if not self.is_decoder_only:
+            return EncoderDecoder(model=model, **settings)
+        settings.setdefault('bidirectional_prefix', True)
+        return PrefixLanguageModel(model=model, **settings)
+
+    @property
+    def is_decoder_only(self) -> bool:
+        return 'decoder_only' in self.facts['model']['network']
+
+    def network(self, **changes: Any) -> nn.Module:
+        """The network, with changed settings."""
+        module = importlib.import_module(MODULES[self.facts['model']['network']])
+        settings = self.facts['model']['config'] | changes
+        if self.is_decoder_only:
+            return module.DecoderWrapper(config=module.TransformerConfig(**settings))
+        return module.Transformer(config=module.T5Config(**settings))
+
+
+class Given(nn.Module):
+    """Returns logits that were computed before, given as a parameter."""
+
+    def __call__(self, **inputs: jax.Array) -> Any:
+        return self.get_variable('params', 'logits')
+
+
+def parameters(checkpoint: Path) -> dict[str, Any]:
+    """The parameters of a checkpoint, in float32."""
+    found = {k: v for k, v in read_arrays(checkpoint).items() if k.startswith('target/')}
+    flat = {tuple(k.split('/')[1:]): jnp.asarray(v.read(), jnp.float32) for k, v in found.items()}
+    return unflatten_dict(flat)
+
+
+def compare_initial(reference: Reference) -> Iterator[Difference]:
+    """Compares the names, axes and initial values of parameters."""
+    made = reference.facts['model']
+    inputs = {
+        k: jnp.ones(shape, jnp.int32)
+        for k, shape in made['init_input_shapes'].items()
+        if k != 'decoder_loss_weights'
+    }
+    key = jax.random.PRNGKey(made['init_prng_seed'])
+    init = jax.jit(lambda: reference.network().init(key, **inputs, deterministic=True))
+    variables = init()
+    specs = flatten_dict(nn.get_partition_spec(variables['params']), sep='/')
+    ours = {k: (list(spec), None) for k, spec in specs.items()}
+    theirs = {k: (fact['axes'], None) for k, fact in reference.facts['params'].items()}
+    yield Difference('names and axes', float(ours != theirs), 'init')
+    if (stored := reference.folder / 'legacy/checkpoint_0').exists():
+        expected = flatten_dict(parameters(stored), sep='/')
+        for name, value in flatten_dict(nn.unbox(variables['params']), sep='/').items():
+            yield Difference('initial parameters', _difference(value, expected[name]), name)
+
+
+def compare_checkpoints(
+    reference: Reference, checkpoints: Mapping[str, tuple[str, Any]]
+) -> Iterator[Difference]:
+    """Compares the results of a network, given (step, parameters) by the name of a checkpoint."""
+    for batch_name in reference.batches:
+        batch = reference.batch(batch_name)
+        for kind, (network, settings, dropout) in _kinds(reference).items():
+            if not any(k.startswith(batch_name) and k.endswith(kind) for k in reference.arrays):
+                continue
+            inputs = reference.objective(network, **settings).model_inputs(batch)[1]
+            run = jax.jit(_apply, static_argnums=(0, 3))
+            for name, (step, params) in checkpoints.items():
+                expected = reference.arrays.get(f'{batch_name}/{step}/{kind}')
+                if expected is None:
+                    continue
+                logits = run(network, params, inputs, dropout)
+                where = f'{batch_name}, {name}'
+                yield Difference(kind, _difference(logits, expected), where)
+                if kind == 'logits':
+                    yield from _compare_losses(reference, batch_name, step, logits, where)
+        if f'{batch_name}/step0/encoded' in reference.arrays:
+            encode = jax.jit(
+                lambda p, *x: reference.network().apply(
+                    {'params': p}, *x, deterministic=True, method='encode'
+                )
+            )
+            tokens = batch['encoder_input_tokens'], batch.get('encoder_segment_ids')
+            for name, (step, params) in checkpoints.items():
+                expected = reference.arrays[f'{batch_name}/{step}/encoded']
+                found = _difference(encode(params, *tokens), expected)
+                yield Difference('encoder outputs', found, f'{batch_name}, {name}')
+
+
+def _kinds(reference: Reference) -> dict[str, tuple[nn.Module, dict[str, Any], int | None]]:
+    """For each kind of logits, the network, the settings of its objective, and a dropout seed."""
+    plain = reference.network()
+    bfloat16 = reference.network(dtype='bfloat16')
+    kinds: dict[str, Any] = {
+        'logits': (plain, {}, None),
+        'logits_bfloat16': (bfloat16, {}, None),
+        'logits_dropout0.1_key7': (reference.network(dropout_rate=0.1), {}, 7),
+    }
+    if reference.is_decoder_only:
+        kinds['logits_causal_only'] = (plain, {'bidirectional_prefix': False}, None)
+    if 'float32_attention_logits' in reference.facts['model']['config']:
+        off = reference.network(dtype='bfloat16', float32_attention_logits=False)
+        kinds['logits_bfloat16_flag_off'] = (off, {}, None)
+    return kinds
+
+
+def _apply(network: nn.Module, params: Any, inputs: Arrays, seed: int | None) -> Any:
+    rngs = None if seed is None else {'dropout': jax.random.PRNGKey(seed)}
+    return network.apply({'params': params}, **inputs, deterministic=seed is None, rngs=rngs)
+
+
+def _compare_losses(
+    reference: Reference, batch_name: str, step: str, logits: jax.Array, where: str
+) -> Iterator[Difference]:
+    """Compares losses with every divisor, and scores, given logits."""
+    batch, params = reference.batch(batch_name), {'logits': logits}
+    expected = reference.arrays[f'{batch_name}/{step}/score']
+    score = np.asarray(reference.objective(Given()).score(params, batch))
+    yield Difference('score', float(np.max(np.abs(score / expected - 1))), where)
+    for name, smoothing, z, loss, z_loss, weights in reference.facts['losses'][
+        f'{batch_name}/{step}'
+    ]:
+        objective = reference.objective(
+            Given(), z_loss=z, label_smoothing=smoothing, loss_divisor=DIVISORS.get(name, name)
+        )
+        found = compute_loss(objective, params, batch, None, {})
+        divisor = objective.divisor(found.sums, batch)
+        yield Difference(f'loss, {name}', abs(float(found.total / divisor) / loss - 1), where)
+        yield Difference('sum of weights', abs(float(found.sums['weight']) / weights - 1), where)
+        if z:
+            value = float(found.sums['z_loss'] / divisor)
+            yield Difference('loss, z term', abs(value / z_loss - 1), where)
+
+
+def compare_gradients(reference: Reference, params: Any) -> Iterator[Difference]:
+    """Compares the gradients of the training loss at step 0."""
+    run = next(iter(reference.facts['train'].values()))
+    settings: dict[str, Any] = {k: run[k] for k in ('z_loss', 'label_smoothing')}
+    divisor = DIVISORS[run['loss_normalizing_factor']]
+    objective = reference.objective(loss_divisor=divisor, **settings)
+    batch = reference.batch(run['batch'])
+
+    def loss(params: Any) -> jax.Array:
+        found = compute_loss(objective, params, batch, None, {})
+        return found.total / objective.divisor(found.sums, batch)
+
+    for name, value in flatten_dict(jax.jit(jax.grad(loss))(params), sep='/').items():
+        yield Difference('gradients', _difference(value, reference.arrays[f'grad0/{name}']), name)
+
+
+def compare_model(folder: Path, variants: Path) -> Iterator[Difference]:
+    """Compares everything of a model."""
+    reference = Reference.read(folder)
+    yield from compare_initial(reference)
+    checkpoints: dict[str, tuple[str, Any]] = {}
+    for path in sorted(folder.glob('*/checkpoint_*')):
+        step = f'step{path.name.removeprefix("checkpoint_")}'
+        checkpoints[f'{path.parent.name} {step}'] = step, parameters(path)
+    yield from compare_gradients(reference, checkpoints['legacy step0'][1])
+    if variants.exists():
+        facts = json.loads((variants / 'variants.json').read_text())
+        plain = flatten_dict(checkpoints['legacy step10'][1], sep='/')
+        for name, rounding in facts['reload_max_abs_diff_to_float32'].items():
+            params = parameters(variants / name / 'checkpoint_10')
+            flat = flatten_dict(params, sep='/')
+            found = max(_difference(flat[k], plain[k]) for k in plain)
+            yield Difference('parameters of variants', abs(found - rounding), name)
+            if not rounding:
+                checkpoints[name] = 'step10', params
+    yield from compare_checkpoints(reference, checkpoints)
+
+
+def _difference(found: Any, expected: Any) -> float:
+    found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+    return float(np.max(np.abs(found - expected))) if found.shape == expected.shape else np.inf
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
+    parser.add_argument('--data', type=Path, required=True, help='the folder of the references')
+    data = parser.parse_args().data
+    print(f'{"model":16}{"figure":34}{"worst":>10}{"limit":>10}  compared, worst at')
+    failed = False
+    for folder in sorted(path.parent for path in data.glob('*/model.json')):
+        found: dict[str, list[Difference]] = {}
+        for difference in compare_model(folder, data / f'{folder.name}_variants'):
+            found.setdefault(difference.figure, []).append(difference)
+        for figure, differences in found.items():
+            limit = next(limit for name, limit in LIMITS.items() if figure.startswith(name))
+            worst = max(differences, key=lambda difference: difference.value)
+            failed |= not worst.value <= limit
+            row = f'{folder.name:16}{figure:34}{worst.value:10.1e}{limit:10.0e}'
+            print(f'{row}  {len(differences)}, {worst.where}', flush=True)
+    sys.exit(failed)
+
+
+if __name__ == '__main__':
+    main()
