@@ -63,6 +63,8 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
                 _check_steps_left(config.restore, step, config.total_steps)
             record.check_restored_tokenizer(folder, {'': run.data}, config.restore.setting)
     check_same_step(restored or 0)
+    if restored is not None:  # Before anything is compiled or written.
+        source.check(restored, run.plan.abstract_state)
     for change in changes:
         run.console.say(change)
     return Start(step, source, restored)

@@ -118,6 +118,24 @@ class Checkpoints:
             self._manager.wait_until_finished()
         return max(self.steps(), default=None)
 
+    def check(self, step: int, abstract_state: Any) -> None:
+        """Compares a checkpoint with the state of a run. No array is read.
+
+        Args:
+          step: the step of a saved checkpoint.
+          abstract_state: the arrays of the run, as in `restore`.
+
+        Raises:
+          ConfigError: as in `restore`.
+        """
+        if self._restore is not None and self._restore.dtype is not None:
+            _check_dtype(self._restore, abstract_state.params)
+        if self._reads_with_orbax:
+            self._check(step, abstract_state)
+            return
+        with raise_on_all_processes():
+            self._match(step, abstract_state, ('',), can_initialize=True)
+
     def restore(self, step: int, abstract_state: Any, initialize: Initialize | None = None) -> Any:
         """Restores the state of a step.
 
@@ -199,31 +217,48 @@ class Checkpoints:
         """
         flat, treedef = jax.tree_util.tree_flatten_with_path(abstract_state)
         wanted = {path_str(path): struct for path, struct in flat}
-        names = dict(zip(wanted, self.names(abstract_state), strict=True))
-        restore = self._restore or _OwnCheckpoint(path=str(self.directory))
-        if initialize is None:
-            restore = dataclasses.replace(restore, initialize_missing=False)
         with raise_on_all_processes():
+            matched = self._match(step, abstract_state, parts, initialize is not None)
+            names = zip(wanted, self.names(abstract_state), strict=True)
+            found = {path: matched[name] for path, name in names if name in matched}
             try:
-                by_name = {names[path]: struct for path, struct in wanted.items()}
-                matched = match_arrays(
-                    self.arrays(step, by_name),
-                    by_name,
-                    restore,
-                    where=str(self.path(step)),
-                    parts=parts,
-                    casts=self.casts or restore.dtype is not None,
-                    adapt=self.adapt,
-                )
-                found = {p: matched[name] for p, name in names.items() if name in matched}
                 arrays = read_all(found, wanted)
-            except ConfigError:
-                raise
             except Exception as error:  # Many types, for files that are missing or damaged.
                 raise self._damaged(step, error) from error
         if initialize is not None and (missing := wanted.keys() - arrays.keys()):
             arrays |= initialize(missing)
         return jax.tree.unflatten(treedef, [arrays[path] for path in wanted])
+
+    def _match(
+        self, step: int, abstract_state: Any, parts: tuple[str, ...], can_initialize: bool
+    ) -> dict[str, StoredArray]:
+        """Finds the stored array for each array of a state, by its name in the checkpoint.
+
+        Args:
+          step: the step of the checkpoint.
+          abstract_state: the arrays to find.
+          parts: the beginnings of the names that are compared.
+          can_initialize: whether arrays that are not in the checkpoint can be initialized.
+        """
+        structs = jax.tree.leaves(abstract_state)
+        by_name = dict(zip(self.names(abstract_state), structs, strict=True))
+        restore = self._restore or _OwnCheckpoint(path=str(self.directory))
+        if not can_initialize:
+            restore = dataclasses.replace(restore, initialize_missing=False)
+        try:
+            return match_arrays(
+                self.arrays(step, by_name),
+                by_name,
+                restore,
+                where=str(self.path(step)),
+                parts=parts,
+                casts=self.casts or restore.dtype is not None,
+                adapt=self.adapt,
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # Many types, for files that are missing or damaged.
+            raise self._damaged(step, error) from error
 
     def _check(self, step: int, abstract_state: Any, prefixes: tuple[str, ...] = ('',)) -> None:
         """Compares the checkpoint with the state, before `restore` makes processes wait."""
