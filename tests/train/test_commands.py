@@ -37,6 +37,7 @@ def test_the_help_has_an_example_of_each_command(capsys, arguments):
     [
         ('train', ['pretrain, quickstart', 'meshwright train quickstart', '--gin_allow']),
         ('eval', ['meshwright eval runs/quickstart --step=225', 'later files override']),
+        ('predict', ['meshwright predict runs/translate --beams=4', '--mode', '--top_p']),
         ('generate', ['meshwright generate runs/quickstart --prompt', '--temperature']),
         ('mesh', ['usage: meshwright mesh [--num_partitions N | --mesh data=4', '--png']),
         ('plan', ['show      print a plan', 'diff']),

@@ -12,6 +12,11 @@ from collections.abc import Sequence
 _COMMANDS = {
     'train': ('training.train', 'train a model, or resume a run', 'quickstart'),
     'eval': ('scoring.evaluate', 'score a run on held-out data', 'runs/quickstart'),
+    'predict': (
+        'scoring.predict',
+        'write what a model predicts for every held-out example',
+        'runs/translate --beams=4',
+    ),
     'generate': (
         'scoring.generate',
         'continue prompts with a trained model',

@@ -1,4 +1,4 @@
-"""`meshwright eval` and `meshwright generate`: what a trained model scores and writes."""
+"""`meshwright eval`, `predict` and `generate`: what a trained model scores and writes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from train.errors import ConfigError
 if TYPE_CHECKING:
     from train.checkpoints import RestoreConfig
     from train.config import TrainConfig
+    from train.decoding import Search
 
 _EVALUATE = """\
 Scores the newest checkpoint of a run with the evaluators of the run, from its folder alone.
 
   {prog} runs/quickstart
   {prog} runs/quickstart --step=225 --gin.NUM_PARTITIONS=1
+"""
+_PREDICT = """\
+Predicts the targets of every held-out example, one line of JSON per example. A command that was
+stopped resumes.
+
+  {prog} runs/translate --beams=4 --output=predictions
+  {prog} runs/translate --mode=score
 """
 _GENERATE = """\
 Continues prompts with the language model of a run, all of them in one batch.
@@ -41,14 +49,42 @@ def evaluate(arguments: Sequence[str], prog: str) -> int:
     return run(command, options)
 
 
+def predict(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright predict`, and returns its exit status."""
+    parser = _make_parser(prog, 'RUN [--mode MODE] [--output FOLDER] [...]', _PREDICT)
+    parser.add_argument('--mode', default='predict', help='predict, predict_with_aux or score')
+    parser.add_argument('--output', help='the folder of the files (RUN/predictions/STEP)')
+    parser.add_argument('--beams', type=int, default=0, help='the beams of a beam search (none)')
+    _add_sampling(parser, temperature=0.0)
+    parser.add_argument('--seed', type=int, default=0, help='another seed samples others (0)')
+    options = parser.read(arguments)
+
+    def command() -> None:
+        import functools
+
+        from train.decoding import beam_search, predict, sample
+        from train.evaluation import evaluate
+        from train.evaluators import PredictionFiles
+
+        config, restore = _read_run(options)
+        sampling = {name: getattr(options, name) for name in ('temperature', 'top_k', 'top_p')}
+        search: Search = functools.partial(sample, **sampling)
+        if options.beams:
+            search = beam_search
+        decode = functools.partial(predict, decode_fn=search, num_decodes=options.beams or 1)
+        files = PredictionFiles(mode=options.mode, predict=decode, output_dir=options.output)
+        changes = {'evaluators': {'predict': files}, 'seed': options.seed}
+        evaluate(dataclasses.replace(config, **changes), restore=restore)
+
+    return run(command, options)
+
+
 def generate(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright generate`, and returns its exit status."""
     parser = _make_parser(prog, 'RUN --prompt TEXT [--prompt TEXT ...] [...]', _GENERATE)
     parser.add_argument('--prompt', action='append', required=True, help='a text to continue')
     parser.add_argument('--length', type=int, default=256, help='tokens with the prompt (256)')
-    parser.add_argument('--temperature', type=float, default=0.8, help='0 is greedy (0.8)')
-    parser.add_argument('--top_k', type=int, default=0, help='sample only the K most likely (all)')
-    parser.add_argument('--top_p', type=float, default=0.0, help='sample only this share (all)')
+    _add_sampling(parser, temperature=0.8)
     parser.add_argument('--seed', type=int, default=0, help='another seed writes other text (0)')
     options = parser.read(arguments)
 
@@ -68,6 +104,13 @@ def generate(arguments: Sequence[str], prog: str) -> int:
         evaluate(dataclasses.replace(config, **changes), restore=restore)
 
     return run(command, options)
+
+
+def _add_sampling(parser: CommandParser, temperature: float) -> None:
+    shown = f'0 is greedy ({temperature:g})'
+    parser.add_argument('--temperature', type=float, default=temperature, help=shown)
+    parser.add_argument('--top_k', type=int, default=0, help='sample only the K most likely (all)')
+    parser.add_argument('--top_p', type=float, default=0.0, help='sample only this share (all)')
 
 
 def _make_parser(prog: str, usage: str, description: str) -> CommandParser:

@@ -1,0 +1,132 @@
+"""Decodes with T5X's reference models, compared with what T5X itself decoded.
+
+  python benchmarks/t5x_decoding.py --data DIR
+
+DIR has a folder for each model, with `model.json`, `data.npz` and `orbax/checkpoint_<step>`. Every
+kind of `decode/<step>/<kind>/tokens` in data.npz is decoded from the batch 'padded': tokens must be
+equal, and scores differ by at most 1e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from train.decoding import predict
+from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
+from train.objectives import EncoderDecoder, PrefixLanguageModel
+from train.t5x.checkpoint_reader import read_arrays
+from train.t5x.decoding import as_search, beam_search, temperature_sample
+
+LIMIT = 1e-4
+
+
+class Comparison(NamedTuple):
+    """One kind of decoding of a checkpoint: wrong rows, rows, greatest difference of scores."""
+
+    kind: str
+    wrong: int
+    rows: int
+    difference: float
+
+
+def compare_model(folder: Path) -> Iterator[Comparison]:
+    """Decodes with each checkpoint of a model in each recorded way."""
+    facts = json.loads((folder / 'model.json').read_text())
+    objective = objective_of(facts['model'])
+    with np.load(folder / 'data.npz') as file:
+        arrays = dict(file)
+    kinds = sorted({tuple(k.split('/')[1:3]) for k in arrays if re.match('decode/step', k)})
+    for step, kind in kinds:
+        number = step.removeprefix('step')
+        stored = read_arrays(folder / f'orbax/checkpoint_{number}')
+        target = {k: x for k, x in stored.items() if k.startswith('target/')}
+        params = traverse_util.unflatten_dict(
+            {tuple(k.split('/')[1:]): jnp.asarray(x.read()) for k, x in target.items()}
+        )
+        found = jax.jit(predictor(objective, kind, facts['decoding'].get(f'{step}/eos2')))(
+            params, batch_of(arrays, kind)
+        )
+        tokens, scores = (arrays.get(f'decode/{step}/{kind}/{n}') for n in ('tokens', 'scores'))
+        wrong = int(np.any(np.asarray(found.tokens) != tokens, axis=(1, 2)).sum())
+        difference = 0.0 if scores is None else float(np.abs(found.scores - scores).max())
+        yield Comparison(f'{step} {kind}', wrong, len(found.tokens), difference)
+
+
+def objective_of(model: dict[str, Any]) -> Any:
+    """The objective with the network of a model.json."""
+    sizes, network = model['config'], model['network']
+    if 'decoder_only' in network:
+        prefix = bool(model['inputs_bidirectional_attention'])
+        net = DecoderOnly(DecoderOnlyConfig(**sizes))
+        return PrefixLanguageModel(model=net, bidirectional_prefix=prefix)
+    scalable = {'scalable': True} if 'scalable' in network else {}
+    return EncoderDecoder(model=T5(T5Config(**sizes, **scalable)))
+
+
+def predictor(objective: Any, kind: str, eos2: int | None) -> Any:
+    """The function (params, batch) -> all decodes of a kind."""
+    base = kind.removesuffix('_eos2')
+    search: Any = functools.partial(temperature_sample, temperature=0.0)
+    num_decodes, key = 1, None
+    if base == 'greedy_unscaled_scores':
+        search = functools.partial(search, rescale_log_probs=False)
+    elif beams := re.fullmatch(r'beam(\d+)', base):
+        search, num_decodes = beam_search, int(beams[1])
+    elif found := re.fullmatch(r'sample_t([\d.]+)_(topk|topp)([\d.]+)_key(\d+)', base):
+        mask = (
+            {'topk': int(found[3])} if found[2] == 'topk' else {'topk': 0, 'topp': float(found[3])}
+        )
+        search = functools.partial(temperature_sample, temperature=float(found[1]), **mask)
+        num_decodes, key = 2, jax.random.PRNGKey(int(found[4]))
+    return lambda params, batch: predict(
+        objective,
+        params,
+        batch,
+        key,
+        decode_fn=as_search(search),
+        num_decodes=num_decodes,
+        return_all_decodes=True,
+        prompt_with_targets=base == 'greedy_prompted',
+        end_token=eos2 if kind.endswith('_eos2') else 1,
+    )
+
+
+def batch_of(arrays: dict[str, np.ndarray], kind: str) -> dict[str, jax.Array]:
+    """The batch that T5X decoded."""
+    start = 'padded/in/'
+    batch = {k.removeprefix(start): jnp.asarray(x) for k, x in arrays.items() if start in k}
+    if kind == 'greedy_prompted':
+        batch['decoder_input_tokens'] = jnp.asarray(arrays['decode/prompt_decoder_input_tokens'])
+    return batch
+
+
+def main() -> int:
+    """Prints a line for each kind, and returns 1 if one differs."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--data', type=Path, required=True)
+    folders = sorted(path.parent for path in parser.parse_args().data.glob('*/model.json'))
+    bad = 0
+    for folder in folders:
+        for one in compare_model(folder):
+            ok = not one.wrong and one.difference <= LIMIT
+            bad += not ok
+            rows = f'{one.rows - one.wrong} of {one.rows} rows equal'
+            end = '' if ok else '  DIFFERS'
+            print(f'{folder.name:<14} {one.kind:<34} {rows}, scores {one.difference:.1e}{end}')
+    print(f'{bad} kinds differ' if bad else 'all kinds are equal')
+    return int(bool(bad))
+
+
+if __name__ == '__main__':
+    raise SystemExit(main())
