@@ -89,7 +89,7 @@ def as_task(found: Any, reading: Reading) -> Any:
         inputs_tokenizer=vocabularies.get('inputs'),
         add_end=(),  # the preprocessors of the task have added it
         name=found.name,
-        metrics=tuple(getattr(found, 'predict_metric_fns', None) or found.metric_fns),
+        metrics=tuple(getattr(found, 'predict_metric_fns', found.metric_fns)),
         postprocess=found.postprocess_fn,
     )
 

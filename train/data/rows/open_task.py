@@ -211,7 +211,7 @@ class OpenText(OpenTask):
             rows=grain.MapDataset.concatenate(datasets),
             num_documents=sum(stream.num_documents for stream in streams),
             num_bytes=sum(stream.num_bytes for stream in streams) if scored else None,
-            text=b''.join(map(self.tokenizer.decode, beginnings)),
+            text=b''.join(map(self.tokenizer.decode, beginnings)) if scored else b'',
         )
 
 
