@@ -74,10 +74,13 @@ def test_splits_and_orders():
     config = settings(task, split='train[:40%]', shuffle=False)
     rows = config.evaluated_task(READER).open(LENGTHS).evaluation().rows
     assert targets_of(rows, len(rows)) == numbers[:4]
-    config = settings(task, split='test', shuffle=False)
-    assert not isinstance(config.evaluated_task(READER), Subset)
-    rows = config.evaluated_task(READER).open(LENGTHS).evaluation().rows
-    assert targets_of(rows, 1) == ['held out'[:7]]
+    for split in ('test', 'validation_matched'):
+        config = settings(task, split=split, shuffle=False)
+        assert not isinstance(config.evaluated_task(READER), Subset)
+        rows = config.evaluated_task(READER).open(LENGTHS).evaluation().rows
+        assert targets_of(rows, 1) == ['held out'[:7]]
+    with pytest.raises(ConfigError, match="split is 'trains'"):
+        settings(task, split='trains').training_task(READER)
 
 
 def test_lengths():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,8 +53,9 @@ class DatasetConfig:
         whose tokenizer is not set has the vocabulary of the model.
       task_feature_lengths: {'inputs': the number of input tokens in a row, 'targets': the number of
         target tokens}. None does not cut them: rows are as long as the longest text.
-      split: 'train', 'validation' or 'test', or a slice such as 'train[:90%]'. The last two are the
-        held-out part of a task of train.data.
+      split: 'train', 'validation' or 'test', or a slice such as 'train[:90%]'. The last two,
+        also with an ending as in 'validation_matched', are the held-out part of a task of
+        train.data.
       batch_size: the number of rows in a batch.
       shuffle: whether rows are shuffled.
       seed: the seed of the order of the rows. None uses the seed of the run.
@@ -103,7 +105,8 @@ class DatasetConfig:
         if isinstance(task, CausalLM) and task.packing == 'pack' and not self.pack:
             why = "the task packs documents (CausalLM.packing is 'pack'); write pack = True"
             raise refusal(f'train/{KEY}.pack', self.pack, why)
-        return self._subset(task, self.split == 'train' and self.shuffle, training=self.split)
+        split = self._own_split
+        return self._subset(task, split == 'train' and self.shuffle, training=split)
 
     def evaluated_task(self, reader: Reader, *, pack: bool | None = None) -> Task:
         """The task whose held-out part is evaluated.
@@ -116,8 +119,14 @@ class DatasetConfig:
           ConfigError: as in `training_task`.
         """
         task = self._adapted(reader, pack)
-        plain = self.split in ('validation', 'test') and not self.shuffle
-        return self._subset(task, plain, held_out=self.split)
+        split = self._own_split
+        plain = split in ('validation', 'test') and not self.shuffle
+        return self._subset(task, plain, held_out=split)
+
+    @property
+    def _own_split(self) -> str:
+        """The split of a task of this trainer, which has only one held-out part."""
+        return re.sub(r'^(validation|test)_\w+', r'\1', self.split)
 
     def _adapted(self, reader: Reader, pack: bool | None = None) -> Any:
         pack = self.pack if pack is None else pack
