@@ -5,8 +5,8 @@
 DIR has a folder for each model, with `model.json`, `data.npz` and checkpoints; and folders
 `<model>_variants` with the same checkpoints stored otherwise. The checkpoints of both formats are
 read, and all batches of `data.npz` are computed: logits, encoder outputs, scores, losses with every
-divisor, and gradients. A difference is absolute, except that of losses and scores, which is
-relative. The command fails if one is above its limit.
+divisor, and gradients. Rows are made from the raw examples. A difference is absolute, except that
+of losses and scores, which is relative. The command fails if one is above its limit.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from train.data import InputsToTargets, TokenIds
 from train.objectives import EncoderDecoder, PrefixLanguageModel, TokenLoss, compute_loss
 from train.t5x.checkpoint_reader import read_arrays
 from train.t5x.modules import MODULES
@@ -33,6 +34,7 @@ from train.t5x.modules import MODULES
 # The greatest difference allowed, by the beginning of the name of a figure.
 LIMITS = {
     'names and axes': 0.0,
+    'rows': 0.0,
     'initial': 1e-6,
     'logits_bfloat16': 0.05,
     'loss': 1e-6,
@@ -140,6 +142,30 @@ def compare_initial(reference: Reference) -> Iterator[Difference]:
             yield Difference('initial parameters', _difference(value, expected[name]), name)
 
 
+def compare_rows(reference: Reference) -> Iterator[Difference]:
+    """Compares rows of the raw examples with the batches that seqio's converters made of them."""
+    raw = reference.facts['raw_examples']
+    config = reference.facts['model']['config']
+    for name in reference.batches:
+        examples = raw['long' if name == 'long' else 'padded_and_packed']
+        expected = {k: np.asarray(v) for k, v in reference.batch(name).items()}
+        length = {'targets': expected['decoder_target_tokens'].shape[1]}
+        task = InputsToTargets(
+            source=[(example['inputs'], example['targets']) for example in examples],
+            inputs=None if name.startswith('targets_only') else 'inputs',
+            tokenizer=TokenIds(num_tokens=config['vocab_size']),
+            add_end=(),  # the examples have theirs
+            architecture='decoder_only' if reference.is_decoder_only else 'encoder_decoder',
+            pack=name.endswith('packed'),
+        )
+        [rows] = task.open(raw['lengths'].get(name, length)).training_rows
+        made = [rows.in_order()[i] for i in range(len(expected['decoder_target_tokens']))]
+        different = float(made[0].keys() != expected.keys())
+        for key in made[0].keys() & expected.keys():
+            found = _difference(np.stack([row[key] for row in made]), expected[key])
+            yield Difference('rows', max(found, different), f'{name}, {key}')
+
+
 def compare_checkpoints(
     reference: Reference, checkpoints: Mapping[str, tuple[str, Any]]
 ) -> Iterator[Difference]:
@@ -237,6 +263,7 @@ def compare_gradients(reference: Reference, params: Any) -> Iterator[Difference]
 def compare_model(folder: Path, variants: Path) -> Iterator[Difference]:
     """Compares everything of a model."""
     reference = Reference.read(folder)
+    yield from compare_rows(reference)
     yield from compare_initial(reference)
     checkpoints: dict[str, tuple[str, Any]] = {}
     for path in sorted(folder.glob('*/checkpoint_*')):

@@ -103,9 +103,9 @@ def get_mixture_or_task(
         if module is not None and not is_allowed(module):
             hint += f' The module {module!r} is imported only with --gin_allow={module}.'
         raise ConfigError(
-            f'utils.DatasetConfig.mixture_or_task_name is {shown}: there is no task with this name.{hint} Write a task '
-            'in its place: --gin.MIXTURE_OR_TASK_NAME=@InputsToTargets(), @SpanCorruption() or '
-            '@CausalLM(), with the parentheses'
+            f'utils.DatasetConfig.mixture_or_task_name is {shown}: there is no task with this name.'
+            f'{hint} Write a task in its place: --gin.MIXTURE_OR_TASK_NAME=@InputsToTargets(), '
+            '@SpanCorruption() or @CausalLM(), with the parentheses'
         )
     return known[name]
 
