@@ -175,7 +175,7 @@ def test_the_settings_of_a_run(pretrain, tmp_path, capsys):
 
 def test_actions_name_tasks_that_are_evaluated(pretrain, tmp_path):
     binding = "train_script.train.actions={'TRAIN_EVAL': [@trainer.TerminateOnNanAction()]}"
-    with pytest.raises(ConfigError, match=r"is 'cuonts': .*the tasks are 'counts'"):
+    with pytest.raises(ConfigError, match=r"the task 'cuonts' .*the tasks are 'counts'"):
         pretrain(tmp_path, binding, "trainer.TerminateOnNanAction.task='cuonts'")
 
 

@@ -28,7 +28,8 @@ class SummaryWriter:
     @functools.cached_property
     def _events(self) -> Any:
         package = import_optional('tensorboardX', 'train', 'summarize_config_fn')
-        return package.SummaryWriter(str(self._directory))
+        # Files are named after the second, and the metrics have a file in the same folder.
+        return package.SummaryWriter(str(self._directory), filename_suffix='.summary')
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Writes texts by name, in Markdown."""

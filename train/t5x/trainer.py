@@ -144,6 +144,8 @@ def _metric(
     task, name = metric
     if task not in known:
         tasks = ', '.join(map(repr, known)) or 'none: set its DatasetConfig'
-        why = f'the action is for a task of this mode; the tasks are {tasks}'
-        raise refusal(f'{key}[{mode!r}]', task, why)
+        raise ConfigError(
+            f'{key}[{mode!r}]: the task {task!r} of an action has no metrics in this mode; the '
+            f'tasks are {tasks}'
+        )
     return f'{known[task]}/{name}'
