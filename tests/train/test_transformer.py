@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from small import batch, model, partitioner
 
-from partitioning import unbox
+from partitioning import PjitPartitioner, unbox
 from train.models.nnx_transformer import NnxTransformer
 from train.models.parameters import list_parameters
 from train.models.transformer import CreateNnxTransformer, RopeScaling, TransformerConfig
@@ -174,3 +174,19 @@ def test_train_and_eval_turn_dropout_of_the_nnx_form_on_and_off():
     net.train()
     one, two = net(tokens), net(tokens)
     assert np.abs(one - two).max() > 0.01
+
+
+@pytest.mark.parametrize('kv_heads', [8, 4])
+def test_rules_without_kv_heads_cover_a_model_whose_heads_are_not_shared(kv_heads):
+    """These are T5X's rules, the default of a partitioner."""
+    net, plain = model(num_kv_heads=kv_heads), PjitPartitioner(num_partitions=2)
+
+    def init(key):
+        return net.init(key, np.zeros((4, 8), np.int32))
+
+    if kv_heads < 8:
+        with pytest.raises(ValueError, match="no rule for logical axis 'kv_heads'"):
+            plain.plan(init, jax.random.key(0))
+        return
+    specs = plain.plan(init, jax.random.key(0)).specs['params']['layers']['attention']
+    assert specs['key'] == specs['query'] == jax.sharding.PartitionSpec(None, None, 'model', None)

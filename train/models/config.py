@@ -167,6 +167,14 @@ class TransformerConfig:
         if self.norm == 'rms' and 'norm' in self.biases:
             yield "biases has 'norm', but norm is 'rms', which has no bias: use norm = 'layer'"
 
+    @property
+    def kv_heads_axis(self) -> str:
+        """The logical axis of key and value heads: 'heads' if each query head has its own.
+
+        T5X's rules have no 'kv_heads', so they cover only models whose heads are not shared.
+        """
+        return 'heads' if self.num_kv_heads == self.num_heads else 'kv_heads'
+
     def is_local(self, layer: Any) -> Any:
         """Returns whether layer number `layer` is local: a bool if no array decides it."""
         if self.window is None or not self.global_every:

@@ -22,7 +22,9 @@ from train.models.parameters import Params
 def empty_cache(config: TransformerConfig, batch: int, slots: int) -> layers.Cache:
     """Returns a cache without tokens for `batch` rows of up to `slots` tokens."""
     shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
-    keys, values = (constrain(jnp.zeros(shape, config.dtype), layers.CACHED) for _ in range(2))
+    keys, values = (
+        constrain(jnp.zeros(shape, config.dtype), layers.cached_names(config)) for _ in range(2)
+    )
     segments_BS = constrain(jnp.zeros((batch, slots), jnp.int32), ('batch', None))
     return layers.Cache(keys, values, segments_BS, jnp.int32(0))
 

@@ -16,7 +16,11 @@ from train.models.config import RopeScaling, TransformerConfig
 from train.models.parameters import Params
 
 RESIDUAL = ('batch', 'length', 'embed')
-CACHED = ('layers', 'batch', None, 'kv_heads', 'kv')
+
+
+def cached_names(config: TransformerConfig) -> tuple[str | None, ...]:
+    """Returns the logical axes of cached keys and values."""
+    return ('layers', 'batch', None, config.kv_heads_axis, 'kv')
 
 
 class Cache(NamedTuple):
@@ -154,12 +158,14 @@ def _attend(
             rotation = jax.tree.map(lambda a, b: jnp.where(local, b, a), *pair)
         q_BLHN, k_BSKN = rotate(q_BLHN, rotation), rotate(k_BSKN, rotation)
     q_BLHN = constrain(q_BLHN, ('batch', 'length', 'heads', 'kv'))
-    k_BSKN = constrain(k_BSKN, ('batch', 'length', 'kv_heads', 'kv'))
-    v_BSKN = constrain(v_BSKN, ('batch', 'length', 'kv_heads', 'kv'))
+    k_BSKN = constrain(k_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv'))
+    v_BSKN = constrain(v_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv'))
     if cache is not None:
         at = (index, 0, cache.used, 0, 0)
-        keys = constrain(jax.lax.dynamic_update_slice(cache.keys, k_BSKN[None], at), CACHED)
-        values = constrain(jax.lax.dynamic_update_slice(cache.values, v_BSKN[None], at), CACHED)
+        keys, values = (
+            constrain(jax.lax.dynamic_update_slice(held, new[None], at), cached_names(c))
+            for held, new in ((cache.keys, k_BSKN), (cache.values, v_BSKN))
+        )
         cache = cache._replace(keys=keys, values=values)
         k_BSKN, v_BSKN = keys[index], values[index]
 

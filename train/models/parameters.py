@@ -67,13 +67,14 @@ def list_parameters(config: TransformerConfig) -> Params:
 
 def _layer(c: TransformerConfig) -> dict[str, Parameter]:
     """The parameters of one layer by path."""
-    size = {'embed': c.embed_dim, 'heads': c.num_heads, 'kv_heads': c.num_kv_heads}
+    kv_heads = c.kv_heads_axis
+    size = {'embed': c.embed_dim, 'heads': c.num_heads, kv_heads: c.num_kv_heads}
     size |= {'kv': c.head_dim, 'mlp': c.mlp_dim}
     # The logical axes of each matrix, how many of them are its input, and its bias in `biases`.
     matrices = {
         'attention/query': (('embed', 'heads', 'kv'), 1, 'qkv'),
-        'attention/key': (('embed', 'kv_heads', 'kv'), 1, 'qkv'),
-        'attention/value': (('embed', 'kv_heads', 'kv'), 1, 'qkv'),
+        'attention/key': (('embed', kv_heads, 'kv'), 1, 'qkv'),
+        'attention/value': (('embed', kv_heads, 'kv'), 1, 'qkv'),
         'attention/out': (('heads', 'kv', 'embed'), 2, 'out'),
         'mlp/gate': (('embed', 'mlp'), 1, 'mlp'),
         'mlp/up': (('embed', 'mlp'), 1, 'mlp'),
