@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from rich.table import Table
 
 from partitioning import TrainState
 from train.data import Feed, FiniteBatches, Lengths, OpenText, Task
 from train.data.rows.adapted import adapt
+from train.data.rows.open_task import features
 from train.data.rows.pairs import Pairs
-from train.decoding import Predictions, check_can_decode, predict as predict_batch
+from train.decoding import check_can_decode, predict as predict_batch
 from train.errors import ConfigError, check_counts
-from train.evaluators.references import Reference, decode_text, references_of
+from train.evaluators.prediction_lines import Mode, describe_function, to_line
+from train.evaluators.references import Reference, references_of
 from train.paths import as_folder
 from train.runtime.machine import agree_on, must_wait_for_steps
 from train.runtime.part_files import PartFiles
@@ -29,7 +31,8 @@ from train.runtime.reports import format_seconds
 if TYPE_CHECKING:
     from train.run import Run
 
-Mode = Literal['predict', 'predict_with_aux', 'score']
+# (number of the first batch) -> the number of examples so far and the outputs of the next batch
+_OutputsFrom = Callable[[int], Iterator[tuple[int, list[Any]]]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,10 +157,9 @@ class PreparedPredictionFiles:
     def _batch_size(self) -> int:
         return self.settings.batch_size or self.owner.config.batch_size
 
-    @functools.cached_property
-    def _infer(self) -> Any:
-        """The function (params, variables, batch, key) -> outputs of each row, partitioned."""
-        run, settings = self.owner, self.settings
+    def _compile(self, task: _OpenPart) -> Any:
+        """Compiles the function (params, variables, batch, key) -> outputs of each row."""
+        run, settings, partitioner = self.owner, self.settings, self.owner.config.partitioner
         objective: Any = run.config.objective
         end = run.evaluated[self.name].tokenizer.separator  # type: ignore[union-attr]
 
@@ -168,9 +170,21 @@ class PreparedPredictionFiles:
             options = {'variables': variables, 'end_token': end}
             return settings.predict(objective, params, batch, key, **options)
 
-        specs, spec = run.plan.specs, run.config.partitioner.data_partition_spec
+        specs, spec, state = (
+            run.plan.specs,
+            partitioner.data_partition_spec,
+            run.plan.abstract_state,
+        )
+        sharding = NamedSharding(partitioner.mesh, spec)
+        batch = {
+            name: jax.ShapeDtypeStruct((self._batch_size, *shape), dtype, sharding=sharding)
+            for name, (shape, dtype) in features(task.rows[0]).items()
+        }
         resources = (specs.params, specs.flax_mutables, spec, None)
-        return run.config.partitioner.partition(infer, resources, None)
+        return partitioner.compile(
+            partitioner.partition(infer, resources, None),
+            *(state.params, state.flax_mutables, batch, run.key),
+        )
 
     def run(self, state: TrainState, step: int) -> dict[str, float]:
         owner, settings = self.owner, self.settings
@@ -185,8 +199,11 @@ class PreparedPredictionFiles:
                 path / f'{task.name}-{settings.mode}.{settings.extension}-{shard}',
                 path / f'tmp-{task.name}-{settings.mode}-{shard}',
             )
+            with owner.console.phase(f'compiling {settings.mode} for {task.name}'):
+                infer = self._compile(task)
             started = time.perf_counter()
-            num_new = self._write_parts(state, step, task, files)
+            outputs = functools.partial(self._outputs, infer, state, task)
+            num_new = self._write_parts(outputs, step, task, files)
             seconds = time.perf_counter() - started
             written: Sequence[Any] = ()
             with owner.console.phase(f'writing {files.path.name}'):
@@ -203,9 +220,12 @@ class PreparedPredictionFiles:
     def _num_parts(self, task: _OpenPart) -> int:
         return -(-len(task.rows) // (self._batch_size * self.settings.batches_per_part))
 
-    def _write_parts(self, state: TrainState, step: int, task: _OpenPart, files: PartFiles) -> int:
+    def _write_parts(
+        self, outputs_from: _OutputsFrom, step: int, task: _OpenPart, files: PartFiles
+    ) -> int:
         """Writes the parts that are missing, and returns the number of their examples."""
         console, per_part = self.owner.console, self.settings.batches_per_part
+        mode = self.settings.mode
         with console.phase(f'looking for parts of {files.path.name}'):
             mine = files.begin(self._describe(step, task)) if jax.process_index() == 0 else 0
         first_part = int(agree_on(mine))
@@ -214,8 +234,8 @@ class PreparedPredictionFiles:
             console.say(f'{files.path.name}: resumes at example {first:,} of {len(task.rows):,}')
         outputs: list[Any] = []
         number, begin = first_part, first
-        with console.counting(f'{self.settings.mode} {task.name}', len(task.rows)) as show:
-            for done, output in self._outputs(state, task, first_part * per_part):
+        with console.counting(f'{mode} {task.name}', len(task.rows)) as show:
+            for done, output in outputs_from(first_part * per_part):
                 outputs.extend(output)
                 show(done)
                 if done - begin == per_part * self._batch_size or done == len(task.rows):
@@ -223,12 +243,12 @@ class PreparedPredictionFiles:
                         if jax.process_index() == 0:
                             references = task.describe(range(begin, done))
                             pairs = zip(references, outputs, strict=True)
-                            files.write(number, (self._line(r, o) for r, o in pairs))
+                            files.write(number, (to_line(mode, r, o) for r, o in pairs))
                     outputs, number, begin = [], number + 1, done
         return len(task.rows) - min(first, len(task.rows))
 
     def _outputs(
-        self, state: TrainState, task: _OpenPart, first_batch: int
+        self, infer: Any, state: TrainState, task: _OpenPart, first_batch: int
     ) -> Iterator[tuple[int, list[Any]]]:
         """Yields the number of examples so far, and the outputs of each row of the next batch.
 
@@ -245,7 +265,7 @@ class PreparedPredictionFiles:
             for number, batch in enumerate(feed, first_batch):
                 batch.pop('row_weights')
                 given = (state.params, state.flax_mutables, batch, jax.random.fold_in(key, number))
-                output = self._infer(*given)
+                output = infer(*given)
                 if must_wait_for_steps():
                     jax.block_until_ready(output)
                 done = min((number + 1) * size, len(task.rows))
@@ -253,26 +273,13 @@ class PreparedPredictionFiles:
                 count = done - number * size
                 yield done, [jax.tree.map(lambda x, i=i: x[i], arrays) for i in range(count)]
 
-    def _line(self, reference: Reference, output: Any) -> str:
-        """The line of one example."""
-        texts = {'inputs_pretokenized': reference.inputs, 'targets_pretokenized': reference.targets}
-        line: dict[str, Any] = {'inputs': texts}
-        if self.settings.mode == 'score':
-            return json.dumps(line | {'score': float(output)}, ensure_ascii=False)
-        tokens, scores = output if isinstance(output, Predictions) else (output, None)
-        decodes = [decode_text(row, reference.tokenizer) for row in np.atleast_2d(tokens)]
-        line['prediction'] = decodes if np.ndim(tokens) == 2 else decodes[0]
-        if self.settings.mode == 'predict_with_aux':
-            line['aux'] = {} if scores is None else {'scores': np.asarray(scores).tolist()}
-        return json.dumps(line, ensure_ascii=False)
-
     def _describe(self, step: int, task: _OpenPart) -> Mapping[str, Any]:
         """What determines the parts of a file."""
         settings = self.settings
         return {
             'step': step,
             'mode': settings.mode,
-            'predict': _describe_function(settings.predict),
+            'predict': describe_function(settings.predict),
             'examples': len(task.rows),
             'content_hash': task.content_hash,
             'shapes': {name: list(x.shape) for name, x in task.rows[0].items()},
@@ -280,11 +287,3 @@ class PreparedPredictionFiles:
             'batches_per_part': settings.batches_per_part,
             'key': jax.random.key_data(self.owner.key).tolist(),
         }
-
-
-def _describe_function(function: Any) -> Any:
-    """A function and the settings of `functools.partial`, as JSON."""
-    if isinstance(function, functools.partial):
-        settings = {k: _describe_function(v) for k, v in sorted(function.keywords.items())}
-        return {'function': _describe_function(function.func), **settings}
-    return getattr(function, '__qualname__', None) or repr(function)

@@ -16,7 +16,7 @@ from train.data import InputsToTargets, Subset, Task, TfRecords
 from train.errors import ConfigError
 from train.evaluation import evaluate
 from train.evaluators import PredictionFiles
-from train.evaluators.predictions import Mode
+from train.evaluators.prediction_lines import Mode
 from train.paths import as_folder
 from train.runtime.gin_text import write_gin_text
 from train.runtime.machine import raise_on_all_processes
@@ -177,7 +177,8 @@ def create_task_from_tfexample_file(
     if missing:
         why = f'it has no {" and no ".join(sorted(missing))}; write a seqio.Feature for each'
         raise refusal(f'{key}.features', features, why)
-    source = TfRecords(pattern=[paths] if isinstance(paths, str) else list(paths))
+    pattern = [paths] if isinstance(paths, str) else list(paths)
+    source = TfRecords(pattern=pattern, holdout_percent=0.0)
     every = InputsToTargets(
         source=source,
         inputs=inputs_key,
