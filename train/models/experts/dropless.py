@@ -50,14 +50,17 @@ def apply_experts(
         return _apply_local(mlps, x_NM, experts_NK, weights_NK, ids_NK)
     rules = spmd.get_logical_axis_rules()
 
-    def spec(*names: str | None, shape: Any = None) -> P:
-        policy = {'on_indivisible': 'replicate'} if decode else {}
-        return logical_to_mesh_axes(names, rules, mesh=mesh, shape=shape, **policy)
+    def spec(array: jax.Array, *names: str | None) -> P:
+        policy: Any = 'replicate' if decode else None
+        shape = array.shape
+        return logical_to_mesh_axes(names, rules, mesh=mesh, shape=shape, on_indivisible=policy)
 
-    batch = P(spec('batch', None, shape=x_NM.shape)[0])
-    into, out = spec('expert', None, 'expert_mlp'), spec('expert', 'expert_mlp', None)
+    batch = P(spec(x_NM, 'batch', None)[0])
+    into = spec(mlps.into_hidden[0], 'expert', None, 'expert_mlp')
+    out = spec(mlps.out, 'expert', 'expert_mlp', None)
     axes, hidden = _axes(into[0]), _axes(into[2])
-    if missing := [axis for axis in axes if axis not in _axes(spec('batch')[0])]:
+    sharded = _axes(logical_to_mesh_axes(('batch',), rules, mesh=mesh)[0])
+    if missing := [axis for axis in axes if axis not in sharded]:
         raise ConfigError(
             f"the rules shard 'expert' over {missing[0]!r}, which does not shard 'batch': dropless "
             f"experts need {missing[0]!r} in the rule of 'batch'; add it, or set dropless = False"
