@@ -227,7 +227,7 @@ def test_a_loss_that_is_not_a_scalar():
 @pytest.mark.parametrize(
     'argument, when_training',
     [
-        *dict.fromkeys(('train', 'training', 'is_training'), True).items(),
+        *dict.fromkeys(('train', 'training', 'is_training', 'enable_dropout'), True).items(),
         *dict.fromkeys(('deterministic', 'use_running_average'), False).items(),
     ],
 )

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from train.errors import ConfigError
 
 # The arguments of a model's __call__ that tell it to train, and those that tell it to evaluate.
-TRAINING = ('train', 'training', 'is_training')
+TRAINING = ('train', 'training', 'is_training', 'enable_dropout')
 EVALUATING = ('deterministic', 'use_running_average')
 # What a linen model sows into these collections is added to its loss, and reported.
 LOSSES, METRICS = 'losses', 'metrics'

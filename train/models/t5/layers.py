@@ -1,6 +1,7 @@
 """The parts of T5's networks, except attention: parameters have T5X's paths, shapes and names.
 
-Suffixes of array names: B batch, L length, E embed, M mlp, V vocab, H heads.
+Suffixes of array names: B batch, L length, E embed, M mlp, V vocab, H heads,
+D distances, N buckets.
 """
 
 from __future__ import annotations
@@ -187,16 +188,37 @@ class RelativeBias(nn.Module):
         table = parameter(self, 'rel_embedding', uniform, names, shape)
 
         def compute() -> jax.Array:
-            distances = jnp.arange(length)[None, :] - jnp.arange(length)[:, None]
-            one_hot = jax.nn.one_hot(
-                buckets(distances, self.bidirectional), NUM_BUCKETS, dtype=c.dtype
-            )
+            distances_D = jnp.arange(1 - length, length)
+            one_hot_DN = jax.nn.one_hot(buckets(distances_D, self.bidirectional), NUM_BUCKETS)
             # A product, because its gradient is faster than that of a lookup.
-            return jnp.einsum('hn,lsn->hls', table.astype(c.dtype), one_hot)[None]
+            by_distance_HD = jnp.einsum(
+                'hn,dn->hd', table, one_hot_DN, precision=jax.lax.Precision.HIGHEST
+            )
+            return spread(by_distance_HD, length).astype(c.dtype)[None]
 
         if not (decode and self.cache):
             return compute()
         return self.variable('cache', 'cached_bias', compute).value
+
+
+def spread(by_distance_HD: jax.Array, length: int) -> jax.Array:
+    """Returns values of distances, key minus query, as matrices of queries and keys.
+
+    It copies, and neither looks up nor multiplies, so that it and its gradient are fast.
+
+    Args:
+      by_distance_HD: the values of the distances from 1 - length to length - 1, [heads, 2 * length
+        - 1].
+      length: the number of queries and of keys.
+
+    Returns:
+      [heads, length, length].
+    """
+    # Repeated rows of 2 * length values, read as rows of one less, are each shifted by one more.
+    heads, width = by_distance_HD.shape
+    rows = jnp.tile(jnp.pad(by_distance_HD, ((0, 0), (0, 1))), (1, length))
+    rows = rows[:, : length * width].reshape(heads, length, width)
+    return rows[:, :, length - 1 :]
 
 
 def buckets(distances: jax.Array, bidirectional: bool) -> jax.Array:
