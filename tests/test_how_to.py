@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from tests.code_blocks import ROOT, Block, read_blocks, run_block
+from tests.code_blocks import ROOT, Block, read_blocks, run_block, run_blocks
 from train.data.text import sources
 
 # The guides to what users wish for most. Their programs must stay short.
@@ -83,6 +83,11 @@ def test_the_programs_run(page, run_on, tmp_path, monkeypatch, traces):
             assert len(losses[0]) == 4 and np.ptp(losses[0]) > 0
             np.testing.assert_allclose(losses[1:], [losses[0]] * 2, rtol=1e-5)
     assert bool(wishes) == (page in WISHES)
+
+
+def test_an_exported_program_prints_what_the_page_shows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_blocks('docs/how-to/export.md')
 
 
 def test_a_mixture_of_experts(tmp_path, monkeypatch):
