@@ -63,8 +63,12 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
                 _check_steps_left(config.restore, step, config.total_steps)
             record.check_restored_tokenizer(folder, {'': run.data}, config.restore.setting)
     check_same_step(restored or 0)
-    if restored is not None:  # Before anything is compiled or written.
-        source.check(restored, run.plan.abstract_state)
+    # Before anything is compiled or written.
+    unused = [] if restored is None else source.check(restored, run.plan.abstract_state)
+    if unused:
+        run.console.say(
+            f'{len(unused):,} arrays of the checkpoint are not restored, such as {unused[0]}'
+        )
     for change in changes:
         run.console.say(change)
     return Start(step, source, restored)

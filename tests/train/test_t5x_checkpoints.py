@@ -5,6 +5,7 @@ import functools
 import json
 import shutil
 
+import gin
 import jax
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from partitioning import TrainState, standard_logical_axis_rules
 from partitioning.state import path_str
 from train.checkpoints import CheckpointConfig
 from train.errors import ConfigError
+from train.gin_config import find_entry
 from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
 from train.optimizers import as_transformation
 from train.t5x import state_utils
@@ -162,7 +164,7 @@ def test_what_is_not_restored_is_initialized(tmp_path):
         found = {path_str(p): x for p, x in flat}
         return {p: jax.device_put(np.zeros(found[p].shape), found[p].sharding) for p in paths}
 
-    settings = {'mode': 'specific', 'assignment_map': [['state/.*', None]], 'strict': False}
+    settings = {'mode': 'specific', 'assignment_map': [['state/.*', None]]}
     with pytest.raises(ConfigError, match=r'fallback_to_scratch = True'):
         restore(path, plan, initialize=initialize, **settings)
     settings['fallback_to_scratch'] = True
@@ -306,3 +308,29 @@ def test_a_function_that_computes_is_refused():
     settings = {'mode': 'specific', 'state_transformation_fns': [doubled]}
     with pytest.raises(ConfigError, match=r'doubled fails .*can rename them, but not compute'):
         restore(path, make_plan('t5_1_1'), **settings)
+
+
+def test_the_idiom_of_sparse_upcycling_in_a_gin_file(load):
+    load(r"""
+        from __gin__ import dynamic_registration
+        import __main__ as eval_script
+        from t5x import utils
+        from t5x.contrib.moe import checkpoints
+
+        eval_script.evaluate.restore_checkpoint_cfg = @utils.RestoreCheckpointConfig()
+        utils.RestoreCheckpointConfig:
+          path = ['a/checkpoint_7']
+          mode = 'specific'
+          fallback_to_scratch = True
+          use_gda = False
+          checkpointer_cls = @checkpoints.UpcycleCheckpointer
+          assignment_map = (
+            (r'target(.*)mlp\/expert(.*)', r'target\1mlp\2'),
+            (r'state\/param_states.*', None),
+          )
+        checkpoints.UpcycleCheckpointer.num_experts = 4
+    """)
+    config = gin.get_bindings(find_entry())['restore_checkpoint_cfg'].translated()
+    assert (config.path, config.mode, config.num_experts) == ('a/checkpoint_7', 'specific', 4)
+    assert config.renames[1] == (r'state\/param_states.*', None)
+    assert config.initialize_missing and not config.strict

@@ -12,7 +12,7 @@ from etils import epath
 
 from partitioning.state import path_str
 from train.checkpoints.config import CheckpointConfig, RestoreConfig, complete_steps, is_complete
-from train.checkpoints.matching import Initialize, Wanted, match_arrays, read_all
+from train.checkpoints.matching import Initialize, Matched, Wanted, match_arrays, read_all
 from train.checkpoints.orbax_files import read_orbax
 from train.checkpoints.stored import StoredArray
 from train.errors import ConfigError, first_line
@@ -118,12 +118,15 @@ class Checkpoints:
             self._manager.wait_until_finished()
         return max(self.steps(), default=None)
 
-    def check(self, step: int, abstract_state: Any) -> None:
+    def check(self, step: int, abstract_state: Any) -> list[str]:
         """Compares a checkpoint with the state of a run. No array is read.
 
         Args:
           step: the step of a saved checkpoint.
           abstract_state: the arrays of the run, as in `restore`.
+
+        Returns:
+          The names of the arrays of the checkpoint that the settings do not restore.
 
         Raises:
           ConfigError: as in `restore`.
@@ -132,9 +135,9 @@ class Checkpoints:
             _check_dtype(self._restore, abstract_state.params)
         if self._reads_with_orbax:
             self._check(step, abstract_state)
-            return
+            return []
         with raise_on_all_processes():
-            self._match(step, abstract_state, ('',), can_initialize=True)
+            return self._match(step, abstract_state, ('',), can_initialize=True).unused
 
     def restore(self, step: int, abstract_state: Any, initialize: Initialize | None = None) -> Any:
         """Restores the state of a step.
@@ -218,7 +221,7 @@ class Checkpoints:
         flat, treedef = jax.tree_util.tree_flatten_with_path(abstract_state)
         wanted = {path_str(path): struct for path, struct in flat}
         with raise_on_all_processes():
-            matched = self._match(step, abstract_state, parts, initialize is not None)
+            matched = self._match(step, abstract_state, parts, initialize is not None).arrays
             names = zip(wanted, self.names(abstract_state), strict=True)
             found = {path: matched[name] for path, name in names if name in matched}
             try:
@@ -231,7 +234,7 @@ class Checkpoints:
 
     def _match(
         self, step: int, abstract_state: Any, parts: tuple[str, ...], can_initialize: bool
-    ) -> dict[str, StoredArray]:
+    ) -> Matched[StoredArray]:
         """Finds the stored array for each array of a state, by its name in the checkpoint.
 
         Args:

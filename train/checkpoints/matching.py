@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,18 @@ Wanted = Mapping[str, jax.ShapeDtypeStruct]
 MAX_BYTES_IN_FLIGHT = 2**31
 
 
+class Matched(NamedTuple, Generic[Array]):
+    """The result of `match_arrays`.
+
+    Attributes:
+      arrays: the stored array of each array to restore. Those to initialize are left out.
+      unused: the names of the arrays of the checkpoint that are not restored, sorted.
+    """
+
+    arrays: dict[str, Array]
+    unused: list[str]
+
+
 def match_arrays(
     stored: Mapping[str, Array],
     wanted: Wanted,
@@ -40,7 +52,7 @@ def match_arrays(
     parts: tuple[str, ...] = ('',),
     casts: bool = False,
     adapt: Callable[[Array, jax.ShapeDtypeStruct, str], Array] = lambda array, wanted, name: array,
-) -> dict[str, Array]:
+) -> Matched[Array]:
     """Finds the stored array for each array of a state.
 
     Args:
@@ -51,9 +63,6 @@ def match_arrays(
       parts: the beginnings of the names of the arrays to restore. Only these are compared.
       casts: whether floating-point dtypes may differ.
       adapt: changes the stored array for the wanted array of a name.
-
-    Returns:
-      The stored array of each needed array. Those that are to be initialized are left out.
 
     Raises:
       ConfigError: if arrays differ or are missing, or if a rename does not match any.
@@ -83,14 +92,13 @@ def match_arrays(
             what = left_out if source is None else 'absent in the checkpoint'
             differing[name] = f'{what}, {_show(wanted[name])}'
             num_missing += 1
-    if restore.strict:
-        for name in stored.keys() - used:
-            if name.startswith(parts):
-                differing[name] = f'{_show(stored[name])} in the checkpoint, absent'
+    unused = sorted(name for name in stored.keys() - used if name.startswith(parts))
+    for name in unused if restore.strict else ():
+        differing[name] = f'{_show(stored[name])} in the checkpoint, absent'
     if differing:
         only_missing = num_missing == len(differing)
         raise _belongs_to_another(where, restore, differing, only_missing)
-    return found
+    return Matched(found, unused)
 
 
 def find_sources(

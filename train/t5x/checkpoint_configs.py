@@ -83,7 +83,8 @@ class RestoreCheckpointConfig:
       assignment_map: pairs of a regular expression, which must match the whole T5X name of an array
         of the run, such as 'target/(.*)', and its name in the checkpoint, such as
         'target/model/\\1'. None does not restore the array.
-      strict: whether an array of the checkpoint that the run does not use is an error.
+      strict: whether an array of the checkpoint that the run does not use is an error, unless
+        `fallback_to_scratch` is set.
       fallback_to_scratch: whether arrays that are not restored are initialized as in a new run.
       dtype: the dtype of restored parameters: 'float32', 'bfloat16' or 'float16'; None keeps that
         of the run.
@@ -155,7 +156,8 @@ class RestoreCheckpointConfig:
             path=path,
             mode='specific' if mode == 'specific' else 'latest',
             renames=tuple((new, old) for new, old in self.assignment_map or ()),
-            strict=self.strict,
+            # As in T5X, a fallback restores whatever the checkpoint and the run share.
+            strict=self.strict and not self.fallback_to_scratch,
             initialize_missing=self.fallback_to_scratch,
             dtype=self.dtype,
             transformations=tuple(self.state_transformation_fns),
