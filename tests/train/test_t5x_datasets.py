@@ -176,9 +176,13 @@ def test_a_task_of_seqio_is_read_once(installed):
         assert rows[2]['decoder_target_tokens'].tolist() == [6, 7, 1, 0, 0, 0, 0, 0]
     # Once for each feature.
     assert installed['one'].reads == [('train[:15]', LENGTHS, True)] * 2
-    evaluated = settings('one', split='validation', shuffle=False).evaluated_task(READER)
+    # seqio selects splits and slices, whatever their names.
+    evaluated = settings('one', split='dev[5:]', shuffle=False).evaluated_task(READER)
     assert evaluated.open(LENGTHS).evaluation().num_documents == 15
-    assert installed['one'].reads[2:] == [('validation', LENGTHS, False)] * 2
+    assert installed['one'].reads[2:] == [('dev[5:]', LENGTHS, False)] * 2
+    in_order = settings('one', split='dev[5:]', shuffle=False).training_task(READER)
+    first = in_order.open(LENGTHS).training(0)[0]
+    assert first['decoder_target_tokens'].tolist() == [4, 5, 1, 0, 0, 0, 0, 0]
 
 
 def test_a_mixture_of_seqio_has_its_rates(installed):

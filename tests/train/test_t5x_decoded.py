@@ -138,7 +138,8 @@ def test_held_out_examples_are_predicted_once_and_scored(tmp_path):
         name='repeat',
         metrics=(exact_match, token_accuracy, lengths),
     )
-    scored = run(tmp_path / 'run', task, write_n_results=5)
+    room = {'inputs': 8, 'targets': 8}  # for two examples
+    scored = run(tmp_path / 'run', task, write_n_results=5, sequence_length=room)
     expected = {
         'exact_match': 100 * 4 / 11,
         'token_accuracy': 100 * (4 * 2 + 2) / (6 * 2 + 5 * 3),
