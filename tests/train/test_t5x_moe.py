@@ -9,16 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import t5x_reference
 from small import batch
 
 from partitioning import MoePjitPartitioner, TrainState
+from partitioning.state import path_str
 from train.data import ByteTokenizer
 from train.errors import ConfigError
 from train.models.experts import ExpertsConfig
 from train.models.t5 import T5Config
 from train.optimizers import Optimizer, as_transformation
 from train.steps import make_train_step
-from train.t5x import decoder_only_network, network
+from train.t5x import adafactor, decoder_only_network, network
+from train.t5x.checkpoint_configs import RestoreCheckpointConfig
+from train.t5x.moe_adafactor_utils import logical_factor_rules
+from train.t5x.moe_checkpoints import UpcycleCheckpointer
 from train.t5x.moe_models import MoeDecoderOnlyModel, MoeEncoderDecoderModel
 from train.t5x.moe_trainer import MoeTrainer
 
@@ -235,6 +240,62 @@ def test_a_decoder_trains():
         losses.append(float(metrics['loss']))
     assert np.mean(losses[-4:]) < 0.8 * np.mean(losses[:4])
     assert float(metrics['experts/expert_usage']) > 0
+
+
+def test_an_upcycled_checkpoint_of_t5x():
+    """Copies of a dense MLP, with weights whose sum is 1, give the logits of T5X's dense model."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Four(UpcycleCheckpointer):
+        num_experts: int = 4
+
+    experts = ExpertsConfig(
+        num_experts=4, num_selected_experts=2, normalize_weights=True, dropless=True
+    )
+    sizes = t5x_reference.facts('t5_1_1')['model']['config']
+    module = network.Transformer(network.T5Config(**sizes, experts=experts))
+    arrays = t5x_reference.arrays('t5_1_1')
+    names = ('encoder_input_tokens', 'decoder_input_tokens', 'decoder_target_tokens')
+    rows = [arrays[f'padded/in/{name}'] for name in names]
+    partitioner = MoePjitPartitioner(num_expert_partitions=2, num_partitions=2)
+
+    def init(key):
+        variables = module.init(key, *rows, deterministic=True)
+        tx = adafactor.Adafactor(logical_factor_rules=logical_factor_rules()).optimizer(
+            lambda step: 1.0
+        )
+        params = variables['params']
+        return TrainState.create({'params': params}, as_transformation(tx, params))
+
+    plan = partitioner.plan(init, jax.random.key(0))
+    shapes = {path_str(p): x for p, x in jax.tree_util.tree_leaves_with_path(plan.abstract_state)}
+
+    def initialize(paths):
+        parameters = [path for path in paths if path.startswith('params/')]
+        assert len(parameters) == 4 and all('/mlp/router/' in path for path in parameters)
+        return {p: jax.device_put(np.ones(shapes[p].shape), shapes[p].sharding) for p in paths}
+
+    [config] = RestoreCheckpointConfig(
+        path=str(t5x_reference.checkpoint('t5_1_1-orbax-10')),
+        mode='specific',
+        fallback_to_scratch=True,
+        strict=False,
+        checkpointer_cls=Four,
+        assignment_map=[
+            (r'target(.*)mlp\/expert(.*)', r'target\1mlp\2'),
+            (r'.*\/router\/.*', None),
+            (r'state\/param_states.*', None),
+        ],
+    ).each()
+    folder, step = config.find()
+    state = config.open(folder).restore(step, plan.abstract_state, initialize)
+    apply = functools.partial(module.apply, deterministic=True)
+    program = partitioner.partition(
+        lambda p: apply({'params': p}, *rows), (plan.specs.params,), None
+    )
+    real = rows[2] > 0  # experts do not take padding, and T5X's MLP does
+    logits = np.asarray(program(state.params))
+    np.testing.assert_allclose(logits[real], arrays['padded/step10/logits'][real], atol=1e-5)
 
 
 @pytest.mark.parametrize(
