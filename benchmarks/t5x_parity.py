@@ -24,6 +24,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import t5x_training
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from train.data import InputsToTargets, TokenIds
@@ -35,6 +36,8 @@ from train.t5x.modules import MODULES
 LIMITS = {
     'names and axes': 0.0,
     'rows': 0.0,
+    'ten steps: losses': t5x_training.LIMITS['losses'],
+    'ten steps:': t5x_training.LIMITS['state'],
     'initial': 1e-6,
     'logits_bfloat16': 0.05,
     'loss': 1e-6,
@@ -281,6 +284,9 @@ def compare_model(folder: Path, variants: Path) -> Iterator[Difference]:
             if not rounding:
                 checkpoints[name] = 'step10', params
     yield from compare_checkpoints(reference, checkpoints)
+    for run, differences in t5x_training.compare_model(folder):
+        for name, value in differences._asdict().items():
+            yield Difference(f'ten steps: {name}', value, run)
 
 
 def _difference(found: Any, expected: Any) -> float:
