@@ -46,7 +46,13 @@ def make_train_step(
     def gradients(params: Any, batch: Batch, rng: jax.Array, variables: Any) -> tuple[Any, Loss]:
         def loss(params: Any) -> tuple[jax.Array, Loss]:
             result = compute_loss(objective, params, batch, rng, variables)
-            return result.total, result
+            if num_microbatches > 1:
+                return result.total, result
+            # Divided before the backward pass, as in T5X: optimizers that divide by tiny second
+            # moments amplify any other rounding.
+            return result.total / jax.lax.stop_gradient(
+                objective.divisor(result.sums, batch)
+            ), result
 
         grads, result = jax.grad(loss, has_aux=True)(params)
         return jax.tree.map(lambda g: g.astype(jnp.float32), grads), result
@@ -71,8 +77,9 @@ def make_train_step(
             ((grads, sums), variables), _ = jax.lax.scan(
                 add, (zeros, variables), (parts, jnp.arange(num_microbatches))
             )
-        divisor = objective.divisor(sums, batch)
-        grads = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), grads, state.params)
+            divisor = objective.divisor(sums, batch)
+            grads = jax.tree.map(lambda g: g / divisor, grads)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         new_state = state.apply_gradients(grads, tx, variables or None)
         metrics = mean_metrics(sums) | {
             'gradient_norm': optax.tree.norm(grads),
