@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from train.data.rows.packing import SplitRows, best_fit, pack
-from train.data.text.token_index import Stream
+from train.data.text.stream import Stream
 
 pytestmark = pytest.mark.core
 
