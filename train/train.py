@@ -10,7 +10,9 @@ import jax
 from partitioning import TrainState
 from train.config import TrainConfig
 from train.data import Feed, LocalBatches
+from train.decoding.predict import CanDecode
 from train.evaluators import is_due, prepare_evaluators, run_evaluators
+from train.objectives import NextToken
 from train.run import prepare, report
 from train.runtime.gin_text import file_of_run
 from train.runtime.machine import collect_garbage, must_wait_for_steps, stop_on_signal
@@ -133,6 +135,9 @@ def train(config: TrainConfig) -> TrainState:
     )
     if run.data.tokenizer is not None and (directory / 'config.gin').exists():
         console.heading('next')
-        console.say(f"meshwright generate {directory} --prompt 'def '")
+        if isinstance(config.objective, NextToken):
+            console.say(f"meshwright generate {directory} --prompt 'def '")
+        elif isinstance(config.objective, CanDecode):
+            console.say(f'meshwright predict {directory}')
         console.say(f'meshwright eval {directory}')
     return state

@@ -10,7 +10,7 @@ import t5x_reference
 from flax.traverse_util import unflatten_dict
 from small import partitioner
 
-from partitioning import standard_logical_axis_rules, unbox
+from partitioning import MoePjitPartitioner, standard_logical_axis_rules, unbox
 from train.decoding import (
     beam_search,
     predict,
@@ -19,8 +19,10 @@ from train.decoding import (
     start_encoder_decoder,
 )
 from train.errors import ConfigError
+from train.models.experts import ExpertsConfig
 from train.models.t5 import T5, DecoderOnly
 from train.models.t5.config import DecoderOnlyConfig, T5Config
+from train.objectives import EncoderDecoder
 from train.t5x.checkpoint_reader import read_arrays
 
 pytestmark = pytest.mark.core
@@ -92,7 +94,7 @@ def check(found, expected, kind, step=10):
     'name, kind',
     [
         ('t5_1_1', 'greedy_prompted'),
-        ('t5_1_1', 'beam4_eos2'),
+        ('t5_1_1', 'sample_t0.7_topk10_key3'),
         ('decoder_only', 'greedy_unscaled_scores'),
         ('decoder_only', 'sample_t1_topp0.9_key3'),
     ],
@@ -115,8 +117,8 @@ def test_rows_that_reach_their_end_first_go_on_as_in_t5x():
         )
 
 
-@pytest.mark.parametrize('kind', ['sample_t0.7_topk10_key3', 'beam4'])
-def test_caches_are_sharded_over_rows_and_heads(kind):
+def test_caches_are_sharded_over_rows_and_heads():
+    kind = 'beam4'
     pjit = partitioner(2, 4, logical_axis_rules=standard_logical_axis_rules())
     rows, batch = pjit.data_partition_spec, batch_of('t5_1_1', kind)
     model, params = objective('t5_1_1').model, restored('t5_1_1')
@@ -128,6 +130,23 @@ def test_caches_are_sharded_over_rows_and_heads(kind):
     num_decodes = KINDS[kind][1]
     assert f'f32[{2 * num_decodes},1,8,14]' in text
     assert f'f32[{4 * num_decodes},4,8,14]' not in text, 'a device holds the whole cache'
+
+
+def test_experts_decode_single_tokens_on_an_expert_axis():
+    experts = ExpertsConfig(num_experts=4, encoder_every=1, decoder_every=1)
+    sizes = {'vocab_size': 32, 'emb_dim': 16, 'num_heads': 2, 'head_dim': 8, 'mlp_dim': 16}
+    layers = {'num_encoder_layers': 1, 'num_decoder_layers': 1, 'experts': experts}
+    goal = EncoderDecoder(model=T5(T5Config(**sizes, **layers)))
+    batch = {n: np.tile(x % 32, (2, 1)) for n, x in batch_of('t5_1_1', 'beam4').items()}
+    pjit = MoePjitPartitioner(num_expert_partitions=4, num_partitions=1)
+    plan = pjit.plan(functools.partial(goal.init, batch=batch), KEY)
+
+    def run(params, batch):
+        return predict(goal, params, batch, num_decodes=3, end_token=1)
+
+    run = pjit.partition(run, (plan.specs['params'], pjit.data_partition_spec), None)
+    text = run.lower(plan.abstract_state['params'], batch).as_text()
+    assert text.count('all_to_all') >= 2, 'to the experts and back'
 
 
 def arguments(batch):
