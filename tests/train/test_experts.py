@@ -215,7 +215,7 @@ def collectives(text):
     return re.findall(rf' ({kinds})(?:-start)?\(', text)
 
 
-@pytest.mark.parametrize('dropless, expert, model', [(False, 4, 1), (True, 4, 1), (True, 2, 2)])
+@pytest.mark.parametrize('dropless, expert, model', [(False, 4, 1), (True, 2, 2)])
 def test_experts_on_a_mesh(dropless, expert, model):
     module = layer(num_selected_experts=2, dropless=dropless, jitter_noise=0.1)
     module, (x, is_token) = module.clone(dropout_rate=0.3), tokens()
@@ -233,7 +233,8 @@ def test_experts_on_a_mesh(dropless, expert, model):
     )
     one = jax.device_put(jax.device_get(params), jax.devices()[0])
     same = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    jax.tree.map(same, jax.device_get(program(params, x)), jax.device_get(step(one, x)))
-    kinds = collectives(program.lower(params, x).compile().as_text())
+    compiled = program.lower(params, x).compile()
+    jax.tree.map(same, jax.device_get(compiled(params, x)), jax.device_get(step(one, x)))
+    kinds = collectives(compiled.as_text())
     assert kinds.count('all-to-all') >= 4, 'there and back, forward and backward'
     assert {*kinds} == {'all-to-all', 'all-reduce'}, 'nothing is gathered'
