@@ -41,6 +41,7 @@ import sentencepiece
 
 from partitioning import CHIPS, PjitPartitioner
 from train.data import (
+    ByT5Tokenizer,
     ByteTokenizer,
     CausalLM,
     Feed,
@@ -133,11 +134,16 @@ def rate(make: Callable[[], Iterator[dict[str, np.ndarray]]], steps: int) -> tup
     started, counted, places = time.perf_counter(), 0.0, 0
     for _ in range(steps):
         batch = next(batches)
-        for name in ('encoder_segment_ids', 'decoder_loss_weights'):
+        for name in ('encoder_input_tokens', 'decoder_loss_weights'):  # padding is 0 in both
             if name in batch:
                 counted += batch[name].astype(bool).sum()
                 places += batch[name].size
     return counted / (time.perf_counter() - started), counted / places
+
+
+def padded(tokenizer: Tokenizer) -> Tokenizer:
+    """Returns a tokenizer of the same kind whose token 0 is padding."""
+    return tokenizer if tokenizer.pads_with_0 else ByT5Tokenizer()
 
 
 def throughput(cache: str, tokenizers: dict[str, Tokenizer]) -> None:
@@ -149,7 +155,7 @@ def throughput(cache: str, tokenizers: dict[str, Tokenizer]) -> None:
         tasks = {
             'cut from the stream': CausalLM(**common),
             'packed documents': CausalLM(**common, packing='pack'),
-            'span corruption': SpanCorruption(**common),
+            'span corruption': SpanCorruption(**common | {'tokenizer': padded(tokenizer)}),
         }
         opened = {kind: task.open(LENGTH) for kind, task in tasks.items()}
         rows = [opened['cut from the stream'].training_rows[0].examples]
