@@ -1,4 +1,4 @@
-"""Ten steps of Adafactor on T5X's reference models, compared with what T5X itself computed.
+"""Ten train steps with Adafactor on T5X's reference models, compared with what T5X itself computed.
 
   python benchmarks/t5x_training.py --data DIR
 
@@ -20,14 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from partitioning import unbox
+from partitioning import TrainState, unbox
 from partitioning.state import path_str
 from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
+from train.objectives import EncoderDecoder, PrefixLanguageModel
 from train.optimizers import as_transformation
+from train.steps import make_train_step
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
 from train.t5x.checkpoint_reader import read_arrays
 from train.t5x.schedules import create_learning_rate_scheduler
 
+# The factor of the z-loss in all runs.
+Z_LOSS = 1e-4
 # The greatest relative differences allowed.
 LIMITS = {'losses': 3e-5, 'parameters': 2e-5, 'state': 2e-5}
 
@@ -44,51 +48,48 @@ def compare_model(folder: Path) -> Iterator[tuple[str, Difference]]:
     """Trains a model with each of its runs' settings, and compares the results with T5X's."""
     facts = json.loads((folder / 'model.json').read_text())
     sizes = facts['model']['config']
-    net = (
-        DecoderOnly(DecoderOnlyConfig(**sizes))
-        if 'decoder_only' in facts['model']['network']
-        else T5(T5Config(**sizes))
-    )
+    made: Any = EncoderDecoder
+    if 'decoder_only' in facts['model']['network']:
+        net, made = DecoderOnly(DecoderOnlyConfig(**sizes)), PrefixLanguageModel
+    else:
+        net = T5(T5Config(**sizes))
     with np.load(folder / 'data.npz') as file:
         start = 'padded/in/'
         batch = {k.removeprefix(start): jnp.asarray(v) for k, v in file.items() if start in k}
-    weights = batch.pop('decoder_loss_weights')
-    boxed = jax.eval_shape(lambda: net.init(jax.random.key(0), **batch, deterministic=True))
+    objective = made(model=net, z_loss=Z_LOSS)
+    boxed = jax.eval_shape(lambda: objective.init(jax.random.key(0), batch))
     stored = read_arrays(folder / 'legacy/checkpoint_0')
     params = jax.tree_util.tree_map_with_path(
         lambda path, _: jnp.asarray(stored[f'target/{path_str(path)}'].read()),
         unbox(boxed['params']),
     )
-
-    @jax.jit
-    def gradients(params: Any, z_loss: float) -> Any:
-        def loss(params: Any) -> jax.Array:
-            logits = net.apply({'params': params}, **batch, deterministic=True)
-            log_z = jax.nn.logsumexp(logits, -1)
-            targets = batch['decoder_target_tokens'][..., None]
-            cross_entropy = log_z - jnp.take_along_axis(logits, targets, -1)[..., 0]
-            return (weights * (cross_entropy + z_loss * log_z**2)).sum() / weights.sum()
-
-        return jax.value_and_grad(loss)(params)
-
     for name, run in facts['train'].items():
+        assert (
+            run['z_loss'] == Z_LOSS and run['loss_normalizing_factor'] == 'NUM_REAL_TARGET_TOKENS'
+        )
         settings = run['adafactor'] | {'logical_factor_rules': standard_logical_factor_rules()}
         optimizer = Adafactor(**settings).optimizer(optax.constant_schedule(run['learning_rate']))
         tx = as_transformation(optimizer, boxed)
-        trained, state, losses = params, tx.init(params), []
+        spec = jax.sharding.PartitionSpec()
+        step = make_train_step(
+            objective, tx, key=jax.random.key(0), num_microbatches=1, data_spec=spec
+        )
+        state, losses, train_step = TrainState.create(params, tx), [], jax.jit(step)
         for _ in range(run['steps']):
-            loss, grads = gradients(trained, run['z_loss'])
-            updates, state = jax.jit(tx.update)(grads, state, trained)
-            trained = optax.apply_updates(trained, updates)
-            losses.append(float(loss))
-        losses.append(float(gradients(trained, run['z_loss'])[0]))
-        expected = [*run['loss_before_step'], run['loss_after']]
-        arrays = {f'{p}/{k}': x for k in state._fields[1:] for p, x in _flat(getattr(state, k))}
+            state, metrics = train_step(state, batch)
+            losses.append(float(metrics['loss'] + metrics['z_loss']))
+        statistics = state.opt_state
+        expected = run['loss_before_step']
+        arrays = {
+            f'{path}/{k}': x
+            for k in statistics._fields[1:]
+            for path, x in _flat(getattr(statistics, k))
+        }
         yield (
             name,
             Difference(
                 max(abs(a / b - 1) for a, b in zip(losses, expected, strict=True)),
-                _greatest(dict(_flat(trained)), run['params_after']),
+                _greatest(dict(_flat(state.params)), run['params_after']),
                 _greatest(arrays, run['state_after']),
             ),
         )
