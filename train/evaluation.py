@@ -10,7 +10,7 @@ import jax
 
 from partitioning import TrainState
 from train.checkpoints import RestoreConfig
-from train.checkpoints.folder import with_dtype
+from train.checkpoints.reading import with_dtype
 from train.config import TrainConfig
 from train.data import record
 from train.errors import ConfigError
