@@ -176,3 +176,12 @@ def test_values_that_are_refused_name_their_place(write):
     }.items():
         found = find_place(message)
         assert found is place is None or found.endswith(place)
+
+
+def test_a_submesh_decides_over_a_number_of_partitions(write, capsys):
+    """T5X only logs that both are set, as a run and the files that include it often do."""
+    text = 'from t5x import partitioning\nN = 1\npartitioning.PjitPartitioner:\n'
+    text += '  num_partitions = %N\n  model_parallel_submesh = (1, 1, 1, 2)\n'
+    write(run=DYNAMIC + text)('run')
+    assert gin.get_configurable('partitioning.PjitPartitioner')().mesh.shape['model'] == 2
+    assert 'num_partitions=1 has no effect' in capsys.readouterr().out

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gin
+import jax
 from gin import config as gin_internals
 
 from train.errors import ConfigError, first_line
 from train.gin_config import check, parse, places
 from train.gin_config.selectors import Resolver, is_import
-from train.t5x.modules import is_t5x
+from train.t5x.modules import PARTITIONING, is_t5x
+
+SUBMESH = 'model_parallel_submesh'
 
 
 def find_config_root() -> Path:
@@ -54,10 +58,41 @@ def load_config(
             _bind(statement, resolver, allow)
         except Exception as error:  # the checks above missed it, so the message is gin's own
             raise ConfigError(f'{statement.place}: gin: {first_line(error)}') from error
+    if any(is_import(s) and s.parsed.module in PARTITIONING for s in statements):
+        _let_the_submesh_decide()
     try:
         gin.finalize()
     except Exception as error:
         raise ConfigError(f'gin: {first_line(error)}') from error
+
+
+def _let_the_submesh_decide() -> None:
+    """Lets a submesh decide where a file sets num_partitions too, which T5X only logs.
+
+    A submesh is a tile of a TPU torus. On another machine, its size is the number of partitions.
+    """
+    for (scope, name), settings in gin_internals._CONFIG.items():
+        if name.endswith('PjitPartitioner') and 'num_partitions' in settings:
+            submesh, count = map(_macro_value, (settings.get(SUBMESH), settings['num_partitions']))
+            if submesh and count is not None:
+                on_tpu = jax.default_backend() == 'tpu'
+                dropped = 'num_partitions' if on_tpu else SUBMESH
+                gin.bind_parameter((scope, name, dropped), None)
+                if not on_tpu:
+                    gin.bind_parameter((scope, name, 'num_partitions'), math.prod(submesh))
+                places.report(
+                    f'num_partitions={count} has no effect, because {SUBMESH}={submesh} is set, too'
+                )
+
+
+def _macro_value(value: Any) -> Any:
+    """The value of a macro, and any other value as it is."""
+    while isinstance(value, gin_internals.ConfigurableReference):
+        scope, name = value.config_key
+        if name != 'gin.macro':
+            break
+        value = gin_internals._CONFIG.get((scope, name), {}).get('value')
+    return value
 
 
 def read_statements(

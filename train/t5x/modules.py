@@ -32,6 +32,7 @@ MODULES = {
     't5x.trainer': 'train.t5x.trainer',
     't5x.utils': 'train.t5x.configs',
 }
+PARTITIONING = ('t5x.partitioning', 't5x.contrib.moe.partitioning')
 # `__main__` is the script that T5X runs, so the name decides which of them a file means.
 SCRIPTS = {
     'train': 'train.t5x.train_script',
