@@ -27,6 +27,7 @@ from train.t5x.moe_adafactor_utils import logical_factor_rules
 from train.t5x.moe_checkpoints import UpcycleCheckpointer
 from train.t5x.moe_models import MoeDecoderOnlyModel, MoeEncoderDecoderModel
 from train.t5x.moe_trainer import MoeTrainer
+from train.t5x.trainer import Trainer
 
 pytestmark = pytest.mark.core
 
@@ -84,10 +85,18 @@ def test_settings_of_the_trainer(settings, message):
 
 
 def test_a_network_without_experts():
-    trainer = MoeTrainer(learning_rate_fn=lambda step: 1.0, num_expert_partitions=2)
-    tx = trainer.optimizer(Model(None)).build()
+    settings = {'learning_rate_fn': lambda step: 1.0, 'num_expert_partitions': 2}
+    grads, model = {'mlp': {'wi': jnp.ones(2)}}, Model(None)
+    tx = MoeTrainer(**settings, sharded_match_fn=lambda path: False).optimizer(model).build()
     with pytest.raises(ConfigError, match="selects none of the 1 parameters, such as 'mlp/wi'"):
-        tx.update({'mlp': {'wi': jnp.ones(2)}}, tx.init(PARAMS), PARAMS)
+        tx.update(grads, tx.init(PARAMS), PARAMS)
+    # As in T5X, the default function of the trainer need not select any.
+    tx, plain = (
+        t.optimizer(model).build()
+        for t in (MoeTrainer(**settings), Trainer(learning_rate_fn=lambda step: 1.0))
+    )
+    got, expected = (t.update(grads, t.init(grads), grads)[0] for t in (tx, plain))
+    np.testing.assert_array_equal(got['mlp']['wi'], expected['mlp']['wi'])
 
 
 # Models.

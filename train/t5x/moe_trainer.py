@@ -81,13 +81,14 @@ def scale_gradients(
       factor: what by.
 
     Raises:
-      ConfigError: in the first update, if no parameter is selected.
+      ConfigError: in the first update, if a function other than the default selects nothing.
     """
     inner = optax.with_extra_args_support(tx)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(grads)]
-        if not any(map(selects, paths)):
+        # As in T5X, a network without experts may be trained too.
+        if selects is not is_of_experts and not any(map(selects, paths)):
             raise ConfigError(
                 f'{KEY}.sharded_match_fn selects none of the {len(paths)} parameters, such as '
                 f'{paths[0]!r}: use a network with experts, or trainer.Trainer'
