@@ -5,9 +5,9 @@ import re
 import pytest
 from refusals import TextOnlyTokenizer
 
-from train.data import ByteTokenizer, CausalLM, Mixture, TextFiles
+from train.data import ByteTokenizer, CausalLM, InputsToTargets, Mixture, TextFiles
 from train.errors import ConfigError
-from train.t5x import configs, models
+from train.t5x import configs, models, trainer
 from train.t5x.adafactor import Adafactor
 from train.t5x.datasets import Reader
 from train.t5x.decoder_only_network import DecoderWrapper, TransformerConfig
@@ -226,3 +226,14 @@ def test_packed_training_rows_require_pack(texts):
     assert configs.DatasetConfig(pack=False, **settings).evaluated_task(reader).task == packs
     with pytest.raises(ConfigError, match='write pack = True'):
         configs.DatasetConfig(pack=False, **settings).training_task(reader)
+
+
+def test_an_action_may_name_the_task_itself():
+    """A flag may replace the name of a task of seqio by a task, which actions name, too."""
+    task = InputsToTargets(source=[('a', 'b')])
+    actions = {'TRAIN_EVAL': [trainer.TerminateOnNanAction(task=task)]}
+    [condition], _ = trainer.translate_actions('actions', actions, {'TRAIN_EVAL': {'toy': 'eval'}})
+    assert condition.metric == 'eval/loss'
+    two = {'TRAIN_EVAL': {'toy': 'eval/toy', 'other': 'eval/other'}}
+    with pytest.raises(ConfigError, match="the tasks are 'toy', 'other'"):
+        trainer.translate_actions('actions', actions, two)

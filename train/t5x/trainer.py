@@ -64,7 +64,7 @@ class TerminateOnNanAction:
       metric: the name of the metric.
     """
 
-    task: str = 'train'
+    task: Any = 'train'
     metric: str = 'loss'
 
 
@@ -142,6 +142,9 @@ def _metric(
     """The name of a metric of a task."""
     known = {'train': 'train'} if mode == 'TRAIN' else evaluators.get(mode, {})
     task, name = metric
+    if not isinstance(task, str):  # a task in place of the name of one of seqio
+        task = getattr(task, 'name', '')
+        task = next(iter(known)) if task not in known and len(known) == 1 else task
     if task not in known:
         tasks = ', '.join(map(repr, known)) or 'none: set its DatasetConfig'
         raise ConfigError(
