@@ -25,6 +25,7 @@ from partitioning.rules import nearest
 from train.data import ByT5Tokenizer, SentencePieceTokenizer, Task, TokenIds, Tokenizer
 from train.errors import ConfigError, check_counts
 from train.gin_config.places import is_allowed
+from train.paths import as_path
 from train.t5x import seqio_tasks
 from train.t5x.refusals import check_off, check_one_of, expect, expect_class, refusal
 from train.t5x.seqio_tasks import Reading
@@ -144,6 +145,11 @@ def SentencePieceVocabulary(  # seqio's name
     why = 'T5 numbers its sentinels from the end'
     check_one_of(f'{key}.reverse_extra_ids', reverse_extra_ids, (True,), why)
     check_counts(minimum=0, **{f'{key}.extra_ids': extra_ids or 0})
+    try:
+        as_path(f'{key}.sentencepiece_model_file', sentencepiece_model_file)
+    except ConfigError as error:
+        other = '--gin.VOCABULARY=@seqio.ByteVocabulary()'
+        raise ConfigError(f'{error}; or replace the vocabulary: {other}') from error
     return SentencePieceTokenizer(path=sentencepiece_model_file, extra_ids=extra_ids or 0)
 
 
