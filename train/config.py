@@ -48,7 +48,8 @@ class TrainConfig:
       partitioner: lays out data, state and steps over the mesh.
       optimizer: an optax transformation, or an `Optimizer` with its learning rate.
       task: the training data, and how it becomes rows.
-      total_steps: the step at which the run ends.
+      total_steps: the step at which the run ends. 0 trains nothing: the run only evaluates the
+        state that it starts from.
       relative_steps: whether `total_steps` counts from the step that the run starts from, which is
         that of its checkpoint, and not from 0. Each time the run resumes, it counts anew.
       batch_size: the number of rows in the global batch.
@@ -116,8 +117,9 @@ class TrainConfig:
     prng_impl: PrngImpl | None = None
 
     def __post_init__(self) -> None:
-        names = ('total_steps', 'batch_size', 'num_microbatches', 'log_every')
+        names = ('batch_size', 'num_microbatches', 'log_every')
         check_counts(**{name: getattr(self, name) for name in names})
+        check_counts(minimum=0, total_steps=self.total_steps)
         check_counts(minimum=0, collect_garbage_every=self.collect_garbage_every)
         for name in ('seed', 'data_seed'):
             if getattr(self, name) is not None:

@@ -59,7 +59,7 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
             folder, restored = config.restore.find()
             source = config.restore.open(folder)
             step = source.first_step(restored)
-            if not config.relative_steps:
+            if config.total_steps and not config.relative_steps:
                 _check_steps_left(config.restore, step, config.total_steps)
             record.check_restored_tokenizer(folder, {'': run.data}, config.restore.setting)
     check_same_step(restored or 0)

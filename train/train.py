@@ -65,11 +65,13 @@ def train(config: TrainConfig) -> TrainState:
     if writers.num_dropped:
         console.say(f'dropped {writers.num_dropped} metrics records after step {start.step}')
     stop_conditions = StopConditions(config.stop_when)
-    if start.step >= config.total_steps:
+    if start.step >= config.total_steps > 0:
         console.say(f'already at step {start.step}; raise total_steps to continue')
         run_evaluators(evaluators, state, start.step)
-    elif config.evaluate_first and (scores := run_evaluators(evaluators, state, start.step)):
-        writers.write(start.step, scores)
+    elif config.evaluate_first or not config.total_steps:
+        scores = run_evaluators(evaluators, state, start.step)
+        if scores:
+            writers.write(start.step, scores)
         stop_conditions.check(scores)
 
     # ---- loop: the host dispatches steps ahead of the devices, and waits only to log

@@ -56,6 +56,16 @@ def test_a_run_is_evaluated_before_its_first_step(run, tmp_path, finished):
     assert len(at_4) == 2 and at_4[1] == pytest.approx(at_4[0], rel=1e-6)
 
 
+def test_a_run_of_no_steps_evaluates_what_it_starts_from(run, tmp_path, finished):
+    state = run(
+        tmp_path / 'scores', total_steps=0, restore=RestoreConfig(path=str(finished.directory))
+    )
+    [scores] = records(tmp_path / 'scores')
+    last = records(finished.directory)[-1]
+    assert int(state.step) == scores['step'] == 6
+    assert scores['eval/loss'] == pytest.approx(last['eval/loss'], rel=1e-6)
+
+
 # Random numbers.
 
 

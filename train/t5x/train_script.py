@@ -177,7 +177,7 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
         writers=writers_with(f'{KEY}.summarize_config_fn', settings['summarize_config_fn']),
         num_microbatches=1 if not trainer.num_microbatches else trainer.num_microbatches,
         weight_metrics=trainer.weight_metrics_computer is not None,
-        log_every=settings['stats_period'] or min(periods, default=last_step),
+        log_every=settings['stats_period'] or min(periods, default=max(last_step, 1)),
         collect_garbage_every=settings['gc_period'],
         seed=seed,
         data_seed=training.seed,
@@ -215,7 +215,7 @@ def _check(settings: Mapping[str, Any]) -> None:
     for name in ('eval_period', 'gc_period'):
         check_counts(minimum=0, **{f'{KEY}.{name}': settings[name]})
     if settings['relative_steps'] is None:
-        check_counts(**{f'{KEY}.total_steps': settings['total_steps']})
+        check_counts(minimum=0, **{f'{KEY}.total_steps': settings['total_steps']})
     for name in ('eval_steps', 'stats_period', 'relative_steps'):
         if settings[name] is not None:
             check_counts(**{f'{KEY}.{name}': settings[name]})
