@@ -17,7 +17,7 @@ from train.gin_config import find_entry, load_config
 from train.gin_config.load import find_config_root
 
 FOLDER = find_config_root() / 'configs/t5x'
-FRAGMENTS = {  # files that are no run -> the files that make them one
+FRAGMENTS = {  # files that are not a whole run -> the files that complete them
     'larger': 'larger pretrain text',
     'scalable': 'scalable pretrain text',
     'decoder_only': 'prefix_lm',

@@ -9,14 +9,20 @@ from train.t5x.refusals import expect
 
 
 @dataclasses.dataclass(frozen=True)
-class T5Config(t5.T5Config):
-    """The sizes and choices of the network; see `train.models.t5.T5Config`."""
+class SeparateLayersConfig(t5.T5Config):
+    """The sizes and choices of a network that does not scan its layers."""
 
-    scale_attn_logits: bool = dataclasses.field(default=False, init=False, repr=False)
     remat_policy: t5.RematPolicy = dataclasses.field(default='none', init=False, repr=False)
     scan_layers: bool = dataclasses.field(default=False, init=False, repr=False)
     param_scan_axis: int = dataclasses.field(default=1, init=False, repr=False)
     scalable: bool = dataclasses.field(default=False, init=False, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class T5Config(SeparateLayersConfig):
+    """The sizes and choices of the network; see `train.models.t5.T5Config`."""
+
+    scale_attn_logits: bool = dataclasses.field(default=False, init=False, repr=False)
 
 
 class Transformer(t5.T5):
