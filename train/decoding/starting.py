@@ -75,21 +75,8 @@ def start_encoder_decoder(
         return model.apply(variables, encoded_BSE, inputs_BS, ones, ones, **options)[1]['cache']
 
     def make_step(num_decodes: int) -> TokensToLogits:
-        encoded_NSE, inputs_NS = tile(encoded_BSE, num_decodes), tile(inputs_BS, num_decodes)
-
-        def step(state: DecodingState) -> tuple[jax.Array, Cache]:
-            logits, changed = model.apply(
-                {**variables, 'cache': state.cache},
-                *(encoded_NSE, inputs_NS, state.cur_token, state.cur_token),
-                deterministic=True,
-                decode=True,
-                max_decode_length=given_BT.shape[1],
-                method='decode',
-                mutable=['cache'],
-            )
-            return logits[:, 0], changed['cache']
-
-        return step
+        encoder = (tile(encoded_BSE, num_decodes), tile(inputs_BS, num_decodes))
+        return _make_step(model, variables, given_BT.shape[1], *encoder, method='decode')
 
     arguments = (encoded_BSE, inputs_BS, given_BT)
     axes = find_row_axes(make_cache, *arguments)
@@ -164,18 +151,7 @@ def start_decoder_only(
         return filled[1]['cache']
 
     def make_step(num_decodes: int) -> TokensToLogits:
-        def step(state: DecodingState) -> tuple[jax.Array, Cache]:
-            logits, changed = model.apply(
-                {**variables, 'cache': state.cache},
-                *(state.cur_token, state.cur_token),
-                deterministic=True,
-                decode=True,
-                max_decode_length=inputs_BT.shape[1],
-                mutable=['cache'],
-            )
-            return logits[:, 0], changed['cache']
-
-        return step
+        return _make_step(model, variables, inputs_BT.shape[1])
 
     arguments = (inputs_BT, prefix_BT, length_B)
     axes = find_row_axes(make_cache, *arguments)
@@ -219,3 +195,35 @@ def _check_unpacked(batch: Batch) -> None:
         raise ConfigError(
             f'the rows have {", ".join(packed)}: packed rows cannot be decoded; write pack = False'
         )
+
+
+def _make_step(
+    model: Any,
+    variables: Mapping[str, Any],
+    length: int,
+    *before: jax.Array,
+    method: str | None = None,
+) -> TokensToLogits:
+    """The model's side of a step: one token for each row of a cache of `length` places.
+
+    Args:
+      model: the network.
+      variables: its variables.
+      length: the length of the cache.
+      *before: the arguments before the tokens.
+      method: the method of the model that takes them, by default `__call__`.
+    """
+
+    def step(state: DecodingState) -> tuple[jax.Array, Cache]:
+        logits, changed = model.apply(
+            {**variables, 'cache': state.cache},
+            *(*before, state.cur_token, state.cur_token),
+            deterministic=True,
+            decode=True,
+            max_decode_length=length,
+            method=method,
+            mutable=['cache'],
+        )
+        return logits[:, 0], changed['cache']
+
+    return step
