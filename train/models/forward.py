@@ -13,20 +13,23 @@ import jax.numpy as jnp
 
 from partitioning import constrain
 from train.errors import ConfigError
-from train.models import layers
+from train.models.attention import Cache, Places, cached_names
 from train.models.config import TransformerConfig
+from train.models.elementary import normalize, soft_cap
 from train.models.embedding import look_up
+from train.models.layers import apply_layer
 from train.models.parameters import Params
+from train.models.rotary import find_rotation
 
 
-def empty_cache(config: TransformerConfig, batch: int, slots: int) -> layers.Cache:
+def empty_cache(config: TransformerConfig, batch: int, slots: int) -> Cache:
     """Returns a cache without tokens for `batch` rows of up to `slots` tokens."""
     shape = (config.num_layers, batch, slots, config.num_kv_heads, config.head_dim)
     keys, values = (
-        constrain(jnp.zeros(shape, config.dtype), layers.cached_names(config)) for _ in range(2)
+        constrain(jnp.zeros(shape, config.dtype), cached_names(config)) for _ in range(2)
     )
     segments_BS = constrain(jnp.zeros((batch, slots), jnp.int32), ('batch', None))
-    return layers.Cache(keys, values, segments_BS, jnp.int32(0))
+    return Cache(keys, values, segments_BS, jnp.int32(0))
 
 
 def compute_logits(
@@ -37,8 +40,8 @@ def compute_logits(
     positions_BL: jax.Array | None = None,
     segments_BL: jax.Array | None = None,
     dropout_key: jax.Array | None = None,
-    cache: layers.Cache | None = None,
-) -> tuple[jax.Array, layers.Cache | None]:
+    cache: Cache | None = None,
+) -> tuple[jax.Array, Cache | None]:
     """Computes the logits of the next tokens.
 
     Args:
@@ -74,23 +77,23 @@ def compute_logits(
     if c.scale_embeddings:
         x_BLD = x_BLD * c.embed_dim**0.5
     if c.positions == 'learned':
-        places = layers.Places(segments_BL, None, None)
+        places = Places(segments_BL, None, None)
         table = constrain(params['position_embedding'].astype(c.dtype), (None, None))
         x_BLD += jnp.take(table, positions_BL, axis=0)
     else:
-        find = functools.partial(layers.find_rotation, positions_BL, c.head_dim)
+        find = functools.partial(find_rotation, positions_BL, c.head_dim)
         rotation = local_rotation = find(c.rope_max_wavelength, c.rope_scaling)
         if c.local_rope_max_wavelength is not None:
             local_rotation = find(c.local_rope_max_wavelength)
-        places = layers.Places(segments_BL, rotation, local_rotation)
+        places = Places(segments_BL, rotation, local_rotation)
 
     x_BLD, cache = _apply_layers(c, params, x_BLD, places, dropout_key, cache)
     if cache is not None:
         cache, x_BLD = cache._replace(used=cache.used + length), x_BLD[:, -1:]
-    x_BLD = layers.normalize(c, params['final_norm'], x_BLD)
+    x_BLD = normalize(c, params['final_norm'], x_BLD)
     output_DV = embedding_VD.T if c.tie_embeddings else params['output'].astype(c.dtype)
     logits_BLV = jnp.einsum('BLD,DV->BLV', x_BLD, output_DV, preferred_element_type=jnp.float32)
-    logits_BLV = layers.soft_cap(logits_BLV, c.logit_soft_cap)
+    logits_BLV = soft_cap(logits_BLV, c.logit_soft_cap)
     return constrain(logits_BLV, ('batch', 'length', 'vocab')), cache
 
 
@@ -98,18 +101,18 @@ def _apply_layers(
     c: TransformerConfig,
     params: Params,
     x_BLD: jax.Array,
-    places: layers.Places,
+    places: Places,
     dropout_key: jax.Array | None,
-    cache: layers.Cache | None,
-) -> tuple[jax.Array, layers.Cache | None]:
+    cache: Cache | None,
+) -> tuple[jax.Array, Cache | None]:
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if c.remat == 'dots' else None
 
     def step(carry: Any, layer: tuple[Params, Any]) -> tuple[Any, None]:
         p, index = layer
 
-        def apply(p: Params, x_BLD: jax.Array, cache: layers.Cache | None) -> Any:
+        def apply(p: Params, x_BLD: jax.Array, cache: Cache | None) -> Any:
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-            return layers.apply_layer(c, p, x_BLD, places, index, key, cache)
+            return apply_layer(c, p, x_BLD, places, index, key, cache)
 
         if c.remat != 'none' and cache is None:
             apply = jax.checkpoint(apply, prevent_cse=not c.scan_layers, policy=policy)

@@ -1,0 +1,30 @@
+"""What all layers of the built-in transformer are made of: norms, products and soft caps."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from train.models.config import TransformerConfig
+from train.models.parameters import Params
+
+
+def normalize(config: TransformerConfig, params: Params, x: jax.Array) -> jax.Array:
+    """Applies RMSNorm or LayerNorm to the last dimension, in float32."""
+    y = x.astype(jnp.float32)
+    if config.norm == 'layer':
+        y -= jnp.mean(y, axis=-1, keepdims=True)
+    y *= jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + config.norm_epsilon)
+    y *= params['scale'] + 1.0 if config.norm_scale_offset else params['scale']
+    return (y + params['bias'] if 'bias' in params else y).astype(config.dtype)
+
+
+def multiply(equation: str, x: jax.Array, params: Params, name: str) -> jax.Array:
+    """Applies a matrix and its bias."""
+    y, bias = jnp.einsum(equation, x, params[name].astype(x.dtype)), params.get(f'{name}_bias')
+    return y if bias is None else y + bias.astype(x.dtype)
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Bounds values to (-cap, cap). None returns them unchanged."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
