@@ -12,6 +12,7 @@ import optax
 from jax.sharding import AxisType
 
 from partitioning import BasePartitioner
+from partitioning.hardware import OptionValue, check_option
 from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.data import Lengths, Prefetch, Task
 from train.data.rows.lengths import check_lengths
@@ -75,6 +76,10 @@ class TrainConfig:
       log_every: the number of steps between records of training metrics.
       profile_steps: the first and the last step of a trace for TensorBoard or Perfetto, which is
         written to `<model_dir>/profile`. By default, nothing is traced.
+      compiler_options: the options with which the steps of the run are compiled. 'auto' takes those
+        of `partitioning.hardware.DEFAULT_OPTIONS` for the chips of the mesh. A dict adds to them,
+        replaces them, and with the value None removes them; the empty dict removes all. The plan of
+        the run records them.
       prefetch: how far ahead of the steps batches are read.
       collect_garbage_every: the number of steps between collections of Python's garbage, which
         then happen at no other time. 0 leaves them to Python.
@@ -110,6 +115,7 @@ class TrainConfig:
     weight_metrics: bool = False
     log_every: int = 10
     profile_steps: Sequence[int] | None = None
+    compiler_options: Literal['auto'] | Mapping[str, OptionValue | None] = 'auto'
     prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
     collect_garbage_every: int = 0
     seed: int | None = 0
@@ -133,6 +139,7 @@ class TrainConfig:
                 raise ConfigError(
                     f'TrainConfig.{name} is {getattr(self, name)!r}: use True or False'
                 )
+        _check_compiler_options(self.compiler_options)
         check_lengths('sequence_length', self.sequence_length)
         for name in KINDS:
             if getattr(self, name) is not None or name != 'restore':
@@ -178,6 +185,21 @@ def _check_object(name: str, value: Any) -> None:
     raise ConfigError(
         f'TrainConfig.{name} is {shown}, but it must be an instance of {names}: write {written}'
     )
+
+
+def _check_compiler_options(options: Any) -> None:
+    if not isinstance(options, Mapping):
+        if options == 'auto':
+            return
+        raise ConfigError(
+            f"TrainConfig.compiler_options is {options!r}: write 'auto', or a dict such as "
+            "{'xla_tpu_scoped_vmem_limit_kib': 65536}"
+        )
+    for name, value in options.items():
+        try:
+            check_option(name, False if value is None else value)
+        except ValueError as error:
+            raise ConfigError(f'TrainConfig.compiler_options: {error}') from None
 
 
 def _check_evaluators(evaluators: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from partitioning.programs.compiler_errors import own_compiler_errors
 from train.config import TrainConfig
 from train.errors import ConfigError
 from train.run import prepare, report
@@ -43,11 +44,11 @@ def precompile(config: TrainConfig) -> dict[str, Any]:
     """
     run = prepare(config)
     report(run)
-    step = partition_train_step(run)
+    step, mesh = partition_train_step(run), config.partitioner.mesh
     with run.console.phase('compiling the train step'):
         lowered = step.lower(run.plan.abstract_state, dict(run.batch))
-        compiled = lowered.compile()
-    mesh = config.partitioner.mesh
+        with own_compiler_errors('train_step', mesh):
+            compiled = lowered.compile()
     memory: dict[str, Any] = {'mesh': dict(mesh.shape), 'devices': [str(d) for d in _devices(mesh)]}
     if (sizes := compiled.memory_analysis()) is not None:
         memory['bytes_per_device'] = {name: getattr(sizes, field) for name, field in SIZES.items()}

@@ -16,6 +16,7 @@ from etils import epath
 from jax.sharding import NamedSharding
 
 from partitioning import Plan, TrainState
+from partitioning.hardware import OptionValue, option_values
 from partitioning.state import path_str
 from train.config import TrainConfig
 from train.data import OpenTask, Task, record
@@ -25,6 +26,7 @@ from train.errors import ConfigError
 from train.objectives import Objective, TokenLoss
 from train.optimizers import as_transformation
 from train.paths import as_folder
+from train.runtime.compiling import choose_options, describe_options
 from train.runtime.console import RunConsole
 from train.runtime.machine import agree_on
 from train.runtime.reports import (
@@ -78,6 +80,11 @@ class Run:
         )
 
     @property
+    def compiler_options(self) -> dict[str, OptionValue]:
+        """The options with which its programs are compiled, as `partition` takes them."""
+        return option_values(self.plan.compiler_options)
+
+    @property
     def key(self) -> jax.Array:
         """The key of the initial parameters and of the random numbers of the steps."""
         return make_key(self.config)
@@ -125,7 +132,10 @@ def prepare(config: TrainConfig) -> Run:
         return TrainState.create(variables, made[-1])
 
     with console.phase('planning the layout'):
-        plan = partitioner.plan(init, make_key(config))
+        plan = dataclasses.replace(
+            partitioner.plan(init, make_key(config)),
+            compiler_options=choose_options(config.compiler_options, partitioner.mesh),
+        )
     run = Run(
         config=config,
         console=console,
@@ -198,6 +208,8 @@ def report(run: Run) -> None:
     run.console.heading(title)
     run.console.show(table)
     for line in describe_audit(run.plan.audit()):
+        say(line)
+    for line in describe_options(run.plan.compiler_options):
         say(line)
 
 

@@ -18,6 +18,7 @@ from train.data import record
 from train.errors import ConfigError
 from train.optimizers import learning_rate_of
 from train.run import Run, initialize_some
+from train.runtime.compiling import describe_options
 from train.runtime.flops import count_flops
 from train.runtime.gin_text import beside, write_gin_text
 from train.runtime.machine import check_same_step
@@ -149,6 +150,7 @@ def partition_train_step(run: Run) -> PartitionedCallable:
         in_axis_resources=(plan.specs, data_spec),
         out_axis_resources=(plan.specs, None),
         donate_argnums=(0,),
+        compiler_options=run.compiler_options,
     )
 
 
@@ -164,7 +166,9 @@ def write_run_files(run: Run) -> None:
             if jax.process_index() == 0:
                 write_gin_text(run.directory, _name_here(run, 'config.gin'))
                 info = run.directory / _name_here(run, 'model-info.txt')
-                info.write_text(f'{run.plan.audit()}\n\n{describe_variables(run.plan.rows)}')
+                compiled = '\n'.join(describe_options(run.plan.compiler_options))
+                text = f'{run.plan.audit()}\n\n{describe_variables(run.plan.rows)}'
+                info.write_text(f'{text}\n{compiled}\n' if compiled else text)
                 run.plan.save(run.directory / 'plan.json')
                 record.write_record(run.directory, run.record)
         except OSError as error:

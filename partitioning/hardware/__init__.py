@@ -6,6 +6,16 @@ from partitioning.hardware.chips import (
     chip_of as chip_of,
     torus_wrap as torus_wrap,
 )
+from partitioning.hardware.compiler_options import (
+    DEFAULT_OPTIONS as DEFAULT_OPTIONS,
+    CompilerOption as CompilerOption,
+    OptionValue as OptionValue,
+    change_options as change_options,
+    check_option as check_option,
+    check_options as check_options,
+    default_options as default_options,
+    option_values as option_values,
+)
 from partitioning.hardware.devices import (
     HardwareMesh as HardwareMesh,
     JaxDevice as JaxDevice,

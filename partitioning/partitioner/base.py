@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from partitioning.hardware import HardwareMesh
+from partitioning.hardware import HardwareMesh, OptionValue
 from partitioning.layout import (
     DataLayout,
     Indivisible,
@@ -22,9 +22,13 @@ from partitioning.layout import (
     host_local_array_to_global_array,
     local_to_global,
 )
-from partitioning.mesh import MeshConfig
 from partitioning.partitioner.initialization import trace_init
-from partitioning.partitioner.partitioner_object import AnyMesh, PartitionerObject, settings_of_t5x
+from partitioning.partitioner.partitioner_object import (
+    AnyMesh,
+    PartitionerObject,
+    mesh_source,
+    settings_of_t5x,
+)
 from partitioning.partitioner.training_setup import TrainingSetup, partition_step
 from partitioning.plan import Plan
 from partitioning.programs.partitioned import (
@@ -87,7 +91,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
             'dcn_mesh_shape': dcn_mesh_shape,
         }
         self._params_on_devices = params_on_devices
-        self._mesh_source = _mesh_source(mesh, given)
+        self._mesh_source = mesh_source(mesh, given)
         self._t5x_settings = settings_of_t5x(mesh, given)
 
     def _description(self) -> list[tuple[str, str]]:
@@ -351,6 +355,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         donate_argnums: int | Sequence[int] = (),
         *,
         on_recompile: OnRecompile = 'allow',
+        compiler_options: Mapping[str, OptionValue] | None = None,
     ) -> PartitionedCallable:
         """Partitions a function over the mesh.
 
@@ -365,6 +370,9 @@ class BasePartitioner(PartitionerObject, abc.ABC):
           donate_argnums: the positions of arguments whose buffers the result may reuse.
           on_recompile: what happens if the function would be traced and compiled a second time.
             'error' raises a ValueError that names the argument that changed, before and after.
+          compiler_options: the options with which the function is always compiled, by name, as
+            `jax.jit` takes them; `option_values(default_options(mesh.devices.flat))` for those of
+            the chip. jax refuses to call such a function inside another jitted function.
 
         Raises:
           ValueError: if a setting does not fit the signature of the function.
@@ -372,28 +380,18 @@ class BasePartitioner(PartitionerObject, abc.ABC):
 
     @abc.abstractmethod
     def compile(
-        self, partitioned_fn: PartitionedCallable, *args: Any
+        self,
+        partitioned_fn: PartitionedCallable,
+        *args: Any,
+        compiler_options: Mapping[str, OptionValue] | None = None,
     ) -> CompiledPartitionedCallable:
-        """Compiles a partitioned function ahead of time, for arguments of these shapes."""
+        """Compiles a partitioned function ahead of time, for arguments of these shapes.
 
+        Args:
+          partitioned_fn: the function that `partition` returned.
+          *args: its arguments, arrays or ShapeDtypeStructs.
+          compiler_options: options for this compilation, in addition to those of the function.
 
-def _mesh_source(mesh: AnyMesh | None, t5x_settings: dict[str, Any]) -> AnyMesh:
-    """The mesh or its description, from the arguments of a partitioner."""
-    if mesh is None:
-        settings = {name: value for name, value in t5x_settings.items() if value is not None}
-        if settings.keys() == {'num_partitions'}:
-            return _mesh_of_partitions(**settings)
-        return MeshConfig.from_t5x(**settings)
-    if not isinstance(mesh, Mesh | AbstractMesh | MeshConfig):
-        raise ValueError(
-            f'mesh={mesh!r} must be a MeshConfig, a jax.sharding.Mesh or an AbstractMesh, such as '
-            "MeshConfig(axes={'data': -1, 'model': 2})"
-        )
-    if given := [name for name, value in t5x_settings.items() if value is not None]:
-        raise ValueError(f'mesh= already determines {", ".join(given)}; remove {", ".join(given)}')
-    return mesh
-
-
-@functools.lru_cache(maxsize=64, typed=True)
-def _mesh_of_partitions(num_partitions: int) -> MeshConfig:
-    return MeshConfig.from_t5x(num_partitions)
+        Raises:
+          ValueError: if the arguments do not fit, or if the compiler does not know an option.
+        """

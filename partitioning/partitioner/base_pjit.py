@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from jax.sharding import AbstractMesh, Mesh
 
+from partitioning.hardware import OptionValue, check_options
 from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner
 from partitioning.plan import Plan
+from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.lowering_only import without_devices
 from partitioning.programs.partitioned import (
     CompiledPartitionedCallable,
@@ -50,6 +52,7 @@ class BasePjitPartitioner(BasePartitioner):
         donate_argnums: int | Sequence[int] = (),
         *,
         on_recompile: OnRecompile = 'allow',
+        compiler_options: Mapping[str, OptionValue] | None = None,
     ) -> PartitionedCallable:
         partitioned = partition_function(
             fn,
@@ -60,13 +63,20 @@ class BasePjitPartitioner(BasePartitioner):
             static_argnums=static_argnums,
             donate_argnums=donate_argnums,
             on_recompile=on_recompile,
+            compiler_options=compiler_options,
         )
         if isinstance(self.mesh, AbstractMesh):
             return without_devices(partitioned, self.mesh)
         return partitioned
 
     def compile(
-        self, partitioned_fn: PartitionedCallable, *args: Any
+        self,
+        partitioned_fn: PartitionedCallable,
+        *args: Any,
+        compiler_options: Mapping[str, OptionValue] | None = None,
     ) -> CompiledPartitionedCallable:
         check_has_devices(self.mesh, 'compile')
-        return partitioned_fn.lower(*args).compile()
+        options: Any = check_options(compiler_options)
+        lowered = partitioned_fn.lower(*args)
+        with own_compiler_errors(getattr(partitioned_fn, '__name__', 'the function'), self.mesh):
+            return lowered.compile(compiler_options=options)

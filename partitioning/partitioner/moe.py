@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from partitioning.hardware import HardwareMesh
+from partitioning.hardware import HardwareMesh, OptionValue
 from partitioning.mesh import MeshConfig
 from partitioning.mesh.validation import check_count
 from partitioning.partitioner.pjit import PjitPartitioner
@@ -101,6 +101,7 @@ class MoePjitPartitioner(PjitPartitioner):
         donate_argnums: int | Sequence[int] = (),
         *,
         on_recompile: OnRecompile = 'allow',
+        compiler_options: Mapping[str, OptionValue] | None = None,
     ) -> PartitionedCallable:
         batch = self.data_partition_spec
         return super().partition(
@@ -110,6 +111,7 @@ class MoePjitPartitioner(PjitPartitioner):
             static_argnums,
             donate_argnums,
             on_recompile=on_recompile,
+            compiler_options=compiler_options,
         )
 
 

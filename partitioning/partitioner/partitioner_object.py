@@ -128,6 +128,28 @@ class PartitionerObject:
         return None if isinstance(mesh, MeshConfig) else mesh
 
 
+def mesh_source(mesh: AnyMesh | None, t5x_settings: dict[str, Any]) -> AnyMesh:
+    """The mesh or its description, from the arguments of a partitioner."""
+    if mesh is None:
+        settings = {name: value for name, value in t5x_settings.items() if value is not None}
+        if settings.keys() == {'num_partitions'}:
+            return _mesh_of_partitions(**settings)
+        return MeshConfig.from_t5x(**settings)
+    if not isinstance(mesh, Mesh | AbstractMesh | MeshConfig):
+        raise ValueError(
+            f'mesh={mesh!r} must be a MeshConfig, a jax.sharding.Mesh or an AbstractMesh, such as '
+            "MeshConfig(axes={'data': -1, 'model': 2})"
+        )
+    if given := [name for name, value in t5x_settings.items() if value is not None]:
+        raise ValueError(f'mesh= already determines {", ".join(given)}; remove {", ".join(given)}')
+    return mesh
+
+
+@functools.lru_cache(maxsize=64, typed=True)
+def _mesh_of_partitions(num_partitions: int) -> MeshConfig:
+    return MeshConfig.from_t5x(num_partitions)
+
+
 def settings_of_t5x(mesh: AnyMesh | None, given: dict[str, Any]) -> dict[str, Any]:
     """The settings of T5X; with `mesh=`, `num_partitions` is the size of the 'model' axis."""
     if mesh is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from partitioning.hardware import option_values
 from partitioning.plan.plan import Plan
 from partitioning.plan.rows import PlanRow
 from partitioning.plan.tables import shape_str, spec_or_padded_str
@@ -65,7 +66,8 @@ class PlanDiff:
 
     def __bool__(self) -> bool:
         before, after = (list(axis_sizes(p.mesh).items()) for p in (self.before, self.after))
-        return bool(self.added or self.removed or self.changed or before != after)
+        of_layout = self.added or self.removed or self.changed or before != after
+        return bool(of_layout or self._option_changes())
 
     def __str__(self) -> str:
         if not self:
@@ -75,15 +77,25 @@ class PlanDiff:
         lines += [f'- {_line(row)}' for row in self.removed]
         lines += [f'+ {_line(row)}' for row in self.added]
         lines += [f'~ {change}' for change in self.changed]
+        lines += [f'~ {change}' for change in self._option_changes()]
         lines.append(
             f'bytes per device: {self.before.bytes_per_device:,} -> '
             f'{self.after.bytes_per_device:,} ({self.bytes_per_device:+,})'
         )
         return '\n'.join(lines)
 
+    def _option_changes(self) -> list[str]:
+        """The compiler options that differ, with both values."""
+        old, new = (option_values(p.compiler_options) for p in (self.before, self.after))
+        return [
+            f'compiler option {name}: {old.get(name, "not set")} -> {new.get(name, "not set")}'
+            for name in {**old, **new}
+            if old.get(name) != new.get(name)
+        ]
+
 
 def diff(before: Plan, after: Plan) -> PlanDiff:
-    """What changes from one plan to another: layouts and sizes, but not names and reasons.
+    """What changes from one plan to another, except names and reasons.
 
     Raises:
       TypeError: if an argument is not a Plan.

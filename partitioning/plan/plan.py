@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from partitioning.hardware import CompilerOption
 from partitioning.plan.audit import Audit, audit_rows
 from partitioning.plan.findings import Finding, row_findings, rule_findings
 from partitioning.plan.fixed_point import check_fixed_point
@@ -69,8 +70,9 @@ class Plan:
       state = plan.init(key)  # created in its shards
       step = partitioner.partition(step, (plan.specs, None), (plan.specs, None))
 
-    Two plans are equal if their meshes have the same axes and they have the same rows. A pickle of
-    a plan is like its file: it holds the sizes of the axes, the rows and the rules.
+    Two plans are equal if their meshes have the same axes, and they have the same rows and compiler
+    options. A pickle of a plan is like its file: it holds the sizes of the axes, the rows, the
+    compiler options and the rules.
 
     Attributes:
       mesh: the mesh, or the size of each of its axes if the plan comes from a file.
@@ -78,6 +80,8 @@ class Plan:
       tree: the structure of the state; None if the plan is not of a state that is here.
       rules: the rules that made the plan; None if it was not made by rules.
       program: makes the state; None unless the plan was made from an init function.
+      compiler_options: the options with which the programs of a run are compiled, as a trainer
+        records them. `partition` takes them as `option_values(plan.compiler_options)`.
     """
 
     mesh: MeshLike
@@ -85,6 +89,7 @@ class Plan:
     tree: StateTree[PlanRow | Unplanned] | None = None
     rules: RuleSet | None = None
     program: InitProgram | None = None
+    compiler_options: tuple[CompilerOption, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, 'rows', tuple(self.rows))
@@ -202,7 +207,7 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a file; see `partitioning.plan.plan_file` for the format."""
-        _file(path).write_text(to_json(self.rows, self.mesh))
+        _file(path).write_text(to_json(self.rows, self.mesh, self.compiler_options))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -214,8 +219,8 @@ class Plan:
             package for its store is not installed.
         """
         try:
-            rows, mesh = from_json(_file(path).read_text())
-            return cls(mesh, rows)
+            rows, mesh, options = from_json(_file(path).read_text())
+            return cls(mesh, rows, compiler_options=options)
         except (ValueError, ImportError) as error:
             raise ValueError(f'{path}: {error}') from error
 
@@ -276,7 +281,8 @@ class Plan:
         if not isinstance(other, Plan):
             return NotImplemented
         axes = list(axis_sizes(self.mesh).items()), list(axis_sizes(other.mesh).items())
-        return axes[0] == axes[1] and self._by_path == other._by_path
+        of_layout = axes[0] == axes[1] and self._by_path == other._by_path
+        return of_layout and self.compiler_options == other.compiler_options
 
     def __hash__(self) -> int:
         return hash((tuple(axis_sizes(self.mesh).items()), frozenset(self._by_path)))
@@ -291,7 +297,8 @@ class Plan:
 
     def __reduce__(self) -> Any:
         """A pickle holds what a plan file holds, and the rules, but no devices and no program."""
-        return type(self), (dict(axis_sizes(self.mesh)), self.rows, None, self.rules)
+        axes = dict(axis_sizes(self.mesh))
+        return type(self), (axes, self.rows, None, self.rules, None, self.compiler_options)
 
     def __repr__(self) -> str:
         arrays, mesh = count(len(self.rows), 'array'), describe_axes(self.mesh)
@@ -314,7 +321,8 @@ class Plan:
             f'{count(len(self.rows), "array")}, {self.bytes_total:,} bytes; '
             f'{self.bytes_per_device:,} bytes per device of the mesh {describe_axes(self.mesh)}'
         )
-        return '\n'.join([*text_table(head, rows), '', total])
+        options = [f'compiler option {option}' for option in self.compiler_options]
+        return '\n'.join([*text_table(head, rows), '', total, *options])
 
     @functools.cached_property
     def _by_path(self) -> dict[str, PlanRow]:

@@ -11,11 +11,18 @@
 
 A dimension also has "rule", the rule that decided; "lost", the rules that did not apply, each with
 the reason; and "policy", "wanted" and "fits" if a policy was applied. Empty ones are omitted.
+If programs are compiled with options, these come before the rows:
+
+     "compiler_options": [
+      {"name": "xla_x", "value": 1, "reason": "why", "figure": "what it changes", "chips": ["v5e"]}
+     ],
+
 Equal plans have equal files, so version control shows what changed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import typing
@@ -25,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from partitioning.hardware import CompilerOption
 from partitioning.plan.rows import PlanRow, make_row
 from partitioning.rules import MeshLike, ResolvedDimension, axis_sizes, is_count, nearest
 from partitioning.rules.dimensions import Policy
@@ -34,20 +42,27 @@ FORMAT = 'meshwright plan 2'
 _ROW_KEYS = [*(name for name in PlanRow._fields if name != 'spec'), 'bytes_per_device']
 
 
-def to_json(rows: Sequence[PlanRow], mesh: MeshLike) -> str:
+def to_json(
+    rows: Sequence[PlanRow], mesh: MeshLike, compiler_options: Sequence[CompilerOption] = ()
+) -> str:
     """The text of a plan's file; see the format above."""
     ordered = sorted(rows, key=lambda row: row.path.split('/'))
     lines = ',\n'.join(f'  {json.dumps(row_to_json(row))}' for row in ordered)
+    listed = ',\n'.join(f'  {json.dumps(dataclasses.asdict(o))}' for o in compiler_options)
+    options = f' "compiler_options": [\n{listed}\n ],\n' if listed else ''
     return (
         f'{{"format": {json.dumps(FORMAT)},\n "mesh": {json.dumps(dict(axis_sizes(mesh)))},\n'
-        f' "rows": [\n{lines}\n ]}}\n'
+        f'{options} "rows": [\n{lines}\n ]}}\n'
     )
 
 
-def from_json(text: str) -> tuple[tuple[PlanRow, ...], dict[str, int]]:
-    """Reads a text that `to_json` wrote: returns the rows, and the sizes of the mesh axes.
+def from_json(
+    text: str,
+) -> tuple[tuple[PlanRow, ...], dict[str, int], tuple[CompilerOption, ...]]:
+    """Reads a text that `to_json` wrote, which may have been edited since.
 
-    The text may have been edited since.
+    Returns:
+      The rows, the sizes of the mesh axes, and the compiler options.
 
     Raises:
       ValueError: if the text is not a plan, if a spec does not fit the mesh or its array, or if a
@@ -60,13 +75,28 @@ def from_json(text: str) -> tuple[tuple[PlanRow, ...], dict[str, int]]:
     if not isinstance(held, Mapping) or held.get('format') != FORMAT:
         found = held.get('format') if isinstance(held, Mapping) else held
         raise ValueError(f'the file must have "format": "{FORMAT}", not {found!r}')
-    check_keys('the file', held, ('format', 'mesh', 'rows'), ('format', 'mesh', 'rows'))
+    required = ('format', 'mesh', 'rows')
+    check_keys('the file', held, required, (*required, 'compiler_options'))
     mesh, rows = held['mesh'], held['rows']
     if not isinstance(mesh, Mapping) or not mesh or not all(map(is_count, mesh.values())):
         raise ValueError(f'"mesh" must map each axis to a size, as {{"data": 4}}, not {mesh!r}')
     if not isinstance(rows, list):
         raise ValueError(f'"rows" must be a list, not {rows!r}')
-    return tuple(_row_from_json(row, mesh) for row in rows), dict(mesh)
+    options = held.get('compiler_options', [])
+    if not isinstance(options, list):
+        raise ValueError(f'"compiler_options" must be a list, not {options!r}')
+    made = tuple(_row_from_json(row, mesh) for row in rows)
+    return made, dict(mesh), tuple(map(_option_from_json, options))
+
+
+def _option_from_json(held: Any) -> CompilerOption:
+    if not isinstance(held, Mapping):
+        raise ValueError(
+            f'a compiler option must be an object such as {{"name": "xla_x", ...}}, not {held!r}'
+        )
+    fields = [field.name for field in dataclasses.fields(CompilerOption)]
+    check_keys(f'the compiler option {held.get("name")!r}', held, fields[:3], fields)
+    return CompilerOption(**{**held, 'chips': tuple(held.get('chips', ()))})
 
 
 def row_to_json(row: PlanRow) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from partitioning.programs.argument_checks import (
     value_problems,
 )
 from partitioning.programs.boundary import Boundary
+from partitioning.programs.compiler_errors import explain_compiler_error
 from partitioning.programs.donation import deletion_problems
 from partitioning.programs.placement_checks import device_problems, layout_problems
 from partitioning.programs.pmap_leftovers import axis_error, pmap_hint, shard_hint
@@ -48,6 +49,10 @@ def find_cause(
       args, kwargs: the arguments of the call.
       abstract: whether the call takes ShapeDtypeStructs, as `lower` does.
     """
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        of_compiler = explain_compiler_error(error, boundary.arguments.function, boundary.mesh)
+        if of_compiler is not None:
+            return of_compiler
     if isinstance(error, RecompilationError):
         return RecompilationError(str(error))
     if _is_inside(error):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from jax.sharding import Mesh
 
+from partitioning.hardware import OptionValue, check_options
 from partitioning.programs.arguments import Arguments
 from partitioning.programs.boundary import Boundary
 from partitioning.programs.donation import check_donation
@@ -29,6 +30,7 @@ def partition_function(
     static_argnums: int | Sequence[int] = (),
     donate_argnums: int | Sequence[int] = (),
     on_recompile: OnRecompile = 'allow',
+    compiler_options: Mapping[str, OptionValue] | None = None,
 ) -> PartitionedCallable:
     """A function jitted over a mesh; see `BasePartitioner.partition`.
 
@@ -42,7 +44,7 @@ def partition_function(
       mesh: the mesh.
       logical_axis_rules: rules for the linen models and `constrain` calls inside.
       in_resources, out_resources: the layouts of arguments and results.
-      static_argnums, donate_argnums, on_recompile: as for `partition`.
+      static_argnums, donate_argnums, on_recompile, compiler_options: as for `partition`.
 
     Returns:
       The function, with the methods of PjittedFnWithContext: `lower`, `lower_and_compile`,
@@ -57,7 +59,9 @@ def partition_function(
     trace_log = TraceLog(boundary.arguments, boundary.static, on_recompile)
     body = observe(fn, trace_log)
     body = lay_out_inside(body, mesh, in_resources, out_resources, boundary.static)
-    partitioned = PartitionedMethods(body, logical_axis_rules, boundary, trace_log)
+    partitioned = PartitionedMethods(
+        body, logical_axis_rules, boundary, trace_log, check_options(compiler_options)
+    )
     call = _with_explained_errors(partitioned)
     functools.update_wrapper(call, fn)
     methods = ['lower', 'lower_and_compile', 'trace', 'eval_shape']

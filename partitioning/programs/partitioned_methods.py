@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 
+from partitioning.hardware import OptionValue
 from partitioning.programs.boundary import Boundary
 from partitioning.programs.call_errors import find_cause
+from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.explicit_axes import auto_where_needed
 from partitioning.programs.partitioned import (
     PjittedFnWithContext,
@@ -36,6 +38,7 @@ class PartitionedMethods(PjittedFnWithContext):
         rules: LogicalAxisRules,
         boundary: Boundary,
         trace_log: TraceLog,
+        compiler_options: dict[str, OptionValue] | None = None,
     ):
         super().__init__(fn, boundary.mesh, rules)
         self.boundary, self.trace_log = boundary, trace_log
@@ -45,6 +48,7 @@ class PartitionedMethods(PjittedFnWithContext):
             out_shardings=boundary.out_shardings,
             static_argnums=boundary.static,
             donate_argnums=boundary.donated,
+            compiler_options=compiler_options,
         )
         self._in_shardings = boundary.in_shardings
         self._out_shardings = boundary.out_shardings
@@ -101,6 +105,11 @@ class PartitionedMethods(PjittedFnWithContext):
             log.record_layouts(keywords, traced=log.count > num_traces)
             self._cache_sizes[len(args)] = variant._cache_size()
         return result
+
+    def lower_and_compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
+        lowered = self.lower(*args, **kwargs)
+        with own_compiler_errors(self.boundary.arguments.function, self._mesh):
+            return lowered.compile()
 
     def clear_cache(self) -> None:
         super().clear_cache()

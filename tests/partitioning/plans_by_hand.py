@@ -53,7 +53,7 @@ def planned(tree=TREE, names=NAMES, rules=RULES, mesh=MESH, **policies):
 
 def read(text):
     """The plan of the text of a file."""
-    rows, mesh = from_json(text)
+    rows, mesh, _ = from_json(text)
     return Plan(mesh, rows)
 
 

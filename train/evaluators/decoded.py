@@ -147,7 +147,9 @@ class PreparedDecodedText:
 
         specs, spec = run.plan.specs, run.config.partitioner.data_partition_spec
         resources = (specs.params, specs.flax_mutables, spec, None)
-        return run.config.partitioner.partition(predict, resources, None)
+        return run.config.partitioner.partition(
+            predict, resources, None, compiler_options=run.compiler_options
+        )
 
     def run(self, state: TrainState, step: int) -> dict[str, float]:
         scores: dict[str, float] = {}

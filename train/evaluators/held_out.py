@@ -86,6 +86,7 @@ class HeldOut:
                     make_eval_step(c.objective),
                     (specs.params, specs.flax_mutables, data_spec),
                     None,
+                    compiler_options=run.compiler_options,
                 ),
                 *(state.params, state.flax_mutables, batch),
             )

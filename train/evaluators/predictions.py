@@ -182,7 +182,7 @@ class PreparedPredictionFiles:
         }
         resources = (specs.params, specs.flax_mutables, spec, None)
         return partitioner.compile(
-            partitioner.partition(infer, resources, None),
+            partitioner.partition(infer, resources, None, compiler_options=run.compiler_options),
             *(state.params, state.flax_mutables, batch, run.key),
         )
 

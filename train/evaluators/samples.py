@@ -169,4 +169,6 @@ class PreparedSamples:
 
         specs, spec = self.owner.plan.specs, partitioner.data_partition_spec
         resources = (specs.params, specs.flax_mutables, spec, spec)
-        return partitioner.partition(continue_prompts, resources, None)
+        return partitioner.partition(
+            continue_prompts, resources, None, compiler_options=self.owner.compiler_options
+        )

@@ -1,0 +1,105 @@
+"""Compiler options: how functions are compiled with them, and how plans record them."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from partitioning import PjitPartitioner, Plan, diff
+from partitioning.hardware import (
+    CompilerOption,
+    change_options,
+    default_options,
+    option_values,
+)
+
+OFF = 'xla_jf_spmd_threshold_for_windowed_einsum_mib'
+KNOWN = {'xla_cpu_enable_fast_math': False}  # an option of the compiler for CPUs
+
+
+@pytest.fixture(scope='module')
+def partitioner():
+    return PjitPartitioner(num_partitions=1)
+
+
+def double(x, scale=2.0):
+    return x * scale
+
+
+def partition(partitioner, options):
+    return partitioner.partition(double, (None,), None, compiler_options=options)
+
+
+def test_a_function_is_compiled_with_its_options_on_every_way(partitioner):
+    x = jnp.arange(8.0)
+    assert partition(partitioner, KNOWN)(x).tolist() == (2 * x).tolist()
+    wrong = partition(partitioner, {'xla_cpu_fast': True})
+    ways = [
+        lambda: wrong(x),
+        lambda: wrong(x, scale=3.0),
+        lambda: wrong.lower_and_compile(x),
+        lambda: partitioner.compile(wrong, x),
+        lambda: partitioner.compile(
+            partition(partitioner, KNOWN), x, compiler_options={'xla_cpu_fast': True}
+        ),
+    ]
+    for way in ways:
+        with pytest.raises(ValueError, match=r"^double: .* cpu devices .*'xla_cpu_fast'") as error:
+            way()
+        assert '\n' not in str(error.value)
+    with pytest.raises(jax.errors.JaxRuntimeError, match='xla_cpu_fast'):  # jax's own object
+        wrong.lower(x).compile()
+
+
+def test_a_value_of_the_wrong_kind_is_an_error_that_names_it(partitioner):
+    wrong = partition(partitioner, {'xla_cpu_enable_fast_math': 'maybe'})
+    with pytest.raises(ValueError, match=r"'xla_cpu_enable_fast_math'.*'maybe'.*True or False"):
+        wrong(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"'xla_x' is .1, 2.*a number or a text"):
+        partition(partitioner, {'xla_x': [1, 2]})
+    with pytest.raises(ValueError, match='not 3'):
+        partitioner.compile(partition(partitioner, None), 1.0, compiler_options={3: True})
+
+
+def test_windowed_einsum_is_off_on_tpus_only():
+    values = {
+        kind: option_values(default_options([SimpleNamespace(device_kind=kind)]))
+        for kind in ('TPU v5 lite', 'TPU v5', 'TPU v6 lite', 'cpu', 'NVIDIA H100 80GB HBM3')
+    }
+    assert [values[kind].get(OFF, 0) >= 100_000 for kind in values] == [True] * 3 + [False] * 2
+    assert values['cpu'] == {} == option_values(default_options([]))
+
+
+def test_options_are_added_replaced_and_removed():
+    before = default_options([SimpleNamespace(device_kind='TPU v5 lite')])
+    after = change_options(before, {OFF: 7, 'xla_new': 'text'}, 'wanted')
+    assert option_values(after) == option_values(before) | {OFF: 7, 'xla_new': 'text'}
+    assert {o.reason for o in after if o.name in (OFF, 'xla_new')} == {'wanted'}
+    assert OFF not in option_values(change_options(before, {OFF: None}, ''))
+    with pytest.raises(ValueError, match=f"'xla_other'.*{OFF}"):
+        change_options(before, {'xla_other': None}, '')
+
+
+def test_plans_record_options_and_old_files_load(partitioner, tmp_path):
+    plan = PjitPartitioner(layout='fsdp').plan(lambda: {'w': jnp.ones((8, 2))})
+    option = CompilerOption(name='xla_a', value=3, reason='why', figure='2 ms', chips=('v5e',))
+    with_options = dataclasses.replace(plan, compiler_options=(option,))
+    with_options.save(tmp_path / 'new.json')
+    held = json.loads((tmp_path / 'new.json').read_text())
+    assert held['compiler_options'] == [
+        {'name': 'xla_a', 'value': 3, 'reason': 'why', 'figure': '2 ms', 'chips': ['v5e']}
+    ]
+    assert Plan.load(tmp_path / 'new.json') == with_options != plan
+    del held['compiler_options']  # as files were before
+    (tmp_path / 'old.json').write_text(json.dumps(held))
+    assert Plan.load(tmp_path / 'old.json') == plan
+    assert 'xla_a=3: why (2 ms)' in str(with_options) and 'xla_a' not in str(plan)
+    changes = diff(plan, with_options)
+    assert changes and 'xla_a: not set -> 3' in str(changes)
+    for wrong in ('no list', [{'name': 'xla_a'}], [{'name': 'xla_a', 'value': [], 'reason': ''}]):
+        (tmp_path / 'bad.json').write_text(json.dumps(held | {'compiler_options': wrong}))
+        with pytest.raises(ValueError, match=r'bad.json: .*(a list|lacks value|a number)'):
+            Plan.load(tmp_path / 'bad.json')

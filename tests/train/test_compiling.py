@@ -1,0 +1,70 @@
+"""With which compiler options a run is compiled, and what it says about them."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh
+from small import small_config
+
+from partitioning import Plan
+from train.errors import ConfigError
+from train.precompiling import precompile
+from train.run import prepare, report
+from train.runtime.compiling import choose_options
+from train.start import write_run_files
+
+OFF = 'xla_jf_spmd_threshold_for_windowed_einsum_mib'
+
+
+class Mesh:
+    """The devices of a mesh of two v5e chips."""
+
+    devices = np.array([type('Device', (), {'device_kind': 'TPU v5 lite'})()] * 2)
+
+
+def test_a_setting_changes_the_options_of_the_chips_and_an_empty_dict_removes_them():
+    def names(setting):
+        return {option.name for option in choose_options(setting, Mesh)}
+
+    default = names('auto')
+    assert OFF in default
+    assert names({'xla_mine': 1}) == {*default, 'xla_mine'}
+    assert names({OFF: None}) == default - {OFF}
+    assert names({}) == set()
+    abstract = AbstractMesh((2,), ('data',), axis_types=(jax.sharding.AxisType.Auto,))
+    assert choose_options('auto', abstract) == ()
+    with pytest.raises(ConfigError, match=f'TrainConfig.compiler_options: .*xla_other.*{OFF}'):
+        choose_options({'xla_other': None}, Mesh)
+
+
+def test_malformed_options_are_refused_when_the_settings_are_made(texts, tmp_path):
+    for setting, words in (
+        ('fast', "'fast'.*'auto'"),
+        (['xla_x'], 'xla_x.*a dict'),
+        ({'xla_x': (1, 2)}, 'xla_x.*a number or a text'),
+    ):
+        with pytest.raises(ConfigError, match=f'TrainConfig.compiler_options.*{words}'):
+            small_config(tmp_path, texts, compiler_options=setting)
+
+
+def test_a_run_says_and_records_its_options_and_those_of_the_environment(
+    texts, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv('LIBTPU_INIT_ARGS', '--xla_tpu_x=1')
+    options = {'xla_cpu_enable_fast_math': False}
+    run = prepare(small_config(tmp_path / 'run', texts, compiler_options=options))
+    report(run)
+    write_run_files(run)
+    [option] = Plan.load(tmp_path / 'run/plan.json').compiler_options
+    assert (option.name, option.value) == ('xla_cpu_enable_fast_math', False)
+    for text in (capsys.readouterr().out, (tmp_path / 'run/model-info.txt').read_text()):
+        assert 'xla_cpu_enable_fast_math=False' in text
+        assert 'LIBTPU_INIT_ARGS=--xla_tpu_x=1' in text
+
+
+def test_an_unknown_option_is_one_line_that_names_it(texts, tmp_path):
+    config = small_config(tmp_path / 'run', texts, compiler_options={'xla_fast': True})
+    with pytest.raises(ValueError, match=r"^train_step: .*cpu devices.*'xla_fast'") as error:
+        precompile(config)
+    assert '\n' not in str(error.value)
+    assert not (tmp_path / 'run').exists()
