@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from partitioning.products import find_rounds, in_rounds
 from partitioning.programs.trace_errors import own_errors
 from partitioning.rules import AxisRules, LogicalAxisRules
 
@@ -58,7 +59,7 @@ class PjittedFnWithContext(metaclass=_CountsPartitionedFunctions):
         functools.update_wrapper(self, pjitted_fn)
 
     def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        with jax.set_mesh(self._mesh), _axis_rules(self._logical_axis_rules):
+        with jax.set_mesh(self._mesh), _context(self._mesh, self._logical_axis_rules):
             return getattr(self._pjitted_fn, method)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,14 +91,14 @@ def in_context(fn: Callable[..., Any], mesh: Mesh, rules: LogicalAxisRules) -> C
 
     @functools.wraps(fn)
     def inside(*args: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _axis_rules(rules):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _context(mesh, rules):
             return fn(*args)
 
     return inside
 
 
 @contextlib.contextmanager
-def _axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
+def _context(mesh: Mesh, rules: LogicalAxisRules) -> Iterator[None]:
     from flax.core import spmd  # heavy, and only tracing needs it
 
     from partitioning.state.traced_boxes import boxes_like_ours
@@ -105,6 +106,7 @@ def _axis_rules(rules: LogicalAxisRules) -> Iterator[None]:
     with (
         own_errors(rules),
         spmd.logical_axis_rules(rules),
+        in_rounds(find_rounds(mesh)),
         boxes_like_ours(),
         contextlib.ExitStack() as stack,
     ):
