@@ -251,7 +251,7 @@ def test_the_defaults_of_t5x():
 @pytest.mark.parametrize(
     'settings, expected',
     [
-        ({'remat_policy': 'some'}, "use 'none', 'minimal' or 'full'"),
+        ({'remat_policy': 'some'}, "use 'none', 'minimal', 'full', a Remat"),
         ({'param_scan_axis': 2}, 'use 0 or 1'),
         ({'mlp_activations': 'relu'}, r"sequence of names, such as \('relu',\)"),
         ({'num_heads': 0}, '>= 1'),

@@ -15,6 +15,7 @@ from partitioning import constrain
 from train.models.config import TransformerConfig
 from train.models.elementary import multiply, normalize, soft_cap
 from train.models.parameters import Params
+from train.models.remat import named
 from train.models.rotary import rotate
 
 
@@ -74,9 +75,9 @@ def apply_attention(
         else:
             rotation = jax.tree.map(lambda a, b: jnp.where(local, b, a), *pair)
         q_BLHN, k_BSKN = rotate(q_BLHN, rotation), rotate(k_BSKN, rotation)
-    q_BLHN = constrain(q_BLHN, ('batch', 'length', 'heads', 'kv'))
-    k_BSKN = constrain(k_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv'))
-    v_BSKN = constrain(v_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv'))
+    q_BLHN = named(constrain(q_BLHN, ('batch', 'length', 'heads', 'kv')), 'query')
+    k_BSKN = named(constrain(k_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv')), 'key')
+    v_BSKN = named(constrain(v_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv')), 'value')
     if cache is not None:
         at = (index, 0, cache.used, 0, 0)
         keys, values = (
@@ -101,7 +102,7 @@ def apply_attention(
         attended_BLHN = jax.nn.dot_product_attention(q_BLHN, k_BSKN, v_BSKN, mask=mask, scale=scale)
     else:
         attended_BLHN = _attend_capped(q_BLHN * scale, k_BSKN, v_BSKN, mask, c.attention_soft_cap)
-    attended_BLHN = constrain(attended_BLHN, ('batch', 'length', 'heads', 'kv'))
+    attended_BLHN = named(constrain(attended_BLHN, ('batch', 'length', 'heads', 'kv')), 'attended')
     return multiply('BLHN,HND->BLD', attended_BLHN, p, 'out'), cache
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from train.errors import ConfigError, check_counts
+from train.models.remat import Remat, check_placed, list_remats
 
-Remat = Literal['none', 'dots', 'full']
+RematWord = Literal['none', 'dots', 'full']
 Activation = Literal['silu', 'gelu', 'gelu_tanh', 'relu', 'relu2']
 Bias = Literal['qkv', 'out', 'mlp', 'norm']
 DType = Literal['float32', 'bfloat16']
@@ -58,10 +59,14 @@ class TransformerConfig:
       dtype: the dtype of the computation, 'float32' or 'bfloat16'. Norms, softmax and the loss are
         always computed in float32.
       param_dtype: the dtype of the parameters, 'float32' or 'bfloat16'.
-      remat: what the backward pass recomputes: 'none', 'dots' (everything except matmul results)
-        or 'full' (everything).
+      remat: what the backward pass recomputes: 'none', 'dots' (everything except matmul results),
+        'full' (everything), or a `Remat`, which lists what is kept. Of a list of these, layer n
+        takes entry n modulo the length; a scan then traces one layer per entry.
       scan_layers: whether the layers are scanned. A scan traces one layer and stacks the
         parameters; otherwise every layer is traced.
+      scan_unroll: the number of layers in one iteration of the compiled loop over scanned layers.
+        It divides `num_layers`, and the number of entries of `remat` divides it. By default, it
+        is that number.
       scale_embeddings: whether embeddings are multiplied by the square root of `embed_dim`.
       tie_embeddings: whether the output layer is the transpose of the embedding.
       activation: the activation function of the hidden layer, or of its gate. 'gelu' is exact,
@@ -97,8 +102,9 @@ class TransformerConfig:
     dropout_rate: float = 0.0
     dtype: DType = 'float32'
     param_dtype: DType = 'float32'
-    remat: Remat = 'none'
+    remat: RematWord | Remat | Sequence[RematWord | Remat] = 'none'
     scan_layers: bool = True
+    scan_unroll: int | None = None
     scale_embeddings: bool = True
     tie_embeddings: bool = False
     activation: Activation = 'silu'
@@ -139,6 +145,10 @@ class TransformerConfig:
         if not isinstance(biases, list | tuple) or not all(bias in known for bias in biases):
             raise ConfigError(f'biases is {biases!r}: use a tuple of {", ".join(map(repr, known))}')
         object.__setattr__(self, 'biases', tuple(biases))  # models are hashed
+        if isinstance(self.remat, list):
+            object.__setattr__(self, 'remat', tuple(self.remat))
+        missing = {} if self.gated_mlp else {'mlp_gate': 'gated_mlp is False'}
+        check_placed('remat', self.remats, missing)
         for problem in self._problems():
             raise ConfigError(problem)
 
@@ -148,6 +158,14 @@ class TransformerConfig:
         local_rope = self.local_rope_max_wavelength
         if heads % kv_heads:
             yield f'num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads})'
+        kept, unrolled, layers = len(self.remats), self.layers_per_iteration, self.num_layers
+        if self.scan_unroll is not None and not self.scan_layers:
+            yield f'scan_unroll is {self.scan_unroll}, but scan_layers is False: remove it'
+        if self.scan_layers and (layers % unrolled or unrolled % kept):
+            yield (
+                f'scan_unroll is {unrolled}: it must divide num_layers ({layers}), and be a '
+                f'multiple of the {kept} entries of remat'
+            )
         if rotary and self.head_dim % 2:
             yield f'head_dim ({self.head_dim}) must be even for rotary positions'
         if rotary != (self.max_positions == 0):
@@ -166,6 +184,16 @@ class TransformerConfig:
             )
         if self.norm == 'rms' and 'norm' in self.biases:
             yield "biases has 'norm', but norm is 'rms', which has no bias: use norm = 'layer'"
+
+    @property
+    def remats(self) -> tuple[Remat | None, ...]:
+        """What the layers keep for the backward pass; see `list_remats`."""
+        return list_remats('remat', self.remat)
+
+    @property
+    def layers_per_iteration(self) -> int:
+        """The number of layers in one iteration of the compiled loop over scanned layers."""
+        return len(self.remats) if self.scan_unroll is None else self.scan_unroll
 
     @property
     def kv_heads_axis(self) -> str:

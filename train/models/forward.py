@@ -19,6 +19,7 @@ from train.models.elementary import normalize, soft_cap
 from train.models.embedding import look_up
 from train.models.layers import apply_layer
 from train.models.parameters import Params
+from train.models.remat import Remat, recompute
 from train.models.rotary import find_rotation
 
 
@@ -105,22 +106,42 @@ def _apply_layers(
     dropout_key: jax.Array | None,
     cache: Cache | None,
 ) -> tuple[jax.Array, Cache | None]:
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable if c.remat == 'dots' else None
+    remats = c.remats if cache is None else (None,) * len(c.remats)
+    # Of a loop with one iteration, XLA makes straight-line code.
+    in_loop = c.scan_layers and c.layers_per_iteration < c.num_layers
 
-    def step(carry: Any, layer: tuple[Params, Any]) -> tuple[Any, None]:
+    def step(carry: Any, layer: tuple[Params, Any], remat: Remat | None) -> Any:
         p, index = layer
 
         def apply(p: Params, x_BLD: jax.Array, cache: Cache | None) -> Any:
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
             return apply_layer(c, p, x_BLD, places, index, key, cache)
 
-        if c.remat != 'none' and cache is None:
-            apply = jax.checkpoint(apply, prevent_cse=not c.scan_layers, policy=policy)
-        return apply(p, *carry), None
+        return recompute(apply, remat, prevent_cse=not in_loop)(p, *carry)
 
     carry = (x_BLD, cache)
-    if c.scan_layers:
-        return jax.lax.scan(step, carry, (params['layers'], jnp.arange(c.num_layers)))[0]
-    for i in range(c.num_layers):
-        carry, _ = step(carry, (params[f'layer_{i}'], i))
-    return carry
+    if not c.scan_layers:
+        for i in range(c.num_layers):
+            carry = step(carry, (params[f'layer_{i}'], i), remats[i % len(remats)])
+        return carry
+
+    def step_block(carry: Any, block: tuple[Params, Any]) -> tuple[Any, None]:
+        for layer, remat in zip(_unstack(block, len(remats)), remats, strict=True):
+            carry = step(carry, layer, remat)
+        return carry, None
+
+    def divide(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, len(remats), *x.shape[1:])
+
+    blocks = jax.tree.map(divide, (params['layers'], jnp.arange(c.num_layers)))
+    unroll = c.layers_per_iteration // len(remats)
+    return jax.lax.scan(step_block, carry, blocks, unroll=unroll)[0]
+
+
+def _unstack(tree: Any, count: int) -> list[Any]:
+    """Returns the `count` entries of each array, whose gradients are joined in one operation."""
+    leaves, structure = jax.tree.flatten(tree)
+    entries = zip(*(jax.lax.split(x, [1] * count) for x in leaves), strict=True)
+    return [
+        jax.tree.unflatten(structure, [x.reshape(x.shape[1:]) for x in entry]) for entry in entries
+    ]

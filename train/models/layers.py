@@ -15,6 +15,7 @@ from train.models.attention import Cache, Places, apply_attention
 from train.models.config import TransformerConfig
 from train.models.elementary import multiply, normalize
 from train.models.parameters import Params
+from train.models.remat import Name, named
 
 RESIDUAL = ('batch', 'length', 'embed')
 
@@ -41,6 +42,9 @@ def apply_layer(
     """
 
     def add(x_BLD: jax.Array, branch_BLD: jax.Array, name: str, number: int) -> jax.Array:
+        # Laid out before it is kept, so that sums over devices are not recomputed.
+        out: Name = 'attention_out' if name == 'attention' else 'mlp_out'
+        branch_BLD = named(constrain(branch_BLD, RESIDUAL), out)
         if config.post_norms:
             branch_BLD = normalize(config, params[f'{name}_post_norm'], branch_BLD)
         if dropout_key is not None:
@@ -49,7 +53,7 @@ def apply_layer(
             branch_BLD = jnp.where(is_kept, branch_BLD / kept, 0)
         return constrain(x_BLD + branch_BLD, RESIDUAL)
 
-    x_BLD = constrain(x_BLD, RESIDUAL)
+    x_BLD = named(constrain(x_BLD, RESIDUAL), 'residual')
     normed_BLD = normalize(config, params['attention_norm'], x_BLD)
     branch_BLD, cache = apply_attention(
         config, params['attention'], normed_BLD, places, index, cache
@@ -60,7 +64,10 @@ def apply_layer(
 
 
 def _apply_mlp(c: TransformerConfig, p: Params, x_BLD: jax.Array) -> jax.Array:
-    hidden_BLF = multiply('BLD,DF->BLF', x_BLD, p, 'gate' if c.gated_mlp else 'up')
+    up_BLF = named(multiply('BLD,DF->BLF', x_BLD, p, 'up'), 'mlp_up')
+    hidden_BLF = up_BLF
+    if c.gated_mlp:
+        hidden_BLF = named(multiply('BLD,DF->BLF', x_BLD, p, 'gate'), 'mlp_gate')
     if c.activation.startswith('gelu'):
         hidden_BLF = jax.nn.gelu(hidden_BLF, approximate=c.activation == 'gelu_tanh')
     elif c.activation == 'silu':
@@ -69,5 +76,5 @@ def _apply_mlp(c: TransformerConfig, p: Params, x_BLD: jax.Array) -> jax.Array:
         hidden_BLF = jax.nn.relu(hidden_BLF)
         hidden_BLF = hidden_BLF**2 if c.activation == 'relu2' else hidden_BLF
     if c.gated_mlp:
-        hidden_BLF *= multiply('BLD,DF->BLF', x_BLD, p, 'up')
+        hidden_BLF *= up_BLF
     return multiply('BLF,FD->BLD', constrain(hidden_BLF, ('batch', 'length', 'mlp')), p, 'down')

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
+from train.models.remat import name_of_part, named
+
 Activation = Callable[[jax.Array], jax.Array]
 # (rows, kernels [experts, inputs, outputs]) -> the rows of each expert times its kernel.
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
@@ -47,8 +49,11 @@ class Mlps:
           multiply: multiplies rows by the kernels of their experts.
           sample: draws the random bools of the dropout.
         """
-        pairs = zip(self.into_hidden, self.activations, strict=True)
-        parts = [activation(multiply(x, kernel)) for kernel, activation in pairs]
+        pairs, count = zip(self.into_hidden, self.activations, strict=True), len(self.into_hidden)
+        parts = [
+            activation(named(multiply(x, kernel), name_of_part(i, count)))
+            for i, (kernel, activation) in enumerate(pairs)
+        ]
         hidden = parts[0]
         for part in parts[1:]:
             hidden = hidden * part

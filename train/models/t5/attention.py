@@ -6,12 +6,13 @@ length of the cache.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from train.models.remat import named
 from train.models.t5.config import T5Config, query_scale
 from train.models.t5.layers import Dense, lay_out
 
@@ -88,9 +89,12 @@ class Attention(nn.Module):
         shape = (c.emb_dim, c.num_heads, c.head_dim)
         heads = ('heads', 'kv') if c.scalable else ('joined_kv',)
 
-        def project(name: str, x: jax.Array, divisor: float = 1.0) -> jax.Array:
+        def project(
+            name: Literal['query', 'key', 'value'], x: jax.Array, divisor: float = 1.0
+        ) -> jax.Array:
             dense = Dense(shape, 1, ('embed', *heads), c.dtype, 'normal', divisor, name=name)
-            return lay_out(dense(x), ('batch', 'length', 'heads', 'kv'), self.decode)
+            laid_out = lay_out(dense(x), ('batch', 'length', 'heads', 'kv'), self.decode)
+            return named(laid_out, name)
 
         scale = query_scale(c)
         query_BLHK = project('query', queries_BLE, scale)
@@ -102,8 +106,9 @@ class Attention(nn.Module):
                 key_BSHK, value_BSHK, mask, bias, prefill_lengths
             )
         mixed_BLHK = self._attend(query_BLHK, key_BSHK, value_BSHK, mask, bias)
+        mixed_BLHK = named(mixed_BLHK, 'attended')
         out = Dense((*shape[1:], c.emb_dim), 2, (*heads, 'embed'), c.dtype, 'normal', name='out')
-        return out(mixed_BLHK)
+        return named(out(mixed_BLHK), 'attention_out')
 
     def _attend(self, query: Any, key: Any, value: Any, mask: Any, bias: Any) -> jax.Array:
         """Returns the mixture of values for each query, [batch, queries, heads, head_dim]."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -13,8 +13,10 @@ import jax.numpy as jnp
 
 from train.errors import ConfigError, check_counts
 from train.models.experts import ExpertsConfig
+from train.models.remat import WORDS, Remat, check_placed, list_remats
 
 RematPolicy = Literal['none', 'minimal', 'full']
+_REMATS = {'none': None, 'minimal': WORDS['dots'], 'full': WORDS['full']}
 Activation = Callable[[jax.Array], jax.Array]
 # The number of relative position buckets, and the distance from which all positions share one.
 NUM_BUCKETS, MAX_DISTANCE = 32, 128
@@ -42,7 +44,8 @@ class T5Config:
       scale_attn_logits: whether queries are divided by sqrt(head_dim). By default, only their
         initial kernels are.
       remat_policy: what the backward pass recomputes: 'none', 'minimal' (everything except the
-        products with parameters) or 'full' (everything).
+        products with parameters), 'full' (everything), or a `Remat`, which lists what is kept. Of a
+        list of these, layer n takes entry n modulo the length; scanned layers need one entry.
       scan_layers: whether the layers are scanned, with stacked parameters. Needs `scalable`.
       param_scan_axis: the dimension along which scanned parameters are stacked.
       scalable: whether attention kernels have a dimension for heads, and each layer has relative
@@ -64,7 +67,7 @@ class T5Config:
     logits_via_embedding: bool = False
     float32_attention_logits: bool = False
     scale_attn_logits: bool = False
-    remat_policy: RematPolicy = 'none'
+    remat_policy: RematPolicy | Remat | Sequence[RematPolicy | Remat] = 'none'
     scan_layers: bool = False
     param_scan_axis: int = 1
     scalable: bool = False
@@ -74,9 +77,16 @@ class T5Config:
         _check(self)
         if self.remat_policy is None:
             object.__setattr__(self, 'remat_policy', 'none')
-        if self.remat_policy not in get_args(RematPolicy):
+        if isinstance(self.remat_policy, list):
+            object.__setattr__(self, 'remat_policy', tuple(self.remat_policy))
+        missing = {}
+        if len(self.mlp_activations) == 1:
+            missing['mlp_gate'] = 'mlp_activations has one entry'
+        check_placed('remat_policy', self.remats, missing)
+        if self.scan_layers and len(self.remats) > 1:
             raise ConfigError(
-                f"remat_policy is {self.remat_policy!r}: use 'none', 'minimal' or 'full'"
+                f'remat_policy has {len(self.remats)} entries, but scanned layers are all equal: '
+                'use one entry, or set scan_layers to False'
             )
         if self.scan_layers and not self.scalable:
             raise ConfigError('scan_layers is True and scalable is False: set scalable = True')
@@ -89,6 +99,11 @@ class T5Config:
                     f'encoder_every is {every[0]} and decoder_every is {every[1]}, but scanned '
                     'layers are all equal: set both to 1, or scan_layers to False'
                 )
+
+    @property
+    def remats(self) -> tuple[Remat | None, ...]:
+        """What the layers keep for the backward pass; see `list_remats`."""
+        return list_remats('remat_policy', self.remat_policy, _REMATS)
 
     def of_layer(self, stack: str, index: int) -> T5Config:
         """Returns the settings of one layer: `experts` is None if it has an MLP.

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from train.models.remat import named
 from train.models.t5.attention import Attention, decoder_mask, pair_mask, segment_mask
 from train.models.t5.config import T5Config
 from train.models.t5.layers import (
@@ -54,6 +55,7 @@ class Layer(nn.Module):
         if bias is None:
             length = (self.decode and self.max_decode_length) or x_BLE.shape[1]
             bias = RelativeBias(c, bidirectional=encoded_BSE is None, name='relpos_bias')(length)
+        x_BLE = named(x_BLE, 'residual')
         before, name = 'pre_attention', 'attention'
         if encoded_BSE is not None:
             before, name = 'pre_self_attention', 'self_attention'

@@ -19,6 +19,7 @@ import numpy as np
 from partitioning import constrain
 from train.models.embedding import look_up
 from train.models.experts import ExpertMlp
+from train.models.remat import name_of_part, named
 from train.models.t5.config import MAX_DISTANCE, NUM_BUCKETS, T5Config, activation
 
 EMBED = ('batch', 'length', 'embed')
@@ -113,11 +114,12 @@ class Mlp(nn.Module):
         for i, function in enumerate(c.mlp_activations):
             name = 'wi' if count == 1 else f'wi_{i}'
             dense = Dense((c.emb_dim, c.mlp_dim), 1, ('embed', 'mlp'), c.dtype, name=name)
-            parts.append(activation(function)(dense(x_BLE)))
+            parts.append(activation(function)(named(dense(x_BLE), name_of_part(i, count))))
         hidden_BLM = functools.reduce(jnp.multiply, parts)
         hidden_BLM = dropout(c, hidden_BLM, self.deterministic, None)
         hidden_BLM = lay_out(hidden_BLM, ('batch', 'length', 'mlp'), self.decode)
-        return Dense((c.mlp_dim, c.emb_dim), 1, ('mlp', 'embed'), c.dtype, name='wo')(hidden_BLM)
+        out = Dense((c.mlp_dim, c.emb_dim), 1, ('mlp', 'embed'), c.dtype, name='wo')
+        return named(out(hidden_BLM), 'mlp_out')
 
 
 def apply_mlp(
@@ -144,7 +146,8 @@ def apply_mlp(
     functions = tuple(map(activation, c.mlp_activations))
     mlp = ExpertMlp(experts, experts.mlp_dim or c.mlp_dim, functions, rate, c.dtype, name='mlp')
     is_token_BL = None if mask is None else jnp.diagonal(mask[:, 0], axis1=1, axis2=2)
-    return mlp(x_BLE, is_token_BL, deterministic=deterministic, decode=decode)
+    out_BLE = mlp(x_BLE, is_token_BL, deterministic=deterministic, decode=decode)
+    return named(out_BLE, 'mlp_out')
 
 
 class Embed(nn.Module):

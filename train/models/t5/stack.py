@@ -7,13 +7,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from train.models.t5.config import RematPolicy, T5Config
-
-# What the backward pass keeps of a layer, under each policy but 'none'.
-_KEPT: dict[RematPolicy, Any] = {
-    'minimal': jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims,
-    'full': None,
-}
+from train.models.remat import Remat
+from train.models.t5.config import T5Config
 
 
 def run_layers(
@@ -40,16 +35,20 @@ def run_layers(
     Returns:
       The output of the last layer.
     """
-    made = layer
-    if config.remat_policy != 'none':
-        made = nn.remat(made, policy=_KEPT[config.remat_policy], prevent_cse=not config.scan_layers)
+
+    def recomputed(remat: Remat | None) -> Any:
+        if remat is None:
+            return layer
+        return nn.remat(layer, policy=remat.policy, prevent_cse=not config.scan_layers)
+
     if not config.scan_layers:
         for i in range(count):
+            made = recomputed(config.remats[i % len(config.remats)])
             settings = attributes | {'config': config.of_layer(scanned_name, i)}
             x, _ = made(**settings, name=f'layers_{i}')(x, *arguments)
         return x
     scanned = nn.scan(
-        made,
+        recomputed(config.remats[0]),
         variable_axes={'params': config.param_scan_axis, 'cache': 0, 'losses': 0, 'metrics': 0},
         split_rngs={'params': True, 'dropout': True},
         in_axes=nn.broadcast,

@@ -1,0 +1,121 @@
+"""What the backward pass keeps of a layer: by name, on the host, layer by layer; and unrolling."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import Steps, model
+
+from partitioning.state.boxes import unbox
+from train.models.parameters import list_parameters
+from train.models.remat import NAMES, Remat
+from train.models.t5.config import T5Config
+from train.models.t5.encoder_decoder import T5
+from train.models.transformer import Transformer
+
+pytestmark = pytest.mark.core
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'save': ['atended']}, "Remat.save has 'atended': did you mean 'attended'.*'mlp_out'"),
+        ({'save': 'attended'}, "Remat.save is 'attended': use a list of 'dots', 'residual'"),
+        ({'offload': ['dots']}, "Remat.offload has 'dots': use names of 'residual'"),
+        ({'save': ['key', 'key']}, "has 'key' twice"),
+        ({'save': ['key'], 'offload': ['key']}, "both have 'key'"),
+    ],
+)
+def test_impossible_names_are_errors(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Remat(**changes)
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'remat': ['full', 'some']}, "remat is .*'some'.*use 'none', 'dots', 'full', a Remat"),
+        ({'remat': {'full': 1}}, "remat is {'full': 1}: use 'none'"),
+        ({'remat': Remat(save=['mlp_gate']), 'gated_mlp': False}, "'mlp_gate', but gated_mlp"),
+        ({'scan_unroll': 3}, r'scan_unroll is 3: it must divide num_layers \(2\)'),
+        ({'scan_unroll': 1, 'remat': ['full', 'none']}, 'multiple of the 2 entries of remat'),
+        ({'scan_unroll': 2, 'scan_layers': False}, 'scan_unroll is 2, but scan_layers is False'),
+    ],
+)
+def test_impossible_settings_of_a_model_are_errors(changes, message):
+    with pytest.raises(ValueError, match=message):
+        model(**changes)
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'remat_policy': Remat(save=['mlp_gate'])}, "'mlp_gate', but mlp_activations has one"),
+        ({'remat_policy': ['full', 'none'], 'scan_layers': True, 'scalable': True}, '2 entries'),
+    ],
+)
+def test_impossible_settings_of_t5_are_errors(changes, message):
+    with pytest.raises(ValueError, match=message):
+        T5Config(vocab_size=8, **changes)
+
+
+def kept(capsys, loss, params):
+    """What jax keeps for the backward pass: the names on the device, and the shapes on the host."""
+    jax.ad_checkpoint.print_saved_residuals(loss, params)
+    printed = capsys.readouterr().out
+    return sorted(re.findall("named '(.+)'", printed)), re.findall(r'<.*host>\[(.+)\]', printed)
+
+
+def test_a_layer_keeps_exactly_the_arrays_with_the_names(capsys):
+    tokens, config = jnp.arange(12).reshape(2, 6), model(post_norms=True, scan_layers=False).config
+    params = {'params': jax.tree.map(lambda p: jnp.ones(p.shape), list_parameters(config))}
+
+    def names(*remat):
+        net = Transformer(dataclasses.replace(config, remat=remat))
+        return kept(capsys, lambda p: net.apply(p, tokens).sum(), params)
+
+    assert names(Remat(save=NAMES)) == (sorted(2 * NAMES), [])
+    assert names('full', Remat(save=['attended'])) == (['attended'], []), 'the second layer'
+    assert names('full') == ([], [])
+    assert names(Remat(save=['key'], offload=['query'])) == (['key'] * 2, ['2,6,8,8'] * 2)
+
+
+def test_the_layers_of_t5_keep_exactly_the_arrays_with_the_names(capsys):
+    tokens = jnp.ones((1, 4), jnp.int32)
+    sizes = {'vocab_size': 8, 'emb_dim': 4, 'num_heads': 2, 'head_dim': 2, 'mlp_dim': 4}
+    sizes |= {'num_encoder_layers': 1, 'num_decoder_layers': 1, 'dropout_rate': 0.0}
+    sizes |= {'mlp_activations': ('gelu', 'linear')}
+
+    def names(remat):
+        net = T5(T5Config(**sizes, remat_policy=remat))
+        params = jax.eval_shape(net.init, jax.random.key(0), tokens, tokens, tokens)
+        params = jax.tree.map(lambda x: jnp.ones(x.shape), unbox(params))
+        return kept(capsys, lambda p: net.apply(p, tokens, tokens, tokens).sum(), params)
+
+    # The decoder attends to itself and to the encoder.
+    expected = sorted(['attended'] * 3 + ['mlp_gate', 'mlp_up'] * 2)
+    assert names(Remat(save=['attended', 'mlp_gate', 'mlp_up'])) == (expected, [])
+    assert names('full') == ([], [])
+
+
+KEPT = Remat(save=['attended', 'dots'], offload=['residual', 'mlp_up'])
+BLOCK = [Remat(save=['attention_out'], offload=['residual']), 'full']
+
+
+@pytest.mark.parametrize(
+    'data, model_axis, changes, microbatches',
+    [(4, 2, {'remat': KEPT, 'scan_unroll': 2}, 1), (2, 4, {'remat': BLOCK}, 2)],
+    ids=['kept', 'blocks'],
+)
+def test_losses_do_not_depend_on_what_is_kept(four_layers, data, model_axis, changes, microbatches):
+    net = model(num_layers=4, **changes)
+    run = Steps(data, model_axis, net=net, microbatches=microbatches)
+    np.testing.assert_allclose(run.losses(3), four_layers, rtol=1e-5)
+
+
+@pytest.fixture(scope='module')
+def four_layers():
+    return Steps(1, 1, net=model(num_layers=4)).losses(3)

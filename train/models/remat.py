@@ -1,0 +1,168 @@
+"""What the backward pass of a layer keeps, and what it recomputes.
+
+Layers name their arrays with `named`; a `Remat` lists the names that are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, get_args
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from train.errors import ConfigError
+
+# 'residual' is the input of a layer, 'attended' what attention returns before its projection, and
+# 'mlp_gate' and 'mlp_up' the two halves of the hidden layer before the activation function.
+Name = Literal[
+    'residual',
+    'query',
+    'key',
+    'value',
+    'attended',
+    'attention_out',
+    'mlp_gate',
+    'mlp_up',
+    'mlp_out',
+]
+NAMES: tuple[Name, ...] = get_args(Name)
+PRODUCTS: Literal['dots'] = 'dots'
+# TPUs, GPUs and CPUs all have this kind of host memory.
+HOST = 'pinned_host'
+
+F = TypeVar('F', bound=Callable[..., Any])
+
+
+def _check_names(setting: str, value: Any, known: Iterable[str]) -> None:
+    listed = ', '.join(map(repr, known))
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f'{setting} is {value!r}: use a list of {listed}')
+    for i, name in enumerate(value):
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f'did you mean {close[0]!r}? ' if close else ''
+            raise ConfigError(f'{setting} has {name!r}: {hint}use names of {listed}')
+        if name in value[:i]:
+            raise ConfigError(f'{setting} has {name!r} twice: keep one of them')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remat:
+    """What is kept of a layer for the backward pass, which recomputes everything else.
+
+    Usage in a gin file:
+      TransformerConfig.remat = @Remat()
+      Remat.save = ['attended', 'attention_out']
+      Remat.offload = ['residual']
+
+    By default, only the input of the layer is kept, so that everything is recomputed.
+
+    Attributes:
+      save: the names of arrays that stay in the memory of the device. 'dots' stands for the results
+        of all products with parameters.
+      offload: the names of arrays that are copied to the memory of the host, and back for the
+        backward pass. 'residual' is the input of the layer, which is kept in any case.
+    """
+
+    save: Sequence[Name | Literal['dots']] = ()
+    offload: Sequence[Name] = ()
+
+    def __post_init__(self) -> None:
+        for field, known in (('save', (PRODUCTS, *NAMES)), ('offload', NAMES)):
+            _check_names(f'Remat.{field}', getattr(self, field), known)
+            object.__setattr__(self, field, tuple(getattr(self, field)))  # models are hashed
+        for name in sorted({*self.save} & {*self.offload}):
+            raise ConfigError(f'Remat.save and Remat.offload both have {name!r}: keep one of them')
+
+    @property
+    def policy(self) -> Callable[..., Any] | None:
+        """The policy of `jax.checkpoint`; None recomputes everything."""
+        if not self.save and not self.offload:
+            return None
+        by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[name for name in self.save if name != PRODUCTS],
+            names_which_can_be_offloaded=list(self.offload),
+            offload_src='device',
+            offload_dst=HOST,
+        )
+        if PRODUCTS not in self.save:
+            return by_name
+        products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        return lambda *args, **params: products(*args, **params) or by_name(*args, **params)
+
+
+# The words for the most common settings, which configurations translate by `list_remats`.
+WORDS: Mapping[str, Remat | None] = {
+    'none': None,
+    'dots': Remat(save=(PRODUCTS,)),
+    'full': Remat(),
+}
+
+
+def list_remats(
+    setting: str, value: Any, words: Mapping[str, Remat | None] = WORDS
+) -> tuple[Remat | None, ...]:
+    """Returns what the layers of a model keep: layer n entry n modulo the length, None everything.
+
+    Args:
+      setting: the name of the setting, for messages.
+      value: a word, a `Remat`, or a list of them.
+      words: what each word stands for.
+
+    Raises:
+      ConfigError: if the value is something else.
+    """
+    values = value if isinstance(value, list | tuple) and value else [value]
+    for entry in values:
+        if not isinstance(entry, Remat) and not (isinstance(entry, str) and entry in words):
+            listed = ', '.join(map(repr, words))
+            raise ConfigError(
+                f'{setting} is {value!r}: use {listed}, a Remat (@Remat() in a gin file), or a '
+                'list of these'
+            )
+    return tuple(entry if isinstance(entry, Remat) else words[entry] for entry in values)
+
+
+def check_placed(setting: str, remats: Iterable[Remat | None], missing: Mapping[str, str]) -> None:
+    """Checks that a model has all arrays that it shall keep.
+
+    Args:
+      setting: the name of the setting, for messages.
+      remats: what the layers keep.
+      missing: names of arrays that the model does not have, each with the reason.
+
+    Raises:
+      ConfigError: if a `Remat` has such a name.
+    """
+    for remat in remats:
+        for name in (*remat.save, *remat.offload) if remat else ():
+            if name in missing:
+                raise ConfigError(f'{setting} keeps {name!r}, but {missing[name]}: remove the name')
+
+
+def named(x: jax.Array, name: Name) -> jax.Array:
+    """Returns an array of a layer under the name by which a `Remat` can keep it."""
+    return checkpoint_name(x, name)
+
+
+def name_of_part(index: int, count: int) -> Name:
+    """Returns the name of part `index` of a hidden layer that is the product of `count` parts."""
+    return 'mlp_up' if index == count - 1 else 'mlp_gate'
+
+
+def recompute(function: F, remat: Remat | None, *, prevent_cse: bool) -> F:
+    """Returns a function whose backward pass recomputes what `remat` does not keep.
+
+    Args:
+      function: one layer.
+      remat: what is kept. None keeps everything.
+      prevent_cse: whether XLA could merge the recomputation with the first computation. Loops
+        prevent it, because their forward and backward passes are separate programs.
+    """
+    if remat is None:
+        return function
+    recomputed: Any = jax.checkpoint(function, prevent_cse=prevent_cse, policy=remat.policy)
+    return recomputed
