@@ -13,6 +13,7 @@ from jax.tree_util import (
 )
 
 from partitioning.constraints import (
+    activation_spec as activation_spec,
     constrain as constrain,
     global_mesh_defined as global_mesh_defined,
     with_sharding_constraint as with_sharding_constraint,

@@ -99,10 +99,41 @@ def constrain(
     """
     if names is None or not hasattr(x, 'shape'):
         raise ValueError(f'constrain takes one array and its names, not {x!r} and {names!r}')
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+    if not global_mesh_defined():
         _check_no_old_context()
         return x
+    try:
+        spec = activation_spec(x.shape, names, rules, on_indivisible=on_indivisible)
+        return x if spec is None else lay_out(x, spec)
+    except ValueError as error:
+        raise ValueError(f'constrain{tuple(names)}: {error}') from None
+
+
+def activation_spec(
+    shape: Sequence[int],
+    names: Sequence[Any],
+    rules: LogicalAxisRules | None = None,
+    *,
+    on_indivisible: OnIndivisible | None = None,
+) -> PartitionSpec | PaddedSpec | None:
+    """Returns the layout that `constrain` gives to an activation, for example for `jax.shard_map`.
+
+    Args:
+      shape: the shape of the activation; inside a `jax.shard_map`, that of one shard.
+      names: as for `constrain`.
+      rules: as for `constrain`.
+      on_indivisible: as for `constrain`.
+
+    Returns:
+      The spec without Manual axes, or None if no mesh is set, or if all axes of the mesh are Manual
+      and there are no rules.
+
+    Raises:
+      ValueError: if a mesh is set and there are no rules, or if `resolve_axes` raises it.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return None
     if rules is None:
         from flax.core import spmd  # the context that linen models read; heavy, so not at import
 
@@ -110,22 +141,16 @@ def constrain(
     manual = manual_axes(mesh)
     if not rules:
         if manual == mesh.axis_names:
-            return x
+            return None
         raise ValueError(
-            f'constrain{tuple(names)}: a mesh is set, but there are no axis rules. Call it in '
-            'a function that PjitPartitioner.partition made, or pass rules='
+            'a mesh is set, but there are no axis rules. Call it in a function that '
+            'PjitPartitioner.partition made, or pass rules='
         )
-    try:
-        kept = names
-        if manual:
-            with _pmap_explained(mesh):
-                kept, rules = drop_axes_of_names(names, rules, mesh, {*manual})
-        spec = logical_to_mesh_axes(
-            kept, rules, mesh=mesh, shape=x.shape, on_indivisible=on_indivisible
-        )
-        return lay_out(x, spec)
-    except ValueError as error:
-        raise ValueError(f'constrain{tuple(names)}: {error}') from None
+    kept = names
+    if manual:
+        with _pmap_explained(mesh):
+            kept, rules = drop_axes_of_names(names, rules, mesh, {*manual})
+    return logical_to_mesh_axes(kept, rules, mesh=mesh, shape=shape, on_indivisible=on_indivisible)
 
 
 def lay_out(x: Any, spec: PartitionSpec | PaddedSpec | None, mesh: Mesh | None = None) -> jax.Array:

@@ -1,7 +1,7 @@
 """The attention of the built-in transformer, with its cache of earlier keys and values.
 
 Suffixes of array names: B batch, L length, S slots of keys and values, D embed, H heads,
-K kv_heads, G heads of one kv_head, N head_dim.
+K kv_heads, N head_dim.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from partitioning import constrain
+from train.attention import Sight, attend
 from train.models.config import TransformerConfig
-from train.models.elementary import multiply, normalize, soft_cap
+from train.models.elementary import multiply, normalize
 from train.models.parameters import Params
 from train.models.remat import named
 from train.models.rotary import rotate
@@ -87,31 +88,21 @@ def apply_attention(
         cache = cache._replace(keys=keys, values=values)
         k_BSKN, v_BSKN = keys[index], values[index]
 
-    first = 0 if cache is None else cache.used
-    distance_LS = first + jnp.arange(q_BLHN.shape[1])[:, None] - jnp.arange(k_BSKN.shape[1])
-    mask = distance_LS >= 0
-    if local is not False:
-        mask &= (distance_LS < (c.window or 0)) | jnp.logical_not(local)
-    mask, segments_BL = mask[None, None], places.segments_BL
-    if segments_BL is not None:
-        segments_BS = segments_BL if cache is None else cache.segments_BS
-        mask &= (segments_BL[:, :, None] == segments_BS[:, None, :])[:, None]
-
-    scale = c.attention_scale or c.head_dim**-0.5
-    if c.attention_soft_cap is None:
-        attended_BLHN = jax.nn.dot_product_attention(q_BLHN, k_BSKN, v_BSKN, mask=mask, scale=scale)
-    else:
-        attended_BLHN = _attend_capped(q_BLHN * scale, k_BSKN, v_BSKN, mask, c.attention_soft_cap)
+    sight = Sight(
+        first=0 if cache is None else cache.used,
+        window=c.window,
+        local=local,
+        segments_BL=places.segments_BL,
+        key_segments_BS=None if cache is None else cache.segments_BS,
+    )
+    attended_BLHN = attend(
+        q_BLHN,
+        k_BSKN,
+        v_BSKN,
+        sight=sight,
+        scale=c.attention_scale or c.head_dim**-0.5,
+        soft_cap=c.attention_soft_cap,
+        settings=c.attention,
+    )
     attended_BLHN = named(constrain(attended_BLHN, ('batch', 'length', 'heads', 'kv')), 'attended')
     return multiply('BLHN,HND->BLD', attended_BLHN, p, 'out'), cache
-
-
-def _attend_capped(
-    q_BLHN: jax.Array, k_BSKN: jax.Array, v_BSKN: jax.Array, mask: jax.Array, cap: float
-) -> jax.Array:
-    """Attention with bounded products, which `jax.nn.dot_product_attention` does not have."""
-    q_BLKGN = q_BLHN.reshape(*q_BLHN.shape[:2], k_BSKN.shape[2], -1, q_BLHN.shape[3])
-    products = jnp.einsum('BLKGN,BSKN->BKGLS', q_BLKGN, k_BSKN, preferred_element_type=jnp.float32)
-    products = jnp.where(mask[:, :, None], soft_cap(products, cap), -jnp.inf)
-    weights = jax.nn.softmax(products, axis=-1).astype(v_BSKN.dtype)
-    return jnp.einsum('BKGLS,BSKN->BLKGN', weights, v_BSKN).reshape(q_BLHN.shape)

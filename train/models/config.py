@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from train.attention import AttentionSettings
 from train.errors import ConfigError, check_counts
 from train.models.remat import Remat, check_placed, list_remats
 
@@ -87,6 +88,7 @@ class TransformerConfig:
       window: the number of positions that a token sees in local layers, with its own. None makes
         all layers global.
       global_every: every n-th layer is global, and the others are local. 0 makes all layers local.
+      attention: how attention is computed, which does not change the model.
       attention_scale: the factor of the products of queries and keys, by default head_dim ** -0.5.
       attention_soft_cap: bounds the products by soft_cap * tanh(product / soft_cap).
       logit_soft_cap: bounds the logits in the same way.
@@ -122,6 +124,7 @@ class TransformerConfig:
     local_rope_max_wavelength: float | None = None
     window: int | None = None
     global_every: int = 0
+    attention: AttentionSettings = dataclasses.field(default_factory=AttentionSettings)
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
     logit_soft_cap: float | None = None
@@ -173,6 +176,8 @@ class TransformerConfig:
                 f'positions is {self.positions!r} and max_positions is {self.max_positions}: '
                 "max_positions is the size of the table of 'learned' positions, and 0 for 'rotary'"
             )
+        if not isinstance(self.attention, AttentionSettings):
+            yield f'attention is {self.attention!r}: it must be an AttentionSettings'
         if not isinstance(self.rope_scaling, RopeScaling | None):
             yield f'rope_scaling is {self.rope_scaling!r}: it must be a RopeScaling'
         if not rotary and (self.rope_scaling or local_rope):

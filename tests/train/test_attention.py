@@ -1,0 +1,113 @@
+"""Every kind of attention gives the results and gradients of the plain form on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+from small import RULES, partitioner
+
+from train.attention import AttentionSettings, Sight, SplashBlocks, attend
+from train.errors import ConfigError
+
+pytestmark = pytest.mark.core
+
+ROWS, LENGTH, HEADS, HEAD_DIM, SCALE = 8, 256, 8, 16, 0.3
+BLOCKS = SplashBlocks(queries=256, keys=128, keys_compute=128, dkv_keys=128, dkv_keys_compute=128)
+
+
+@functools.cache
+def inputs(kv_heads):
+    """Queries, keys, values, weights of a loss, and segments of different lengths."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    heads = (HEADS, kv_heads, kv_heads, HEADS)
+    arrays = [
+        jax.random.normal(key, (ROWS, LENGTH, n, HEAD_DIM))
+        for key, n in zip(keys, heads, strict=False)
+    ]
+    ends = jnp.sort(jax.random.randint(keys[4], (ROWS, 2), 0, LENGTH))
+    return *arrays, jnp.sum(jnp.arange(LENGTH)[:, None] >= ends[:, None], axis=-1)
+
+
+def plain(q, k, v, segments, window, soft_cap):
+    """The definition of attention: a softmax over all keys that a query sees."""
+    k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
+    scores = SCALE * jnp.einsum('BLHN,BSHN->BHLS', q, k)
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    seen = (distance >= 0) & (distance < (window or LENGTH))
+    if segments is not None:
+        seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
+    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+    return jnp.einsum('BHLS,BSHN->BLHN', weights, v)
+
+
+def with_gradients(attention):
+    """A function that returns the result of attention, and the gradients of a sum over it."""
+
+    def loss(q, k, v, weights, *rest):
+        attended = attention(q, k, v, *rest)
+        return jnp.sum(attended * weights), attended
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
+
+
+def assert_close(ours, expected):
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-5 * float(np.abs(y).max()), rtol=1e-5)
+
+
+# kind, mesh, kv_heads, soft_cap, window, whether an array says that the window applies, segments.
+# With 2 kv_heads on a model axis of 4, each device takes those of its own heads.
+CASES = [
+    ('splash', (8, 1), 8, None, None, None, False),
+    ('splash', (4, 2), 2, 5.0, 100, None, True),
+    ('splash', (2, 4), 2, None, 100, True, True),
+    ('splash', (1, 8), 8, None, 100, False, False),
+    ('dot', (2, 4), 4, 5.0, 100, True, True),
+]
+
+
+@pytest.mark.parametrize('kind, mesh, kv_heads, soft_cap, window, local, segmented', CASES)
+def test_attention_agrees_with_its_definition(
+    kind, mesh, kv_heads, soft_cap, window, local, segmented
+):
+    *arrays, segments = inputs(kv_heads)
+    segments = segments if segmented else None
+    settings = AttentionSettings(kind=kind, splash_blocks=BLOCKS)
+
+    def ours(q, k, v, segments, local):
+        local = True if local is None else local
+        sight = Sight(window=window, local=local, segments_BL=segments)
+        return attend(q, k, v, sight=sight, scale=SCALE, soft_cap=soft_cap, settings=settings)
+
+    rules = [('kv_heads', None), *RULES] if kv_heads < mesh[1] else RULES
+    step = partitioner(*mesh, logical_axis_rules=rules).partition(
+        with_gradients(ours), (P('data'), P('data'), P('data'), P('data'), P('data'), None), None
+    )
+    expected = with_gradients(
+        functools.partial(plain, window=None if local is False else window, soft_cap=soft_cap)
+    )
+    assert_close(step(*arrays, segments, local), expected(*arrays, segments))
+
+
+@pytest.mark.parametrize(
+    'length, slots, message',
+    [
+        (200, 200, r'length is 200.*multiple of 128.*length 256'),
+        (128, 256, r'128 queries for the 256 slots'),
+    ],
+)
+def test_splash_refuses_what_it_cannot_do(length, slots, message):
+    q, k = jnp.zeros((1, length, 2, 8)), jnp.zeros((1, slots, 2, 8))
+    with pytest.raises(ConfigError, match=f"kind is 'splash'.*{message}.*'dot'"):
+        settings = AttentionSettings(kind='splash')
+        attend(q, k, k, sight=Sight(), scale=1.0, settings=settings)
+
+
+def test_block_sizes_are_multiples_of_128():
+    with pytest.raises(ConfigError, match=r'SplashBlocks\.keys is 200: .* multiple of 128'):
+        SplashBlocks(keys=200)

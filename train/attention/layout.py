@@ -1,0 +1,64 @@
+"""How queries, keys and values are divided over the devices of a mesh."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AxisType, PartitionSpec
+
+from partitioning import activation_spec
+
+
+class Layout(NamedTuple):
+    """How rows and heads are divided, so that each device attends with its own heads.
+
+    Attributes:
+      queries: the spec of the queries, and of the result.
+      keys: the spec of keys and values.
+      repeats: how often each kv_head is repeated before it is divided.
+      sliced: whether each device has all kv_heads and takes its own of them.
+    """
+
+    queries: PartitionSpec
+    keys: PartitionSpec
+    repeats: int = 1
+    sliced: bool = False
+
+
+def find_layout(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Layout | None:
+    """Returns the layout that the logical axis rules give, or None if it needs padding.
+
+    If the axes of 'kv_heads' are not those of 'heads', each device takes the kv_heads of its own
+    heads, or if its heads are not whole groups, kv_heads are repeated.
+
+    Args:
+      q_shape: the shape of the queries, [batch, length, heads, head_dim].
+      k_shape: the shape of keys and values, [batch, slots, kv_heads, head_dim].
+    """
+    group = q_shape[2] // k_shape[2]
+    queries = activation_spec(q_shape, ('batch', None, 'heads', None))
+    keys = activation_spec(k_shape, ('batch', None, 'heads' if group == 1 else 'kv_heads', None))
+    if queries is None or keys is None:
+        return Layout(PartitionSpec(), PartitionSpec())
+    if not isinstance(queries, PartitionSpec) or not isinstance(keys, PartitionSpec):
+        return None
+    axes = queries[2]
+    if axes == keys[2]:
+        return Layout(queries, keys)
+    gathered = PartitionSpec(keys[0], None, None, None)
+    if axes is None:
+        return Layout(queries, gathered)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    heads = q_shape[2] // math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes))
+    if heads % group == 0 or group % heads == 0:
+        return Layout(queries, gathered, sliced=True)
+    return Layout(queries, queries, repeats=group)
+
+
+def free_axes() -> set[str]:
+    """Returns the axes of the mesh over which a function is not yet divided by a shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {axis for axis, kind in typed if kind != AxisType.Manual}

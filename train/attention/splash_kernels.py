@@ -1,0 +1,118 @@
+"""The kernels of splash attention for one mask, made in little time for rows of any length."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+
+from train.attention.settings import SplashBlocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Band(splash_attention_mask.Mask):
+    """Which keys each query sees: those whose distance before it is in [least, most).
+
+    The kernels compute the mask from the places of queries and keys. `Mask` would also be asked for
+    the values of each block, to find out whether it has any and whether it has all; that takes
+    a minute for 128k positions. The two answers follow from the corners of the block, so `Band`
+    returns an array of only two values with the same answers.
+
+    Attributes:
+      length: the number of queries, and of keys.
+      least: the least distance, or None if there is none.
+      most: the first distance that is too far, or None.
+    """
+
+    length: int
+    least: int | None
+    most: int | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.length, self.length
+
+    @property
+    def q_sequence(self) -> np.ndarray:
+        """The places of the queries."""
+        return np.arange(self.length, dtype=np.int32)
+
+    def mask_function(self, queries: Any, keys: Any) -> Any:
+        """Returns whether queries at these places see keys at these places."""
+        distance, seen = queries - keys, None
+        if self.least is not None:
+            seen = distance >= self.least
+        if self.most is not None:
+            near = distance < self.most
+            seen = near if seen is None else seen & near
+        return distance == distance if seen is None else seen
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        queries, keys = index
+        nearest = queries.start - (keys.stop - 1)
+        farthest = queries.stop - 1 - keys.start
+        least = nearest if self.least is None else self.least
+        most = farthest + 1 if self.most is None else self.most
+        any_seen = farthest >= least and nearest < most
+        all_seen = nearest >= least and farthest < most
+        return np.array([[any_seen, all_seen]])
+
+
+@functools.lru_cache(maxsize=32)
+def make_kernel(
+    *,
+    length: int,
+    heads: int,
+    causal: bool,
+    window: int | None,
+    soft_cap: float | None,
+    blocks: SplashBlocks,
+    interpret: bool,
+) -> Any:
+    """Returns a function of queries, keys, values and segments of one row, heads first.
+
+    Args:
+      length: the number of queries, and of keys.
+      heads: the number of query heads.
+      causal: whether a query sees only keys at its own place and before it.
+      window: the number of keys that a query sees, its own and those before it, or None.
+      soft_cap: see `attend`.
+      blocks: the largest block sizes.
+      interpret: whether jax interprets the kernels, on machines other than TPUs.
+    """
+    band = Band(length, 0 if causal else None, window)
+    sizes = {
+        field.name: _fit(getattr(blocks, field.name), length)
+        for field in dataclasses.fields(SplashBlocks)
+    }
+    with jax.ensure_compile_time_eval():
+        kernel = splash_attention_kernel.make_splash_mha(
+            splash_attention_mask.MultiHeadMask([band] * heads),
+            block_sizes=splash_attention_kernel.BlockSizes(
+                block_q=sizes['queries'],
+                block_kv=sizes['keys'],
+                block_kv_compute=sizes['keys_compute'],
+                block_q_dkv=sizes['dkv_queries'],
+                block_kv_dkv=sizes['dkv_keys'],
+                block_kv_dkv_compute=sizes['dkv_keys_compute'],
+                block_q_dq=sizes['dq_queries'],
+                block_kv_dq=sizes['dq_keys'],
+            ),
+            attn_logits_soft_cap=soft_cap,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+    return jax.tree.map(np.asarray, kernel)  # the devices of this process may not be the mesh's
+
+
+def _fit(size: int, length: int) -> int:
+    """The largest multiple of 128 that is at most `size` and divides the length."""
+    return max(n for n in range(128, size + 1, 128) if length % n == 0)
