@@ -19,7 +19,10 @@ from train.gin_config import load_config
 from train.steps import make_train_step
 
 # Each axis of a mesh has at least two devices.
-PARTITIONS = {'tensor': 8, 'data_parallel': 1, 'fsdp': 1}
+PARTITIONS = {'tensor': 8, 'data_parallel': 1, 'fsdp_any_model': 1}
+# Presets whose gradients are compiled like those of another one: tensor.gin with another optimizer
+# state, or, for models with tied embeddings, another length of the residual stream.
+LIKE_TENSOR, UNTIED = {'zero'}, {'data_parallel', 'tensor_sequence', 'few_kv_heads'}
 SHAPE = (16, 32)  # of a batch
 FULL = sys.argv[1:] == ['full']
 
@@ -100,6 +103,9 @@ def main():
             gin.clear_config()
             settings = pretrain(path, f'configs/partitioning/{preset}.gin', bindings=bindings)
             same = done.setdefault((settings['model'].config, preset), model)
+            skipped = LIKE_TENSOR | (UNTIED if config.tie_embeddings else set())
+            if same == model and not FULL and preset in skipped:
+                same = 'another'
             write(f'{model} {preset}' + ('' if same == model else f', like {same}'))
             if same == model:
                 (compile_step if FULL else compile_gradient)(settings)

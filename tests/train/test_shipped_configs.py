@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from partitioning import TrainState, unbox
 from train.errors import ConfigError
@@ -22,6 +22,7 @@ REPOSITORY = find_config_root()
 MODELS = sorted(p.stem for p in (REPOSITORY / 'configs/models').glob('*.gin'))
 PARTITIONING = REPOSITORY / 'configs/partitioning'
 PRESETS = sorted(p.stem for p in PARTITIONING.glob('*.gin') if p.stem != 'rules')
+TENSOR = ('tensor', 'tensor_sequence')  # these shard parameters over the model axis only
 RUN = ("MODEL_DIR='nowhere'", "TEXT='nowhere/*.txt'")
 
 # The least and the largest number of parameters. Those of Llama 3 are exact.
@@ -76,12 +77,15 @@ def test_a_model_file_sets_every_size(model):
     assert chosen == gin.get_configurable(TransformerConfig)()
 
 
-def partitions(model, preset, settings):
-    """Bindings for a preset. In tensor.gin, the partitions must divide num_kv_heads."""
-    if preset == 'three_d':
-        return ['FSDP_PARTITIONS=4', 'NUM_PARTITIONS=2']
-    if preset != 'tensor':
-        return []
+def partitions(preset, settings):
+    """Bindings for a preset on 8 devices. The partitions of TENSOR must divide num_kv_heads."""
+    others = {
+        'three_d': ['FSDP_PARTITIONS=4', 'NUM_PARTITIONS=2'],
+        'fsdp_tensor': ['NUM_PARTITIONS=2'],
+        'few_kv_heads': ['NUM_PARTITIONS=2', 'HEAD_GROUPS=2'],
+    }
+    if preset not in TENSOR:
+        return others.get(preset, [])
     return [f'NUM_PARTITIONS={math.gcd(8, settings["model"].config.num_kv_heads)}']
 
 
@@ -90,7 +94,7 @@ def partitions(model, preset, settings):
 def test_every_preset_lays_out_every_model(model, preset):
     files = [f'configs/models/{model}.gin', f'configs/partitioning/{preset}.gin']
     settings = pretrain(*files)
-    if bindings := partitions(model, preset, settings):
+    if bindings := partitions(preset, settings):
         gin.clear_config()
         settings = pretrain(*files, bindings=bindings)
     partitioner = settings['partitioner']
@@ -116,13 +120,33 @@ def test_every_preset_lays_out_every_model(model, preset):
         assert (
             per_device == parameters + (total - parameters - 12) / 8 + 12
         )  # plus three step counters
-    elif preset == 'tensor':
+    elif preset in TENSOR:
         # The scales of norms only have the dimension 'embed', which this preset replicates.
         assert all('scale' in path for path in replicated), replicated
         assert sum(replicated.values()) < total / 500
     else:
         assert not replicated
         assert per_device < total / 7
+
+
+@pytest.mark.parametrize(
+    ('model', 'preset', 'axes'),
+    [
+        ('8b', 'fsdp', {'data': 64, 'model': 1}),
+        ('8b', 'fsdp', {'data': 16, 'model': 4}),
+        ('8b', 'fsdp_tensor', {'data': 8, 'model': 8}),
+        ('70b', 'fsdp_tensor', {'data': 64, 'model': 8}),
+        ('70b', 'fsdp_tensor', {'data': 32, 'model': 8}),
+        ('70b', 'few_kv_heads', {'data': 16, 'model': 8, 'group': 2}),
+    ],
+)
+def test_large_models_are_fully_sharded_over_whole_machines(model, preset, axes):
+    settings = pretrain(f'configs/models/{model}.gin', f'configs/partitioning/{preset}.gin')
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+    audit = settings['partitioner'].with_mesh(mesh).resolve(named_state(model, settings)).audit()
+    # 12 bytes per parameter; only norms are not sharded over all devices.
+    even = 12 * SIZES[model][0] / mesh.size
+    assert even <= audit.bytes_per_device < 1.001 * even
 
 
 @pytest.mark.parametrize('preset', PRESETS)
@@ -186,5 +210,8 @@ def test_the_learning_rate_rises_to_its_peak_and_falls_to_0(run, warmup, steps, 
 
 def test_every_shipped_file_is_tested():
     assert set(SIZES) == set(MODELS)
-    assert set(PRESETS) == {'data_parallel', 'fsdp', 'zero', 'tensor', 'two_d', 'three_d'}
+    assert set(PRESETS) == {
+        *('data_parallel', 'fsdp', 'fsdp_any_model', 'zero', *TENSOR, 'two_d', 'three_d'),
+        *('fsdp_tensor', 'few_kv_heads'),
+    }
     assert (REPOSITORY / 'configs/runs/pretrain.gin').is_file()

@@ -19,6 +19,7 @@ from train.decoding.search import TokensToLogits
 from train.errors import ConfigError, check_counts
 from train.models.config import TransformerConfig
 from train.models.forward import compute_logits, empty_cache
+from train.models.residual import whole_lengths
 
 
 def generate(
@@ -113,14 +114,15 @@ def _with_cache(
     params = jax.tree.map(array_of, params, is_leaf=is_carrier)
 
     def advance(tokens_BL: jax.Array, positions_BL: jax.Array, cache: Any) -> Any:
-        return compute_logits(
-            config,
-            params,
-            tokens_BL,
-            positions_BL=jnp.maximum(positions_BL, 0),
-            segments_BL=(positions_BL >= 0).astype(jnp.int32),
-            cache=cache,
-        )
+        with whole_lengths():
+            return compute_logits(
+                config,
+                params,
+                tokens_BL,
+                positions_BL=jnp.maximum(positions_BL, 0),
+                segments_BL=(positions_BL >= 0).astype(jnp.int32),
+                cache=cache,
+            )
 
     def step(state: DecodingState) -> tuple[jax.Array, Any]:
         logits_BLV, cache = advance(state.cur_token, state.cur_index[:, None], state.cache)

@@ -20,6 +20,7 @@ from train.models.embedding import look_up
 from train.models.layers import apply_layer
 from train.models.parameters import Params
 from train.models.remat import Remat, recompute
+from train.models.residual import gather_length, lay_out_residual
 from train.models.rotary import find_rotation
 
 
@@ -88,10 +89,11 @@ def compute_logits(
             local_rotation = find(c.local_rope_max_wavelength)
         places = Places(segments_BL, rotation, local_rotation)
 
+    x_BLD = lay_out_residual(x_BLD)
     x_BLD, cache = _apply_layers(c, params, x_BLD, places, dropout_key, cache)
     if cache is not None:
         cache, x_BLD = cache._replace(used=cache.used + length), x_BLD[:, -1:]
-    x_BLD = normalize(c, params['final_norm'], x_BLD)
+    x_BLD = gather_length(normalize(c, params['final_norm'], x_BLD))
     output_DV = embedding_VD.T if c.tie_embeddings else params['output'].astype(c.dtype)
     logits_BLV = jnp.einsum('BLD,DV->BLV', x_BLD, output_DV, preferred_element_type=jnp.float32)
     logits_BLV = soft_cap(logits_BLV, c.logit_soft_cap)

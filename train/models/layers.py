@@ -16,8 +16,7 @@ from train.models.config import TransformerConfig
 from train.models.elementary import multiply, normalize
 from train.models.parameters import Params
 from train.models.remat import Name, named
-
-RESIDUAL = ('batch', 'length', 'embed')
+from train.models.residual import gather_length, lay_out_residual
 
 
 def apply_layer(
@@ -44,22 +43,22 @@ def apply_layer(
     def add(x_BLD: jax.Array, branch_BLD: jax.Array, name: str, number: int) -> jax.Array:
         # Laid out before it is kept, so that sums over devices are not recomputed.
         out: Name = 'attention_out' if name == 'attention' else 'mlp_out'
-        branch_BLD = named(constrain(branch_BLD, RESIDUAL), out)
+        branch_BLD = named(lay_out_residual(branch_BLD), out)
         if config.post_norms:
             branch_BLD = normalize(config, params[f'{name}_post_norm'], branch_BLD)
         if dropout_key is not None:
             kept, key = 1 - config.dropout_rate, jax.random.fold_in(dropout_key, number)
             is_kept = jax.random.bernoulli(key, kept, branch_BLD.shape)
             branch_BLD = jnp.where(is_kept, branch_BLD / kept, 0)
-        return constrain(x_BLD + branch_BLD, RESIDUAL)
+        return lay_out_residual(x_BLD + branch_BLD)
 
-    x_BLD = named(constrain(x_BLD, RESIDUAL), 'residual')
-    normed_BLD = normalize(config, params['attention_norm'], x_BLD)
+    x_BLD = named(lay_out_residual(x_BLD), 'residual')
+    normed_BLD = gather_length(normalize(config, params['attention_norm'], x_BLD))
     branch_BLD, cache = apply_attention(
         config, params['attention'], normed_BLD, places, index, cache
     )
     x_BLD = add(x_BLD, branch_BLD, 'attention', 0)
-    normed_BLD = normalize(config, params['mlp_norm'], x_BLD)
+    normed_BLD = gather_length(normalize(config, params['mlp_norm'], x_BLD))
     return add(x_BLD, _apply_mlp(config, params['mlp'], normed_BLD), 'mlp', 1), cache
 
 

@@ -11,7 +11,16 @@ import jax
 from train.models.t5.attention import Attention, decoder_mask
 from train.models.t5.config import DecoderOnlyConfig, T5Config
 from train.models.t5.encoder_decoder import compute_logits
-from train.models.t5.layers import EMBED, Embed, Norm, RelativeBias, apply_mlp, dropout, lay_out
+from train.models.t5.layers import (
+    EMBED,
+    Embed,
+    Norm,
+    RelativeBias,
+    apply_mlp,
+    dropout,
+    lay_out,
+    lay_out_residual,
+)
 
 
 class PrefixLayer(nn.Module):
@@ -36,12 +45,12 @@ class PrefixLayer(nn.Module):
         attend = Attention(c, fixed, self.decode, self.prefill, name='self_attention')
         h_BLE = attend(h_BLE, h_BLE, mask, bias, prefill_lengths)
         x_BLE = x_BLE + dropout(c, h_BLE, fixed, 'post_self_attention_dropout')
-        x_BLE = lay_out(x_BLE, EMBED, self.decode)
+        x_BLE = lay_out_residual(x_BLE, self.decode)
         h_BLE = Norm(c.dtype, name='pre_mlp_layer_norm')(x_BLE)
         h_BLE = lay_out(h_BLE, EMBED, self.decode)
         h_BLE = apply_mlp(c, h_BLE, mask, fixed, self.decode or self.prefill)
         x_BLE = x_BLE + dropout(c, h_BLE, fixed, 'post_mlp_dropout')
-        return lay_out(x_BLE, EMBED, self.decode)
+        return lay_out_residual(x_BLE, self.decode)
 
 
 class PrefixDecoder(nn.Module):
@@ -70,7 +79,7 @@ class PrefixDecoder(nn.Module):
                 c.of_layer('decoder', i), deterministic, decode, prefill, name=f'layers_{i}'
             )
             x_BLE = layer(x_BLE, mask, bias, prefill_lengths)
-        x_BLE = Norm(c.dtype, name='decoder_norm')(x_BLE)
+        x_BLE = lay_out(Norm(c.dtype, name='decoder_norm')(x_BLE), EMBED, decode)
         x_BLE = dropout(c, x_BLE, deterministic, 'output_dropout')
         return compute_logits(c, embed, x_BLE, decode)
 

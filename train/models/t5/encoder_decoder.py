@@ -23,6 +23,7 @@ from train.models.t5.layers import (
     apply_mlp,
     dropout,
     lay_out,
+    lay_out_residual,
 )
 from train.models.t5.stack import run_layers
 
@@ -76,7 +77,7 @@ class Layer(nn.Module):
 
     def _add(self, x_BLE: jax.Array, branch_BLE: jax.Array) -> jax.Array:
         branch_BLE = dropout(self.config, branch_BLE, self.deterministic, None)
-        return lay_out(x_BLE + branch_BLE, EMBED, self.decode)
+        return lay_out_residual(x_BLE + branch_BLE, self.decode)
 
 
 class Encoder(nn.Module):
@@ -94,7 +95,7 @@ class Encoder(nn.Module):
             bias = RelativeBias(c, bidirectional=True, name='relpos_bias')(tokens_BL.shape[1])
         layer = {'deterministic': deterministic}
         x_BLE = run_layers(Layer, c, c.num_encoder_layers, 'encoder', layer, x_BLE, mask, bias)
-        x_BLE = Norm(c.dtype, name='encoder_norm')(x_BLE)
+        x_BLE = lay_out(Norm(c.dtype, name='encoder_norm')(x_BLE), EMBED)
         return nn.Dropout(c.dropout_rate)(x_BLE, deterministic)
 
 
@@ -125,7 +126,7 @@ class Decoder(nn.Module):
         layer |= {'max_decode_length': max_decode_length}
         arguments = (x_BLE, mask, bias, encoded_BSE, cross_mask)
         x_BLE = run_layers(Layer, c, c.num_decoder_layers, 'decoder', layer, *arguments)
-        x_BLE = Norm(c.dtype, name='decoder_norm')(x_BLE)
+        x_BLE = lay_out(Norm(c.dtype, name='decoder_norm')(x_BLE), EMBED, decode)
         x_BLE = dropout(c, x_BLE, deterministic, None)
         return compute_logits(c, self.embed, x_BLE, decode)
 
