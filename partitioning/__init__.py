@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOMS = (
-    *('compat', 'constraints', 'hardware', 'layout', 'mesh'),
+    *('aot', 'compat', 'constraints', 'hardware', 'layout', 'mesh'),
     *('partitioner', 'pictures', 'plan', 'programs', 'rules', 'state', 'suggestion'),
 )
 

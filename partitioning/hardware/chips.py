@@ -2,7 +2,9 @@
 
 The figures of TPUs are from the Cloud TPU documentation (whose ICI bandwidth is over all links and
 both directions of a chip), from papers where it has none (links of v2, v3 and v4), and from the
-compiler (the memory that a program can use). The figures of GPUs are from NVIDIA's data sheets.
+compiler (the memory that a program can use). The clocks are those at which whole matrix units of
+128 x 128 multiply-adds per cycle, from v6e on 256 x 256, make up the peak rate; the papers have the
+same for v2, v3 and v4. The figures of GPUs are from NVIDIA's data sheets.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Chip:
       ici_links: the number of links to neighbouring chips (ICI), or to the switches (NVLink).
       ici_link_bandwidth: the bandwidth of one link in each direction, in bytes/s.
       dcn_bandwidth: a chip's share of the data centre network in bytes/s, or None if not published.
+      clock_hz: the clock in whose cycles the compiler estimates operations, or None for GPUs.
       source: the source of these figures.
     """
 
@@ -47,6 +50,7 @@ class Chip:
     ici_links: int
     ici_link_bandwidth: float
     dcn_bandwidth: float | None
+    clock_hz: float | None
     source: str
 
     @property
@@ -76,31 +80,35 @@ _NVIDIA = (
 # fmt: off
 _TPUS = (
     # name, device_kind, JAX devices, dimensions, HBM in GiB, FLOP/s, HBM bytes/s,
-    # links, bytes/s of a link in each direction, DCN bytes/s, source
+    # links, bytes/s of a link in each direction, DCN bytes/s, clock in Hz, source
     ('v2', 'TPU v2', 2, 2, 2 * 7.48, 46e12, 700e9,
-     4, 496 * GBIT, None, _TWO_GENERATIONS),
+     4, 496 * GBIT, None, 0.7e9, _TWO_GENERATIONS),
     ('v3', 'TPU v3', 2, 2, 2 * 15.48, 123e12, 900e9,
-     4, 656 * GBIT, None, f'{_CLOUD_TPU}v3; {_TWO_GENERATIONS}'),
+     4, 656 * GBIT, None, 0.94e9, f'{_CLOUD_TPU}v3; {_TWO_GENERATIONS}'),
     ('v4', 'TPU v4', 1, 3, 30.75, 275e12, 1200e9,
-     6, 50e9, None,
+     6, 50e9, None, 1.05e9,
      f'{_CLOUD_TPU}v4; Jouppi et al., TPU v4 (ISCA 2023): 6 links of 50 GB/s. '
      f'{_COMPILER_LIMIT}, with the two cores of a chip as one device (megacore)'),
     ('v5e', 'TPU v5 lite', 1, 2, 15.75, 197e12, 819e9,
-     4, 400e9 / (4 * 2), 6400 * GBIT / 256,
+     4, 400e9 / (4 * 2), 6400 * GBIT / 256, 1.5e9,
      f'{_CLOUD_TPU}v5e (DCN: 6.4 Tbit/s for a pod of 256). {_COMPILER_LIMIT}'),
     ('v5p', 'TPU v5', 1, 3, 95.73, 459e12, 2765e9,
-     6, 1200e9 / (6 * 2), 50 * GBIT, f'{_CLOUD_TPU}v5p. {_COMPILER_LIMIT}'),
+     6, 1200e9 / (6 * 2), 50 * GBIT, 1.75e9, f'{_CLOUD_TPU}v5p. {_COMPILER_LIMIT}'),
     ('v6e', 'TPU v6 lite', 1, 2, 31.24, 918e12, 1638e9,
-     4, 800e9 / (4 * 2), 100 * GBIT,
+     4, 800e9 / (4 * 2), 100 * GBIT, 1.75e9,
      f'{_CLOUD_TPU}v6e, tpu7x (a table next to v5p). {_COMPILER_LIMIT}'),
     ('tpu7x', 'TPU7x', 2, 3, 2 * 94.74, 2307e12, 7380e9,
-     6, 1200e9 / (6 * 2), 100 * GBIT, f'{_CLOUD_TPU}tpu7x. {_COMPILER_LIMIT}'),
+     6, 1200e9 / (6 * 2), 100 * GBIT, 2.2e9, f'{_CLOUD_TPU}tpu7x. {_COMPILER_LIMIT}'),
 )
 _GPUS = (
-    ('a100', 'NVIDIA A100-SXM4-80GB', 1, 0, 79.15, 312e12, 2039e9, 12, 25e9, 200 * GBIT, _NVIDIA),
-    ('h100', 'NVIDIA H100 80GB HBM3', 1, 0, 79.10, 989e12, 3352e9, 18, 25e9, 400 * GBIT, _NVIDIA),
-    ('h200', 'NVIDIA H200', 1, 0, 139.7, 989e12, 4800e9, 18, 25e9, 400 * GBIT, _NVIDIA),
-    ('b200', 'NVIDIA B200', 1, 0, 178.3, 2250e12, 8000e9, 18, 50e9, 400 * GBIT, _NVIDIA),
+    ('a100', 'NVIDIA A100-SXM4-80GB', 1, 0, 79.15, 312e12, 2039e9,
+     12, 25e9, 200 * GBIT, None, _NVIDIA),
+    ('h100', 'NVIDIA H100 80GB HBM3', 1, 0, 79.10, 989e12, 3352e9,
+     18, 25e9, 400 * GBIT, None, _NVIDIA),
+    ('h200', 'NVIDIA H200', 1, 0, 139.7, 989e12, 4800e9,
+     18, 25e9, 400 * GBIT, None, _NVIDIA),
+    ('b200', 'NVIDIA B200', 1, 0, 178.3, 2250e12, 8000e9,
+     18, 50e9, 400 * GBIT, None, _NVIDIA),
 )
 # fmt: on
 

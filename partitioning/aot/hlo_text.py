@@ -1,0 +1,229 @@
+"""The text of a compiled program (HLO), parsed into computations and instructions.
+
+JAX offers no structured view of an optimized program, so its text is read. The text has one
+instruction per line, except that the metadata of kernels can span several lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+# XLA's types whose size in bits is not the number in their name.
+_BITS = {'pred': 8, 'token': 0, 'opaque': 0}
+# Memory spaces of XLA's layouts: 0 is the device's main memory; on TPUs 5 is the host's.
+DEVICE_MEMORY, HOST_MEMORY = 0, 5
+
+_INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = ')
+_COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
+_ARRAY = re.compile(r'(\w+)\[([\d,<= ]*)\](\{[^{}]*\})?')
+_SPACE = re.compile(r'S\((\d+)\)')
+_BRACKETS = re.compile(r'[()]')
+
+
+class ArrayType(NamedTuple):
+    """The type of one array: `dtype` as XLA writes it, `shape`, and XLA's memory space."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    memory_space: int
+
+    @property
+    def nbytes(self) -> int:
+        """The size in bytes without padding."""
+        digits = re.search(r'\d+', self.dtype)
+        bits = _BITS[self.dtype] if self.dtype in _BITS else int(digits[0]) if digits else 8
+        return math.prod(self.shape) * bits // 8
+
+    def __str__(self) -> str:
+        return f'{self.dtype}[{",".join(map(str, self.shape))}]'
+
+
+class Instruction(NamedTuple):
+    """One instruction of a computation.
+
+    Attributes:
+      name: its name, unique in the program.
+      opcode: for example 'fusion' or 'all-gather-start'.
+      outputs: the arrays of its result; those of nested tuples one after another.
+      operands: the names of the instructions whose results it takes.
+      literal: the value of a constant or the number of a parameter, and '' for others.
+      attributes: everything after the operands, as text.
+      is_root: whether its result is that of the computation.
+    """
+
+    name: str
+    opcode: str
+    outputs: tuple[ArrayType, ...]
+    operands: tuple[str, ...]
+    literal: str
+    attributes: str
+    is_root: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the result in bytes."""
+        return sum(array.nbytes for array in self.outputs)
+
+    def called(self, attribute: str) -> tuple[str, ...]:
+        """The names of the computations in an attribute such as 'calls', 'body' or 'to_apply'."""
+        found = re.search(rf'\b{attribute}=(\{{[^}}]*\}}|%?[\w.\-]+)', self.attributes)
+        return tuple(re.findall(r'[\w.\-]+', found[1])) if found else ()
+
+    @property
+    def op_name(self) -> str:
+        """The path of the jax operation that it comes from, or ''."""
+        found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1].replace("\\'", "'") if found else ''
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Computation:
+    """The instructions of a computation by name, in the order in which they run."""
+
+    name: str
+    instructions: Mapping[str, Instruction]
+
+    @property
+    def root(self) -> Instruction:
+        """The instruction whose result is that of the computation."""
+        return next(i for i in self.instructions.values() if i.is_root)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HloProgram:
+    """A compiled program.
+
+    Attributes:
+      entry: the computation that runs.
+      computations: all computations by name.
+      num_partitions: the number of devices that run it.
+      header: the first line, with the aliases of arguments and outputs.
+      sources: the 'file:line' of each stack frame, by its number.
+    """
+
+    entry: Computation
+    computations: Mapping[str, Computation]
+    num_partitions: int
+    header: str
+    sources: Mapping[int, str]
+
+    def source_of(self, instruction: Instruction) -> str:
+        """The 'file:line' of the Python code that an instruction comes from, or ''."""
+        attributes = instruction.attributes
+        if frame := re.search(r'stack_frame_id=(\d+)', attributes):
+            return self.sources.get(int(frame[1]), '')
+        found = re.search(r'source_file="([^"]*)" source_line=(\d+)', attributes)
+        return f'{found[1]}:{found[2]}' if found else ''
+
+
+def parse_hlo(text: str) -> HloProgram:
+    """Parses `compiled.as_text()`.
+
+    Raises:
+      ValueError: if the text is not that of a program.
+    """
+    header = text.partition('\n')[0]
+    computations: dict[str, Computation] = {}
+    entry, name, instructions = '', '', dict[str, Instruction]()
+    for line in _logical_lines(text):
+        if start := _COMPUTATION.match(line):
+            name, instructions = start[2], {}
+            entry = name if start[1] else entry
+        elif line == '}':
+            computations[name] = Computation(name=name, instructions=instructions)
+        elif _INSTRUCTION.match(line):
+            instruction = _parse_instruction(line)
+            instructions[instruction.name] = instruction
+    if entry not in computations:
+        raise ValueError(
+            f'not the text of a compiled program: no ENTRY computation after {header[:60]!r}; '
+            'give compiled.as_text()'
+        )
+    partitions = re.search(r'num_partitions=(\d+)', header)
+    return HloProgram(
+        entry=computations[entry],
+        computations=computations,
+        num_partitions=int(partitions[1]) if partitions else 1,
+        header=header,
+        sources=_parse_sources(text),
+    )
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+    """The lines of all computations, where the lines of one instruction are joined."""
+    pending = ''
+    for line in text.splitlines():
+        starts = _INSTRUCTION.match(line) or line == '}' or _COMPUTATION.match(line)
+        if starts or not line:
+            if pending:
+                yield pending
+            pending = line
+        elif pending:
+            pending += line
+    if pending:
+        yield pending
+
+
+def _parse_instruction(line: str) -> Instruction:
+    start = _INSTRUCTION.match(line)
+    assert start is not None
+    position = start.end()
+    end = _closing(line, position) if line[position] == '(' else line.index(' ', position)
+    outputs = tuple(_parse_arrays(line[position:end]))
+    opening = line.index('(', end)
+    closing = _closing(line, opening)
+    opcode, arguments = line[end:opening].strip(), line[opening + 1 : closing - 1]
+    literal = arguments if opcode in ('constant', 'parameter') else ''
+    operands = () if literal else _operand_names(arguments)
+    attributes, is_root = line[closing:], bool(start[1])
+    return Instruction(start[2], opcode, outputs, operands, literal, attributes, is_root)
+
+
+def _closing(line: str, opening: int) -> int:
+    """The position behind the bracket that closes the one at `opening`."""
+    depth = 0
+    for bracket in _BRACKETS.finditer(line, opening):
+        depth += 1 if bracket[0] == '(' else -1
+        if not depth:
+            return bracket.end()
+    raise ValueError(f'a bracket is never closed: {line[:100]!r}')
+
+
+def _parse_arrays(text: str) -> Iterator[ArrayType]:
+    for dtype, dimensions, layout in _ARRAY.findall(text):
+        shape = tuple(int(n) for n in re.findall(r'\d+', dimensions))
+        space = _SPACE.search(layout)
+        yield ArrayType(dtype, shape, int(space[1]) if space else DEVICE_MEMORY)
+
+
+def _operand_names(text: str) -> tuple[str, ...]:
+    """The names in a list of operands, which may have types before them."""
+    if '%' in text:
+        return tuple(re.findall(r'%([\w.\-]+)', text))
+    words = re.sub(r'/\*.*?\*/', '', text).split(',')
+    return tuple(word.split()[-1] for word in words if word.strip())
+
+
+def _parse_sources(text: str) -> dict[int, str]:
+    """The 'file:line' of each stack frame, from the tables at the start of the text."""
+    head = text[: text.find('\n%')]
+    tables: dict[str, dict[int, str]] = {}
+    for title, body in re.findall(r'^(File\w+|StackFrames)\n((?:\d+ .*\n)*)', head, re.MULTILINE):
+        rows = (row.partition(' ') for row in body.splitlines())
+        tables[title] = {int(number): content for number, _, content in rows}
+    files = {number: name.strip('"') for number, name in tables.get('FileNames', {}).items()}
+
+    def field(row: str, name: str) -> int:
+        found = re.search(rf'\b{name}=(\d+)', row)
+        return int(found[1]) if found else 0
+
+    places = {
+        number: f'{files.get(field(row, "file_name_id"), "")}:{field(row, "line")}'
+        for number, row in tables.get('FileLocations', {}).items()
+    }
+    frames = tables.get('StackFrames', {})
+    return {n: places.get(field(row, 'file_location_id'), '') for n, row in frames.items()}
