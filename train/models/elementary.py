@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -23,6 +25,16 @@ def multiply(equation: str, x: jax.Array, params: Params, name: str) -> jax.Arra
     """Applies a matrix and its bias."""
     y, bias = jnp.einsum(equation, x, params[name].astype(x.dtype)), params.get(f'{name}_bias')
     return y if bias is None else y + bias.astype(x.dtype)
+
+
+def cast_matrices(params: Params, dtype: str) -> Params:
+    """Casts the parameters of layers to the dtype of their products; norms stay as they are."""
+
+    def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        is_norm = any(str(getattr(entry, 'key', '')).endswith('norm') for entry in path)
+        return x if is_norm else x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:

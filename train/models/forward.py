@@ -15,7 +15,7 @@ from partitioning import constrain
 from train.errors import ConfigError
 from train.models.attention import Cache, Places, cached_names
 from train.models.config import TransformerConfig
-from train.models.elementary import normalize, soft_cap
+from train.models.elementary import cast_matrices, normalize, soft_cap
 from train.models.embedding import look_up
 from train.models.layers import apply_layer
 from train.models.parameters import Params
@@ -116,6 +116,9 @@ def _apply_layers(
         p, index = layer
 
         def apply(p: Params, x_BLD: jax.Array, cache: Cache | None) -> Any:
+            # XLA would gather slices of the stacked layers before it drops their first dimension,
+            # and then copy what it has gathered into another order.
+            p = jax.lax.optimization_barrier(p)
             key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
             return apply_layer(c, p, x_BLD, places, index, key, cache)
 
@@ -127,23 +130,18 @@ def _apply_layers(
             carry = step(carry, (params[f'layer_{i}'], i), remats[i % len(remats)])
         return carry
 
-    def step_block(carry: Any, block: tuple[Params, Any]) -> tuple[Any, None]:
-        for layer, remat in zip(_unstack(block, len(remats)), remats, strict=True):
+    def step_block(carry: Any, block: list[tuple[Params, Any]]) -> tuple[Any, None]:
+        for layer, remat in zip(block, remats, strict=True):
             carry = step(carry, layer, remat)
         return carry, None
 
-    def divide(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, len(remats), *x.shape[1:])
+    # Cast here, the gradients of all layers are stacked in the dtype of the computation, too. The
+    # arrays of a layer are arguments of the loop: of others, the loop would keep copies.
+    stacked = (cast_matrices(params['layers'], c.dtype), jnp.arange(c.num_layers))
 
-    blocks = jax.tree.map(divide, (params['layers'], jnp.arange(c.num_layers)))
+    def every(first: int) -> tuple[Params, Any]:
+        return jax.tree.map(lambda x: x[first :: len(remats)], stacked)
+
+    blocks = [every(first) for first in range(len(remats))]
     unroll = c.layers_per_iteration // len(remats)
     return jax.lax.scan(step_block, carry, blocks, unroll=unroll)[0]
-
-
-def _unstack(tree: Any, count: int) -> list[Any]:
-    """Returns the `count` entries of each array, whose gradients are joined in one operation."""
-    leaves, structure = jax.tree.flatten(tree)
-    entries = zip(*(jax.lax.split(x, [1] * count) for x in leaves), strict=True)
-    return [
-        jax.tree.unflatten(structure, [x.reshape(x.shape[1:]) for x in entry]) for entry in entries
-    ]
