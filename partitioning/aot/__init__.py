@@ -2,7 +2,8 @@
 
 `hlo_text` parses the text of a program, and `visits` lists what it runs and how often.
 `device_groups` knows which devices exchange data. `collectives` and `operations` find what a
-program exchanges and computes, and `costs` puts it together.
+program exchanges and computes, `peak_memory` which arrays fill the memory, and `costs` puts it
+together.
 """
 
 from partitioning.aot.collectives import (
@@ -19,4 +20,8 @@ from partitioning.aot.costs import (
 from partitioning.aot.operations import (
     Kernel as Kernel,
     Operation as Operation,
+)
+from partitioning.aot.peak_memory import (
+    LiveArray as LiveArray,
+    PeakMemory as PeakMemory,
 )

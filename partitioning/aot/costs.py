@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from partitioning.aot.collectives import Collective, MeshAxes, find_collectives
 from partitioning.aot.hlo_text import parse_hlo
 from partitioning.aot.operations import Kernel, Operation, find_kernels, find_operations
+from partitioning.aot.peak_memory import PeakMemory, find_peak
 from partitioning.aot.visits import visit_program
 from partitioning.hardware import CHIPS, chip_of, slice_of
 
@@ -45,6 +46,7 @@ class ProgramCosts:
 
     Attributes:
       memory: the memory, or None if only the program's text was read.
+      at_peak: the arrays that are in memory when it is fullest, estimated from the text.
       chip: the name of the chip in `partitioning.hardware.CHIPS`, or None for others.
       cycles: the compiler's estimate for all operations that have one. It covers no collectives, no
         copies between memories and no kernels, and exists for TPUs only.
@@ -56,6 +58,7 @@ class ProgramCosts:
     """
 
     memory: MemoryUse | None
+    at_peak: PeakMemory
     chip: str | None
     cycles: int
     compute_seconds: float | None
@@ -110,6 +113,7 @@ def costs_of_text(
     clock = CHIPS[chip].clock_hz if chip else None
     return ProgramCosts(
         memory=None,
+        at_peak=find_peak(program),
         chip=chip,
         cycles=cycles,
         compute_seconds=cycles / clock if clock and cycles else None,

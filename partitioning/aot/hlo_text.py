@@ -20,23 +20,36 @@ DEVICE_MEMORY, HOST_MEMORY = 0, 5
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = ')
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
 _ARRAY = re.compile(r'(\w+)\[([\d,<= ]*)\](\{[^{}]*\})?')
+_ORDER = re.compile(r'\{([\d,]*)')
+_TILE = re.compile(r'T\(([\d,]+)\)')
 _SPACE = re.compile(r'S\((\d+)\)')
 _BRACKETS = re.compile(r'[()]')
 
 
 class ArrayType(NamedTuple):
-    """The type of one array: `dtype` as XLA writes it, `shape`, and XLA's memory space."""
+    """The type of one array.
+
+    Attributes:
+      dtype: the type of its elements, as XLA writes it.
+      shape: its shape.
+      padded_shape: the sizes in memory, where TPUs pad the last dimensions to whole tiles.
+      memory_space: XLA's number of the memory that it is in.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    padded_shape: tuple[int, ...]
     memory_space: int
 
     @property
     def nbytes(self) -> int:
         """The size in bytes without padding."""
-        digits = re.search(r'\d+', self.dtype)
-        bits = _BITS[self.dtype] if self.dtype in _BITS else int(digits[0]) if digits else 8
-        return math.prod(self.shape) * bits // 8
+        return math.prod(self.shape) * _bits(self.dtype) // 8
+
+    @property
+    def padded_nbytes(self) -> int:
+        """The size in memory, in bytes."""
+        return math.prod(self.padded_shape) * _bits(self.dtype) // 8
 
     def __str__(self) -> str:
         return f'{self.dtype}[{",".join(map(str, self.shape))}]'
@@ -195,9 +208,31 @@ def _closing(line: str, opening: int) -> int:
 
 def _parse_arrays(text: str) -> Iterator[ArrayType]:
     for dtype, dimensions, layout in _ARRAY.findall(text):
-        shape = tuple(int(n) for n in re.findall(r'\d+', dimensions))
+        shape = _numbers(dimensions)
         space = _SPACE.search(layout)
-        yield ArrayType(dtype, shape, int(space[1]) if space else DEVICE_MEMORY)
+        padded = _pad(shape, layout)
+        yield ArrayType(dtype, shape, padded, int(space[1]) if space else DEVICE_MEMORY)
+
+
+def _pad(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
+    """Rounds the sizes of a shape up to whole tiles: `{1,0:T(8,128)}` has tiles of 8 x 128."""
+    order, tile = _ORDER.match(layout), _TILE.search(layout)
+    if order is None or tile is None:
+        return shape
+    sizes = list(shape)
+    dimensions, tiles = _numbers(order[1]), reversed(_numbers(tile[1]))
+    for dimension, length in zip(dimensions, tiles, strict=False):  # the fastest one first
+        sizes[dimension] = -(-sizes[dimension] // length) * length
+    return tuple(sizes)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in re.findall(r'\d+', text))
+
+
+def _bits(dtype: str) -> int:
+    digits = re.search(r'\d+', dtype)
+    return _BITS[dtype] if dtype in _BITS else int(digits[0]) if digits else 8
 
 
 def _operand_names(text: str) -> tuple[str, ...]:

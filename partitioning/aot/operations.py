@@ -102,16 +102,16 @@ def find_kernels(program: HloProgram, visits: list[Visit]) -> tuple[Kernel, ...]
 
 
 def _kind_of(program: HloProgram, instruction: Instruction) -> str:
-    opcodes = set(_opcodes(program, instruction))
+    opcodes = set(opcodes_of(program, instruction))
     return next((kind for opcode, kind in _KINDS.items() if opcode in opcodes), 'elementwise')
 
 
-def _opcodes(program: HloProgram, instruction: Instruction) -> Iterator[str]:
+def opcodes_of(program: HloProgram, instruction: Instruction) -> Iterator[str]:
     """The opcode of an instruction, or those inside of a fusion."""
     if instruction.opcode == 'fusion':
         for name in instruction.called('calls'):
             for inner in program.computations[name].instructions.values():
-                yield from _opcodes(program, inner)
+                yield from opcodes_of(program, inner)
     elif instruction.opcode != 'custom-call' or not _target(instruction).startswith(_NOT_KERNELS):
         yield instruction.opcode
 

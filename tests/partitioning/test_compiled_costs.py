@@ -82,6 +82,34 @@ def test_gradients_of_a_loop_over_layers(mesh):
     ]
 
 
+def test_arrays_at_the_peak(mesh):
+    """The sizes are those of jax's memory analysis."""
+
+    def step(weights, x):
+        def layer(x, w):
+            return jnp.sin(x @ w), x  # the inputs of the 6 layers are kept
+
+        x, kept = jax.lax.scan(layer, x, weights)
+        return jnp.sum(kept) + jnp.sum(x)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((6, 64, 64), (32, 64))]
+    compiled = jax.jit(step).lower(*shapes).compile()
+    costs = read_costs(compiled, mesh)
+    sizes = compiled.memory_analysis()
+    assert costs.at_peak.arguments == sizes.argument_size_in_bytes == (6 * 64 + 32) * 64 * 4
+    largest = costs.at_peak.arrays[0]
+    assert (largest.array, largest.nbytes) == ('f32[6,32,64]', 6 * 32 * 64 * 4)
+    assert 'test_compiled_costs.py:' in largest.source
+    assert costs.at_peak.nbytes == pytest.approx(costs.memory.peak, rel=0.1)
+
+
+def test_tiles_are_padded():
+    text = TEXTS['scatter'].replace('S(1)', '')  # in the device's main memory
+    (kernel,) = [a for a in costs_of_text(text).at_peak.arrays if a.array == 'bf16[60,128]']
+    assert kernel.nbytes == 64 * 128 * 2
+    assert not [a for a in costs_of_text(TEXTS['scatter']).at_peak.arrays if '60' in a.array]
+
+
 def test_an_asynchronous_gather_counts_once_per_iteration():
     """Two gathers in a loop of 16, both with the channel of shard_map, 1.
 

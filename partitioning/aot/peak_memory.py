@@ -1,0 +1,257 @@
+"""The arrays that are in memory when a program needs the most, estimated from its schedule."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from partitioning.aot.hlo_text import (
+    DEVICE_MEMORY,
+    ArrayType,
+    Computation,
+    HloProgram,
+    Instruction,
+)
+from partitioning.aot.operations import opcodes_of
+
+# The results of these are (parts of) their operands.
+_SAME = ('tuple', 'get-tuple-element', 'bitcast', 'while', 'optimization-barrier')
+# These write into their first operand.
+_IN_PLACE = ('dynamic-update-slice', 'scatter')
+# The results of these are never in the place of an operand.
+_OPAQUE = {'convolution', 'dot', 'custom-call', 'call', 'conditional', 'all-gather', 'reduce'}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LiveArray:
+    """Equal arrays that are in memory at the peak.
+
+    Attributes:
+      array: the type, such as 'bf16[16,2,2048]'.
+      nbytes: their size in memory in bytes, all together.
+      count: the number of them.
+      op_name: the path of the jax operation that makes them.
+      source: the 'file:line' of the Python code.
+    """
+
+    array: str
+    nbytes: int
+    count: int
+    op_name: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PeakMemory:
+    """What is in the memory of a device at the peak.
+
+    This is an estimate: the text tells when arrays are made and used last, but not which of them
+    the compiler puts into the same place.
+
+    Attributes:
+      arguments: the size of the program's arguments, in bytes.
+      arrays: the other arrays, the largest first. Results in the place of donated arguments are not
+        among them.
+    """
+
+    arguments: int
+    arrays: tuple[LiveArray, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the arguments and of the other arrays, in bytes."""
+        return self.arguments + sum(array.nbytes for array in self.arrays)
+
+
+class _Buffer:
+    """A place in memory. Given ones exist before and after the computation, and are not counted."""
+
+    def __init__(self, array: ArrayType, maker: Instruction | None):
+        self.array, self.maker, self.given = array, maker, maker is None
+        self.first = self.last = -1
+
+    @property
+    def nbytes(self) -> int:
+        counted = not self.given and self.array.memory_space == DEVICE_MEMORY
+        return self.array.padded_nbytes if counted else 0
+
+
+_Leaves = list[_Buffer]
+
+
+def find_peak(program: HloProgram) -> PeakMemory:
+    """Estimates which arrays are in memory when a program needs the most.
+
+    Donated arguments keep the results that replace them.
+    """
+    entry = program.entry
+    arguments = [i for i in entry.instructions.values() if i.opcode == 'parameter']
+    given = {i.name: [_Buffer(array, None) for array in i.outputs] for i in arguments}
+    numbered = {int(i.literal): given[i.name] for i in arguments}
+    results: dict[int, _Buffer] = {}
+    aliases = re.search(r'input_output_alias=\{(.*?\)) \}', program.header)
+    for output, number in re.findall(r'\{(\d*)\}: \((\d+)', aliases[1] if aliases else ''):
+        results[int(output or 0)] = numbered[int(number)][0]
+    live = _Schedule(program, entry, given, results).peak()
+    groups: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
+    for buffer in live:
+        assert buffer.maker is not None
+        source = program.source_of(buffer.maker)
+        groups[str(buffer.array), buffer.maker.op_name, source].append(buffer.nbytes)
+    arrays = [
+        LiveArray(array=array, nbytes=sum(sizes), count=len(sizes), op_name=name, source=source)
+        for (array, name, source), sizes in groups.items()
+    ]
+    in_memory = [a for i in arguments for a in i.outputs if a.memory_space == DEVICE_MEMORY]
+    return PeakMemory(
+        arguments=sum(array.padded_nbytes for array in in_memory),
+        arrays=tuple(sorted(arrays, key=lambda a: -a.nbytes)),
+    )
+
+
+class _Schedule:
+    """When the buffers of one computation are first and last used.
+
+    Args:
+      program: the program.
+      computation: the computation.
+      given: the buffers of its parameters, by their names.
+      results: buffers that its results must be in, by their number.
+    """
+
+    def __init__(
+        self,
+        program: HloProgram,
+        computation: Computation,
+        given: Mapping[str, _Leaves],
+        results: Mapping[int, _Buffer],
+    ):
+        self._program, self._instructions = program, list(computation.instructions.values())
+        self._leaves: dict[str, _Leaves] = dict(given)
+        self._made: list[list[_Buffer]] = []
+        for time, instruction in enumerate(self._instructions):
+            self._made.append(self._place(instruction))
+            for name in (*instruction.operands, instruction.name):
+                for buffer in self._leaves[name]:
+                    buffer.last = time
+        root = self._leaves[computation.root.name]
+        for number, buffer in enumerate(root):
+            buffer.last = len(self._instructions)
+            if number in results and buffer.array.shape == results[number].array.shape:
+                buffer.given = True
+
+    def peak(self) -> list[_Buffer]:
+        """The buffers at the peak, with those of the loop or call that runs then."""
+        live: dict[int, _Buffer] = {}
+        best: list[_Buffer] = []
+        best_size, size = -1, 0
+        for time, instruction in enumerate(self._instructions):
+            for buffer in self._made[time]:
+                if not self._reuse(instruction, buffer, live, time):
+                    live[id(buffer)] = buffer
+                    size += buffer.nbytes
+            inner = self._inner_peak(instruction)
+            total = size + sum(buffer.nbytes for buffer in inner)
+            if total > best_size:
+                best_size, best = total, [*live.values(), *inner]
+            for key in [key for key, buffer in live.items() if buffer.last <= time]:
+                size -= live.pop(key).nbytes
+        return [buffer for buffer in best if buffer.nbytes]
+
+    def _place(self, instruction: Instruction) -> list[_Buffer]:
+        """Decides the buffers of the results, and returns those that are new."""
+        if instruction.name in self._leaves:  # a parameter
+            return []
+        operands = [self._leaves[name] for name in instruction.operands]
+        buffers: _Leaves = []
+        new: list[_Buffer] = []
+        shared = _shared(instruction, operands)
+        for array, same in zip(instruction.outputs, shared, strict=True):
+            buffers.append(_Buffer(array, instruction) if same is None else same)
+            if same is None:
+                new.append(buffers[-1])
+        self._leaves[instruction.name] = buffers
+        return new if instruction.opcode != 'constant' else []
+
+    def _reuse(
+        self, instruction: Instruction, buffer: _Buffer, live: dict[int, _Buffer], time: int
+    ) -> bool:
+        """Puts a new buffer into the place of an operand that is not used any more, if possible."""
+        if buffer.given:
+            return False
+        number = next(i for i, b in enumerate(self._leaves[instruction.name]) if b is buffer)
+        operands = [b for name in instruction.operands for b in self._leaves[name]]
+        for operand in _reusable(self._program, instruction, operands, number):
+            same = operand.array.padded_nbytes == buffer.array.padded_nbytes
+            if same and operand.last == time and id(operand) in live and not operand.given:
+                live.pop(id(operand))
+                live[id(buffer)] = buffer
+                return True
+        return False
+
+    def _inner_peak(self, instruction: Instruction) -> list[_Buffer]:
+        """The buffers at the peak of the loop or call that an instruction runs."""
+        names = {
+            'while': instruction.called('body'),
+            'call': instruction.called('to_apply'),
+            'conditional': instruction.called('branch_computations'),
+        }.get(instruction.opcode, ())
+        peaks = [self._peak_of(self._program.computations[n], instruction) for n in names]
+        return max(peaks, key=lambda peak: sum(b.nbytes for b in peak), default=[])
+
+    def _peak_of(self, computation: Computation, caller: Instruction) -> list[_Buffer]:
+        parameters = [i for i in computation.instructions.values() if i.opcode == 'parameter']
+        given = {i.name: [_Buffer(array, None) for array in i.outputs] for i in parameters}
+        results = dict(enumerate(_Buffer(array, None) for array in caller.outputs))
+        return _Schedule(self._program, computation, given, results).peak()
+
+
+def _shared(instruction: Instruction, operands: Sequence[_Leaves]) -> list[_Buffer | None]:
+    """The buffers of operands that the results of an instruction are in, or None for new ones."""
+    outputs, opcode = instruction.outputs, instruction.opcode
+    flat = [buffer for leaves in operands for buffer in leaves]
+    if opcode == 'get-tuple-element':
+        found = re.search(r'index=(\d+)', instruction.attributes)
+        flat = flat[int(found[1]) :] if found and len(outputs) == 1 else flat
+        return _of_equal_type(outputs, flat)
+    if opcode in _SAME and len(flat) == len(outputs):
+        return list(flat)
+    if opcode.endswith(('-done', '-update')):
+        first = opcode.startswith(('copy', 'slice'))  # (result, operand, ...), others the reverse
+        return _of_equal_type(outputs, flat if first else flat[::-1])
+    if opcode.endswith('-start') or 'ConcatBitcast' in instruction.attributes:
+        return _of_equal_type(outputs, flat)
+    shared: list[_Buffer | None] = [None] * len(outputs)
+    if opcode in _IN_PLACE:
+        shared[0] = flat[0]
+    _, _, aliasing = instruction.attributes.partition('output_to_operand_aliasing={')
+    for output, number in re.findall(r'\{(\d*)\}: \((\d+), \{\}\)', aliasing):
+        shared[int(output or 0)] = operands[int(number)][0]
+    return shared
+
+
+def _of_equal_type(
+    outputs: Sequence[ArrayType], buffers: Sequence[_Buffer]
+) -> list[_Buffer | None]:
+    """For each output, the first buffer of its type that no other output has, or None."""
+    left = list(buffers)
+    found: list[_Buffer | None] = []
+    for array in outputs:
+        at = next((i for i, buffer in enumerate(left) if buffer.array == array), None)
+        found.append(None if at is None else left.pop(at))
+    return found
+
+
+def _reusable(
+    program: HloProgram, instruction: Instruction, operands: Sequence[_Buffer], output: int
+) -> Iterator[_Buffer]:
+    """The operands in whose place a result may be: TPU programs list them by number."""
+    if '"aliasing_operands"' in instruction.attributes:
+        for indices in re.findall(r'"indices":\[([^\]]*)\]', instruction.attributes):
+            numbers = [int(n) for n in re.findall(r'\d+', indices)]
+            if len(operands) + output in numbers:
+                yield from (operands[n] for n in numbers if n < len(operands))
+    elif not _OPAQUE & set(opcodes_of(program, instruction)):
+        yield from operands
