@@ -17,7 +17,7 @@ FILES = sorted(TRAIN.rglob('*.py'))
 # From the ground up. Rooms on the same floor do not import each other.
 FLOORS = [
     {'errors', 'gin_config.names', 't5x.modules'},
-    {'attention', 'decoding'},
+    {'attention', 'decoding', 'output_layer'},
     {'adafactor', 'paths', 'models', 'objectives', 'optimizers'},
     {'runtime', 'steps', 'data.text'},
     {'checkpoints', 'data.rows'},

@@ -15,13 +15,14 @@ from partitioning import constrain
 from train.errors import ConfigError
 from train.models.attention import Cache, Places, cached_names
 from train.models.config import TransformerConfig
-from train.models.elementary import cast_matrices, normalize, soft_cap
+from train.models.elementary import cast_matrices, normalize
 from train.models.embedding import look_up
 from train.models.layers import apply_layer
 from train.models.parameters import Params
 from train.models.remat import Remat, recompute
-from train.models.residual import gather_length, lay_out_residual
+from train.models.residual import lay_out_residual, residual_names
 from train.models.rotary import find_rotation
+from train.output_layer import DeferredLogits
 
 
 def empty_cache(config: TransformerConfig, batch: int, slots: int) -> Cache:
@@ -35,6 +36,14 @@ def empty_cache(config: TransformerConfig, batch: int, slots: int) -> Cache:
 
 
 def compute_logits(
+    config: TransformerConfig, params: Params, tokens_BL: jax.Array, **settings: Any
+) -> tuple[jax.Array, Cache | None]:
+    """Computes the float32 logits of the next tokens, see `defer_logits`."""
+    deferred, cache = defer_logits(config, params, tokens_BL, **settings)
+    return deferred.logits(), cache
+
+
+def defer_logits(
     config: TransformerConfig,
     params: Params,
     tokens_BL: jax.Array,
@@ -43,8 +52,8 @@ def compute_logits(
     segments_BL: jax.Array | None = None,
     dropout_key: jax.Array | None = None,
     cache: Cache | None = None,
-) -> tuple[jax.Array, Cache | None]:
-    """Computes the logits of the next tokens.
+) -> tuple[DeferredLogits, Cache | None]:
+    """Computes the hidden states from which the output layer computes the next tokens' logits.
 
     Args:
       config: the settings of the model.
@@ -57,8 +66,8 @@ def compute_logits(
       cache: the tokens before these. It needs the positions and segments of these.
 
     Returns:
-      The logits, float32 [batch, length, vocab], and None; or with a cache, the logits of the last
-      token, [batch, 1, vocab], and the cache with the new tokens.
+      What computes the logits [batch, length, vocab], and None; or with a cache, what computes the
+      logits of the last token, [batch, 1, vocab], and the cache with the new tokens.
 
     Raises:
       ConfigError: if there are more tokens than learned positions.
@@ -93,11 +102,16 @@ def compute_logits(
     x_BLD, cache = _apply_layers(c, params, x_BLD, places, dropout_key, cache)
     if cache is not None:
         cache, x_BLD = cache._replace(used=cache.used + length), x_BLD[:, -1:]
-    x_BLD = gather_length(normalize(c, params['final_norm'], x_BLD))
-    output_DV = embedding_VD.T if c.tie_embeddings else params['output'].astype(c.dtype)
-    logits_BLV = jnp.einsum('BLD,DV->BLV', x_BLD, output_DV, preferred_element_type=jnp.float32)
-    logits_BLV = soft_cap(logits_BLV, c.logit_soft_cap)
-    return constrain(logits_BLV, ('batch', 'length', 'vocab')), cache
+    x_BLD = normalize(c, params['final_norm'], x_BLD)
+    output_DV = params['embedding'].T if c.tie_embeddings else params['output']
+    deferred = DeferredLogits(
+        x_BLD=x_BLD,
+        w_DV=output_DV,
+        dtype=c.dtype,
+        names=residual_names(),
+        soft_cap=c.logit_soft_cap,
+    )
+    return deferred, cache
 
 
 def _apply_layers(

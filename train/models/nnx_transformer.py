@@ -7,9 +7,10 @@ from typing import Any
 import jax
 from flax import nnx
 
+from train.models import forward
 from train.models.config import TransformerConfig
-from train.models.forward import compute_logits
 from train.models.transformer import Transformer
+from train.output_layer import DeferredLogits
 
 
 class NnxTransformer(nnx.Module):
@@ -36,11 +37,15 @@ class NnxTransformer(nnx.Module):
         positions_BL: jax.Array | None = None,
         segments_BL: jax.Array | None = None,
         deterministic: bool | None = None,
-    ) -> jax.Array:
-        """Computes the logits, float32 [batch, length, vocab]; see `compute_logits`."""
+        defer_logits: bool = False,
+    ) -> jax.Array | DeferredLogits:
+        """Computes the logits, float32 [batch, length, vocab], or what computes them.
+
+        `train.models.forward.defer_logits` describes the arguments.
+        """
         deterministic = self.deterministic if deterministic is None else deterministic
         use_dropout = self.config.dropout_rate and not deterministic
-        logits_BLV, _ = compute_logits(
+        deferred, _ = forward.defer_logits(
             self.config,
             nnx.to_pure_dict(nnx.state(self, nnx.Param)),
             tokens_BL,
@@ -48,7 +53,7 @@ class NnxTransformer(nnx.Module):
             segments_BL=segments_BL,
             dropout_key=self.dropout.rngs() if use_dropout else None,
         )
-        return logits_BLV
+        return deferred if defer_logits else deferred.logits()
 
 
 def _to_nnx(tree: Any) -> Any:

@@ -8,9 +8,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from train.models import forward
 from train.models.config import RopeScaling, TransformerConfig
-from train.models.forward import compute_logits
 from train.models.parameters import Params, list_parameters
+from train.output_layer import DeferredLogits
 
 __all__ = ['CreateNnxTransformer', 'RopeScaling', 'Transformer', 'TransformerConfig']
 
@@ -41,10 +42,14 @@ class Transformer(nn.Module):
         positions_BL: jax.Array | None = None,
         segments_BL: jax.Array | None = None,
         deterministic: bool = True,
-    ) -> jax.Array:
-        """Computes the logits, float32 [batch, length, vocab]; see `compute_logits`."""
+        defer_logits: bool = False,
+    ) -> jax.Array | DeferredLogits:
+        """Computes the logits, float32 [batch, length, vocab], or what computes them.
+
+        `train.models.forward.defer_logits` describes the arguments.
+        """
         use_dropout = self.config.dropout_rate and not deterministic
-        logits_BLV, _ = compute_logits(
+        deferred, _ = forward.defer_logits(
             self.config,
             self.get_parameters(),
             tokens_BL,
@@ -52,7 +57,7 @@ class Transformer(nn.Module):
             segments_BL=segments_BL,
             dropout_key=self.make_rng('dropout') if use_dropout else None,
         )
-        return logits_BLV
+        return deferred if defer_logits else deferred.logits()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,6 +70,10 @@ class Model(abc.ABC):
     ) -> Applied:
         """Calls the model. It trains if `rng` is a key, and evaluates if `rng` is None."""
 
+    def takes(self, name: str) -> bool:
+        """Whether the model has an argument with this name."""
+        return False
+
 
 def as_model(model: Any) -> Model:
     """Adapts a linen module, or a function or class that creates an nnx module from `nnx.Rngs`.
@@ -157,3 +161,6 @@ class LinenModel(Model):
                 )
         metrics = average_metrics(changed.get(METRICS))
         return Applied(outputs, others, add_losses(changed.get(LOSSES)), metrics)
+
+    def takes(self, name: str) -> bool:
+        return name in inspect.signature(type(self.module).__call__).parameters

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,7 +41,7 @@ class NnxModel(Model):
     def apply(
         self, variables: Mapping[str, Any], rng: jax.Array | None, *args: Any, **kwargs: Any
     ) -> Applied:
-        graph, random_shapes = self._structure
+        graph, random_shapes, _ = self._structure
         random = _fill(random_shapes, jax.random.key(0) if rng is None else rng)
         others = variables.get('nnx', nnx.State({}))
         # A copy, because variables of another trace cannot be changed.
@@ -58,12 +59,16 @@ class NnxModel(Model):
         changed = {k: v for k, v in _variables(params, others).items() if k != 'params'}
         return Applied(outputs, changed, add_losses(losses), average_metrics(metrics))
 
+    def takes(self, name: str) -> bool:
+        return name in inspect.signature(self._structure[2].__call__).parameters
+
     @functools.cached_property
-    def _structure(self) -> tuple[Any, Any]:
-        """The static part of the module, and the shapes of its states of random numbers."""
+    def _structure(self) -> tuple[Any, Any, type]:
+        """The static part of the module, the shapes of its states of random numbers, its class."""
         with nnx.use_eager_sharding(False):
-            graph, _, random, _ = _split(nnx.eval_shape(lambda: self.create(nnx.Rngs(0))))
-        return graph, random
+            module = nnx.eval_shape(lambda: self.create(nnx.Rngs(0)))
+            graph, _, random, _ = _split(module)
+        return graph, random, type(module)
 
 
 def _split(module: nnx.Module) -> Any:

@@ -21,6 +21,7 @@ from partitioning import TrainState
 from train.errors import ConfigError
 from train.objectives.model import Applied, Model, as_model
 from train.objectives.objective import Batch, Loss, Objective, Variables, row_weights
+from train.output_layer import OutputSettings, score_targets
 
 Divisor = Literal['weights', 'targets', 'sequences']
 
@@ -33,18 +34,21 @@ class TokenLoss(Objective):
 
     Attributes:
       model: a linen module, or a function or class that creates an nnx module from `nnx.Rngs`. It
-        returns logits [batch, length, vocab].
+        returns logits [batch, length, vocab]. If its `__call__` has an argument `defer_logits`, it
+        returns `train.output_layer.DeferredLogits` if that is True, and whole logits never exist.
       z_loss: the coefficient of the squared log-normalizer of the softmax, added for each target.
       label_smoothing: the part of a target's probability that is spread over all other tokens.
       loss_divisor: 'weights' divides by the sum of the weights, 'targets' by the number of all
         targets including padding, 'sequences' averages over the targets of each row, or of each
         packed segment, and then over these, and a number divides by that number.
+      output: how the logits and their gradients are computed, if the model defers them.
     """
 
     model: Any
     z_loss: float = 0.0
     label_smoothing: float = 0.0
     loss_divisor: Divisor | float = 'weights'
+    output: OutputSettings = dataclasses.field(default_factory=OutputSettings)
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
@@ -60,6 +64,8 @@ class TokenLoss(Objective):
                 f'{kind}.loss_divisor is {divisor!r}: use '
                 f'{", ".join(map(repr, get_args(Divisor)))} or a number > 0'
             )
+        if not isinstance(self.output, OutputSettings):
+            raise ConfigError(f'{kind}.output is {self.output!r}: it must be an OutputSettings')
 
     @abc.abstractmethod
     def model_inputs(self, batch: Batch) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
@@ -86,7 +92,9 @@ class TokenLoss(Objective):
 
     def _apply(self, params: Any, batch: Batch, rng: Any, variables: Variables) -> Applied:
         args, kwargs = self.model_inputs(batch)
-        applied = self._model.apply({'params': params, **variables}, rng, *args, **kwargs)
+        deferring = {'defer_logits': True} if self._model.takes('defer_logits') else {}
+        variables = {'params': params, **variables}
+        applied = self._model.apply(variables, rng, *args, **kwargs, **deferring)
         _check_logits(applied.outputs, batch)
         return applied
 
@@ -96,14 +104,12 @@ class TokenLoss(Objective):
 
     def loss(self, params: Any, batch: Batch, rng: jax.Array | None, variables: Variables) -> Loss:
         applied = self._apply(params, batch, rng, variables)
-        logits_BLV, targets_BL = applied.outputs, batch['decoder_target_tokens']
-        weights_BL = self.weights(batch)
-        nats_BL, log_z_BL, logit_BL = cross_entropy(logits_BLV, targets_BL)
-        correct_BL = jnp.argmax(logits_BLV, axis=-1) == targets_BL
+        targets_BL, weights_BL = batch['decoder_target_tokens'], self.weights(batch)
+        scores = score_targets(applied.outputs, targets_BL, self.output)
         sums = {
             'weight': jnp.sum(weights_BL),
-            'loss': jnp.sum(nats_BL * weights_BL),
-            'accuracy': jnp.sum(correct_BL * weights_BL),
+            'loss': jnp.sum(scores.nats_BL * weights_BL),
+            'accuracy': jnp.sum((scores.argmax_BL == targets_BL) * weights_BL),
         }
         sums = applied.add_sown(sums)
         total = sums['loss']
@@ -111,15 +117,16 @@ class TokenLoss(Objective):
             # It is a mean, which the divisor must not change.
             total += applied.auxiliary_loss * self.divisor(sums, batch)
         if self.z_loss:
-            sums['z_loss'] = self.z_loss * jnp.sum(jnp.square(log_z_BL) * weights_BL)
+            sums['z_loss'] = self.z_loss * jnp.sum(jnp.square(scores.log_z_BL) * weights_BL)
             total += sums['z_loss']
         if self.label_smoothing:
-            per_token = self.label_smoothing / (logits_BLV.shape[-1] - 1)
+            num_tokens = applied.outputs.shape[-1]
+            per_token = self.label_smoothing / (num_tokens - 1)
             # Moves probability from the target to every other token.
-            moved_BL = (self.label_smoothing + per_token) * logit_BL
-            moved_BL -= per_token * jnp.sum(logits_BLV, axis=-1)
+            moved_BL = (self.label_smoothing + per_token) * scores.logit_BL
+            moved_BL -= per_token * scores.logit_sum_BL
             # The loss is 0 for a model that predicts the smoothed labels.
-            moved_BL -= _entropy(self.label_smoothing, logits_BLV.shape[-1])
+            moved_BL -= _entropy(self.label_smoothing, num_tokens)
             total += jnp.sum(moved_BL * weights_BL)
         return Loss(total, sums, applied.variables)
 
@@ -149,9 +156,9 @@ class TokenLoss(Objective):
     def score(self, params: Any, batch: Batch, variables: Variables | None = None) -> jax.Array:
         """Returns the log-probability of the targets of each row, float32 [batch]."""
         applied = self._apply(params, batch, None, variables or {})
-        nats_BL, _, _ = cross_entropy(applied.outputs, batch['decoder_target_tokens'])
+        scores = score_targets(applied.outputs, batch['decoder_target_tokens'], self.output)
         plain = dataclasses.replace(self, loss_divisor='weights')
-        return -jnp.sum(nats_BL * plain.weights(batch), axis=-1)
+        return -jnp.sum(scores.nats_BL * plain.weights(batch), axis=-1)
 
 
 def check_arrays(
@@ -204,18 +211,6 @@ def _sums_of_sequences(weights_BL: jax.Array, segments_BL: jax.Array | None) -> 
         return sums[segments_L]
 
     return jax.vmap(of_row)(weights_BL, segments_BL)
-
-
-def cross_entropy(
-    logits_BLV: jax.Array, targets_BL: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the nats of each target, the log-normalizers, and the logits of the targets."""
-    # The product with one-hot targets fuses with the softmax. Gathering the target's logit would
-    # keep a second copy of the logits.
-    one_hot_BLV = jax.nn.one_hot(targets_BL, logits_BLV.shape[-1], dtype=logits_BLV.dtype)
-    log_z_BL = jax.nn.logsumexp(logits_BLV, axis=-1)
-    logit_BL = jnp.sum(one_hot_BLV * logits_BLV, axis=-1)
-    return log_z_BL - logit_BL, log_z_BL, logit_BL
 
 
 def _is_number(value: Any) -> bool:
