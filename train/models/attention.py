@@ -17,6 +17,7 @@ from train.models.config import TransformerConfig
 from train.models.elementary import multiply, normalize
 from train.models.parameters import Params
 from train.models.remat import named
+from train.models.residual import lay_out_projected
 from train.models.rotary import rotate
 
 
@@ -63,9 +64,9 @@ def apply_attention(
     index: Any,
     cache: Cache | None,
 ) -> tuple[jax.Array, Cache | None]:
-    q_BLHN = multiply('BLD,DHN->BLHN', x_BLD, p, 'query')
-    k_BSKN = multiply('BLD,DKN->BLKN', x_BLD, p, 'key')
-    v_BSKN = multiply('BLD,DKN->BLKN', x_BLD, p, 'value')
+    q_BLHN = lay_out_projected(multiply('BLD,DHN->BLHN', x_BLD, p, 'query'), 'heads')
+    k_BSKN = lay_out_projected(multiply('BLD,DKN->BLKN', x_BLD, p, 'key'), c.kv_heads_axis)
+    v_BSKN = lay_out_projected(multiply('BLD,DKN->BLKN', x_BLD, p, 'value'), c.kv_heads_axis)
     if c.qk_norm:
         q_BLHN, k_BSKN = normalize(c, p['query_norm'], q_BLHN), normalize(c, p['key_norm'], k_BSKN)
     local = c.is_local(index)
@@ -75,7 +76,9 @@ def apply_attention(
             rotation = pair[local]
         else:
             rotation = jax.tree.map(lambda a, b: jnp.where(local, b, a), *pair)
-        q_BLHN, k_BSKN = rotate(q_BLHN, rotation), rotate(k_BSKN, rotation)
+        # Before tokens are exchanged for heads, a device has the fewest positions.
+        q_BLHN = lay_out_projected(rotate(q_BLHN, rotation), 'heads')
+        k_BSKN = lay_out_projected(rotate(k_BSKN, rotation), c.kv_heads_axis)
     q_BLHN = named(constrain(q_BLHN, ('batch', 'length', 'heads', 'kv')), 'query')
     k_BSKN = named(constrain(k_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv')), 'key')
     v_BSKN = named(constrain(v_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv')), 'value')
@@ -105,4 +108,5 @@ def apply_attention(
         settings=c.attention,
     )
     attended_BLHN = named(constrain(attended_BLHN, ('batch', 'length', 'heads', 'kv')), 'attended')
+    attended_BLHN = lay_out_projected(attended_BLHN, 'heads')
     return multiply('BLHN,HND->BLD', attended_BLHN, p, 'out'), cache

@@ -5,7 +5,7 @@ Suffixes of array names: B batch, L length, D embed, F mlp.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from train.models.config import TransformerConfig
 from train.models.elementary import multiply, normalize
 from train.models.parameters import Params
 from train.models.remat import Name, named
-from train.models.residual import gather_length, lay_out_residual
+from train.models.residual import gather_length, lay_out_residual, length_name
 
 
 def apply_layer(
@@ -53,7 +53,8 @@ def apply_layer(
         return lay_out_residual(x_BLD + branch_BLD)
 
     x_BLD = named(lay_out_residual(x_BLD), 'residual')
-    normed_BLD = gather_length(normalize(config, params['attention_norm'], x_BLD))
+    normed_BLD = normalize(config, params['attention_norm'], x_BLD)
+    normed_BLD = constrain(normed_BLD, ('batch', length_name('projection'), 'embed'))
     branch_BLD, cache = apply_attention(
         config, params['attention'], normed_BLD, places, index, cache
     )
@@ -63,10 +64,7 @@ def apply_layer(
 
 
 def _apply_mlp(c: TransformerConfig, p: Params, x_BLD: jax.Array) -> jax.Array:
-    up_BLF = named(multiply('BLD,DF->BLF', x_BLD, p, 'up'), 'mlp_up')
-    hidden_BLF = up_BLF
-    if c.gated_mlp:
-        hidden_BLF = named(multiply('BLD,DF->BLF', x_BLD, p, 'gate'), 'mlp_gate')
+    hidden_BLF = _named_product(x_BLD, p, 'gate' if c.gated_mlp else 'up')
     if c.activation.startswith('gelu'):
         hidden_BLF = jax.nn.gelu(hidden_BLF, approximate=c.activation == 'gelu_tanh')
     elif c.activation == 'silu':
@@ -75,5 +73,10 @@ def _apply_mlp(c: TransformerConfig, p: Params, x_BLD: jax.Array) -> jax.Array:
         hidden_BLF = jax.nn.relu(hidden_BLF)
         hidden_BLF = hidden_BLF**2 if c.activation == 'relu2' else hidden_BLF
     if c.gated_mlp:
-        hidden_BLF *= up_BLF
+        hidden_BLF *= _named_product(x_BLD, p, 'up')
     return multiply('BLF,FD->BLD', constrain(hidden_BLF, ('batch', 'length', 'mlp')), p, 'down')
+
+
+def _named_product(x_BLD: jax.Array, p: Params, name: Literal['gate', 'up']) -> jax.Array:
+    names: dict[str, Name] = {'gate': 'mlp_gate', 'up': 'mlp_up'}
+    return named(multiply('BLD,DF->BLF', x_BLD, p, name), names[name])
