@@ -21,6 +21,7 @@ from train.evaluators import HeldOut
 from train.objectives import Objective
 from train.optimizers import Optimizer
 from train.paths import as_path, is_remote
+from train.runtime.compilation_cache import CacheSetting, check_cache_setting
 from train.runtime.writers import JsonWriter, MetricWriter, TensorBoardWriter
 from train.stopping import StopCondition, check_conditions
 
@@ -80,6 +81,11 @@ class TrainConfig:
         of `partitioning.hardware.DEFAULT_OPTIONS` for the chips of the mesh. A dict adds to them,
         replaces them, and with the value None removes them; the empty dict removes all. The plan of
         the run records them.
+      compilation_cache: the folder in which compiled programs are kept, so that the next start need
+        not compile them: 'auto', a path, or None. 'auto' is the folder that the user has given to
+        jax, such as JAX_COMPILATION_CACHE_DIR, or else `meshwright/programs` in the user's cache
+        directory; with several processes, `<model_dir>/programs`. Only people whom you trust may
+        be able to write to it.
       prefetch: how far ahead of the steps batches are read.
       collect_garbage_every: the number of steps between collections of Python's garbage, which
         then happen at no other time. 0 leaves them to Python.
@@ -116,6 +122,7 @@ class TrainConfig:
     log_every: int = 10
     profile_steps: Sequence[int] | None = None
     compiler_options: Literal['auto'] | Mapping[str, OptionValue | None] = 'auto'
+    compilation_cache: CacheSetting = 'auto'
     prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
     collect_garbage_every: int = 0
     seed: int | None = 0
@@ -139,6 +146,7 @@ class TrainConfig:
                 raise ConfigError(
                     f'TrainConfig.{name} is {getattr(self, name)!r}: use True or False'
                 )
+        check_cache_setting(self.compilation_cache)
         _check_compiler_options(self.compiler_options)
         check_lengths('sequence_length', self.sequence_length)
         for name in KINDS:

@@ -26,6 +26,7 @@ from train.errors import ConfigError
 from train.objectives import Objective, TokenLoss
 from train.optimizers import as_transformation
 from train.paths import as_folder
+from train.runtime.compilation_cache import use_compilation_cache
 from train.runtime.compiling import choose_options, describe_options
 from train.runtime.console import RunConsole
 from train.runtime.machine import agree_on
@@ -111,6 +112,7 @@ def prepare(config: TrainConfig) -> Run:
 
     with console.tokenizing() as progress, console.phase('opening the data'):
         directory = as_folder('MODEL_DIR', config.model_dir)
+        use_compilation_cache(config.compilation_cache, directory, console.say)
         data, evaluated = open_tasks(config, progress)
         config = with_seed(config, directory, console)
         rows = data.training(data_seed(config))

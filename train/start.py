@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 
 from partitioning import TrainState
+from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
 from train.checkpoints import Checkpoints, RestoreConfig
 from train.checkpoints.config import t5x_steps
@@ -94,7 +95,8 @@ def restore_state(run: Run, start: Start) -> TrainState:
     """
     assert start.restored is not None
     initialize = functools.partial(initialize_some, run)
-    return start.source.restore(start.restored, run.plan.abstract_state, initialize)
+    with run.console.measuring('restoring the state'):
+        return start.source.restore(start.restored, run.plan.abstract_state, initialize)
 
 
 class Programs(NamedTuple):
@@ -112,26 +114,77 @@ class Programs(NamedTuple):
     flops: float | None
 
 
-def compile_programs(run: Run, start: Start) -> Programs:
-    """Compiles the programs of a run side by side, and checks that they fit into the memory.
+class Compilation:
+    """A context in which the programs of a run are compiled while its body does something else.
+
+    The programs are traced first, in this thread. Then only the compiler works in other threads.
+    At the end of the context, its errors come before those of the body, as if it had run first.
+
+    Attributes:
+      programs: the compiled programs, after the end of the context.
+    """
+
+    programs: Programs
+
+    def __init__(self, run: Run, start: Start):
+        self._run, plan = run, run.plan
+        mesh = run.config.partitioner.mesh
+        check_fits(plan, run.config.partitioner)
+        with run.console.phase('tracing the train step'):
+            step = partition_train_step(run)
+            lowered = step.lower(plan.abstract_state, dict(run.batch))
+
+        def compile_step() -> CompiledPartitionedCallable:
+            with own_compiler_errors('train_step', mesh):
+                return lowered.compile()
+
+        self._pool = ThreadPoolExecutor(2)
+        self._step: Future[CompiledPartitionedCallable] = self._pool.submit(compile_step)
+        self._init: Future[Callable[..., Any]] | None = None
+        if start.restored is None:
+            self._init = self._pool.submit(plan.compile_init, run.key)
+
+    def __enter__(self) -> Compilation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        try:
+            if kind is None:
+                with self._run.console.phase('waiting for the compiler'):
+                    self._finish()
+            elif issubclass(kind, Exception):
+                self._finish()
+        finally:
+            self._pool.shutdown()
+
+    def _finish(self) -> None:
+        """Waits for the compiler, and raises its errors in the order of the programs."""
+        run, step = self._run, self._step.result()
+        check_fits(run.plan, run.config.partitioner, step)
+        init = None if self._init is None else self._init.result()
+        self.programs = Programs(step, init, _count_flops(run))
+
+
+def compile_programs(run: Run, start: Start) -> Compilation:
+    """Begins to compile the programs of a run, whose results are there at the end of the context.
+
+    Usage:
+      with compile_programs(run, start) as compilation:
+        ...  # something else
+      train_step, init, flops = compilation.programs
 
     Raises:
       ConfigError: if the state or the train step needs more memory than a device has.
     """
-    config, plan = run.config, run.plan
-    partitioner, step = config.partitioner, partition_train_step(run)
-    check_fits(plan, partitioner)
-    state, batch, init = plan.abstract_state, dict(run.batch), None
-    with run.console.phase('compiling the train step'), ThreadPoolExecutor(1) as pool:
-        if start.restored is None:
-            init = pool.submit(plan.compile_init, run.key)
-        compiled = partitioner.compile(step, state, batch)
-    check_fits(plan, partitioner, compiled)
-    flops = None
-    if peak_flops(partitioner.mesh.devices.flat) is not None:
-        forward = make_eval_step(config.objective)
-        flops = 3 * count_flops(forward, state.params, state.flax_mutables, batch)
-    return Programs(compiled, None if init is None else init.result(), flops)
+    return Compilation(run, start)
+
+
+def _count_flops(run: Run) -> float | None:
+    """The FLOPs of the model in one step, or None if the peak of the devices is not known."""
+    if peak_flops(run.config.partitioner.mesh.devices.flat) is None:
+        return None
+    state, forward = run.plan.abstract_state, make_eval_step(run.config.objective)
+    return 3 * count_flops(forward, state.params, state.flax_mutables, dict(run.batch))
 
 
 def partition_train_step(run: Run) -> PartitionedCallable:

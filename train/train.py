@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from typing import cast
 
 import jax
 
@@ -18,6 +19,7 @@ from train.runtime.gin_text import file_of_run
 from train.runtime.machine import collect_garbage, must_wait_for_steps, stop_on_signal
 from train.runtime.meter import Meter, format_figures
 from train.runtime.profile import Profiler
+from train.runtime.start_up import StartClock
 from train.runtime.writers import open_writers
 from train.start import check_finite, compile_programs, find_start, restore_state, write_run_files
 from train.stopping import StopConditions
@@ -39,6 +41,7 @@ def train(config: TrainConfig) -> TrainState:
         finished and saved first.
     """
     # ---- mesh, data, and the layout of every array, before any of them exists
+    clock = StartClock()
     run = prepare(config)
     console, plan, directory = run.console, run.plan, run.directory
     saved = config.checkpoints.open(directory)
@@ -47,14 +50,19 @@ def train(config: TrainConfig) -> TrainState:
     config = run.config
     report(run)
 
-    # ---- steps: compiled once, before anything is allocated or written
-    train_step, init, flops = compile_programs(run, start)
-    evaluators = prepare_evaluators(run)
+    # ---- steps: compiled once, before anything is written, while the rest is opened and read
+    layout = config.partitioner.get_data_layout(config.batch_size)
+    batches = LocalBatches(run.rows, config.batch_size, layout.row_indices)
+    with compile_programs(run, start) as compilation:
+        feed = Feed(batches, config.partitioner, first_step=start.step, prefetch=config.prefetch)
+        evaluators = prepare_evaluators(run)
+        restored = None if start.restored is None else restore_state(run, start)
+    train_step, init, flops = compilation.programs
 
     # ---- state: restored, or created on its devices
     write_run_files(run)
     if init is None:
-        state = restore_state(run, start)
+        state = cast(TrainState, restored)
         verb = 'resumed' if start.source is saved else 'restored'
         console.say(f'{verb} from step {start.restored} of {start.source.directory}', style='bold')
     else:
@@ -75,23 +83,23 @@ def train(config: TrainConfig) -> TrainState:
         stop_conditions.check(scores)
 
     # ---- loop: the host dispatches steps ahead of the devices, and waits only to log
-    layout = config.partitioner.get_data_layout(config.batch_size)
-    batches = LocalBatches(run.rows, config.batch_size, layout.row_indices)
     with (
         closing(saved),  # However the loop ends, a save that has begun is completed.
         closing(writers),
-        closing(
-            Feed(batches, config.partitioner, first_step=start.step, prefetch=config.prefetch)
-        ) as feed,
+        closing(feed),
         stop_on_signal() as stop_requested,
         collect_garbage(config.collect_garbage_every) as collect,
         console.training(start.step, config.total_steps),
         Profiler(directory / 'profile', config.profile_steps) as profiler,
     ):
-        meter = Meter(run, start.step, flops)
+        meter, starting = Meter(run, start.step, flops), dict[str, float]()
         for step in range(start.step + 1, config.total_steps + 1):
             profiler.before(step)
             state, metrics = train_step(state, next(feed))
+            if step == start.step + 1:
+                jax.block_until_ready(metrics)
+                line, starting = clock.report(console.seconds)
+                console.say(line)
             for hook in config.hooks:
                 hook(state, step, metrics)
             stopping, last = stop_requested(), step == config.total_steps
@@ -101,7 +109,8 @@ def train(config: TrainConfig) -> TrainState:
                 scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
                 if config.stop_if_not_finite:
                     check_finite(scalars, step, saved.latest_step)
-                scalars |= meter.read(step, feed.waited)
+                scalars |= meter.read(step, feed.waited) | starting
+                starting = {}
                 writers.write(step, scalars)
                 console.step(step, config.total_steps, format_figures(scalars))
             elif must_wait_for_steps():

@@ -14,6 +14,7 @@ from partitioning.rules import MeshLike
 
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '([^']*)'")
 _BAD_VALUE = re.compile(r"While setting option (\S+), '(.*)' is not a valid (\w+) value")
+_UNREADABLE = re.compile(r"Failed to parse '(.*)' into flag (\S+?):")  # of libtpu
 _WRITTEN = {'bool': 'True or False', 'int32': 'an integer', 'int64': 'an integer'}
 
 
@@ -50,6 +51,11 @@ def explain_compiler_error(error: Exception, function: str, mesh: MeshLike) -> V
         written = _WRITTEN.get(kind, f'a value of type {kind}')
         return ValueError(
             f'{function}: the compiler option {name!r} cannot be {value!r}: write {written}'
+        )
+    if unreadable := _UNREADABLE.search(text):
+        value, name = unreadable.groups()
+        return ValueError(
+            f'{function}: the compiler option {name!r} cannot be {value!r}: write another value'
         )
     return None
 

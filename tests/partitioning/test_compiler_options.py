@@ -15,6 +15,7 @@ from partitioning.hardware import (
     default_options,
     option_values,
 )
+from partitioning.programs.compiler_errors import explain_compiler_error
 
 OFF = 'xla_jf_spmd_threshold_for_windowed_einsum_mib'
 KNOWN = {'xla_cpu_enable_fast_math': False}  # an option of the compiler for CPUs
@@ -62,6 +63,12 @@ def test_a_value_of_the_wrong_kind_is_an_error_that_names_it(partitioner):
         partition(partitioner, {'xla_x': [1, 2]})
     with pytest.raises(ValueError, match='not 3'):
         partitioner.compile(partition(partitioner, None), 1.0, compiler_options={3: True})
+
+
+def test_errors_of_the_compiler_for_tpus_are_explained(partitioner):
+    text = "INVALID_ARGUMENT: Failed to parse 'maybe' into flag xla_tpu_x: Not a bool"
+    error = explain_compiler_error(RuntimeError(text), 'step', partitioner.mesh)
+    assert "'xla_tpu_x' cannot be 'maybe'" in str(error)
 
 
 def test_windowed_einsum_is_off_on_tpus_only():

@@ -36,6 +36,7 @@ def train(arguments: Sequence[str], prog: str) -> int:
 def _start(options: argparse.Namespace) -> None:
     from train.errors import ConfigError
     from train.gin_config import find_entry
+    from train.runtime.start_up import note_start_of_process
 
     profile = options.profile_steps
     if profile is not None:
@@ -48,6 +49,7 @@ def _start(options: argparse.Namespace) -> None:
             f'--profile_steps needs a run of train.train, but the gin files configure '
             f'{entry.__module__}: remove the flag'
         )
+    note_start_of_process()
     entry()
 
 

@@ -76,11 +76,21 @@ class RunConsole:
         Args:
           title: what the phase does, such as 'compiling the train step'.
         """
+        with self.measuring(title), raise_on_all_processes():
+            yield
+
+    @contextlib.contextmanager
+    def measuring(self, title: str) -> Iterator[None]:
+        """Measures the time of a part of a run, in which processes may wait for each other.
+
+        Args:
+          title: what the part does.
+        """
         started = time.perf_counter()
         busy: Any = contextlib.nullcontext()
         if self.is_terminal and self._progress is None:
             busy = self._console.status(f'{title} ...', spinner='dots')
-        with raise_on_all_processes(), busy:
+        with busy:
             yield
         self.seconds[title] = time.perf_counter() - started
         if self.seconds[title] > WORTH_A_LINE:

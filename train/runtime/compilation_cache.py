@@ -1,0 +1,137 @@
+"""The folder in which jax keeps compiled programs, so that a later start need not compile them.
+
+jax's keys contain the program, its options, the devices, and the versions of jaxlib and the
+compiler, so a folder may be used by all of them. Who can write to the folder can run code in the
+processes that read it, which is why every user has one.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from etils import epath
+from jax.experimental.compilation_cache import compilation_cache
+
+from train.errors import ConfigError
+from train.paths import as_path, is_remote
+
+CacheSetting = Literal['auto'] | str | os.PathLike[str] | None
+
+# Most programs of a start take longer to compile than to read. jax's default is one second.
+_WORTH_KEEPING_SECONDS = 0.2
+_MOST_BYTES = 4 * 2**30  # of the user's folder
+_THRESHOLD = 'jax_persistent_cache_min_compile_time_secs'
+
+
+class _Folders:
+    """The folder that the user gave to jax, and the one that a run has put in its place."""
+
+    of_user: str | None = None
+    of_run: str | None = None
+
+
+def use_compilation_cache(
+    setting: CacheSetting, run_directory: epath.Path, say: Callable[[str], None]
+) -> None:
+    """Makes jax keep the programs that it compiles from now on, in this whole process.
+
+    Args:
+      setting: `TrainConfig.compilation_cache`.
+      run_directory: the folder of the run. Several processes share a cache there, because only
+        process 0 writes programs, and the user's folder may be on each host.
+      say: prints a line.
+
+    Raises:
+      ConfigError: if the folder of the setting cannot be written.
+    """
+    configured = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if configured != _Folders.of_run:
+        _Folders.of_user = configured
+    if setting == 'auto':
+        folder = _Folders.of_user or _automatic(run_directory, say)
+    else:
+        folder = None if setting is None else str(as_path('TrainConfig.compilation_cache', setting))
+        if folder is not None and (problem := _unwritable(folder)):
+            raise ConfigError(f'TrainConfig.compilation_cache {folder}: {problem}')
+    _Folders.of_run = folder
+    if folder == configured:
+        return
+    jax.config.update('jax_compilation_cache_dir', folder)
+    compilation_cache.reset_cache()  # jax opens its folder once
+    if folder != _Folders.of_user and _THRESHOLD.upper() not in os.environ:
+        jax.config.update(_THRESHOLD, _WORTH_KEEPING_SECONDS)
+
+
+def check_cache_setting(setting: Any) -> None:
+    """Raises ConfigError if `TrainConfig.compilation_cache` is malformed."""
+    if setting is not None and setting != 'auto':
+        as_path('TrainConfig.compilation_cache', setting)
+
+
+def user_folder() -> Path:
+    """`meshwright/programs` in the user's cache directory; for CPUs, a folder in it.
+
+    A program for CPUs may use instructions that another kind of CPU lacks, and a home directory may
+    be on several kinds of machines.
+    """
+    root = os.environ.get('XDG_CACHE_HOME') or '~/.cache'
+    folder = Path(root).expanduser() / 'meshwright' / 'programs'
+    return folder / f'cpu-{_kind_of_cpu()}' if jax.default_backend() == 'cpu' else folder
+
+
+@functools.cache
+def _kind_of_cpu() -> str:
+    """A short text that differs between CPUs with different instructions."""
+    kind = platform.machine()
+    try:
+        lines = Path('/proc/cpuinfo').read_text().splitlines()
+        kind += next((line for line in lines if line.startswith(('flags', 'Features'))), '')
+    except OSError:  # not on Linux
+        kind += platform.processor()
+    return hashlib.sha256(kind.encode()).hexdigest()[:12]
+
+
+def _automatic(run_directory: epath.Path, say: Callable[[str], None]) -> str | None:
+    """The folder that suits the processes of this run, or None if it cannot be written."""
+    if jax.process_count() > 1:
+        return str(run_directory / 'programs')
+    folder = user_folder()
+    if problem := _unwritable(str(folder)):
+        say(f'compiled programs are not kept: {folder}: {problem}')
+        return None
+    _remove_oldest(folder)
+    return str(folder)
+
+
+def _unwritable(folder: str) -> str:
+    """Why programs cannot be written to a local folder, or ''."""
+    if is_remote(folder):
+        return ''
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return error.strerror or str(error)
+    return '' if os.access(folder, os.W_OK) else 'it cannot be written'
+
+
+def _remove_oldest(folder: Path, most_bytes: int = _MOST_BYTES) -> None:
+    """Removes the programs that were compiled first, until the folder is small enough."""
+    found = []
+    for file in folder.glob('*-cache'):
+        try:
+            found.append((file.stat().st_mtime, file.stat().st_size, file))
+        except OSError:  # another process has removed it
+            continue
+    excess = sum(size for _, size, _ in found) - most_bytes
+    for _, size, file in sorted(found):
+        if excess <= 0:
+            return
+        file.unlink(missing_ok=True)
+        excess -= size
