@@ -19,16 +19,16 @@ BLOCKS = SplashBlocks(queries=256, keys=128, keys_compute=128, dkv_keys=128, dkv
 
 
 @functools.cache
-def inputs(kv_heads):
+def inputs(kv_heads, length=LENGTH):
     """Queries, keys, values, weights of a loss, and segments of different lengths."""
     keys = jax.random.split(jax.random.key(0), 5)
     heads = (HEADS, kv_heads, kv_heads, HEADS)
     arrays = [
-        jax.random.normal(key, (ROWS, LENGTH, n, HEAD_DIM))
+        jax.random.normal(key, (ROWS, length, n, HEAD_DIM))
         for key, n in zip(keys, heads, strict=False)
     ]
-    ends = jnp.sort(jax.random.randint(keys[4], (ROWS, 2), 0, LENGTH))
-    return *arrays, jnp.sum(jnp.arange(LENGTH)[:, None] >= ends[:, None], axis=-1)
+    ends = jnp.sort(jax.random.randint(keys[4], (ROWS, 2), 0, length))
+    return *arrays, jnp.sum(jnp.arange(length)[:, None] >= ends[:, None], axis=-1)
 
 
 def plain(q, k, v, segments, window, soft_cap):
@@ -37,8 +37,9 @@ def plain(q, k, v, segments, window, soft_cap):
     scores = SCALE * jnp.einsum('BLHN,BSHN->BHLS', q, k)
     if soft_cap is not None:
         scores = soft_cap * jnp.tanh(scores / soft_cap)
-    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
-    seen = (distance >= 0) & (distance < (window or LENGTH))
+    places = np.arange(q.shape[1])
+    distance = places[:, None] - places
+    seen = (distance >= 0) & (distance < (window or len(places)))
     if segments is not None:
         seen = seen & (segments[:, None, :, None] == segments[:, None, None, :])
     weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)

@@ -22,7 +22,7 @@ from train.gin_config import load_config
 pytestmark = pytest.mark.core
 
 ROWS, LENGTH, VOCAB = 16, 32, 264
-THREE = ('three_d', 'few_kv_heads')  # presets with three mesh axes
+THREE = ('three_d', 'few_kv_heads', 'context')  # presets with three mesh axes
 # Presets with the sizes of their axes, where each shows something that the others do not.
 CHOSEN = [
     ('fsdp', 'NUM_PARTITIONS=1'),
@@ -30,12 +30,15 @@ CHOSEN = [
     ('fsdp_tensor', 'NUM_PARTITIONS=2'),
     ('tensor_sequence', 'NUM_PARTITIONS=8'),
     ('few_kv_heads', 'NUM_PARTITIONS=2', 'HEAD_GROUPS=2'),
+    ('context', 'NUM_PARTITIONS=1', 'CONTEXT_PARTITIONS=4'),
+    ('context', 'NUM_PARTITIONS=2', 'CONTEXT_PARTITIONS=2'),
 ]
 # Every preset that divides the 8 devices over two axes, on 8x1, 4x2, 2x4 and 1x8.
 ALL = [
     *((name, f'NUM_PARTITIONS={n}') for name in PRESETS if name not in THREE for n in (1, 2, 4, 8)),
     *(('three_d', f'NUM_PARTITIONS={n}') for n in (1, 2, 4)),
     *(('few_kv_heads', f'NUM_PARTITIONS={n}', f'HEAD_GROUPS={8 // n}') for n in (1, 2, 4, 8)),
+    *(('context', f'NUM_PARTITIONS={n}', f'CONTEXT_PARTITIONS={8 // n}') for n in (1, 2, 4, 8)),
 ]
 
 

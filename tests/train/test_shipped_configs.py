@@ -138,6 +138,7 @@ def test_every_preset_lays_out_every_model(model, preset):
         ('70b', 'fsdp_tensor', {'data': 64, 'model': 8}),
         ('70b', 'fsdp_tensor', {'data': 32, 'model': 8}),
         ('70b', 'few_kv_heads', {'data': 16, 'model': 8, 'group': 2}),
+        ('8b', 'context', {'data': 4, 'context': 16, 'model': 1}),
     ],
 )
 def test_large_models_are_fully_sharded_over_whole_machines(model, preset, axes):
@@ -212,6 +213,6 @@ def test_every_shipped_file_is_tested():
     assert set(SIZES) == set(MODELS)
     assert set(PRESETS) == {
         *('data_parallel', 'fsdp', 'fsdp_any_model', 'zero', *TENSOR, 'two_d', 'three_d'),
-        *('fsdp_tensor', 'few_kv_heads'),
+        *('fsdp_tensor', 'few_kv_heads', 'context'),
     }
     assert (REPOSITORY / 'configs/runs/pretrain.gin').is_file()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 
+from train.attention.context import attend_over_context, length_axes
 from train.attention.dot import attend_at_once
 from train.attention.machine import platform
 from train.attention.settings import AttentionSettings
@@ -30,7 +31,7 @@ def attend(
 
     In a partitioned function, the arrays have the layouts that the logical axis rules give to
     ('batch', 'length', 'heads', 'kv'), and to 'kv_heads' in the place of 'heads' for keys and
-    values that several heads share.
+    values that several heads share. If the rules divide the length, see `context`.
 
     Args:
       q_BLHN: the queries, [batch, length, heads, head_dim].
@@ -48,6 +49,10 @@ def attend(
     Raises:
       ConfigError: if `settings` forces a kind of attention that these arguments do not allow.
     """
+    if axes := length_axes(q_BLHN):
+        return attend_over_context(
+            q_BLHN, k_BSKN, v_BSKN, axes, sight, scale, soft_cap, settings, attend
+        )
     kind = settings.kind
     if kind != 'dot' and (kind == 'splash' or platform() == 'tpu'):
         problem = next(splash_problems(q_BLHN, k_BSKN, sight), None)

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from partitioning import activation_spec
+from partitioning.rules import sharding_axes
 
 
 class Layout(NamedTuple):
@@ -18,13 +19,26 @@ class Layout(NamedTuple):
       queries: the spec of the queries, and of the result.
       keys: the spec of keys and values.
       repeats: how often each kv_head is repeated before it is divided.
-      sliced: whether each device has all kv_heads and takes its own of them.
+      sliced: the axes along which devices have the same kv_heads and take those of their own heads.
     """
 
     queries: PartitionSpec
     keys: PartitionSpec
     repeats: int = 1
-    sliced: bool = False
+    sliced: tuple[str, ...] = ()
+
+    def own_heads(self, x_BSKN: jax.Array, heads: int, group: int) -> jax.Array:
+        """Returns the keys or values for the heads of a device, inside a shard_map.
+
+        Args:
+          x_BSKN: what the device has, by `keys`.
+          heads: the number of heads of the device.
+          group: the number of heads that share one kv_head.
+        """
+        if not self.sliced:
+            return x_BSKN
+        first = jax.lax.axis_index(self.sliced) * heads // group
+        return jax.lax.dynamic_slice_in_dim(x_BSKN, first, max(heads // group, 1), axis=2)
 
 
 def find_layout(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Layout | None:
@@ -44,17 +58,19 @@ def find_layout(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Layout | 
         return Layout(PartitionSpec(), PartitionSpec())
     if not isinstance(queries, PartitionSpec) or not isinstance(keys, PartitionSpec):
         return None
-    axes = queries[2]
-    if axes == keys[2]:
+    axes, kv_axes = sharding_axes(queries[2]), sharding_axes(keys[2])
+    if axes == kv_axes:
         return Layout(queries, keys)
     gathered = PartitionSpec(keys[0], None, None, None)
-    if axes is None:
+    if not axes:
         return Layout(queries, gathered)
     sizes = jax.sharding.get_abstract_mesh().shape
-    heads = q_shape[2] // math.prod(sizes[a] for a in ((axes,) if isinstance(axes, str) else axes))
-    if heads % group == 0 or group % heads == 0:
-        return Layout(queries, gathered, sliced=True)
-    return Layout(queries, queries, repeats=group)
+    heads = q_shape[2] // math.prod(sizes[axis] for axis in axes)
+    if heads % group and group % heads:
+        return Layout(queries, queries, repeats=group)
+    if axes[: len(kv_axes)] == kv_axes:  # the heads of a device are among its kv_heads
+        return Layout(queries, keys, sliced=axes[len(kv_axes) :])
+    return Layout(queries, gathered, sliced=axes)
 
 
 def free_axes() -> set[str]:

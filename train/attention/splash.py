@@ -74,12 +74,7 @@ def attend_by_splash(
 
     def attend(q_BLHN: Any, k_BLKN: Any, v_BLKN: Any, segments: Any, local: Any) -> jax.Array:
         heads = q_BLHN.shape[2]
-        if layout.sliced:
-            first = jax.lax.axis_index(layout.queries[2]) * heads // group
-            k_BLKN, v_BLKN = (
-                jax.lax.dynamic_slice_in_dim(x, first, max(heads // group, 1), axis=2)
-                for x in (k_BLKN, v_BLKN)
-            )
+        k_BLKN, v_BLKN = (layout.own_heads(x, heads, group) for x in (k_BLKN, v_BLKN))
         arrays = (*(x.swapaxes(1, 2) for x in (q_BLHN * scale, k_BLKN, v_BLKN)), segments)
 
         def run(window: int | None, *arrays: Any) -> jax.Array:

@@ -88,29 +88,32 @@ def make_kernel(
       interpret: whether jax interprets the kernels, on machines other than TPUs.
     """
     band = Band(length, 0 if causal else None, window)
-    sizes = {
-        field.name: _fit(getattr(blocks, field.name), length)
-        for field in dataclasses.fields(SplashBlocks)
-    }
     with jax.ensure_compile_time_eval():
         kernel = splash_attention_kernel.make_splash_mha(
             splash_attention_mask.MultiHeadMask([band] * heads),
-            block_sizes=splash_attention_kernel.BlockSizes(
-                block_q=sizes['queries'],
-                block_kv=sizes['keys'],
-                block_kv_compute=sizes['keys_compute'],
-                block_q_dkv=sizes['dkv_queries'],
-                block_kv_dkv=sizes['dkv_keys'],
-                block_kv_dkv_compute=sizes['dkv_keys_compute'],
-                block_q_dq=sizes['dq_queries'],
-                block_kv_dq=sizes['dq_keys'],
-            ),
+            block_sizes=block_sizes(blocks, length, length),
             attn_logits_soft_cap=soft_cap,
             head_shards=1,
             q_seq_shards=1,
             interpret=interpret,
         )
     return jax.tree.map(np.asarray, kernel)  # the devices of this process may not be the mesh's
+
+
+def block_sizes(
+    blocks: SplashBlocks, queries: int, keys: int
+) -> splash_attention_kernel.BlockSizes:
+    """Returns the block sizes for numbers of queries and keys, which are multiples of 128."""
+    return splash_attention_kernel.BlockSizes(
+        block_q=_fit(blocks.queries, queries),
+        block_kv=_fit(blocks.keys, keys),
+        block_kv_compute=_fit(blocks.keys_compute, keys),
+        block_q_dkv=_fit(blocks.dkv_queries, queries),
+        block_kv_dkv=_fit(blocks.dkv_keys, keys),
+        block_kv_dkv_compute=_fit(blocks.dkv_keys_compute, keys),
+        block_q_dq=_fit(blocks.dq_queries, queries),
+        block_kv_dq=_fit(blocks.dq_keys, keys),
+    )
 
 
 def _fit(size: int, length: int) -> int:

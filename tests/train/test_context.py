@@ -1,0 +1,71 @@
+"""Attention over rows that are divided over devices gives what attention on one device gives."""
+
+import functools
+
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+from small import RULES
+from test_attention import BLOCKS, SCALE, assert_close, inputs, plain, with_gradients
+
+from partitioning import MeshConfig, PjitPartitioner
+from train.attention import AttentionSettings, Sight, attend
+from train.errors import ConfigError
+
+pytestmark = pytest.mark.core
+
+CONTEXT_RULES = [('length', 'context'), *RULES]
+
+
+def context_partitioner(rules=CONTEXT_RULES, **axes):
+    return PjitPartitioner(mesh=MeshConfig(axes=axes), logical_axis_rules=rules)
+
+
+# kind, axes of the mesh, length, kv_heads, soft_cap, window, whether an array says that the window
+# applies, segments.
+CASES = [
+    ('dot', {'data': 2, 'context': 4, 'model': 1}, 64, 2, None, None, None, True),
+    ('dot', {'data': 1, 'context': 8, 'model': 1}, 64, 8, 5.0, 20, True, True),
+    ('dot', {'data': 2, 'context': 2, 'model': 2}, 64, 2, None, 20, False, False),
+    ('splash', {'data': 4, 'context': 2, 'model': 1}, 512, 2, None, None, None, True),
+    ('splash', {'data': 2, 'context': 2, 'model': 2}, 512, 4, 5.0, 150, True, False),
+]
+
+
+@pytest.mark.parametrize('kind, axes, length, kv_heads, soft_cap, window, local, segmented', CASES)
+def test_attention_over_context_agrees_with_its_definition(
+    kind, axes, length, kv_heads, soft_cap, window, local, segmented
+):
+    *arrays, segments = inputs(kv_heads, length)
+    segments = segments if segmented else None
+    settings = AttentionSettings(kind=kind, splash_blocks=BLOCKS)
+
+    def ours(q, k, v, segments, local):
+        local = True if local is None else local
+        sight = Sight(window=window, local=local, segments_BL=segments)
+        return attend(q, k, v, sight=sight, scale=SCALE, soft_cap=soft_cap, settings=settings)
+
+    specs = (*4 * [P('data', 'context')], P('data'), None)
+    step = context_partitioner(**axes).partition(with_gradients(ours), specs, None)
+    expected = with_gradients(
+        functools.partial(plain, window=None if local is False else window, soft_cap=soft_cap)
+    )
+    assert_close(step(*arrays, segments, local), expected(*arrays, segments))
+
+
+@pytest.mark.parametrize(
+    'kind, length, slots, message',
+    [
+        ('dot', 60, 60, '60 tokens .* 4 devices .* multiple of 8'),
+        ('dot', 64, 128, '64 queries and 128 keys'),
+        ('splash', 64, 64, 'halves of 8 positions, .* multiple of 128'),
+    ],
+)
+def test_lengths_that_cannot_be_divided_are_errors(kind, length, slots, message):
+    q, k = jnp.zeros((8, length, 2, 8)), jnp.zeros((8, slots, 2, 8))
+    settings = AttentionSettings(kind=kind)
+    step = context_partitioner(data=2, context=4, model=1).partition(
+        lambda q, k: attend(q, k, k, sight=Sight(), scale=1.0, settings=settings), None, None
+    )
+    with pytest.raises(ConfigError, match=message):
+        step.lower(q, k)

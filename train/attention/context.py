@@ -1,0 +1,190 @@
+"""Attention over rows whose length is divided over devices (context parallelism).
+
+The rules divide the length of the activations, for example by `('length', 'context')`. Everything
+in a layer except attention then works on each device's own tokens. Here the queries are exchanged,
+see `zigzag`, and the keys and values of a row are gathered: if several heads share one kv_head,
+they are smaller than the queries, and their gradients are scattered in the backward pass.
+
+Suffixes of array names: B batch, L length, S slots of keys and values, H heads, K kv_heads,
+N head_dim. Inside the shard_map, L is the length of a device, and S that of the row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from jax.sharding import PartitionSpec
+
+from partitioning import activation_spec
+from partitioning.rules import sharding_axes
+from train.attention.layout import Layout, find_layout, free_axes
+from train.attention.machine import platform
+from train.attention.settings import AttentionSettings
+from train.attention.sight import Sight
+from train.attention.splash_parts import Part, make_part_kernel
+from train.attention.zigzag import Zigzag
+from train.errors import ConfigError
+
+LANES = 128
+
+
+def length_axes(q_BLHN: jax.Array) -> tuple[str, ...]:
+    """Returns the mesh axes of more than one device over which the rules divide the length."""
+    spec = activation_spec(q_BLHN.shape, ('batch', 'length', 'heads', 'kv'))
+    if not isinstance(spec, PartitionSpec):
+        return ()
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return tuple(axis for axis in sharding_axes(spec[1]) if sizes[axis] > 1)
+
+
+def attend_over_context(
+    q_BLHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    axes: tuple[str, ...],
+    sight: Sight,
+    scale: float,
+    soft_cap: float | None,
+    settings: AttentionSettings,
+    attend: Callable[..., jax.Array],
+) -> jax.Array:
+    """Computes attention on each device for some of the queries of its rows; see `attend`.
+
+    Args:
+      q_BLHN: see `attend`.
+      k_BSKN: see `attend`.
+      v_BSKN: see `attend`.
+      axes: what `length_axes` returns.
+      sight: see `attend`.
+      scale: see `attend`.
+      soft_cap: see `attend`.
+      settings: see `attend`.
+      attend: the function `attend`, for the queries of one device.
+
+    Raises:
+      ConfigError: if queries and keys are not the same tokens, or their number does not divide.
+    """
+    sizes = jax.sharding.get_abstract_mesh().shape
+    zigzag = Zigzag(axes, math.prod(sizes[axis] for axis in axes))
+    layout = _find_layout(q_BLHN, k_BSKN, axes, zigzag.devices, sight)
+    length, group = q_BLHN.shape[1], q_BLHN.shape[2] // k_BSKN.shape[2]
+    half = length // (2 * zigzag.devices)
+    if layout.repeats > 1:
+        k_BSKN, v_BSKN = (x.repeat(layout.repeats, axis=2) for x in (k_BSKN, v_BSKN))
+    by_splash = settings.kind == 'splash' or (settings.kind == 'auto' and platform() == 'tpu')
+    if settings.kind == 'splash' and half % LANES:
+        raise ConfigError(
+            f"AttentionSettings.kind is 'splash', but each of {zigzag.devices} devices has two "
+            f'halves of {half} positions, which is not a multiple of {LANES}: use rows of another '
+            "length, or kind 'auto' or 'dot'"
+        )
+
+    def body(q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, segments_BS: Any, local: Any) -> jax.Array:
+        heads = q_BLHN.shape[2]
+        k_BSKN, v_BSKN = (
+            layout.own_heads(jax.lax.all_gather(x, axes, axis=1, tiled=True), heads, group)
+            for x in (k_BSKN, v_BSKN)
+        )
+        halves = []
+        for number, half_BLHN in zip(zigzag.numbers(), zigzag.spread(q_BLHN), strict=True):
+            first, segments_BL = number * half, None
+            if segments_BS is not None:
+                segments_BL = jax.lax.dynamic_slice_in_dim(segments_BS, first, half, axis=1)
+            seen = dataclasses.replace(
+                sight,
+                first=first,
+                local=sight.local if local is None else local,
+                segments_BL=segments_BL,
+                key_segments_BS=segments_BS,
+            )
+            arguments = (half_BLHN, k_BSKN, v_BSKN)
+            if by_splash and half % LANES == 0:
+                blocks = settings.splash_blocks
+                halves.append(attend_part_by_splash(*arguments, seen, scale, soft_cap, blocks))
+            else:
+                halves.append(
+                    attend(
+                        *arguments, sight=seen, scale=scale, soft_cap=soft_cap, settings=settings
+                    )
+                )
+        return zigzag.collect(*halves)
+
+    traced = sight.window is not None and not isinstance(sight.local, bool)
+    arguments = (q_BLHN, k_BSKN, v_BSKN, sight.segments_BL, sight.local if traced else None)
+    return jax.shard_map(
+        body,
+        in_specs=(
+            layout.queries,
+            layout.keys,
+            layout.keys,
+            PartitionSpec(layout.queries[0]),
+            PartitionSpec(),
+        ),
+        out_specs=layout.queries,
+        axis_names=free_axes(),
+        check_vma=False,  # the kernels do not say over which axes their results vary
+    )(*arguments)
+
+
+def _find_layout(
+    q_BLHN: jax.Array, k_BSKN: jax.Array, axes: tuple[str, ...], devices: int, sight: Sight
+) -> Layout:
+    """The layout of rows and heads as without context parallelism, with the length over `axes`."""
+    length, slots, over = q_BLHN.shape[1], k_BSKN.shape[1], ' and '.join(map(repr, axes))
+    if length != slots or not isinstance(sight.first, int) or sight.first:
+        raise ConfigError(
+            f'there are {length} queries and {slots} keys, and the rules divide the length over '
+            f"{over}: only attention of a row to itself can be divided. Set ('length', None)"
+        )
+    if length % (2 * devices):
+        raise ConfigError(
+            f'rows of {length} tokens are divided over the {devices} devices of {over}, so their '
+            f'length must be a multiple of {2 * devices}: each device takes two halves of a part'
+        )
+    layout = find_layout(q_BLHN.shape, k_BSKN.shape)
+    if layout is None:
+        raise ConfigError(
+            f'the rules divide the length over {over} and pad the rows or heads (on_indivisible '
+            "is 'pad'): use sizes that the mesh divides"
+        )
+    specs = (PartitionSpec(spec[0], axes, spec[2], None) for spec in (layout.queries, layout.keys))
+    queries, keys = specs
+    return layout._replace(queries=queries, keys=keys)
+
+
+def attend_part_by_splash(
+    q_BLHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    sight: Sight,
+    scale: float,
+    soft_cap: float | None,
+    blocks: Any,
+) -> jax.Array:
+    """Computes attention of some queries over all keys by splash kernels; see `attend`."""
+    segments = None
+    if sight.segments_BL is not None and sight.segments_BS is not None:
+        segments = splash_attention_kernel.SegmentIds(sight.segments_BL, sight.segments_BS)
+    arrays = (*(x.swapaxes(1, 2) for x in (q_BLHN * scale, k_BSKN, v_BSKN)), segments)
+
+    def run(window: int | None, *arrays: Any) -> jax.Array:
+        part = Part(
+            queries=q_BLHN.shape[1], keys=k_BSKN.shape[1], causal=sight.causal, window=window
+        )
+        kernel = make_part_kernel(
+            part, sight.first, soft_cap=soft_cap, blocks=blocks, interpret=platform() == 'cpu'
+        )
+        return jax.vmap(kernel)(*arrays)
+
+    if sight.window is None or isinstance(sight.local, bool):
+        attended_BHLN = run(sight.window if sight.local else None, *arrays)
+    else:
+        branches = (functools.partial(run, window) for window in (sight.window, None))
+        attended_BHLN = jax.lax.cond(sight.local, *branches, *arrays)
+    return attended_BHLN.swapaxes(1, 2)

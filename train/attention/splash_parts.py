@@ -1,0 +1,130 @@
+"""Splash attention between a part of the queries of a row and a part of its keys.
+
+The kernels of `splash_kernels` know where queries and keys are when they are compiled. Devices that
+share a row run one program, so there the distance of the two parts is an array. The kernels read
+which blocks they compute from arrays too, so these are computed here from the distance.
+
+Suffixes of array names: Q blocks of queries, S blocks of keys, W blocks that are computed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
+
+from train.attention.settings import SplashBlocks
+from train.attention.splash_kernels import block_sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of the queries of a row, and a part of its keys.
+
+    Attributes:
+      queries: the number of queries.
+      keys: the number of keys.
+      causal: whether a query sees only keys at its own place and before it.
+      window: the number of keys that a query sees, its own and those before it, or None.
+    """
+
+    queries: int
+    keys: int
+    causal: bool
+    window: int | None
+
+    def __call__(self, query: Any, key: Any) -> Any:
+        """Returns whether queries at these places see keys at these places."""
+        seen = query >= key if self.causal else None
+        if self.window is not None:
+            near = query - key < self.window
+            seen = near if seen is None else seen & near
+        return seen
+
+
+def make_part_kernel(
+    part: Part,
+    distance: Any,
+    *,
+    soft_cap: float | None,
+    blocks: SplashBlocks,
+    interpret: bool,
+    save_residuals: bool = False,
+) -> Any:
+    """Returns a splash kernel for a part: a function of queries, keys, values and segments.
+
+    Args:
+      part: the two parts of the row.
+      distance: the place of the first query less the place of the first key, an integer or a scalar
+        array.
+      soft_cap: see `attend`.
+      blocks: the largest block sizes.
+      interpret: whether jax interprets the kernels, on machines other than TPUs.
+      save_residuals: whether the kernel also returns the logarithms of the sums of its weights.
+    """
+    sizes: Any = block_sizes(blocks, part.queries, part.keys)
+    is_masked = part.causal or part.window is not None
+    by_queries = _blocks_by_queries(part, distance, sizes.block_q, sizes.block_kv)
+    dq = _blocks_by_queries(part, distance, sizes.block_q_dq, sizes.block_kv_dq)
+    dkv = _blocks_by_keys(part, distance, sizes.block_q_dkv, sizes.block_kv_dkv)
+    return splash_attention_kernel.SplashAttentionKernel(
+        by_queries,
+        dq,
+        dkv,
+        block_sizes=sizes,
+        is_mqa=False,
+        save_residuals=save_residuals,
+        mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=soft_cap,
+        residual_checkpoint_name=None,
+        mask_function=part if is_masked else None,
+        interpret=interpret,
+    )
+
+
+def _blocks_by_queries(part: Part, distance: Any, queries: int, keys: int) -> MaskInfo:
+    """The blocks of keys that each block of queries reads, in their order."""
+    count_S, width = part.keys // keys, part.keys // keys
+    first_Q = distance + jnp.arange(0, part.queries, queries, dtype=jnp.int32)
+    start_Q, end_Q = jnp.zeros_like(first_Q), jnp.full_like(first_Q, count_S)
+    if part.causal:
+        end_Q = jnp.clip((first_Q + queries - 1) // keys + 1, 0, count_S)
+    if part.window is not None:
+        start_Q = jnp.clip((first_Q - part.window + 1) // keys, 0, count_S)
+    if part.causal and part.window is not None:
+        width = min(width, (part.window + queries - 2) // keys + 2)
+    read_QW = start_Q[:, None] + jnp.arange(width, dtype=jnp.int32)
+    return _mask_info(part, distance, read_QW, end_Q[:, None], count_S)
+
+
+def _blocks_by_keys(part: Part, distance: Any, queries: int, keys: int) -> MaskInfo:
+    """The blocks of queries that each block of keys is read by, in their order."""
+    count_Q, width = part.queries // queries, part.queries // queries
+    first_S = jnp.arange(0, part.keys, keys, dtype=jnp.int32) - distance
+    start_S, end_S = jnp.zeros_like(first_S), jnp.full_like(first_S, count_Q)
+    if part.causal:
+        start_S = jnp.clip(first_S // queries, 0, count_Q)
+    if part.window is not None:
+        end_S = jnp.clip((first_S + keys + part.window - 2) // queries + 1, 0, count_Q)
+    if part.causal and part.window is not None:
+        width = min(width, (part.window + keys - 2) // queries + 2)
+    read_WS = start_S + jnp.arange(width, dtype=jnp.int32)[:, None]
+    return _mask_info(part, distance, read_WS, end_S, count_Q)
+
+
+def _mask_info(part: Part, distance: Any, read: jax.Array, end: jax.Array, count: int) -> MaskInfo:
+    """What a kernel reads: the numbers of blocks, and whether it computes them, for all heads."""
+    if not part.causal and part.window is None:
+        return MaskInfo(None, None, None, None, None)
+    return MaskInfo(
+        data_next=jnp.clip(jnp.minimum(read, end - 1), 0, count - 1)[None],
+        mask_next=None,
+        block_mask=(read < end).astype(jnp.int32)[None],
+        partial_mask_blocks=None,
+        # The kernels count keys from the first one of the part.
+        q_sequence=distance + jnp.arange(part.queries, dtype=jnp.int32),
+    )
