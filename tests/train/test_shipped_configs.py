@@ -156,7 +156,8 @@ def test_a_preset_replaces_every_other_preset(preset):
     def settings(*presets):
         gin.clear_config()
         pretrain(*(f'configs/partitioning/{name}.gin' for name in presets))
-        return gin.get_bindings('PjitPartitioner')
+        model = gin.get_bindings('TransformerConfig')
+        return gin.get_bindings('PjitPartitioner'), model.get('pipeline')
 
     others = [other for other in PRESETS if other != preset]
     assert settings(*others, preset) == settings(preset) != settings(*others[:1])
@@ -213,6 +214,6 @@ def test_every_shipped_file_is_tested():
     assert set(SIZES) == set(MODELS)
     assert set(PRESETS) == {
         *('data_parallel', 'fsdp', 'fsdp_any_model', 'zero', *TENSOR, 'two_d', 'three_d'),
-        *('fsdp_tensor', 'few_kv_heads', 'context'),
+        *('fsdp_tensor', 'few_kv_heads', 'context', 'pipeline'),
     }
     assert (REPOSITORY / 'configs/runs/pretrain.gin').is_file()

@@ -22,8 +22,11 @@ from train.models.rotary import rotate
 
 
 def cached_names(config: TransformerConfig) -> tuple[str | None, ...]:
-    """Returns the logical axes of cached keys and values."""
-    return ('layers', 'batch', None, config.kv_heads_axis, 'kv')
+    """Returns the logical axes of cached keys and values.
+
+    The layers have no name: each reads its slots by its number, so no rule shards them.
+    """
+    return (None, 'batch', None, config.kv_heads_axis, 'kv')
 
 
 class Cache(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from train.attention import AttentionSettings
 from train.errors import ConfigError, check_counts
+from train.models.pipeline.settings import Pipeline
 from train.models.remat import Remat, check_placed, list_remats
 
 RematWord = Literal['none', 'dots', 'full']
@@ -68,6 +69,8 @@ class TransformerConfig:
       scan_unroll: the number of layers in one iteration of the compiled loop over scanned layers.
         It divides `num_layers`, and the number of entries of `remat` divides it. By default, it
         is that number.
+      pipeline: runs scanned layers in stages, over the mesh axis that the rules give to 'layers'.
+        With a cache, the layers run one after another.
       scale_embeddings: whether embeddings are multiplied by the square root of `embed_dim`.
       tie_embeddings: whether the output layer is the transpose of the embedding.
       activation: the activation function of the hidden layer, or of its gate. 'gelu' is exact,
@@ -107,6 +110,7 @@ class TransformerConfig:
     remat: RematWord | Remat | Sequence[RematWord | Remat] = 'none'
     scan_layers: bool = True
     scan_unroll: int | None = None
+    pipeline: Pipeline | None = None
     scale_embeddings: bool = True
     tie_embeddings: bool = False
     activation: Activation = 'silu'
@@ -180,6 +184,10 @@ class TransformerConfig:
             yield f'attention is {self.attention!r}: it must be an AttentionSettings'
         if not isinstance(self.rope_scaling, RopeScaling | None):
             yield f'rope_scaling is {self.rope_scaling!r}: it must be a RopeScaling'
+        if not isinstance(self.pipeline, Pipeline | None):
+            yield f'pipeline is {self.pipeline!r}: it must be a Pipeline'
+        if self.pipeline and not self.scan_layers:
+            yield 'pipeline runs scanned layers: set scan_layers = True'
         if not rotary and (self.rope_scaling or local_rope):
             yield "positions is 'learned': remove rope_scaling and local_rope_max_wavelength"
         if self.window is None and (self.global_every or local_rope):

@@ -18,7 +18,8 @@ from train.models.config import TransformerConfig
 from train.models.elementary import cast_matrices, normalize
 from train.models.embedding import look_up
 from train.models.layers import apply_layer
-from train.models.parameters import Params
+from train.models.parameters import Params, list_parameters
+from train.models.pipeline import find_stages, run_pipeline
 from train.models.remat import Remat, recompute
 from train.models.residual import lay_out_residual, residual_names
 from train.models.rotary import find_rotation
@@ -122,40 +123,76 @@ def _apply_layers(
     dropout_key: jax.Array | None,
     cache: Cache | None,
 ) -> tuple[jax.Array, Cache | None]:
-    remats = c.remats if cache is None else (None,) * len(c.remats)
-    # Of a loop with one iteration, XLA makes straight-line code.
-    in_loop = c.scan_layers and c.layers_per_iteration < c.num_layers
-
-    def step(carry: Any, layer: tuple[Params, Any], remat: Remat | None) -> Any:
-        p, index = layer
-
-        def apply(p: Params, x_BLD: jax.Array, cache: Cache | None) -> Any:
-            # XLA would gather slices of the stacked layers before it drops their first dimension,
-            # and then copy what it has gathered into another order.
-            p = jax.lax.optimization_barrier(p)
-            key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
-            return apply_layer(c, p, x_BLD, places, index, key, cache)
-
-        return recompute(apply, remat, prevent_cse=not in_loop)(p, *carry)
-
-    carry = (x_BLD, cache)
     if not c.scan_layers:
+        remats, carry = _remats(c, cache), (x_BLD, cache)
         for i in range(c.num_layers):
-            carry = step(carry, (params[f'layer_{i}'], i), remats[i % len(remats)])
+            layer, remat = params[f'layer_{i}'], remats[i % len(remats)]
+            carry = _step(c, layer, i, carry, places, dropout_key, remat, in_loop=False)
         return carry
 
+    # Cast here, the gradients of all layers are stacked in the dtype of the computation, too.
+    cast = functools.partial(cast_matrices, dtype=c.dtype)
+    indices = jnp.arange(c.num_layers)
+    stages = find_stages(c.pipeline, c.num_layers) if cache is None else None
+    if stages is None:
+        layers = cast(params['layers'])
+        return _scan(c, layers, indices, (x_BLD, cache), places, dropout_key)
+
+    def apply(layers: Params, indices: jax.Array, x_BLD: Any, places: Places, key: Any) -> Any:
+        return _scan(c, layers, indices, (x_BLD, None), places, key)[0]
+
+    names = jax.tree.map(lambda p: p.names, list_parameters(c)['layers'])
+    stages.check_blocks(c.layers_per_iteration)
+    layers = params['layers']
+    return run_pipeline(stages, apply, layers, names, cast, x_BLD, places, dropout_key), None
+
+
+def _scan(
+    c: TransformerConfig,
+    layers: Params,
+    indices: jax.Array,
+    carry: tuple[jax.Array, Cache | None],
+    places: Places,
+    dropout_key: jax.Array | None,
+) -> tuple[jax.Array, Cache | None]:
+    """Applies stacked layers with these numbers; the first of them has the first entry of remat."""
+    remats = _remats(c, carry[1])
+    # Of a loop with one iteration, XLA makes straight-line code.
+    in_loop = c.layers_per_iteration < len(indices)
+
     def step_block(carry: Any, block: list[tuple[Params, Any]]) -> tuple[Any, None]:
-        for layer, remat in zip(block, remats, strict=True):
-            carry = step(carry, layer, remat)
+        for (p, index), remat in zip(block, remats, strict=True):
+            carry = _step(c, p, index, carry, places, dropout_key, remat, in_loop)
         return carry, None
 
-    # Cast here, the gradients of all layers are stacked in the dtype of the computation, too. The
-    # arrays of a layer are arguments of the loop: of others, the loop would keep copies.
-    stacked = (cast_matrices(params['layers'], c.dtype), jnp.arange(c.num_layers))
-
+    # The arrays of a layer are arguments of the loop: of others, the loop would keep copies.
     def every(first: int) -> tuple[Params, Any]:
-        return jax.tree.map(lambda x: x[first :: len(remats)], stacked)
+        return jax.tree.map(lambda x: x[first :: len(remats)], (layers, indices))
 
     blocks = [every(first) for first in range(len(remats))]
     unroll = c.layers_per_iteration // len(remats)
     return jax.lax.scan(step_block, carry, blocks, unroll=unroll)[0]
+
+
+def _step(
+    c: TransformerConfig,
+    params: Params,
+    index: Any,
+    carry: tuple[jax.Array, Cache | None],
+    places: Places,
+    dropout_key: jax.Array | None,
+    remat: Remat | None,
+    in_loop: bool,
+) -> tuple[jax.Array, Cache | None]:
+    def apply(p: Params, x_BLD: jax.Array, cache: Cache | None) -> Any:
+        # XLA would gather slices of the stacked layers before it drops their first dimension, and
+        # then copy what it has gathered into another order.
+        p = jax.lax.optimization_barrier(p)
+        key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
+        return apply_layer(c, p, x_BLD, places, index, key, cache)
+
+    return recompute(apply, remat, prevent_cse=not in_loop)(params, *carry)
+
+
+def _remats(c: TransformerConfig, cache: Cache | None) -> tuple[Remat | None, ...]:
+    return c.remats if cache is None else (None,) * len(c.remats)
