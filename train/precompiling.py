@@ -12,6 +12,7 @@ from train.config import TrainConfig
 from train.errors import ConfigError
 from train.run import prepare, report
 from train.runtime.gin_text import write_gin_text
+from train.runtime.memory import check_fits, memory_advice
 from train.start import partition_train_step
 
 LOWERED, COMPILED, MEMORY = 'train_step.stablehlo.txt', 'train_step.hlo.txt', 'memory.json'
@@ -40,20 +41,23 @@ def precompile(config: TrainConfig) -> dict[str, Any]:
       The content of `memory.json`: sizes in bytes per device, and the devices.
 
     Raises:
-      ConfigError, ValueError: if a setting cannot be honoured.
+      ConfigError, ValueError: if a setting cannot be honoured, or if the devices have too little
+        memory.
     """
     run = prepare(config)
     report(run)
     step, mesh = partition_train_step(run), config.partitioner.mesh
     with run.console.phase('compiling the train step'):
         lowered = step.lower(run.plan.abstract_state, dict(run.batch))
-        with own_compiler_errors('train_step', mesh):
+        with memory_advice(run.plan, config.partitioner), own_compiler_errors('train_step', mesh):
             compiled = lowered.compile()
     memory: dict[str, Any] = {'mesh': dict(mesh.shape), 'devices': [str(d) for d in _devices(mesh)]}
     if (sizes := compiled.memory_analysis()) is not None:
         memory['bytes_per_device'] = {name: getattr(sizes, field) for name, field in SIZES.items()}
     _write(run, {LOWERED: lowered.as_text(), COMPILED: compiled.as_text() or ''}, memory)
     run.console.files({name: run.directory / name for name in (LOWERED, COMPILED, MEMORY)})
+    if mesh.devices.flat[0].platform != 'cpu':  # CPUs may stand for other devices
+        check_fits(run.plan, config.partitioner, compiled)
     return memory
 
 

@@ -23,7 +23,7 @@ from train.runtime.compiling import describe_options
 from train.runtime.flops import count_flops
 from train.runtime.gin_text import beside, write_gin_text
 from train.runtime.machine import check_same_step
-from train.runtime.memory import check_fits
+from train.runtime.memory import check_fits, memory_advice
 from train.runtime.meter import peak_flops
 from train.runtime.reports import describe_variables
 from train.steps import make_eval_step, make_train_step
@@ -159,8 +159,10 @@ class Compilation:
 
     def _finish(self) -> None:
         """Waits for the compiler, and raises its errors in the order of the programs."""
-        run, step = self._run, self._step.result()
-        check_fits(run.plan, run.config.partitioner, step)
+        run, plan, partitioner = self._run, self._run.plan, self._run.config.partitioner
+        with memory_advice(plan, partitioner):
+            step = self._step.result()
+        check_fits(plan, partitioner, step)
         init = None if self._init is None else self._init.result()
         self.programs = Programs(step, init, _count_flops(run))
 

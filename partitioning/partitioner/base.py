@@ -394,4 +394,5 @@ class BasePartitioner(PartitionerObject, abc.ABC):
 
         Raises:
           ValueError: if the arguments do not fit, or if the compiler does not know an option.
+          OutOfMemoryError: a ValueError, if a device has less memory than the program needs.
         """

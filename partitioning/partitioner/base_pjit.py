@@ -15,6 +15,7 @@ from partitioning.partitioner.base import BasePartitioner
 from partitioning.plan import Plan
 from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.lowering_only import without_devices
+from partitioning.programs.memory_limits import check_memory
 from partitioning.programs.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,
@@ -78,5 +79,8 @@ class BasePjitPartitioner(BasePartitioner):
         check_has_devices(self.mesh, 'compile')
         options: Any = check_options(compiler_options)
         lowered = partitioned_fn.lower(*args)
-        with own_compiler_errors(getattr(partitioned_fn, '__name__', 'the function'), self.mesh):
-            return lowered.compile(compiler_options=options)
+        name = getattr(partitioned_fn, '__name__', 'the function')
+        with own_compiler_errors(name, self.mesh):
+            compiled = lowered.compile(compiler_options=options)
+        check_memory(compiled, name, self.mesh)
+        return compiled

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
+from partitioning.programs.memory_limits import find_out_of_memory
 from partitioning.rules import MeshLike
 
 _UNKNOWN_OPTION = re.compile(r"No such compile option: '([^']*)'")
@@ -27,8 +28,9 @@ def own_compiler_errors(function: str, mesh: MeshLike) -> Iterator[None]:
       mesh: the mesh for which it is compiled.
 
     Raises:
-      ValueError: if the compiler does not know an option, or cannot read its value. Any other error
-        is raised unchanged.
+      ValueError: if the compiler does not know an option, or cannot read its value.
+      OutOfMemoryError: if a device has less memory than the program needs.
+      Exception: any other error, unchanged.
     """
     try:
         yield
@@ -41,6 +43,8 @@ def own_compiler_errors(function: str, mesh: MeshLike) -> Iterator[None]:
 def explain_compiler_error(error: Exception, function: str, mesh: MeshLike) -> ValueError | None:
     """Returns the error to raise in place of an error of the compiler, or None if it is unknown."""
     text = str(error)
+    if (memory := find_out_of_memory(text, function)) is not None:
+        return memory
     if unknown := _UNKNOWN_OPTION.search(text):
         return ValueError(
             f'{function}: the compiler for {_describe_devices(mesh)} has no option '

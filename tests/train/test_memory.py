@@ -10,6 +10,8 @@ from flax import nnx
 
 from partitioning import MeshConfig, Partitioned, PjitPartitioner
 from partitioning.hardware import CHIPS
+from partitioning.programs.compiler_errors import explain_compiler_error
+from partitioning.programs.memory_limits import OutOfMemoryError, needed_memory
 from train.errors import ConfigError
 from train.runtime import memory
 from train.runtime.memory import check_fits
@@ -93,12 +95,30 @@ def test_a_step_that_does_not_fit():
         plan.abstract_state,
         x,
     )
-    needed = memory.step_memory(compiled)
+    needed = needed_memory(compiled, partitioner.mesh)
     assert needed >= SIZE // 2 + 2 * 4 * 2**20  # the state, x and the sorted array
     message = refusal(partitioner, needed - SIZE // 4, step=compiled)
     assert 'the train step needs' in message and '131.1 kB of them for the state' in message
     assert 'raise num_microbatches, or use the mesh data 2 x model 4' in message
     check_fits(plan, partitioner, compiled, limit=needed)
+
+
+def test_the_compiler_of_tpus_finds_that_a_step_does_not_fit():
+    """The text is that of libtpu 0.0.52."""
+    text = (
+        'RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory '
+        'required for HLO temporaries (40.25G) exceeds available HBM (15.75G). HLO module: jit_f.'
+    )
+    partitioner = PjitPartitioner(2)
+    plan = partitioner.plan(linen_init, KEY)
+    error = explain_compiler_error(RuntimeError(text), 'step', partitioner.mesh)
+    assert isinstance(error, OutOfMemoryError)
+    assert (error.needed, error.available) == (40.25 * 2**30, 15.75 * 2**30)
+    assert 'step needs 40.25 GiB' in str(error) and '15.75 GiB: use more devices' in str(error)
+    with pytest.raises(ConfigError) as caught, memory.memory_advice(plan, partitioner):
+        raise error
+    assert 'the train step needs 40.25 GiB' in str(caught.value)
+    assert 'a device has 15.75 GiB: raise num_microbatches, or use' in str(caught.value)
 
 
 def test_virtual_devices_share_the_memory_of_the_host(monkeypatch):

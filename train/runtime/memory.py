@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from partitioning import BasePartitioner, PjitPartitioner, Plan
 from partitioning.hardware import chip_of
+from partitioning.programs.memory_limits import OutOfMemoryError, needed_memory
 from partitioning.rules import axis_sizes, describe_axes
 from train.errors import ConfigError
 from train.runtime.reports import format_bytes
@@ -39,9 +40,14 @@ def check_fits(
     mesh, state = partitioner.mesh, plan.bytes_per_device
     if limit is None and not isinstance(mesh, AbstractMesh):
         limit = min(filter(None, map(device_memory, mesh.local_devices)), default=None)
-    needed = max(state, 0 if compiled is None else step_memory(compiled))
-    if limit is None or needed <= limit:
-        return
+    needed = max(state, 0 if compiled is None else needed_memory(compiled, mesh))
+    if limit is not None and needed > limit:
+        _refuse(plan, partitioner, needed, limit)
+
+
+def _refuse(plan: Plan, partitioner: BasePartitioner, needed: int, limit: int) -> NoReturn:
+    """Raises the ConfigError for a run that needs more memory than a device has."""
+    state = plan.bytes_per_device
     what = f'the state needs {format_bytes(needed)} per device'
     if needed > state:
         what = (
@@ -51,22 +57,22 @@ def check_fits(
     way_out = _way_out(plan, partitioner, limit - (needed - state))
     also = 'raise num_microbatches, or ' if needed > state else ''
     raise ConfigError(
-        f'{what} on the mesh {describe_axes(mesh)}, but a device has {format_bytes(limit)}: '
-        f'{also}{way_out}'
+        f'{what} on the mesh {describe_axes(partitioner.mesh)}, but a device has '
+        f'{format_bytes(limit)}: {also}{way_out}'
     )
 
 
-def step_memory(compiled: Any) -> int:
-    """Returns the memory that a compiled step needs on each device, in bytes.
+@contextlib.contextmanager
+def memory_advice(plan: Plan, partitioner: BasePartitioner) -> Iterator[None]:
+    """Says on which mesh a state fits if the compiler finds that the train step does not.
 
-    The compiler states a peak for TPUs. For other devices, the peak may leave out temporary arrays.
+    Raises:
+      ConfigError: as `check_fits`, in place of an OutOfMemoryError.
     """
-    stats = compiled.memory_analysis()
-    if stats is None:
-        return 0
-    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    arrays = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
-    return max(arrays, getattr(stats, 'peak_memory_in_bytes', 0))
+    try:
+        yield
+    except OutOfMemoryError as error:
+        _refuse(plan, partitioner, error.needed, error.available)
 
 
 def device_memory(device: jax.Device) -> int | None:
