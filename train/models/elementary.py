@@ -1,4 +1,4 @@
-"""What all layers of the built-in transformer are made of: norms, products and soft caps."""
+"""What all layers of the built-in transformer are made of: norms and products."""
 
 from __future__ import annotations
 
@@ -35,8 +35,3 @@ def cast_matrices(params: Params, dtype: str) -> Params:
         return x if is_norm else x.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, params)
-
-
-def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """Bounds values to (-cap, cap). None returns them unchanged."""
-    return x if cap is None else cap * jnp.tanh(x / cap)

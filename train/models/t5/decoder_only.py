@@ -10,7 +10,7 @@ import jax
 
 from train.models.t5.attention import Attention, decoder_mask
 from train.models.t5.config import DecoderOnlyConfig, T5Config
-from train.models.t5.encoder_decoder import compute_logits
+from train.models.t5.encoder_decoder import apply_output_layer
 from train.models.t5.layers import (
     EMBED,
     Embed,
@@ -21,6 +21,7 @@ from train.models.t5.layers import (
     lay_out,
     lay_out_residual,
 )
+from train.output_layer import DeferredLogits
 
 
 class PrefixLayer(nn.Module):
@@ -68,7 +69,7 @@ class PrefixDecoder(nn.Module):
         decode: bool,
         max_decode_length: int | None,
         prefill: bool,
-    ) -> jax.Array:
+    ) -> DeferredLogits:
         c = self.config.layer_config()
         length = (decode and max_decode_length) or tokens_BL.shape[1]
         bias = RelativeBias(c, bidirectional=False, cache=True, name='relpos_bias')(length, decode)
@@ -79,9 +80,9 @@ class PrefixDecoder(nn.Module):
                 c.of_layer('decoder', i), deterministic, decode, prefill, name=f'layers_{i}'
             )
             x_BLE = layer(x_BLE, mask, bias, prefill_lengths)
-        x_BLE = lay_out(Norm(c.dtype, name='decoder_norm')(x_BLE), EMBED, decode)
+        x_BLE = lay_out_residual(Norm(c.dtype, name='decoder_norm')(x_BLE), decode)
         x_BLE = dropout(c, x_BLE, deterministic, 'output_dropout')
-        return compute_logits(c, embed, x_BLE, decode)
+        return apply_output_layer(c, embed, x_BLE)
 
 
 class DecoderOnly(nn.Module):
@@ -108,7 +109,8 @@ class DecoderOnly(nn.Module):
         max_decode_length: int | None = None,
         prefill: bool = False,
         prefill_lengths: jax.Array | None = None,
-    ) -> jax.Array:
+        defer_logits: bool = False,
+    ) -> jax.Array | DeferredLogits:
         """Computes the logits.
 
         Args:
@@ -126,16 +128,17 @@ class DecoderOnly(nn.Module):
           prefill: whether this call fills the cache with `prefill_lengths` positions of each row.
             Later positions of the row are computed but not cached.
           prefill_lengths: int32 [batch].
+          defer_logits: whether to return what computes the logits.
 
         Returns:
-          float32 [batch, length, vocab_size].
+          float32 [batch, length, vocab_size], or what computes it.
         """
         mask = None
         if not decode:
             mask = decoder_mask(
                 decoder_target_tokens, decoder_segment_ids, decoder_causal_attention
             )
-        return self.decoder(
+        deferred = self.decoder(
             decoder_input_tokens,
             mask,
             prefill_lengths,
@@ -144,3 +147,4 @@ class DecoderOnly(nn.Module):
             max_decode_length,
             prefill,
         )
+        return deferred if defer_logits else deferred.logits('replicate' if decode else None)

@@ -5,6 +5,7 @@ Suffixes of array names: B batch, L length, S length of the encoder, E embed, V 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from train.models.remat import named
+from train.models.residual import residual_names
 from train.models.t5.attention import Attention, decoder_mask, pair_mask, segment_mask
 from train.models.t5.config import T5Config
 from train.models.t5.layers import (
@@ -26,6 +28,7 @@ from train.models.t5.layers import (
     lay_out_residual,
 )
 from train.models.t5.stack import run_layers
+from train.output_layer import DeferredLogits
 
 
 class Layer(nn.Module):
@@ -115,7 +118,7 @@ class Decoder(nn.Module):
         deterministic: bool,
         decode: bool,
         max_decode_length: int | None,
-    ) -> jax.Array:
+    ) -> DeferredLogits:
         c = self.config
         x_BLE = dropout(c, self.embed(tokens_BL), deterministic, None)
         bias = None
@@ -126,19 +129,22 @@ class Decoder(nn.Module):
         layer |= {'max_decode_length': max_decode_length}
         arguments = (x_BLE, mask, bias, encoded_BSE, cross_mask)
         x_BLE = run_layers(Layer, c, c.num_decoder_layers, 'decoder', layer, *arguments)
-        x_BLE = lay_out(Norm(c.dtype, name='decoder_norm')(x_BLE), EMBED, decode)
+        x_BLE = lay_out_residual(Norm(c.dtype, name='decoder_norm')(x_BLE), decode)
         x_BLE = dropout(c, x_BLE, deterministic, None)
-        return compute_logits(c, self.embed, x_BLE, decode)
+        return apply_output_layer(c, self.embed, x_BLE)
 
 
-def compute_logits(config: Any, embed: Embed, x_BLE: jax.Array, decode: bool) -> jax.Array:
-    """Returns float32 logits [batch, length, vocab], in a compact method of a decoder."""
+def apply_output_layer(config: T5Config, embed: Embed, x_BLE: jax.Array) -> DeferredLogits:
+    """Returns what computes the float32 logits, in a compact method of a decoder."""
     if config.logits_via_embedding:
-        logits_BLV = embed.attend(x_BLE)
+        output_EV, divisor = embed.embedding.T, math.sqrt(config.emb_dim)
     else:
         shape, names = (config.emb_dim, config.vocab_size), ('embed', 'vocab')
-        logits_BLV = Dense(shape, 1, names, jnp.float32, name='logits_dense')(x_BLE)
-    return lay_out(logits_BLV, ('batch', 'length', 'vocab'), decode)
+        dense = Dense(shape, 1, names, jnp.float32, name='logits_dense')
+        output_EV, divisor = dense.get_kernel(), 1.0
+    return DeferredLogits(
+        x_BLD=x_BLE, w_DV=output_EV, dtype=jnp.float32, names=residual_names(), divisor=divisor
+    )
 
 
 class T5(nn.Module):
@@ -183,7 +189,8 @@ class T5(nn.Module):
         deterministic: bool = False,
         decode: bool = False,
         max_decode_length: int | None = None,
-    ) -> jax.Array:
+        defer_logits: bool = False,
+    ) -> jax.Array | DeferredLogits:
         """Computes the logits, given the encoded inputs.
 
         Args:
@@ -199,9 +206,10 @@ class T5(nn.Module):
           decode: whether keys and values are cached, in the collection 'cache'. The first call,
             without a cache, creates it, of the length of `decoder_input_tokens`.
           max_decode_length: the length of the cache. Needed in calls with a cache.
+          defer_logits: whether to return what computes the logits.
 
         Returns:
-          float32 [batch, length, vocab_size].
+          float32 [batch, length, vocab_size], or what computes it.
         """
         if encoder_segment_ids is not None and decoder_segment_ids is None:
             raise ValueError('encoder_segment_ids without decoder_segment_ids: pass both')
@@ -216,7 +224,7 @@ class T5(nn.Module):
         cross_mask = pair_mask(queries, inputs)
         if encoder_segment_ids is not None and decoder_segment_ids is not None:
             cross_mask &= segment_mask(decoder_segment_ids, encoder_segment_ids)
-        return self.decoder(
+        deferred = self.decoder(
             decoder_input_tokens,
             encoded,
             mask,
@@ -225,6 +233,7 @@ class T5(nn.Module):
             decode,
             max_decode_length,
         )
+        return deferred if defer_logits else deferred.logits('replicate' if decode else None)
 
     def __call__(
         self,
@@ -239,7 +248,8 @@ class T5(nn.Module):
         deterministic: bool = False,
         decode: bool = False,
         max_decode_length: int | None = None,
-    ) -> jax.Array:
+        defer_logits: bool = False,
+    ) -> jax.Array | DeferredLogits:
         """Encodes the inputs and computes the logits; see `encode` and `decode`."""
         encoded = self.encode(
             encoder_input_tokens, encoder_segment_ids, deterministic=deterministic
@@ -254,4 +264,5 @@ class T5(nn.Module):
             deterministic=deterministic,
             decode=decode,
             max_decode_length=max_decode_length,
+            defer_logits=defer_logits,
         )

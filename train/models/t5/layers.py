@@ -73,7 +73,8 @@ class Dense(nn.Module):
     divisor: float = 1.0
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def get_kernel(self) -> jax.Array:
+        """Returns the float32 kernel as it is stored, and creates it in `init`."""
         rank, num_in = len(self.shape), self.num_in
         stored, in_axes, out_axes = self.shape, range(num_in), range(num_in, rank)
         if len(self.names) == 2:
@@ -86,8 +87,10 @@ class Dense(nn.Module):
         def create(*arguments: Any) -> jax.Array:
             return scaling(*arguments) / self.divisor
 
-        kernel = parameter(self, 'kernel', create, self.names, stored)
-        kernel = kernel.astype(self.dtype).reshape(self.shape)
+        return parameter(self, 'kernel', create, self.names, stored)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        num_in, kernel = self.num_in, self.get_kernel().astype(self.dtype).reshape(self.shape)
         last = tuple(range(x.ndim - num_in, x.ndim))
         contracted = ((last, tuple(range(num_in))), ((), ()))
         return jax.lax.dot_general(x.astype(self.dtype), kernel, contracted)
@@ -169,11 +172,6 @@ class Embed(nn.Module):
     def __call__(self, tokens_BL: jax.Array) -> jax.Array:
         # The table is cast after the lookup, so that gradients are summed in float32.
         return look_up(self.embedding, tokens_BL.astype(jnp.int32)).astype(self.config.dtype)
-
-    def attend(self, x_BLE: jax.Array) -> jax.Array:
-        """Returns float32 logits, divided by sqrt(emb_dim)."""
-        products_BLV = jnp.einsum('ble,ve->blv', x_BLE.astype(jnp.float32), self.embedding)
-        return products_BLV / math.sqrt(self.config.emb_dim)
 
 
 class RelativeBias(nn.Module):
