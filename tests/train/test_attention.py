@@ -1,5 +1,6 @@
 """Every kind of attention gives the results and gradients of the plain form on one device."""
 
+import dataclasses
 import functools
 
 import jax
@@ -69,6 +70,9 @@ CASES = [
     ('splash', (2, 4), 2, None, 100, True, True),
     ('splash', (1, 8), 8, None, 100, False, False),
     ('dot', (2, 4), 4, 5.0, 100, True, True),
+    ('blockwise', (8, 1), 8, None, None, None, True),
+    ('blockwise', (4, 2), 2, 5.0, 100, True, True),
+    ('blockwise', (2, 4), 2, None, 100, None, False),
 ]
 
 
@@ -78,7 +82,7 @@ def test_attention_agrees_with_its_definition(
 ):
     *arrays, segments = inputs(kv_heads)
     segments = segments if segmented else None
-    settings = AttentionSettings(kind=kind, splash_blocks=BLOCKS)
+    settings = AttentionSettings(kind=kind, splash_blocks=BLOCKS, block_queries=100, block_keys=64)
 
     def ours(q, k, v, segments, local):
         local = True if local is None else local
@@ -95,18 +99,53 @@ def test_attention_agrees_with_its_definition(
     assert_close(step(*arrays, segments, local), expected(*arrays, segments))
 
 
-@pytest.mark.parametrize(
-    'length, slots, message',
-    [
-        (200, 200, r'length is 200.*multiple of 128.*length 256'),
-        (128, 256, r'128 queries for the 256 slots'),
-    ],
-)
-def test_splash_refuses_what_it_cannot_do(length, slots, message):
+REFUSED = [
+    ('splash', 200, 200, {}, r'length is 200.*multiple of 128.*length 256'),
+    ('splash', 128, 256, {}, r'128 queries for the 256 slots'),
+    ('cudnn', 128, 128, {}, r"devices are 'cpu'.*NVIDIA"),
+]
+
+
+@pytest.mark.parametrize('kind, length, slots, settings, message', REFUSED)
+def test_kernels_refuse_what_they_cannot_do(kind, length, slots, settings, message):
     q, k = jnp.zeros((1, length, 2, 8)), jnp.zeros((1, slots, 2, 8))
-    with pytest.raises(ConfigError, match=f"kind is 'splash'.*{message}.*'dot'"):
-        settings = AttentionSettings(kind='splash')
-        attend(q, k, k, sight=Sight(), scale=1.0, settings=settings)
+    with pytest.raises(ConfigError, match=f"kind is '{kind}'.*{message}.*'dot'"):
+        attend(q, k, k, sight=Sight(), scale=1.0, settings=AttentionSettings(kind=kind), **settings)
+
+
+@pytest.mark.parametrize('first', [0, 70, 200])
+def test_blocks_of_queries_may_begin_anywhere(first):
+    """The queries of a cache are the last ones; blocks that they do not see are skipped."""
+    q, k, v, weights, segments = inputs(4)
+    ends = slice(first, first + 50)
+    settings = AttentionSettings(kind='blockwise', block_queries=20, block_keys=64)
+
+    def ours(q, k, v, first):
+        sight = Sight(first=first, window=100, local=first > 0, segments_BL=segments[:, ends])
+        sight = dataclasses.replace(sight, key_segments_BS=segments)
+        return attend(q, k, v, sight=sight, scale=SCALE, settings=settings)
+
+    def expected(q, k, v):
+        window = 100 if first else None
+        q = jnp.zeros((ROWS, LENGTH, HEADS, HEAD_DIM)).at[:, ends].set(q)
+        return plain(q, k, v, segments, window, None)[:, ends]
+
+    args = q[:, ends], k, v, weights[:, ends]
+    assert_close(with_gradients(ours)(*args, first), with_gradients(expected)(*args))
+
+
+def test_long_rows_have_no_matrix_of_scores():
+    def count(length):
+        q = jax.ShapeDtypeStruct((1, length, 2, 8), jnp.float32)
+        settings = AttentionSettings(block_queries=64, block_keys=64)
+
+        def ours(q, k, v):
+            return attend(q, k, v, sight=Sight(), scale=1.0, settings=settings)
+
+        return str(jax.make_jaxpr(with_gradients(ours))(q, q, q, q)).count(f'{length},{length}]')
+
+    assert count(256) > 0
+    assert count(1024) == 0
 
 
 def test_block_sizes_are_multiples_of_128():

@@ -6,12 +6,19 @@ N head_dim.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+
 import jax
 
+from train.attention.blockwise import attend_by_blocks
 from train.attention.context import attend_over_context, length_axes
+from train.attention.cudnn import attend_by_cudnn, cudnn_problems
+from train.attention.devices import attend_on_each_device
 from train.attention.dot import attend_at_once
-from train.attention.machine import platform
-from train.attention.settings import AttentionSettings
+from train.attention.layout import find_layout
+from train.attention.machine import device_kind, platform
+from train.attention.settings import AttentionSettings, Kind, default_splash_blocks
 from train.attention.sight import Sight
 from train.attention.splash import attend_by_splash, splash_problems
 from train.errors import ConfigError
@@ -49,16 +56,72 @@ def attend(
     Raises:
       ConfigError: if `settings` forces a kind of attention that these arguments do not allow.
     """
+    arrays = q_BLHN, k_BSKN, v_BSKN
     if axes := length_axes(q_BLHN):
-        return attend_over_context(
-            q_BLHN, k_BSKN, v_BSKN, axes, sight, scale, soft_cap, settings, attend
-        )
+        return attend_over_context(*arrays, axes, sight, scale, soft_cap, settings, attend)
     kind = settings.kind
-    if kind != 'dot' and (kind == 'splash' or platform() == 'tpu'):
-        problem = next(splash_problems(q_BLHN, k_BSKN, sight), None)
-        if problem is None:
-            blocks = settings.splash_blocks
-            return attend_by_splash(q_BLHN, k_BSKN, v_BSKN, sight, scale, soft_cap, blocks)
-        if kind == 'splash':
-            raise ConfigError(f"AttentionSettings.kind is 'splash', but {problem}")
-    return attend_at_once(q_BLHN, k_BSKN, v_BSKN, sight, scale, soft_cap)
+    if kind == 'auto':
+        kind = _choose(*arrays, sight, scale, soft_cap, settings)
+    else:
+        for problem in _problems(kind, *arrays, sight, scale, soft_cap):
+            raise ConfigError(f'AttentionSettings.kind is {kind!r}, but {problem}')
+    if kind == 'dot':
+        return attend_at_once(*arrays, sight, scale, soft_cap)
+    one = functools.partial(_attend_by(kind, settings), scale=scale, soft_cap=soft_cap)
+    if find_layout(q_BLHN.shape, k_BSKN.shape) is None:
+        return one(*arrays, sight)
+    return attend_on_each_device(one, *arrays, sight)
+
+
+def _choose(
+    q_BLHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    sight: Sight,
+    scale: float,
+    soft_cap: float | None,
+    settings: AttentionSettings,
+) -> Kind:
+    """The kind that 'auto' stands for."""
+    kernels: dict[str, Kind] = {'tpu': 'splash', 'gpu': 'cudnn'}
+    kernel = kernels.get(platform())
+    if kernel and not any(_problems(kernel, q_BLHN, k_BSKN, v_BSKN, sight, scale, soft_cap)):
+        return kernel
+    scores = q_BLHN.shape[1] * k_BSKN.shape[1]
+    return 'blockwise' if scores >= settings.blockwise_from**2 else 'dot'
+
+
+def _problems(
+    kind: Kind,
+    q_BLHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    sight: Sight,
+    scale: float,
+    soft_cap: float | None,
+) -> Iterator[str]:
+    """Yields why this kind of attention cannot compute the attention of these arguments, if so."""
+    if kind not in ('splash', 'cudnn'):
+        return
+    if find_layout(q_BLHN.shape, k_BSKN.shape) is None:
+        yield (
+            f"on_indivisible is 'pad', and the {q_BLHN.shape[0]} rows or the {q_BLHN.shape[2]} "
+            "heads are not whole shards: use sizes that the mesh divides, or kind 'blockwise' or "
+            "'dot'"
+        )
+    if kind == 'splash':
+        yield from splash_problems(q_BLHN, k_BSKN, sight)
+    else:
+        yield from cudnn_problems(q_BLHN, k_BSKN, v_BSKN, sight, scale, soft_cap)
+
+
+def _attend_by(kind: Kind, settings: AttentionSettings) -> Callable[..., jax.Array]:
+    """The function for one device of a kind other than 'dot'."""
+    if kind == 'cudnn':
+        return attend_by_cudnn
+    if kind == 'splash':
+        blocks = settings.splash_blocks or default_splash_blocks(device_kind())
+        return functools.partial(attend_by_splash, blocks=blocks)
+    return functools.partial(
+        attend_by_blocks, queries=settings.block_queries, keys=settings.block_keys
+    )

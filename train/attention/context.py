@@ -24,8 +24,8 @@ from jax.sharding import PartitionSpec
 from partitioning import activation_spec
 from partitioning.rules import sharding_axes
 from train.attention.layout import Layout, find_layout, free_axes
-from train.attention.machine import platform
-from train.attention.settings import AttentionSettings
+from train.attention.machine import device_kind, platform
+from train.attention.settings import AttentionSettings, default_splash_blocks
 from train.attention.sight import Sight
 from train.attention.splash_parts import Part, make_part_kernel
 from train.attention.zigzag import Zigzag
@@ -105,7 +105,7 @@ def attend_over_context(
             )
             arguments = (half_BLHN, k_BSKN, v_BSKN)
             if by_splash and half % LANES == 0:
-                blocks = settings.splash_blocks
+                blocks = settings.splash_blocks or default_splash_blocks(device_kind())
                 halves.append(attend_part_by_splash(*arguments, seen, scale, soft_cap, blocks))
             else:
                 halves.append(

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal, get_args
 
+from partitioning.hardware import chip_of
 from train.errors import ConfigError, check_counts
 
-Kind = Literal['auto', 'dot', 'splash']
+Kind = Literal['auto', 'dot', 'splash', 'cudnn', 'blockwise']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,25 +48,51 @@ class SplashBlocks:
                 )
 
 
+# The sizes with which MaxText's benchmarks train dense models of 7 to 405 billion parameters
+# (github.com/AI-Hypercomputer/maxtext, benchmarks/maxtext_*_model_configs.py, 2025), without its
+# compiler flags for more memory in the kernels. v5e uses the sizes of `SplashBlocks` there.
+_DEFAULTS = {
+    'v5p': SplashBlocks(queries=2048, dkv_queries=2048, dq_queries=2048),
+    'v6e': SplashBlocks(queries=1024, dkv_queries=2048, dq_queries=2048),
+    'tpu7x': SplashBlocks(queries=1024, dkv_queries=2048, dq_queries=2048),
+}
+
+
+def default_splash_blocks(device_kind: str) -> SplashBlocks:
+    """Returns the block sizes for devices of this `device_kind`."""
+    chip = chip_of(device_kind)
+    return _DEFAULTS.get(chip.name if chip else '', SplashBlocks())
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSettings:
-    """How attention is computed.
+    """How attention is computed. Every kind computes the same function.
 
     Attributes:
-      kind: 'dot' computes the scores of all queries and keys at once; 'splash' is a kernel for TPUs
-        that never holds them (elsewhere, it is interpreted, for tests); 'auto' is 'splash' on TPUs
-        where it can be, and 'dot' elsewhere.
-      splash_blocks: the block sizes of 'splash'.
+      kind: 'dot' computes the scores of all queries and keys at once. The others never hold them:
+        'blockwise' is plain jax for every machine, 'splash' are kernels for TPUs (elsewhere they
+        are interpreted, for tests), 'cudnn' are kernels for GPUs. 'auto' is 'splash' on TPUs and
+        'cudnn' on GPUs where these allow it; otherwise 'blockwise' for long rows, and 'dot'.
+      blockwise_from: the length of rows from which 'auto' is 'blockwise': the number of queries
+        times the number of keys is at least its square.
+      block_queries: the largest number of queries of a block of 'blockwise'.
+      block_keys: the largest number of keys of a block of 'blockwise'.
+      splash_blocks: the block sizes of 'splash'. None are those of the chip.
     """
 
     kind: Kind = 'auto'
-    splash_blocks: SplashBlocks = SplashBlocks()
+    blockwise_from: int = 512
+    block_queries: int = 256
+    block_keys: int = 256
+    splash_blocks: SplashBlocks | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             kinds = ', '.join(map(repr, get_args(Kind)))
             raise ConfigError(f'AttentionSettings.kind is {self.kind!r}: use one of {kinds}')
-        if not isinstance(self.splash_blocks, SplashBlocks):
+        for name in ('blockwise_from', 'block_queries', 'block_keys'):
+            check_counts(1, **{f'AttentionSettings.{name}': getattr(self, name)})
+        if not isinstance(self.splash_blocks, SplashBlocks | None):
             raise ConfigError(
                 f'AttentionSettings.splash_blocks is {self.splash_blocks!r}: use a SplashBlocks'
             )

@@ -6,9 +6,13 @@ Suffixes of array names: B batch, L length (queries), S slots (keys and values).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from train.attention.band import Band
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,23 +46,51 @@ class Sight:
             return self.segments_BL
         return self.key_segments_BS
 
-    def mask(self, length: int, slots: int) -> jax.Array | None:
-        """Returns whether each query sees each key: bool [batch or 1, 1, length, slots], or None.
+    @property
+    def band(self) -> Band:
+        """The distances that a query can see, whatever the arrays are."""
+        local = isinstance(self.local, bool) and self.local
+        return Band(least=0 if self.causal else None, most=self.window if local else None)
 
-        None means that every query sees every key.
-        """
-        mask = None
+    @property
+    def local_band(self) -> Band:
+        """The distances that a query sees if the window applies."""
+        return Band(least=0 if self.causal else None, most=self.window)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether an array decides if the window applies."""
+        return self.window is not None and not isinstance(self.local, bool)
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Returns the fields that are arrays."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {n: x for n, x in fields.items() if not isinstance(x, bool | int | None)}
+
+    def without_arrays(self) -> Sight:
+        """Returns the fields that are not arrays, and None for those that are; it can be hashed."""
+        nothing: dict[str, Any] = dict.fromkeys(self.arrays())
+        return dataclasses.replace(self, **nothing)
+
+    def with_arrays(self, arrays: Mapping[str, Any]) -> Sight:
+        """Returns this sight with `arrays` as its fields."""
+        return dataclasses.replace(self, **arrays)
+
+    def mask(self, length: int, slots: int) -> jax.Array:
+        """Returns whether each query sees each key: bool [batch or 1, 1, length, slots]."""
         distance_LS = self.first + jnp.arange(length)[:, None] - jnp.arange(slots)
-        if self.causal:
-            mask = (distance_LS >= 0)[None, None]
-        if self.window is not None and self.local is not False:
-            near = (distance_LS < self.window) | jnp.logical_not(self.local)
-            mask = _both(mask, near[None, None])
+        mask = self.sees(distance_LS)[None, None]
         if self.segments_BL is not None and self.segments_BS is not None:
-            same = self.segments_BL[:, :, None] == self.segments_BS[:, None, :]
-            mask = _both(mask, same[:, None])
+            mask &= (self.segments_BL[:, :, None] == self.segments_BS[:, None, :])[:, None]
         return mask
 
+    def sees(self, distance: Any) -> Any:
+        """Returns whether a query sees keys of its segment at this distance."""
+        return self.sees_any(distance, distance)
 
-def _both(one: jax.Array | None, other: jax.Array) -> jax.Array:
-    return other if one is None else one & other
+    def sees_any(self, nearest: Any, farthest: Any) -> Any:
+        """Returns whether a query sees keys of its segment from `nearest` to `farthest`."""
+        seen = self.band.sees_any(nearest, farthest)
+        if self.chooses:
+            seen &= self.local_band.sees_any(nearest, farthest) | jnp.logical_not(self.local)
+        return seen

@@ -13,27 +13,26 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_mask,
 )
 
+from train.attention.band import Band
 from train.attention.settings import SplashBlocks
 
 
 @dataclasses.dataclass(frozen=True)
-class Band(splash_attention_mask.Mask):
-    """Which keys each query sees: those whose distance before it is in [least, most).
+class BandMask(splash_attention_mask.Mask):
+    """Which keys each query of a row sees.
 
-    The kernels compute the mask from the places of queries and keys. `Mask` would also be asked for
-    the values of each block, to find out whether it has any and whether it has all; that takes
-    a minute for 128k positions. The two answers follow from the corners of the block, so `Band`
-    returns an array of only two values with the same answers.
+    The kernels compute the mask from the places of queries and keys, by `mask_function`. `Mask` is
+    also asked for the values of each block, to find out whether any is true and whether all are,
+    which takes a minute for 128k positions. `BandMask` returns an array of only two values, which
+    has the same answers.
 
     Attributes:
+      band: the distances that are seen.
       length: the number of queries, and of keys.
-      least: the least distance, or None if there is none.
-      most: the first distance that is too far, or None.
     """
 
+    band: Band
     length: int
-    least: int | None
-    most: int | None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,23 +45,12 @@ class Band(splash_attention_mask.Mask):
 
     def mask_function(self, queries: Any, keys: Any) -> Any:
         """Returns whether queries at these places see keys at these places."""
-        distance, seen = queries - keys, None
-        if self.least is not None:
-            seen = distance >= self.least
-        if self.most is not None:
-            near = distance < self.most
-            seen = near if seen is None else seen & near
-        return distance == distance if seen is None else seen
+        return self.band.sees(queries - keys)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         queries, keys = index
-        nearest = queries.start - (keys.stop - 1)
-        farthest = queries.stop - 1 - keys.start
-        least = nearest if self.least is None else self.least
-        most = farthest + 1 if self.most is None else self.most
-        any_seen = farthest >= least and nearest < most
-        all_seen = nearest >= least and farthest < most
-        return np.array([[any_seen, all_seen]])
+        ends = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start
+        return np.array([self.band.sees_any(*ends), self.band.sees_all(*ends)])
 
 
 @functools.lru_cache(maxsize=32)
@@ -70,8 +58,7 @@ def make_kernel(
     *,
     length: int,
     heads: int,
-    causal: bool,
-    window: int | None,
+    band: Band,
     soft_cap: float | None,
     blocks: SplashBlocks,
     interpret: bool,
@@ -81,16 +68,14 @@ def make_kernel(
     Args:
       length: the number of queries, and of keys.
       heads: the number of query heads.
-      causal: whether a query sees only keys at its own place and before it.
-      window: the number of keys that a query sees, its own and those before it, or None.
+      band: the distances that a query sees.
       soft_cap: see `attend`.
       blocks: the largest block sizes.
       interpret: whether jax interprets the kernels, on machines other than TPUs.
     """
-    band = Band(length, 0 if causal else None, window)
     with jax.ensure_compile_time_eval():
         kernel = splash_attention_kernel.make_splash_mha(
-            splash_attention_mask.MultiHeadMask([band] * heads),
+            splash_attention_mask.MultiHeadMask([BandMask(band, length)] * heads),
             block_sizes=block_sizes(blocks, length, length),
             attn_logits_soft_cap=soft_cap,
             head_shards=1,

@@ -1,0 +1,66 @@
+"""Attention is computed by the kernels of the machine that a program is lowered for."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from described_machines import needs_cuda_plugin, needs_libtpu
+from jax.sharding import PartitionSpec as P
+
+from partitioning import PjitPartitioner, describe_topology
+from partitioning.mesh import MeshConfig
+from train.attention import AttentionSettings, Sight, attend
+
+RULES = [('batch', 'data'), ('heads', 'model'), ('kv_heads', 'model')]
+LENGTH = 512
+
+
+def lowered_text(machine, dtype='bfloat16', window=None, soft_cap=None, segmented=False):
+    """The program of the gradients of attention on a described machine of four devices or more."""
+    devices = describe_topology(machine).devices
+    mesh = MeshConfig(axes={'data': len(devices) // 2, 'model': 2}, devices=devices)
+
+    def loss(q, k, v, segments, local):
+        sight = Sight(window=window, local=local, segments_BL=segments if segmented else None)
+        attended = attend(
+            q, k, v, sight=sight, scale=0.1, soft_cap=soft_cap, settings=AttentionSettings()
+        )
+        return jnp.sum(attended.astype(jnp.float32))
+
+    q, k = (jax.ShapeDtypeStruct((8, LENGTH, heads, 64), dtype) for heads in (4, 2))
+    segments = jax.ShapeDtypeStruct((8, LENGTH), jnp.int32)
+    step = PjitPartitioner(mesh=mesh, logical_axis_rules=RULES).partition(
+        jax.grad(loss, argnums=(0, 1, 2)), (*[P('data')] * 4, None), None
+    )
+    return step.lower(q, k, k, segments, jax.ShapeDtypeStruct((), bool)).as_text()
+
+
+@needs_libtpu
+def test_tpus_use_splash_kernels():
+    text = lowered_text('v5e:2x2', window=100, soft_cap=20.0, segmented=True)
+    kernels = re.findall(r'kernel_name = "(splash_mha_\w+)"', text)
+    # Each of the three kernels is there for layers with a window and for layers without.
+    assert len(kernels) == 6 and len(set(kernels)) == 3, kernels
+    assert f'{LENGTH}x{LENGTH}x' not in text
+
+
+@needs_cuda_plugin
+@pytest.mark.parametrize(
+    'settings, kernels',
+    [
+        ({}, {'fmhaSoftmax', 'fmhaSoftmaxBackward'}),
+        ({'segmented': True}, {'fmhaScaleBiasSoftmax', 'fmhaScaleBiasSoftmaxBackward'}),
+        ({'soft_cap': 20.0}, set()),
+        ({'dtype': 'float32'}, set()),
+    ],
+    ids=str,
+)
+def test_gpus_use_cudnn_where_it_has_what_is_needed(monkeypatch, settings, kernels):
+    from jax._src.cudnn import fused_attention_stablehlo  # it asks for a cuDNN that is installed
+
+    monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda: 91300)
+    text = lowered_text('h100:1x8', **settings)
+    assert set(re.findall(r'__cudnn\$(\w+)', text)) == kernels
+    if not kernels:
+        assert 'while' in text and f'{LENGTH}x{LENGTH}x' not in text, 'not blockwise'
