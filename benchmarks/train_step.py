@@ -108,6 +108,7 @@ def run_trainer(clock: Clock, steps: int, directory: str) -> None:
             batch_size=BATCH,
             checkpoints=CheckpointConfig(period=0),
             log_every=LOG_EVERY,
+            compilation_cache=None,  # both loops compile
             hooks=[lambda state, step, metrics: clock.tick(step, metrics)],
         )
     )

@@ -12,15 +12,13 @@ from collections.abc import Callable, Iterator
 import jax
 
 from train.attention.blockwise import attend_by_blocks
-from train.attention.context import attend_over_context, length_axes
 from train.attention.cudnn import attend_by_cudnn, cudnn_problems
 from train.attention.devices import attend_on_each_device
 from train.attention.dot import attend_at_once
-from train.attention.layout import find_layout
+from train.attention.layout import find_layout, length_axes
 from train.attention.machine import device_kind, platform
 from train.attention.settings import AttentionSettings, Kind, default_splash_blocks
 from train.attention.sight import Sight
-from train.attention.splash import attend_by_splash, splash_problems
 from train.errors import ConfigError
 
 
@@ -58,6 +56,8 @@ def attend(
     """
     arrays = q_BLHN, k_BSKN, v_BSKN
     if axes := length_axes(q_BLHN):
+        from train.attention.context import attend_over_context  # imports Pallas, which is slow
+
         return attend_over_context(*arrays, axes, sight, scale, soft_cap, settings, attend)
     kind = settings.kind
     if kind == 'auto':
@@ -110,6 +110,8 @@ def _problems(
             "'dot'"
         )
     if kind == 'splash':
+        from train.attention.splash import splash_problems  # imports Pallas, which is slow
+
         yield from splash_problems(q_BLHN, k_BSKN, sight)
     else:
         yield from cudnn_problems(q_BLHN, k_BSKN, v_BSKN, sight, scale, soft_cap)
@@ -120,6 +122,8 @@ def _attend_by(kind: Kind, settings: AttentionSettings) -> Callable[..., jax.Arr
     if kind == 'cudnn':
         return attend_by_cudnn
     if kind == 'splash':
+        from train.attention.splash import attend_by_splash  # imports Pallas, which is slow
+
         blocks = settings.splash_blocks or default_splash_blocks(device_kind())
         return functools.partial(attend_by_splash, blocks=blocks)
     return functools.partial(

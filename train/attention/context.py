@@ -21,8 +21,6 @@ import jax
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec
 
-from partitioning import activation_spec
-from partitioning.rules import sharding_axes
 from train.attention.layout import Layout, find_layout, free_axes
 from train.attention.machine import device_kind, platform
 from train.attention.settings import AttentionSettings, default_splash_blocks
@@ -32,15 +30,6 @@ from train.attention.zigzag import Zigzag
 from train.errors import ConfigError
 
 LANES = 128
-
-
-def length_axes(q_BLHN: jax.Array) -> tuple[str, ...]:
-    """Returns the mesh axes of more than one device over which the rules divide the length."""
-    spec = activation_spec(q_BLHN.shape, ('batch', 'length', 'heads', 'kv'))
-    if not isinstance(spec, PartitionSpec):
-        return ()
-    sizes = jax.sharding.get_abstract_mesh().shape
-    return tuple(axis for axis in sharding_axes(spec[1]) if sizes[axis] > 1)
 
 
 def attend_over_context(

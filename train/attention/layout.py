@@ -41,6 +41,15 @@ class Layout(NamedTuple):
         return jax.lax.dynamic_slice_in_dim(x_BSKN, first, max(heads // group, 1), axis=2)
 
 
+def length_axes(q_BLHN: jax.Array) -> tuple[str, ...]:
+    """Returns the mesh axes of more than one device over which the rules divide the length."""
+    spec = activation_spec(q_BLHN.shape, ('batch', 'length', 'heads', 'kv'))
+    if not isinstance(spec, PartitionSpec):
+        return ()
+    sizes = jax.sharding.get_abstract_mesh().shape
+    return tuple(axis for axis in sharding_axes(spec[1]) if sizes[axis] > 1)
+
+
 def find_layout(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Layout | None:
     """Returns the layout that the logical axis rules give, or None if it needs padding.
 
