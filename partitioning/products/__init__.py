@@ -1,4 +1,9 @@
-"""Products of sharded arrays, and the sums over shards that their gradients need."""
+"""Products of sharded arrays, and the sums over shards that their gradients need.
 
+`dense`: products of rows and weights; `sharing`: the mesh axes that both are sharded over; `sums`:
+scattered sums inside a shard_map; `rounds`: the rounds that such a sum takes on a machine.
+"""
+
+from partitioning.products.dense import multiply as multiply
 from partitioning.products.rounds import find_rounds as find_rounds, in_rounds as in_rounds
-from partitioning.products.sums import scatter_sum as scatter_sum
+from partitioning.products.sums import scatter_sum as scatter_sum, sum_over as sum_over

@@ -7,8 +7,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from partitioning import products
 from train.models.config import TransformerConfig
 from train.models.parameters import Params
+
+# The logical axis that each letter of an equation stands for.
+NAMES = {
+    'B': 'batch',
+    'L': 'length',
+    'D': 'embed',
+    'F': 'mlp',
+    'H': 'heads',
+    'K': 'kv_heads',
+    'N': 'kv',
+}
 
 
 def normalize(config: TransformerConfig, params: Params, x: jax.Array) -> jax.Array:
@@ -22,8 +34,18 @@ def normalize(config: TransformerConfig, params: Params, x: jax.Array) -> jax.Ar
 
 
 def multiply(equation: str, x: jax.Array, params: Params, name: str) -> jax.Array:
-    """Applies a matrix and its bias."""
-    y, bias = jnp.einsum(equation, x, params[name].astype(x.dtype)), params.get(f'{name}_bias')
+    """Applies a matrix and its bias.
+
+    Args:
+      equation: the einsum of rows and matrix, by the letters of NAMES.
+      x: the rows.
+      params: the parameters of the layer.
+      name: the name of the matrix; that of its bias, if it has one, ends with '_bias'.
+    """
+    inputs = equation.partition('->')[0].split(',')
+    x_names, w_names = ([NAMES[letter] for letter in letters] for letters in inputs)
+    y = products.multiply(equation, x, params[name], x_names, w_names)
+    bias = params.get(f'{name}_bias')
     return y if bias is None else y + bias.astype(x.dtype)
 
 
