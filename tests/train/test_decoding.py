@@ -144,6 +144,7 @@ def test_samples_continue_all_prompts_in_one_batch():
         data=SimpleNamespace(tokenizer=ByteTokenizer()),
         plan=plan,
         console=SimpleNamespace(heading=print, sample=shown.__setitem__),
+        compiler_options=None,
     )
     samples.prepare(run, 'samples').run(plan.init(KEY), 0)
     assert shown == {'a': 'dgjmp', 'bcd': 'gjm', 'B': 'EHKNQ', 'ef': 'ilor', 'g': 'jmpsv'}
