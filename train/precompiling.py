@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from partitioning.aot import ProgramCosts, read_costs
+from partitioning.programs import PartitionedCallable
 from partitioning.programs.compiler_errors import own_compiler_errors
 from train.config import TrainConfig
 from train.errors import ConfigError
-from train.run import prepare, report
+from train.run import Run, prepare, report
+from train.runtime.cost_lines import describe_costs
 from train.runtime.gin_text import write_gin_text
 from train.runtime.memory import check_fits, memory_advice
 from train.start import partition_train_step
 
 LOWERED, COMPILED, MEMORY = 'train_step.stablehlo.txt', 'train_step.hlo.txt', 'memory.json'
+COSTS = 'costs.json'
 # What jax's memory analysis of a program says, and its names here.
 SIZES = {
     'arguments': 'argument_size_in_bytes',
@@ -26,19 +31,28 @@ SIZES = {
 }
 
 
-def precompile(config: TrainConfig) -> dict[str, Any]:
-    """Compiles the train step of a run, and writes its programs and its memory to `model_dir`.
+class CompiledStep(NamedTuple):
+    """The compiled train step of a run.
 
-    It writes `train_step.stablehlo.txt`, the program before the compiler; `train_step.hlo.txt`,
-    the program of a device with its collectives; `memory.json`, what the compiler says about the
-    memory of a device; and `precompile-plan.json`, the layout. No array is created, so the mesh may
-    be of devices that are not here.
+    Attributes:
+      run: the run.
+      step: the partitioned function (state, batch) -> (state, metrics).
+      lowered: the program before the compiler.
+      compiled: the program of a device.
+      costs: what it costs on each device.
+    """
 
-    Args:
-      config: the settings of the run.
+    run: Run
+    step: PartitionedCallable
+    lowered: jax.stages.Lowered
+    compiled: jax.stages.Compiled
+    costs: ProgramCosts
 
-    Returns:
-      The content of `memory.json`: sizes in bytes per device, and the devices.
+
+def compile_step(config: TrainConfig) -> CompiledStep:
+    """Compiles the train step of a run. No array is created, and nothing is written.
+
+    The mesh may be of devices that are not here.
 
     Raises:
       ConfigError, ValueError: if a setting cannot be honoured, or if the devices have too little
@@ -51,11 +65,42 @@ def precompile(config: TrainConfig) -> dict[str, Any]:
         lowered = step.lower(run.plan.abstract_state, dict(run.batch))
         with memory_advice(run.plan, config.partitioner), own_compiler_errors('train_step', mesh):
             compiled = lowered.compile()
+    return CompiledStep(run, step, lowered, compiled, read_costs(compiled, mesh))
+
+
+def precompile(config: TrainConfig) -> dict[str, Any]:
+    """Compiles the train step of a run, and writes its programs and its costs to `model_dir`.
+
+    It writes `train_step.stablehlo.txt`, the program before the compiler; `train_step.hlo.txt`,
+    the program of a device with its collectives; `memory.json`, what the compiler says about the
+    memory of a device; `costs.json`, the fields of `partitioning.aot.ProgramCosts`: estimated
+    computation, collectives, and the largest arrays; and `precompile-plan.json`, the layout. No
+    array is created, so the mesh may be of devices that are not here.
+
+    Args:
+      config: the settings of the run.
+
+    Returns:
+      The content of `memory.json`: sizes in bytes per device, and the devices.
+
+    Raises:
+      ConfigError, ValueError: if a setting cannot be honoured.
+    """
+    run, _, lowered, compiled, costs = compile_step(config)
+    mesh = config.partitioner.mesh
     memory: dict[str, Any] = {'mesh': dict(mesh.shape), 'devices': [str(d) for d in _devices(mesh)]}
     if (sizes := compiled.memory_analysis()) is not None:
         memory['bytes_per_device'] = {name: getattr(sizes, field) for name, field in SIZES.items()}
-    _write(run, {LOWERED: lowered.as_text(), COMPILED: compiled.as_text() or ''}, memory)
-    run.console.files({name: run.directory / name for name in (LOWERED, COMPILED, MEMORY)})
+    files = {
+        LOWERED: lowered.as_text(),
+        COMPILED: compiled.as_text() or '',
+        MEMORY: json.dumps(memory, indent=1) + '\n',
+        COSTS: json.dumps(dataclasses.asdict(costs), indent=1) + '\n',
+    }
+    _write(run, files)
+    for line in describe_costs(costs):
+        run.console.say(line)
+    run.console.files({name: run.directory / name for name in files})
     if mesh.devices.flat[0].platform != 'cpu':  # CPUs may stand for other devices
         check_fits(run.plan, config.partitioner, compiled)
     return memory
@@ -66,15 +111,14 @@ def _devices(mesh: Any) -> list[Any]:
     return list(mesh.devices.flat)
 
 
-def _write(run: Any, programs: dict[str, str], memory: dict[str, Any]) -> None:
+def _write(run: Run, files: dict[str, str]) -> None:
     with run.console.phase('writing the programs'):
         try:
             run.directory.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
                 write_gin_text(run.directory, 'precompile.gin')
-                for name, text in programs.items():
+                for name, text in files.items():
                     (run.directory / name).write_text(text)
-                (run.directory / MEMORY).write_text(json.dumps(memory, indent=1) + '\n')
                 run.plan.save(run.directory / 'precompile-plan.json')
         except OSError as error:
             raise ConfigError(

@@ -56,7 +56,7 @@ def test_the_help_of_a_command(capsys, name, words):
     [
         (['trian'], "Did you mean 'train'?"),
         (['train', 'quickstrat'], "Did you mean 'quickstart'?"),
-        (['train', 'nowhere'], 'The runs are pretrain, quickstart;'),
+        (['train', 'nowhere'], 'The runs are forecast, pretrain, quickstart;'),
         (['train', 'nowhere.gin'], 'no such gin file: nowhere.gin'),
         (['train', 'quickstart', '--gin.TRAIN_STEP=1'], "Did you mean 'TRAIN_STEPS'?"),
         (['train', 'quickstart', '--profile_steps=1'], 'TrainConfig.profile_steps is 1: '),

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas
+from jax.sharding import Mesh, PartitionSpec
 from small import partitioner, small_config
 
 from train.runtime import meter
@@ -33,6 +35,26 @@ def gradients(a, b):
     return jax.grad(lambda a, b: (a @ b).sum() ** 2, (0, 1))(a, b)
 
 
+def sharded(a, b):
+    """Each of 2 x 2 devices multiplies its rows of 12 by all of b."""
+    mesh = Mesh(np.reshape(jax.devices()[:4], (2, 2)), ('x', 'y'))
+    rows = PartitionSpec(('x', 'y'))
+    multiply = jax.shard_map(
+        jnp.matmul, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows
+    )
+    return multiply(jnp.concatenate([a] * 4), b)
+
+
+def kernel(a, b):
+    """A grid of 2 x 3 blocks."""
+
+    def multiply(a_ref, b_ref, out_ref):
+        out_ref[...] = a_ref[...] @ b_ref[...]
+
+    out = jax.ShapeDtypeStruct((3, 7), jnp.float32)
+    return pallas.pallas_call(multiply, out_shape=out, grid=(2, 3), interpret=True)(a, b)
+
+
 def convolution(groups):
     """2 images of 8x8, from 3 to 6 features by kernels of 3x3."""
 
@@ -55,6 +77,8 @@ def convolution(groups):
         (jax.jit(loop), 11 * 2 * MATMUL),
         (jax.checkpoint(lambda a, b: a @ b), MATMUL),
         (branches, 3 * MATMUL),
+        (sharded, 4 * MATMUL),
+        (kernel, 6 * MATMUL),
         (gradients, 3 * MATMUL),  # the product, and one of the same size for each factor
         (convolution(1), 2 * (2 * 8 * 8 * 6) * (3 * 3 * 3)),
         (convolution(3), 2 * (2 * 8 * 8 * 6) * (3 * 3)),

@@ -11,6 +11,11 @@ from collections.abc import Sequence
 # The name of a command -> its function in train.cli, what it does, and an example.
 _COMMANDS = {
     'train': ('training.train', 'train a model, or resume a run', 'quickstart'),
+    'precompile': (
+        'training.precompile',
+        'compile the train step of a run, and say what it costs',
+        'pretrain forecast',
+    ),
     'eval': ('scoring.evaluate', 'score a run on held-out data', 'runs/quickstart'),
     'predict': (
         'scoring.predict',

@@ -1,4 +1,4 @@
-"""`meshwright train` and `python -m train`: the run that gin files configure."""
+"""`meshwright train`, `python -m train` and `meshwright precompile`: the run of gin files."""
 
 from __future__ import annotations
 
@@ -17,6 +17,15 @@ override earlier ones, and --gin.NAME=value overrides them all:
   {prog} pretrain configs/models/1b.gin --gin.TEXT="'corpus/**/*.txt'"
   {prog} runs/quickstart --gin.TRAIN_STEPS=500
 """
+_PRECOMPILE = """\
+Compiles the train step of a run and trains nothing. It writes the program, its memory, its
+estimated computation and what its devices exchange to MODEL_DIR.
+
+With the run forecast, the machine is described and need not be here:
+
+  {prog} pretrain configs/models/8b.gin configs/partitioning/fsdp_tensor.gin forecast \\
+    --gin.TOPOLOGY="'v5p:4x4x4'" --gin.BATCH_SIZE=128
+"""
 
 
 def train(arguments: Sequence[str], prog: str) -> int:
@@ -31,6 +40,23 @@ def train(arguments: Sequence[str], prog: str) -> int:
     )
     options = parser.read(arguments)
     return run(lambda: _start(options), options)
+
+
+def precompile(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright precompile`, and returns its exit status."""
+    parser = CommandParser(prog, 'RUN ... [--gin.NAME=value ...]', _PRECOMPILE)
+    known = ', '.join(known_runs())
+    parser.add_argument('runs', metavar='RUN', nargs='+', help=f'{known}, or a path')
+    options = parser.read(arguments)
+
+    def command() -> None:
+        from train.gin_config import find_config
+        from train.precompiling import precompile
+
+        configure(options, [find_gin_file(run) for run in options.runs])
+        precompile(find_config())
+
+    return run(command, options)
 
 
 def _start(options: argparse.Namespace) -> None:

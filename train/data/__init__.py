@@ -10,6 +10,7 @@ from train.data.rows.inputs_to_targets import InputsToTargets
 from train.data.rows.lengths import Lengths
 from train.data.rows.open_task import EvaluationSet, OpenTask, OpenText
 from train.data.rows.pair_tasks import PairTask
+from train.data.rows.random_tokens import RandomTokens
 from train.data.rows.subset import Subset
 from train.data.rows.tasks import CausalLM, Mixture, Task, TextTask
 from train.data.rows.text_pairs import PrefixLM, SpanCorruption
@@ -57,6 +58,7 @@ __all__ = [
     'ParquetFiles',
     'Prefetch',
     'PrefixLM',
+    'RandomTokens',
     'Records',
     'SentencePieceTokenizer',
     'Source',

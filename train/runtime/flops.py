@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,10 +19,11 @@ def count_flops(function: Any, *args: Any) -> float:
       function: any function of arrays.
       *args: its arguments, or their ShapeDtypeStructs.
     """
-    return _count(jax.make_jaxpr(function)(*args).jaxpr)
+    return count_jaxpr_flops(jax.make_jaxpr(function)(*args).jaxpr)
 
 
-def _count(jaxpr: Any) -> float:
+def count_jaxpr_flops(jaxpr: Any) -> float:
+    """Counts the FLOPs of a jaxpr as `count_flops` does, on all devices together."""
     return math.fsum(_count_equation(equation) for equation in jaxpr.eqns)
 
 
@@ -35,10 +37,21 @@ def _count_equation(equation: Any) -> float:
         kernel, output = equation.invars[1].aval, equation.outvars[0].aval
         features = kernel.shape[params['dimension_numbers'].rhs_spec[0]]
         return 2.0 * output.size * kernel.size / features
-    inner = [_count(body) for value in params.values() for body in _bodies(value)]
+    inner = [count_jaxpr_flops(body) for value in params.values() for body in _bodies(value)]
     if name == 'cond':
         return max(inner, default=0.0)
-    return math.fsum(inner) * (params['length'] if name == 'scan' else 1)
+    return math.fsum(inner) * _repetitions(name, params)
+
+
+def _repetitions(name: str, params: Mapping[str, Any]) -> int:
+    """How often the body of a primitive runs, on all devices together."""
+    if name == 'scan':
+        return params['length']
+    if name == 'shard_map':  # its body has the shapes of one shard
+        return math.prod(params['mesh'].shape[axis] for axis in params['newly_manual_axes'])
+    if name == 'pallas_call':  # its body has the shapes of one block
+        return math.prod(n for n in params['grid_mapping'].grid if isinstance(n, int))
+    return 1
 
 
 def _bodies(value: Any) -> list[Any]:
