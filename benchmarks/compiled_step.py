@@ -1,0 +1,314 @@
+"""What train steps of the shipped configurations cost on TPUs, next to MaxText's, without a TPU.
+
+Each row is compiled from shipped gin files for a described machine, in a process of its own, which
+takes 30 s to several minutes. All figures are per device and from the compiler: the peak of the
+memory in GB, the estimated computation in ms (without kernels and collectives), and what a step
+sends to other devices in GB. MaxText's are of the same sizes, batches, types and machines (August
+2026, jax 0.12.0.1, libtpu 0.0.51). A figure above its mark has a '!'.
+
+Results are added to a file. Rows that it has are not compiled again, so a campaign can be resumed.
+
+Usage:
+  python benchmarks/compiled_step.py [--rows=1b,8b_fsdp] [--results=FILE] [--again] [--list]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+
+RESULTS = 'build/compiled_step.json'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What a step costs on a device: peak GB, estimated compute ms, and wire GB per step."""
+
+    peak: float | None = None
+    compute: float | None = None
+    wire: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """One train step.
+
+    Attributes:
+      name: the name of the row.
+      model: the file in configs/models.
+      preset: the file in configs/partitioning.
+      topology: the described machine.
+      batch: the number of sequences of a step.
+      bindings: gin bindings.
+      mark: the figures that the row must not exceed.
+      peer: those of MaxText.
+    """
+
+    name: str
+    model: str
+    preset: str = 'fsdp'
+    topology: str
+    batch: int
+    bindings: tuple[str, ...] = ()
+    mark: Figures = Figures()
+    peer: Figures = Figures()
+
+    @property
+    def files(self) -> list[str]:
+        """The gin files, in their order."""
+        names = ('runs/pretrain', f'models/{self.model}', f'partitioning/{self.preset}')
+        return [f'configs/{name}.gin' for name in (*names, 'runs/forecast')]
+
+    @property
+    def all_bindings(self) -> list[str]:
+        """The gin bindings, with those of the machine and the batch."""
+        return [f"TOPOLOGY = '{self.topology}'", f'BATCH_SIZE = {self.batch}', *self.bindings]
+
+
+# The compiler's own default: products with gathered weights are computed in pieces.
+_WINDOWED = ('TrainConfig.compiler_options = {}',)
+_DOT = (
+    'TransformerConfig.attention = @AttentionSettings()',
+    "AttentionSettings.kind = 'dot'",
+)
+_OFFLOAD = ('TransformerConfig.remat = @Remat()', "Remat.offload = ['residual']")
+_LONG = ('SEQUENCE_LENGTH = 131_072', 'CONTEXT_PARTITIONS = 16')
+_SMALL: dict[str, Any] = {'model': '1b', 'topology': 'v5e:4x4', 'batch': 32}
+_MEDIUM: dict[str, Any] = {'model': '8b', 'topology': 'v5p:4x4x4', 'batch': 128}
+_LARGE: dict[str, Any] = {'model': '70b', 'preset': 'fsdp_tensor'}
+
+ROWS = (
+    Row(
+        name='1b_dot_windowed',
+        **_SMALL,
+        bindings=(*_DOT, *_WINDOWED),
+        peer=Figures(peak=3.19, compute=940, wire=12.9),
+    ),
+    Row(
+        name='1b_windowed',
+        **_SMALL,
+        bindings=_WINDOWED,
+        peer=Figures(peak=2.03, compute=651, wire=10.9),
+    ),
+    Row(
+        name='1b',
+        **_SMALL,
+        mark=Figures(peak=2.0, compute=245, wire=7.7),
+        peer=Figures(peak=2.06, compute=267, wire=7.7),
+    ),
+    Row(
+        name='1b_128k_words_windowed',
+        **_SMALL,
+        bindings=('VOCAB_SIZE = 131_072', *_WINDOWED),
+        mark=Figures(peak=2.5, wire=12.2),
+        peer=Figures(peak=4.29, compute=716, wire=12.1),  # 2.50 / 943 / 32.1 in 8 tiles
+    ),
+    Row(
+        name='1b_128k_words',
+        **_SMALL,
+        bindings=('VOCAB_SIZE = 131_072',),
+        mark=Figures(peak=2.5, compute=330, wire=12.2),
+    ),
+    Row(
+        name='8b_fsdp',
+        **_MEDIUM,
+        mark=Figures(peak=4.3, compute=640, wire=44),
+        peer=Figures(peak=5.45, compute=658, wire=58.1),
+    ),
+    Row(
+        name='8b_fsdp_offload',
+        **_MEDIUM,
+        bindings=_OFFLOAD,
+        mark=Figures(peak=3.2, compute=640),
+    ),
+    Row(
+        name='8b_fsdp_dots',
+        **_MEDIUM,
+        bindings=("TransformerConfig.remat = 'dots'",),
+    ),
+    Row(
+        name='8b_fsdp8_tensor8',
+        **_MEDIUM,
+        preset='fsdp_tensor',
+        bindings=('NUM_PARTITIONS = 8',),
+        mark=Figures(peak=4.6, compute=700, wire=86),
+        peer=Figures(peak=5.33, compute=711, wire=88.6),
+    ),
+    Row(
+        name='8b_fsdp16_tensor4',
+        **_MEDIUM,
+        preset='fsdp_tensor',
+        bindings=('NUM_PARTITIONS = 4',),
+        mark=Figures(peak=4.3, compute=660, wire=44),
+        peer=Figures(peak=5.57, compute=672, wire=46.4),
+    ),
+    Row(
+        name='8b_128k_tokens',
+        model='8b',
+        preset='context',
+        topology='v5p:4x4x4',
+        batch=4,
+        bindings=_LONG,
+    ),
+    Row(
+        name='8b_two_slices',
+        model='8b',
+        topology='v5e:16x16',
+        batch=512,
+        bindings=('NUM_SLICES = 2',),
+    ),
+    Row(
+        name='70b_v5p',
+        **_LARGE,
+        topology='v5p:8x8x8',
+        batch=512,
+        mark=Figures(peak=12, compute=1.35 * 2400),
+    ),
+    Row(name='70b_v6e', **_LARGE, topology='v6e:16x16', batch=256, mark=Figures(peak=10)),
+)
+
+
+def measure(row: Row) -> dict[str, Any]:
+    """Compiles a row, and returns its figures."""
+    from train.gin_config import find_config, load_config
+    from train.precompiling import compile_step
+    from train.runtime.flops import count_jaxpr_flops
+
+    started = time.perf_counter()
+    load_config(row.files, row.all_bindings)
+    with contextlib.redirect_stdout(sys.stderr):
+        config = find_config()
+        step = compile_step(config)
+    seconds = time.perf_counter() - started
+    run, costs = step.run, step.costs
+    jaxpr = step.step.trace(run.plan.abstract_state, dict(run.batch)).jaxpr
+    wire = {
+        ' '.join((network, '+'.join(axes), kind)): size / 1e9
+        for (network, axes, kind), size in costs.wire_table().items()
+    }
+    exchanges = sorted(costs.collectives, key=lambda c: -c.total_bytes)
+    return {
+        'mesh': dict(config.partitioner.mesh.shape),
+        'chip': costs.chip,
+        'peak': costs.memory.peak / 1e9,
+        'arguments': costs.memory.arguments / 1e9,
+        'temporaries': costs.memory.temporaries / 1e9,
+        'compute': costs.compute_seconds * 1e3,
+        'wire': costs.wire_bytes() / 1e9,
+        'dcn': costs.wire_bytes('dcn') / 1e9,
+        'wire_by_axes': wire,
+        'flops': count_jaxpr_flops(jaxpr.jaxpr) / config.partitioner.mesh.size,
+        'cycles': costs.cycles,
+        'operations': [dataclasses.asdict(o) for o in costs.operations[:20]],
+        'matmul_cycles': sum(o.cycles for o in costs.operations if o.kind == 'matmul'),
+        'kernels': [dataclasses.asdict(k) for k in costs.kernels],
+        'collectives': [dataclasses.asdict(c) for c in exchanges[:20]],
+        'arrays': [dataclasses.asdict(a) for a in costs.at_peak.arrays[:20]],
+        'seconds': seconds,
+        'versions': {name: metadata.version(name) for name in ('jax', 'libtpu')},
+    }
+
+
+def measure_in_new_process(row: Row) -> dict[str, Any] | None:
+    """Compiles a row in a process of its own. Prints why it fails, and returns None."""
+    command = [sys.executable, __file__, f'--measure={row.name}']
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ['no message']
+        print(f'{row.name} failed: {lines[-1][:400]}', flush=True)
+        return None
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def collect(names: Sequence[str], path: Path, again: bool) -> dict[str, dict[str, Any]]:
+    """Returns the figures of rows, from the file at `path` or compiled and added to it."""
+    results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
+    for row in ROWS:
+        if row.name in names and (again or row.name not in results):
+            figures = measure_in_new_process(row)
+            if figures is not None:
+                results[row.name] = figures
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(results, indent=1) + '\n')
+    return {name: results[name] for name in names if name in results}
+
+
+def print_table(results: Mapping[str, Mapping[str, Any]]) -> None:
+    """Prints the figures of each row next to those of MaxText, and the marks that it misses."""
+    print(f'{"peak GB / compute ms / wire GB":<25}{"ours":>24}{"mark":>24}{"MaxText":>24}')
+    for row in ROWS:
+        if (found := results.get(row.name)) is None:
+            continue
+        marks = dataclasses.asdict(row.mark)
+        ours = {name: found[name] for name in marks}
+        print(f'{row.name:<25}{_show(ours, marks):>24}{_show(marks):>24}', end='')
+        print(f'{_show(dataclasses.asdict(row.peer)):>24}')
+        print(
+            f'  arguments {found["arguments"]:.2f} GB, temporaries {found["temporaries"]:.2f} GB; '
+            + ', '.join(f'{key} {size:.2f} GB' for key, size in _largest(found['wire_by_axes']))
+        )
+
+
+def _show(figures: Mapping[str, float | None], marks: Mapping[str, float | None] = {}) -> str:
+    if not any(figures.values()):
+        return ''
+    parts = []
+    for name, digits in (('peak', 2), ('compute', 0), ('wire', 1)):
+        value, mark = figures[name], marks.get(name)
+        missed = value is not None and mark is not None and round(value, digits) > mark
+        parts.append('-' if value is None else f'{value:.{digits}f}' + '!' * missed)
+    return ' / '.join(parts)
+
+
+def _largest(wire: Mapping[str, float]) -> list[tuple[str, float]]:
+    return [item for item in wire.items() if item[1] >= 0.005]
+
+
+def parse_rows(text: str | None) -> list[str]:
+    """Returns the names of rows, by default all of them."""
+    known = [row.name for row in ROWS]
+    names = known if text is None else text.split(',')
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f'no row {unknown[0]!r}: the rows are {", ".join(known)}')
+    return names
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Returns a parser of the flags that choose rows."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument('--rows', help='the rows, separated by commas (all)')
+    parser.add_argument('--results', type=Path, default=Path(RESULTS), help=f'({RESULTS})')
+    parser.add_argument('--again', action='store_true', help='compile rows that the file has')
+    return parser
+
+
+def main() -> None:
+    parser = make_parser(__doc__.splitlines()[0])
+    parser.add_argument('--list', action='store_true', help='print the rows and their settings')
+    parser.add_argument('--measure', help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        (row,) = [row for row in ROWS if row.name == arguments.measure]
+        print(json.dumps(measure(row)))
+    elif arguments.list:
+        for row in ROWS:
+            print(f'{row.name:<25}{" ".join(row.files)}  {"; ".join(row.all_bindings)}')
+    else:
+        names = parse_rows(arguments.rows)
+        print_table(collect(names, arguments.results, arguments.again))
+
+
+if __name__ == '__main__':
+    main()
