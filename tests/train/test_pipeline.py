@@ -82,13 +82,13 @@ def expected():
 @pytest.mark.parametrize(
     'sizes, settings',
     [
-        ((4, 1, 1), {'num_microbatches': 8, 'recompute_stages': True}),
+        ((4, 1, 1), {'num_microbatches': 8}),
         ((2, 2, 2), {'num_microbatches': 4, 'repeats': 2}),
     ],
     ids=str,
 )
 def test_pipelines_have_the_loss_and_gradients_of_one_device(expected, sizes, settings):
-    net = model(**SIZES, **LOCAL, pipeline=Pipeline(**settings))
+    net = model(**SIZES, **LOCAL, remat='full', pipeline=Pipeline(**settings))
     loss, gradients, program = run(net, dict(zip(('stage', 'data', 'model'), sizes, strict=True)))
     assert loss == pytest.approx(expected[0], rel=1e-5)
 
@@ -96,6 +96,9 @@ def test_pipelines_have_the_loss_and_gradients_of_one_device(expected, sizes, se
         np.testing.assert_allclose(x, y, atol=1e-5 * np.abs(y).max())
 
     jax.tree.map(compare, gradients, expected[1])
+    # The backward pass keeps no weights of the 11 and 9 steps, whose layers a device has 2 of.
+    assert re.search(r'f32\[(11|9),2,\d,16,', program), 'the inputs of layers are kept'
+    assert not re.search(r'f32\[(11|9),2,32,', program)
     if sizes == (4, 1, 1):
         sent = re.findall(r'= \w+\[([\d,]*)\]\S* (all-\w+|collective-permute)\(', program)
         # Of one microbatch: rows that wait, pass and are done, and their gradients.
@@ -155,7 +158,7 @@ def test_each_microbatch_has_its_own_dropout():
 def test_what_cannot_be_divided_is_an_error_with_the_numbers(axes, changes, message):
     given = changes.get('pipeline', {})
     pipeline = None if given is None else Pipeline(**{'num_microbatches': 8} | given)
-    net = model(**SIZES | changes | {'pipeline': pipeline})
+    net = model(**SIZES | changes | {'pipeline': pipeline, 'remat': 'full'})
     axes = {'stage': 1, 'data': 1, 'model': 1} | axes
     with pytest.raises(ValueError, match=message):
         step, plan, arrays = partition(net, axes)
@@ -167,6 +170,8 @@ def test_rules_and_settings_must_agree():
     net = model(**SIZES, pipeline=Pipeline(num_microbatches=8))
     with pytest.raises(ConfigError, match=r"'layers' over None.*'layers', 'stage'"):
         partition(net, {'stage': 2, 'data': 1, 'model': 1}, rules)
+    with pytest.raises(ConfigError, match="2 repeats and remat is 'none'"):
+        model(**SIZES, pipeline=Pipeline(num_microbatches=8, repeats=2))
     with pytest.raises(ConfigError, match='set scan_layers = True'):
         model(**SIZES, scan_layers=False, pipeline=Pipeline(num_microbatches=8))
 

@@ -188,6 +188,11 @@ class TransformerConfig:
             yield f'pipeline is {self.pipeline!r}: it must be a Pipeline'
         if self.pipeline and not self.scan_layers:
             yield 'pipeline runs scanned layers: set scan_layers = True'
+        if self.pipeline and self.pipeline.repeats > 1 and {*self.remats} != {self.remats[0] or 0}:
+            yield (
+                f'pipeline has {self.pipeline.repeats} repeats and remat is {self.remat!r}: use '
+                "one entry other than 'none', or the weights of every repeat would be kept"
+            )
         if not rotary and (self.rope_scaling or local_rope):
             yield "positions is 'learned': remove rope_scaling and local_rope_max_wavelength"
         if self.window is None and (self.global_every or local_rope):

@@ -20,7 +20,7 @@ from train.models.embedding import look_up
 from train.models.layers import apply_layer
 from train.models.parameters import Params, list_parameters
 from train.models.pipeline import find_stages, run_pipeline
-from train.models.remat import Remat, recompute
+from train.models.remat import Remat, recompute, with_input
 from train.models.residual import lay_out_residual, residual_names
 from train.models.rotary import find_rotation
 from train.output_layer import DeferredLogits
@@ -143,8 +143,12 @@ def _apply_layers(
 
     names = jax.tree.map(lambda p: p.names, list_parameters(c)['layers'])
     stages.check_blocks(c.layers_per_iteration)
+    remat = c.remats[0]
+    policy = None if remat is None else with_input(remat).policy
     layers = params['layers']
-    return run_pipeline(stages, apply, layers, names, cast, x_BLD, places, dropout_key), None
+    return run_pipeline(
+        stages, apply, layers, names, cast, x_BLD, places, dropout_key, policy
+    ), None
 
 
 def _scan(

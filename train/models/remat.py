@@ -153,6 +153,16 @@ def name_of_part(index: int, count: int) -> Name:
     return 'mlp_up' if index == count - 1 else 'mlp_gate'
 
 
+def with_input(remat: Remat) -> Remat:
+    """Returns a `Remat` that names the input of a layer, which is kept in any case.
+
+    A function of several layers needs the name, because it does not know where a layer begins.
+    """
+    if 'residual' in (*remat.save, *remat.offload):
+        return remat
+    return dataclasses.replace(remat, save=(*remat.save, 'residual'))
+
+
 def recompute(function: F, remat: Remat | None, *, prevent_cse: bool) -> F:
     """Returns a function whose backward pass recomputes what `remat` does not keep.
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from partitioning.rules import from_tuple
 from train.models.pipeline.stages import Stages, spec_of_rows
-from train.models.pipeline.weights import gather_weights, use_weights
+from train.models.pipeline.weights import choose_weights, gather_weights
 
 # Maps (weights of consecutive layers, their numbers, x_BLD, tree, key) to x_BLD.
 ApplyLayers = Callable[[Any, jax.Array, jax.Array, Any, jax.Array | None], jax.Array]
@@ -31,6 +31,7 @@ def run_pipeline(
     x_BLD: jax.Array,
     tree: Any,
     key: jax.Array | None,
+    policy: Callable[..., Any] | None,
 ) -> jax.Array:
     """Applies layers to a batch, stage by stage.
 
@@ -53,6 +54,8 @@ def run_pipeline(
       tree: other arrays for all layers. Those whose first dimension is the batch are divided into
         microbatches.
       key: a random key, or None. Each microbatch has its own on each of the devices that share it.
+      policy: what the backward pass keeps of the layers, as for `jax.checkpoint`, if microbatches
+        pass through the stages more than once. `apply` decides otherwise.
 
     Returns:
       The residual stream after the last layer.
@@ -90,7 +93,7 @@ def run_pipeline(
 
         if key is not None and stages.data_axes:
             key = jax.random.fold_in(key, jax.lax.axis_index(stages.data_axes))
-        return _run_on_stage(stages, apply, weights, x_BLD, find, key)
+        return _run_on_stage(stages, apply, weights, x_BLD, find, key, policy)
 
     return jax.shard_map(
         run,
@@ -113,6 +116,7 @@ def _run_on_stage(
     x_BLD: jax.Array,
     find: Callable[[jax.Array, jax.Array], Any],
     key: jax.Array | None,
+    policy: Callable[..., Any] | None,
 ) -> jax.Array:
     """The loop on one device. `find` returns the arrays of a microbatch, by number and group."""
     count, repeats, visits = stages.count, stages.pipeline.repeats, stages.visits
@@ -128,20 +132,17 @@ def _run_on_stage(
 
     def run_visit(weights: Any, visit: jax.Array, x_RLD: jax.Array) -> jax.Array:
         group, repeat, number = divide(visit)
-        chosen = jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, repeat, keepdims=False), weights
-        )
-        chosen = jax.tree.map(
-            lambda pair: pair[0] if pair[1] is None else use_weights(*pair),
-            chosen,
-            is_leaf=lambda x: isinstance(x, tuple),
-        )
+        chosen = choose_weights(weights, repeat)
         first = (repeat * count + stage) * stages.layers
         own = None if key is None else jax.random.fold_in(key, group * count + number)
-        return apply(chosen, first + jnp.arange(stages.layers), x_RLD, find(number, group), own)
+        indices = first + jnp.arange(stages.layers)
+        return apply(chosen, indices, x_RLD, find(number, group), own)
 
     if stages.pipeline.recompute_stages:
         run_visit = jax.checkpoint(run_visit, prevent_cse=False)
+    elif repeats > 1:
+        # The backward pass chooses the weights of each visit again. They would be kept otherwise.
+        run_visit = jax.checkpoint(run_visit, prevent_cse=False, policy=policy)
 
     def shift(
         x_GRLD: jax.Array, group: jax.Array, enters: jax.Array | None, moves: jax.Array

@@ -19,7 +19,8 @@ class Pipeline:
       num_microbatches: the number of microbatches, a multiple of the number of stages.
       repeats: how often a microbatch passes through all stages. The layers are divided into
         stages * repeats groups, and group n belongs to stage n % stages. More repeats leave stages
-        idle for a smaller part of the time, and send activations and parameters more often.
+        idle for a smaller part of the time, and send activations and parameters more often. They
+        need `remat`.
       recompute_stages: whether the backward pass first recomputes a stage from its input. A device
         then keeps one activation per microbatch instead of one per microbatch and layer, and
         computes the forward pass once more.

@@ -41,7 +41,7 @@ def gather_weights(stages: Stages, params: Any, names: Any, cast: Callable[[Any]
     Returns:
       A tree of pairs, each [copies, layers, ...]. The copies are sharded over the axes of the
       batch, and the layers over the stages. The first array has the weights, in the order in which
-      the stages run the layers. The second one is read by nothing: `use_weights` sends it the
+      the stages run the layers. The second one is read by nothing: `choose_weights` sends it the
       gradients, in the dtype of the parameters. It is None if the weights have this dtype.
     """
     leaves, structure = jax.tree.flatten(params)
@@ -76,8 +76,27 @@ def gather_weights(stages: Stages, params: Any, names: Any, cast: Callable[[Any]
     return jax.tree.unflatten(structure, gathered)
 
 
+def choose_weights(weights: Any, repeat: jax.Array) -> Any:
+    """Returns the weights that a stage uses in one repeat.
+
+    Args:
+      weights: the pairs of `gather_weights` on one device, each [repeats, layers, ...].
+      repeat: the number of the repeat.
+
+    Returns:
+      The weights, a tree of arrays [layers, ...].
+    """
+
+    def choose(pair: tuple[jax.Array, jax.Array | None]) -> jax.Array:
+        x = pair[0] if pair[1] is None else _use(*pair)
+        # Without a choice, all visits use the same array, and the backward pass keeps it only once.
+        return x[0] if len(x) == 1 else jax.lax.dynamic_index_in_dim(x, repeat, keepdims=False)
+
+    return jax.tree.map(choose, weights, is_leaf=lambda x: isinstance(x, tuple))
+
+
 @jax.custom_vjp
-def use_weights(weights: jax.Array, anchor: jax.Array) -> jax.Array:
+def _use(weights: jax.Array, anchor: jax.Array) -> jax.Array:
     """Returns `weights`, whose gradient goes to `anchor` in the dtype of that array.
 
     A loop adds up the gradients of its microbatches in the dtype of what it closes over. That
@@ -95,7 +114,7 @@ def _use_backward(residual: jax.Array, gradient: jax.Array) -> tuple[jax.Array, 
     return jnp.zeros_like(gradient), gradient.astype(residual.dtype)
 
 
-use_weights.defvjp(_use_forward, _use_backward)
+_use.defvjp(_use_forward, _use_backward)
 
 
 def _find_spec(stages: Stages, x: jax.Array, names: tuple[Any, ...]) -> PartitionSpec:
