@@ -10,6 +10,7 @@ from test_attention import BLOCKS, SCALE, assert_close, inputs, plain, with_grad
 
 from partitioning import MeshConfig, PjitPartitioner
 from train.attention import AttentionSettings, Sight, attend
+from train.attention.parts import PartSettings, add_parts, attend_part, part_gradients
 from train.errors import ConfigError
 
 pytestmark = pytest.mark.core
@@ -21,24 +22,27 @@ def context_partitioner(rules=CONTEXT_RULES, **axes):
     return PjitPartitioner(mesh=MeshConfig(axes=axes), logical_axis_rules=rules)
 
 
-# kind, axes of the mesh, length, kv_heads, soft_cap, window, whether an array says that the window
-# applies, segments.
+# kind, exchange of keys, axes of the mesh, length, kv_heads, soft_cap, window, whether an array
+# says that the window applies, segments. For the ring with splash, see the test of parts.
 CASES = [
-    ('dot', {'data': 2, 'context': 4, 'model': 1}, 64, 2, None, None, None, True),
-    ('dot', {'data': 1, 'context': 8, 'model': 1}, 64, 8, 5.0, 20, True, True),
-    ('dot', {'data': 2, 'context': 2, 'model': 2}, 64, 2, None, 20, False, False),
-    ('splash', {'data': 4, 'context': 2, 'model': 1}, 512, 2, None, None, None, True),
-    ('splash', {'data': 2, 'context': 2, 'model': 2}, 512, 4, 5.0, 150, True, False),
+    ('dot', 'gather', {'data': 2, 'context': 4, 'model': 1}, 64, 2, None, None, None, True),
+    ('dot', 'gather', {'data': 2, 'context': 2, 'model': 2}, 64, 2, 5.0, 20, True, False),
+    ('dot', 'ring', {'data': 1, 'context': 8, 'model': 1}, 64, 2, None, None, None, True),
+    ('dot', 'ring', {'data': 2, 'context': 2, 'model': 2}, 64, 8, 5.0, 20, True, False),
+    ('splash', 'gather', {'data': 4, 'context': 2, 'model': 1}, 512, 2, None, None, None, True),
+    ('splash', 'gather', {'data': 2, 'context': 2, 'model': 2}, 512, 4, 5.0, 150, True, False),
 ]
 
 
-@pytest.mark.parametrize('kind, axes, length, kv_heads, soft_cap, window, local, segmented', CASES)
+@pytest.mark.parametrize(
+    'kind, context, axes, length, kv_heads, soft_cap, window, local, segmented', CASES
+)
 def test_attention_over_context_agrees_with_its_definition(
-    kind, axes, length, kv_heads, soft_cap, window, local, segmented
+    kind, context, axes, length, kv_heads, soft_cap, window, local, segmented
 ):
     *arrays, segments = inputs(kv_heads, length)
     segments = segments if segmented else None
-    settings = AttentionSettings(kind=kind, splash_blocks=BLOCKS)
+    settings = AttentionSettings(kind=kind, splash_blocks=BLOCKS, context=context)
 
     def ours(q, k, v, segments, local):
         local = True if local is None else local
@@ -51,6 +55,40 @@ def test_attention_over_context_agrees_with_its_definition(
         functools.partial(plain, window=None if local is False else window, soft_cap=soft_cap)
     )
     assert_close(step(*arrays, segments, local), expected(*arrays, segments))
+
+
+@pytest.mark.parametrize('window, soft_cap', [(None, None), (70, 5.0)])
+def test_parts_of_splash_attention_add_up_to_the_whole(window, soft_cap):
+    q, k, v, gradient, segments = (x[:1] for x in inputs(2))
+    settings = PartSettings(scale=SCALE, soft_cap=soft_cap, blocks=BLOCKS)
+    half = q.shape[1] // 2
+    (_, attended), expected = with_gradients(
+        functools.partial(plain, window=window, soft_cap=soft_cap)
+    )(q, k, v, gradient, segments)
+
+    def sight(number):
+        # The late half of the queries, and either half of the keys.
+        first, keys = (1 - number) * half, slice(number * half, (number + 1) * half)
+        return keys, Sight(
+            first=jnp.int32(first),
+            window=window,
+            segments_BL=segments[:, half:],
+            key_segments_BS=segments[:, keys],
+        )
+
+    q, attended, gradient = (x[:, half:] for x in (q, attended, gradient))
+    parts = [attend_part(q, k[:, s], v[:, s], seen, settings) for s, seen in map(sight, (0, 1))]
+    added, log_sum = add_parts(*parts)
+    assert_close(added, attended)
+    dq = 0
+    for number in (0, 1):
+        keys, seen = sight(number)
+        arrays = (q, k[:, keys], v[:, keys], added, log_sum, gradient)
+        found = part_gradients(*arrays, sight=seen, settings=settings)
+        if number == 1:  # only late queries see late keys
+            assert_close(found[1:], [x[:, keys] for x in expected[1:]])
+        dq += found[0]
+    assert_close(dq, expected[0][:, half:])
 
 
 @pytest.mark.parametrize(

@@ -12,20 +12,20 @@ N head_dim. Inside the shard_map, L is the length of a device, and S that of the
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.sharding import PartitionSpec
 
 from train.attention.layout import Layout, find_layout, free_axes
 from train.attention.machine import device_kind, platform
+from train.attention.parts import PartSettings
+from train.attention.ring import Ring
 from train.attention.settings import AttentionSettings, default_splash_blocks
 from train.attention.sight import Sight
-from train.attention.splash_parts import Part, make_part_kernel
+from train.attention.splash_parts import attend_by_splash_parts
 from train.attention.zigzag import Zigzag
 from train.errors import ConfigError
 
@@ -67,6 +67,9 @@ def attend_over_context(
     if layout.repeats > 1:
         k_BSKN, v_BSKN = (x.repeat(layout.repeats, axis=2) for x in (k_BSKN, v_BSKN))
     by_splash = settings.kind == 'splash' or (settings.kind == 'auto' and platform() == 'tpu')
+    blocks = None
+    if by_splash and half % LANES == 0:
+        blocks = settings.splash_blocks or default_splash_blocks(device_kind())
     if settings.kind == 'splash' and half % LANES:
         raise ConfigError(
             f"AttentionSettings.kind is 'splash', but each of {zigzag.devices} devices has two "
@@ -74,34 +77,27 @@ def attend_over_context(
             "length, or kind 'auto' or 'dot'"
         )
 
+    def attend_half(q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, seen: Sight) -> jax.Array:
+        arrays = (q_BLHN, k_BSKN, v_BSKN)
+        if blocks is not None:
+            return attend_by_splash_parts(arrays[0] * scale, *arrays[1:], seen, soft_cap, blocks)
+        return attend(*arrays, sight=seen, scale=scale, soft_cap=soft_cap, settings=settings)
+
     def body(q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, segments_BS: Any, local: Any) -> jax.Array:
-        heads = q_BLHN.shape[2]
-        k_BSKN, v_BSKN = (
-            layout.own_heads(jax.lax.all_gather(x, axes, axis=1, tiled=True), heads, group)
-            for x in (k_BSKN, v_BSKN)
-        )
+        heads, local = q_BLHN.shape[2], sight.local if local is None else local
+        k_BSKN, v_BSKN = (layout.own_heads(x, heads, group) for x in (k_BSKN, v_BSKN))
+        if settings.context == 'ring':
+            part = PartSettings(scale=scale, soft_cap=soft_cap, blocks=blocks)
+            ring = Ring(
+                zigzag=zigzag, half=half, causal=sight.causal, window=sight.window, part=part
+            )
+            return ring.attend(q_BLHN, k_BSKN, v_BSKN, segments_BS, local)
+        keys = (jax.lax.all_gather(x, axes, axis=1, tiled=True) for x in (k_BSKN, v_BSKN))
+        k_BSKN, v_BSKN = keys
         halves = []
         for number, half_BLHN in zip(zigzag.numbers(), zigzag.spread(q_BLHN), strict=True):
-            first, segments_BL = number * half, None
-            if segments_BS is not None:
-                segments_BL = jax.lax.dynamic_slice_in_dim(segments_BS, first, half, axis=1)
-            seen = dataclasses.replace(
-                sight,
-                first=first,
-                local=sight.local if local is None else local,
-                segments_BL=segments_BL,
-                key_segments_BS=segments_BS,
-            )
-            arguments = (half_BLHN, k_BSKN, v_BSKN)
-            if by_splash and half % LANES == 0:
-                blocks = settings.splash_blocks or default_splash_blocks(device_kind())
-                halves.append(attend_part_by_splash(*arguments, seen, scale, soft_cap, blocks))
-            else:
-                halves.append(
-                    attend(
-                        *arguments, sight=seen, scale=scale, soft_cap=soft_cap, settings=settings
-                    )
-                )
+            seen = _sight_of_half(sight, number, half, segments_BS, local)
+            halves.append(attend_half(half_BLHN, k_BSKN, v_BSKN, seen))
         return zigzag.collect(*halves)
 
     traced = sight.window is not None and not isinstance(sight.local, bool)
@@ -119,6 +115,22 @@ def attend_over_context(
         axis_names=free_axes(),
         check_vma=False,  # the kernels do not say over which axes their results vary
     )(*arguments)
+
+
+def _sight_of_half(
+    sight: Sight, number: Any, half: int, segments_BS: jax.Array | None, local: Any
+) -> Sight:
+    """What half number `number` of the queries sees of all keys of a row."""
+    first, segments_BL = number * half, None
+    if segments_BS is not None:
+        segments_BL = jax.lax.dynamic_slice_in_dim(segments_BS, first, half, axis=1)
+    return dataclasses.replace(
+        sight,
+        first=first,
+        local=local,
+        segments_BL=segments_BL,
+        key_segments_BS=segments_BS,
+    )
 
 
 def _find_layout(
@@ -145,35 +157,3 @@ def _find_layout(
     specs = (PartitionSpec(spec[0], axes, spec[2], None) for spec in (layout.queries, layout.keys))
     queries, keys = specs
     return layout._replace(queries=queries, keys=keys)
-
-
-def attend_part_by_splash(
-    q_BLHN: jax.Array,
-    k_BSKN: jax.Array,
-    v_BSKN: jax.Array,
-    sight: Sight,
-    scale: float,
-    soft_cap: float | None,
-    blocks: Any,
-) -> jax.Array:
-    """Computes attention of some queries over all keys by splash kernels; see `attend`."""
-    segments = None
-    if sight.segments_BL is not None and sight.segments_BS is not None:
-        segments = splash_attention_kernel.SegmentIds(sight.segments_BL, sight.segments_BS)
-    arrays = (*(x.swapaxes(1, 2) for x in (q_BLHN * scale, k_BSKN, v_BSKN)), segments)
-
-    def run(window: int | None, *arrays: Any) -> jax.Array:
-        part = Part(
-            queries=q_BLHN.shape[1], keys=k_BSKN.shape[1], causal=sight.causal, window=window
-        )
-        kernel = make_part_kernel(
-            part, sight.first, soft_cap=soft_cap, blocks=blocks, interpret=platform() == 'cpu'
-        )
-        return jax.vmap(kernel)(*arrays)
-
-    if sight.window is None or isinstance(sight.local, bool):
-        attended_BHLN = run(sight.window if sight.local else None, *arrays)
-    else:
-        branches = (functools.partial(run, window) for window in (sight.window, None))
-        attended_BHLN = jax.lax.cond(sight.local, *branches, *arrays)
-    return attended_BHLN.swapaxes(1, 2)

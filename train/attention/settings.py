@@ -9,6 +9,7 @@ from partitioning.hardware import chip_of
 from train.errors import ConfigError, check_counts
 
 Kind = Literal['auto', 'dot', 'splash', 'cudnn', 'blockwise']
+Context = Literal['gather', 'ring']
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,9 @@ class AttentionSettings:
       block_queries: the largest number of queries of a block of 'blockwise'.
       block_keys: the largest number of keys of a block of 'blockwise'.
       splash_blocks: the block sizes of 'splash'. None are those of the chip.
+      context: how devices that share rows exchange keys and values: 'gather' gives all keys of a
+        row to each of them; 'ring' passes them around, so that no device holds them all. A ring
+        computes by 'splash', or all scores of its parts at once ('dot').
     """
 
     kind: Kind = 'auto'
@@ -85,6 +89,7 @@ class AttentionSettings:
     block_queries: int = 256
     block_keys: int = 256
     splash_blocks: SplashBlocks | None = None
+    context: Context = 'gather'
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -92,6 +97,14 @@ class AttentionSettings:
             raise ConfigError(f'AttentionSettings.kind is {self.kind!r}: use one of {kinds}')
         for name in ('blockwise_from', 'block_queries', 'block_keys'):
             check_counts(1, **{f'AttentionSettings.{name}': getattr(self, name)})
+        if self.context not in get_args(Context):
+            contexts = ' or '.join(map(repr, get_args(Context)))
+            raise ConfigError(f'AttentionSettings.context is {self.context!r}: use {contexts}')
+        if self.context == 'ring' and self.kind in ('cudnn', 'blockwise'):
+            raise ConfigError(
+                f"AttentionSettings.context is 'ring' and kind is {self.kind!r}: rings compute by "
+                "'splash' or 'dot'. Use one of them, 'auto', or context 'gather'"
+            )
         if not isinstance(self.splash_blocks, SplashBlocks | None):
             raise ConfigError(
                 f'AttentionSettings.splash_blocks is {self.splash_blocks!r}: use a SplashBlocks'

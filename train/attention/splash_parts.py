@@ -10,6 +10,8 @@ Suffixes of array names: Q blocks of queries, S blocks of keys, W blocks that ar
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +19,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
+from train.attention.machine import platform
 from train.attention.settings import SplashBlocks
+from train.attention.sight import Sight
 from train.attention.splash_kernels import block_sizes
 
 
@@ -128,3 +132,135 @@ def _mask_info(part: Part, distance: Any, read: jax.Array, end: jax.Array, count
         # The kernels count keys from the first one of the part.
         q_sequence=distance + jnp.arange(part.queries, dtype=jnp.int32),
     )
+
+
+def attend_by_splash_parts(
+    q_BLHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    sight: Sight,
+    soft_cap: float | None,
+    blocks: SplashBlocks,
+) -> jax.Array:
+    """Computes attention of scaled queries over keys, of which each query sees at least one.
+
+    Queries and keys have lengths that are multiples of 128. On CPUs, the kernels are interpreted.
+    """
+
+    def run(kernel: Any, *arrays: Any) -> jax.Array:
+        return jax.vmap(kernel)(*arrays)
+
+    arrays = (*map(_heads_first, (q_BLHN, k_BSKN, v_BSKN)), _segment_ids(sight))
+    return _heads_first(_with_kernel(run, arrays, sight, soft_cap, blocks))
+
+
+def splash_part(
+    q_BLHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    sight: Sight,
+    soft_cap: float | None,
+    blocks: SplashBlocks,
+) -> tuple[jax.Array, jax.Array]:
+    """Like `attend_by_splash_parts`, but has no gradient, and queries may see no keys.
+
+    Returns:
+      The result, NaN for queries that see no keys; and the logarithms of the sums of the weights,
+      [batch, heads, length], very low or minus infinity for these queries.
+    """
+
+    def run(kernel: Any, *arrays: Any) -> tuple[jax.Array, jax.Array]:
+        attended_BHLN, (log_sum_BHL,) = jax.vmap(kernel)(*arrays)
+        return attended_BHLN, log_sum_BHL
+
+    arrays = (*map(_heads_first, (q_BLHN, k_BSKN, v_BSKN)), _segment_ids(sight))
+    attended, log_sum_BHL = _with_kernel(run, arrays, sight, soft_cap, blocks, save_residuals=True)
+    return _heads_first(attended), log_sum_BHL
+
+
+def splash_part_gradients(
+    q_BLHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    attended_BLHN: jax.Array,
+    log_sum_BHL: jax.Array,
+    gradient_BLHN: jax.Array,
+    sight: Sight,
+    soft_cap: float | None,
+    blocks: SplashBlocks,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients of scaled queries, keys and values; see `parts.part_gradients`."""
+
+    def run(kernel: Any, q: Any, k: Any, v: Any, segments: Any, *rest: Any) -> Any:
+        settings = kernel.kwargs
+
+        def of_row(
+            q: Any, k: Any, v: Any, segments: Any, attended: Any, log_sum: Any, d: Any
+        ) -> Any:
+            # The kernels' own gradient, with the results over all keys in the place of their own.
+            kept = (q, k, v, segments, None, attended, log_sum)
+            return splash_attention_kernel._splash_attention_bwd(
+                settings['save_residuals'],
+                settings['mask_value'],
+                settings['is_mqa'],
+                settings['block_sizes'],
+                settings['residual_checkpoint_name'],
+                settings['mask_function'],
+                settings['attn_logits_soft_cap'],
+                settings['interpret'],
+                (*kept, kernel.dq_mask_info, kernel.dkv_mask_info),
+                d,
+            )[3:6]
+
+        return jax.vmap(of_row)(q, k, v, segments, *rest)
+
+    q, k, v, attended, gradient = map(
+        _heads_first, (q_BLHN, k_BSKN, v_BSKN, attended_BLHN, gradient_BLHN)
+    )
+    arrays = (q, k, v, _segment_ids(sight), attended, log_sum_BHL, gradient)
+    dq, dk, dv = _with_kernel(run, arrays, sight, soft_cap, blocks)
+    return _heads_first(dq), _heads_first(dk), _heads_first(dv)
+
+
+def _with_kernel(
+    run: Callable[..., Any],
+    arrays: Any,
+    sight: Sight,
+    soft_cap: float | None,
+    blocks: SplashBlocks,
+    save_residuals: bool = False,
+) -> Any:
+    """Runs a function of a kernel and arrays, with the kernel for what `sight` says."""
+
+    def with_window(window: int | None, *arrays: Any) -> Any:
+        part = Part(
+            queries=arrays[0].shape[2],
+            keys=arrays[1].shape[2],
+            causal=sight.causal,
+            window=window,
+        )
+        kernel = make_part_kernel(
+            part,
+            sight.first,
+            soft_cap=soft_cap,
+            blocks=blocks,
+            interpret=platform() == 'cpu',
+            save_residuals=save_residuals,
+        )
+        return run(kernel, *arrays)
+
+    if sight.window is None or isinstance(sight.local, bool):
+        return with_window(sight.window if sight.local else None, *arrays)
+    branches = (functools.partial(with_window, window) for window in (sight.window, None))
+    return jax.lax.cond(sight.local, *branches, *arrays)
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    """Swaps the length and the heads of arrays of rows."""
+    return x.swapaxes(1, 2)
+
+
+def _segment_ids(sight: Sight) -> Any:
+    if sight.segments_BL is None or sight.segments_BS is None:
+        return None
+    return splash_attention_kernel.SegmentIds(sight.segments_BL, sight.segments_BS)

@@ -1,0 +1,194 @@
+"""Ring attention: keys and values travel around the devices of a row, and are never gathered.
+
+At each step, a device computes the attention of its queries over the keys that it holds, adds it to
+the sums of the earlier steps, and passes the keys on while it computes. In the backward pass the
+keys travel once more, together with their gradients. Queries, keys and values are divided as
+`zigzag` says, so that under a causal mask each device has the same work in every step.
+
+Suffixes of array names: B batch, L length, S slots of keys and values, H heads, K kv_heads,
+N head_dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from train.attention.parts import LOWEST, PartSettings, add_parts, attend_part, part_gradients
+from train.attention.sight import Sight
+from train.attention.zigzag import Zigzag
+
+Halves = tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ring:
+    """The attention of the devices along mesh axes, inside a shard_map.
+
+    Attributes:
+      zigzag: which halves of a row each device has.
+      half: the length of a half.
+      causal: see `Sight`.
+      window: see `Sight`.
+      part: how the attention of a half over another one is computed.
+    """
+
+    zigzag: Zigzag
+    half: int
+    causal: bool
+    window: int | None
+    part: PartSettings
+
+    def attend(
+        self,
+        q_BLHN: jax.Array,
+        k_BLKN: jax.Array,
+        v_BLKN: jax.Array,
+        segments_BS: jax.Array | None,
+        local: jax.Array | bool,
+    ) -> jax.Array:
+        """Computes the attention of the queries of a device over its rows.
+
+        Args:
+          q_BLHN: the contiguous part of the queries that the device has.
+          k_BLKN: the same of the keys.
+          v_BLKN: the same of the values.
+          segments_BS: the segments of whole rows, or None.
+          local: whether the window applies.
+        """
+        halves = (self.zigzag.spread(x) for x in (q_BLHN, k_BLKN, v_BLKN))
+        local = jnp.asarray(local)
+        return self.zigzag.collect(*_attend(self, *halves, segments_BS, local))
+
+    def sight(self, query: Any, key: Any, segments_BS: jax.Array | None, local: Any) -> Sight:
+        """What half number `query` sees of half number `key`."""
+
+        def of_half(number: Any) -> jax.Array | None:
+            if segments_BS is None:
+                return None
+            return jax.lax.dynamic_slice_in_dim(segments_BS, number * self.half, self.half, axis=1)
+
+        return Sight(
+            causal=self.causal,
+            first=(query - key) * self.half,
+            window=self.window,
+            local=local,
+            segments_BL=of_half(query),
+            key_segments_BS=of_half(key),
+        )
+
+    def is_seen(self, query: Any, key: Any, local: Any) -> Any:
+        """Whether any query of half number `query` sees any key of half number `key`."""
+        seen = jnp.asarray(True)
+        if self.causal:
+            seen &= query >= key
+        if self.window is not None:
+            nearest = (query - key - 1) * self.half + 1
+            seen &= (nearest < self.window) | jnp.logical_not(local)
+        return seen
+
+    def key_numbers(self, step: Any) -> tuple[Any, Any]:
+        """The numbers of the halves whose keys a device holds at a step."""
+        device = jax.lax.axis_index(self.zigzag.axes)
+        owner = (device - step) % self.zigzag.devices
+        return owner, 2 * self.zigzag.devices - 1 - owner
+
+    def pass_on(self, x: Any) -> Any:
+        """Sends arrays to the next device."""
+        devices = self.zigzag.devices
+        to = [(device, (device + 1) % devices) for device in range(devices)]
+        return jax.lax.ppermute(x, self.zigzag.axes, to)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    ring: Ring, q: Halves, k: Halves, v: Halves, segments_BS: jax.Array | None, local: jax.Array
+) -> Halves:
+    return _forward(ring, q, k, v, segments_BS, local)[0]
+
+
+def _forward(
+    ring: Ring, q: Halves, k: Halves, v: Halves, segments_BS: jax.Array | None, local: jax.Array
+) -> tuple[Halves, Any]:
+    """The attention of both halves, and what the backward pass needs."""
+
+    def add(sums: Any, step: Any, k: Halves, v: Halves) -> Any:
+        """Adds the attention over the keys of one step to the sums of each half."""
+        added = []
+        for query, q_BLHN, so_far in zip(ring.zigzag.numbers(), q, sums, strict=True):
+            for key, k_BSKN, v_BSKN in zip(ring.key_numbers(step), k, v, strict=True):
+
+                def attend(
+                    so_far: Any, q: Any, k: Any, v: Any, query: Any = query, key: Any = key
+                ) -> Any:
+                    sight = ring.sight(query, key, segments_BS, local)
+                    return add_parts(so_far, attend_part(q, k, v, sight, ring.part))
+
+                so_far = jax.lax.cond(
+                    ring.is_seen(query, key, local),
+                    attend,
+                    lambda so_far, *_: so_far,
+                    *(so_far, q_BLHN, k_BSKN, v_BSKN),
+                )
+            added.append(so_far)
+        return tuple(added)
+
+    def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        sums, keys = carry
+        # The keys are sent while they are used.
+        return (add(sums, number, *keys), ring.pass_on(keys)), None
+
+    batch, half, heads, _ = q[0].shape
+    nothing = (
+        jnp.zeros((batch, half, heads, v[0].shape[-1]), jnp.float32),
+        jnp.full((batch, heads, half), LOWEST, jnp.float32),
+    )
+    last = ring.zigzag.devices - 1
+    (sums, keys), _ = jax.lax.scan(step, ((nothing, nothing), (k, v)), jnp.arange(last))
+    early, late = add(sums, last, *keys)
+    attended = early[0].astype(q[0].dtype), late[0].astype(q[0].dtype)
+    return attended, (q, k, v, segments_BS, local, attended, (early[1], late[1]))
+
+
+def _backward(ring: Ring, kept: Any, gradients: Halves) -> Any:
+    q, k, v, segments_BS, local, attended, log_sums = kept
+
+    def add(sums: Any, step: Any, k: Halves, v: Halves) -> Any:
+        """Adds the gradients of queries, and those of the keys and values of one step."""
+        dq, (dk, dv) = list(sums[0]), (list(x) for x in sums[1])
+        for i, query in enumerate(ring.zigzag.numbers()):
+            for j, key in enumerate(ring.key_numbers(step)):
+
+                def compute(so_far: Any, arrays: Any, query: Any = query, key: Any = key) -> Any:
+                    sight = ring.sight(query, key, segments_BS, local)
+                    added = part_gradients(*arrays, sight=sight, settings=ring.part)
+                    return jax.tree.map(jnp.add, so_far, added)
+
+                arrays = (q[i], k[j], v[j], attended[i], log_sums[i], gradients[i])
+                dq[i], dk[j], dv[j] = jax.lax.cond(
+                    ring.is_seen(query, key, local),
+                    compute,
+                    lambda so_far, *_: so_far,
+                    *((dq[i], dk[j], dv[j]), arrays),
+                )
+        return tuple(dq), (tuple(dk), tuple(dv))
+
+    def step(carry: Any, number: jax.Array) -> tuple[Any, None]:
+        (dq, dkv), keys = carry
+        dq, dkv = add((dq, dkv), number, *keys)
+        # The gradients of keys travel with them, and return to where they began.
+        return ((dq, ring.pass_on(dkv)), ring.pass_on(keys)), None
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (q, (k, v)))
+    last = ring.zigzag.devices - 1
+    (sums, keys), _ = jax.lax.scan(step, (zeros, (k, v)), jnp.arange(last))
+    dq, dkv = add(sums, last, *keys)
+    found = (dq, *ring.pass_on(dkv))
+    return *jax.tree.map(lambda d, x: d.astype(x.dtype), found, (q, k, v)), None, None
+
+
+_attend.defvjp(_forward, _backward)
