@@ -10,17 +10,21 @@ import optax
 import pytest
 from small import RULES, Bigram, Steps, batch, model
 
+from partitioning import constrain
 from partitioning.mesh import MeshConfig
 from partitioning.rules import AxisRules
 from train import NextToken
 from train.errors import ConfigError
-from train.objectives import compute_loss
+from train.models.t5 import DecoderOnly, DecoderOnlyConfig
+from train.models.transformer import CreateNnxTransformer
+from train.objectives import PrefixLanguageModel, compute_loss
 from train.output_layer import DeferredLogits, OutputSettings, score_targets
 from train.output_layer.chunks import choose_chunks
 
 pytestmark = pytest.mark.core
 
 ROWS, LENGTH, WIDTH = 8, 8, 16
+CHUNKS = OutputSettings(num_chunks=2)
 SEQUENCE = [('length', 'model'), *RULES]
 WHOLE = [('batch', 'data'), ('vocab', 'model'), ('embed', None), ('length', None)]
 # The order of the axes differs from that of the mesh.
@@ -106,10 +110,40 @@ def test_meshes(data, model_axis, rules, vocab, chunks):
     check_equal(ours, plain(*arrays(vocab), 3.0))
 
 
+def test_explicit_axes():
+    names = ('batch', 'length', 'embed'), ('embed', 'vocab'), ('batch', 'length')
+
+    def laid_out(*arrays):
+        x, w, targets = map(constrain, arrays, names)
+        outputs = DeferredLogits(x_BLD=x, w_DV=w, dtype='float32')
+        return score_targets(outputs, targets, CHUNKS)
+
+    types = (jax.sharding.AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 4), ('data', 'model'), axis_types=types)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(SEQUENCE):
+        scores = jax.jit(laid_out)(*arrays(24))
+    check_equal(tuple(scores), plain(*arrays(24))[1])
+
+
+def test_inside_a_shard_map_over_another_axis():
+    mesh = MeshConfig(axes={'stage': 2, 'data': 2, 'model': 2}).build()
+    whole = jax.sharding.PartitionSpec()
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        per_stage = jax.shard_map(
+            lambda *a: fused(*a, CHUNKS),
+            in_specs=whole,
+            out_specs=whole,
+            axis_names={'stage'},
+            check_vma=False,
+        )
+        ours = jax.jit(per_stage)(*arrays(24))
+    check_equal(ours, plain(*arrays(24)))
+
+
 @pytest.mark.parametrize(
     'settings',
     [
-        OutputSettings(num_chunks=2),
+        CHUNKS,
         OutputSettings(logits_dtype='bfloat16', gradient_dtype='float32'),
     ],
     ids=['float32', 'bfloat16'],
@@ -201,8 +235,28 @@ def test_a_train_step_with_all_terms_of_the_loss():
         assert float(metrics[name]) == pytest.approx(float(sums[name] / sums['weight']), rel=1e-5)
 
 
+T5_SIZES = {'vocab_size': 264, 'emb_dim': 16, 'mlp_dim': 16, 'num_heads': 2, 'head_dim': 8}
+
+
+@pytest.mark.parametrize(
+    'objective',
+    [
+        NextToken(model=CreateNnxTransformer(model(num_layers=1).config), output=CHUNKS),
+        PrefixLanguageModel(
+            model=DecoderOnly(DecoderOnlyConfig(**T5_SIZES, num_layers=1)), output=CHUNKS
+        ),
+    ],
+    ids=['nnx', 't5'],
+)
+def test_models_that_defer_their_logits(objective):
+    variables = jax.eval_shape(lambda: objective.init(jax.random.key(0), batch(0)))
+    jaxpr = jax.make_jaxpr(lambda v: objective.score(v['params'], batch(0)))(variables).jaxpr
+    shapes = {e.outvars[0].aval.shape for e in equations(jaxpr)}
+    assert (8, 16, 132) in shapes and (8, 16, 264) not in shapes  # half of the vocabulary
+
+
 def test_a_setting_needs_a_model_that_defers_its_logits():
-    objective = NextToken(model=Bigram(), output=OutputSettings(num_chunks=2))
+    objective = NextToken(model=Bigram(), output=CHUNKS)
     variables = jax.eval_shape(lambda: objective.init(jax.random.key(0), batch(0)))
     with pytest.raises(ConfigError, match=r'num_chunks=2.* defer_logits'):
         jax.eval_shape(
