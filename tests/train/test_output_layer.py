@@ -204,6 +204,8 @@ def test_the_number_of_chunks():
     chunks, size = choose_chunks(4096, 128_256, None)
     assert (chunks, size % 128) == (8, 0) and size <= 16_384 and chunks * size >= 128_256
     assert choose_chunks(2**30, 200, None) == (2, 128)
+    with pytest.raises(ConfigError, match=r'num_chunks is 9, .* 8 columns .*at most 8'):
+        choose_chunks(4096, 8, 9)
 
 
 class Whole(nn.Module):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from train.errors import ConfigError
 from train.output_layer.deferred import finish, multiply
 
 # The limit of the float32 logits of one chunk, in bytes.
@@ -80,8 +81,16 @@ def choose_chunks(tokens: Any, columns: int, num_chunks: int | None) -> tuple[in
       tokens: the number of tokens on a device.
       columns: the number of columns of the vocabulary on a device.
       num_chunks: the number of chunks, or None to find the least that respects `CHUNK_BYTES`.
+
+    Raises:
+      ConfigError: if there are fewer columns than chunks.
     """
     if num_chunks is not None:
+        if num_chunks > columns:
+            raise ConfigError(
+                f'OutputSettings.num_chunks is {num_chunks}, but a device has {columns} columns of '
+                f'the vocabulary: use at most {columns}'
+            )
         return num_chunks, -(-columns // num_chunks)
     most = CHUNK_BYTES // (4 * tokens) if isinstance(tokens, int) else columns
     if most >= columns:

@@ -108,6 +108,7 @@ def score_deferred(
       The scores, laid out as ('batch', 'length').
 
     Raises:
+      ConfigError: if a device has fewer columns of the vocabulary than there are chunks.
       ValueError: if `partitioning.constrain` raises it for the hidden states or the weights.
     """
     x_BLD, w_DV = deferred.x_BLD, deferred.w_DV
