@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from partitioning.constraints import lay_out
 from partitioning.products.sharing import Equation, Sharing, find_sharing, parse
 from partitioning.products.sums import scatter_sum, sum_over, varying_axes
 
@@ -70,7 +71,8 @@ def _varying_alike(*arrays: jax.Array) -> Iterator[jax.Array]:
 def _multiply(
     letters: Equation, sharing: Sharing | None, dtype: Any, x: jax.Array, w: jax.Array
 ) -> jax.Array:
-    return jnp.einsum(f'{letters.rows},{letters.weights}->{letters.result}', x, w.astype(x.dtype))
+    w = _gather(letters, sharing, w.astype(x.dtype))
+    return jnp.einsum(f'{letters.rows},{letters.weights}->{letters.result}', x, w)
 
 
 def _forward(
@@ -87,11 +89,28 @@ def _backward(
     dy: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     x, w = saved
-    dx = jnp.einsum(f'{letters.result},{letters.weights}->{letters.rows}', dy, w.astype(x.dtype))
+    gathered = _gather(letters, sharing, w.astype(x.dtype))
+    dx = jnp.einsum(f'{letters.result},{letters.weights}->{letters.rows}', dy, gathered)
     return dx, _gradient_of_weights(letters, sharing, dtype, x, dy).astype(w.dtype)
 
 
 _multiply.defvjp(_forward, _backward)
+
+
+def _gather(letters: Equation, sharing: Sharing | None, w: jax.Array) -> jax.Array:
+    """Gathers weights over the axes that shard the rows, too, one dimension after another.
+
+    XLA gathers two dimensions at once by a sum of padded shards, which moves twice the bytes. One
+    dimension is left to XLA.
+    """
+    axes: dict[str, Any] = dict(sharing.weights) if sharing else {}
+    if len(axes) < 2:
+        return w
+    for letter in (*axes,):
+        axes[letter] = None
+        spec = (axes.get(each, PartitionSpec.UNCONSTRAINED) for each in letters.weights)
+        w = lay_out(w, PartitionSpec(*spec))
+    return w
 
 
 def _gradient_of_weights(
@@ -111,13 +130,15 @@ def _gradient_of_weights(
             dw = scatter_sum(dw, scattered[letter], dimension)
         return sum_over(dw, sharing.whole)
 
-    rows = dict(sharing.rows)
+    # Over axes that are not Manual, XLA would gather the gradient before it is scattered.
+    kept = dict(sharing.kept)
+    rows = dict(sharing.rows) | kept
     dw = jax.shard_map(
         sum_shards,
         in_specs=(_spec(letters.rows, rows), _spec(letters.result, rows)),
-        out_specs=_spec(order, scattered),
+        out_specs=_spec(order, scattered | kept),
         # jax cannot map a shard_map with vmap over an spmd_axis_name that is not Manual in it.
-        axis_names={*sharing.axes, *sharing.unused},
+        axis_names={*sharing.axes, *sharing.unused, *(a for axes in kept.values() for a in axes)},
         # Inside another shard_map, jax keeps track of what varies over the axes of that one.
         # Elsewhere there is nothing to track, and it fails in vmap with an spmd_axis_name.
         check_vma=bool(varying_axes(dy)),

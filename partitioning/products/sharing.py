@@ -36,11 +36,14 @@ class Sharing(NamedTuple):
     Attributes:
       rows: for each letter that the gradient sums over, the mesh axes that shard it.
       weights: for each letter of the weights that these axes shard, too, its mesh axes.
+      kept: for each letter of the weights that other axes shard, its mesh axes. They shard the rows
+        or the result, and the gradient, in the same way.
       unused: the mesh axes that shard neither rows nor weights.
     """
 
     rows: tuple[tuple[str, tuple[str, ...]], ...]
     weights: tuple[tuple[str, tuple[str, ...]], ...]
+    kept: tuple[tuple[str, tuple[str, ...]], ...]
     unused: tuple[str, ...]
 
     @property
@@ -99,10 +102,12 @@ def find_sharing(
     of_x = _axes_of_letters(equation.rows, x_names, x.shape, rules, mesh)
     of_w = _axes_of_letters(equation.weights, w_names, w.shape, rules, mesh)
     rows = tuple((letter, of_x[letter]) for letter in equation.summed if of_x[letter])
-    weights = tuple(_scattered(of_w, {axis for _, axes in rows for axis in axes}))
+    summed = {axis for _, axes in rows for axis in axes}
+    weights = tuple(_scattered(of_w, summed))
+    kept = tuple((k, axes) for k, axes in of_w.items() if axes and not summed & {*axes})
     used = {axis for axes in (*of_x.values(), *of_w.values()) for axis in axes}
     unused = tuple(a for a in mesh.axis_names if a not in used and a not in manual_axes(mesh))
-    return Sharing(rows, weights, unused) if weights else None
+    return Sharing(rows, weights, kept, unused) if weights else None
 
 
 def _axes_of_letters(

@@ -22,7 +22,7 @@ FLOORS = {
     'layout': 1,
     'constraints': 1,
     'mesh': 1,
-    'products': 1,
+    'products': 2,
     'state': 2,
     'plan': 3,
     'programs': 3,

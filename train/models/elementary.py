@@ -10,8 +10,10 @@ import jax.numpy as jnp
 from partitioning import products
 from train.models.config import TransformerConfig
 from train.models.parameters import Params
+from train.models.residual import length_name
 
-# The logical axis that each letter of an equation stands for.
+# The logical axis that each letter of an equation stands for. P is the length in the projections of
+# attention, which can have its own rule.
 NAMES = {
     'B': 'batch',
     'L': 'length',
@@ -37,13 +39,14 @@ def multiply(equation: str, x: jax.Array, params: Params, name: str) -> jax.Arra
     """Applies a matrix and its bias.
 
     Args:
-      equation: the einsum of rows and matrix, by the letters of NAMES.
+      equation: the einsum of rows and matrix, by the letters of NAMES and P.
       x: the rows.
       params: the parameters of the layer.
       name: the name of the matrix; that of its bias, if it has one, ends with '_bias'.
     """
     inputs = equation.partition('->')[0].split(',')
-    x_names, w_names = ([NAMES[letter] for letter in letters] for letters in inputs)
+    known = NAMES | {'P': length_name('projection')}
+    x_names, w_names = ([known[letter] for letter in letters] for letters in inputs)
     y = products.multiply(equation, x, params[name], x_names, w_names)
     bias = params.get(f'{name}_bias')
     return y if bias is None else y + bias.astype(x.dtype)
