@@ -1,10 +1,11 @@
-"""The trainer's loop next to a hand-written loop in plain JAX, on 8 virtual CPU devices.
+"""The built-in transformer in the trainer's loop next to the same in plain JAX, by hand.
 
-Both train the same transformer with the same loss and optimizer on the same rows, with data
-parallelism.
-Each measurement is a process of its own. The two take turns, and the medians are compared:
+Both train the same model with the same loss and optimizer on the same rows, with data parallelism
+over 8 virtual CPU devices, or over the GPUs if JAX finds any. Each measurement is a process of its
+own. The two take turns, and the medians are compared:
 
-- the steps per second after the first steps, with a loss read every 10 steps,
+- the tokens per second after the first steps, with a loss read every 10 steps, and their share of
+  the peak of the chips where that is known,
 - the time from the start of the process to the end of the first step.
 
 Usage:
@@ -15,41 +16,26 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
-os.environ['JAX_PLATFORMS'] = 'cpu'
-
-BATCH, LENGTH, VOCAB, WARM_UP, LOG_EVERY = 16, 128, 384, 20, 10
+WARM_UP, LOG_EVERY, NUM_ROWS = 20, 10, 4096
 
 
-def make_model():
-    """Returns a small transformer from Flax's own layers, which both loops train."""
-    import flax.linen as nn
+def choose_sizes() -> tuple[Any, int, int]:
+    """Returns the sizes of the model, the rows per step and their length, for this machine."""
+    import jax
+    from plain_transformer import Sizes
 
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, x, mask):
-            normed = nn.RMSNorm()(x)
-            x += nn.MultiHeadDotProductAttention(num_heads=4, use_bias=False)(normed, mask=mask)
-            normed = nn.RMSNorm()(x)
-            gated = nn.silu(nn.Dense(384, use_bias=False)(normed))
-            return x + nn.Dense(128, use_bias=False)(gated * nn.Dense(384, use_bias=False)(normed))
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, tokens):
-            embed = nn.Embed(VOCAB, 128)
-            x, mask = embed(tokens), nn.make_causal_mask(tokens)
-            for _ in range(4):
-                x = Layer()(x, mask)
-            return embed.attend(nn.RMSNorm()(x))
-
-    return Model()
+    if jax.default_backend() == 'cpu':
+        layers = {'num_layers': 4, 'embed_dim': 128, 'num_heads': 4, 'mlp_dim': 384}
+        return Sizes(vocab_size=384, **layers, dtype='float32'), 16, 128
+    layers = {'num_layers': 12, 'embed_dim': 768, 'num_heads': 12, 'mlp_dim': 2048}
+    return Sizes(vocab_size=32_768, **layers, dtype='bfloat16'), 16 * jax.device_count(), 1024
 
 
 class Clock:
@@ -73,11 +59,16 @@ class Clock:
             self.results['steps_per_second'] = self._steps / elapsed
 
 
-def make_rows():
+def make_rows(vocab_size: int, length: int) -> dict[str, Any]:
     import numpy as np
 
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (4096, LENGTH + 1), dtype=np.int32)
-    return {'inputs': tokens[:, :-1], 'targets': tokens[:, 1:]}
+    shape = (NUM_ROWS, length + 1)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, shape, dtype=np.int32)
+    return {
+        'decoder_input_tokens': tokens[:, :-1],
+        'decoder_target_tokens': tokens[:, 1:],
+        'decoder_loss_weights': np.ones((NUM_ROWS, length), np.float32),
+    }
 
 
 def run_trainer(clock: Clock, steps: int, directory: str) -> None:
@@ -87,25 +78,31 @@ def run_trainer(clock: Clock, steps: int, directory: str) -> None:
     import optax
 
     from partitioning import PjitPartitioner
-    from train import Supervised, TrainConfig, train
+    from train import NextToken, TrainConfig, train
     from train.checkpoints import CheckpointConfig
     from train.data import Examples
+    from train.models.transformer import Transformer, TransformerConfig
 
+    sizes, batch_size, length = choose_sizes()
+    config = TransformerConfig(
+        vocab_size=sizes.vocab_size,
+        num_layers=sizes.num_layers,
+        embed_dim=sizes.embed_dim,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_heads,
+        head_dim=sizes.head_dim,
+        mlp_dim=sizes.mlp_dim,
+        dtype=sizes.dtype,
+    )
     train(
         TrainConfig(
             model_dir=directory,
-            objective=Supervised(
-                model=make_model(),
-                inputs='inputs',
-                targets='targets',
-                row_loss=optax.softmax_cross_entropy_with_integer_labels,
-                row_metrics={'accuracy': lambda logits, targets: logits.argmax(-1) == targets},
-            ),
+            objective=NextToken(model=Transformer(config)),
             partitioner=PjitPartitioner(layout='data_parallel'),
             optimizer=optax.adamw(1e-3),
-            task=Examples(training=make_rows()),
+            task=Examples(training=make_rows(sizes.vocab_size, length)),
             total_steps=WARM_UP + steps,
-            batch_size=BATCH,
+            batch_size=batch_size,
             checkpoints=CheckpointConfig(period=0),
             log_every=LOG_EVERY,
             compilation_cache=None,  # both loops compile
@@ -118,49 +115,57 @@ def run_plain(clock: Clock, steps: int) -> None:
     import jax
 
     jax.config.update('jax_num_cpu_devices', 8)
-    import jax.numpy as jnp
     import numpy as np
     import optax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from plain_transformer import init_params, make_step
 
+    sizes, batch_size, length = choose_sizes()
     mesh = Mesh(jax.devices(), ('data',))
     replicated = NamedSharding(mesh, PartitionSpec())
     by_row = NamedSharding(mesh, PartitionSpec('data'))
-    model, tx = make_model(), optax.adamw(1e-3)
-    rows = make_rows()
+    tx, rows = optax.adamw(1e-3), make_rows(sizes.vocab_size, length)
 
     def init(key):
-        params = model.init(key, jnp.zeros((BATCH, LENGTH), jnp.int32))['params']
+        params = init_params(sizes, key)
         return params, tx.init(params)
-
-    def loss_of(params, batch):
-        logits = model.apply({'params': params}, batch['inputs'])
-        nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch['targets'])
-        return jnp.mean(nats), jnp.mean(logits.argmax(-1) == batch['targets'])
-
-    def step_of(state, batch):
-        params, opt_state = state
-        (loss, accuracy), grads = jax.value_and_grad(loss_of, has_aux=True)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        norms = optax.tree.norm(grads), optax.tree.norm(params)
-        return (params, opt_state), (loss, accuracy, *norms)
 
     state = jax.jit(init, out_shardings=replicated)(jax.random.key(0))
     step_of = jax.jit(
-        step_of,
+        make_step(sizes, tx),
         in_shardings=(replicated, by_row),
         out_shardings=(replicated, replicated),
         donate_argnums=0,
     )
-    order = np.random.default_rng(0).permutation(4096)
+    order = np.random.default_rng(0).permutation(NUM_ROWS)
     for step in range(1, WARM_UP + steps + 1):
-        chosen = np.take(order, range((step - 1) * BATCH, step * BATCH), mode='wrap')
+        chosen = np.take(order, range((step - 1) * batch_size, step * batch_size), mode='wrap')
         batch = {name: jax.device_put(x[chosen], by_row) for name, x in rows.items()}
         state, metrics = step_of(state, batch)
         if step % LOG_EVERY == 0:
             print(step, *map(float, metrics))
         clock.tick(step, metrics)
+
+
+def describe_work() -> dict[str, float | None]:
+    """Returns the tokens of a step, and its FLOPs as a share of a second at the peak, or None."""
+    import jax
+
+    jax.config.update('jax_num_cpu_devices', 8)
+    import jax.numpy as jnp
+    from plain_transformer import compute_logits, init_params
+
+    from train.runtime.flops import count_flops
+    from train.runtime.meter import peak_flops
+
+    sizes, batch_size, length = choose_sizes()
+    params = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((batch_size, length), jnp.int32)
+    forward = count_flops(
+        lambda params, tokens: compute_logits(sizes, params, tokens), params, tokens
+    )
+    peak = peak_flops(jax.devices())
+    return {'tokens': batch_size * length, 'seconds_at_peak': 3 * forward / peak if peak else None}
 
 
 def measure(role: str, steps: int) -> dict[str, float]:
@@ -174,26 +179,40 @@ def measure(role: str, steps: int) -> dict[str, float]:
 
 def compare(repetitions: int, steps: int) -> None:
     """Lets the loops take turns, and prints the ratios of their medians."""
+    work = measure('work', steps)
     results: dict[str, list[dict[str, float]]] = {'trainer': [], 'plain': []}
     for repetition in range(repetitions):
         for role in sorted(results, reverse=bool(repetition % 2)):
             results[role].append(measure(role, steps))
-    for name, unit in (('steps_per_second', 'steps/s'), ('first_step', 's to the first step')):
-        trainer, plain = (
-            statistics.median(r[name] for r in results[role]) for role in ('trainer', 'plain')
-        )
-        print(f'{trainer / plain:.3f}  trainer {trainer:.2f}, plain JAX {plain:.2f} {unit}')
+
+    def median(role: str, name: str) -> float:
+        return statistics.median(result[name] for result in results[role])
+
+    rates = {role: median(role, 'steps_per_second') for role in results}
+    shares = ''
+    if work['seconds_at_peak'] is not None:
+        listed = (f'{rate * work["seconds_at_peak"]:.1%}' for rate in rates.values())
+        shares = f'; {" and ".join(listed)} of the peak'
+    trainer, plain = (rate * work['tokens'] for rate in rates.values())
+    print(f'{plain / trainer:.3f} times the time of a step: ', end='')
+    print(f'trainer {trainer:,.0f}, plain JAX {plain:,.0f} tokens/s{shares}')
+    trainer, plain = (median(role, 'first_step') for role in results)
+    print(f'{trainer / plain:.3f} times the time to the first step: ', end='')
+    print(f'trainer {trainer:.2f}, plain JAX {plain:.2f} s')
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--repetitions', type=int, default=5)
     parser.add_argument('--steps', type=int, default=100)
-    parser.add_argument('--role', choices=('trainer', 'plain'), help=argparse.SUPPRESS)
+    parser.add_argument('--role', choices=('trainer', 'plain', 'work'), help=argparse.SUPPRESS)
     parser.add_argument('--started', type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.role is None:
         compare(arguments.repetitions, arguments.steps)
+        return
+    if arguments.role == 'work':
+        print(json.dumps(describe_work()))
         return
     clock = Clock(arguments.started, arguments.steps)
     if arguments.role == 'plain':
