@@ -13,6 +13,7 @@ from partitioning.mesh import MeshConfig
 from train.attention import AttentionSettings, Sight, attend
 
 RULES = [('batch', 'data'), ('heads', 'model'), ('kv_heads', 'model')]
+RULES += [('length', None), ('kv', None)]
 LENGTH = 512
 
 
