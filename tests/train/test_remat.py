@@ -10,6 +10,7 @@ import pytest
 from small import Steps, model
 
 from partitioning.state.boxes import unbox
+from train.attention import AttentionSettings
 from train.models.parameters import list_parameters
 from train.models.remat import NAMES, Remat
 from train.models.t5.config import T5Config
@@ -63,24 +64,34 @@ def test_impossible_settings_of_t5_are_errors(changes, message):
 
 
 def kept(capsys, loss, params):
-    """What jax keeps for the backward pass: the names on the device, and the shapes on the host."""
+    """What jax keeps for the backward pass: the names on the device, and the shapes on the host.
+
+    An array that a kernel names inside has the name of the kernel.
+    """
     jax.ad_checkpoint.print_saved_residuals(loss, params)
     printed = capsys.readouterr().out
-    return sorted(re.findall("named '(.+)'", printed)), re.findall(r'<.*host>\[(.+)\]', printed)
+    found = re.findall("named '(.+)'|jitted function '(_splash_attention)'", printed)
+    return sorted(map(''.join, found)), re.findall(r'<.*host>\[(.+)\]', printed)
 
 
 def test_a_layer_keeps_exactly_the_arrays_with_the_names(capsys):
-    tokens, config = jnp.arange(12).reshape(2, 6), model(post_norms=True, scan_layers=False).config
+    tokens, config = jnp.zeros((2, 128), int), model(post_norms=True, scan_layers=False).config
     params = {'params': jax.tree.map(lambda p: jnp.ones(p.shape), list_parameters(config))}
 
-    def names(*remat):
-        net = Transformer(dataclasses.replace(config, remat=remat))
+    def names(*remat, **changes):
+        net = Transformer(dataclasses.replace(config, remat=remat, **changes))
         return kept(capsys, lambda p: net.apply(p, tokens).sum(), params)
 
     assert names(Remat(save=NAMES)) == (sorted(2 * NAMES), [])
     assert names('full', Remat(save=['attended'])) == (['attended'], []), 'the second layer'
     assert names('full') == ([], [])
-    assert names(Remat(save=['key'], offload=['query'])) == (['key'] * 2, ['2,6,8,8'] * 2)
+    splash = {'attention': AttentionSettings(kind='splash')}
+    kernels = ['_splash_attention'] * 4  # the sums of the weights are kept as well
+    assert names(Remat(save=['attended', 'mlp_out']), **splash) == (kernels + ['mlp_out'] * 2, [])
+    assert names('full', **splash) == ([], [])
+    blockwise = {'attention': AttentionSettings(kind='blockwise')}
+    assert names(Remat(save=['attended']), **blockwise) == (['attended'] * 4, [])
+    assert names(Remat(save=['key'], offload=['query'])) == (['key'] * 2, ['2,128,8,8'] * 2)
 
 
 def test_the_layers_of_t5_keep_exactly_the_arrays_with_the_names(capsys):

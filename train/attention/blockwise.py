@@ -18,8 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from train.attention.block_pairs import Arrays, BlockPairs, Blocks, block, multiply, with_block
+from train.attention.settings import ATTENDED
 from train.attention.sight import Sight
 
 # The maximum before the first key: less than all scores, and unlike -inf, without inf - inf.
@@ -67,7 +69,8 @@ def _attend(blocks: Blocks, q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, arrays: Array
 
 
 def _forward(blocks: Blocks, q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, arrays: Arrays) -> Any:
-    attended_BLHN, sums = attend_with_sums(blocks, q_BLHN, k_BSKN, v_BSKN, arrays)
+    found = attend_with_sums(blocks, q_BLHN, k_BSKN, v_BSKN, arrays)
+    attended_BLHN, sums = (checkpoint_name(x, ATTENDED) for x in found)
     return attended_BLHN, (q_BLHN, k_BSKN, v_BSKN, arrays, attended_BLHN, sums)
 
 

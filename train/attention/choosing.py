@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from train.attention.blockwise import attend_by_blocks
 from train.attention.cudnn import attend_by_cudnn, cudnn_problems
@@ -17,7 +18,7 @@ from train.attention.devices import attend_on_each_device
 from train.attention.dot import attend_at_once
 from train.attention.layout import find_layout, length_axes
 from train.attention.machine import device_kind, platform
-from train.attention.settings import AttentionSettings, Kind, default_splash_blocks
+from train.attention.settings import ATTENDED, AttentionSettings, Kind, default_splash_blocks
 from train.attention.sight import Sight
 from train.errors import ConfigError
 
@@ -49,7 +50,8 @@ def attend(
       settings: how it is computed.
 
     Returns:
-      The sums of the values, like the queries.
+      The sums of the values, like the queries. What their gradients need has the name `ATTENDED`,
+      except with cuDNN.
 
     Raises:
       ConfigError: if `settings` forces a kind of attention that these arguments do not allow.
@@ -66,7 +68,7 @@ def attend(
         for problem in _problems(kind, *arrays, sight, scale, soft_cap):
             raise ConfigError(f'AttentionSettings.kind is {kind!r}, but {problem}')
     if kind == 'dot':
-        return attend_at_once(*arrays, sight, scale, soft_cap)
+        return checkpoint_name(attend_at_once(*arrays, sight, scale, soft_cap), ATTENDED)
     one = functools.partial(_attend_by(kind, settings), scale=scale, soft_cap=soft_cap)
     if find_layout(q_BLHN.shape, k_BSKN.shape) is None:
         return one(*arrays, sight)

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 from partitioning.hardware import chip_of
 from train.errors import ConfigError, check_counts
 
+# The name of the arrays that `jax.checkpoint` has to keep so that attention is not recomputed.
+ATTENDED = 'attended'
 Kind = Literal['auto', 'dot', 'splash', 'cudnn', 'blockwise']
 Context = Literal['gather', 'ring']
 

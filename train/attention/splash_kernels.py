@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 from train.attention.band import Band
-from train.attention.settings import SplashBlocks
+from train.attention.settings import ATTENDED, SplashBlocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,7 @@ def make_kernel(
             splash_attention_mask.MultiHeadMask([BandMask(band, length)] * heads),
             block_sizes=block_sizes(blocks, length, length),
             attn_logits_soft_cap=soft_cap,
+            residual_checkpoint_name=ATTENDED,
             head_shards=1,
             q_seq_shards=1,
             interpret=interpret,

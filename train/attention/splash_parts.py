@@ -20,7 +20,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
 from train.attention.machine import platform
-from train.attention.settings import SplashBlocks
+from train.attention.settings import ATTENDED, SplashBlocks
 from train.attention.sight import Sight
 from train.attention.splash_kernels import block_sizes
 
@@ -84,7 +84,7 @@ def make_part_kernel(
         save_residuals=save_residuals,
         mask_value=splash_attention_kernel.DEFAULT_MASK_VALUE,
         attn_logits_soft_cap=soft_cap,
-        residual_checkpoint_name=None,
+        residual_checkpoint_name=ATTENDED,
         mask_function=part if is_masked else None,
         interpret=interpret,
     )

@@ -111,6 +111,6 @@ def apply_attention(
         soft_cap=c.attention_soft_cap,
         settings=c.attention,
     )
-    attended_BLHN = named(constrain(attended_BLHN, ('batch', 'length', 'heads', 'kv')), 'attended')
+    attended_BLHN = constrain(attended_BLHN, ('batch', 'length', 'heads', 'kv'))
     attended_BLHN = lay_out_projected(attended_BLHN, 'heads')
     return multiply('BPHN,HND->BPD', attended_BLHN, p, 'out'), cache
