@@ -23,6 +23,7 @@ from train.optimizers import Optimizer
 from train.paths import as_path, is_remote
 from train.runtime.compilation_cache import CacheSetting, check_cache_setting
 from train.runtime.writers import JsonWriter, MetricWriter, TensorBoardWriter
+from train.steps import GradientDType
 from train.stopping import StopCondition, check_conditions
 
 PrngImpl = Literal['threefry2x32', 'rbg', 'unsafe_rbg']
@@ -73,6 +74,9 @@ class TrainConfig:
         they return. Metrics are jax.Arrays; reading them waits for the step.
       writers: where metrics go; see `train.runtime.writers`.
       num_microbatches: the number of parts of a batch that are computed one after another.
+      gradient_dtype: the dtype of the gradients that the optimizer gets, 'float32' or 'bfloat16'.
+      accumulation_dtype: the dtype in which the gradients of microbatches are summed, 'float32' or
+        'bfloat16'.
       weight_metrics: whether to add the metrics of every parameter to the training metrics.
       log_every: the number of steps between records of training metrics.
       profile_steps: the first and the last step of a trace for TensorBoard or Perfetto, which is
@@ -118,6 +122,8 @@ class TrainConfig:
     hooks: Sequence[Callable[..., None]] = ()
     writers: Sequence[Callable[..., MetricWriter]] = (JsonWriter, TensorBoardWriter)
     num_microbatches: int = 1
+    gradient_dtype: GradientDType = 'float32'
+    accumulation_dtype: GradientDType = 'float32'
     weight_metrics: bool = False
     log_every: int = 10
     profile_steps: Sequence[int] | None = None
@@ -140,6 +146,16 @@ class TrainConfig:
         if self.prng_impl is not None and self.prng_impl not in get_args(PrngImpl):
             raise ConfigError(
                 f'TrainConfig.prng_impl is {self.prng_impl!r}: use one of {get_args(PrngImpl)}'
+            )
+        for name in ('gradient_dtype', 'accumulation_dtype'):
+            if getattr(self, name) not in get_args(GradientDType):
+                raise ConfigError(
+                    f"TrainConfig.{name} is {getattr(self, name)!r}: use 'float32' or 'bfloat16'"
+                )
+        if self.accumulation_dtype != 'float32' and self.num_microbatches == 1:
+            raise ConfigError(
+                f'TrainConfig.accumulation_dtype is {self.accumulation_dtype!r}, but '
+                'num_microbatches is 1, so nothing is summed: remove it'
             )
         for name in ('relative_steps', 'evaluate_first', 'stop_if_not_finite'):
             if not isinstance(getattr(self, name), bool):

@@ -72,12 +72,31 @@ class Optimizer:
         update = self.transform(**settings)
         if self.clip_norm is None:
             return update
-        return optax.chain(optax.clip_by_global_norm(self.clip_norm), update)
+        return optax.chain(_clip_by_global_norm(self.clip_norm), update)
 
     def rate(self, step: jax.Array) -> jax.Array:
         """Returns the learning rate at a step."""
         rate = self.learning_rate
         return rate(step) if callable(rate) else jnp.float32(rate)
+
+
+def global_norm(tree: Any) -> jax.Array:
+    """Returns the norm of all values of a tree, computed in float32."""
+    return optax.tree.norm(jax.tree.map(lambda x: x.astype(jnp.float32), tree))
+
+
+def _clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """`optax.clip_by_global_norm`, which computes the norm in the dtype of the gradients."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        norm = global_norm(updates)
+
+        def clip(x: jax.Array) -> jax.Array:
+            return jnp.where(norm < max_norm, x, (x / norm.astype(x.dtype)) * max_norm)
+
+        return jax.tree.map(clip, updates), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def as_transformation(

@@ -201,6 +201,8 @@ def partition_train_step(run: Run) -> PartitionedCallable:
             data_spec=data_spec,
             learning_rate=lambda s: learning_rate_of(config.optimizer, s.opt_state, s.step - 1),
             weight_metrics=config.weight_metrics,
+            gradient_dtype=config.gradient_dtype,
+            accumulation_dtype=config.accumulation_dtype,
         ),
         in_axis_resources=(plan.specs, data_spec),
         out_axis_resources=(plan.specs, None),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,10 @@ from partitioning import TrainState, with_sharding_constraint
 from partitioning.state import path_str
 from train.objectives import Loss, Objective, compute_loss
 from train.objectives.objective import Batch
+from train.optimizers import global_norm
 
 Metrics = dict[str, jax.Array]
+GradientDType = Literal['float32', 'bfloat16']
 
 
 def make_train_step(
@@ -26,6 +28,8 @@ def make_train_step(
     data_spec: jax.sharding.PartitionSpec,
     learning_rate: Callable[[TrainState], jax.Array | None] = lambda state: None,
     weight_metrics: bool = False,
+    gradient_dtype: GradientDType = 'float32',
+    accumulation_dtype: GradientDType = 'float32',
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the function (state, batch) -> (state, metrics) that does one update.
 
@@ -35,12 +39,14 @@ def make_train_step(
       key: the key of the random numbers of the model. Step n uses fold_in(key, n), so a resumed
         run repeats them.
       num_microbatches: the number of parts of a batch. Their gradients are computed one after
-        another and summed in float32 before the update. The variables of the model pass from each
-        part to the next.
+        another and summed before the update. The variables of the model pass from each part to the
+        next.
       data_spec: the PartitionSpec of the batch, which microbatches keep.
       learning_rate: returns the learning rate of the update that led to a state, to be reported,
         or None.
       weight_metrics: whether to add the metrics of every parameter, see `per_parameter_metrics`.
+      gradient_dtype: the dtype of the gradients that the optimizer gets.
+      accumulation_dtype: the dtype of the sums of the gradients of microbatches.
     """
 
     def gradients(params: Any, batch: Batch, rng: jax.Array, variables: Any) -> tuple[Any, Loss]:
@@ -55,7 +61,8 @@ def make_train_step(
             ), result
 
         grads, result = jax.grad(loss, has_aux=True)(params)
-        return jax.tree.map(lambda g: g.astype(jnp.float32), grads), result
+        dtype = gradient_dtype if num_microbatches == 1 else accumulation_dtype
+        return jax.tree.map(lambda g: g.astype(dtype), grads), result
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         rng = jax.random.fold_in(key, state.step)
@@ -69,6 +76,7 @@ def make_train_step(
                 (grads, sums), variables = carry
                 key = jax.random.fold_in(rng, part[1])
                 new, (_, new_sums, changed) = gradients(state.params, part[0], key, variables)
+                # Each device sums shards, laid out like the optimizer's state, which they go to.
                 return (jax.tree.map(jnp.add, (grads, sums), (new, new_sums)), changed), None
 
             first = jax.tree.map(lambda x: x[0], parts)
@@ -78,11 +86,12 @@ def make_train_step(
                 add, (zeros, variables), (parts, jnp.arange(num_microbatches))
             )
             divisor = objective.divisor(sums, batch)
-            grads = jax.tree.map(lambda g: g / divisor, grads)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            grads = jax.tree.map(lambda g: (g / divisor).astype(gradient_dtype), grads)
+        if gradient_dtype == 'float32':
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
         new_state = state.apply_gradients(grads, tx, variables or None)
         metrics = mean_metrics(sums) | {
-            'gradient_norm': optax.tree.norm(grads),
+            'gradient_norm': global_norm(grads),
             'parameter_norm': optax.tree.norm(new_state.params),
         }
         if (rate := learning_rate(new_state)) is not None:

@@ -25,7 +25,7 @@ def test_the_inputs_of_layers_lie_in_the_memory_of_the_host():
         dtype='bfloat16',
         remat=Remat(offload=['residual']),
     )
-    net, tokens_BL = Transformer(config), jax.ShapeDtypeStruct((8, 128), jnp.int32)
+    net, tokens_BL = Transformer(config), jax.ShapeDtypeStruct((16, 128), jnp.int32)
     mesh = MeshConfig(axes={'data': 4, 'model': 1}, devices=described('v5p:2x2x1').devices)
     partitioner = PjitPartitioner(mesh=mesh)
     plan = partitioner.plan(lambda key, x: net.init(key, x), jax.random.key(0), tokens_BL)
@@ -36,6 +36,6 @@ def test_the_inputs_of_layers_lie_in_the_memory_of_the_host():
     rows = partitioner.data_partition_spec
     step = partitioner.partition(gradients, (plan.specs, rows), plan.specs)
     text = step.lower(unbox(plan.abstract_state), tokens_BL).compile().as_text()
-    # The memory of the host is memory space 5. A device has the residuals of its 2 rows.
-    assert re.search(r'bf16\[4,2,128,256\]\{\S*S\(5\)\}', text)
-    assert not re.search(r'bf16\[4,2,128,256\]\{(?!\S*S\(5\))\S*\}', text)
+    # The memory of the host is memory space 5. A device has the inputs of 4 layers, for 4 rows.
+    assert re.search(r'bf16\[4,4,128,256\]\{\S*S\(5\)\}', text)
+    assert not re.search(r'bf16\[4,4,128,256\]\{(?!\S*S\(5\))\S*\}', text)

@@ -84,9 +84,13 @@ class Steps:
         tx: optax.GradientTransformation | None = None,
         microbatches: int = 1,
         seed: int = 0,
+        partitioning: dict[str, Any] | None = None,
+        **settings: Any,
     ):
-        settings = {} if layout is None else {'layout': layout, 'logical_axis_rules': None}
-        self.partitioner, self.batch = partitioner(data, model_axis, **settings), batch
+        partitioning = partitioning or {}
+        if layout is not None:
+            partitioning = {'layout': layout, 'logical_axis_rules': None}
+        self.partitioner, self.batch = partitioner(data, model_axis, **partitioning), batch
         self.objective = objective or NextToken(model=net or model())
         adamw = Optimizer(transform=optax.adamw, learning_rate=3e-3)
         tx = tx or adamw.build()
@@ -105,6 +109,7 @@ class Steps:
             key=jax.random.key(seed),
             num_microbatches=microbatches,
             data_spec=data_spec,
+            **settings,
         )
 
         def counted(state: TrainState, batch: Any) -> Any:

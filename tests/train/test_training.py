@@ -1,13 +1,17 @@
 """The train step: the same numbers on every mesh, a fixed point of layouts, one compilation."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small import Bigram, Steps, model
+from jax.sharding import PartitionSpec as P
+from small import RULES, Bigram, Steps, model
 
 from train import Optimizer
+from train.optimizers import global_norm
 
 
 @pytest.fixture(scope='module')
@@ -86,6 +90,35 @@ def _replicated(x):
     return x.sharding.is_fully_replicated
 
 
+def test_microbatches_sum_shards_of_gradients_as_the_optimizer_holds_them(single_device_losses):
+    """With ZeRO, the parameters are whole along 'data', and the optimizer's state is not."""
+    parameter_rules = [('embed', 'model') if rule == ('embed', 'data') else rule for rule in RULES]
+    zero = {'logical_axis_rules': parameter_rules, 'optimizer_axis_rules': RULES}
+    run = Steps(4, 2, microbatches=2, partitioning=zero)
+    assert run.specs.params['layers']['mlp']['up'] == P(None, None, 'model')
+    # What one device carries from part to part is a shard of [2, 64, 96] over both axes.
+    text = run.step.lower(run.state, run.batch(0)).compile().as_text()
+    [loop] = re.findall('^  .* while\\(', text[text.index('ENTRY') :], re.M)
+    assert 'f32[2,16,48]' in loop
+    assert_same_losses(run, single_device_losses, steps=3)
+
+
+def test_gradients_and_their_sums_in_bfloat16(single_device_losses):
+    """The optimizer gets bfloat16, and keeps its state in float32."""
+    seen, tx = [], Optimizer(transform=optax.adamw, learning_rate=3e-3).build()
+
+    def update(grads, *arguments):
+        seen.extend(x.dtype for x in jax.tree.leaves(grads))
+        return tx.update(grads, *arguments)
+
+    spied = optax.GradientTransformation(tx.init, update)
+    dtypes = {'gradient_dtype': 'bfloat16', 'accumulation_dtype': 'bfloat16'}
+    run = Steps(2, 4, microbatches=4, tx=spied, **dtypes)
+    np.testing.assert_allclose(run.losses(6), single_device_losses[:6], rtol=1e-2)
+    assert set(seen) == {np.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(run.state)} == {np.dtype('float32'), np.dtype('int32')}
+
+
 def test_dropout_is_a_function_of_seed_and_step():
     run, other = (Steps(4, 2, net=Bigram(), seed=seed) for seed in (0, 1))
     first, second, again = (jax.tree.map(jnp.copy, run.state) for _ in range(3))
@@ -107,3 +140,8 @@ def test_gradients_are_clipped_to_the_norm():
     np.testing.assert_allclose(update(None)['a'], [-3.0, 0.0])
     np.testing.assert_allclose(update(0.1)['a'], [-0.06, 0.0], rtol=1e-6)
     np.testing.assert_allclose(update(0.1)['b'], [[0.0, 0.08]], rtol=1e-6)
+
+
+def test_the_norm_of_gradients_in_bfloat16_is_that_of_their_values():
+    grads = {'a': jnp.ones(1000, jnp.bfloat16), 'b': jnp.ones(1, jnp.bfloat16)}
+    np.testing.assert_allclose(global_norm(grads), 1001**0.5, rtol=1e-6)
