@@ -8,7 +8,7 @@ compiler, the limits from `partitioning.CHIPS`, and shares are a bound, not a fo
 - compute: the time of the products at peak / the estimated computation. The estimate has no
   kernels, so with attention as a kernel the share can exceed 100%.
 - memory: the peak of the memory / what the chip has.
-- wire: the time of the bytes, over all links of a chip in both directions / that of the products.
+- wire: the time in which all links of a chip send the bytes / that of the products.
 
 Usage:
   python benchmarks/roofline.py [--rows=1b,8b_fsdp] [--results=FILE] [--again]
@@ -29,7 +29,7 @@ def describe(name: str, found: Mapping[str, Any]) -> list[str]:
     """Returns lines about one row: its shares, and what holds it back."""
     chip = CHIPS[found['chip']]
     products = 1e3 * found['flops'] / chip.peak_flops_per_device  # ms
-    links = 2 * chip.ici_links * chip.ici_link_bandwidth / chip.devices
+    links = chip.ici_links * chip.ici_link_bandwidth / chip.devices
     wire = 1e3 * found['wire'] * 1e9 / links
     matmuls = 1e3 * found['matmul_cycles'] / chip.clock_hz
     lines = [
