@@ -6,7 +6,8 @@ to save memory. Nothing here is measured: memory, estimated computation and byte
 compiler, the limits from `partitioning.CHIPS`, and shares are a bound, not a forecast.
 
 - compute: the time of the products at peak / the estimated computation. The estimate has no
-  kernels, so with attention as a kernel the share can exceed 100%.
+  kernels, so with attention as a kernel the share can exceed 100%, most of all for long rows; the
+  products include the masked blocks that such a kernel may skip.
 - memory: the peak of the memory / what the chip has.
 - wire: the time in which all links of a chip send the bytes / that of the products.
 
