@@ -36,4 +36,9 @@ def look_up(table_VD: jax.Array, tokens_BL: jax.Array) -> jax.Array:
     tokens_BL = constrain(tokens_BL, (batch, length))
     rows_BLD = jnp.take(constrain(table_VD, (vocab, columns)), tokens_BL, axis=0)
     rows_BLD = constrain(rows_BLD, (batch, length, columns))
+    _, whole_length = axes(('batch', 'length'), tokens_BL)
+    if columns and whole_length:
+        # Compilers move axes between two dimensions at a time: first to the length, then to rows.
+        columns = tuple(axis for axis in columns if axis not in whole_length)
+        rows_BLD = constrain(rows_BLD, (batch, whole_length, columns or None))
     return constrain(rows_BLD, ('batch', 'length', 'embed'))
