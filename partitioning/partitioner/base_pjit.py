@@ -22,7 +22,7 @@ from partitioning.programs.partitioned import (
 )
 from partitioning.programs.partitioned_calls import partition_function
 from partitioning.programs.recompilation import OnRecompile
-from partitioning.rules import check_has_devices
+from partitioning.rules import LogicalAxisRules, check_has_devices
 
 
 class BasePjitPartitioner(BasePartitioner):
@@ -31,6 +31,11 @@ class BasePjitPartitioner(BasePartitioner):
     @functools.cached_property
     def _local_chunker(self) -> LocalChunker:
         return LocalChunker(self.mesh)
+
+    @property
+    def _gradient_rules(self) -> LogicalAxisRules | None:
+        """The rules that lay out gradients, if they are not those of the parameters."""
+        return None
 
     @functools.cached_property
     def mesh(self) -> Mesh:
@@ -65,6 +70,7 @@ class BasePjitPartitioner(BasePartitioner):
             donate_argnums=donate_argnums,
             on_recompile=on_recompile,
             compiler_options=compiler_options,
+            gradient_rules=self._gradient_rules,
         )
         if isinstance(self.mesh, AbstractMesh):
             return without_devices(partitioned, self.mesh)

@@ -250,6 +250,10 @@ class PjitPartitioner(BasePjitPartitioner):
         )
 
     @property
+    def _gradient_rules(self) -> AxisRules | None:
+        return self._optimizer_rules
+
+    @property
     def _axes_in_use(self) -> list[str]:
         sizes = self.mesh.shape
         return [a for a in self.mesh.axis_names if sizes[a] > 1 or a in STANDARD_MESH_AXES]

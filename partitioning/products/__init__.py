@@ -6,4 +6,5 @@ scattered sums inside a shard_map; `rounds`: the rounds that such a sum takes on
 
 from partitioning.products.dense import multiply as multiply
 from partitioning.products.rounds import find_rounds as find_rounds, in_rounds as in_rounds
+from partitioning.products.sharing import scattering_by as scattering_by
 from partitioning.products.sums import scatter_sum as scatter_sum, sum_over as sum_over

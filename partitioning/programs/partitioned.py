@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
-from partitioning.products import find_rounds, in_rounds
+from partitioning.products import find_rounds, in_rounds, scattering_by
 from partitioning.programs.trace_errors import own_errors
 from partitioning.rules import AxisRules, LogicalAxisRules
 
@@ -86,19 +86,29 @@ class PjittedFnWithContext(metaclass=_CountsPartitionedFunctions):
         self._pjitted_fn.clear_cache()
 
 
-def in_context(fn: Callable[..., Any], mesh: Mesh, rules: LogicalAxisRules) -> Callable[..., Any]:
+def in_context(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    rules: LogicalAxisRules,
+    gradient_rules: LogicalAxisRules | None = None,
+) -> Callable[..., Any]:
     """`fn` inside the mesh and the rules; jax runs its body only to trace it."""
 
     @functools.wraps(fn)
     def inside(*args: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), _context(mesh, rules):
+        with (
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+            _context(mesh, rules, gradient_rules),
+        ):
             return fn(*args)
 
     return inside
 
 
 @contextlib.contextmanager
-def _context(mesh: Mesh, rules: LogicalAxisRules) -> Iterator[None]:
+def _context(
+    mesh: Mesh, rules: LogicalAxisRules, gradient_rules: LogicalAxisRules | None = None
+) -> Iterator[None]:
     from flax.core import spmd  # heavy, and only tracing needs it
 
     from partitioning.state.traced_boxes import boxes_like_ours
@@ -107,6 +117,7 @@ def _context(mesh: Mesh, rules: LogicalAxisRules) -> Iterator[None]:
         own_errors(rules),
         spmd.logical_axis_rules(rules),
         in_rounds(find_rounds(mesh)),
+        scattering_by(gradient_rules),
         boxes_like_ours(),
         contextlib.ExitStack() as stack,
     ):

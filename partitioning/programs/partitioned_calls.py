@@ -31,6 +31,7 @@ def partition_function(
     donate_argnums: int | Sequence[int] = (),
     on_recompile: OnRecompile = 'allow',
     compiler_options: Mapping[str, OptionValue] | None = None,
+    gradient_rules: LogicalAxisRules | None = None,
 ) -> PartitionedCallable:
     """A function jitted over a mesh; see `BasePartitioner.partition`.
 
@@ -45,6 +46,7 @@ def partition_function(
       logical_axis_rules: rules for the linen models and `constrain` calls inside.
       in_resources, out_resources: the layouts of arguments and results.
       static_argnums, donate_argnums, on_recompile, compiler_options: as for `partition`.
+      gradient_rules: the rules by which `multiply` scatters gradients, if they differ.
 
     Returns:
       The function, with the methods of PjittedFnWithContext: `lower`, `lower_and_compile`,
@@ -60,7 +62,12 @@ def partition_function(
     body = observe(fn, trace_log)
     body = lay_out_inside(body, mesh, in_resources, out_resources, boundary.static)
     partitioned = PartitionedMethods(
-        body, logical_axis_rules, boundary, trace_log, check_options(compiler_options)
+        body,
+        logical_axis_rules,
+        boundary,
+        trace_log,
+        check_options(compiler_options),
+        gradient_rules,
     )
     call = _with_explained_errors(partitioned)
     functools.update_wrapper(call, fn)

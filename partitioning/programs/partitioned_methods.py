@@ -39,8 +39,10 @@ class PartitionedMethods(PjittedFnWithContext):
         boundary: Boundary,
         trace_log: TraceLog,
         compiler_options: dict[str, OptionValue] | None = None,
+        gradient_rules: LogicalAxisRules | None = None,
     ):
         super().__init__(fn, boundary.mesh, rules)
+        self._gradient_rules = gradient_rules
         self.boundary, self.trace_log = boundary, trace_log
         self._fn = fn
         self._jit = functools.partial(
@@ -135,7 +137,7 @@ class PartitionedMethods(PjittedFnWithContext):
         """`fn` in the contexts."""
         boundary = self.boundary
         typed = auto_where_needed(fn, self._mesh, self._out_shardings, boundary.static)
-        return in_context(typed, self._mesh, self._logical_axis_rules)
+        return in_context(typed, self._mesh, self._logical_axis_rules, self._gradient_rules)
 
     def adopt_static_fields(self, args: tuple) -> bool:
         """Gives the shardings the static fields of the arguments, if it is these that differ.

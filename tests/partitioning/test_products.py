@@ -89,6 +89,24 @@ def test_gradients_equal_those_of_one_device(sizes):
     assert len(scattered) == (2 if sizes['data'] > 1 else 0)
 
 
+def test_gradients_follow_the_rules_of_the_optimizer():
+    """Under ZeRO, weights are whole over the batch's axes and their gradients are not."""
+    weights, x = arrays()
+    rules = [rule for rule in RULES if rule[0] != 'embed']
+    partitioner = PjitPartitioner(
+        mesh=MeshConfig(axes={'replica': 1, 'data': 4, 'model': 2}),
+        logical_axis_rules=[*rules, ('embed', None)],
+        optimizer_axis_rules=RULES,
+    )
+    gradients = jax.grad(functools.partial(scanned, product=multiply))
+    of_weights = P(None, 'model'), P('model')
+    step = partitioner.partition(gradients, (of_weights, X_SPEC), SPECS)
+    expected = jax.grad(functools.partial(scanned, product=plain))(weights, x)
+    check = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(check, step(weights, x), expected)
+    assert step.lower(weights, x).as_text().count('stablehlo.reduce_scatter') == 2
+
+
 def test_slices_sum_the_shards():
     """What crosses the slices are shards, after the sum within each slice."""
     step = partitioned(two_layers, {'replica': 2, 'data': 4, 'model': 1})
