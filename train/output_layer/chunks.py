@@ -91,7 +91,10 @@ def choose_chunks(tokens: Any, columns: int, num_chunks: int | None) -> tuple[in
                 f'OutputSettings.num_chunks is {num_chunks}, but a device has {columns} columns of '
                 f'the vocabulary: use at most {columns}'
             )
-        return num_chunks, -(-columns // num_chunks)
+        size = -(-columns // num_chunks)
+        # Whole vector registers: TPUs copy chunks of other sizes.
+        size = size if size < LANES else -(-size // LANES) * LANES
+        return -(-columns // size), size
     most = CHUNK_BYTES // (4 * tokens) if isinstance(tokens, int) else columns
     if most >= columns:
         return 1, columns
