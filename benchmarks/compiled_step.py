@@ -78,7 +78,9 @@ class Row:
 
 
 # The compiler's own default: products with gathered weights are computed in pieces.
-_WINDOWED = ('TrainConfig.compiler_options = {}',)
+_WINDOWED = (
+    "TrainConfig.compiler_options = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': None}",
+)
 _DOT = (
     'TransformerConfig.attention = @AttentionSettings()',
     "AttentionSettings.kind = 'dot'",
@@ -175,6 +177,14 @@ ROWS = (
         topology='v5p:8x8x8',
         batch=512,
         mark=Figures(peak=12, compute=1.35 * 2400),
+    ),
+    Row(
+        name='70b_pipeline_v5p',
+        model='70b',
+        preset='pipeline',
+        topology='v5p:8x8x8',
+        batch=512,
+        bindings=('STAGES = 8', 'MICROBATCHES = 32', 'NUM_PARTITIONS = 8'),
     ),
     Row(name='70b_v6e', **_LARGE, topology='v6e:16x16', batch=256, mark=Figures(peak=10)),
 )
