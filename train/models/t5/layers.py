@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from partitioning import constrain
+from partitioning.products import multiply
 from train.models.embedding import look_up
 from train.models.experts import ExpertMlp
 from train.models.remat import name_of_part, named
@@ -90,10 +91,14 @@ class Dense(nn.Module):
         return parameter(self, 'kernel', create, self.names, stored)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        num_in, kernel = self.num_in, self.get_kernel().astype(self.dtype).reshape(self.shape)
-        last = tuple(range(x.ndim - num_in, x.ndim))
-        contracted = ((last, tuple(range(num_in))), ((), ()))
-        return jax.lax.dot_general(x.astype(self.dtype), kernel, contracted)
+        # The kernel is multiplied as it is stored, because its names are those of its dimensions.
+        kernel, rows = self.get_kernel(), x.shape[: x.ndim - self.num_in]
+        stored_in = 1 if len(self.names) == 2 else self.num_in
+        x = x.astype(self.dtype).reshape(*rows, *kernel.shape[:stored_in])
+        row, ins, outs = 'BL'[: len(rows)], 'IJ'[:stored_in], 'OP'[: kernel.ndim - stored_in]
+        x_names = ('batch', 'length')[: len(rows)] + self.names[:stored_in]
+        y = multiply(f'{row}{ins},{ins}{outs}->{row}{outs}', x, kernel, x_names, self.names)
+        return y.reshape(*rows, *self.shape[self.num_in :])
 
 
 class Norm(nn.Module):
