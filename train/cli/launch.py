@@ -141,7 +141,8 @@ def explain(error: Exception) -> str | None:
         name = str(error).partition("In call to configurable '")[2].partition("'")[0]
         return f'{name} lacks {missing}: set each in a gin file' if missing else None
     if isinstance(error, ModuleNotFoundError) and str(error.name).split('.')[0] in _OF_TRAINER:
-        return f"the trainer needs {error.name}: pip install 'meshwright[train]'"
+        package = (error.name or '').partition('.')[0]
+        return f"the trainer needs {package}: pip install 'meshwright[train]'"
     if not isinstance(error, ValueError | OSError | FloatingPointError):
         return None
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
