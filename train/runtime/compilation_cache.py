@@ -51,7 +51,8 @@ def use_compilation_cache(
     Raises:
       ConfigError: if the folder of the setting cannot be written.
     """
-    configured = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    config: Any = jax.config  # whose types lack the folder in some versions of jax
+    configured = config.jax_compilation_cache_dir
     if configured != _Folders.of_run:
         _Folders.of_user = configured
     if setting == 'auto':
