@@ -11,6 +11,7 @@ from flax import nnx
 from small import batch, model, partitioner
 
 from partitioning import PjitPartitioner, unbox
+from train.errors import ConfigError
 from train.models.nnx_transformer import NnxTransformer
 from train.models.parameters import list_parameters
 from train.models.transformer import CreateNnxTransformer, RopeScaling, TransformerConfig
@@ -190,3 +191,17 @@ def test_rules_without_kv_heads_cover_a_model_whose_heads_are_not_shared(kv_head
         return
     specs = plain.plan(init, jax.random.key(0)).specs['params']['layers']['attention']
     assert specs['key'] == specs['query'] == jax.sharding.PartitionSpec(None, None, 'model', None)
+
+
+@pytest.mark.parametrize('gradient_dtype', [None, 'float32'])
+def test_gradients_of_matrices_have_the_dtype_of_the_setting(gradient_dtype):
+    """Values that bfloat16 cannot hold tell float32 gradients of a bfloat16 model."""
+    objective = NextToken(model=model(dtype='bfloat16', gradient_dtype=gradient_dtype))
+    params = unbox(objective.init(jax.random.key(0), batch(0))['params'])
+    loss = lambda params: objective.loss(params, batch(0), None, {}).total  # noqa: E731
+    down = jax.jit(jax.grad(loss))(params)['layers']['mlp']['down']
+    rounded = down.astype(jnp.bfloat16).astype(jnp.float32)
+    assert down.dtype == jnp.float32
+    assert bool(jnp.all(down == rounded)) == (gradient_dtype is None)
+    with pytest.raises(ConfigError, match="gradient_dtype is 'half': use None, 'float32'"):
+        model(gradient_dtype='half')

@@ -68,9 +68,9 @@ def apply_attention(
     cache: Cache | None,
 ) -> tuple[jax.Array, Cache | None]:
     of_keys = 'BPD,DHN->BPHN' if c.kv_heads_axis == 'heads' else 'BPD,DKN->BPKN'
-    q_BLHN = lay_out_projected(multiply('BPD,DHN->BPHN', x_BLD, p, 'query'), 'heads')
-    k_BSKN = lay_out_projected(multiply(of_keys, x_BLD, p, 'key'), c.kv_heads_axis)
-    v_BSKN = lay_out_projected(multiply(of_keys, x_BLD, p, 'value'), c.kv_heads_axis)
+    q_BLHN = lay_out_projected(multiply(c, 'BPD,DHN->BPHN', x_BLD, p, 'query'), 'heads')
+    k_BSKN = lay_out_projected(multiply(c, of_keys, x_BLD, p, 'key'), c.kv_heads_axis)
+    v_BSKN = lay_out_projected(multiply(c, of_keys, x_BLD, p, 'value'), c.kv_heads_axis)
     if c.qk_norm:
         q_BLHN, k_BSKN = normalize(c, p['query_norm'], q_BLHN), normalize(c, p['key_norm'], k_BSKN)
     local = c.is_local(index)
@@ -113,4 +113,4 @@ def apply_attention(
     )
     attended_BLHN = constrain(attended_BLHN, ('batch', 'length', 'heads', 'kv'))
     attended_BLHN = lay_out_projected(attended_BLHN, 'heads')
-    return multiply('BPHN,HND->BPD', attended_BLHN, p, 'out'), cache
+    return multiply(c, 'BPHN,HND->BPD', attended_BLHN, p, 'out'), cache

@@ -61,6 +61,8 @@ class TransformerConfig:
       dtype: the dtype of the computation, 'float32' or 'bfloat16'. Norms, softmax and the loss are
         always computed in float32.
       param_dtype: the dtype of the parameters, 'float32' or 'bfloat16'.
+      gradient_dtype: the dtype in which devices sum the gradients of the matrices, by default that
+        of the computation. 'float32' sends twice the bytes of 'bfloat16'.
       remat: what the backward pass recomputes: 'none', 'dots' (everything except matmul results),
         'full' (everything), or a `Remat`, which lists what is kept. Of a list of these, layer n
         takes entry n modulo the length; a scan then traces one layer per entry.
@@ -107,6 +109,7 @@ class TransformerConfig:
     dropout_rate: float = 0.0
     dtype: DType = 'float32'
     param_dtype: DType = 'float32'
+    gradient_dtype: DType | None = None
     remat: RematWord | Remat | Sequence[RematWord | Remat] = 'none'
     scan_layers: bool = True
     scan_unroll: int | None = None
@@ -138,6 +141,8 @@ class TransformerConfig:
             value, allowed = getattr(self, name), get_args(kind)
             if get_origin(kind) is Literal and value not in allowed:
                 raise ConfigError(f'{name} is {value!r}: use {" or ".join(map(repr, allowed))}')
+            if kind == DType | None and value not in (None, *get_args(DType)):
+                raise ConfigError(f"{name} is {value!r}: use None, 'float32' or 'bfloat16'")
             if kind is bool and not isinstance(value, bool):
                 raise ConfigError(f'{name} is {value!r}: use True or False')
             if kind is int or (kind == int | None and value is not None):

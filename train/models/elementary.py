@@ -35,10 +35,13 @@ def normalize(config: TransformerConfig, params: Params, x: jax.Array) -> jax.Ar
     return (y + params['bias'] if 'bias' in params else y).astype(config.dtype)
 
 
-def multiply(equation: str, x: jax.Array, params: Params, name: str) -> jax.Array:
+def multiply(
+    config: TransformerConfig, equation: str, x: jax.Array, params: Params, name: str
+) -> jax.Array:
     """Applies a matrix and its bias.
 
     Args:
+      config: the settings of the model.
       equation: the einsum of rows and matrix, by the letters of NAMES and P.
       x: the rows.
       params: the parameters of the layer.
@@ -47,7 +50,8 @@ def multiply(equation: str, x: jax.Array, params: Params, name: str) -> jax.Arra
     inputs = equation.partition('->')[0].split(',')
     known = NAMES | {'P': length_name('projection')}
     x_names, w_names = ([known[letter] for letter in letters] for letters in inputs)
-    y = products.multiply(equation, x, params[name], x_names, w_names)
+    dtype = config.gradient_dtype
+    y = products.multiply(equation, x, params[name], x_names, w_names, gradient_dtype=dtype)
     bias = params.get(f'{name}_bias')
     return y if bias is None else y + bias.astype(x.dtype)
 

@@ -131,7 +131,8 @@ def _apply_layers(
         return carry
 
     # Cast here, the gradients of all layers are stacked in the dtype of the computation, too.
-    cast = functools.partial(cast_matrices, dtype=c.dtype)
+    early = c.gradient_dtype in (None, c.dtype)
+    cast = functools.partial(cast_matrices, dtype=c.dtype if early else c.param_dtype)
     indices = jnp.arange(c.num_layers)
     stages = find_stages(c.pipeline, c.num_layers) if cache is None else None
     if stages is None:

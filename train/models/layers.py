@@ -64,7 +64,7 @@ def apply_layer(
 
 
 def _apply_mlp(c: TransformerConfig, p: Params, x_BLD: jax.Array) -> jax.Array:
-    hidden_BLF = _named_product(x_BLD, p, 'gate' if c.gated_mlp else 'up')
+    hidden_BLF = _named_product(c, x_BLD, p, 'gate' if c.gated_mlp else 'up')
     if c.activation.startswith('gelu'):
         hidden_BLF = jax.nn.gelu(hidden_BLF, approximate=c.activation == 'gelu_tanh')
     elif c.activation == 'silu':
@@ -73,10 +73,12 @@ def _apply_mlp(c: TransformerConfig, p: Params, x_BLD: jax.Array) -> jax.Array:
         hidden_BLF = jax.nn.relu(hidden_BLF)
         hidden_BLF = hidden_BLF**2 if c.activation == 'relu2' else hidden_BLF
     if c.gated_mlp:
-        hidden_BLF *= _named_product(x_BLD, p, 'up')
-    return multiply('BLF,FD->BLD', constrain(hidden_BLF, ('batch', 'length', 'mlp')), p, 'down')
+        hidden_BLF *= _named_product(c, x_BLD, p, 'up')
+    return multiply(c, 'BLF,FD->BLD', constrain(hidden_BLF, ('batch', 'length', 'mlp')), p, 'down')
 
 
-def _named_product(x_BLD: jax.Array, p: Params, name: Literal['gate', 'up']) -> jax.Array:
+def _named_product(
+    c: TransformerConfig, x_BLD: jax.Array, p: Params, name: Literal['gate', 'up']
+) -> jax.Array:
     names: dict[str, Name] = {'gate': 'mlp_gate', 'up': 'mlp_up'}
-    return named(multiply('BLD,DF->BLF', x_BLD, p, name), names[name])
+    return named(multiply(c, 'BLD,DF->BLF', x_BLD, p, name), names[name])
