@@ -65,7 +65,7 @@ def _in_dtype_of_sums(add: Callable[[jax.Array], jax.Array], x: jax.Array) -> ja
     process: "Invalid binary instruction opcode copy", in jaxlib 0.10 to 0.12.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is None or device.platform != 'cpu' or x.dtype.itemsize > 2:
+    if device is None or device.device_kind != 'cpu' or x.dtype.itemsize > 2:
         return add(x)
     return add(x.astype(jnp.float32)).astype(x.dtype)
 
