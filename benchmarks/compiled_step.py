@@ -85,7 +85,12 @@ _DOT = (
     'TransformerConfig.attention = @AttentionSettings()',
     "AttentionSettings.kind = 'dot'",
 )
-_OFFLOAD = ('TransformerConfig.remat = @Remat()', "Remat.offload = ['residual']")
+_OFFLOAD = (
+    'TransformerConfig.remat = @Remat()',
+    "Remat.offload = ['residual']",
+    'NextToken.output = @OutputSettings()',  # without the inputs of layers, logits make the peak
+    'OutputSettings.num_chunks = 16',
+)
 _LONG = ('SEQUENCE_LENGTH = 131_072', 'CONTEXT_PARTITIONS = 16')
 _SMALL: dict[str, Any] = {'model': '1b', 'topology': 'v5e:4x4', 'batch': 32}
 _MEDIUM: dict[str, Any] = {'model': '8b', 'topology': 'v5p:4x4x4', 'batch': 128}
