@@ -23,6 +23,7 @@ pytestmark = pytest.mark.core
 
 ROWS, LENGTH, VOCAB = 16, 32, 264
 THREE = ('three_d', 'few_kv_heads', 'context')  # presets with three mesh axes
+TWO = [name for name in PRESETS if name not in (*THREE, 'pipeline')]  # pipelines have own tests
 # Presets with the sizes of their axes, where each shows something that the others do not.
 CHOSEN = [
     ('fsdp', 'NUM_PARTITIONS=1'),
@@ -35,7 +36,7 @@ CHOSEN = [
 ]
 # Every preset that divides the 8 devices over two axes, on 8x1, 4x2, 2x4 and 1x8.
 ALL = [
-    *((name, f'NUM_PARTITIONS={n}') for name in PRESETS if name not in THREE for n in (1, 2, 4, 8)),
+    *((name, f'NUM_PARTITIONS={n}') for name in TWO for n in (1, 2, 4, 8)),
     *(('three_d', f'NUM_PARTITIONS={n}') for n in (1, 2, 4)),
     *(('few_kv_heads', f'NUM_PARTITIONS={n}', f'HEAD_GROUPS={8 // n}') for n in (1, 2, 4, 8)),
     *(('context', f'NUM_PARTITIONS={n}', f'CONTEXT_PARTITIONS={8 // n}') for n in (1, 2, 4, 8)),
