@@ -121,12 +121,12 @@ def test_an_asynchronous_gather_counts_once_per_iteration():
         ('all-gather', ('data',), 128 * 16 * 2 * 3, 16),
         ('all-gather', ('model',), 32 * 4, 16),
     ]
-    assert costs.collectives[0].source == '/home/user/model.py:24'
+    assert costs.collectives[0].source == 'source/model.py:24'
     assert costs.cycles == 16 * 1000 + 500
     assert costs.compute_seconds == pytest.approx(16_500 / 1.75e9)
     matmul, add = costs.operations
     assert (matmul.kind, matmul.cycles, matmul.count) == ('matmul', 16_000, 16)
-    assert matmul.source == '/home/user/model.py:24'
+    assert matmul.source == 'source/model.py:24'
     assert (add.kind, add.op_name) == ('elementwise', 'jit(step)/add')
 
 
