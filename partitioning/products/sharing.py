@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from partitioning.rules import (
     LogicalAxisRules,
     drop_axes_of_names,
+    free_axes,
     manual_axes,
     resolve_axes,
     sharding_axes,
@@ -130,7 +131,7 @@ def find_sharing(
     weights = tuple(_scattered(of_w, summed))
     kept = tuple((k, axes) for k, axes in of_w.items() if axes and not summed & {*axes})
     used = {axis for axes in (*of_x.values(), *of_w.values()) for axis in axes}
-    unused = tuple(a for a in mesh.axis_names if a not in used and a not in manual_axes(mesh))
+    unused = tuple(axis for axis in free_axes(mesh) if axis not in used)
     return Sharing(rows, weights, kept, unused) if weights else None
 
 

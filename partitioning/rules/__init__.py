@@ -52,6 +52,7 @@ from partitioning.rules.dimensions import (
 from partitioning.rules.inside_shard_map import (
     drop_axes as drop_axes,
     drop_axes_of_names as drop_axes_of_names,
+    free_axes as free_axes,
     manual_axes as manual_axes,
 )
 from partitioning.rules.names import (

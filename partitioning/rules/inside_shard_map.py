@@ -22,6 +22,12 @@ def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     return tuple(axis for axis, kind in typed if kind == AxisType.Manual)
 
 
+def free_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes of a mesh that no surrounding `jax.shard_map` has made Manual, in its order."""
+    manual = manual_axes(mesh)
+    return tuple(axis for axis in mesh.axis_names if axis not in manual)
+
+
 def drop_axes(spec: PartitionSpec, dropped: Set[str]) -> PartitionSpec:
     """A spec without some mesh axes."""
     return PartitionSpec(*(_without(entry, dropped) for entry in spec))

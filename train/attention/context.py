@@ -19,7 +19,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from train.attention.layout import Layout, find_layout, free_axes
+from partitioning.rules import free_axes
+from train.attention.layout import Layout, find_layout
 from train.attention.machine import device_kind, platform
 from train.attention.parts import PartSettings
 from train.attention.ring import Ring
@@ -112,7 +113,7 @@ def attend_over_context(
             PartitionSpec(),
         ),
         out_specs=layout.queries,
-        axis_names=free_axes(),
+        axis_names={*free_axes(jax.sharding.get_abstract_mesh())},
         check_vma=False,  # the kernels do not say over which axes their results vary
     )(*arguments)
 

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from train.attention.layout import find_layout, free_axes
+from partitioning.rules import free_axes
+from train.attention.layout import find_layout
 from train.attention.sight import Sight
 
 
@@ -38,7 +39,7 @@ def attend_on_each_device(
     """
     layout = find_layout(q_BLHN.shape, k_BSKN.shape)
     assert layout is not None
-    free, group = free_axes(), q_BLHN.shape[2] // k_BSKN.shape[2]
+    free, group = free_axes(jax.sharding.get_abstract_mesh()), q_BLHN.shape[2] // k_BSKN.shape[2]
     if not free:
         return attend(q_BLHN, k_BSKN, v_BSKN, sight)
     if layout.repeats > 1:
@@ -55,6 +56,6 @@ def attend_on_each_device(
         on_one,
         in_specs=(layout.queries, layout.keys, layout.keys, array_specs),
         out_specs=layout.queries,
-        axis_names=free,
+        axis_names={*free},
         check_vma=False,  # the kernels do not say over which axes their results vary
     )(q_BLHN, k_BSKN, v_BSKN, arrays)

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 import jax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from partitioning import activation_spec
 from partitioning.rules import sharding_axes
@@ -80,10 +80,3 @@ def find_layout(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Layout | 
     if axes[: len(kv_axes)] == kv_axes:  # the heads of a device are among its kv_heads
         return Layout(queries, keys, sliced=axes[len(kv_axes) :])
     return Layout(queries, gathered, sliced=axes)
-
-
-def free_axes() -> set[str]:
-    """Returns the axes of the mesh over which a function is not yet divided by a shard_map."""
-    mesh = jax.sharding.get_abstract_mesh()
-    typed = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {axis for axis, kind in typed if kind != AxisType.Manual}

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from train.attention.dot import masked_scores
 from train.attention.settings import SplashBlocks
 from train.attention.sight import Sight
 from train.attention.splash_parts import splash_part, splash_part_gradients
@@ -65,7 +66,7 @@ def attend_part(
             is_seen_BHL.swapaxes(1, 2)[..., None], attended_BLHN.astype(jnp.float32), 0
         )
         return attended_BLHN, jnp.where(is_seen_BHL, log_sum_BHL, LOWEST)
-    scores, _ = _scores(scaled, k_BSKN, sight, soft_cap)
+    scores, _ = masked_scores(scaled, k_BSKN, sight, soft_cap)
     log_sum = jnp.maximum(jax.nn.logsumexp(scores, axis=-1), LOWEST)
     weights = jnp.exp(scores - log_sum[..., None]).astype(v_BSKN.dtype)
     attended = jnp.einsum('BKGLS,BSKN->BLKGN', weights, v_BSKN, preferred_element_type=jnp.float32)
@@ -103,7 +104,7 @@ def part_gradients(
         found = splash_part_gradients(*kept, gradient_BLHN, sight, soft_cap, settings.blocks)
     else:
         grouped = (*q_BLHN.shape[:2], k_BSKN.shape[2], -1, q_BLHN.shape[3])
-        scores, slope = _scores(scaled, k_BSKN, sight, soft_cap)
+        scores, slope = masked_scores(scaled, k_BSKN, sight, soft_cap)
         weights = jnp.exp(scores - log_sum_BHL.reshape(*scores.shape[:-1], 1))
         gradient = gradient_BLHN.astype(jnp.float32).reshape(grouped)
         dv = jnp.einsum('BKGLS,BLKGN->BSKN', weights, gradient)
@@ -117,19 +118,3 @@ def part_gradients(
         found = (dq.reshape(q_BLHN.shape), dk, dv)
     dq, dk, dv = (x.astype(jnp.float32) for x in found)
     return dq * settings.scale, dk, dv
-
-
-def _scores(
-    q_BLHN: jax.Array, k_BSKN: jax.Array, sight: Sight, soft_cap: float | None
-) -> tuple[jax.Array, jax.Array | None]:
-    """The scores [batch, kv_heads, group, length, slots], and the derivative of their soft cap."""
-    q_BLKGN = q_BLHN.reshape(*q_BLHN.shape[:2], k_BSKN.shape[2], -1, q_BLHN.shape[3])
-    scores = jnp.einsum('BLKGN,BSKN->BKGLS', q_BLKGN, k_BSKN, preferred_element_type=jnp.float32)
-    slope = None
-    if soft_cap is not None:
-        bounded = jnp.tanh(scores / soft_cap)
-        scores, slope = soft_cap * bounded, 1 - jnp.square(bounded)
-    mask = sight.mask(q_BLHN.shape[1], k_BSKN.shape[1])
-    if mask is not None:
-        scores = jnp.where(mask[:, :, None], scores, -jnp.inf)
-    return scores, slope

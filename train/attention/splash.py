@@ -10,13 +10,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
 from train.attention.band import Band
 from train.attention.machine import platform
 from train.attention.settings import SplashBlocks
 from train.attention.sight import Sight
-from train.attention.splash_kernels import make_kernel
+from train.attention.splash_kernels import heads_first, make_kernel, segment_ids
 
 LANES = 128  # the width of a TPU's vector registers: blocks are whole multiples of it
 
@@ -53,10 +52,7 @@ def attend_by_splash(
 
     The arguments must have no `splash_problems`. On CPUs, the kernels are interpreted.
     """
-    segments = None
-    if sight.segments_BL is not None and sight.segments_BS is not None:
-        segments = splash_attention_kernel.SegmentIds(sight.segments_BL, sight.segments_BS)
-    arrays = (*(x.swapaxes(1, 2) for x in (q_BLHN * scale, k_BLKN, v_BLKN)), segments)
+    arrays = (*map(heads_first, (q_BLHN * scale, k_BLKN, v_BLKN)), segment_ids(sight))
 
     def run(band: Band, *arrays: Any) -> jax.Array:
         kernel = make_kernel(
@@ -71,5 +67,5 @@ def attend_by_splash(
 
     if sight.chooses:
         bands = (functools.partial(run, band) for band in (sight.local_band, sight.band))
-        return jax.lax.cond(sight.local, *bands, *arrays).swapaxes(1, 2)
-    return run(sight.band, *arrays).swapaxes(1, 2)
+        return heads_first(jax.lax.cond(sight.local, *bands, *arrays))
+    return heads_first(run(sight.band, *arrays))

@@ -15,6 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 
 from train.attention.band import Band
 from train.attention.settings import ATTENDED, SplashBlocks
+from train.attention.sight import Sight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,3 +106,15 @@ def block_sizes(
 def _fit(size: int, length: int) -> int:
     """The largest multiple of 128 that is at most `size` and divides the length."""
     return max(n for n in range(128, size + 1, 128) if length % n == 0)
+
+
+def heads_first(x: jax.Array) -> jax.Array:
+    """Swaps the length and the heads of arrays of rows."""
+    return x.swapaxes(1, 2)
+
+
+def segment_ids(sight: Sight) -> Any:
+    """Returns the segments of queries and keys as the kernels take them, or None."""
+    if sight.segments_BL is None or sight.segments_BS is None:
+        return None
+    return splash_attention_kernel.SegmentIds(sight.segments_BL, sight.segments_BS)

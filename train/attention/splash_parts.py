@@ -22,7 +22,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info
 from train.attention.machine import platform
 from train.attention.settings import ATTENDED, SplashBlocks
 from train.attention.sight import Sight
-from train.attention.splash_kernels import block_sizes
+from train.attention.splash_kernels import block_sizes, heads_first, segment_ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,8 +150,8 @@ def attend_by_splash_parts(
     def run(kernel: Any, *arrays: Any) -> jax.Array:
         return jax.vmap(kernel)(*arrays)
 
-    arrays = (*map(_heads_first, (q_BLHN, k_BSKN, v_BSKN)), _segment_ids(sight))
-    return _heads_first(_with_kernel(run, arrays, sight, soft_cap, blocks))
+    arrays = (*map(heads_first, (q_BLHN, k_BSKN, v_BSKN)), segment_ids(sight))
+    return heads_first(_with_kernel(run, arrays, sight, soft_cap, blocks))
 
 
 def splash_part(
@@ -173,9 +173,9 @@ def splash_part(
         attended_BHLN, (log_sum_BHL,) = jax.vmap(kernel)(*arrays)
         return attended_BHLN, log_sum_BHL
 
-    arrays = (*map(_heads_first, (q_BLHN, k_BSKN, v_BSKN)), _segment_ids(sight))
+    arrays = (*map(heads_first, (q_BLHN, k_BSKN, v_BSKN)), segment_ids(sight))
     attended, log_sum_BHL = _with_kernel(run, arrays, sight, soft_cap, blocks, save_residuals=True)
-    return _heads_first(attended), log_sum_BHL
+    return heads_first(attended), log_sum_BHL
 
 
 def splash_part_gradients(
@@ -215,11 +215,11 @@ def splash_part_gradients(
         return jax.vmap(of_row)(q, k, v, segments, *rest)
 
     q, k, v, attended, gradient = map(
-        _heads_first, (q_BLHN, k_BSKN, v_BSKN, attended_BLHN, gradient_BLHN)
+        heads_first, (q_BLHN, k_BSKN, v_BSKN, attended_BLHN, gradient_BLHN)
     )
-    arrays = (q, k, v, _segment_ids(sight), attended, log_sum_BHL, gradient)
+    arrays = (q, k, v, segment_ids(sight), attended, log_sum_BHL, gradient)
     dq, dk, dv = _with_kernel(run, arrays, sight, soft_cap, blocks)
-    return _heads_first(dq), _heads_first(dk), _heads_first(dv)
+    return heads_first(dq), heads_first(dk), heads_first(dv)
 
 
 def _with_kernel(
@@ -253,14 +253,3 @@ def _with_kernel(
         return with_window(sight.window if sight.local else None, *arrays)
     branches = (functools.partial(with_window, window) for window in (sight.window, None))
     return jax.lax.cond(sight.local, *branches, *arrays)
-
-
-def _heads_first(x: jax.Array) -> jax.Array:
-    """Swaps the length and the heads of arrays of rows."""
-    return x.swapaxes(1, 2)
-
-
-def _segment_ids(sight: Sight) -> Any:
-    if sight.segments_BL is None or sight.segments_BS is None:
-        return None
-    return splash_attention_kernel.SegmentIds(sight.segments_BL, sight.segments_BS)

@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec
 
 from partitioning import constrain
 from partitioning.constraints import lay_out
-from partitioning.products import scatter_sum
-from partitioning.rules import manual_axes
+from partitioning.products import scatter_sum, sum_over
+from partitioning.rules import free_axes
 from train.output_layer.chunks import (
     Chunking,
     Cotangents,
@@ -37,7 +37,6 @@ from train.output_layer.placement import (
     find_placement,
     gather,
     index_along,
-    sum_whole,
     take_part,
 )
 from train.output_layer.scores import TargetScores
@@ -182,11 +181,11 @@ def _backward(
             index_along(p.vocab) * kept.w_DV.shape[1],
             lambda dw_DC: scatter_sum(dw_DC, p.embed, 0),
         )
-        dw_DV = sum_whole(dw_DV, tuple(axis for axis in p.tokens if axis not in p.embed))
+        dw_DV = sum_over(dw_DV, tuple(axis for axis in p.tokens if axis not in p.embed))
         dx_BLD = dx_BLD.astype(c.gradient_dtype)
         dx_BLD = scatter_sum(scatter_sum(dx_BLD, p.shared_length, 1), p.hidden, 2)
         scattered = {*p.shared_length, *p.hidden}
-        dx_BLD = sum_whole(dx_BLD, tuple(axis for axis in p.vocab if axis not in scattered))
+        dx_BLD = sum_over(dx_BLD, tuple(axis for axis in p.vocab if axis not in scattered))
         return dx_BLD.astype(layer.x_dtype), dw_DV.astype(layer.w_dtype)
 
     in_specs = layer.kept_specs, layer.token_spec
@@ -224,7 +223,7 @@ def _run(
         function,
         in_specs=in_specs,
         out_specs=out_specs,
-        axis_names={*mesh.axis_names} - {*manual_axes(mesh)},
+        axis_names={*free_axes(mesh)},
         check_vma=False,
     )
     return on_devices(*arguments)

@@ -121,11 +121,6 @@ def take_part(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, axis=dim)
 
 
-def sum_whole(x: jax.Array, axes: Axes) -> jax.Array:
-    """Sums arrays over devices."""
-    return jax.lax.psum(x, axes) if axes else x
-
-
 def index_along(axes: Axes) -> jax.Array:
     """Returns the number of this device's part of a dimension, an int32 scalar."""
     return jax.lax.axis_index(axes).astype(jnp.int32) if axes else jnp.int32(0)
