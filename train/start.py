@@ -14,7 +14,7 @@ from partitioning import TrainState
 from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
 from train.checkpoints import Checkpoints, RestoreConfig
-from train.checkpoints.config import t5x_steps
+from train.checkpoints.steps import t5x_steps
 from train.data import record
 from train.errors import ConfigError
 from train.optimizers import learning_rate_of

@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 
 from etils import epath
 
-from train.checkpoints.config import CheckpointConfig, RestoreConfig, complete_steps
+from train.checkpoints.config import CheckpointConfig
 from train.checkpoints.reading import CheckpointReader
+from train.checkpoints.restore import RestoreConfig
+from train.checkpoints.steps import complete_steps
 from train.paths import absolute, is_remote
 from train.runtime.arrays_on_s3 import support_s3
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from partitioning.rules import nearest
-from train.checkpoints.config import RestoreConfig
+from train.checkpoints.restore import RestoreConfig
 from train.checkpoints.stored import StoredArray, place
 from train.errors import ConfigError
 

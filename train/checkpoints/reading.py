@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from etils import epath
 
 from partitioning.state import path_str
-from train.checkpoints.config import RestoreConfig
 from train.checkpoints.matching import Initialize, Matched, Wanted, match_arrays, read_all
 from train.checkpoints.orbax_files import read_orbax
+from train.checkpoints.restore import RestoreConfig
 from train.checkpoints.stored import StoredArray
 from train.errors import ConfigError, first_line
 from train.runtime.machine import raise_on_all_processes

@@ -14,8 +14,8 @@ import numpy as np
 from etils import epath
 from flax import serialization
 
-from train.checkpoints.config import t5x_format
 from train.checkpoints.orbax_files import read_orbax
+from train.checkpoints.steps import t5x_format
 from train.checkpoints.stored import StoredArray, in_memory, kvstore_of, open_stores
 from train.errors import ConfigError, first_line
 from train.paths import as_path

@@ -19,7 +19,7 @@ from flax import traverse_util
 
 from train import checkpoints
 from train.checkpoints import complete_steps
-from train.checkpoints.config import t5x_format, t5x_steps
+from train.checkpoints.steps import t5x_format, t5x_steps
 from train.checkpoints.stored import StoredArray, repeat_first
 from train.errors import ConfigError, first_line
 from train.paths import as_path, is_remote

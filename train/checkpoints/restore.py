@@ -1,0 +1,137 @@
+"""The settings of restoring: the checkpoint from which a run starts, and which arrays it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
+
+from etils import epath
+
+from train.checkpoints.steps import complete_steps, t5x_steps
+from train.errors import ConfigError
+from train.paths import as_path
+
+if TYPE_CHECKING:
+    from train.checkpoints.folder import Checkpoints
+
+RestoreMode = Literal['latest', 'specific']
+Renames = Sequence[tuple[str, str | None]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestoreConfig:
+    """The checkpoint of another run that a run starts from.
+
+    Attributes:
+      path: in mode 'specific', one checkpoint, `<model_dir>/checkpoints/<step>`; in mode 'latest',
+        the folder of a run or of its checkpoints; the newest complete checkpoint is restored.
+      mode: 'latest' or 'specific'.
+      renames: pairs of a regular expression, which must match the whole path of an array of this
+        run, such as 'params/(.*)/kernel', and the path of the array in the checkpoint, such as
+        'params/\\1/weights'. The first pair that matches counts, and an array without one keeps its
+        path. With None, an array is not restored. Every pair must match an array.
+      strict: whether an array of the checkpoint that the run does not use is an error.
+      initialize_missing: whether an array that is not in the checkpoint is initialized as in a new
+        run; otherwise it is an error.
+      dtype: the dtype that parameters must have, such as 'bfloat16'. An evaluation converts them.
+    """
+
+    path: str
+    mode: RestoreMode = 'latest'
+    renames: Renames = ()
+    strict: bool = True
+    initialize_missing: bool = False
+    dtype: str | None = None
+    # The names of settings in messages.
+    setting: ClassVar[str] = 'RestoreConfig.path'
+    renames_setting: ClassVar[str] = 'RestoreConfig.renames'
+    initialize_setting: ClassVar[str] = 'RestoreConfig.initialize_missing'
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise ConfigError(f'{self.setting} is {self.path!r}: it must be the path of a folder')
+        if self.mode not in get_args(RestoreMode):
+            raise ConfigError(f"RestoreConfig.mode is {self.mode!r}: use 'latest' or 'specific'")
+        check_renames(self.renames_setting, self.renames)
+        if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
+            raise ConfigError(
+                f"RestoreConfig.dtype is {self.dtype!r}: use 'float32', 'bfloat16', 'float16' or "
+                'None'
+            )
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the arrays of the checkpoint must be those of the run."""
+        return not (self.renames or self.initialize_missing or self.dtype) and self.strict
+
+    def drops(self, name: str) -> bool:
+        """Whether the array of this name is not restored."""
+        rules = (new for pattern, new in self.renames if re.fullmatch(pattern, name))
+        return next(rules, name) is None
+
+    def find(self) -> tuple[epath.Path, int]:
+        """Finds the checkpoint by looking at files only, so processes need not wait for each other.
+
+        Returns:
+          The folder of checkpoints, and the step to restore.
+
+        Raises:
+          ConfigError: if there is no such checkpoint, or it is incomplete.
+        """
+        path = as_path(self.setting, self.path)
+        folder = path.parent if self.mode == 'specific' else path
+        if self.mode == 'latest' and (path / 'checkpoints').is_dir():
+            folder = path / 'checkpoints'
+        t5x_name = re.fullmatch(r'checkpoint_(\d+)', path.name)
+        if t5x_name or t5x_steps(path):
+            run, step = (path.parent, t5x_name[1]) if t5x_name else (path, '<step>')
+            raise ConfigError(
+                f'{self.setting} {path} is of T5X: restore it with '
+                'train.t5x.configs.RestoreCheckpointConfig(path=...).translated(). A checkpoint of '
+                f'this trainer is {run / "checkpoints" / step}'
+            )
+        if not path.is_dir():
+            raise ConfigError(f'{self.setting} {path} does not exist')
+        if self.mode == 'specific' and not path.name.isdecimal():
+            raise ConfigError(
+                f'{self.setting} {path} is not a checkpoint directory (expected '
+                ".../checkpoints/<step>): add the step, or use mode 'latest'"
+            )
+        steps = complete_steps(folder)
+        step = int(path.name) if self.mode == 'specific' else max(steps, default=None)
+        if step not in steps:
+            raise ConfigError(
+                f'{self.setting} {path} is not a complete checkpoint; complete steps in {folder}: '
+                f'{", ".join(map(str, steps)) or "none"}'
+            )
+        return folder, step
+
+    def open(self, folder: epath.Path) -> Checkpoints:
+        """Opens the folder that `find` returned."""
+        from train.checkpoints.config import CheckpointConfig
+        from train.checkpoints.folder import Checkpoints
+
+        return Checkpoints(folder, CheckpointConfig(keep=None), self)
+
+
+def check_renames(setting: str, renames: Renames) -> None:
+    """Checks that renames are pairs of a regular expression and a replacement.
+
+    Args:
+      setting: the name of the setting, for the message.
+      renames: its value.
+
+    Raises:
+      ConfigError: if they are not.
+    """
+    for i, pair in enumerate(renames):
+        try:
+            pattern, replacement = pair
+            re.compile(pattern).sub(replacement or '', '')  # also checks the groups it refers to
+        except (TypeError, ValueError, re.error, IndexError) as error:
+            raise ConfigError(
+                f'{setting}[{i}] is {pair!r} ({error}): write a pair of a regular expression and a '
+                "replacement, such as ('params/(.*)', 'params/model/\\\\1')"
+            ) from error
