@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
+from train.checkpoints.t5x_files import read_arrays
 from train.decoding import predict
 from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
 from train.objectives import EncoderDecoder, PrefixLanguageModel
-from train.t5x.checkpoint_reader import read_arrays
 from train.t5x.decoding import as_search, beam_search, temperature_sample
 
 LIMIT = 1e-4

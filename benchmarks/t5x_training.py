@@ -22,12 +22,12 @@ import optax
 
 from partitioning import TrainState, unbox
 from partitioning.state import path_str
+from train.checkpoints.t5x_files import read_arrays
 from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
 from train.objectives import EncoderDecoder, PrefixLanguageModel
 from train.optimizers import as_transformation
 from train.steps import make_train_step
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
-from train.t5x.checkpoint_reader import read_arrays
 from train.t5x.schedules import create_learning_rate_scheduler
 
 # The factor of the z-loss in all runs.

@@ -10,6 +10,7 @@ from flax.linen.partitioning import AxisMetadata
 from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules, unbox
 from partitioning.state import path_str
 from train.adafactor import FactorDim
+from train.checkpoints.t5x_files import read_arrays
 from train.errors import ConfigError
 from train.models.t5 import T5, T5Config
 from train.optimizers import as_transformation
@@ -19,7 +20,6 @@ from train.t5x.adafactor import (
     HParamMap,
     standard_logical_factor_rules,
 )
-from train.t5x.checkpoint_reader import read_arrays
 
 pytestmark = pytest.mark.core
 

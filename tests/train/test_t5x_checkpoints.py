@@ -15,6 +15,7 @@ from small import partitioner
 from partitioning import TrainState, standard_logical_axis_rules
 from partitioning.state import path_str
 from train.checkpoints import CheckpointConfig
+from train.checkpoints.t5x_files import read_arrays
 from train.errors import ConfigError
 from train.gin_config import find_entry
 from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
@@ -22,7 +23,6 @@ from train.optimizers import as_transformation
 from train.t5x import state_utils
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig
-from train.t5x.checkpoint_reader import read_arrays
 from train.t5x.checkpoints import Checkpointer, T5XCheckpointConfig, T5XCheckpoints
 from train.t5x.moe_checkpoints import UpcycleCheckpointer
 from train.t5x.state_names import names_of

@@ -11,6 +11,7 @@ from flax.traverse_util import unflatten_dict
 from small import partitioner
 
 from partitioning import MoePjitPartitioner, standard_logical_axis_rules, unbox
+from train.checkpoints.t5x_files import read_arrays
 from train.decoding import (
     beam_search,
     predict,
@@ -23,7 +24,6 @@ from train.models.experts import ExpertsConfig
 from train.models.t5 import T5, DecoderOnly
 from train.models.t5.config import DecoderOnlyConfig, T5Config
 from train.objectives import EncoderDecoder
-from train.t5x.checkpoint_reader import read_arrays
 
 pytestmark = pytest.mark.core
 KEY = jax.random.PRNGKey(3)

@@ -12,12 +12,12 @@ import t5x_reference
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from partitioning import TrainState
+from train.checkpoints.t5x_files import read_arrays
 from train.errors import ConfigError
 from train.models.t5.layers import buckets
 from train.objectives import EncoderDecoder, PrefixLanguageModel, compute_loss
 from train.steps import make_train_step
 from train.t5x import decoder_only_network, gpu_network, models, network, scalable_network
-from train.t5x.checkpoint_reader import read_arrays
 
 pytestmark = pytest.mark.core
 

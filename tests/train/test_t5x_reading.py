@@ -10,8 +10,8 @@ from flax import serialization
 from small import partitioner
 
 from train.checkpoints.stored import place
+from train.checkpoints.t5x_files import read_arrays
 from train.errors import ConfigError
-from train.t5x.checkpoint_reader import read_arrays
 
 
 def sums(array):

@@ -9,13 +9,13 @@ from small import partitioner, records
 
 from partitioning import standard_logical_axis_rules
 from train import TrainConfig, train
+from train.checkpoints.t5x_files import read_arrays
 from train.data import Examples
 from train.errors import ConfigError
 from train.models.t5 import T5, T5Config
 from train.objectives import EncoderDecoder
 from train.runtime.writers import JsonWriter
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
-from train.t5x.checkpoint_reader import read_arrays
 from train.t5x.checkpoints import T5XCheckpointConfig
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -32,11 +33,14 @@ class StoredArray:
       shape: the shape.
       dtype: the dtype of the values that are read.
       start: starts to read a slice, and returns a future of the values in file order.
+      chunk: the shape of the chunks in which it is stored. Each is read as a whole, whatever part
+        of it is wanted. None if any slice can be read alone.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     start: Callable[[Any], Any] = dataclasses.field(repr=False)
+    chunk: tuple[int, ...] | None = None
 
     def read(self, index: Any = ...) -> np.ndarray:
         """Reads a slice, by default the whole array."""
@@ -50,10 +54,20 @@ class StoredArray:
         """The number of dimensions."""
         return len(self.shape)
 
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all values in memory, in bytes."""
+        return self.size * self.dtype.itemsize
+
 
 def in_memory(values: Any) -> StoredArray:
     """An array that a file contained inline, so that it is in memory already."""
-    array = as_bfloat16(np.asarray(values))
+    array = np.asarray(values)
 
     def start(index: Any) -> Future[np.ndarray]:
         future: Future[np.ndarray] = Future()
@@ -65,19 +79,21 @@ def in_memory(values: Any) -> StoredArray:
 
 def in_store(store: Any) -> StoredArray:
     """An array of an open tensorstore.TensorStore."""
-    dtype = np.dtype(store.dtype.numpy_dtype)
-    if dtype != np.uint16:
-        return StoredArray(shape=tuple(store.shape), dtype=dtype, start=lambda i: store[i].read())
     return StoredArray(
         shape=tuple(store.shape),
-        dtype=np.dtype(jnp.bfloat16),
-        start=lambda i: _Mapped(store[i].read(), as_bfloat16),
+        dtype=np.dtype(store.dtype.numpy_dtype),
+        start=lambda i: store[i].read(),
+        chunk=tuple(store.chunk_layout.read_chunk.shape or ()),
     )
 
 
-def as_bfloat16(array: np.ndarray) -> np.ndarray:
-    """Returns the bfloat16 values that T5X stored as uint16, and other arrays as they are."""
-    return array.view(jnp.bfloat16) if array.dtype == np.uint16 else array
+def as_bfloat16(array: StoredArray) -> StoredArray:
+    """An array of uint16 whose bits are those of bfloat16 values."""
+    return dataclasses.replace(
+        array,
+        dtype=np.dtype(jnp.bfloat16),
+        start=lambda i: _Mapped(array.start(i), lambda x: x.view(jnp.bfloat16)),
+    )
 
 
 def repeat_first(array: StoredArray, count: int) -> StoredArray:

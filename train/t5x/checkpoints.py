@@ -21,10 +21,10 @@ from train import checkpoints
 from train.checkpoints import complete_steps
 from train.checkpoints.steps import t5x_format, t5x_steps
 from train.checkpoints.stored import StoredArray, repeat_first
+from train.checkpoints.t5x_files import read_arrays
 from train.errors import ConfigError, first_line
 from train.paths import as_path, is_remote
 from train.t5x import state_names
-from train.t5x.checkpoint_reader import read_arrays
 from train.t5x.state_utils import transform
 
 

@@ -16,7 +16,7 @@ from flax import serialization
 
 from train.checkpoints.orbax_files import read_orbax
 from train.checkpoints.steps import t5x_format
-from train.checkpoints.stored import StoredArray, in_memory, kvstore_of, open_stores
+from train.checkpoints.stored import StoredArray, as_bfloat16, in_memory, kvstore_of, open_stores
 from train.errors import ConfigError, first_line
 from train.paths import as_path
 
@@ -75,7 +75,9 @@ def _read_legacy(path: epath.Path) -> Arrays:
             specs['/'.join(keys)] = _spec_in(file.parent, leaf)
         elif leaf is not None:
             arrays['/'.join(keys)] = in_memory(np.asarray(leaf))
-    return arrays | open_stores(specs)
+    arrays |= open_stores(specs)
+    # Version 2 has no dtype for bfloat16. T5X's states have no other arrays of uint16.
+    return {k: as_bfloat16(x) if x.dtype == np.uint16 else x for k, x in arrays.items()}
 
 
 def _leaves(tree: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
