@@ -15,7 +15,7 @@ from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
 from train.checkpoints import Checkpoints, RestoreConfig
 from train.checkpoints.steps import t5x_steps
-from train.data import record
+from train.data import Feed, LocalBatches, record
 from train.errors import ConfigError
 from train.optimizers import learning_rate_of
 from train.run import Run, initialize_some
@@ -87,16 +87,34 @@ def _check_steps_left(restore: RestoreConfig, restored_step: int, total_steps: i
         )
 
 
-def restore_state(run: Run, start: Start) -> TrainState:
+def restore_state(run: Run, start: Start) -> tuple[TrainState | None, Start]:
     """Restores the state from which a run starts.
+
+    Returns:
+      The state, or None if the run starts from scratch; and the start of the run.
 
     Raises:
       ConfigError: if the checkpoint has other arrays than the run, or cannot be read.
     """
-    assert start.restored is not None
+    if start.restored is None:
+        return None, start
     initialize = functools.partial(initialize_some, run)
     with run.console.measuring('restoring the state'):
-        return start.source.restore(start.restored, run.plan.abstract_state, initialize)
+        state = start.source.restore(start.restored, run.plan.abstract_state, initialize)
+    return state, start
+
+
+def open_feed(run: Run, first_step: int) -> Feed:
+    """Begins to read the batches of a run.
+
+    Args:
+      run: the run.
+      first_step: the last finished step, whose successor gets the first batch.
+    """
+    config = run.config
+    layout = config.partitioner.get_data_layout(config.batch_size)
+    batches = LocalBatches(run.rows, config.batch_size, layout.row_indices)
+    return Feed(batches, config.partitioner, first_step=first_step, prefetch=config.prefetch)
 
 
 class Programs(NamedTuple):

@@ -25,7 +25,7 @@ FLOORS = [
     {'evaluators', 'stopping'},
     {'config'},
     {'run'},
-    {'start', 'evaluation'},
+    {'start', 'evaluation', 'loop'},
     {'train', 'precompiling'},
     {'__init__'},
     {'configurables'},
