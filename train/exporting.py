@@ -12,6 +12,7 @@ from etils import epath
 from flax import traverse_util
 from jax import export
 
+from partitioning.untrusted_text import parse_json
 from train.checkpoints.matching import read_all
 from train.checkpoints.orbax_files import read_orbax
 from train.errors import ConfigError, first_line, import_optional
@@ -171,7 +172,7 @@ def load_program(folder: str | epath.Path, sharding: Any = None) -> Program:
         raise ConfigError(f'{folder} contains no program (expected {DESCRIPTION} in it)')
     try:
         import_optional('flatbuffers', 'export', 'a program')
-        description = json.loads((folder / DESCRIPTION).read_text())
+        description = parse_json((folder / DESCRIPTION).read_text())
         exported = export.deserialize(bytearray((folder / PROGRAM).read_bytes()))
         stored = read_orbax(folder / PARAMETERS)
         if sharding is None:

@@ -19,6 +19,7 @@ from partitioning.mesh.config import MeshConfig
 from partitioning.mesh.rings import mesh_table
 from partitioning.pictures.mesh_drawing import draw_mesh
 from partitioning.pictures.mesh_text import mesh_picture
+from partitioning.untrusted_text import printable
 
 _DRAWN = 1024  # the most devices that a picture on a terminal shows
 
@@ -101,7 +102,7 @@ def main(
         if with_picture and mesh.size <= _DRAWN:
             print(mesh_picture(mesh, color=sys.stdout.isatty()))
     except (ValueError, RuntimeError, OSError) as error:
-        print(f'error: {error}', file=sys.stderr)
+        print(f'error: {printable(str(error))}', file=sys.stderr)
         return 2
     return 0
 

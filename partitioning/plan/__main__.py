@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from partitioning.plan import Plan, diff
+from partitioning.untrusted_text import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,13 +26,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = Plan.load(flags.plan)
         after = None if flags.after is None else Plan.load(flags.after)
     except (OSError, ValueError) as error:
-        print(f'error: {error}', file=sys.stderr)
+        print(f'error: {printable(str(error))}', file=sys.stderr)
         return 2
     if after is None:
-        print(plan)
+        print(printable(str(plan)))
         return 0
     changes = diff(plan, after)
-    print(changes)
+    print(printable(str(changes)))
     return int(bool(changes))
 
 

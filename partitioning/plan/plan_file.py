@@ -37,6 +37,7 @@ from partitioning.plan.rows import PlanRow, make_row
 from partitioning.rules import MeshLike, ResolvedDimension, axis_sizes, is_count, nearest
 from partitioning.rules.dimensions import Policy
 from partitioning.state import Role
+from partitioning.untrusted_text import parse_json
 
 FORMAT = 'meshwright plan 2'
 _ROW_KEYS = [*(name for name in PlanRow._fields if name != 'spec'), 'bytes_per_device']
@@ -69,7 +70,7 @@ def from_json(
         figure contradicts the spec.
     """
     try:
-        held = json.loads(text, object_pairs_hook=_object)
+        held = parse_json(text, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         raise ValueError(f'the file is not JSON: {error}') from error
     if not isinstance(held, Mapping) or held.get('format') != FORMAT:

@@ -182,6 +182,8 @@ REFUSED = {
     'empty': ('', 'JSON'),
     'half a file': (FILE[:300], 'JSON'),
     'a list': ('[]', 'format'),
+    'deeper than the stack': ('[' * 100_000, 'nested more than 64 deep'),
+    'very deep': (with_fields(mesh=json.loads('[' * 64 + ']' * 64)), 'nested more than 64 deep'),
     'a number': ('3', 'format'),
     'another format': (
         with_fields(format='sharding plan 1'),

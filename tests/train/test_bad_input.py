@@ -80,7 +80,9 @@ def test_an_invalid_holdout_percent(tmp_path, percent):
         (b'plain text', 'JSON'),
         (b'{"text": "x"} {"text": "y"}', 'JSON'),
         (b'{"text": "cut', 'JSON'),
-        (b'[' * 200_000, 'JSON'),  # deeper than Python's stack
+        (b'[' * 200_000, 'JSON.*64 deep'),  # deeper than Python's stack
+        (b'{"text": ' + b'[' * 64 + b']' * 64 + b'}', 'JSON.*64 deep'),
+        (b'{"text": ' + b'[' * 63 + b']' * 63 + b'}', 'not text'),
         (b'["x"]', r'\["x"\], not an object'),
         (b'7', '7, not an object'),
         (b'null', 'null, not an object'),

@@ -8,9 +8,10 @@ import optax
 import pytest
 from flax import linen as nn
 from rich.console import Console
+from rich.table import Table
 
 from partitioning import PjitPartitioner, TrainState
-from train.runtime.console import RunConsole
+from train.runtime.console import RunConsole, SafeConsole
 from train.runtime.meter import format_figures
 from train.runtime.reports import (
     describe_parameters,
@@ -41,6 +42,44 @@ def test_a_long_line_is_wrapped_only_by_a_terminal():
     out = io.StringIO()
     RunConsole(Console(file=out, width=20)).say('word ' * 100)
     assert out.getvalue() == 'word ' * 100 + '\n'
+
+
+# Clears the screen, sets the title of the window, and changes the colour and the direction of text.
+HOSTILE = 'a\x1b[2Jb\x1b]0;title\x07c\x9b31m\r\u202e[bold]\udc80'
+
+
+@pytest.mark.parametrize('terminal', [False, True])
+def test_names_and_samples_cannot_control_the_terminal(terminal):
+    # An untrained model may emit any byte, and files and parameters may have any name.
+    def print_with(text):
+        table, out = Table(), io.StringIO()
+        table.add_row(text)
+        console = RunConsole(
+            SafeConsole(file=out, force_terminal=terminal, no_color=True, width=80)
+        )
+        console.say(text)
+        console.heading(text)
+        console.show(table)
+        console.sample('def ', text)
+        console.scores(7, 'eval', text)
+        with console.measuring(text):
+            pass
+        with console.counting(text, total=2) as count:
+            count(2)
+        with console.tokenizing() as progress:
+            progress(text, 1, 2)
+        with console.training(2, 10):
+            console.step(4, 10, text)
+        return out.getvalue()
+
+    printed, harmless = print_with(HOSTILE), print_with('harmless')
+    controls = {c for c in printed if not c.isprintable()}
+    assert controls <= {c for c in harmless if not c.isprintable()}
+    assert ('\x1b' in harmless) == terminal
+    for sequence in ('\x1b[2J', '\x1b]0', '\x9b', '\u202e'):
+        assert sequence not in printed
+    # say, heading, sample, scores, tokenizing and step: brackets are text, not styles
+    assert printed.count('[bold]') >= 6
 
 
 def test_the_table_shows_logical_axes_with_their_mesh_axes():

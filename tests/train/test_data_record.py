@@ -224,6 +224,7 @@ def test_added_or_removed_settings_are_not_changes(corpus, run):
     [
         b'',
         b'garbage',
+        b'[' * 200_000,  # deeper than Python's stack
         b'\xff\xfe',
         b'{"tokenizer": "bytes"',
         b'[]',

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from absl import logging
 
+from partitioning.untrusted_text import printable
 from train.errors import first_line
 
 _OF_TRAINER = ('etils', 'orbax', 'grain', 'rich', 'tensorboardX')
@@ -49,7 +50,7 @@ class OneLineParser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f'error: {message}; see {self.prog} --help\n')
+        self.exit(2, f'error: {printable(message)}; see {self.prog} --help\n')
 
 
 class CommandParser(OneLineParser):
@@ -123,7 +124,7 @@ def run(command: Callable[[], Any], options: argparse.Namespace) -> int:
         line = None if options.traceback else explain(error)
         if line is None:
             raise
-        print(f'error: {line}', file=sys.stderr)
+        print(f'error: {printable(line)}', file=sys.stderr)
         return 2
     return 0
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from etils import epath
 
+from partitioning.untrusted_text import parse_json
 from train.data.rows.open_task import OpenTask
 from train.errors import ConfigError
 from train.paths import absolute
@@ -52,7 +53,7 @@ def recorded_setting(directory: epath.Path, name: str) -> Any:
     if not path.exists():
         return None
     try:
-        return json.loads(path.read_text())['settings'].get(name)
+        return parse_json(path.read_text())['settings'].get(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f'{path} cannot be read ({error}): delete it to resume') from error
 
@@ -107,7 +108,7 @@ def check_same_as_before(directory: epath.Path, record: dict[str, Any], step: in
     if not path.exists():
         return []
     try:
-        before = json.loads(path.read_text())
+        before = parse_json(path.read_text())
         same = _identity(before) == _identity(json.loads(json.dumps(record)))
         then, settings = _summary(before), {**before['settings']}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -148,7 +149,7 @@ def check_restored_tokenizer(
     if not path.exists():
         return
     try:
-        before = json.loads(path.read_text())['tokenizer']
+        before = parse_json(path.read_text())['tokenizer']
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f'{path} cannot be read ({error}): delete it to resume') from error
     for name, task in tasks.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from partitioning.untrusted_text import printable
 from train.gin_config.parse import Reference, Statement
 from train.gin_config.registry import is_within
 
@@ -70,4 +71,4 @@ def _value_of(statement: Statement) -> Statement:
 
 def report(line: str) -> None:
     """Tells the user about a setting that is accepted but has no effect."""
-    print(f'note: {line}')
+    print(f'note: {printable(line)}')

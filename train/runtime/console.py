@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,13 +18,31 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.segment import Segment
 from rich.text import Text
 
+from partitioning.untrusted_text import printable
 from train.runtime.machine import raise_on_all_processes
 from train.runtime.reports import format_seconds
 
 # A phase that takes longer is mentioned when it ends, in seconds.
 WORTH_A_LINE = 1.0
+
+
+class SafeConsole(Console):
+    """Prints no control characters except its own, and takes brackets for text, not for styles.
+
+    Names of files and of parameters reach the terminal in lines, tables and progress bars.
+    """
+
+    def __init__(self, **settings: Any):
+        super().__init__(**{'markup': False, 'highlight': False, 'emoji': False} | settings)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
 
 
 class RunConsole:
@@ -39,7 +57,7 @@ class RunConsole:
 
     def __init__(self, console: Console | None = None):
         quiet = jax.process_index() != 0
-        self._console = console or Console(highlight=False, quiet=quiet)
+        self._console = console or SafeConsole(quiet=quiet)
         if not self._console.is_terminal:
             self._console.width = 160  # In a file or a pipe, the rows of a table may be long.
         self._progress: Progress | None = None
@@ -52,7 +70,7 @@ class RunConsole:
 
     def say(self, message: str, style: str | None = None) -> None:
         """Prints one line without interpreting its markup. Only a terminal wraps it."""
-        text = Text(printable(message), style=style or '')
+        text = Text(message, style=style or '')
         self._console.print(text, soft_wrap=not self.is_terminal)
 
     def show(self, renderable: Any) -> None:
@@ -89,7 +107,7 @@ class RunConsole:
         started = time.perf_counter()
         busy: Any = contextlib.nullcontext()
         if self.is_terminal and self._progress is None:
-            busy = self._console.status(f'{title} ...', spinner='dots')
+            busy = self._console.status(Text(f'{title} ...'), spinner='dots')
         with busy:
             yield
         self.seconds[title] = time.perf_counter() - started
@@ -105,7 +123,7 @@ class RunConsole:
         """
         started, names = time.perf_counter(), dict[str, TaskID]()
         progress = Progress(
-            TextColumn('tokenizing {task.description}'),
+            TextColumn('tokenizing {task.description}', markup=False),
             BarColumn(bar_width=None),
             TaskProgressColumn(),
             TimeRemainingColumn(),
@@ -139,7 +157,7 @@ class RunConsole:
             TextColumn('step'),
             MofNCompleteColumn(),
             BarColumn(),
-            TextColumn('{task.fields[figures]}'),
+            TextColumn('{task.fields[figures]}', markup=False),
             console=self._console,
         )
         with self._progress:
@@ -159,7 +177,7 @@ class RunConsole:
           The function to call with the number so far.
         """
         progress = Progress(
-            TextColumn('{task.description}'),
+            TextColumn('{task.description}', markup=False),
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
@@ -168,7 +186,7 @@ class RunConsole:
             transient=True,
             disable=not self.is_terminal,
         )
-        counted = progress.add_task(printable(title), total=total)
+        counted = progress.add_task(title, total=total)
         before, self._progress = self._progress, self._progress or progress
         try:
             with progress if before is None else contextlib.nullcontext():
@@ -201,9 +219,4 @@ class RunConsole:
 
     def sample(self, prompt: str, continuation: str) -> None:
         """Prints a prompt and the model's continuation of it."""
-        self._console.print(Text.assemble((printable(prompt), 'bold'), printable(continuation)))
-
-
-def printable(text: str) -> str:
-    """Replaces control characters, which could change the state of the terminal."""
-    return ''.join(c if c.isprintable() or c == '\n' else '\N{REPLACEMENT CHARACTER}' for c in text)
+        self._console.print(Text.assemble((prompt, 'bold'), continuation))

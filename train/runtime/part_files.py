@@ -13,6 +13,7 @@ from typing import Any
 
 from etils import epath
 
+from partitioning.untrusted_text import parse_json
 from train.errors import ConfigError
 from train.paths import is_remote
 
@@ -45,7 +46,7 @@ class PartFiles:
         """
         settings, file = json.loads(json.dumps(dict(settings))), self.folder / SETTINGS
         if file.exists():
-            found = json.loads(file.read_text())
+            found = parse_json(file.read_text())
             changed = [k for k in {**found, **settings} if found.get(k) != settings.get(k)]
             if changed:
                 name = changed[0]

@@ -26,12 +26,11 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
     import train.configurables  # noqa: F401  # registers the names that gin files may use
     from train.errors import ConfigError
     from train.gin_config import check, find_entry
     from train.gin_config.load import read_statements
+    from train.runtime.console import SafeConsole
     from train.t5x.report import describe_imports, print_report, report_rows
 
     files = [*options.files, *options.gin_file]
@@ -53,7 +52,7 @@ def _report(options: argparse.Namespace) -> None:
         notes.append(f'error: {error}')
     # A pipe gets lines of 100 characters without colours.
     width = None if sys.stdout.isatty() else int(os.environ.get('COLUMNS', 100))
-    print_report(rows, notes, Console(width=width, highlight=False))
+    print_report(rows, notes, SafeConsole(width=width))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 import optax
 
 from partitioning import BasePartitioner
+from partitioning.untrusted_text import parse_json
 from train.checkpoints import RestoreConfig
 from train.config import TrainConfig
 from train.data import Lengths, Subset, Task, TextTask, record
@@ -98,7 +98,7 @@ def _lengths(dataset_cfg: DatasetConfig, task: Task, restore: RestoreConfig) -> 
         return dataset_cfg.lengths(task)
     path = record.record_of(restore.find()[0])
     try:
-        return json.loads(path.read_text())['settings']['sequence_length']
+        return parse_json(path.read_text())['settings']['sequence_length']
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f'utils.DatasetConfig.task_feature_lengths is None, and {path} does not contain the '

@@ -34,6 +34,7 @@ from partitioning.plan.tables import shape_str, text_table
 from partitioning.rules import MeshLike, nearest
 from partitioning.state import shape_of
 from partitioning.state.boxes import array_of
+from partitioning.untrusted_text import parse_json
 
 _LISTED = 6  # the number of servers or groups of one variable that a report lists
 
@@ -168,7 +169,7 @@ class Strategy:
     def from_json(cls, text: str) -> Strategy:
         """The strategy that `to_json` wrote; ValueError if its id does not match its content."""
         try:
-            held = json.loads(text)
+            held = parse_json(text)
         except json.JSONDecodeError as error:
             raise ValueError(f'a strategy file must be JSON: {error}') from error
         check_object('the strategy', held, ('id', 'path', 'graph_config', 'node_config'))

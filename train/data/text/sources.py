@@ -9,7 +9,6 @@ import abc
 import contextlib
 import dataclasses
 import inspect
-import json
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from partitioning.rules import nearest
+from partitioning.untrusted_text import parse_json
 from train.data.text.files import File, find_files, open_file, read_up_to
 from train.errors import ConfigError, check_counts, first_line
 from train.paths import absolute
@@ -288,10 +288,10 @@ def python_library() -> TextFiles:
 def text_of_json(line: bytes, field: str, where: str) -> bytes:
     """The text in a field of a JSON object, encoded as UTF-8."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except UnicodeDecodeError as error:
         raise ConfigError(f'{where} is not UTF-8: {error.reason} at byte {error.start}') from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f'{where} is not JSON: {first_line(error)}') from error
     if not isinstance(record, dict):
         shown = line.decode().strip()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from partitioning.untrusted_text import parse_json
 from train.data.text.sources import Document, Listing, Records, Source, Tokens
 from train.data.text.stream import StreamWriter, open_stream, writing
 from train.data.text.tokenizers import Tokenizer
@@ -168,7 +169,7 @@ def _encode(
 
 def _open(directory: Path, settings: Any, keep: Any) -> TokenIndex:
     try:
-        meta = json.loads((directory / 'index.json').read_text())
+        meta = parse_json((directory / 'index.json').read_text())
         if meta['settings'] != settings:
             raise ConfigError(
                 f'token index {directory} was built with other settings than the source and the '

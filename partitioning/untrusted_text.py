@@ -1,0 +1,52 @@
+"""Text that others wrote: JSON of a limited depth, and text without control characters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+# Files of this project are at most ten deep. Python's own limit is near 1000, and a value that
+# just passes it breaks whatever walks through it afterwards.
+MAX_JSON_DEPTH = 64
+
+
+def parse_json(
+    text: str | bytes,
+    *,
+    max_depth: int = MAX_JSON_DEPTH,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], dict[str, Any]] | None = None,
+) -> Any:
+    """Parses JSON whose lists and objects are not nested too deeply.
+
+    Args:
+      text: the text, or its bytes in UTF-8.
+      max_depth: how many lists and objects may contain each other.
+      object_pairs_hook: makes an object from its (key, value) pairs, as in `json.loads`.
+
+    Raises:
+      ValueError: if the text is not JSON, or if it is nested more deeply.
+    """
+    try:
+        value = json.loads(text, object_pairs_hook=object_pairs_hook)
+    except RecursionError:
+        pass
+    else:
+        level = [value]
+        for _ in range(max_depth + 1):
+            level = [x for x in level if isinstance(x, dict | list)]
+            if not level:
+                return value
+            level = [y for x in level for y in (x.values() if isinstance(x, dict) else x)]
+    raise ValueError(f'its lists and objects are nested more than {max_depth} deep')
+
+
+def printable(text: str) -> str:
+    """Replaces control characters, which could change the state of a terminal.
+
+    Names of files, settings and messages of other libraries may have any characters. Line breaks
+    remain.
+    """
+    if text.isprintable():
+        return text
+    return ''.join(c if c.isprintable() or c == '\n' else '\N{REPLACEMENT CHARACTER}' for c in text)
