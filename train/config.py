@@ -18,6 +18,7 @@ from train.data import Lengths, Prefetch, Task
 from train.data.rows.lengths import check_lengths
 from train.errors import ConfigError, check_counts, first_line
 from train.evaluators import HeldOut
+from train.health import NotFinitePolicy
 from train.objectives import Objective
 from train.optimizers import Optimizer
 from train.paths import as_path, is_remote
@@ -66,8 +67,13 @@ class TrainConfig:
       evaluate_first: whether everything is evaluated before the first step as well.
       stop_when: conditions that end the run early, such as `EarlyStopping`. The last state is saved
         and evaluated.
-      stop_if_not_finite: whether the run ends with an error if a recorded training metric is NaN or
-        infinite. Without it, such a state is trained and saved like any other.
+      not_finite: what happens if the loss, the gradients, the new parameters, the optimizer state
+        or other variables of a step are NaN or infinite. Only 'ignore' evaluates or saves such a
+        state. 'stop' ends the run with an error. 'skip' keeps the state as it was before the step,
+        which needs memory for a second copy of the state. 'roll_back' restores the newest
+        checkpoint and continues with the next batch. 'ignore' does not look.
+      max_skips: the number of steps in a row after which 'skip' ends the run.
+      max_roll_backs: how often 'roll_back' returns to the same checkpoint before it ends the run.
       restore: the checkpoint of another run to start from, including its step, if `model_dir` has
         no checkpoint. By default, a run starts from new parameters.
       hooks: functions (state, step, metrics) that run after each step. The state is valid until
@@ -117,7 +123,9 @@ class TrainConfig:
     checkpoints: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     evaluate_first: bool = False
     stop_when: Sequence[StopCondition] = ()
-    stop_if_not_finite: bool = True
+    not_finite: NotFinitePolicy = 'stop'
+    max_skips: int = 10
+    max_roll_backs: int = 3
     restore: RestoreConfig | None = None
     hooks: Sequence[Callable[..., None]] = ()
     writers: Sequence[Callable[..., MetricWriter]] = (JsonWriter, TensorBoardWriter)
@@ -136,7 +144,7 @@ class TrainConfig:
     prng_impl: PrngImpl | None = None
 
     def __post_init__(self) -> None:
-        names = ('batch_size', 'num_microbatches', 'log_every')
+        names = ('batch_size', 'num_microbatches', 'log_every', 'max_skips', 'max_roll_backs')
         check_counts(**{name: getattr(self, name) for name in names})
         check_counts(minimum=0, total_steps=self.total_steps)
         check_counts(minimum=0, collect_garbage_every=self.collect_garbage_every)
@@ -157,7 +165,12 @@ class TrainConfig:
                 f'TrainConfig.accumulation_dtype is {self.accumulation_dtype!r}, but '
                 'num_microbatches is 1, so nothing is summed: remove it'
             )
-        for name in ('relative_steps', 'evaluate_first', 'stop_if_not_finite'):
+        if self.not_finite not in get_args(NotFinitePolicy):
+            raise ConfigError(
+                f'TrainConfig.not_finite is {self.not_finite!r}: use one of '
+                f'{get_args(NotFinitePolicy)}'
+            )
+        for name in ('relative_steps', 'evaluate_first'):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
                     f'TrainConfig.{name} is {getattr(self, name)!r}: use True or False'

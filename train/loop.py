@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from partitioning import TrainState
 from train.checkpoints import Checkpoints
 from train.decoding.predict import CanDecode
 from train.evaluators import is_due, run_evaluators
+from train.health import NotFinite
 from train.objectives import NextToken
 from train.run import Run
 from train.runtime.gin_text import file_of_run
@@ -59,6 +60,18 @@ def evaluate_and_write(
     if scores:
         writers.write(step, scores)
     return scores
+
+
+def report_skips(run: Run, skipped: Sequence[NotFinite]) -> dict[str, float]:
+    """Prints the steps whose update was not applied, and returns their number as a metric."""
+    if run.config.not_finite != 'skip':
+        return {}
+    if skipped:
+        more, later = '', len(skipped) - 1
+        if later:
+            more = ', and so is 1 later step' if later == 1 else f', and so are {later} later steps'
+        run.console.say(f'{skipped[0]}, whose update is skipped{more}')
+    return {'train/skipped_steps': float(len(skipped))}
 
 
 def report_results(run: Run, saved: Checkpoints, writers: Writers) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
 import inspect
 import math
 import re
@@ -154,12 +155,18 @@ def learning_rate_of(
 
     Args:
       optimizer: the optimizer of the run.
-      opt_state: its state after the update. The rate of a transformation is read from the states
-        of `optax.inject_hyperparams`, if exactly one of them has a 'learning_rate'.
-      step: the number of updates before this one.
+      opt_state: its state after the update. Schedules follow the updates that it counts, which are
+        fewer than the steps if some were skipped. The rate of a transformation is read from the
+        states of `optax.inject_hyperparams`, if exactly one of them has a 'learning_rate'.
+      step: the number of steps before this one, for optimizers that count no updates.
     """
     if isinstance(optimizer, Optimizer):
-        return optimizer.rate(step)
+        counts = [
+            x
+            for path, x in jax.tree_util.tree_leaves_with_path(opt_state)
+            if path_str(path[-1:]) in ('count', 'step') and (x.shape, x.dtype) == ((), jnp.int32)
+        ]
+        return optimizer.rate(functools.reduce(jnp.maximum, counts) - 1 if counts else step)
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     rates = [x for path, x in leaves if path_str(path[-2:]) == 'hyperparams/learning_rate']
     return rates[0] if len(rates) == 1 else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from partitioning import TrainState
 from partitioning.programs.compiler_errors import own_compiler_errors
@@ -102,6 +102,23 @@ def restore_state(run: Run, start: Start) -> tuple[TrainState | None, Start]:
     with run.console.measuring('restoring the state'):
         state = start.source.restore(start.restored, run.plan.abstract_state, initialize)
     return state, start
+
+
+def roll_back(run: Run, saved: Checkpoints, step: int) -> TrainState:
+    """Restores the newest checkpoint of a run, as the state after a later step.
+
+    The optimizer's own count of updates stays as it was saved.
+
+    Args:
+      run: the run.
+      saved: its checkpoints, of which there is one.
+      step: the step number of the state. The batches of the steps in between are passed over.
+    """
+    start = Start(step, saved, saved.latest_step())
+    state, _ = restore_state(run, start)
+    assert state is not None
+    number, sharding = np.asarray(step, state.step.dtype), state.step.sharding
+    return state.replace(step=jax.make_array_from_callback((), sharding, lambda _: number))
 
 
 def open_feed(run: Run, first_step: int) -> Feed:
@@ -221,6 +238,7 @@ def partition_train_step(run: Run) -> PartitionedCallable:
             weight_metrics=config.weight_metrics,
             gradient_dtype=config.gradient_dtype,
             accumulation_dtype=config.accumulation_dtype,
+            not_finite=config.not_finite,
         ),
         in_axis_resources=(plan.specs, data_spec),
         out_axis_resources=(plan.specs, None),
@@ -257,25 +275,3 @@ def _name_here(run: Run, name: str) -> str:
     other = beside(name)
     ours = (run.directory / record.FILE).exists() or not t5x_steps(run.directory)
     return name if ours and not (run.directory / other).exists() else other
-
-
-def check_finite(
-    scalars: Mapping[str, float], step: int, latest_step: Callable[[], int | None]
-) -> None:
-    """Stops a run whose metrics are not finite, before its state is saved.
-
-    Args:
-      scalars: the metrics of the step.
-      step: the step.
-      latest_step: returns the step of the newest checkpoint, or None.
-
-    Raises:
-      FloatingPointError: if a metric is not finite.
-    """
-    for name, value in scalars.items():
-        if not math.isfinite(value):
-            last = latest_step()
-            kept = 'no checkpoint' if last is None else f'the newest checkpoint is of step {last}'
-            raise FloatingPointError(
-                f'{name} is {value} at step {step} ({kept}): lower the learning rate or clip_norm'
-            )

@@ -11,6 +11,7 @@ import optax
 
 from partitioning import TrainState, with_sharding_constraint
 from partitioning.state import path_str
+from train.health import NOT_FINITE, NotFinitePolicy, describe_not_finite
 from train.objectives import Loss, Objective, compute_loss
 from train.objectives.objective import Batch
 from train.optimizers import global_norm
@@ -30,6 +31,7 @@ def make_train_step(
     weight_metrics: bool = False,
     gradient_dtype: GradientDType = 'float32',
     accumulation_dtype: GradientDType = 'float32',
+    not_finite: NotFinitePolicy = 'ignore',
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """Returns the function (state, batch) -> (state, metrics) that does one update.
 
@@ -47,6 +49,8 @@ def make_train_step(
       weight_metrics: whether to add the metrics of every parameter, see `per_parameter_metrics`.
       gradient_dtype: the dtype of the gradients that the optimizer gets.
       accumulation_dtype: the dtype of the sums of the gradients of microbatches.
+      not_finite: 'ignore' looks at nothing. The others add the metric `health.NOT_FINITE`, and
+        'skip' also keeps the state as it is, but for its step, if anything is not finite.
     """
 
     def gradients(params: Any, batch: Batch, rng: jax.Array, variables: Any) -> tuple[Any, Loss]:
@@ -98,6 +102,13 @@ def make_train_step(
             metrics['learning_rate'] = rate
         if weight_metrics:
             metrics |= per_parameter_metrics(state.params, grads, new_state.params)
+        if not_finite != 'ignore':
+            norms = metrics['gradient_norm'], metrics['parameter_norm']
+            metrics[NOT_FINITE] = describe_not_finite(metrics['loss'], *norms, new_state)
+        if not_finite == 'skip':
+            bad = metrics[NOT_FINITE] != 0
+            kept = jax.tree.map(lambda old, new: jnp.where(bad, old, new), state, new_state)
+            new_state = kept.replace(step=new_state.step)
         return new_state, metrics
 
     return train_step

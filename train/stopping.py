@@ -82,7 +82,7 @@ class EarlyStopping:
 class StopIfNotFinite:
     """Ends a run with an error, before its state is saved, if a metric is NaN or infinite.
 
-    `TrainConfig.stop_if_not_finite` does the same for all training metrics.
+    `TrainConfig.not_finite` says what happens if the state or the training loss is.
 
     Attributes:
       metric: the metric, such as 'eval/loss'.

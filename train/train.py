@@ -11,7 +11,8 @@ import jax
 from partitioning import TrainState
 from train.config import TrainConfig
 from train.evaluators import prepare_evaluators, run_evaluators
-from train.loop import evaluate_and_write, find_due, report_results
+from train.health import Health
+from train.loop import evaluate_and_write, find_due, report_results, report_skips
 from train.run import prepare, report
 from train.runtime.machine import collect_garbage, must_wait_for_steps, stop_on_signal
 from train.runtime.meter import Meter, format_figures
@@ -19,11 +20,11 @@ from train.runtime.profile import Profiler
 from train.runtime.start_up import StartClock
 from train.runtime.writers import open_writers
 from train.start import (
-    check_finite,
     compile_programs,
     find_start,
     open_feed,
     restore_state,
+    roll_back,
     write_run_files,
 )
 from train.stopping import StopConditions
@@ -40,7 +41,8 @@ def train(config: TrainConfig) -> TrainState:
 
     Raises:
       ConfigError, ValueError: if a setting cannot be honoured. Nothing has been written then.
-      FloatingPointError: if the loss is not finite. The newest checkpoint is kept.
+      FloatingPointError: if a step is not finite and `config.not_finite` stops the run then. The
+        newest checkpoint is kept.
       KeyboardInterrupt: if a signal asks the run to stop. With one process, the current step is
         finished and saved first.
     """
@@ -93,6 +95,12 @@ def train(config: TrainConfig) -> TrainState:
         Profiler(directory / 'profile', config.profile_steps) as profiler,
     ):
         meter, starting, reason = Meter(run, step, flops), dict[str, float](), None
+        health = Health(
+            config.not_finite,
+            max_skips=config.max_skips,
+            max_roll_backs=config.max_roll_backs,
+            first_step=step,
+        )
         while step < last_step and not reason:
             step += 1
             profiler.before(step)
@@ -101,15 +109,26 @@ def train(config: TrainConfig) -> TrainState:
                 jax.block_until_ready(metrics)
                 line, starting = clock.report(console.seconds)
                 console.say(line)
+            health.note(step, metrics)
             for hook in config.hooks:
                 hook(state, step, metrics)
             stopping = stop_requested()
             due = find_due(run, evaluators, saved, step, stopping=stopping)
             scalars = dict[str, float]()
             if due.recording:
+                found = health.look()
+                if found.bad is not None:
+                    newest = saved.latest_step()
+                    console.say(health.go_back(found.bad, newest, last_step))
+                    del state, metrics  # The memory is needed for the state that is restored.
+                    step = found.bad.step
+                    state = roll_back(run, saved, step)
+                    writers.write(step, {'train/rolled_back_to': float(newest or 0)})
+                    feed.restart(step)
+                    meter = Meter(run, step, flops)
+                    continue
                 scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
-                if config.stop_if_not_finite:
-                    check_finite(scalars, step, saved.latest_step)
+                scalars |= report_skips(run, found.skipped)
                 scalars |= meter.read(step, feed.waited) | starting
                 starting = {}
                 writers.write(step, scalars)

@@ -18,7 +18,7 @@ FILES = sorted(TRAIN.rglob('*.py'))
 FLOORS = [
     {'errors', 'gin_config.names', 't5x.modules'},
     {'attention', 'decoding', 'output_layer'},
-    {'adafactor', 'paths', 'models', 'objectives', 'optimizers'},
+    {'adafactor', 'health', 'paths', 'models', 'objectives', 'optimizers'},
     {'runtime', 'steps', 'data.text'},
     {'checkpoints', 'data.rows'},
     {'data', 'exporting'},

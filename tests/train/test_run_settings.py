@@ -196,7 +196,7 @@ def test_training_may_continue_with_nan(run, tmp_path):
     settings = {'optimizer': optimizer, 'evaluators': {}, 'total_steps': 2}
     with pytest.raises(FloatingPointError):
         run(tmp_path / 'a', **settings)
-    assert int(run(tmp_path / 'b', **settings, stop_if_not_finite=False).step) == 2
+    assert int(run(tmp_path / 'b', **settings, not_finite='ignore').step) == 2
 
 
 # Python's garbage.

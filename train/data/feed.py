@@ -64,15 +64,34 @@ class Feed:
         first_step: int = 0,
         prefetch: Prefetch | None = None,
     ):
-        check_counts(minimum=0, first_step=first_step)
-        prefetch = prefetch or Prefetch()
         self.waited = 0.0
+        self._batches, self._prefetch = local_batches, prefetch or Prefetch()
+        self._to_global = functools.partial(
+            partitioner.to_global, batch_size=local_batches.batch_size
+        )
+        # The finalizer also runs when the program exits: grain's threads and iterators print errors
+        # if they outlive the interpreter.
+        self._iterators: list[Any] = []
+        self._close = weakref.finalize(self, _close_all, self._iterators)
+        self.restart(first_step)
+
+    def restart(self, first_step: int) -> None:
+        """Continues with the batch of another step.
+
+        Args:
+          first_step: the step of the next batch.
+
+        Raises:
+          ConfigError: if it is not an integer >= 0.
+        """
+        check_counts(minimum=0, first_step=first_step)
+        _close_all(self._iterators)
         self._error: Exception | None = None
-        steps = grain.MapDataset.source(local_batches)[first_step:]
+        prefetch = self._prefetch
+        steps = grain.MapDataset.source(self._batches)[first_step:]
         ahead = prefetch.batches if prefetch.workers else 0
         options = grain.ReadOptions(num_threads=prefetch.workers, prefetch_buffer_size=ahead)
-        to_global = functools.partial(partitioner.to_global, batch_size=local_batches.batch_size)
-        batches = steps.to_iter_dataset(options).map(to_global)
+        batches = steps.to_iter_dataset(options).map(self._to_global)
         if prefetch.workers:
             batches = grain.experimental.ThreadPrefetchIterDataset(
                 batches, prefetch_buffer_size=prefetch.device_batches
@@ -80,10 +99,7 @@ class Feed:
         iterator: Any = iter(batches)
         if prefetch.workers:
             iterator.start_prefetch()
-        # The finalizer also runs when the program exits: grain's threads and iterators print errors
-        # if they outlive the interpreter.
-        self._iterators = [iterator]
-        self._close = weakref.finalize(self, _close_all, self._iterators)
+        self._iterators.append(iterator)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -171,7 +171,7 @@ def translate(settings: Mapping[str, Any]) -> TrainConfig:
         evaluators=evaluators,
         evaluate_first=settings['run_eval_before_training'],
         stop_when=conditions,
-        stop_if_not_finite=stops_on_nan or not skips_nan,
+        not_finite='stop' if stops_on_nan or not skips_nan else 'ignore',
         checkpoints=checkpoints,
         restore=restore,
         writers=writers_with(f'{KEY}.summarize_config_fn', settings['summarize_config_fn']),
