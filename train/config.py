@@ -23,6 +23,7 @@ from train.objectives import Objective
 from train.optimizers import Optimizer
 from train.paths import as_path, is_remote
 from train.runtime.compilation_cache import CacheSetting, check_cache_setting
+from train.runtime.watchdog import WatchdogConfig
 from train.runtime.writers import JsonWriter, MetricWriter, TensorBoardWriter
 from train.steps import GradientDType
 from train.stopping import StopCondition, check_conditions
@@ -102,6 +103,8 @@ class TrainConfig:
       seed: the seed of the initial parameters and dropout. None chooses one by the time, and keeps
         it when the run resumes.
       data_seed: the seed of the order of the data, by default `seed`.
+      watchdog: how long the run may make no progress before it is ended with exit code 75 and the
+        stacks of all threads. None lets it wait forever.
       prng_impl: jax's implementation of random numbers: 'threefry2x32', 'rbg' or 'unsafe_rbg', by
         default that of jax's configuration. The last two are faster on TPUs, and their numbers
         depend on the mesh.
@@ -142,6 +145,7 @@ class TrainConfig:
     seed: int | None = 0
     data_seed: int | None = None
     prng_impl: PrngImpl | None = None
+    watchdog: WatchdogConfig | None = dataclasses.field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
         names = ('batch_size', 'num_microbatches', 'log_every', 'max_skips', 'max_roll_backs')
@@ -179,7 +183,7 @@ class TrainConfig:
         _check_compiler_options(self.compiler_options)
         check_lengths('sequence_length', self.sequence_length)
         for name in KINDS:
-            if getattr(self, name) is not None or name != 'restore':
+            if getattr(self, name) is not None or name not in ('restore', 'watchdog'):
                 _check_object(name, getattr(self, name))
         as_path('TrainConfig.model_dir', self.model_dir)
         if self.evaluators is None:
@@ -205,6 +209,7 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     'checkpoints': ((CheckpointConfig,), 'CheckpointConfig()'),
     'restore': ((RestoreConfig,), 'RestoreConfig(path=...)'),
     'prefetch': ((Prefetch,), 'Prefetch()'),
+    'watchdog': ((WatchdogConfig,), 'WatchdogConfig()'),
 }
 
 

@@ -100,13 +100,17 @@ class Run:
         return dataclasses.replace(self, config=dataclasses.replace(config, **changes))
 
 
-def prepare(config: TrainConfig) -> Run:
+def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
     """Opens the data of a run, and decides the layout of its state. No array is created.
+
+    Args:
+      config: the settings of the run.
+      console: prints its progress, by default on standard output.
 
     Raises:
       ConfigError, ValueError: if the data cannot be read, or a setting cannot be honoured.
     """
-    console, partitioner = RunConsole(), config.partitioner
+    console, partitioner = console or RunConsole(), config.partitioner
     console.heading(describe_devices(partitioner.mesh))
     console.show(mesh_table(partitioner.mesh))
 

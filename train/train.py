@@ -14,10 +14,12 @@ from train.evaluators import prepare_evaluators, run_evaluators
 from train.health import Health
 from train.loop import evaluate_and_write, find_due, report_results, report_skips
 from train.run import prepare, report
+from train.runtime.console import RunConsole
 from train.runtime.machine import collect_garbage, must_wait_for_steps, stop_on_signal
 from train.runtime.meter import Meter, format_figures
 from train.runtime.profile import Profiler
 from train.runtime.start_up import StartClock
+from train.runtime.watchdog import Watchdog
 from train.runtime.writers import open_writers
 from train.start import (
     compile_programs,
@@ -46,10 +48,16 @@ def train(config: TrainConfig) -> TrainState:
       KeyboardInterrupt: if a signal asks the run to stop. With one process, the current step is
         finished and saved first.
     """
+    console, limits = RunConsole(), config.watchdog
+    with Watchdog(limits, console.activity, config.model_dir, log_every=config.log_every):
+        return _train(config, console)
+
+
+def _train(config: TrainConfig, console: RunConsole) -> TrainState:
     # ---- mesh, data, and the layout of every array, before any of them exists
     clock = StartClock()
-    prepared = prepare(config)
-    console, plan, directory = prepared.console, prepared.plan, prepared.directory
+    prepared = prepare(config, console)
+    plan, directory = prepared.plan, prepared.directory
     saved = config.checkpoints.open(directory)
     start = find_start(prepared, saved)
     run = prepared.from_step(start.step)
@@ -103,6 +111,7 @@ def train(config: TrainConfig) -> TrainState:
         )
         while step < last_step and not reason:
             step += 1
+            console.activity.begin_step(step)
             profiler.before(step)
             state, metrics = train_step(state, next(feed))
             if step == start.step + 1:
@@ -142,7 +151,8 @@ def train(config: TrainConfig) -> TrainState:
                 console.say(f'step {step}: stopping early, because {reason}')
                 evaluate_and_write(due.other_evaluators, state, step, writers)
             if due.saving or (reason and saved.is_due(step, ending=True)):
-                saved.save(step, state)
+                with console.activity.doing(f'the save of step {step}'):
+                    saved.save(step, state)
             collect(step)
             meter.skip(time.perf_counter() - paused)
             if stopping:

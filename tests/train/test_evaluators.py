@@ -18,6 +18,7 @@ from train.checkpoints import CheckpointConfig
 from train.data import Examples
 from train.errors import ConfigError
 from train.evaluators import prepare_evaluators
+from train.runtime.console import RunConsole
 
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings('error:Explicitly requested')]
 
@@ -198,7 +199,8 @@ def weighted(errors, batch):
 def test_an_evaluator_returns_a_dict_of_numbers(found):
     bad = types.SimpleNamespace(every=1, run=lambda state, step: found)
     config = types.SimpleNamespace(evaluators={'bad': bad})
-    [prepared] = prepare_evaluators(types.SimpleNamespace(config=config, console=None)).values()
+    run = types.SimpleNamespace(config=config, console=RunConsole())
+    [prepared] = prepare_evaluators(run).values()
     with pytest.raises(ConfigError, match=r"evaluator 'bad' returns .*: .* a dict of numbers"):
         prepared.run(None, 1)
 

@@ -46,11 +46,32 @@ class Evaluator(Protocol):
 def prepare_evaluators(run: Run) -> dict[str, Any]:
     """Prepares the evaluators of a run, by name."""
     return {
-        name: evaluator.prepare(run, name)
-        if hasattr(evaluator, 'prepare')
-        else _Printed(evaluator, name, run.console)
+        name: _Watched(
+            evaluator.prepare(run, name)
+            if hasattr(evaluator, 'prepare')
+            else _Printed(evaluator, name, run.console),
+            name,
+            run.console,
+        )
         for name, evaluator in run.config.evaluators.items()
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Watched:
+    """A prepared evaluator, whose name the watchdog of the run knows while it runs."""
+
+    evaluator: Any
+    name: str
+    console: RunConsole
+
+    @property
+    def every(self) -> int:
+        return self.evaluator.every
+
+    def run(self, state: TrainState, step: int) -> Mapping[str, float]:
+        with self.console.activity.doing(f'the evaluation {self.name} at step {step}'):
+            return self.evaluator.run(state, step)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,6 +24,7 @@ from rich.text import Text
 from partitioning.untrusted_text import printable
 from train.runtime.machine import raise_on_all_processes
 from train.runtime.reports import format_seconds
+from train.runtime.watchdog import Activity
 
 # A phase that takes longer is mentioned when it ends, in seconds.
 WORTH_A_LINE = 1.0
@@ -53,6 +54,7 @@ class RunConsole:
 
     Attributes:
       seconds: the duration of each phase, by its title.
+      activity: what the run does at the moment, for its watchdog.
     """
 
     def __init__(self, console: Console | None = None):
@@ -62,6 +64,7 @@ class RunConsole:
             self._console.width = 160  # In a file or a pipe, the rows of a table may be long.
         self._progress: Progress | None = None
         self.seconds: dict[str, float] = {}
+        self.activity = Activity()
 
     @property
     def is_terminal(self) -> bool:
@@ -108,7 +111,7 @@ class RunConsole:
         busy: Any = contextlib.nullcontext()
         if self.is_terminal and self._progress is None:
             busy = self._console.status(Text(f'{title} ...'), spinner='dots')
-        with busy:
+        with busy, self.activity.doing(title):
             yield
         self.seconds[title] = time.perf_counter() - started
         if self.seconds[title] > WORTH_A_LINE:
@@ -137,6 +140,7 @@ class RunConsole:
             if name not in names:
                 names[name] = progress.add_task(name, total=total)
             progress.update(names[name], completed=done, total=total)
+            self.activity.progress()
 
         with progress:
             yield report
@@ -150,20 +154,21 @@ class RunConsole:
             yield
             return
         self.heading(f'training from step {first_step} to {total_steps}')
-        if not self.is_terminal:
-            yield
-            return
-        self._progress = Progress(
+        bar = Progress(
             TextColumn('step'),
             MofNCompleteColumn(),
             BarColumn(),
             TextColumn('{task.fields[figures]}', markup=False),
             console=self._console,
         )
-        with self._progress:
-            self._progress.add_task('train', total=total_steps, completed=first_step, figures='')
-            yield
-        self._progress = None
+        bar.add_task('train', total=total_steps, completed=first_step, figures='')
+        self._progress = bar if self.is_terminal else None
+        try:
+            with self._progress or contextlib.nullcontext():
+                yield
+        finally:
+            self._progress = None
+            self.activity.end_loop()
 
     @contextlib.contextmanager
     def counting(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
@@ -188,9 +193,14 @@ class RunConsole:
         )
         counted = progress.add_task(title, total=total)
         before, self._progress = self._progress, self._progress or progress
+
+        def show(number: int) -> None:
+            progress.update(counted, completed=number)
+            self.activity.progress()
+
         try:
             with progress if before is None else contextlib.nullcontext():
-                yield lambda number: progress.update(counted, completed=number)
+                yield show
         finally:
             self._progress = before
 
