@@ -1,6 +1,7 @@
 """The built-in transformer computes the same logits as other implementations, from their weights.
 
-Flax models of transformers run here. The others are files, see reference_models/make_fixtures.py.
+Flax models of transformers run here. The others are files, see reference_models/make_fixtures.py;
+test_huggingface.py restores the same files as runs do.
 """
 
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
+from safetensors.numpy import load_file
 
 from train.models.forward import compute_logits
 from train.models.transformer import RopeScaling, TransformerConfig
@@ -38,6 +40,7 @@ GEMMA = {
 GEMMA_2 = GEMMA | {'post_norms': True, 'window': 5, 'attention_scale': 12**-0.5}
 STORED = {
     'llama3_1': {
+        'vocab_size': 264,
         'rope_max_wavelength': 500.0,
         'rope_scaling': LLAMA_3,
         'norm_epsilon': 1e-5,
@@ -184,11 +187,13 @@ def assert_same_logits(config, params, tokens, expected):
 
 @pytest.mark.parametrize('name', STORED)
 def test_logits_equal_those_of_pytorch(name):
-    stored = dict(np.load(Path(__file__).parent / f'reference_models/{name}.npz'))
-    tokens, expected = stored.pop('tokens').astype(np.int32), stored.pop('logits')
+    folder = Path(__file__).parent / 'reference_models' / name
+    arrays = np.load(folder / 'logits.npz')
     config = TransformerConfig(**(SIZES | STORED[name]))
+    stored = load_file(folder / 'model.safetensors')
     weights = {key: value.astype(np.float32) for key, value in stored.items()}
-    assert_same_logits(config, params_of(config, weights), tokens, expected)
+    tokens = arrays['tokens'].astype(np.int32)
+    assert_same_logits(config, params_of(config, weights), tokens, arrays['logits'])
 
 
 @pytest.mark.parametrize('name', FLAX)

@@ -10,18 +10,18 @@ bounds that hold for hostile files too.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from etils import epath
 
+from partitioning.untrusted_text import parse_json
 from train.checkpoints.stored import StoredArray
 from train.errors import ConfigError
 from train.paths import as_path
@@ -91,7 +91,7 @@ def open_safetensors(path: Any) -> dict[str, StoredArray]:
       ConfigError: if there are no such files, or one of them is missing or malformed.
     """
     places = list_places(as_path('the path of safetensors', path))
-    return {name: _stored(place) for name, place in places.items()}
+    return {name: stored(place) for name, place in places.items()}
 
 
 def list_places(path: epath.Path) -> dict[str, Place]:
@@ -144,7 +144,7 @@ def read_header(file: epath.Path) -> dict[str, Place]:
         header.pop('__metadata__', None)
         start = 8 + header_size
         return _check_entries(file, header, start, size - start)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(
             f'{file} is not a safetensors file, or it is damaged: {error}. Download it again'
         ) from error
@@ -160,7 +160,7 @@ def _parse(text: bytes) -> dict[str, Any]:
         return found
 
     try:
-        parsed = json.loads(text, object_pairs_hook=unique)
+        parsed = parse_json(text, object_pairs_hook=unique)
     except UnicodeDecodeError as error:
         raise ValueError('it is not UTF-8') from error
     if not isinstance(parsed, dict):
@@ -233,7 +233,7 @@ def _places_by_index(index: epath.Path) -> dict[str, Place]:
             # An index must not lead out of its folder.
             if not re.fullmatch(r'[\w.\- ]+\.safetensors', file):
                 raise ValueError(f'{_quoted(file)} is not the name of a safetensors file')
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f'{index} is not an index of safetensors: {error}') from error
     counts, places = Counter(files.values()), dict[str, Place]()
     for file in sorted(counts):
@@ -262,9 +262,16 @@ def _readers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(8, 'safetensors')
 
 
-def _stored(place: Place) -> StoredArray:
+def in_thread(function: Callable[..., np.ndarray], *arguments: Any) -> Future[np.ndarray]:
+    """Starts to call a function that reads files in another thread, and returns a future."""
+    return _readers().submit(function, *arguments)
+
+
+def stored(place: Place) -> StoredArray:
+    """The array at a place, to be read when it is needed."""
+
     def start(index: Any) -> Any:
-        return _readers().submit(read_slice, place, bounds_of(index, place.shape))
+        return in_thread(read_slice, place, bounds_of(index, place.shape))
 
     return StoredArray(shape=place.shape, dtype=place.dtype, start=start)
 

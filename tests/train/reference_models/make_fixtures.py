@@ -1,20 +1,26 @@
-"""Writes the .npz files of this folder: tiny models of Hugging Face's transformers, with logits.
+"""Writes the folders of this folder: tiny models of Hugging Face's transformers, with their logits.
 
-They were written with torch 2.15.0 (CPU) and transformers 4.57.6, in an environment without jax:
+They were written with torch 2.13.0 (CPU) and transformers 4.57.6, in an environment without jax:
 
-  pip install torch==2.15.0 transformers==4.57.6 numpy
+  pip install torch==2.13.0 transformers==4.57.6 numpy
   python tests/train/reference_models/make_fixtures.py
 
-Each file has the weights by their PyTorch names (float16), `tokens` and `logits` (float32, computed
-from these weights). Weights are larger than after an initialization, so that every setting matters.
+Each folder has what `save_pretrained` writes, and `logits.npz` with `tokens` and float32 `logits`;
+for T5 also with the `inputs` of the encoder. Weights are larger than after an initialization, so
+that every setting matters. With the path of a folder, the script loads the models in it, which this
+project has written, and compares their logits with those of the fixtures of the same names:
+
+  python tests/train/reference_models/make_fixtures.py CHECK FOLDER
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 
+HERE = Path(__file__).parent
 SIZES = {
     'vocab_size': 48,
     'hidden_size': 16,
@@ -25,17 +31,23 @@ SIZES = {
     'head_dim': 8,
     'max_position_embeddings': 64,
     'pad_token_id': 0,
-    'attn_implementation': 'eager',  # others ignore soft caps
 }
+GPT2_SIZES = {'vocab_size': 48, 'n_embd': 16, 'n_layer': 3, 'n_head': 4, 'n_positions': 32}
+T5_SIZES = {'vocab_size': 48, 'd_model': 16, 'd_ff': 24, 'd_kv': 8, 'num_heads': 4}
+T5_SIZES |= {'num_layers': 2, 'num_decoder_layers': 3}
 LOCAL = ['sliding_attention', 'full_attention']
 LLAMA_3 = {'factor': 8.0, 'low_freq_factor': 1.0, 'high_freq_factor': 4.0}
 LLAMA_3 |= {'rope_type': 'llama3', 'original_max_position_embeddings': 16}
 GEMMA = {'sliding_window': 5, 'query_pre_attn_scalar': 12}
-# The classes of configuration and model, and what differs from SIZES.
+# The classes of configuration and model, what differs from the sizes, and the dtype in the files.
 MODELS = {
-    'llama3_1': ('Llama', {'rope_theta': 500.0, 'rope_scaling': LLAMA_3, 'rms_norm_eps': 1e-5}),
-    'qwen2': ('Qwen2', {'rope_theta': 1000.0}),
-    'qwen3': ('Qwen3', {'rope_theta': 1000.0, 'tie_word_embeddings': True}),
+    'llama3_1': (
+        'Llama',
+        {'rope_theta': 500.0, 'rope_scaling': LLAMA_3, 'rms_norm_eps': 1e-5, 'vocab_size': 264},
+        'bfloat16',
+    ),
+    'qwen2': ('Qwen2', {'rope_theta': 1000.0}, 'float16'),
+    'qwen3': ('Qwen3', {'rope_theta': 1000.0, 'tie_word_embeddings': True}, 'float16'),
     'gemma2': (
         'Gemma2',
         {
@@ -44,6 +56,7 @@ MODELS = {
             'attn_logit_softcapping': 2.0,
             'final_logit_softcapping': 3.0,
         },
+        'float16',
     ),
     'gemma3': (
         'Gemma3',
@@ -54,34 +67,94 @@ MODELS = {
             'rope_local_base_freq': 100.0,
             'rope_scaling': {'rope_type': 'linear', 'factor': 8.0},
         },
+        'float16',
     ),
+    'mistral': ('Mistral', {'sliding_window': 6}, 'float16'),
+    'gemma': ('Gemma', {}, 'float16'),
+    'gpt2': ('GPT2', {}, 'float32'),
+    't5': ('T5', {}, 'float32'),
+    't5_1_1': ('T5', {'feed_forward_proj': 'gated-gelu', 'tie_word_embeddings': False}, 'float32'),
 }
 
 
-def main() -> None:
-    """Writes all files."""
-    for number, (name, (family, settings)) in enumerate(MODELS.items()):
-        text = 'Text' if family == 'Gemma3' else ''
-        config = getattr(transformers, f'{family}{text}Config')(**SIZES, **settings)
-        model = getattr(transformers, f'{family}ForCausalLM')(config).eval().float()
-        random = np.random.default_rng(number)
-        state = {}
-        for key, value in model.state_dict().items():
-            is_one = key.endswith('norm.weight') and not family.startswith('Gemma')
-            weights = random.normal(float(is_one), 0.3, tuple(value.shape)).astype(np.float16)
-            if key != 'lm_head.weight' or not config.tie_word_embeddings:
-                state[key] = weights
-        model.load_state_dict(
-            {k: torch.from_numpy(v.astype(np.float32)) for k, v in state.items()}, strict=False
+def make_config(family: str, settings: dict) -> transformers.PretrainedConfig:
+    """Returns the configuration of a model."""
+    text = 'Text' if family == 'Gemma3' else ''
+    sizes = {'GPT2': GPT2_SIZES, 'T5': T5_SIZES}.get(family, SIZES)
+    return getattr(transformers, f'{family}{text}Config')(**{**sizes, **settings})
+
+
+def make_model(family: str, config: transformers.PretrainedConfig) -> torch.nn.Module:
+    """Returns a model with random weights, in float32."""
+    names = {'GPT2': 'GPT2LMHeadModel', 'T5': 'T5ForConditionalGeneration'}
+    config._attn_implementation = 'eager'  # others ignore soft caps
+    kind = getattr(transformers, names.get(family, f'{family}ForCausalLM'))
+    return kind(config).eval().float()
+
+
+def randomize(family: str, model: torch.nn.Module, dtype: str, seed: int) -> None:
+    """Gives a model new weights that the dtype of its files has exactly."""
+    random = np.random.default_rng(seed)
+    with torch.no_grad():
+        for key, weights in model.named_parameters():
+            is_one = 'norm' in key or 'ln_' in key
+            is_one = is_one and key.endswith('weight') and not family.startswith('Gemma')
+            drawn = random.normal(float(is_one), 0.3, tuple(weights.shape)).astype(np.float32)
+            weights.copy_(torch.from_numpy(drawn).to(getattr(torch, dtype)).float())
+    model.tie_weights()
+
+
+def compute_logits(model: torch.nn.Module, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    """Returns the logits of the tokens, or of the tokens given inputs."""
+    tokens = torch.from_numpy(arrays['tokens'].astype(np.int64))
+    with torch.no_grad():
+        if 'inputs' not in arrays:
+            return model(tokens).logits.numpy()
+        inputs = torch.from_numpy(arrays['inputs'].astype(np.int64))
+        return model(
+            input_ids=inputs,
+            attention_mask=(inputs > 0).long(),
+            decoder_input_ids=torch.nn.functional.pad(tokens, (1, 0))[:, :-1],
+        ).logits.numpy()
+
+
+def write() -> None:
+    """Writes all folders."""
+    for seed, (name, (family, settings, dtype)) in enumerate(MODELS.items()):
+        config = make_config(family, settings)
+        model, random = make_model(family, config), np.random.default_rng(seed)
+        randomize(family, model, dtype, seed)
+        arrays = {'tokens': random.integers(1, config.vocab_size, (2, 20)).astype(np.uint16)}
+        if family == 'T5':
+            # Long enough for the buckets that several distances share, and with padding.
+            arrays['inputs'] = random.integers(1, config.vocab_size, (2, 40)).astype(np.uint16)
+            arrays['inputs'][1, 30:] = 0
+        logits = compute_logits(model, arrays)
+        folder = HERE / name
+        model.to(getattr(torch, dtype)).save_pretrained(folder, safe_serialization=True)
+        (folder / 'generation_config.json').unlink(missing_ok=True)
+        np.savez_compressed(folder / 'logits.npz', logits=logits, **arrays)
+        size = sum(file.stat().st_size for file in folder.iterdir())
+        print(f'{name}: {size / 1000:.0f} kB')
+
+
+def check(folder: Path) -> None:
+    """Compares the logits of written models with those of the fixtures."""
+    for path in sorted(folder.iterdir()):
+        arrays = dict(np.load(HERE / path.name / 'logits.npz'))
+        family = MODELS[path.name][0]
+        names = {'GPT2': 'GPT2LMHeadModel', 'T5': 'T5ForConditionalGeneration'}
+        kind = getattr(transformers, names.get(family, f'{family}ForCausalLM'))
+        model, report = kind.from_pretrained(
+            path, output_loading_info=True, attn_implementation='eager', dtype=torch.float32
         )
-        model.tie_weights()
-        tokens = random.integers(0, config.vocab_size, (2, 20))
-        with torch.no_grad():
-            logits = model(torch.from_numpy(tokens)).logits.numpy()
-        path = Path(__file__).parent / f'{name}.npz'
-        np.savez_compressed(path, tokens=tokens.astype(np.uint8), logits=logits, **state)
-        print(f'{path.name}: {path.stat().st_size / 1000:.0f} kB, {len(state)} weights')
+        difference = np.abs(compute_logits(model.eval(), arrays) - arrays['logits']).max()
+        problems = {k: v for k, v in report.items() if v}
+        print(f'{path.name}: logits differ by at most {difference:.1e}; {problems or "all loaded"}')
 
 
 if __name__ == '__main__':
-    main()
+    if sys.argv[1:2] == ['CHECK']:
+        check(Path(sys.argv[2]))
+    else:
+        write()

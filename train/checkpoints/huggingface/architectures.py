@@ -1,0 +1,155 @@
+"""The architectures of Hugging Face that the models here compute, by the `model_type` they have.
+
+To add one, write its row: its table of arrays, and its settings in both directions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from partitioning.rules import nearest
+from train.checkpoints.huggingface import decoders, t5, tables
+from train.checkpoints.huggingface.config_json import ConfigJson
+from train.checkpoints.huggingface.tables import Table
+from train.errors import ConfigError
+from train.models.config import TransformerConfig
+from train.models.t5 import T5Config
+
+ModelConfig = TransformerConfig | T5Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One architecture.
+
+    Attributes:
+      class_name: the class in transformers.
+      table: the names of its arrays.
+      read: the settings of our model from `config.json`.
+      write: the settings in `config.json` from those of our model.
+      kind: the type of the settings of our model.
+    """
+
+    class_name: str
+    table: Table
+    read: Callable[[ConfigJson], dict[str, Any]]
+    write: Callable[[Any], dict[str, Any]]
+    kind: type[TransformerConfig] | type[T5Config] = TransformerConfig
+
+
+ARCHITECTURES = {
+    'llama': Architecture(
+        'LlamaForCausalLM', tables.LLAMA, decoders.read_llama, decoders.write_llama
+    ),
+    'mistral': Architecture(
+        'MistralForCausalLM', tables.LLAMA, decoders.read_mistral, decoders.write_mistral
+    ),
+    'qwen2': Architecture(
+        'Qwen2ForCausalLM', tables.LLAMA, decoders.read_qwen2, decoders.write_qwen2
+    ),
+    'qwen3': Architecture(
+        'Qwen3ForCausalLM', tables.LLAMA, decoders.read_qwen3, decoders.write_qwen3
+    ),
+    'gemma': Architecture(
+        'GemmaForCausalLM', tables.LLAMA, decoders.read_gemma, decoders.write_gemma
+    ),
+    'gemma2': Architecture(
+        'Gemma2ForCausalLM', tables.GEMMA_2, decoders.read_gemma2, decoders.write_gemma2
+    ),
+    'gemma3_text': Architecture(
+        'Gemma3ForCausalLM', tables.GEMMA_2, decoders.read_gemma3, decoders.write_gemma3
+    ),
+    'gpt2': Architecture('GPT2LMHeadModel', tables.GPT2, decoders.read_gpt2, decoders.write_gpt2),
+    't5': Architecture(
+        'T5ForConditionalGeneration', tables.T5, t5.read_t5, t5.write_t5, kind=T5Config
+    ),
+    'mt5': Architecture(
+        'MT5ForConditionalGeneration', tables.T5, t5.read_mt5, t5.write_t5, kind=T5Config
+    ),
+}
+
+
+def find_architecture(config: ConfigJson) -> Architecture:
+    """Returns the architecture that a configuration names.
+
+    Raises:
+      ConfigError: if it is not known.
+    """
+    name = config.get('model_type')
+    if name not in ARCHITECTURES:
+        raise ConfigError(
+            f'{config.where}: model_type is {name!r}, which is not known.'
+            f'{nearest(str(name), ARCHITECTURES)} The known ones are {", ".join(ARCHITECTURES)}'
+        )
+    return ARCHITECTURES[name]
+
+
+def model_config(config: ConfigJson, **settings: Any) -> ModelConfig:
+    """Returns the settings of our model that computes what `config.json` describes.
+
+    Args:
+      config: the configuration.
+      **settings: other settings of our model, such as `dtype` or `scan_layers`.
+
+    Raises:
+      ConfigError: if the architecture is not known, or our model cannot compute it.
+    """
+    architecture = find_architecture(config)
+    try:
+        read = architecture.read(config)
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f'{config.where} is malformed: {error!r}') from error
+    known = {field.name for field in dataclasses.fields(architecture.kind)}
+    for name in settings.keys() - known:
+        raise ConfigError(
+            f'{architecture.kind.__name__} has no setting {name!r}.{nearest(name, known)}'
+        )
+    try:
+        return architecture.kind(**{**read, **settings})
+    except ConfigError as error:
+        raise ConfigError(f'{config.where}: {error}') from error
+
+
+def describe_model(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Finds the architecture that computes what our model does.
+
+    Args:
+      model: the settings of our model.
+
+    Returns:
+      Its `model_type`, and the settings of its `config.json`.
+
+    Raises:
+      ConfigError: if there is none.
+    """
+    closest: tuple[str, list[str]] = ('', [])
+    for name, architecture in ARCHITECTURES.items():
+        if not isinstance(model, architecture.kind):
+            continue
+        settings = architecture.write(model)
+        written = ConfigJson({'model_type': name, **settings}, f'the config.json of {name}')
+        try:
+            same = model_config(written)
+        except ConfigError:
+            continue
+        lacking = _differing(model, same)
+        if not lacking:
+            return name, settings
+        if not closest[0] or len(lacking) < len(closest[1]):
+            closest = name, lacking
+    has = ', '.join(f'{name} = {getattr(model, name)!r}' for name in closest[1])
+    raise ConfigError(
+        f'no known model of Hugging Face computes what this one does: {closest[0] or "none"} comes '
+        f'closest, and cannot have {has}'
+    )
+
+
+def _differing(a: ModelConfig, b: ModelConfig) -> list[str]:
+    if isinstance(a, T5Config) and isinstance(b, T5Config):
+        return t5.differing(a, b)
+    assert isinstance(a, TransformerConfig) and isinstance(b, TransformerConfig)
+    return decoders.differing(a, b)

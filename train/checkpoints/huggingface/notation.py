@@ -1,0 +1,147 @@
+"""How the dimensions of two arrays with the same values correspond, and how one becomes the other.
+
+Dimensions are letters. Parentheses join dimensions, of which the first changes slowest. A first
+entry such as `2of3` is one of equal parts that are stored one after another.
+
+  ours      theirs           a matrix of PyTorch, which is stored as [outputs, inputs]
+  D H N     (H N) D
+  D H N     D (2of3 H N)     the second third of the columns of a fused matrix
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from train.checkpoints.safetensors_files import Bounds
+
+Sizes = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A dimension of an array that is joined from others.
+
+    Attributes:
+      letters: the dimensions that are joined.
+      part: which of the equal parts these are, from 0.
+      num_parts: the number of equal parts.
+    """
+
+    letters: tuple[str, ...]
+    part: int = 0
+    num_parts: int = 1
+
+    def size(self, sizes: Sizes) -> int:
+        """The size of the whole dimension, with all parts."""
+        return self.num_parts * math.prod(sizes[letter] for letter in self.letters)
+
+
+@functools.cache
+def parse(dimensions: str) -> tuple[Group, ...]:
+    """Parses the dimensions of an array, such as 'D (2of3 H N)'."""
+    groups = []
+    for joined, single in re.findall(r'\(([^)]*)\)|(\S+)', dimensions):
+        letters = (joined or single).split()
+        part, num_parts = 0, 1
+        if found := re.fullmatch(r'(\d+)of(\d+)', letters[0]):
+            part, num_parts, letters = int(found[1]) - 1, int(found[2]), letters[1:]
+        groups.append(Group(tuple(letters), part, num_parts))
+    return tuple(groups)
+
+
+def letters_of(dimensions: str) -> tuple[str, ...]:
+    """The letters of all dimensions, in their order."""
+    return tuple(itertools.chain.from_iterable(group.letters for group in parse(dimensions)))
+
+
+def shape_of(dimensions: str, sizes: Sizes) -> tuple[int, ...]:
+    """The shape of an array whose dimensions have these sizes."""
+    return tuple(group.size(sizes) for group in parse(dimensions))
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The slice of a joined dimension that contains the wanted slices of its parts.
+
+    Attributes:
+      bounds: the first index and the end along the joined dimension.
+      shape: the sizes of the joined dimensions in this slice.
+      index: the wanted slices of them.
+    """
+
+    bounds: tuple[int, int]
+    shape: tuple[int, ...]
+    index: tuple[slice, ...]
+
+
+def find_wanted(group: Group, sizes: Sizes, wanted: Mapping[str, tuple[int, int]]) -> Wanted:
+    """Finds the smallest slice of a joined dimension that can be read at once.
+
+    Leading dimensions of which one index is wanted only move it. The first other one is cut, and
+    the following ones are read whole.
+
+    Args:
+      group: the joined dimension.
+      sizes: the sizes of all dimensions.
+      wanted: the first index and the end along each of them.
+    """
+    first = group.part * math.prod(sizes[letter] for letter in group.letters)
+    shape, index = list[int](), list[slice]()
+    below = math.prod(sizes[letter] for letter in group.letters)
+    letters = list(group.letters)
+    while letters:
+        letter = letters.pop(0)
+        below //= max(sizes[letter], 1)
+        low, high = wanted[letter]
+        first += low * below
+        shape.append(high - low)
+        index.append(slice(None))
+        if high - low != 1:
+            break
+    length = math.prod(shape) * below
+    for letter in letters:
+        shape.append(sizes[letter])
+        index.append(slice(*wanted[letter]))
+    return Wanted((first, first + length), tuple(shape), tuple(index))
+
+
+def bounds_to_read(
+    theirs: str, sizes: Sizes, wanted: Mapping[str, tuple[int, int]]
+) -> tuple[Bounds, list[Wanted]]:
+    """The slice of an array that contains the wanted values, and what to do with each dimension."""
+    found = [find_wanted(group, sizes, wanted) for group in parse(theirs)]
+    return tuple(each.bounds for each in found), found
+
+
+def to_ours(values: np.ndarray, ours: str, theirs: str, found: Sequence[Wanted]) -> np.ndarray:
+    """Arranges what `bounds_to_read` says to read in the order of our dimensions."""
+    shape = tuple(itertools.chain.from_iterable(each.shape for each in found))
+    index = tuple(itertools.chain.from_iterable(each.index for each in found))
+    order = [letters_of(theirs).index(letter) for letter in letters_of(ours)]
+    return values.reshape(shape)[index].transpose(order)
+
+
+def write_part(out: np.ndarray, values: np.ndarray, ours: str, theirs: str) -> None:
+    """Writes one of our arrays to its part of another one.
+
+    Args:
+      out: the array with `theirs` as its dimensions, all parts of it.
+      values: the array with `ours` as its dimensions.
+      ours: single letters.
+      theirs: the same letters in another order, joined.
+    """
+    order = [letters_of(ours).index(letter) for letter in letters_of(theirs)]
+    groups, sizes = parse(theirs), dict(zip(letters_of(ours), values.shape, strict=True))
+    index = []
+    for group in groups:
+        size = group.size(sizes) // group.num_parts
+        index.append(slice(group.part * size, (group.part + 1) * size))
+    part = out[tuple(index)]
+    part[...] = values.transpose(order).reshape(part.shape)
