@@ -2,7 +2,11 @@
 
 import sys
 
-from train.cli.training import train
+from train.runtime import signals
 
 if __name__ == '__main__':
-    sys.exit(train(sys.argv[1:], 'python -m train'))
+    signals.handle_until_exit()  # before anything that takes time is imported
+
+    from train.cli import run_module
+
+    sys.exit(run_module('train', 'training.train', sys.argv[1:]))

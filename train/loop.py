@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -12,8 +13,11 @@ from train.evaluators import is_due, run_evaluators
 from train.health import NotFinite
 from train.objectives import NextToken
 from train.run import Run
+from train.runtime import signals
 from train.runtime.gin_text import file_of_run
+from train.runtime.signals import Interrupted
 from train.runtime.writers import Writers
+from train.start import Start
 
 
 class Due(NamedTuple):
@@ -23,13 +27,15 @@ class Due(NamedTuple):
       evaluators: the evaluators that run, by name.
       other_evaluators: the rest of them.
       saving: whether the state is saved.
-      recording: whether the training metrics are read and written, for which the host waits.
+      writing: whether the training metrics are written.
+      reading: whether they are read, for which the host waits.
     """
 
     evaluators: dict[str, Any]
     other_evaluators: dict[str, Any]
     saving: bool
-    recording: bool
+    writing: bool
+    reading: bool
 
 
 def find_due(
@@ -42,21 +48,42 @@ def find_due(
       evaluators: its prepared evaluators, by name.
       saved: its checkpoints.
       step: the step.
-      stopping: whether the run stops after it.
+      stopping: whether a signal ends the run after it. The state is then saved as well, but what is
+        written stays the same, so that the metrics of a resumed run are those of any other.
     """
-    last_step = run.config.total_steps
-    due = {name: one for name, one in evaluators.items() if is_due(one, step, last_step)}
+    last = step == run.config.total_steps
+    due = {name: e for name, e in evaluators.items() if is_due(e, step, run.config.total_steps)}
     others = {name: one for name, one in evaluators.items() if name not in due}
-    saving = saved.is_due(step, ending=stopping or step == last_step)
-    periodic = step % run.config.log_every == 0
-    return Due(due, others, saving, bool(due) or saving or periodic or step == last_step)
+    saving = saved.is_due(step, ending=last)
+    writing = bool(due) or saving or last or step % run.config.log_every == 0
+    saving = saving or (stopping and saved.is_due(step, ending=True))
+    return Due(due, others, saving, writing, reading=writing or saving)
 
 
-def evaluate_and_write(
-    evaluators: Mapping[str, Any], state: TrainState, step: int, writers: Writers
+def evaluate_at_start(
+    run: Run, start: Start, evaluators: Mapping[str, Any], state: TrainState, writers: Writers
 ) -> dict[str, float]:
-    """Runs evaluators, writes their scores as one record, and returns them."""
-    scores = run_evaluators(evaluators, state, step)
+    """Runs the evaluators that are due before the first step, and returns what they write.
+
+    These are the ones that a signal has interrupted at the step from which the run resumes, and all
+    if `evaluate_first` is set. A finished run prints the scores of all of them.
+
+    Raises:
+      Interrupted: if a signal ends one of them.
+    """
+    config, step, scores = run.config, start.step, dict[str, float]()
+    interrupted = {name: one for name, one in evaluators.items() if name in start.pending}
+    if interrupted:
+        run.console.say(
+            f'step {step}: evaluating {", ".join(interrupted)}, which a signal has prevented'
+        )
+        scores = {**start.scores, **run_evaluators(interrupted, state, step)}
+        writers.forget(step, interrupted)
+    elif step >= config.total_steps > 0:
+        run.console.say(f'already at step {step}; raise total_steps to continue')
+        run_evaluators(evaluators, state, step)
+    elif config.evaluate_first or not config.total_steps:
+        scores = run_evaluators(evaluators, state, step)
     if scores:
         writers.write(step, scores)
     return scores
@@ -72,6 +99,45 @@ def report_skips(run: Run, skipped: Sequence[NotFinite]) -> dict[str, float]:
             more = ', and so is 1 later step' if later == 1 else f', and so are {later} later steps'
         run.console.say(f'{skipped[0]}, whose update is skipped{more}')
     return {'train/skipped_steps': float(len(skipped))}
+
+
+def evaluate_until_signal(
+    evaluators: Mapping[str, Any], state: TrainState, step: int, writers: Writers
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Runs evaluators until a signal arrives, and writes their scores as one record.
+
+    Returns:
+      The scores, and the names of the evaluators that a signal has kept from finishing. If there
+      are any, nothing is written: the resumed run writes the whole record.
+    """
+    scores, pending = dict[str, float](), list(evaluators)
+    with contextlib.suppress(Interrupted):
+        for name, evaluator in evaluators.items():
+            scores |= run_evaluators({name: evaluator}, state, step)
+            pending.remove(name)
+    if scores and not pending:
+        writers.write(step, scores)
+    return scores, tuple(pending)
+
+
+def interruption(run: Run, saved: Checkpoints, step: int, pending: Sequence[str]) -> Interrupted:
+    """The error with which a run ends after a signal. It waits until the last save has ended.
+
+    Args:
+      run: the run.
+      saved: its checkpoints.
+      step: the last finished step.
+      pending: the evaluations of this step that remain to be done.
+    """
+    number, newest = signals.received(), saved.latest_step()
+    assert number is not None
+    when = f'after step {step} of {run.config.total_steps}'
+    if pending:
+        when += f', before its evaluation ({", ".join(pending)})'
+    if newest == step:
+        return Interrupted(number, f'{when}, saved in {saved.path(step)}')
+    last = 'there is no checkpoint' if newest is None else f'the newest checkpoint is of {newest}'
+    return Interrupted(number, f'{when}, which was not saved ({last})')
 
 
 def report_results(run: Run, saved: Checkpoints, writers: Writers) -> None:

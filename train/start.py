@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -37,11 +38,15 @@ class Start(NamedTuple):
       source: the checkpoints that contain it.
       restored: the step of the checkpoint to restore, or None if the run starts from scratch. It
         can differ from `step` if the settings leave out the step of the checkpoint.
+      pending: the names of the evaluators that a signal has kept from finishing at this step.
+      scores: the scores of those that had finished, by name.
     """
 
     step: int
     source: Checkpoints
     restored: int | None
+    pending: tuple[str, ...] = ()
+    scores: Mapping[str, float] = MappingProxyType({})
 
 
 def find_start(run: Run, saved: Checkpoints) -> Start:
@@ -190,7 +195,8 @@ class Compilation:
             elif issubclass(kind, Exception):
                 self._finish()
         finally:
-            self._pool.shutdown()
+            # Nothing can stop a compiler, so nobody waits for one whose program is not needed.
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _finish(self) -> None:
         """Waits for the compiler, and raises its errors in the order of the programs."""

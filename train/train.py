@@ -10,12 +10,20 @@ import jax
 
 from partitioning import TrainState
 from train.config import TrainConfig
-from train.evaluators import prepare_evaluators, run_evaluators
+from train.evaluators import prepare_evaluators
 from train.health import Health
-from train.loop import evaluate_and_write, find_due, report_results, report_skips
+from train.loop import (
+    evaluate_at_start,
+    evaluate_until_signal,
+    find_due,
+    interruption,
+    report_results,
+    report_skips,
+)
 from train.run import prepare, report
+from train.runtime import signals
 from train.runtime.console import RunConsole
-from train.runtime.machine import collect_garbage, must_wait_for_steps, stop_on_signal
+from train.runtime.machine import collect_garbage, must_wait_for_steps
 from train.runtime.meter import Meter, format_figures
 from train.runtime.profile import Profiler
 from train.runtime.start_up import StartClock
@@ -45,11 +53,16 @@ def train(config: TrainConfig) -> TrainState:
       ConfigError, ValueError: if a setting cannot be honoured. Nothing has been written then.
       FloatingPointError: if a step is not finite and `config.not_finite` stops the run then. The
         newest checkpoint is kept.
-      KeyboardInterrupt: if a signal asks the run to stop. With one process, the current step is
-        finished and saved first.
+      Interrupted: if SIGTERM, SIGINT or SIGHUP ends the run with work left. It is a
+        KeyboardInterrupt that says what was saved: the current step, or nothing if no step was
+        finished. The same call resumes the run. A run of several processes, or outside the main
+        thread, does not handle signals.
     """
     console, limits = RunConsole(), config.watchdog
-    with Watchdog(limits, console.activity, config.model_dir, log_every=config.log_every):
+    with (
+        signals.handle(alone=jax.process_count() == 1),
+        Watchdog(limits, console.activity, config.model_dir, log_every=config.log_every),
+    ):
         return _train(config, console)
 
 
@@ -65,7 +78,7 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
 
     # ---- steps: compiled once, before anything is written, while the rest is opened and read
     with compile_programs(run, start) as compilation:
-        restored, start = restore_state(run, start)
+        restored, start = restore_state(prepared, start)
         run = prepared.from_step(start.step)
         feed = open_feed(run, start.step)
         evaluators = prepare_evaluators(run)
@@ -86,23 +99,20 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
     if writers.num_dropped:
         console.say(f'dropped {writers.num_dropped} metrics records after step {step}')
     stop_conditions = StopConditions(config.stop_when)
-    if step >= last_step > 0:
-        console.say(f'already at step {step}; raise total_steps to continue')
-        run_evaluators(evaluators, state, step)
-    elif config.evaluate_first or not last_step:
-        stop_conditions.check(evaluate_and_write(evaluators, state, step, writers))
+    scores = evaluate_at_start(run, start, evaluators, state, writers)
+    reason = stop_conditions.check(scores) if scores else None
 
     # ---- loop: the host dispatches steps ahead of the devices, and waits only to log
+    signals.defer()
     with (
         closing(saved),  # However the loop ends, a save that has begun is completed.
         closing(writers),
         closing(feed),
-        stop_on_signal() as stop_requested,
         collect_garbage(config.collect_garbage_every) as collect,
         console.training(step, last_step),
         Profiler(directory / 'profile', config.profile_steps) as profiler,
     ):
-        meter, starting, reason = Meter(run, step, flops), dict[str, float](), None
+        meter, starting = Meter(run, step, flops), dict[str, float]()
         health = Health(
             config.not_finite,
             max_skips=config.max_skips,
@@ -121,10 +131,10 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
             health.note(step, metrics)
             for hook in config.hooks:
                 hook(state, step, metrics)
-            stopping = stop_requested()
+            stopping = signals.received() is not None
             due = find_due(run, evaluators, saved, step, stopping=stopping)
             scalars = dict[str, float]()
-            if due.recording:
+            if due.reading:
                 found = health.look()
                 if found.bad is not None:
                     newest = saved.latest_step()
@@ -138,6 +148,7 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
                     continue
                 scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
                 scalars |= report_skips(run, found.skipped)
+            if due.writing:
                 scalars |= meter.read(step, feed.waited) | starting
                 starting = {}
                 writers.write(step, scalars)
@@ -146,17 +157,18 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
                 jax.block_until_ready(metrics)
             profiler.after(step, state)
             paused = time.perf_counter()
-            scores = evaluate_and_write(due.evaluators, state, step, writers)
-            if reason := stop_conditions.check(scalars | scores):
+            scores, pending = evaluate_until_signal(due.evaluators, state, step, writers)
+            reason = None if pending else stop_conditions.check(scalars | scores)
+            if reason:
                 console.say(f'step {step}: stopping early, because {reason}')
-                evaluate_and_write(due.other_evaluators, state, step, writers)
-            if due.saving or (reason and saved.is_due(step, ending=True)):
+                evaluate_until_signal(due.other_evaluators, state, step, writers)
+            if due.saving or ((reason or pending) and saved.is_due(step, ending=True)):
                 with console.activity.doing(f'the save of step {step}'):
                     saved.save(step, state)
             collect(step)
             meter.skip(time.perf_counter() - paused)
-            if stopping:
-                raise KeyboardInterrupt
+            if pending or (stopping and step < last_step and not reason):
+                raise interruption(run, saved, step, pending)
 
     report_results(run, saved, writers)
     return state

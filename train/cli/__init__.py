@@ -5,8 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from train.cli.interruption import line_of_module, line_of_process, run_until_signal
+from train.runtime import signals
 
 # The name of a command -> its function in train.cli, what it does, and an example.
 _COMMANDS = {
@@ -47,9 +51,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: the name of the command and its arguments, by default those of this process.
 
     Returns:
-      The exit status: 0, 1 if plans differ, 2 after an error, or 130 after an interruption.
+      The exit status: 0, 1 if plans differ, 2 after an error, 75 after SIGTERM or SIGHUP, or 130
+      after Ctrl-C.
     """
-    name, *rest = (sys.argv[1:] if arguments is None else arguments) or ['--help']
+    if arguments is None:
+        signals.handle_until_exit()
+        line = line_of_process('meshwright')
+    else:
+        line = shlex.join(['meshwright', *arguments])
+    given = sys.argv[1:] if arguments is None else arguments
+    return run_until_signal(lambda: _run(given), line)
+
+
+def run_module(module: str, function: str, arguments: Sequence[str]) -> int:
+    """Runs the command `python -m MODULE`.
+
+    Args:
+      module: the module.
+      function: its function in train.cli.
+      arguments: the arguments of the function.
+
+    Returns:
+      The exit status, as in `main`.
+    """
+    line = line_of_module(module, arguments)
+    return run_until_signal(lambda: _find(function)(arguments, f'python -m {module}'), line)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    name, *rest = arguments or ['--help']
     if name in ('--help', '-h', 'help'):
         print(_help(bold=sys.stdout.isatty()))
         return 0
@@ -61,9 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The packages of --gin_allow may be in the current folder. It comes last, so that a train.py
     # there does not hide this package.
     sys.path.append(os.getcwd())
-    module, function = _COMMANDS[name][0].split('.')
-    command = getattr(importlib.import_module(f'train.cli.{module}'), function)
-    return command(rest, f'meshwright {name}')
+    return _find(_COMMANDS[name][0])(rest, f'meshwright {name}')
+
+
+def _find(name: str) -> Callable[[Sequence[str], str], int]:
+    """Imports a function of train.cli, named with its module."""
+    module, function = name.split('.')
+    return getattr(importlib.import_module(f'train.cli.{module}'), function)
 
 
 def _help(bold: bool) -> str:

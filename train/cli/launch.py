@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from absl import logging
 
 from partitioning.untrusted_text import printable
+from train.cli.interruption import EXIT_CODES
 from train.errors import first_line
 
 _OF_TRAINER = ('etils', 'orbax', 'grain', 'rich', 'tensorboardX')
@@ -67,6 +68,7 @@ class CommandParser(OneLineParser):
             prog=prog,
             usage=f'{prog} {usage}',
             description=description.format(prog=prog),
+            epilog=EXIT_CODES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -92,8 +94,10 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
     """Finds the devices, and loads gin files, followed by those of the flags."""
     # These import jax, so they wait until the flags have been checked.
     from train.gin_config import load_config
-    from train.runtime import machine
+    from train.runtime import machine, signals
 
+    if options.multihost or options.coordinator_address is not None:
+        signals.leave_to_others()
     machine.use_virtual_devices(options.cpu_devices)
     machine.join_processes(
         options.coordinator_address,
@@ -114,12 +118,6 @@ def run(command: Callable[[], Any], options: argparse.Namespace) -> int:
     logging.set_verbosity(logging.WARNING)
     try:
         command()
-    except KeyboardInterrupt:
-        print(
-            'interrupted: the same command resumes from the last checkpoint, if one was saved',
-            file=sys.stderr,
-        )
-        return 130
     except Exception as error:
         line = None if options.traceback else explain(error)
         if line is None:

@@ -10,6 +10,7 @@ from partitioning import TrainState
 from train.errors import ConfigError
 from train.runtime.console import RunConsole
 from train.runtime.reports import format_scores
+from train.runtime.signals import interruptible
 
 if TYPE_CHECKING:
     from train.run import Run
@@ -105,9 +106,14 @@ def is_due(evaluator: Any, step: int, last_step: int) -> bool:
 
 
 def run_evaluators(evaluators: Mapping[str, Any], state: TrainState, step: int) -> dict[str, float]:
-    """Returns the scores of all evaluators: the score x of the evaluator y is 'y/x'."""
-    return {
-        f'{name}/{score}': float(value)
-        for name, evaluator in evaluators.items()
-        for score, value in evaluator.run(state, step).items()
-    }
+    """Returns the scores of all evaluators: the score x of the evaluator y is 'y/x'.
+
+    Raises:
+      Interrupted: if a signal ends one of them.
+    """
+    with interruptible():
+        return {
+            f'{name}/{score}': float(value)
+            for name, evaluator in evaluators.items()
+            for score, value in evaluator.run(state, step).items()
+        }

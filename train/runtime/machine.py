@@ -1,4 +1,4 @@
-"""The machine that a run uses: virtual devices, its processes, signals, and how they agree."""
+"""The machine that a run uses: virtual devices, its processes, and how they agree."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import contextlib
 import gc
 import math
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import jax
@@ -172,34 +169,6 @@ def collect_garbage(every: int) -> Iterator[Callable[[int], None]]:
     finally:
         if every and was_enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Lets the training loop finish its step after Ctrl-C or SIGTERM.
-
-    The first signal only sets a flag, which the loop reads after each step. A second signal stops
-    the run at once. With several processes the flag would have to be agreed on, so signals are left
-    alone: Ctrl-C stops at once, and jax handles SIGTERM.
-
-    Yields:
-      A function that returns whether a signal has arrived.
-    """
-    requested = threading.Event()
-
-    def request_stop(signum: int, frame: FrameType | None) -> None:
-        if requested.is_set():
-            raise KeyboardInterrupt
-        requested.set()
-
-    alone = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
-    signals = (signal.SIGINT, signal.SIGTERM) if alone else ()
-    previous = {s: signal.signal(s, request_stop) for s in signals}
-    try:
-        yield requested.is_set
-    finally:
-        for s, handler in previous.items():
-            signal.signal(s, handler)
 
 
 def num_partitions_that_fit(maximum: int) -> int:

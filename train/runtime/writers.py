@@ -8,7 +8,7 @@ import functools
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -26,6 +26,8 @@ class MetricWriter(Protocol):
 
     When a run resumes, it writes the records after `resumed_step` again, so earlier ones are
     dropped or replaced. Optional attributes are `path`, where the metrics are, and `num_dropped`.
+    An optional method `forget(step, names)`, which is called before the first record, drops what
+    these evaluators have written at a step.
     """
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -59,6 +61,12 @@ class Writers:
         """Writes one record of a step."""
         for writer in self.writers:
             writer.write(step, scalars)
+
+    def forget(self, step: int, names: Collection[str]) -> None:
+        """Drops the records of evaluators at a step, which are about to be written again."""
+        for writer in self.writers:
+            if hasattr(writer, 'forget'):
+                writer.forget(step, names)
 
     def close(self) -> None:
         """Closes every writer, even if one fails."""
@@ -121,6 +129,12 @@ class JsonWriter:
             self._rewrite()
             self._rewritten = time.monotonic()
 
+    def forget(self, step: int, names: Collection[str]) -> None:
+        kept = [line for line in self._lines if not _is_of_evaluator(line, step, names)]
+        if len(kept) < len(self._lines):
+            self._lines = kept
+            self._rewrite()
+
     def close(self) -> None:
         if is_remote(self.path):
             self._rewrite()
@@ -137,6 +151,12 @@ def _is_record(line: str, last_step: int) -> bool:
         return line.endswith('\n') and json.loads(line)['step'] <= last_step
     except (ValueError, TypeError, KeyError):
         return False
+
+
+def _is_of_evaluator(line: str, step: int, names: Collection[str]) -> bool:
+    """Whether a line is the record of one of these evaluators at a step."""
+    record, prefixes = json.loads(line), tuple(f'{name}/' for name in names)
+    return record['step'] == step and any(key.startswith(prefixes) for key in record)
 
 
 class TensorBoardWriter:

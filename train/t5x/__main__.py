@@ -64,4 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main(sys.argv[1:]))
+    from train.cli.interruption import line_of_module, run_until_signal
+
+    command = line_of_module('train.t5x', sys.argv[1:])
+    sys.exit(run_until_signal(lambda: main(sys.argv[1:]), command))

@@ -1,0 +1,62 @@
+"""How a command ends after a signal: one line that says what to do next, and an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+
+from train.runtime import signals
+
+EXIT_CODES = """\
+exit codes: 0 if everything is done, 2 after an error, which is one line, 75 if SIGTERM, SIGHUP or
+the watchdog stopped it with work left, 130 after Ctrl-C. The same command resumes."""
+
+
+def run_until_signal(command: Callable[[], int], line: str) -> int:
+    """Runs a command. After a signal it prints how to resume, without a traceback.
+
+    Args:
+      command: returns the exit code.
+      line: the command as one types it.
+
+    Returns:
+      The exit code: that of the command, 75 after SIGTERM or SIGHUP, or 130 after Ctrl-C. The
+      process of an interrupted command ends here, without waiting for threads that compile.
+    """
+    signals.note_command(line)
+    try:
+        with signals.handle():
+            code = command()
+        signals.ignore()
+        return code
+    except signals.Interrupted as interrupted:
+        text, code = str(interrupted), interrupted.exit_code
+    except KeyboardInterrupt as interrupted:  # with several processes, or a second signal
+        text, code = str(interrupted) or 'stopped by SIGINT', signals.AFTER_CTRL_C
+    gc.collect()  # removes the temporary folders of what the error has referred to
+    with contextlib.suppress(OSError):
+        print(f'{text}{signals.how_to_resume()}', file=sys.stderr, flush=True)
+    return signals.end_process(code)
+
+
+def line_of_process(name: str) -> str:
+    """The command of this process as one types it.
+
+    Args:
+      name: the name of the program.
+    """
+    found = shutil.which(name)
+    same = found is not None and os.path.realpath(found) == os.path.realpath(sys.argv[0])
+    return shlex.join([name if same else sys.argv[0], *sys.argv[1:]])
+
+
+def line_of_module(module: str, arguments: Sequence[str]) -> str:
+    """The command `python -m MODULE ...` as it was typed."""
+    given = sys.orig_argv
+    python = given[: given.index('-m')] if '-m' in given else ['python']
+    return shlex.join([*python, '-m', module, *arguments])

@@ -1,0 +1,256 @@
+"""Signals that end a run: SIGTERM, SIGINT (Ctrl-C) and SIGHUP.
+
+While there is nothing to save, a signal raises `Interrupted` at once. Later it is only noted, and
+the training loop asks for it after each step. A command also has a second thread that watches the
+signals, because Python runs handlers between two of its own instructions, so a program of another
+language, such as a compiler, would delay them for minutes.
+
+This module is imported before all others, so it imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, NoReturn
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The exit codes of a command that a signal has ended with work left. 75 is EX_TEMPFAIL of
+# sysexits.h, by which schedulers know to start it again; 130 is what shells report after Ctrl-C.
+RESTARTABLE, AFTER_CTRL_C = 75, 130
+# Programs such as GNU timeout, and terminals that close, send a signal twice. That counts as one.
+SECONDS_OF_ONE_REQUEST = 0.5
+# How long a command with nothing to save may take to remove its unfinished files.
+SECONDS_TO_CLEAN_UP = 5.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal has ended a run that has work left.
+
+    Args:
+      signum: the signal.
+      when: when it ended, and what has been saved.
+
+    Attributes:
+      signal: the signal.
+      exit_code: the exit code of a command that ends with it.
+    """
+
+    def __init__(self, signum: int, when: str = 'with nothing new to save'):
+        self.signal = signal.Signals(signum)
+        self.exit_code = AFTER_CTRL_C if signum == signal.SIGINT else RESTARTABLE
+        super().__init__(f'stopped by {self.signal.name} {when}')
+
+
+class _Handling:
+    """How this process handles signals.
+
+    Attributes:
+      active: whether the handlers are installed.
+      watched: whether a second thread watches the signals of a command.
+      received: the first signal, or None.
+      received_at: its time on the clock of `time.monotonic`.
+      saves: whether there is a state to save, so that a signal is only noted.
+      interruptible: whether a signal raises `Interrupted` nevertheless.
+      terminals: the file descriptors of the output that are terminals.
+    """
+
+    def __init__(self) -> None:
+        self.active = self.watched = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.received: signal.Signals | None = None
+        self.received_at = 0.0
+        self.saves = self.interruptible = False
+        self.terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+
+
+_handling = _Handling()
+_command: list[str] = []
+
+
+def received() -> signal.Signals | None:
+    """The signal that asks the run to end, or None."""
+    return _handling.received
+
+
+@contextlib.contextmanager
+def handle(alone: bool = True) -> Iterator[None]:
+    """Handles signals in a context, and afterwards leaves them to the earlier handlers.
+
+    It has no effect inside another such context, and outside the main thread.
+
+    Args:
+      alone: whether this is the only process of the run. With several, signals are left alone:
+        Ctrl-C stops at once, and jax handles SIGTERM.
+    """
+    if not alone or _handling.active or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = _install()
+    try:
+        yield
+    finally:
+        _handling.active = False
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def handle_until_exit() -> None:
+    """Handles signals in the rest of a process that runs one command."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _handling.watched = True
+    _install()
+    threading.Thread(target=_watch, args=(reader,), name='signals', daemon=True).start()
+
+
+def leave_to_others() -> None:
+    """Ends what `handle_until_exit` began, in a process that joins others."""
+    if _handling.watched:
+        signal.set_wakeup_fd(-1)
+        _handling.active = _handling.watched = False
+        for signum in SIGNALS:
+            if signal.getsignal(signum) is _note:
+                is_ctrl_c = signum == signal.SIGINT
+                signal.signal(signum, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
+
+
+def defer() -> None:
+    """Notes signals from now on, because there is a state to save.
+
+    Raises:
+      Interrupted: if there was a signal already.
+    """
+    if _handling.active:
+        _handling.saves = True
+        _raise_if_received()
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Lets a signal end the body of a context, also after `defer`.
+
+    Raises:
+      Interrupted: if there is a signal during the body, or was one before it.
+    """
+    if not _handling.active:
+        yield
+        return
+    _raise_if_received()
+    _handling.interruptible = True
+    try:
+        yield
+    finally:
+        _handling.interruptible = False
+
+
+def note_command(command: str) -> None:
+    """Notes the command that this process runs, as one would type it again."""
+    _command[:] = [command]
+
+
+def how_to_resume() -> str:
+    """What one does to resume, as the end of a line."""
+    return f'; resume with: {_command[0]}' if _command else ''
+
+
+def end_process(code: int) -> int:
+    """Ends the process of a command with an exit code, or returns the code in any other process.
+
+    Threads that nothing can stop, such as those of a compiler, are not waited for.
+    """
+    if not _handling.watched:
+        return code
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def ignore() -> None:
+    """Ignores signals from now on in the process of a command, because its work is done."""
+    if _handling.watched:
+        for signum in SIGNALS:
+            signal.signal(signum, signal.SIG_IGN)
+
+
+def _install() -> dict[int, Any]:
+    """Installs the handlers, and returns the previous ones. What `nohup` ignores stays ignored."""
+    _handling.reset()
+    _handling.active = True
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return {s: signal.signal(s, _note) for s in SIGNALS if s != signal.SIGHUP or not is_ignored}
+
+
+def _note(signum: int, frame: FrameType | None) -> None:
+    """Handles a signal in the main thread."""
+    now, is_first = time.monotonic(), _handling.received is None
+    if signum == signal.SIGHUP:
+        _leave_closed_terminals()
+    if is_first:
+        _handling.received, _handling.received_at = signal.Signals(signum), now
+        if _handling.interruptible or not _handling.saves:
+            _raise_if_received()
+    elif not _handling.watched and now - _handling.received_at >= SECONDS_OF_ONE_REQUEST:
+        raise KeyboardInterrupt(_second(signum))
+
+
+def _raise_if_received() -> None:
+    if _handling.received is not None:
+        raise Interrupted(_handling.received)
+
+
+def _leave_closed_terminals() -> None:
+    """Discards what is printed to a terminal that has been closed, where it would be an error."""
+    for fd in _handling.terminals:
+        if not os.isatty(fd):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, fd)
+            os.close(nowhere)
+
+
+def _watch(reader: int) -> None:
+    """Ends a command after a second signal, or if it does not end by itself after the first.
+
+    Args:
+      reader: the file descriptor from which the number of each signal can be read, a byte each.
+    """
+    first_at = None
+    while True:
+        signum = os.read(reader, 1)[0]
+        if signum not in SIGNALS:
+            continue
+        if first_at is None:
+            first_at = time.monotonic()
+            threading.Thread(target=_end_soon, args=(signum,), daemon=True).start()
+        elif time.monotonic() - first_at >= SECONDS_OF_ONE_REQUEST:
+            _end_now(signum, _second(signum))
+
+
+def _second(signum: int) -> str:
+    return str(Interrupted(signum, 'at once, because it is the second signal'))
+
+
+def _end_soon(signum: int) -> None:
+    """Ends a command with nothing to save if the main thread does not, because it compiles."""
+    time.sleep(SECONDS_TO_CLEAN_UP)
+    if not _handling.saves:
+        _end_now(signum, str(Interrupted(signum)))
+
+
+def _end_now(signum: int, line: str) -> NoReturn:
+    if 1 in _handling.terminals:
+        with contextlib.suppress(OSError):
+            os.write(1, b'\x1b[?25h\n')  # A progress bar has hidden the cursor.
+    with contextlib.suppress(OSError):
+        os.write(2, f'{line}{how_to_resume()}\n'.encode())
+    os._exit(Interrupted(signum).exit_code)
