@@ -86,7 +86,7 @@ def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> Tr
     with run.console.phase('looking for checkpoints'):
         if restore is None:
             saved = run.config.checkpoints.open(run.directory)
-            step = saved.latest_step()
+            step = saved.newest_step(run.console.say)
             if step is None:
                 raise ConfigError(f'{run.directory} has no complete checkpoint to evaluate')
         else:

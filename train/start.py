@@ -58,7 +58,7 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
     """
     config, source, changes = run.config, saved, list[str]()
     with run.console.phase('looking for checkpoints'):
-        step, restored = 0, saved.latest_step()
+        step, restored = 0, saved.newest_step(run.console.say)
         if restored is not None:
             step = restored
             changes = record.check_same_as_before(run.directory, run.record, step)
@@ -253,8 +253,11 @@ def partition_train_step(run: Run) -> PartitionedCallable:
     )
 
 
-def write_run_files(run: Run) -> None:
+def write_run_files(run: Run) -> dict[str, str]:
     """Creates the folder of a run, and writes its configuration, layout and data record.
+
+    Returns:
+      The files that each checkpoint contains, too, by name. Other processes than 0 need none.
 
     Raises:
       ConfigError: if the folder cannot be written.
@@ -270,10 +273,14 @@ def write_run_files(run: Run) -> None:
                 info.write_text(f'{text}\n{compiled}\n' if compiled else text)
                 run.plan.save(run.directory / 'plan.json')
                 record.write_record(run.directory, run.record)
+                names = {n: _name_here(run, n) for n in ('config.gin', 'plan.json', record.FILE)}
+                paths = {name: run.directory / here for name, here in names.items()}
+                return {name: path.read_text() for name, path in paths.items() if path.exists()}
         except OSError as error:
             raise ConfigError(
                 f'MODEL_DIR {run.directory} cannot be written: {error.strerror or error}'
             ) from error
+    return {}
 
 
 def _name_here(run: Run, name: str) -> str:

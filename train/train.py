@@ -86,7 +86,7 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
     config, step, last_step = run.config, start.step, run.config.total_steps
 
     # ---- state: restored, or created on its devices
-    write_run_files(run)
+    saved.texts = write_run_files(run)
     if init is None:
         state = cast(TrainState, restored)
         verb = 'resumed' if start.source is saved else 'restored'
@@ -164,7 +164,7 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
                 evaluate_until_signal(due.other_evaluators, state, step, writers)
             if due.saving or ((reason or pending) and saved.is_due(step, ending=True)):
                 with console.activity.doing(f'the save of step {step}'):
-                    saved.save(step, state)
+                    saved.save(step, state, scores=scalars | scores)
             collect(step)
             meter.skip(time.perf_counter() - paused)
             if pending or (stopping and step < last_step and not reason):

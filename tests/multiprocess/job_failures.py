@@ -9,6 +9,7 @@ import optax
 from partitioning import PjitPartitioner
 from train import NextToken, TrainConfig, evaluate, train
 from train.checkpoints import RestoreConfig
+from train.checkpoints.manifest import Manifest, write_manifest
 from train.data import CausalLM, Records
 from train.data.record import check_same_everywhere, data_record
 from train.errors import ConfigError
@@ -20,7 +21,7 @@ def run(index, folder):
     folder = Path(folder)
     if index == 0:
         (folder / 'checkpoints/3').mkdir(parents=True)
-        (folder / 'checkpoints/3/_CHECKPOINT_METADATA').touch()
+        write_manifest(folder / 'checkpoints/3', Manifest(step=3, files={}, versions={}))
     with raise_on_all_processes():
         pass  # Both processes now see the folder.
     return {
@@ -48,7 +49,7 @@ def failing_runs(index, folder):
         sequence_length=8,
     )
     a_file = dataclasses.replace(
-        config, model_dir=own if index else folder / 'checkpoints/3/_CHECKPOINT_METADATA'
+        config, model_dir=own if index else folder / 'checkpoints/3/manifest.json'
     )
     restore = RestoreConfig(path=str(folder if index == 0 else folder / 'none'))
     return {

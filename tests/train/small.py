@@ -182,7 +182,7 @@ def small_config(model_dir: Path, texts: Path, **changes: Any) -> TrainConfig:
         'batch_size': 8,
         'sequence_length': 16,
         'evaluators': {'eval': HeldOut(every=2)},
-        'checkpoints': CheckpointConfig(period=2),
+        'checkpoints': CheckpointConfig(period=2, when_busy='wait'),
         'writers': (JsonWriter,),
         'log_every': 1,
     }

@@ -116,11 +116,19 @@ def test_incomplete_checkpoints_are_skipped_and_saved_again(run, finished, tmp_p
     assert records(model_dir) == records(finished.directory)
 
 
-def test_a_checkpoint_without_its_arrays_is_an_error_with_a_hint(run, finished, tmp_path):
+def test_a_checkpoint_without_its_arrays_is_named_and_the_one_before_it_is_used(
+    run, finished, tmp_path, capsys
+):
     model_dir = finished.copy(tmp_path / 'model')
     shutil.rmtree(model_dir / 'checkpoints/6/state')
-    with pytest.raises(ConfigError, match=r'checkpoints/6 is damaged .*delete it'):
-        run(model_dir, total_steps=7)
+    assert_equal_states(run(model_dir), finished.state)
+    output = capsys.readouterr().out
+    assert 'checkpoints/6 is damaged: state/_METADATA is missing' in output
+    assert 'resumed from step 4' in output
+    for step in (2, 4, 6):
+        shutil.rmtree(model_dir / f'checkpoints/{step}/state')
+    with pytest.raises(ConfigError, match=r'no good checkpoint is left .*checkpoints/6 is damaged'):
+        run(model_dir)
 
 
 def test_metrics_after_the_newest_checkpoint_are_dropped(run, finished, tmp_path, capsys):

@@ -99,7 +99,11 @@ def test_the_order_of_the_data_has_its_own_seed(tmp_path, texts):
 
 def test_a_seed_by_the_time_is_kept_by_a_resumed_run(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr('time.time', lambda: 1234567890.5)
-    settings = {'seed': None, 'evaluators': {}, 'checkpoints': CheckpointConfig(period=2)}
+    settings = {
+        'seed': None,
+        'evaluators': {},
+        'checkpoints': CheckpointConfig(period=2, when_busy='wait'),
+    }
     run(tmp_path / 'parts', **settings, total_steps=2)
     assert 'seed 1234567890, chosen by the time' in capsys.readouterr().out
     monkeypatch.setattr('time.time', lambda: 1444444444.5)
@@ -158,7 +162,7 @@ def test_a_run_that_stops_early_is_saved_and_evaluated(run, tmp_path, capsys):
         total_steps=100,
         evaluators={'mine': Listed(scores), 'last': last},
         stop_when=[EarlyStopping(metric='mine/score', patience=2)],
-        checkpoints=CheckpointConfig(period=3),
+        checkpoints=CheckpointConfig(period=3, when_busy='wait'),
     )
     assert int(state.step) == 4
     assert checkpoints(tmp_path) == [3, 4]

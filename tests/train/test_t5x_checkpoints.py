@@ -103,12 +103,13 @@ def test_a_written_checkpoint_has_the_layout_of_t5x(tmp_path):
         {name for p in folder.rglob('*') if '/d/' not in (name := f'/{p.relative_to(folder)}')}
         for folder in (written, path)
     )
-    assert ours == theirs, 'all files and folders but those of the arrays'
+    added = {'/manifest.json', '/run', '/run/step.json', '/run/commit_success.txt'}
+    assert ours == theirs | added, 'all files and folders but those of the arrays'
     for file in ('state/_METADATA', 'state/array_metadatas/process_0'):
         assert json.loads((written / file).read_text()) == json.loads((path / file).read_text())
     handlers = [json.loads((f / '_CHECKPOINT_METADATA').read_text()) for f in (written, path)]
     assert handlers[0]['item_handlers']['state'] == handlers[1]['item_handlers']['state']
-    assert handlers[0]['item_handlers'].keys() == handlers[1]['item_handlers'].keys()
+    assert handlers[0]['item_handlers'].keys() == handlers[1]['item_handlers'].keys() | {'run'}
     ours, theirs = read_arrays(written), read_arrays(path)
     assert ours.keys() == theirs.keys()
     for name, array in theirs.items():
@@ -119,7 +120,7 @@ def test_a_written_checkpoint_has_the_layout_of_t5x(tmp_path):
 def test_a_state_in_shards_is_written_and_read_on_another_mesh(tmp_path):
     """Parameters are saved in bfloat16, the optimizer state in float32, as T5X's older format."""
     path = t5x_reference.checkpoint('t5_1_1-orbax-10')
-    saved = T5XCheckpoints(tmp_path, CheckpointConfig(), dtype='bfloat16')
+    saved = T5XCheckpoints(tmp_path, CheckpointConfig(dtype='bfloat16'))
     saved.save(10, restore(path, make_plan('t5_1_1', 2, 4), mode='specific'))
     saved.close()
     expected = read_arrays(t5x_reference.checkpoint('t5_1_1-legacy_bfloat16-10'))
@@ -256,9 +257,9 @@ def test_checkpoints_of_t5x_are_found(run_of_t5x):
         missing.find()
 
 
-def test_new_checkpoints_leave_those_of_t5x_alone_unless_fewer_are_kept(run_of_t5x):
+def test_new_checkpoints_leave_those_of_t5x_alone(run_of_t5x):
     plan, before = make_plan('decoder_only'), files_in(run_of_t5x)
-    for keep, left in ((None, [10, 12, 20]), (1, [21])):
+    for keep, left in ((None, [10, 12, 20]), (1, [10, 12, 21])):
         saved = T5XCheckpointConfig(keep=keep, dtype='float32').open(run_of_t5x)
         step = saved.latest_step()
         state = saved.restore(step, plan.abstract_state)
@@ -266,10 +267,9 @@ def test_new_checkpoints_leave_those_of_t5x_alone_unless_fewer_are_kept(run_of_t
         saved.save(max(left), state)
         saved.close()
         assert saved.steps() == left
-        if keep is None:
-            assert before.items() <= files_in(run_of_t5x).items()
-    (run_of_t5x / 'checkpoints/3').mkdir(parents=True)
-    (run_of_t5x / 'checkpoints/3/_CHECKPOINT_METADATA').write_text('')
+        assert before.items() <= files_in(run_of_t5x).items()
+    (run_of_t5x / 'checkpoints/3/state').mkdir(parents=True)
+    (run_of_t5x / 'checkpoints/3/state/_METADATA').write_text('')
     with pytest.raises(ConfigError, match=r'of T5X, up to checkpoint_21, and .*checkpoints/3'):
         T5XCheckpointConfig().open(run_of_t5x)
 

@@ -126,7 +126,7 @@ def test_t5x_settings_equal_native_settings(pretrain, tmp_path, texts):
             batch_size=8,
             sequence_length=16,
             evaluators={'eval': HeldOut(every=10)},
-            checkpoints=CheckpointConfig(period=10, keep=None),
+            checkpoints=CheckpointConfig(period=10, keep=None, when_busy='wait'),
             weight_metrics=True,
             seed=3,
         )

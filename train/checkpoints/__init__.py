@@ -1,15 +1,20 @@
 """Checkpoints by Orbax: saved without a mesh, restored onto any mesh."""
 
 from train.checkpoints.config import CheckpointConfig
-from train.checkpoints.folder import Checkpoints
+from train.checkpoints.folder import Checkpoints, FailedSave
+from train.checkpoints.manifest import DamagedCheckpoint
+from train.checkpoints.record import StepRecord
 from train.checkpoints.restore import RestoreConfig, RestoreMode, check_renames
 from train.checkpoints.steps import complete_steps
 
 __all__ = [
     'CheckpointConfig',
     'Checkpoints',
+    'DamagedCheckpoint',
+    'FailedSave',
     'RestoreConfig',
     'RestoreMode',
+    'StepRecord',
     'check_renames',
     'complete_steps',
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from etils import epath
 
@@ -15,30 +15,75 @@ from train.errors import ConfigError, check_counts
 if TYPE_CHECKING:
     from train.checkpoints.folder import Checkpoints
 
+WhenBusy = Literal['later', 'skip', 'wait']
+Mode = Literal['min', 'max']
+DTYPES = (None, 'float32', 'bfloat16', 'float16')
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When to save checkpoints, and which of them to keep.
 
+    A checkpoint is kept if any of `keep`, `keep_period` and `keep_best` says so.
+
     Attributes:
       period: the number of steps between two checkpoints. 0 saves only at the end of the run.
       keep: the number of newest checkpoints to keep. None keeps all.
+      keep_period: checkpoints of the steps that it divides are kept, too.
+      keep_best: the number of best checkpoints to keep, too.
+      best_metric: the metric or score that tells which are the best, such as 'eval/loss'. A
+        checkpoint of a step without it is not among the best.
+      best_mode: whether small ('min') or large ('max') values are good.
       steps: additional steps after which to save a checkpoint.
       at_end: whether the end of the run saves a checkpoint, too.
+      dtype: the dtype in which floating-point parameters are saved, by default their own. To save
+        them in another one loses precision: a run that resumes differs from one that did not stop.
+      asynchronous: whether files are written while training continues. The arrays are copied first.
+        Otherwise, training waits for the files, and needs less memory.
+      when_busy: what happens if a checkpoint is due while an earlier one is being written: 'later'
+        saves at the first step after it is written, 'skip' does not save, 'wait' waits. The end of
+        the run and the steps that `steps` names always wait.
     """
 
     period: int = 1000
     keep: int | None = 3
+    keep_period: int | None = None
+    keep_best: int | None = None
+    best_metric: str | None = None
+    best_mode: Mode = 'min'
     steps: Sequence[int] = ()
     at_end: bool = True
+    dtype: str | None = None
+    asynchronous: bool = True
+    when_busy: WhenBusy = 'later'
 
     def __post_init__(self) -> None:
         check_counts(minimum=0, period=self.period)
         if isinstance(self.steps, str) or not isinstance(self.steps, Sequence):
             raise ConfigError(f'CheckpointConfig.steps is {self.steps!r}: it must be a list')
         check_counts(**{f'steps[{i}]': step for i, step in enumerate(self.steps)})
-        if self.keep is not None:
-            check_counts(keep=self.keep)
+        for name in ('keep', 'keep_period', 'keep_best'):
+            if (value := getattr(self, name)) is not None:
+                check_counts(**{f'CheckpointConfig.{name}': value})
+        if (self.keep_best is None) != (self.best_metric is None):
+            raise ConfigError(
+                f'CheckpointConfig.keep_best is {self.keep_best} and best_metric is '
+                f"{self.best_metric!r}: set both, such as keep_best = 1 and best_metric = 'eval/"
+                "loss', or none"
+            )
+        if self.keep is None and (self.keep_period is not None or self.keep_best is not None):
+            raise ConfigError(
+                'CheckpointConfig.keep is None, which keeps all checkpoints, so keep_period and '
+                'keep_best have no effect: set keep = 1, or leave them out'
+            )
+        for name, allowed in (
+            ('best_mode', get_args(Mode)),
+            ('when_busy', get_args(WhenBusy)),
+            ('dtype', DTYPES),
+        ):
+            if (value := getattr(self, name)) not in allowed:
+                options = ', '.join(map(repr, allowed))
+                raise ConfigError(f'CheckpointConfig.{name} is {value!r}: use one of {options}')
 
     def open(self, model_dir: epath.Path) -> Checkpoints:
         """Opens the checkpoints of a run, which may be none yet.

@@ -1,18 +1,42 @@
-"""A folder of checkpoints, which Orbax writes."""
+"""A folder of checkpoints: when they are saved, in the background, and what a failure means."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any, ClassVar
+import shutil
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from etils import epath
 
+from train.checkpoints import record
 from train.checkpoints.config import CheckpointConfig
+from train.checkpoints.hashing import complete_step
+from train.checkpoints.manifest import DamagedCheckpoint
 from train.checkpoints.reading import CheckpointReader
+from train.checkpoints.record import StepRecord, read_record
 from train.checkpoints.restore import RestoreConfig
-from train.checkpoints.steps import complete_steps
+from train.checkpoints.retention import delete_step, delete_unfinished, find_surplus
+from train.checkpoints.steps import (
+    TEMPORARY,
+    complete_steps,
+    examine,
+    is_copy,
+    newest_saved,
+    newest_step,
+)
+from train.errors import ConfigError, first_line
 from train.paths import absolute, is_remote
-from train.runtime.arrays_on_s3 import support_s3
+from train.runtime.machine import agree_on, any_process, raise_on_all_processes
+
+if TYPE_CHECKING:
+    from train.checkpoints.orbax_writer import StepWriter
+
+
+class FailedSave(ConfigError):
+    """A checkpoint that could not be saved. The checkpoints before it are intact."""
 
 
 class Checkpoints(CheckpointReader):
@@ -22,85 +46,288 @@ class Checkpoints(CheckpointReader):
       directory: the folder of the checkpoints.
       config: when to save, and which checkpoints to keep.
       restore: the settings that name `directory`, if it belongs to another run.
+
+    Attributes:
+      texts: the files that describe the run, by name, which are saved with each checkpoint.
     """
 
     def __init__(
         self, directory: epath.Path, config: CheckpointConfig, restore: RestoreConfig | None = None
     ):
         self.directory = absolute(epath.Path(directory))
+        self.texts: Mapping[str, str] = {}
         self._restore = restore
         self._config, self._steps = config, frozenset(config.steps)
+        self.casts = self.casts or config.dtype is not None
+        self._writer: StepWriter | None = None
+        self._saving: threading.Thread | None = None
+        self._postponed = self._has_directory = False
+        self._failure: FailedSave | None = None
 
-    @functools.cached_property
-    def _manager(self) -> Any:
-        # At first use, because a new run can compile and begin without Orbax.
-        import orbax.checkpoint as ocp
-
-        remote = is_remote(self.directory)
-        if str(self.directory).startswith('s3://'):
-            support_s3()
-        return ocp.CheckpointManager(
-            self.directory,
-            item_handlers=self._handlers(),
-            options=ocp.CheckpointManagerOptions(
-                create=False,
-                step_prefix=self.prefix or None,
-                preservation_policy=ocp.checkpoint_managers.LatestN(self._config.keep),
-                # A store of objects cannot rename a folder, so a last file completes a checkpoint.
-                temporary_path_class=(
-                    ocp.path.atomicity.CommitFileTemporaryPath if remote else None
-                ),
-            ),
-        )
+    @property
+    def _reads_with_orbax(self) -> bool:
+        return False
 
     # The format, which subclasses may change.
 
     prefix: ClassVar[str] = ''
+    needs_manifest: ClassVar[bool] = True
+    use_ocdbt: ClassVar[bool] = False
+    items: ClassVar[Collection[str]] = (record.ITEM,)  # the items that are folders of text files
+    parameters: ClassVar[str] = 'params/'  # the beginning of the names of the parameters
 
-    def _handlers(self) -> dict[str, Any]:
-        import orbax.checkpoint as ocp
-
-        return {'state': ocp.StandardCheckpointHandler()}
-
-    def _saved_items(self, state: Any) -> Any:
-        import orbax.checkpoint as ocp
-
-        return ocp.args.Composite(state=ocp.args.StandardSave(state))
+    def tree(self, state: Any) -> Any:
+        """The arrays to save, in the structure in which they are saved."""
+        return state
 
     def path(self, step: int) -> epath.Path:
         """The folder of the checkpoint of a step."""
-        return self.directory / str(step)
+        return self.directory / f'{self.prefix}{step}'
 
     def steps(self) -> list[int]:
-        """The steps of complete checkpoints, in ascending order."""
-        return complete_steps(self.directory)
+        """The steps of good checkpoints, in ascending order."""
+        return complete_steps(self.directory, self.prefix)
+
+    def newest_step(self, say: Callable[[str], None], below: int | None = None) -> int | None:
+        """Chooses the step from which a run resumes; see `train.checkpoints.steps.newest_step`."""
+        return newest_step(
+            self.directory,
+            say,
+            prefix=self.prefix,
+            below=below,
+            needs_manifest=self.needs_manifest,
+        )
 
     def latest_step(self) -> int | None:
-        """Returns the step of the newest complete checkpoint, or None."""
-        if '_manager' in self.__dict__:
-            self._manager.wait_until_finished()
+        """Returns the step of the newest good checkpoint when all saves have ended, or None."""
+        self.wait()
         return max(self.steps(), default=None)
+
+    def record(self, step: int) -> StepRecord | None:
+        """What is known about a saved step, or None if another program saved it."""
+        return read_record(self.path(step))
 
     # Saving.
 
     def is_due(self, step: int, *, ending: bool = False) -> bool:
         """Whether a checkpoint is to be saved after this step.
 
+        All processes must call it after each step. If an earlier checkpoint is still being written,
+        the settings decide whether this one is saved later, not at all, or now.
+
         Args:
           step: the step.
           ending: whether the run ends after it.
         """
+        if step in self._steps or (ending and self._config.at_end):
+            return True
         periodic = self._config.period and step % self._config.period == 0
-        return bool(periodic) or step in self._steps or (ending and self._config.at_end)
+        due = bool(periodic) or self._postponed
+        if not due or self._config.when_busy == 'wait' or not any_process(self.is_saving):
+            return due
+        self._postponed = self._config.when_busy == 'later'
+        return False
 
-    def save(self, step: int, state: Any) -> None:
-        """Starts to save a state. Files are written in the background while training continues."""
-        if step in self._manager.all_steps() and step not in self.steps():
-            self._manager.delete(step)  # An earlier save did not finish.
-        if step not in self._manager.all_steps():
-            self._manager.save(step, args=self._saved_items(state), force=True)
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._saving is not None and self._saving.is_alive()
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        pending: Collection[str] = (),
+        scores: Mapping[str, float] | None = None,
+    ) -> None:
+        """Starts to save a state. Files are written in the background while training continues.
+
+        All processes must call it together. It waits for an earlier save. A failure does not raise:
+        `failure` returns it.
+
+        Args:
+          step: the step of the state. If there is a good checkpoint of it, nothing is saved.
+          state: the state, whose arrays have been copied when this method returns.
+          pending: the names of evaluations of this step that have been interrupted.
+          scores: the metrics and scores of the step, of which one may tell the best checkpoints.
+
+        Raises:
+          ConfigError: if `best_metric` is not among the scores of its evaluator.
+        """
+        self.wait()
+        self._postponed = False
+        scores = dict(scores or {})
+        self._check_metric(scores)
+        try:
+            exists = self._make_room(step)
+            if exists:
+                return
+            about = StepRecord(
+                step=step,
+                previous=newest_saved(self.directory, self.prefix),
+                pending=tuple(pending),
+                scores=scores,
+                texts=self.texts,
+            )
+            self._start(step, self.tree(state), about)
+        except Exception as error:  # Orbax and TensorStore raise many types.
+            self._fail(step, error)
+            return
+        self._saving = threading.Thread(target=self._finish, args=(step,), daemon=True)
+        self._saving.start()
+        if not self._config.asynchronous:
+            self.wait()
+
+    def failure(self) -> FailedSave | None:
+        """The failure of a save that has not been reported yet, or None. It never waits."""
+        failure, self._failure = self._failure, None
+        return failure
+
+    def wait(self) -> None:
+        """Waits until nothing is being written."""
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
 
     def close(self) -> None:
-        """Waits until everything is written."""
-        if '_manager' in self.__dict__:
-            self._manager.close()
+        """Waits until everything is written.
+
+        Raises:
+          FailedSave: if a save has failed and `failure` has not returned it.
+        """
+        self.wait()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if failure := self.failure():
+            raise failure
+
+    def _check_metric(self, scores: Mapping[str, float]) -> None:
+        metric = self._config.best_metric
+        if metric is None or metric in scores:
+            return
+        evaluator = metric.rpartition('/')[0]
+        if found := [name for name in scores if name.rpartition('/')[0] == evaluator]:
+            raise ConfigError(
+                f'CheckpointConfig.best_metric is {metric!r}, but the scores are '
+                f'{", ".join(map(repr, found))}: write one of them'
+            )
+
+    def _make_room(self, step: int) -> bool:
+        """Removes what an earlier save of a step has left, and returns whether it is good already.
+
+        Raises:
+          FailedSave: if there is something else in the place of the step.
+        """
+        exists = False
+        with raise_on_all_processes():
+            if jax.process_index() == 0:
+                self._check_directory()
+                exists = self._clear(step)
+        return bool(agree_on(exists))
+
+    def _check_directory(self) -> None:
+        """Creates the folder of checkpoints once. If it is gone later, that is not an accident."""
+        if is_remote(self.directory):
+            return
+        if not self._has_directory:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._has_directory = True
+        elif not self.directory.is_dir():
+            raise FileNotFoundError(f'{self.directory} has been removed')
+
+    def _clear(self, step: int) -> bool:
+        path, found = self.path(step), examine(self.path(step), step)
+        if found.status == 'good':
+            return True
+        if path.exists():
+            if not self.needs_manifest and found.status == 'without a manifest':
+                return True
+            if found.status not in ('damaged', 'unfinished') or is_copy(path, step):
+                raise FileExistsError(f'{found.reason} and is in its place: move it away')
+            delete_step(path)
+        temporary = self._temporary(step)
+        if temporary.exists() and not record.has_record(temporary) and not _is_begun(temporary):
+            # Orbax would delete it.
+            raise FileExistsError(f'{temporary} of another program is in its way: move it away')
+        return False
+
+    def _temporary(self, step: int) -> epath.Path:
+        """The folder that Orbax renames when it is complete."""
+        return self.directory / f'{self.path(step).name}{TEMPORARY}'
+
+    def _start(self, step: int, tree: Any, about: StepRecord) -> None:
+        if self._writer is None:
+            from train.checkpoints.orbax_writer import StepWriter  # A run can begin without Orbax.
+
+            self._writer = StepWriter(self.directory, self.prefix, self.items, self.use_ocdbt)
+        texts: dict[str, Mapping[str, str]] = {name: {} for name in self.items}
+        self._writer.start(step, tree, texts | {record.ITEM: about.files()}, self._saved_dtype)
+
+    def _saved_dtype(self, name: str, array: Any) -> Any:
+        """The dtype in which an array is saved, or None if it is its own."""
+        if not name.startswith(self.parameters) or not jnp.issubdtype(array.dtype, jnp.floating):
+            return None
+        return self._config.dtype
+
+    def _finish(self, step: int) -> None:
+        """Completes a save: waits for Orbax, writes the manifest, and deletes what is too old."""
+        assert self._writer is not None
+        try:
+            self._writer.wait()
+            complete_step(self.path(step), step)
+        except Exception as error:  # Orbax and TensorStore raise many types.
+            self._fail(step, error)
+            return
+        try:
+            if jax.process_index() == 0:
+                self._delete_surplus(step)
+        except OSError as error:
+            self._failure = FailedSave(
+                f'old checkpoints in {self.directory} cannot be deleted ({first_line(error)}): '
+                'check its permissions'
+            )
+
+    def _delete_surplus(self, step: int) -> None:
+        config, steps = self._config, complete_steps(self.directory, self.prefix)
+        surplus = find_surplus(
+            steps,
+            keep=config.keep,
+            keep_period=config.keep_period,
+            keep_best=config.keep_best,
+            mode=config.best_mode,
+            scores=self._scores(steps) if config.keep_best else None,
+        )
+        for old in surplus:
+            delete_step(self.path(old))
+        delete_unfinished(self.directory, self.prefix, below=step)
+
+    def _scores(self, steps: Collection[int]) -> dict[int, float]:
+        """The scores of the steps that have one."""
+        metric, scores = self._config.best_metric or '', dict[int, float]()
+        for step in steps:
+            try:
+                about = self.record(step)
+            except DamagedCheckpoint:
+                continue
+            if about is not None and metric in about.scores:
+                scores[step] = about.scores[metric]
+        return scores
+
+    def _fail(self, step: int, error: Exception) -> None:
+        """Keeps a failure for `failure`, and frees the space that the save has taken."""
+        self._failure = FailedSave(
+            f'checkpoint {self.path(step)} cannot be saved ({first_line(error)})'
+        )
+        if isinstance(error, FileExistsError):
+            return
+        self._writer = None  # Its state is not known any more.
+        if jax.process_index() == 0 and not is_remote(self.directory):
+            shutil.rmtree(self._temporary(step), ignore_errors=True)
+
+
+def _is_begun(temporary: epath.Path) -> bool:
+    """Whether a temporary folder contains nothing yet, because a kill came before the record."""
+    names = [path.name for path in temporary.rglob('*') if not path.is_dir()]
+    return all(name == '_CHECKPOINT_METADATA' for name in names)

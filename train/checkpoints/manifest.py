@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import fsspec
 import xxhash
 from etils import epath
 
@@ -195,9 +196,11 @@ def find_files(folder: epath.Path) -> dict[str, int]:
     """The size in bytes of each file of a step, by its path, without the manifest and its parts."""
     sizes = dict[str, int]()
     if is_remote(folder):
-        for path in folder.rglob('*'):
-            if path.is_file():
-                sizes[str(path.relative_to(folder))] = path.stat().length
+        store, root = fsspec.url_to_fs(str(folder))
+        for path, about in store.find(root, detail=True).items():
+            name = path.removeprefix(f'{root}/')
+            if not name.endswith('/'):  # Some programs write empty objects in place of folders.
+                sizes[name] = about['size']
     else:
         for root, _, names in os.walk(folder):
             below = os.path.relpath(root, folder)

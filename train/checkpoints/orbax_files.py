@@ -25,13 +25,15 @@ def read_orbax(folder: epath.Path) -> dict[str, StoredArray]:
     metadata = json.loads((folder / '_METADATA').read_text())
     kvstore = kvstore_of(folder)
     driver = 'zarr3' if metadata.get('use_zarr3') else 'zarr'
+    # Early versions of Orbax do not record it.
+    use_ocdbt = metadata.get('use_ocdbt', (folder / 'manifest.ocdbt').exists())
     specs = {}
     for text, entry in metadata['tree_metadata'].items():
         if entry.get('value_metadata', {}).get('value_type') in ('None', 'Dict', 'List', 'Tuple'):
             continue  # an empty part of the tree
         keys = [str(key) for key in ast.literal_eval(text)]
         store = {**kvstore, 'path': kvstore['path'] + '.'.join(keys) + '/'}
-        if metadata.get('use_ocdbt', True):
+        if use_ocdbt:
             store = {'driver': 'ocdbt', 'base': kvstore, 'path': '.'.join(keys) + '/'}
         specs['/'.join(keys)] = {'driver': driver, 'kvstore': store}
     return open_stores(specs)

@@ -33,7 +33,7 @@ class CheckpointReader(abc.ABC):
     # Where the arrays are that an evaluation needs.
     variables: ClassVar[tuple[str, ...]] = ('step', 'params', 'flax_mutables')
     # Whether floating-point arrays are converted to the dtypes of the run.
-    casts: ClassVar[bool] = False
+    casts: bool = False
 
     @abc.abstractmethod
     def path(self, step: int) -> epath.Path:

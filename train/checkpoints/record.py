@@ -17,6 +17,7 @@ from train.errors import first_line
 
 ITEM = 'run'  # the folder of the record in that of the step
 FILE = 'step.json'
+COMMITTED = 'commit_success.txt'  # Orbax adds it to each item.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ def read_record(folder: epath.Path) -> StepRecord | None:
         return None
     try:
         data = json.loads((folder / ITEM / FILE).read_text())
-        others = [p for p in (folder / ITEM).iterdir() if p.name != FILE and p.is_file()]
+        others = [p for p in (folder / ITEM).iterdir() if p.name not in (FILE, COMMITTED)]
         return StepRecord(
             step=data['step'],
             previous=data['previous'],

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from etils import epath
 
-from train.checkpoints.steps import complete_steps, t5x_steps
+from train.checkpoints.manifest import DamagedCheckpoint
+from train.checkpoints.steps import complete_steps, examine, t5x_steps
 from train.errors import ConfigError
 from train.paths import as_path
 
@@ -101,6 +102,12 @@ class RestoreConfig:
             )
         steps = complete_steps(folder)
         step = int(path.name) if self.mode == 'specific' else max(steps, default=None)
+        if self.mode == 'specific':
+            found = examine(path, int(path.name), contents=True)
+            if found.status == 'damaged':
+                raise DamagedCheckpoint(f'{self.setting}: {found.reason}: restore another one')
+            if found.status == 'without a manifest':
+                return folder, found.step
         if step not in steps:
             raise ConfigError(
                 f'{self.setting} {path} is not a complete checkpoint; complete steps in {folder}: '

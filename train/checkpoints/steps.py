@@ -1,31 +1,225 @@
-"""The steps in a folder of checkpoints, found by looking at names and files only."""
+"""The steps in a folder of checkpoints: which are good, and from which a run resumes.
+
+A good step has a manifest, and the files that it lists. Everything else is named and kept.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Callable
 from typing import Literal
 
 from etils import epath
 
+from train.checkpoints.manifest import (
+    FILE as MANIFEST,
+    DamagedCheckpoint,
+    check_contents,
+    check_files,
+    is_array_file,
+    read_manifest,
+)
+from train.checkpoints.record import has_record, read_record
+from train.errors import ConfigError
 from train.paths import is_remote
 
+Status = Literal['good', 'damaged', 'unfinished', 'without a manifest', 'not a checkpoint']
+TEMPORARY = '.orbax-checkpoint-tmp'  # Orbax renames a folder with this ending when it is complete.
 
-def complete_steps(directory: epath.Path) -> list[int]:
-    """Returns the steps of complete checkpoints, in ascending order.
 
-    Orbax treats every directory whose name is a number as a checkpoint. This function skips those
-    without the last file that a save writes.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoundStep:
+    """A folder that may be a saved step.
+
+    Attributes:
+      path: the folder.
+      step: the step in its name.
+      status: 'good'; 'damaged', if the files are not those of its manifest; 'unfinished', if a save
+        or a deletion of this package did not come to its end; 'without a manifest', if an older
+        version of this package or another program wrote it; or 'not a checkpoint'.
+      reason: why it is not good, as a sentence that begins with the path.
     """
-    if not directory.is_dir():
-        return []
-    steps = (int(path.name) for path in directory.iterdir() if path.name.isdecimal())
-    return sorted(step for step in steps if is_complete(directory / str(step)))
+
+    path: epath.Path
+    step: int
+    status: Status
+    reason: str = ''
 
 
-def is_complete(checkpoint: epath.Path) -> bool:
-    """Whether a checkpoint has the last file that a save writes."""
-    last_file = 'commit_success.txt' if is_remote(checkpoint) else '_CHECKPOINT_METADATA'
-    return (checkpoint / last_file).exists()
+def examine(folder: epath.Path, step: int, *, contents: bool = False) -> FoundStep:
+    """Finds out the status of a step by its names and sizes.
+
+    Args:
+      folder: its folder.
+      step: the step in its name.
+      contents: whether the files that do not belong to an array are compared with their checksums.
+        Those of arrays are compared when they are read.
+
+    Raises:
+      ConfigError: if a newer version of this package wrote it.
+    """
+
+    def found(status: Status, reason: str = '') -> FoundStep:
+        return FoundStep(path=folder, step=step, status=status, reason=reason)
+
+    try:
+        manifest = read_manifest(folder)
+        if manifest is not None:
+            if manifest.step != step:
+                raise DamagedCheckpoint(
+                    f'checkpoint {folder} is a copy of step {manifest.step} under another name'
+                )
+            check_files(folder, manifest)
+            if contents:
+                names = (name for name in manifest.files if not is_array_file(name))
+                check_contents(folder, manifest, names)
+            return found('good')
+    except DamagedCheckpoint as error:
+        return found('damaged', str(error))
+    if has_record(folder):
+        return found('unfinished', f'checkpoint {folder} was not saved completely')
+    if t5x_format(folder) or _is_orbax(folder):
+        return found('without a manifest', f'checkpoint {folder} has no manifest')
+    return found('not a checkpoint', f'{folder} is not a checkpoint')
+
+
+def _is_orbax(folder: epath.Path) -> bool:
+    """Whether Orbax wrote a folder: one item, or a folder for each item."""
+    if not folder.is_dir() or (is_remote(folder) and not (folder / 'commit_success.txt').exists()):
+        return False
+    return any((item / '_METADATA').exists() for item in (folder, *folder.iterdir()))
+
+
+def find_steps(directory: epath.Path, prefix: str = '') -> tuple[dict[int, epath.Path], list[str]]:
+    """Finds the folders of a directory whose names are steps.
+
+    Args:
+      directory: the folder of checkpoints. It need not exist.
+      prefix: the beginning of the names, such as 'checkpoint_'.
+
+    Returns:
+      The path of each step, in ascending order, and the other names that look like checkpoints: all
+      if there is no prefix, and those that begin with it otherwise.
+    """
+    steps, others = dict[int, epath.Path](), list[str]()
+    for path in sorted(directory.iterdir()) if directory.is_dir() else ():
+        name = path.name.removeprefix(prefix)
+        if not path.name.startswith(prefix) or path.name.startswith('.'):
+            continue
+        if name.isdecimal() and str(int(name)) == name:
+            steps[int(name)] = path
+        else:
+            others.append(path.name)
+    return dict(sorted(steps.items())), others
+
+
+def is_copy(folder: epath.Path, step: int) -> bool:
+    """Whether a step of this package has been copied or renamed, so that its name is wrong.
+
+    Args:
+      folder: the folder of a damaged or unfinished step.
+      step: the step in its name.
+    """
+    for read in (read_manifest, read_record):
+        try:
+            if found := read(folder):
+                return found.step != step
+        except DamagedCheckpoint:
+            continue
+    return False
+
+
+def newest_saved(directory: epath.Path, prefix: str = '') -> int | None:
+    """Returns the newest step with a manifest, good or not, or None. It looks at few files."""
+    steps, _ = find_steps(directory, prefix)
+    saved = (step for step, path in reversed(steps.items()) if (path / MANIFEST).exists())
+    return next(saved, None)
+
+
+def complete_steps(directory: epath.Path, prefix: str = '') -> list[int]:
+    """Returns the good steps of a folder of checkpoints, in ascending order, by names and sizes."""
+    steps, _ = find_steps(directory, prefix)
+    return [step for step, path in steps.items() if examine(path, step).status == 'good']
+
+
+def saved_steps(directory: epath.Path) -> list[int]:
+    """Returns the steps of a folder that any program has saved, good or not, in ascending order."""
+    steps, _ = find_steps(directory)
+    found = (examine(path, step) for step, path in steps.items())
+    return [one.step for one in found if one.status != 'not a checkpoint']
+
+
+def newest_step(
+    directory: epath.Path,
+    say: Callable[[str], None],
+    *,
+    prefix: str = '',
+    below: int | None = None,
+    needs_manifest: bool = True,
+) -> int | None:
+    """Chooses the step from which a run resumes, by looking at files only.
+
+    Args:
+      directory: the folder of checkpoints.
+      say: receives one line for each folder that is skipped.
+      prefix: the beginning of the names of steps.
+      below: only smaller steps are considered, because this one turned out to be damaged.
+      needs_manifest: whether a step without a manifest is an error. It is accepted otherwise.
+
+    Returns:
+      The newest good step, or None if no save has ever been completed.
+
+    Raises:
+      ConfigError: if a step without a manifest is newer than all good ones, or if there is no good
+        step left although there were some.
+    """
+    steps, others = find_steps(directory, prefix)
+    for name in others if below is None else ():
+        say(_describe_other(directory / name))
+    lost = None if below is None else f'checkpoint {directory / f"{prefix}{below}"} is damaged'
+    for step, path in reversed(steps.items()):
+        if below is not None and step >= below:
+            continue
+        found = examine(path, step, contents=True)
+        if found.status == 'good':
+            return step
+        if found.status == 'without a manifest':
+            if not needs_manifest:
+                return step
+            raise ConfigError(
+                f'{found.reason}: an older version or another program wrote it. Convert it with '
+                f'`meshwright checkpoint convert`, or move it away'
+            )
+        say(f'{found.reason}: it is kept, and an older one is looked for')
+        if found.status == 'damaged' or (found.status == 'unfinished' and not _is_first(path)):
+            lost = lost or found.reason
+    if lost:
+        raise ConfigError(
+            f'no good checkpoint is left in {directory} ({lost}): put a copy of one there, or move '
+            'the folder away to start from step 0'
+        )
+    return None
+
+
+def _is_first(folder: epath.Path) -> bool:
+    """Whether there was no good step yet when this one was saved."""
+    try:
+        record = read_record(folder)
+    except DamagedCheckpoint:
+        return False
+    return record is not None and record.previous is None
+
+
+def _describe_other(path: epath.Path) -> str:
+    if path.name.endswith(TEMPORARY) and has_record(path):
+        return f'{path} is of a save that did not finish'
+    if path.name.isdecimal():
+        return f'{path} is not a checkpoint, because a step has no leading zeros: it is kept'
+    return f'{path} is not a checkpoint: it is kept'
+
+
+# Checkpoints of T5X.
 
 
 def t5x_steps(directory: epath.Path) -> list[int]:
@@ -39,6 +233,12 @@ def t5x_steps(directory: epath.Path) -> list[int]:
     names = (re.fullmatch(r'checkpoint_(\d+)', path.name) for path in directory.iterdir())
     steps = sorted(int(name[1]) for name in names if name)
     return [step for step in steps if t5x_format(directory / f'checkpoint_{step}')]
+
+
+def usable_t5x_steps(directory: epath.Path) -> list[int]:
+    """Returns the steps of T5X's checkpoints that are good, or have no manifest as T5X's own."""
+    found = (examine(directory / f'checkpoint_{step}', step) for step in t5x_steps(directory))
+    return [one.step for one in found if one.status in ('good', 'without a manifest')]
 
 
 def t5x_format(checkpoint: epath.Path) -> Literal['orbax', 'legacy'] | None:

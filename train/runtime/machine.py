@@ -137,6 +137,15 @@ def agree_on(value: Any) -> Any:
     return multihost_utils.broadcast_one_to_all(value)
 
 
+def any_process(condition: bool) -> bool:
+    """Whether a condition holds on any process. All processes must call it together."""
+    if jax.process_count() == 1:
+        return condition
+    from jax.experimental import multihost_utils
+
+    return bool(np.asarray(multihost_utils.process_allgather(np.bool_(condition))).any())
+
+
 def must_wait_for_steps() -> bool:
     """Whether a step must end before the next one is dispatched.
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from etils import epath
 from flax import traverse_util
 
 from train import checkpoints
 from train.checkpoints import complete_steps
-from train.checkpoints.steps import t5x_format, t5x_steps
+from train.checkpoints.config import WhenBusy
+from train.checkpoints.steps import saved_steps, t5x_format, t5x_steps, usable_t5x_steps
 from train.checkpoints.stored import StoredArray, repeat_first
 from train.checkpoints.t5x_files import read_arrays
 from train.errors import ConfigError, first_line
@@ -41,15 +41,21 @@ class CheckpointManager:
 class T5XCheckpoints(checkpoints.Checkpoints):
     """The checkpoints of one run, in `<directory>/checkpoint_<step>`, with T5X's names.
 
+    T5X ignores the manifest and the record in them. Its own have neither, and are accepted.
+
     Args:
       directory: the folder of the run.
-      config: when to save, and which checkpoints to keep.
+      config: when to save, and which checkpoints to keep. Only those of this trainer count.
       restore: the settings that name `directory`, if it belongs to another run.
-      dtype: the dtype of saved parameters, by default their own.
     """
 
     variables = state_names.VARIABLES
-    prefix = 'checkpoint'
+    prefix = 'checkpoint_'
+    needs_manifest = False
+    use_ocdbt = True
+    # The folder 'dataset' of T5X is empty here, because the step determines the next row.
+    items = ('dataset', *checkpoints.Checkpoints.items)
+    parameters = 'target/'
     casts = True
 
     def __init__(
@@ -57,19 +63,18 @@ class T5XCheckpoints(checkpoints.Checkpoints):
         directory: epath.Path,
         config: checkpoints.CheckpointConfig,
         restore: T5XRestore | None = None,
-        dtype: str | None = None,
     ):
         super().__init__(directory, config, restore)
-        self._t5x, self._dtype = restore, dtype
+        self._t5x = restore
 
     def path(self, step: int) -> epath.Path:
         """The folder of the checkpoint of a step, or the file of an old one."""
         named = self._t5x.named if self._t5x else None
-        return named or self.directory / f'checkpoint_{step}'
+        return named or super().path(step)
 
     def steps(self) -> list[int]:
-        """The steps of complete checkpoints of either format."""
-        return t5x_steps(self.directory)
+        """The steps of complete checkpoints of either format, and of either system."""
+        return usable_t5x_steps(self.directory)
 
     def names(self, abstract_state: Any) -> list[str]:
         """T5X's names of the arrays of a state."""
@@ -94,46 +99,17 @@ class T5XCheckpoints(checkpoints.Checkpoints):
             return step
         return 0 if self._t5x.drops(state_names.STEP) else step
 
-    @property
-    def _reads_with_orbax(self) -> bool:
-        return False
-
-    def _handlers(self) -> dict[str, Any]:
-        import orbax.checkpoint as ocp
-
-        from train.t5x.empty_dataset import EmptyDatasetHandler
-
-        return {'state': ocp.PyTreeCheckpointHandler(), 'dataset': EmptyDatasetHandler()}
-
-    def _saved_items(self, state: Any) -> Any:
-        import orbax.checkpoint as ocp
-
-        from train.t5x.empty_dataset import EmptyDataset
-
+    def tree(self, state: Any) -> Any:
+        """The arrays of a state in the nested dict that T5X would save."""
         named = dict(zip(self.names(state), jax.tree.leaves(state), strict=True))
-        converted = None if self._dtype is None else jnp.dtype(self._dtype)
-
-        def dtype(name: str) -> Any:
-            is_float = jnp.issubdtype(named[name].dtype, jnp.floating)
-            return converted if is_float and name.startswith('target/') else None
-
-        args = {name: ocp.SaveArgs(dtype=dtype(name)) for name in named}
-        tree, save_args = (traverse_util.unflatten_dict(x, sep='/') for x in (named, args))
-        return ocp.args.Composite(
-            state=ocp.args.PyTreeSave(tree, save_args=save_args),
-            dataset=EmptyDataset(),
-        )
+        return traverse_util.unflatten_dict(named, sep='/')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class T5XCheckpointConfig(checkpoints.CheckpointConfig):
-    """When to save checkpoints in T5X's format.
+    """When to save checkpoints in T5X's format. As in T5X, a save waits for an earlier one."""
 
-    Attributes:
-      dtype: the dtype of saved parameters, by default their own.
-    """
-
-    dtype: str | None = None
+    when_busy: WhenBusy = 'wait'
 
     def open(self, model_dir: epath.Path) -> checkpoints.Checkpoints:
         """Opens the checkpoints of a run, which T5X or this trainer has begun.
@@ -141,7 +117,7 @@ class T5XCheckpointConfig(checkpoints.CheckpointConfig):
         Raises:
           ConfigError: if the folder has checkpoints of T5X and of this trainer.
         """
-        own, t5x = complete_steps(model_dir / 'checkpoints'), t5x_steps(model_dir)
+        own, t5x = saved_steps(model_dir / 'checkpoints'), t5x_steps(model_dir)
         if own and t5x:
             raise ConfigError(
                 f'MODEL_DIR {model_dir} contains checkpoints of T5X, up to checkpoint_{t5x[-1]}, '
@@ -150,11 +126,11 @@ class T5XCheckpointConfig(checkpoints.CheckpointConfig):
             )
         if own:
             return checkpoints.Checkpoints(model_dir / 'checkpoints', self)
-        return T5XCheckpoints(model_dir, self, dtype=self.dtype)
+        return T5XCheckpoints(model_dir, self)
 
     def restore_of(self, model_dir: epath.Path, step: int) -> checkpoints.RestoreConfig:
         """The settings that restore one of the checkpoints of a run."""
-        if complete_steps(model_dir / 'checkpoints'):
+        if saved_steps(model_dir / 'checkpoints'):
             return super().restore_of(model_dir, step)
         return T5XRestore(path=str(model_dir / f'checkpoint_{step}'), mode='specific')
 
@@ -213,8 +189,8 @@ class T5XRestore(checkpoints.RestoreConfig):
                 f'{self.setting} {path} is not a complete checkpoint; complete steps in '
                 f'{path.parent}: {found}'
             )
-        steps = t5x_steps(path) if self.mode == 'latest' else []
-        if steps and complete_steps(path / 'checkpoints'):
+        steps = usable_t5x_steps(path) if self.mode == 'latest' else []
+        if steps and saved_steps(path / 'checkpoints'):
             raise ConfigError(
                 f'{self.setting} {path} contains checkpoints of T5X, up to checkpoint_{steps[-1]}, '
                 "and of this trainer: write the path of one of them, and mode = 'specific'"
@@ -228,7 +204,7 @@ class T5XRestore(checkpoints.RestoreConfig):
           ConfigError: if there are none.
         """
         folder, _ = self.find()
-        t5x = [f'checkpoint_{step}' for step in t5x_steps(folder)]
+        t5x = [f'checkpoint_{step}' for step in usable_t5x_steps(folder)]
         names = t5x or [str(step) for step in complete_steps(folder)]
         paths = [str(folder / name) for name in names]
         return [dataclasses.replace(self, path=path, mode='specific') for path in paths]

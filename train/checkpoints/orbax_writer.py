@@ -1,0 +1,145 @@
+"""Writes steps through Orbax. Only this file imports it, so that another version can replace it.
+
+Orbax writes the arrays and commits a step: it renames a temporary folder, or adds a last object. It
+neither looks for other steps nor deletes any. Both belong to this package, which knows its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+
+from partitioning.state import path_str
+from train.paths import is_remote
+from train.runtime.arrays_on_s3 import support_s3
+
+
+class TextsHandler(ocp.handlers.AsyncCheckpointHandler):
+    """Writes an item that is a folder of small text files. Process 0 writes them."""
+
+    async def async_save(self, directory: epath.Path, args: Texts) -> list[Any]:
+        """Starts to write the files, as soon as the folder exists."""
+        return [
+            ocp.future.CommitFutureAwaitingContractedSignals(
+                self._write(directory, args.files), name='texts'
+            )
+        ]
+
+    async def _write(self, directory: epath.Path, files: Mapping[str, str]) -> None:
+        if jax.process_index() == 0:
+            for name, text in files.items():
+                (directory / name).write_text(text)
+
+    def save(self, directory: epath.Path, args: Texts) -> None:
+        """Writes the files, and waits for them."""
+        for name, text in args.files.items() if jax.process_index() == 0 else ():
+            (directory / name).write_text(text)
+
+    def restore(self, directory: epath.Path, args: Any = None) -> None:
+        """Reads nothing: the files are read without Orbax."""
+
+
+@ocp.args.register_with_handler(TextsHandler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class Texts(ocp.args.CheckpointArgs):
+    """A folder of text files, by their names. It may be empty."""
+
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+class _NoSteps:
+    """The names of steps for Orbax, which finds none that exist, whoever wrote them."""
+
+    def __init__(self, prefix: str):
+        self._prefix = prefix
+
+    def build_name(self, step: int) -> str:
+        return f'{self._prefix}{step}'
+
+    def find_all(self, base_path: Any) -> Iterator[Any]:
+        return iter(())
+
+    def find_step(self, base_path: Any, step: int) -> Any:
+        raise ValueError(f'no step {step} is looked for in {base_path}')
+
+
+class StepWriter:
+    """Writes the steps of one folder, each of them in the background.
+
+    Args:
+      directory: the folder of checkpoints.
+      prefix: the beginning of the names of steps.
+      texts: the names of the items that are folders of text files.
+      use_ocdbt: whether all arrays share one database, as in T5X, or have a folder each.
+    """
+
+    def __init__(self, directory: epath.Path, prefix: str, texts: Collection[str], use_ocdbt: bool):
+        if str(directory).startswith('s3://'):
+            support_s3()
+        names: Any = _NoSteps(prefix)
+        arrays: Any = ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)
+        if not use_ocdbt:
+            # Orbax would look for databases of processes, and warn that there are none.
+            arrays.finalize = lambda directory: None
+        self._manager = ocp.CheckpointManager(
+            directory,
+            item_handlers={
+                'state': arrays,
+                **{name: TextsHandler() for name in texts},
+            },
+            options=ocp.CheckpointManagerOptions(
+                create=False,
+                save_root_metadata=False,
+                step_name_format=names,
+                preservation_policy=ocp.checkpoint_managers.LatestN(None),
+                # A store of objects cannot rename a folder, so a last file completes a checkpoint.
+                temporary_path_class=(
+                    ocp.path.atomicity.CommitFileTemporaryPath if is_remote(directory) else None
+                ),
+            ),
+        )
+
+    def start(
+        self,
+        step: int,
+        tree: Any,
+        texts: Mapping[str, Mapping[str, str]],
+        dtype: Callable[[str, Any], Any],
+    ) -> None:
+        """Starts to write a step, when the arrays have been copied to the host.
+
+        Args:
+          step: the step, whose folder does not exist.
+          tree: the arrays.
+          texts: the files of each item that is a folder of text files.
+          dtype: returns the dtype in which an array is written, or None if it is its own, given the
+            path of the array in the tree and the array.
+        """
+
+        def save_args(path: Any, array: Any) -> ocp.SaveArgs:
+            converted = dtype(path_str(path), array)
+            return ocp.SaveArgs(dtype=None if converted is None else jnp.dtype(converted))
+
+        items: dict[str, Any] = {name: Texts(files) for name, files in texts.items()}
+        items['state'] = ocp.args.PyTreeSave(
+            tree, save_args=jax.tree_util.tree_map_with_path(save_args, tree)
+        )
+        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+
+    def wait(self) -> None:
+        """Waits until the step is committed.
+
+        Raises:
+          Exception: of many types, if it cannot be written.
+        """
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Ends the threads of Orbax."""
+        self._manager.close()
