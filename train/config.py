@@ -24,7 +24,7 @@ from train.optimizers import Optimizer
 from train.paths import as_path, is_remote
 from train.runtime.compilation_cache import CacheSetting, check_cache_setting
 from train.runtime.watchdog import WatchdogConfig
-from train.runtime.writers import JsonWriter, MetricWriter, TensorBoardWriter
+from train.runtime.writers import FailurePolicy, JsonWriter, MetricWriter, TensorBoardWriter
 from train.steps import GradientDType
 from train.stopping import StopCondition, check_conditions
 
@@ -80,6 +80,9 @@ class TrainConfig:
       hooks: functions (state, step, metrics) that run after each step. The state is valid until
         they return. Metrics are jax.Arrays; reading them waits for the step.
       writers: where metrics go; see `train.runtime.writers`.
+      metrics_on_failure: what happens if metrics cannot be written, for example because the disk is
+        full. 'continue' says so once, and the records are written when that works again. 'stop'
+        ends the run with an error.
       num_microbatches: the number of parts of a batch that are computed one after another.
       gradient_dtype: the dtype of the gradients that the optimizer gets, 'float32' or 'bfloat16'.
       accumulation_dtype: the dtype in which the gradients of microbatches are summed, 'float32' or
@@ -132,6 +135,7 @@ class TrainConfig:
     restore: RestoreConfig | None = None
     hooks: Sequence[Callable[..., None]] = ()
     writers: Sequence[Callable[..., MetricWriter]] = (JsonWriter, TensorBoardWriter)
+    metrics_on_failure: FailurePolicy = 'continue'
     num_microbatches: int = 1
     gradient_dtype: GradientDType = 'float32'
     accumulation_dtype: GradientDType = 'float32'
@@ -155,24 +159,14 @@ class TrainConfig:
         for name in ('seed', 'data_seed'):
             if getattr(self, name) is not None:
                 check_counts(minimum=0, **{name: getattr(self, name)})
-        if self.prng_impl is not None and self.prng_impl not in get_args(PrngImpl):
-            raise ConfigError(
-                f'TrainConfig.prng_impl is {self.prng_impl!r}: use one of {get_args(PrngImpl)}'
-            )
-        for name in ('gradient_dtype', 'accumulation_dtype'):
-            if getattr(self, name) not in get_args(GradientDType):
-                raise ConfigError(
-                    f"TrainConfig.{name} is {getattr(self, name)!r}: use 'float32' or 'bfloat16'"
-                )
+        for name, words in WORDS.items():
+            value = getattr(self, name)
+            if value not in get_args(words) and (name, value) != ('prng_impl', None):
+                raise ConfigError(f'TrainConfig.{name} is {value!r}: use one of {get_args(words)}')
         if self.accumulation_dtype != 'float32' and self.num_microbatches == 1:
             raise ConfigError(
                 f'TrainConfig.accumulation_dtype is {self.accumulation_dtype!r}, but '
                 'num_microbatches is 1, so nothing is summed: remove it'
-            )
-        if self.not_finite not in get_args(NotFinitePolicy):
-            raise ConfigError(
-                f'TrainConfig.not_finite is {self.not_finite!r}: use one of '
-                f'{get_args(NotFinitePolicy)}'
             )
         for name in ('relative_steps', 'evaluate_first'):
             if not isinstance(getattr(self, name), bool):
@@ -198,6 +192,15 @@ class TrainConfig:
         check_partitioner(self.partitioner)
         check_batch(self.partitioner, self.batch_size, self.num_microbatches)
 
+
+# The words from which a setting chooses.
+WORDS: dict[str, Any] = {
+    'prng_impl': PrngImpl,
+    'gradient_dtype': GradientDType,
+    'accumulation_dtype': GradientDType,
+    'not_finite': NotFinitePolicy,
+    'metrics_on_failure': FailurePolicy,
+}
 
 # The types of a setting, and what to write.
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {

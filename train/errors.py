@@ -28,6 +28,13 @@ def first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
+def describe_error(error: Exception) -> str:
+    """Returns what went wrong and with which file, such as 'No space left on device: runs/a/b'."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return first_line(error)
+    return error.strerror if error.filename is None else f'{error.strerror}: {error.filename}'
+
+
 def import_optional(module: str, extra: str, user: str) -> Any:
     """Imports a module of an optional package.
 

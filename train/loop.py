@@ -89,16 +89,14 @@ def evaluate_at_start(
     return scores
 
 
-def report_skips(run: Run, skipped: Sequence[NotFinite]) -> dict[str, float]:
-    """Prints the steps whose update was not applied, and returns their number as a metric."""
-    if run.config.not_finite != 'skip':
-        return {}
+def report_skips(run: Run, skipped: Sequence[NotFinite], writers: Writers) -> None:
+    """Prints the steps whose update was not applied, in one line, and writes a record of each."""
     if skipped:
-        more, later = '', len(skipped) - 1
-        if later:
-            more = ', and so is 1 later step' if later == 1 else f', and so are {later} later steps'
-        run.console.say(f'{skipped[0]}, whose update is skipped{more}')
-    return {'train/skipped_steps': float(len(skipped))}
+        later = len(skipped) - 1
+        more = f' (and {later} more)' if later else ''
+        run.console.say(f'{skipped[0]}: its update is skipped{more}')
+    for one in skipped:
+        writers.write(one.step, {'train/skipped': 1.0})
 
 
 def evaluate_until_signal(

@@ -95,7 +95,9 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
         state = init(run.key)
     plan.check(state)
     with console.phase('opening the metrics'):
-        writers = open_writers(config.writers, directory, step)
+        writers = open_writers(
+            config.writers, directory, step, config.metrics_on_failure, console.say
+        )
     if writers.num_dropped:
         console.say(f'dropped {writers.num_dropped} metrics records after step {step}')
     stop_conditions = StopConditions(config.stop_when)
@@ -136,6 +138,7 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
             scalars = dict[str, float]()
             if due.reading:
                 found = health.look()
+                report_skips(run, found.skipped, writers)
                 if found.bad is not None:
                     newest = saved.latest_step()
                     console.say(health.go_back(found.bad, newest, last_step))
@@ -147,7 +150,6 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
                     meter = Meter(run, step, flops)
                     continue
                 scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
-                scalars |= report_skips(run, found.skipped)
             if due.writing:
                 scalars |= meter.read(step, feed.waited) | starting
                 starting = {}

@@ -158,10 +158,10 @@ def test_a_skipped_step_changes_nothing_but_the_step(tmp_path, capsys):
     state = train(config)
     assert int(state.step) == 8 and float(state.flax_mutables['counts']['seen']) == 5
     assert_weights(state, by_hand(config, [1, 2, 4, 7, 8]))
-    assert read(tmp_path, 'train/skipped_steps') == {3: 1, 4: 0, 6: 2, 8: 0}
+    assert read(tmp_path, 'train/skipped') == {3: 1, 5: 1, 6: 1}
     said = capsys.readouterr().out
-    assert 'not finite at step 3, whose update is skipped\n' in said
-    assert 'not finite at step 5, whose update is skipped, and so is 1 later step\n' in said
+    assert 'not finite at step 3: its update is skipped\n' in said
+    assert 'not finite at step 5: its update is skipped (and 1 more)\n' in said
     assert complete_steps(tmp_path / 'checkpoints') == [3, 6, 8]
 
 

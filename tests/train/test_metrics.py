@@ -3,12 +3,16 @@
 import functools
 import json
 import math
+import resource
+import struct
 import sys
 import types
 
 import jax
 import pytest
 from etils import epath
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
 
 from train.errors import ConfigError
 from train.runtime.writers import (
@@ -122,7 +126,7 @@ def test_every_writer_is_closed_even_if_one_fails():
             closed.append(self.name)
             raise OSError(f'{self.name}: disk full')
 
-    with pytest.raises(OSError, match='disk full'):
+    with pytest.raises(OSError, match='the metrics of Failing cannot be completed: a: disk full'):
         Writers([Failing('a'), Failing('b')]).close()
     assert sorted(closed) == ['a', 'b']
 
@@ -168,3 +172,94 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, 'wandb', None)
     with pytest.raises(ConfigError, match=r"package wandb: pip install 'meshwright\[wandb\]'"):
         WeightsAndBiasesWriter(epath.Path(tmp_path), 0)
+
+
+# Files that cannot be written.
+
+
+@pytest.fixture
+def limit_files():
+    """Returns a function that limits the size of files in bytes, like a disk that is almost full.
+
+    A write then stores what fits and fails. The operating system allows this without privileges.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_record_that_does_not_fit_leaves_nothing_and_is_written_later(tmp_path, limit_files):
+    said = []
+    kinds = (JsonWriter, TensorBoardWriter)
+    opened = open_writers(kinds, epath.Path(tmp_path), 0, 'continue', said.append)
+    opened.write(1, {'loss': 4.0})
+    [events] = (tmp_path / 'tensorboard').iterdir()
+    sizes = {path: path.stat().st_size for path in (tmp_path / 'metrics.jsonl', events)}
+    limit_files(min(sizes.values()) + 5)
+    for step in (2, 3):
+        opened.write(step, {'loss': 3.0})
+    assert read(tmp_path) == [{'step': 1, 'loss': 4.0}]
+    limit_files(resource.RLIM_INFINITY)
+    opened.write(4, {'loss': 2.0})
+    opened.close()
+    assert [record['step'] for record in read(tmp_path)] == [1, 2, 3, 4]
+    assert steps_of_events(events) == [1, 2, 3, 4]
+    assert said == [
+        f'the metrics of {kind.__name__} cannot be written: File too large: {path}; the run '
+        'continues without them'
+        for kind, path in zip(kinds, sizes, strict=True)
+    ] + [f'the metrics of {kind.__name__} can be written again' for kind in kinds]
+
+
+def steps_of_events(path):
+    """The steps of the scalars in an event file, read by its format."""
+    data, steps = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack('<Q', data[:8])
+        event = event_pb2.Event.FromString(data[12 : 12 + length])
+        checked = masked_crc32c(data[:8]), masked_crc32c(data[12 : 12 + length])
+        stored = struct.unpack('<I', data[8:12]) + struct.unpack('<I', data[12 + length :][:4])
+        assert checked == stored
+        steps += [event.step for _ in event.summary.value]
+        data = data[16 + length :]
+    return steps
+
+
+def test_events_after_the_resumed_step_are_hidden(tmp_path):
+    write(tmp_path, 4, (5, {'loss': 4.0, 'lr': 0.1}), writers=(TensorBoardWriter,))
+    [path] = (tmp_path / 'tensorboard').iterdir()
+    assert steps_of_events(path) == [5, 5]
+    start = event_pb2.Event(
+        step=5, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+    )
+    start.wall_time = int(path.name.split('.')[3])
+    assert start.SerializeToString() in path.read_bytes()
+
+
+def test_a_policy_stops_the_run_and_one_broken_writer_does_not_stop_the_others(tmp_path):
+    class Broken:
+        def __init__(self, directory, step): ...
+
+        def write(self, step, scalars):
+            raise RuntimeError('the thread has died')
+
+        def close(self): ...
+
+    opened = open_writers((Broken, JsonWriter), epath.Path(tmp_path), 0, 'stop')
+    with pytest.raises(OSError, match='metrics of Broken cannot be written: the thread has died'):
+        opened.write(1, {'loss': 4.0})
+    assert read(tmp_path) == [{'step': 1, 'loss': 4.0}]
+
+
+@pytest.mark.parametrize('name, writer', [('metrics.jsonl', JsonWriter)])
+def test_a_folder_in_the_place_of_the_metrics_is_an_error_at_the_start(tmp_path, name, writer):
+    (tmp_path / name).mkdir()
+    words = rf'metrics of {writer.__name__} cannot be opened: Is a directory: .*{name}$'
+    with pytest.raises(ConfigError, match=words):
+        open_writers((writer,), epath.Path(tmp_path), 0, 'continue')
+
+
+def test_a_file_in_the_place_of_the_events_is_an_error_at_the_start(tmp_path):
+    (tmp_path / 'tensorboard').write_text('')
+    with pytest.raises(ConfigError, match='TensorBoardWriter cannot be opened: File exists: '):
+        open_writers((TensorBoardWriter,), epath.Path(tmp_path), 0, 'continue')

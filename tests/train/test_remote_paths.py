@@ -44,7 +44,7 @@ from train.errors import ConfigError
 from train.gin_config import load_config
 from train.objectives import Loss, Objective
 from train.paths import absolute, as_path, is_remote
-from train.runtime import writers
+from train.runtime import appended_file, writers
 
 PACKAGES = ('moto', 'flask_cors', 's3fs', 'boto3')
 MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
@@ -264,7 +264,7 @@ def test_metrics_are_written_and_continued(bucket, monkeypatch):
         opened.write(step, {'loss': float(step)})
     assert bucket.list('run/metrics') == [], 'an object is written seldom, because it is rewritten'
     opened.close()
-    monkeypatch.setattr(writers, 'SECONDS_BETWEEN_UPLOADS', 0.0)
+    monkeypatch.setattr(appended_file, 'SECONDS_BETWEEN_UPLOADS', 0.0)
     resumed = writers.open_writers(kinds, directory, 2)
     assert resumed.num_dropped == 1
     resumed.write(3, {'loss': 30.0})

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import json
 import math
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 from etils import epath
 
-from train.errors import import_optional
+from train.errors import ConfigError, describe_error, import_optional
 from train.paths import is_remote
+from train.runtime.appended_file import AppendedFile
+from train.runtime.event_file import EventFile
+from train.runtime.machine import raise_on_all_processes
 
-# An object in a store cannot be appended to, so it is written as a whole, at most this often.
-SECONDS_BETWEEN_UPLOADS = 30.0
+FailurePolicy = Literal['continue', 'stop']
 
 
 class MetricWriter(Protocol):
@@ -37,48 +36,101 @@ class MetricWriter(Protocol):
         """Completes what has been written."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Writers:
     """Several metric writers as one. On all processes except 0, there are none.
 
-    Attributes:
+    Args:
       writers: the writers.
+      on_failure: 'stop' raises an error if a writer fails. 'continue' says so, once until the
+        writer works again.
+      say: prints a line.
     """
 
-    writers: Sequence[MetricWriter]
+    def __init__(
+        self,
+        writers: Sequence[MetricWriter],
+        on_failure: FailurePolicy = 'stop',
+        say: Callable[[str], None] = print,
+    ):
+        self._writers, self._on_failure, self._say = writers, on_failure, say
+        self._failing: set[int] = set()
 
     @property
     def paths(self) -> dict[str, epath.Path]:
         """Where the metrics are, by the name of the writer."""
-        return {type(w).__name__: w.path for w in self.writers if hasattr(w, 'path')}
+        return {type(w).__name__: w.path for w in self._writers if hasattr(w, 'path')}
 
     @property
     def num_dropped(self) -> int:
         """The number of earlier records that were dropped, because their steps come again."""
-        return sum(getattr(writer, 'num_dropped', 0) for writer in self.writers)
+        return sum(getattr(writer, 'num_dropped', 0) for writer in self._writers)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Writes one record of a step."""
-        for writer in self.writers:
-            writer.write(step, scalars)
+        """Writes one record of a step. All processes must call it together.
+
+        Raises:
+          OSError: if a writer fails and the policy is to stop.
+        """
+        self._call_together('written', lambda writer: writer.write(step, scalars))
 
     def forget(self, step: int, names: Collection[str]) -> None:
-        """Drops the records of evaluators at a step, which are about to be written again."""
-        for writer in self.writers:
-            if hasattr(writer, 'forget'):
-                writer.forget(step, names)
+        """Drops the records of evaluators at a step, which are about to be written again.
+
+        Raises:
+          OSError: as `write`.
+        """
+        self._call_together('rewritten', lambda writer: _forget(writer, step, names))
 
     def close(self) -> None:
-        """Closes every writer, even if one fails."""
-        with contextlib.ExitStack() as stack:
-            for writer in self.writers:
-                stack.callback(writer.close)
+        """Closes every writer, even if one fails.
+
+        Raises:
+          OSError: if a writer fails and the policy is to stop.
+        """
+        self._failing.clear()
+        error = self._call('completed', lambda writer: writer.close())
+        if error is not None and self._on_failure == 'stop':
+            raise error
+
+    def _call_together(self, done: str, method: Callable[[MetricWriter], None]) -> None:
+        """Calls a method of every writer, and as the policy says, raises its error."""
+        error = self._call(done, method)
+        if self._on_failure == 'stop':
+            with raise_on_all_processes():
+                if error is not None:
+                    raise error
+
+    def _call(self, done: str, method: Callable[[MetricWriter], None]) -> OSError | None:
+        """Calls a method of every writer, and returns the first error."""
+        first: OSError | None = None
+        for i, writer in enumerate(self._writers):
+            name = type(writer).__name__
+            try:
+                method(writer)
+            except Exception as error:  # The users' own writers raise any type.
+                line = f'the metrics of {name} cannot be {done}: {describe_error(error)}'
+                if self._on_failure == 'continue' and i not in self._failing:
+                    self._say(f'{line}; the run continues without them')
+                first = first or OSError(line)
+                self._failing.add(i)
+            else:
+                if i in self._failing:
+                    self._say(f'the metrics of {name} can be {done} again')
+                self._failing.discard(i)
+        return first
+
+
+def _forget(writer: MetricWriter, step: int, names: Collection[str]) -> None:
+    if hasattr(writer, 'forget'):
+        writer.forget(step, names)
 
 
 def open_writers(
     writers: Sequence[Callable[[epath.Path, int], MetricWriter]],
     directory: epath.Path,
     resumed_step: int,
+    on_failure: FailurePolicy = 'stop',
+    say: Callable[[str], None] = print,
 ) -> Writers:
     """Creates the metric writers of a run on process 0, and none on other processes.
 
@@ -86,18 +138,29 @@ def open_writers(
       writers: classes of writers, or functions that create one.
       directory: the folder of the run.
       resumed_step: the step that the run resumes from, or 0.
+      on_failure: what is done if a writer fails later; see `Writers`.
+      say: prints a line.
+
+    Raises:
+      ConfigError: if a writer cannot be created, whatever the policy: nothing has been trained yet.
     """
-    if jax.process_index() > 0:
-        return Writers(())
-    return Writers([create(directory, resumed_step) for create in writers])
+    opened = list[MetricWriter]()
+    for create in writers if jax.process_index() == 0 else ():
+        try:
+            opened.append(create(directory, resumed_step))
+        except OSError as error:
+            name = getattr(create, '__name__', type(create).__name__)
+            raise ConfigError(
+                f'the metrics of {name} cannot be opened: {describe_error(error)}'
+            ) from error
+    return Writers(opened, on_failure, say)
 
 
 class JsonWriter:
     """Writes `{"step": step, "train/loss": ..., ...}` as lines of `<directory>/metrics.jsonl`.
 
     Numbers that JSON lacks become null. Records after the resumed step are dropped, and so is a
-    line that a killed run left incomplete. A local file has each record at once; one in a store of
-    objects is rewritten every SECONDS_BETWEEN_UPLOADS and at the end.
+    line that a killed run left incomplete. For when records are on disk, see `AppendedFile`.
 
     Args:
       directory: the folder of the run.
@@ -106,6 +169,9 @@ class JsonWriter:
     Attributes:
       path: the file.
       num_dropped: the number of records that were dropped.
+
+    Raises:
+      OSError: if the file cannot be read, or records cannot be dropped.
     """
 
     def __init__(self, directory: epath.Path, resumed_step: int):
@@ -113,36 +179,22 @@ class JsonWriter:
         lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
         self._lines = [line for line in lines if _is_record(line, resumed_step)]
         self.num_dropped = len(lines) - len(self._lines)
+        self._file = AppendedFile(self.path)
         if self.num_dropped:
-            self._rewrite()
-        self._rewritten = time.monotonic()
+            self._file.replace(''.join(self._lines).encode())
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         values = {k: v if math.isfinite(v) else None for k, v in scalars.items()}
-        line = json.dumps({'step': step, **values}) + '\n'
-        if not is_remote(self.path):
-            with self.path.open('a') as file:
-                file.write(line)
-            return
-        self._lines.append(line)
-        if time.monotonic() - self._rewritten >= SECONDS_BETWEEN_UPLOADS:
-            self._rewrite()
-            self._rewritten = time.monotonic()
+        self._file.append((json.dumps({'step': step, **values}) + '\n').encode())
 
     def forget(self, step: int, names: Collection[str]) -> None:
         kept = [line for line in self._lines if not _is_of_evaluator(line, step, names)]
         if len(kept) < len(self._lines):
+            self._file.replace(''.join(kept).encode())
             self._lines = kept
-            self._rewrite()
 
     def close(self) -> None:
-        if is_remote(self.path):
-            self._rewrite()
-
-    def _rewrite(self) -> None:
-        unfinished = self.path.with_suffix('.tmp')
-        unfinished.write_text(''.join(self._lines))
-        unfinished.replace(self.path)
+        self._file.close()
 
 
 def _is_record(line: str, last_step: int) -> bool:
@@ -170,21 +222,23 @@ class TensorBoardWriter:
 
     Attributes:
       path: the folder of the event files.
+
+    Raises:
+      OSError: if the folder cannot be created.
     """
 
     def __init__(self, directory: epath.Path, resumed_step: int):
         self.path = epath.Path(directory) / 'tensorboard'
         self._resumed_step = resumed_step
+        self.path.mkdir(parents=True, exist_ok=True)
 
     @functools.cached_property
-    def _events(self) -> Any:
+    def _events(self) -> EventFile:
         # At the first record, because importing the package can take most of a second.
-        package = import_optional('tensorboardX', 'train', 'TensorBoardWriter')
-        return package.SummaryWriter(str(self.path), purge_step=self._resumed_step + 1)
+        return EventFile(self.path, 'TensorBoardWriter', purge_step=self._resumed_step + 1)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        for name, value in scalars.items():
-            self._events.add_scalar(name, value, step)
+        self._events.write_scalars(step, scalars.items())
 
     def close(self) -> None:
         if '_events' in self.__dict__:

@@ -9,7 +9,7 @@ from typing import Any
 
 from etils import epath
 
-from train.errors import import_optional
+from train.runtime.event_file import EventFile
 from train.runtime.gin_text import operative_text
 from train.runtime.writers import JsonWriter, MetricWriter, TensorBoardWriter
 from train.t5x.refusals import refusal
@@ -26,25 +26,20 @@ class SummaryWriter:
         self._directory = directory
 
     @functools.cached_property
-    def _events(self) -> Any:
-        package = import_optional('tensorboardX', 'train', 'summarize_config_fn')
+    def _events(self) -> EventFile:
         # Files are named after the second, and the metrics have a file in the same folder.
-        return package.SummaryWriter(str(self._directory), filename_suffix='.summary')
+        return EventFile(self._directory, 'summarize_config_fn', suffix='.summary')
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Writes texts by name, in Markdown."""
-        for name, text in texts.items():
-            self._events.add_text(name, text, step)
+        self._events.write_texts(step, texts.items())
 
     def write_scalars(self, step: int, scalars: Mapping[str, float]) -> None:
         """Writes numbers by name."""
-        for name, value in scalars.items():
-            self._events.add_scalar(name, value, step)
+        self._events.write_scalars(step, scalars.items())
 
     def flush(self) -> None:
-        """Completes what has been written."""
-        if '_events' in self.__dict__:
-            self._events.flush()
+        """Has no effect: what has been written is complete."""
 
     def close(self) -> None:
         """Closes the files."""
