@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import tokenizers
 import torch
 import transformers
 
@@ -118,6 +119,25 @@ def compute_logits(model: torch.nn.Module, arrays: dict[str, np.ndarray]) -> np.
         ).logits.numpy()
 
 
+def write_tokenizer(name: str, folder: Path) -> None:
+    """Writes a tokenizer of bytes for Llama, and one of letters for T5."""
+    if name == 'llama3_1':
+        letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        vocab = {'<|end_of_text|>': 0} | {letter: i for i, letter in enumerate(letters, 1)}
+        made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        made.add_special_tokens(['<|end_of_text|>'])
+    else:
+        known = ['<pad>', '</s>', '<unk>', ' ', *'abcdefghijklmnopqrstuvwxyz']
+        vocab = {letter: i for i, letter in enumerate(known)}
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, '<unk>'))
+        made.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex('.'), 'isolated')
+        made.decoder = tokenizers.decoders.Fuse()
+        made.add_special_tokens(['<pad>', '</s>'])
+    made.save(str(folder / 'tokenizer.json'), pretty=False)
+
+
 def write() -> None:
     """Writes all folders."""
     for seed, (name, (family, settings, dtype)) in enumerate(MODELS.items()):
@@ -133,6 +153,8 @@ def write() -> None:
         folder = HERE / name
         model.to(getattr(torch, dtype)).save_pretrained(folder, safe_serialization=True)
         (folder / 'generation_config.json').unlink(missing_ok=True)
+        if name in ('llama3_1', 't5_1_1'):
+            write_tokenizer(name, folder)
         np.savez_compressed(folder / 'logits.npz', logits=logits, **arrays)
         size = sum(file.stat().st_size for file in folder.iterdir())
         print(f'{name}: {size / 1000:.0f} kB')

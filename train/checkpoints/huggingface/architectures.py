@@ -78,7 +78,7 @@ def find_architecture(config: ConfigJson) -> Architecture:
       ConfigError: if it is not known.
     """
     name = config.get('model_type')
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise ConfigError(
             f'{config.where}: model_type is {name!r}, which is not known.'
             f'{nearest(str(name), ARCHITECTURES)} The known ones are {", ".join(ARCHITECTURES)}'
@@ -112,6 +112,11 @@ def model_config(config: ConfigJson, **settings: Any) -> ModelConfig:
         return architecture.kind(**{**read, **settings})
     except ConfigError as error:
         raise ConfigError(f'{config.where}: {error}') from error
+
+
+def is_tied(model: ModelConfig) -> bool:
+    """Whether the output layer of a model is its embedding."""
+    return model.logits_via_embedding if isinstance(model, T5Config) else model.tie_embeddings
 
 
 def describe_model(model: ModelConfig) -> tuple[str, dict[str, Any]]:

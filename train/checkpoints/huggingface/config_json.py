@@ -66,6 +66,11 @@ def read_config(folder: epath.Path) -> ConfigJson:
       ConfigError: if the file is missing or malformed, or if the model is quantized or an adapter.
     """
     file = folder / FILE
+    if not folder.is_dir():
+        raise ConfigError(
+            f'{folder} is not a folder: download the model, for example with `hf download NAME '
+            '--local-dir FOLDER`, and write the path of its folder'
+        )
     if not file.exists():
         if (folder / 'adapter_config.json').exists():
             raise ConfigError(

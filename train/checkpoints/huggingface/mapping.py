@@ -128,9 +128,8 @@ def as_ours(
         if all(n in places for n in theirs):
             sources = {n: places[n] for n in theirs}
             found[name] = _open(pair, sources, tuple(wanted[name].shape), where)
-    ignored = table.ignored + (table.ignored_if_tied if is_tied else ())
     for name, place in places.items():
-        if name not in used and not any(re.fullmatch(pattern, name) for pattern in ignored):
+        if name not in used and not table.ignores(name, is_tied=is_tied):
             found[name] = stored(place)
     return found
 
@@ -219,7 +218,8 @@ def find_targets(
     pairs = find_pairs(table, ours)
     if unknown := [n for n in ours if n.startswith(PARAMS) and n not in pairs]:
         raise ConfigError(
-            f'{len(unknown)} arrays have no name in this architecture. The first is {unknown[0]}'
+            f'{len(unknown):,} arrays of this checkpoint have no name in the model to write. The '
+            f'first is {unknown[0]}'
         )
     targets = dict[str, Target]()
     for name, pair in pairs.items():

@@ -8,6 +8,7 @@ width, M hidden layer, B buckets. `{layer}` is the name of a layer, and `{i}` it
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import NamedTuple
 
 
@@ -47,6 +48,16 @@ class Table:
     prefix: str = ''
     ignored: tuple[str, ...] = ()
     ignored_if_tied: tuple[str, ...] = (r'lm_head\.weight',)
+
+    def ignores(self, name: str, *, is_tied: bool) -> bool:
+        """Whether an array of a file is not a weight, or is a copy of another one.
+
+        Args:
+          name: its name in the file.
+          is_tied: whether the output layer is the embedding.
+        """
+        patterns = self.ignored + (self.ignored_if_tied if is_tied else ())
+        return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def _rows(*lines: tuple[str, str, str, str]) -> tuple[Row, ...]:

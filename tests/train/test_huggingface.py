@@ -1,0 +1,323 @@
+"""Models of Hugging Face: read under our names, computed, trained, and written back bit for bit.
+
+The models are those of reference_models/, which transformers has written with their logits.
+"""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from etils import epath
+from flax.traverse_util import flatten_dict
+from hypothesis import given, strategies as st
+from safetensors.numpy import load_file
+
+from train.checkpoints.huggingface import decoders
+from train.checkpoints.huggingface.architectures import (
+    ARCHITECTURES,
+    describe_model,
+    find_architecture,
+    is_tied,
+    model_config,
+)
+from train.checkpoints.huggingface.config_json import ConfigJson, read_config
+from train.checkpoints.huggingface.mapping import as_ours
+from train.checkpoints.huggingface.writer import write_model
+from train.checkpoints.safetensors_files import list_places, open_safetensors
+from train.checkpoints.stored import in_memory
+from train.errors import ConfigError
+from train.models.parameters import list_parameters
+from train.models.t5 import T5Config
+
+pytestmark = pytest.mark.core
+
+MODELS = Path(__file__).parent / 'reference_models'
+NAMES = sorted(path.name for path in MODELS.iterdir() if path.is_dir())
+DECODERS = [name for name in NAMES if not name.startswith('t5')]
+
+
+def copy(name, folder):
+    """Copies a model, and returns the folder."""
+    shutil.copytree(MODELS / name, folder / name)
+    return epath.Path(folder / name)
+
+
+def change_config(folder, **changes):
+    file = folder / 'config.json'
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def config_of(name):
+    return read_config(epath.Path(MODELS / name))
+
+
+def shapes_of(model):
+    """The shapes of the parameters of a decoder, by our names."""
+    flat = flatten_dict(list_parameters(model), sep='/')
+    return {f'params/{name}': in_memory(np.empty(p.shape, np.float32)) for name, p in flat.items()}
+
+
+def read(folder, wanted, tied=False):
+    folder = epath.Path(folder)
+    table = find_architecture(read_config(folder)).table
+    return as_ours(table, list_places(folder), wanted, where=str(folder), is_tied=tied)
+
+
+def read_decoder(name, **settings):
+    """The arrays of a decoder under our names."""
+    model = model_config(config_of(name), **settings)
+    wanted = shapes_of(model)
+    arrays = read(MODELS / name, wanted, is_tied(model))
+    assert arrays.keys() == wanted.keys()
+    return arrays
+
+
+def bits(array):
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
+def assert_same_files(folder, other):
+    """Two folders have the same arrays, bit for bit."""
+    first, second = (open_safetensors(path) for path in (folder, other))
+    assert first.keys() == second.keys()
+    for name, array in first.items():
+        assert (array.shape, array.dtype) == (second[name].shape, second[name].dtype), name
+        np.testing.assert_array_equal(bits(array.read()), bits(second[name].read()), name)
+
+
+# ---- arrays
+
+
+def test_stacked_layers_are_those_of_separate_layers():
+    for name in DECODERS:
+        stacked, separate = read_decoder(name), read_decoder(name, scan_layers=False)
+        for path, array in separate.items():
+            number = path.split('/')[1].removeprefix('layer_')
+            if number.isdecimal():
+                path = path.replace(f'layer_{number}', 'layers')
+            expected = stacked[path].read()
+            expected = expected[int(number)] if number.isdecimal() else expected
+            np.testing.assert_array_equal(array.read(), expected, path)
+
+
+def test_matrices_are_transposed_divided_and_joined():
+    """The arrays of GPT-2 and Llama, by their definitions in PyTorch."""
+    ours, theirs = read_decoder('gpt2'), load_file(MODELS / 'gpt2/model.safetensors')
+    fused = np.stack([theirs[f'transformer.h.{i}.attn.c_attn.weight'] for i in range(3)])
+    for i, name in enumerate(('query', 'key', 'value')):
+        expected = np.split(fused, 3, axis=-1)[i].reshape(3, 16, 4, 4)
+        np.testing.assert_array_equal(ours[f'params/layers/attention/{name}'].read(), expected)
+        bias = theirs['transformer.h.1.attn.c_attn.bias'][i * 16 : (i + 1) * 16].reshape(4, 4)
+        found = ours[f'params/layers/attention/{name}_bias'].read()[1]
+        np.testing.assert_array_equal(found, bias)
+    ours, theirs = read_decoder('llama3_1'), open_safetensors(MODELS / 'llama3_1')
+    for path, name, shape in (
+        ('attention/key', 'self_attn.k_proj', (16, 2, 8)),
+        ('attention/out', 'self_attn.o_proj', (4, 8, 16)),
+        ('mlp/down', 'mlp.down_proj', (24, 16)),
+    ):
+        expected = theirs[f'model.layers.2.{name}.weight'].read().T.reshape(shape)
+        np.testing.assert_array_equal(ours[f'params/layers/{path}'].read()[2], expected)
+    expected = theirs['lm_head.weight'].read().T
+    np.testing.assert_array_equal(ours['params/output'].read(), expected)
+
+
+@given(st.data())
+def test_slices_are_those_of_the_whole_array(data):
+    name = data.draw(st.sampled_from(['gpt2', 'llama3_1', 'gemma3']))
+    arrays = read_decoder(name, vocab_size=272 if name == 'llama3_1' else 50)
+    path = data.draw(st.sampled_from(sorted(arrays)))
+    index = []
+    for size in arrays[path].shape:
+        first = data.draw(st.integers(0, size - 1))
+        index.append(slice(first, data.draw(st.integers(first, size))))
+    whole = arrays[path].read()
+    np.testing.assert_array_equal(arrays[path].read(tuple(index)), whole[tuple(index)])
+
+
+def test_a_larger_vocabulary_is_filled_with_zeros_and_cut_again(tmp_path):
+    arrays, exact = read_decoder('llama3_1', vocab_size=272), read_decoder('llama3_1')
+    embedding, output = (arrays[f'params/{name}'].read() for name in ('embedding', 'output'))
+    np.testing.assert_array_equal(embedding[:264], exact['params/embedding'].read())
+    np.testing.assert_array_equal(output[:, :264], exact['params/output'].read())
+    assert not embedding[264:].any() and not output[:, 264:].any()
+    write_model(arrays, tmp_path, like=MODELS / 'llama3_1')
+    assert_same_files(tmp_path, MODELS / 'llama3_1')
+
+
+# ---- writing
+
+
+def as_float32(arrays):
+    return {n: in_memory(array.read().astype(np.float32)) for n, array in arrays.items()}
+
+
+@pytest.mark.parametrize('name', DECODERS)
+@pytest.mark.parametrize('scan_layers', [True, False])
+def test_every_array_is_written_back_bit_for_bit(name, scan_layers, tmp_path):
+    """From parameters in float32, in the dtype of the files."""
+    arrays = as_float32(read_decoder(name, scan_layers=scan_layers))
+    arrays['opt_state/0/count'] = in_memory(np.int32(3))
+    write_model(arrays, tmp_path / 'like', like=MODELS / name)
+    assert_same_files(tmp_path / 'like', MODELS / name)
+    theirs, ours = (
+        json.loads((p / 'config.json').read_text()) for p in (MODELS / name, tmp_path / 'like')
+    )
+    assert ours.pop('torch_dtype') == theirs.pop('dtype')
+    assert ours == theirs
+    # Without the original, config.json follows from the settings of the run.
+    model = model_config(config_of(name), scan_layers=scan_layers)
+    dtype = str(open_safetensors(MODELS / name).popitem()[1].dtype)
+    write_model(arrays, tmp_path / 'own', model=model, dtype=dtype, max_file_bytes=10_000)
+    assert_same_files(tmp_path / 'own', MODELS / name)
+    assert (tmp_path / 'own/model.safetensors.index.json').exists()
+    written = read_config(epath.Path(tmp_path / 'own'))
+    assert written.values['torch_dtype'] == dtype
+    assert model_config(written, scan_layers=scan_layers) == model
+    # What both configurations have is equal. Rotary positions have no length of their own.
+    for key in written.values.keys() & theirs.keys() - {'max_position_embeddings'}:
+        assert theirs[key] in (None, written.values[key]), key
+
+
+def test_tokenizers_are_copied_with_a_model(tmp_path):
+    write_model(read_decoder('llama3_1'), tmp_path, like=MODELS / 'llama3_1')
+    copied = (tmp_path / 'tokenizer.json').read_bytes()
+    assert copied == (MODELS / 'llama3_1/tokenizer.json').read_bytes()
+
+
+def test_a_model_that_no_architecture_computes_is_refused(tmp_path):
+    model = dataclasses.replace(model_config(config_of('qwen3')), activation='relu2')
+    with pytest.raises(ConfigError, match=r"qwen3 comes closest, .* activation = 'relu2'"):
+        write_model(read_decoder('qwen3'), tmp_path, model=model)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_parameters_of_another_model_are_not_written(tmp_path):
+    arrays = read_decoder('qwen2')
+    with pytest.raises(ConfigError, match=r'not those of .*llama3_1: .* Give the folder'):
+        write_model(arrays, tmp_path, like=MODELS / 'llama3_1')
+    with pytest.raises(ConfigError, match=r'15 arrays .* no name .*params/embedding'):
+        write_model(arrays, tmp_path, like=MODELS / 't5')
+    gpt2 = read_decoder('gpt2')
+    del gpt2['params/layers/attention/key']
+    with pytest.raises(ConfigError, match=r'c_attn\.weight needs 3 arrays of which there are 2'):
+        write_model(gpt2, tmp_path, like=MODELS / 'gpt2')
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_settings_become_a_configuration_and_back(name):
+    config = config_of(name)
+    model = model_config(config)
+    kind, settings = describe_model(model)
+    assert kind == config.values['model_type']
+    same = model_config(ConfigJson({'model_type': kind, **settings}, 'here'))
+    assert dataclasses.asdict(same) == dataclasses.asdict(model)
+
+
+# A model, settings of its config.json, and what they change.
+SETTINGS = [
+    ('llama3_1', {'rope_scaling': None}, {'rope_scaling': None}),
+    ('llama3_1', {'attention_bias': True, 'mlp_bias': True}, {'biases': ('qkv', 'out', 'mlp')}),
+    (
+        'llama3_1',
+        {'head_dim': None, 'num_key_value_heads': None},
+        {'head_dim': 4, 'num_kv_heads': 4},
+    ),
+    # The form of transformers 5.
+    (
+        'llama3_1',
+        {'rope_parameters': {'rope_type': 'default', 'rope_theta': 7.0}, 'rope_scaling': None},
+        {'rope_max_wavelength': 7.0, 'rope_scaling': None},
+    ),
+    ('mistral', {'sliding_window': None}, {'window': None}),
+    (
+        'qwen2',
+        {'use_sliding_window': True, 'layer_types': None, 'max_window_layers': 0},
+        {'window': 4096},
+    ),
+    ('gemma2', {'layer_types': None}, {'window': 5, 'global_every': 2}),
+    ('gemma3', {'layer_types': None}, {'window': 5, 'global_every': 0}),  # fewer than six layers
+    ('gpt2', {'n_inner': 40}, {'mlp_dim': 40}),
+    ('t5', {'feed_forward_proj': 'gated-gelu'}, {'mlp_activations': ('gelu', 'linear')}),
+    ('t5', {'model_type': 'mt5', 'feed_forward_proj': None}, {'logits_via_embedding': False}),
+]
+
+
+@pytest.mark.parametrize(('name', 'changes', 'expected'), SETTINGS)
+def test_other_settings_are_read(name, changes, expected):
+    values = config_of(name).values | changes
+    model = model_config(ConfigJson(values, 'config.json'))
+    assert {key: getattr(model, key) for key in expected} == expected
+
+
+REFUSED = [
+    ('llama3_1', {'hidden_act': 'gelu'}, "hidden_act is 'gelu'"),
+    ('llama3_1', {'rope_scaling': {'rope_type': 'yarn', 'factor': 4.0}}, "rope_type .* 'yarn'"),
+    ('llama3_1', {'rope_scaling': {'rope_type': 'linear'}}, 'malformed.*factor'),
+    ('llama3_1', {'rope_scaling': 'yes'}, 'malformed'),
+    ('llama3_1', {'hidden_size': None}, 'has no hidden_size'),
+    ('llama3_1', {'hidden_size': 'wide'}, r"embed_dim is 'wide'|hidden_size is 'wide'"),
+    ('llama3_1', {'head_dim': None, 'num_attention_heads': 5}, 'hidden_size is 16'),
+    ('llama3_1', {'head_dim': None, 'num_attention_heads': 0}, 'hidden_size is 16'),
+    ('llama3_1', {'partial_rotary_factor': 0.5}, 'partial_rotary_factor is 0.5'),
+    ('qwen2', {'layer_types': ['full_attention', *['sliding_attention'] * 2]}, 'layer_types'),
+    ('qwen2', {'layer_types': ['chunked_attention'] * 3}, "'chunked_attention'"),
+    ('gpt2', {'activation_function': 'gelu'}, "activation_function is 'gelu'"),
+    ('gpt2', {'scale_attn_by_inverse_layer_idx': True}, 'scale_attn_by_inverse_layer_idx'),
+    ('t5', {'feed_forward_proj': 'gelu'}, "feed_forward_proj is 'gelu'"),
+    ('t5', {'relative_attention_num_buckets': 64}, 'relative_attention_num_buckets is 64'),
+    ('t5', {'layer_norm_epsilon': 1e-5}, 'layer_norm_epsilon is 1e-05'),
+    ('t5', {'model_type': 'mamba'}, "model_type is 'mamba'.* llama, mistral"),
+    ('t5', {'model_type': ['t5']}, 'model_type is'),
+    ('t5', {'model_type': None}, 'model_type is None'),
+]
+
+
+@pytest.mark.parametrize(('name', 'changes', 'message'), REFUSED)
+def test_what_a_model_cannot_compute_is_named(name, changes, message):
+    values = config_of(name).values | changes
+    if 'layer_types' in changes:
+        values |= {'use_sliding_window': True, 'sliding_window': 5}
+    with pytest.raises(ConfigError, match=rf'the config\.json.*(?:{message})') as error:
+        model_config(ConfigJson(values, 'the config.json'))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_unknown_setting_of_our_model_is_named():
+    with pytest.raises(ConfigError, match=r"TransformerConfig has no setting 'remta'.*'remat'"):
+        model_config(config_of('llama3_1'), remta='full')
+
+
+@pytest.mark.parametrize('content', ['{', '[]', '"x"', '[' * 10_000, ' ' * 2**21 + '{}'])
+def test_a_malformed_configuration_is_refused(content, tmp_path):
+    (tmp_path / 'config.json').write_text(content)
+    with pytest.raises(ConfigError, match=r'config\.json cannot be read'):
+        read_config(epath.Path(tmp_path))
+
+
+@pytest.mark.parametrize('method', ['gptq', 'fp8'])
+def test_quantized_models_are_refused(method, tmp_path):
+    folder = copy('llama3_1', tmp_path)
+    change_config(folder, quantization_config={'quant_method': method, 'bits': 4})
+    with pytest.raises(ConfigError, match=rf"quantized .*'{method}'.*use the weights"):
+        read_config(folder)
+
+
+def test_adapters_and_names_of_the_hub_are_not_models(tmp_path):
+    with pytest.raises(ConfigError, match=r'org/model is not a folder: download'):
+        read_config(epath.Path('org/model'))
+    (tmp_path / 'adapter_config.json').write_text('{}')
+    with pytest.raises(ConfigError, match=r'is an adapter.*merge_and_unload'):
+        read_config(epath.Path(tmp_path))
+
+
+def test_every_architecture_has_a_fixture():
+    kinds = {config_of(name).values['model_type'] for name in NAMES}
+    assert kinds == ARCHITECTURES.keys() - {'mt5'}  # that one differs from t5 in its defaults
+    assert {c.kind for c in ARCHITECTURES.values()} == {T5Config, decoders.TransformerConfig}

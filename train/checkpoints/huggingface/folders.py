@@ -1,0 +1,77 @@
+"""What a run needs from the folder of a model of Hugging Face: its model and its tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from train.checkpoints.huggingface.architectures import model_config
+from train.checkpoints.huggingface.config_json import read_config
+from train.data.text.tokenizers import (
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
+from train.errors import ConfigError, check_counts
+from train.models.t5 import T5, T5Config
+from train.models.transformer import Transformer
+from train.paths import as_path
+
+TOKENIZER = 'tokenizer.json'
+SENTENCEPIECE = ('tokenizer.model', 'spiece.model', 'sentencepiece.bpe.model')
+
+
+def load_huggingface_model(
+    path: str, *, vocab_multiple: int = 1, **settings: Any
+) -> Transformer | T5:
+    """Returns the model that the `config.json` of a folder describes, without its weights.
+
+    Usage:
+      model = load_huggingface_model('Llama-3.2-1B', dtype='bfloat16', remat='full')
+      config = TrainConfig(
+          objective=NextToken(model=model), restore=RestoreConfig(path='Llama-3.2-1B'), ...
+      )
+
+    Args:
+      path: the folder, local, gs:// or s3://.
+      vocab_multiple: rounds the vocabulary up to a multiple of this number, for meshes that do not
+        divide it. The weights of the added tokens start as zeros.
+      **settings: settings of `TransformerConfig` or `T5Config` that `config.json` does not have,
+        such as `dtype`, `param_dtype`, `remat` and `scan_layers`.
+
+    Raises:
+      ConfigError: if the model is not one that can be computed here, or a setting is wrong.
+    """
+    check_counts(vocab_multiple=vocab_multiple)
+    config = read_config(as_path('the path of a Hugging Face model', path))
+    made = model_config(config, **settings)
+    if made.vocab_size % vocab_multiple:
+        padded = -(-made.vocab_size // vocab_multiple) * vocab_multiple
+        made = model_config(config, **{**settings, 'vocab_size': padded})
+    return T5(made) if isinstance(made, T5Config) else Transformer(made)
+
+
+def load_huggingface_tokenizer(path: str, *, separator_token: str | None = None) -> Tokenizer:
+    """Returns the tokenizer in a folder: its `tokenizer.json`, or else its SentencePiece model.
+
+    Args:
+      path: the folder, local, gs:// or s3://.
+      separator_token: the token between documents; see `HuggingFaceTokenizer`.
+
+    Raises:
+      ConfigError: if the folder has no tokenizer.
+    """
+    folder = as_path('the path of a Hugging Face model', path)
+    if (file := folder / TOKENIZER).exists():
+        return HuggingFaceTokenizer(path=str(file), separator_token=separator_token)
+    for name in SENTENCEPIECE:
+        if (file := folder / name).exists():
+            if separator_token is not None:
+                raise ConfigError(
+                    f'separator_token is {separator_token!r}, but {file} has its own end-of-text '
+                    'token: remove separator_token'
+                )
+            return SentencePieceTokenizer(path=str(file))
+    raise ConfigError(
+        f'{folder} has no tokenizer (expected {TOKENIZER} or {" or ".join(SENTENCEPIECE)}): '
+        'download it too, or set the tokenizer of the task'
+    )
