@@ -11,7 +11,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -135,18 +135,24 @@ def check_files(folder: epath.Path, manifest: Manifest) -> None:
     Raises:
       DamagedCheckpoint: with the first file that differs.
     """
+    for difference in list_differences(folder, manifest):
+        raise DamagedCheckpoint(difference)
+
+
+def list_differences(folder: epath.Path, manifest: Manifest) -> Iterator[str]:
+    """Yields a message for each file that `check_files` does not accept."""
     sizes = find_files(folder)
     for name, record in sorted(manifest.files.items()):
         if name not in sizes:
-            raise DamagedCheckpoint(f'checkpoint {folder} is damaged: {name} is missing')
-        if sizes[name] != record.size:
-            raise DamagedCheckpoint(
+            yield f'checkpoint {folder} is damaged: {name} is missing'
+        elif sizes[name] != record.size:
+            yield (
                 f'checkpoint {folder} is damaged: {name} has {sizes[name]:,} bytes instead of '
                 f'{record.size:,}'
             )
     for name in sorted(sizes.keys() - manifest.files.keys()):
         if '/' in name and not name.rpartition('/')[2].startswith('.'):
-            raise DamagedCheckpoint(f'checkpoint {folder} is damaged: {name} has been added to it')
+            yield f'checkpoint {folder} is damaged: {name} has been added to it'
 
 
 def check_content(folder: epath.Path, name: str, record: FileRecord) -> None:

@@ -7,6 +7,7 @@ import json
 
 from etils import epath
 
+from train.checkpoints.orbax_trees import NO_ARRAY
 from train.checkpoints.stored import StoredArray, kvstore_of, open_stores
 
 
@@ -29,8 +30,8 @@ def read_orbax(folder: epath.Path) -> dict[str, StoredArray]:
     use_ocdbt = metadata.get('use_ocdbt', (folder / 'manifest.ocdbt').exists())
     specs = {}
     for text, entry in metadata['tree_metadata'].items():
-        if entry.get('value_metadata', {}).get('value_type') in ('None', 'Dict', 'List', 'Tuple'):
-            continue  # an empty part of the tree
+        if entry.get('value_metadata', {}).get('value_type') in NO_ARRAY:
+            continue
         keys = [str(key) for key in ast.literal_eval(text)]
         store = {**kvstore, 'path': kvstore['path'] + '.'.join(keys) + '/'}
         if use_ocdbt:

@@ -1,4 +1,4 @@
-"""Writes steps through Orbax. Only this file imports it, so that another version can replace it.
+"""Writes steps through Orbax. Only this file and orbax_copies.py import it, so it can be replaced.
 
 Orbax writes the arrays and commits a step: it renames a temporary folder, or adds a last object. It
 neither looks for other steps nor deletes any. Both belong to this package, which knows its own.

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from train.errors import ConfigError
 from train.paths import is_remote
 from train.runtime.arrays_on_s3 import in_s3
 
@@ -94,6 +95,34 @@ def as_bfloat16(array: StoredArray) -> StoredArray:
         dtype=np.dtype(jnp.bfloat16),
         start=lambda i: _Mapped(array.start(i), lambda x: x.view(jnp.bfloat16)),
     )
+
+
+def with_dtype(array: StoredArray, dtype: np.dtype, name: str) -> StoredArray:
+    """An array whose values are converted to another floating-point dtype when they are read.
+
+    Args:
+      array: the array.
+      dtype: the dtype.
+      name: the name of the array, for the message.
+
+    Raises:
+      ConfigError: when a slice is read that has finite values beyond the range of the dtype.
+    """
+
+    def convert(values: np.ndarray) -> np.ndarray:
+        with np.errstate(over='ignore'):
+            converted = values.astype(dtype)
+        if np.any(np.isinf(converted) & ~np.isinf(values)):
+            raise ConfigError(
+                f'{name} has values up to {np.max(np.abs(values)):g}, which {dtype} cannot '
+                "represent: use 'bfloat16' or 'float32'"
+            )
+        return converted
+
+    def start(index: Any) -> Any:
+        return _Mapped(array.start(index), convert)
+
+    return dataclasses.replace(array, dtype=np.dtype(dtype), start=start)
 
 
 def repeat_first(array: StoredArray, count: int) -> StoredArray:

@@ -31,6 +31,11 @@ _COMMANDS = {
         'continue prompts with a trained model',
         "runs/quickstart --prompt 'def ' --length=200",
     ),
+    'checkpoint': (
+        'checkpoint.main',
+        'look into checkpoints, compare, verify and convert them',
+        'inspect runs/quickstart',
+    ),
     'mesh': (
         'layouts.show_mesh',
         'draw the mesh of this machine, or of any other',
@@ -105,5 +110,5 @@ def _help(bold: bool) -> str:
     on, off = ('\033[1m', '\033[0m') if bold else ('', '')
     lines = [f'{on}meshwright{off} trains on any mesh, and shows how every array is laid out.', '']
     for name, (_, text, example) in _COMMANDS.items():
-        lines += [f'  {on}{name:<10}{off}{text}', f'{"":12}$ meshwright {name} {example}']
+        lines += [f'  {on}{name:<12}{off}{text}', f'{"":14}$ meshwright {name} {example}']
     return '\n'.join([*lines, '', 'meshwright COMMAND --help lists the options of a command.'])

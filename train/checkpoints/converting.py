@@ -1,0 +1,263 @@
+"""Checkpoints of one format, written in another, array by array."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from etils import epath
+
+from train.checkpoints import record
+from train.checkpoints.formats import Checkpoint, Format, other_content
+from train.checkpoints.hashing import complete_step
+from train.checkpoints.orbax_trees import fill_tree, has_structure, make_tree
+from train.checkpoints.safetensors_writer import SafetensorsWriter
+from train.checkpoints.steps import TEMPORARY
+from train.checkpoints.stored import StoredArray, with_dtype
+from train.checkpoints.t5x_names import is_t5x, sources_for_t5x, sources_in_t5x
+from train.errors import ConfigError, first_line
+from train.paths import is_remote
+
+Renames = Sequence[tuple[str, str]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What is written, before anything is.
+
+    Attributes:
+      source: the checkpoint that is read.
+      format: the format that is written.
+      folder: the folder or the step that is written. It does not exist yet.
+      step: the step of the result.
+      arrays: its arrays by name.
+      tree: the tree of their names for Orbax.
+      lost: what the source has and the result does not, one entry for each kind of thing.
+    """
+
+    source: Checkpoint
+    format: Format
+    folder: epath.Path
+    step: int
+    arrays: Mapping[str, StoredArray]
+    tree: Any
+    lost: Sequence[str]
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all arrays, in bytes."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+def plan_conversion(
+    source: Checkpoint,
+    to: epath.Path,
+    format: Format,
+    *,
+    renames: Renames = (),
+    dtype: str | None = None,
+) -> Conversion:
+    """Finds out what a conversion writes, and whether it can. No array is read or written.
+
+    Args:
+      source: the checkpoint to convert.
+      to: where to: the folder of a run for 'meshwright' and 't5x', to which a step is added, or
+        the new folder of that step; a new folder for the others.
+      format: the format to write.
+      renames: pairs of a regular expression, which must match a whole name, and the new name, such
+        as ('params/model/(.*)', 'params/\\1'). The names are those of the new format; the first
+        pair that matches counts. An empty new name leaves the array out.
+      dtype: the dtype of floating-point parameters, by default their own.
+
+    Raises:
+      ConfigError: if the result exists, or the format cannot have the arrays.
+    """
+    folder, step = _find_destination(to, format, source)
+    if folder.exists() and not (folder.is_dir() and _is_empty_folder(folder)):
+        raise ConfigError(f'{folder} exists already: write to another place, or move it away')
+    sources, left_out = _rename(_sources(source.arrays, format), renames)
+    arrays = {name: source.arrays[old] for name, old in sources.items()}
+    _check_names(arrays, format, source.place.path)
+    if dtype is not None:
+        arrays = {name: _convert(name, x, jnp.dtype(dtype)) for name, x in arrays.items()}
+    keeps_names = sources == {name: name for name in source.arrays}
+    tree = source.tree if keeps_names and source.tree is not None else make_tree(arrays)
+    return Conversion(
+        source=source,
+        format=format,
+        folder=folder,
+        step=step,
+        arrays=arrays,
+        tree=tree,
+        lost=[*left_out, *_find_lost(source, format)],
+    )
+
+
+def with_names_of(first: Checkpoint, second: Checkpoint) -> Mapping[str, StoredArray]:
+    """The arrays of the second checkpoint, under the names that the first one would give them.
+
+    They keep their names unless one of the two is of T5X and the other is of this package.
+    """
+    sources = _sources(second.arrays, first.place.format)
+    if {first.place.format, second.place.format} != {'meshwright', 't5x'}:
+        return second.arrays
+    return {name: second.arrays[source] for name, source in sources.items()}
+
+
+def _find_destination(to: epath.Path, format: Format, source: Checkpoint) -> tuple[Any, int]:
+    """The folder that is written, and its step."""
+    known = source.step()
+    prefix, folder = {'meshwright': ('', to / 'checkpoints'), 't5x': ('checkpoint_', to)}.get(
+        format, (None, to)
+    )
+    if prefix is None:
+        return to, known or 0
+    named = re.fullmatch(f'{prefix}(0|[1-9][0-9]*)', to.name)
+    if named is None:
+        return folder / f'{prefix}{known or 0}', known or 0
+    if known not in (None, int(named[1])):
+        raise ConfigError(f'{source.place.path} is of step {known}, but {to} names another step')
+    return to, int(named[1])
+
+
+def _is_empty_folder(folder: epath.Path) -> bool:
+    return next(iter(folder.iterdir()), None) is None
+
+
+def _sources(names: Collection[str], format: Format) -> dict[str, str]:
+    """The name in the source of each array, by its name in the new format."""
+    if format == 'meshwright' and is_t5x(names):
+        return sources_in_t5x(names)
+    if format == 't5x' and not is_t5x(names):
+        return sources_for_t5x(names)
+    return {name: name for name in names}
+
+
+def _rename(sources: Mapping[str, str], renames: Renames) -> tuple[dict[str, str], list[str]]:
+    """Renames arrays, and says which are left out."""
+    renamed, left_out, unused = dict[str, str](), list[str](), dict(enumerate(renames))
+    for name, source in sources.items():
+        new = name
+        for i, (pattern, replacement) in enumerate(renames):
+            if match := re.fullmatch(pattern, name):
+                new = match.expand(replacement)
+                unused.pop(i, None)
+                break
+        if not new:
+            left_out.append(name)
+        elif new in renamed:
+            raise ConfigError(
+                f'--renames gives two arrays the name {new!r}: {renamed[new]} and {source}'
+            )
+        else:
+            renamed[new] = source
+    for pattern, _ in unused.values():
+        raise ConfigError(
+            f'--renames: the pattern {pattern!r} matches no array: remove it, or write a pattern '
+            f'for whole names, such as {next(iter(sources), "")!r}'
+        )
+    if not renamed:
+        raise ConfigError('--renames leaves out all arrays: keep one')
+    if not left_out:
+        return renamed, []
+    return renamed, [f'{len(left_out):,} arrays that --renames leaves out, such as {left_out[0]}']
+
+
+def _check_names(arrays: Mapping[str, StoredArray], format: Format, where: epath.Path) -> None:
+    """Checks that a format can have arrays with these names and shapes."""
+    if format == 't5x' and not is_t5x(arrays):
+        raise ConfigError(
+            f'{where} has no parameters below params/ or target/, where T5X has them: give '
+            f"--renames='(.*)=target/\\1', for example"
+        )
+    if format != 'safetensors' and format != 'huggingface':
+        for name, array in arrays.items():
+            if not array.size:
+                raise ConfigError(
+                    f'{name} of shape {array.shape} has no elements, and Orbax cannot save it: '
+                    f"leave it out with --renames='{re.escape(name)}='"
+                )
+        try:
+            make_tree(arrays)
+        except ValueError as error:
+            raise ConfigError(f'Orbax saves trees, but {error}: use --renames') from error
+
+
+def _convert(name: str, array: StoredArray, dtype: np.dtype) -> StoredArray:
+    """Converts a parameter of a floating-point dtype. States of optimizers keep theirs."""
+    is_parameter = not name.startswith(('opt_state/', 'state/'))
+    if is_parameter and jnp.issubdtype(array.dtype, jnp.floating):
+        return with_dtype(array, dtype, name)
+    return array
+
+
+def _find_lost(source: Checkpoint, format: Format) -> list[str]:
+    """What a checkpoint has next to its arrays, and the new one does not."""
+    lost = other_content(source.place)
+    if format == 'meshwright':  # The new step has a record with the same files.
+        lost = [name for name in lost if not name.startswith(f'{record.ITEM}/')]
+    if format in ('safetensors', 'huggingface') and has_structure(source.tree):
+        lost.append('which parts of the tree are lists, and which are empty')
+    return lost
+
+
+# Writing.
+
+
+def write(conversion: Conversion, report: Callable[[int], None]) -> None:
+    """Writes the result of a conversion, of which few arrays are in memory at a time.
+
+    Args:
+      conversion: what to write.
+      report: receives the number of bytes of every piece that has been written.
+
+    Raises:
+      ConfigError: if the source is damaged, or the result cannot be written. What has been written
+        is removed.
+    """
+    try:
+        if conversion.format == 'safetensors':
+            _write_safetensors(conversion, report)
+        else:
+            _write_orbax(conversion, report)
+    except BaseException as error:
+        _remove_unfinished(conversion.folder)
+        if isinstance(error, ConfigError) or not isinstance(error, Exception):
+            raise
+        raise ConfigError(f'{conversion.folder} cannot be written: {first_line(error)}') from error
+
+
+def _write_safetensors(conversion: Conversion, report: Callable[[int], None]) -> None:
+    with SafetensorsWriter(conversion.folder, conversion.arrays) as writer:
+        for name, array in conversion.arrays.items():
+            writer.write(name, array.read())
+            report(array.nbytes)
+
+
+def _write_orbax(conversion: Conversion, report: Callable[[int], None]) -> None:
+    # Orbax starts a backend of jax, for which a machine that converts needs no accelerator.
+    from train.checkpoints.orbax_copies import write_arrays
+
+    folder, step = conversion.folder, conversion.step
+    tree = fill_tree(conversion.tree, conversion.arrays)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if conversion.format == 'orbax':
+        write_arrays(folder, tree, report)
+        return
+    texts: dict[str, Mapping[str, str]] = {'dataset': {}}
+    if conversion.format == 'meshwright':
+        known = record.read_record(conversion.source.place.path) or record.StepRecord(step=step)
+        texts = {record.ITEM: dataclasses.replace(known, previous=None).files()}
+    write_arrays(folder, tree, report, texts)
+    complete_step(folder, step)
+
+
+def _remove_unfinished(folder: epath.Path) -> None:
+    """Removes the folder that Orbax would have renamed at the end. Nobody else writes it."""
+    unfinished = folder.parent / f'{folder.name}{TEMPORARY}'
+    if not is_remote(folder) and unfinished.exists():
+        unfinished.rmtree()

@@ -1,0 +1,123 @@
+"""Arrays of a checkpoint in groups, so that a model of many layers fits on a screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from partitioning.state import Role
+from train.checkpoints.matching import HasShape
+
+_OPTIMIZER = ('opt_state/', 'state/param_states/')
+_OTHER = ('step', 'state/step', 'flax_mutables/')
+_ORDER: tuple[Role, ...] = ('parameters', 'optimizer', 'other')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ArrayGroup:
+    """Arrays whose names differ only in numbers, and which have the same shape and dtype.
+
+    The arrays of an optimizer are in one group for each thing that it keeps of all parameters.
+
+    Attributes:
+      name: their name, with the numbers as ranges, such as 'params/layers_[0-11]/mlp/wi/kernel', or
+        with '*' for the name of a parameter, such as 'opt_state/0/mu/*'.
+      count: the number of arrays.
+      shape: the shape of each, or None if they differ.
+      dtype: the dtype of each.
+      nbytes: the size of all of them, in bytes.
+      role: their role.
+    """
+
+    name: str
+    count: int
+    shape: tuple[int, ...] | None
+    dtype: str
+    nbytes: int
+    role: Role
+
+
+def role_of(name: str) -> Role:
+    """The role of an array by its name in a checkpoint of any format.
+
+    Weights in other formats have any names, so what is neither of an optimizer nor a step is a
+    parameter.
+    """
+    if name.startswith(_OPTIMIZER):
+        return 'optimizer'
+    return 'other' if name.startswith(_OTHER) else 'parameters'
+
+
+def group_arrays(arrays: Mapping[str, HasShape]) -> list[ArrayGroup]:
+    """Groups arrays: parameters first, then those of the optimizer, each in their order."""
+    groups = dict[tuple[Any, ...], list[str]]()
+    parameters = {name.partition('/')[2] for name in arrays if role_of(name) == 'parameters'}
+    for name, array in arrays.items():
+        role = role_of(name)
+        kept = _replace_parameter(name, parameters) if role == 'optimizer' else name
+        pattern = re.sub(r'\d+', '#', name) if kept == name else kept
+        shape = tuple(array.shape) if kept == name else None
+        groups.setdefault((pattern, shape, str(array.dtype), role), []).append(name)
+    found = [
+        ArrayGroup(
+            name=_with_ranges(names) if '*' not in pattern else pattern,
+            count=len(names),
+            shape=shape,
+            dtype=dtype,
+            nbytes=sum(bytes_of(arrays[name]) for name in names),
+            role=role,
+        )
+        for (pattern, shape, dtype, role), names in groups.items()
+    ]
+    return sorted(found, key=lambda group: _ORDER.index(group.role))
+
+
+def describe_array(name: str, array: HasShape) -> ArrayGroup:
+    """A group of one array."""
+    return ArrayGroup(
+        name=name,
+        count=1,
+        shape=tuple(array.shape),
+        dtype=str(array.dtype),
+        nbytes=bytes_of(array),
+        role=role_of(name),
+    )
+
+
+def bytes_of(array: HasShape) -> int:
+    """The size of an array in memory, in bytes."""
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+def _replace_parameter(name: str, parameters: Collection[str]) -> str:
+    """The name with '*' in place of the longest name of a parameter in it."""
+    keys = name.split('/')
+    for length in range(len(keys) - 1, 0, -1):
+        for start in range(1, len(keys) - length + 1):
+            if '/'.join(keys[start : start + length]) in parameters:
+                return '/'.join([*keys[:start], '*', *keys[start + length :]])
+    return name
+
+
+def _with_ranges(names: Sequence[str]) -> str:
+    """The name that stands for names which differ only in numbers."""
+    columns = zip(*(re.split(r'(\d+)', name) for name in names), strict=True)
+    return ''.join(_range(sorted({*column}, key=_number)) for column in columns)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def _range(texts: Sequence[str]) -> str:
+    """One text as it is, and several numbers as a range."""
+    if len(texts) == 1:
+        return texts[0]
+    numbers = [int(text) for text in texts]
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f'[{texts[0]}-{texts[-1]}]'
+    shown = texts if len(texts) <= 4 else [*texts[:3], '...', texts[-1]]
+    return f'[{",".join(shown)}]'

@@ -1,0 +1,103 @@
+"""Writes stored arrays through Orbax, piece by piece, so that few of them are in memory.
+
+Orbax by itself would read all of them before it writes the first one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+import orbax.checkpoint as ocp
+from etils import epath
+
+from train.checkpoints.orbax_writer import Texts, TextsHandler
+from train.checkpoints.pieces import divide, piece_shape, split
+from train.checkpoints.stored import StoredArray
+from train.paths import is_remote
+from train.runtime.arrays_on_s3 import support_s3
+
+# The largest chunk of a written array, and the values that are read but not yet written.
+CHUNK_BYTES, BYTES_IN_FLIGHT = 2**26, 2**29
+
+
+def write_arrays(
+    folder: epath.Path,
+    tree: Any,
+    report: Callable[[int], None],
+    texts: Mapping[str, Mapping[str, str]] | None = None,
+) -> None:
+    """Writes a tree of stored arrays into a new folder, which is there as a whole or not.
+
+    Args:
+      folder: the folder.
+      tree: dicts and lists of stored arrays, and None.
+      report: receives the number of bytes of every piece that has been written.
+      texts: the items of the checkpoint that are folders of texts. The arrays are then the item
+        'state'. By default, the folder itself has the arrays, as with ocp.StandardCheckpointer.
+
+    Raises:
+      Exception: of many types, if a source cannot be read or the folder cannot be written.
+    """
+    if str(folder).startswith('s3://'):
+        support_s3()
+    types = ocp.type_handlers.create_type_handler_registry((StoredArray, _Handler(report)))
+    handler = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False, use_zarr3=False, type_handler_registry=types
+    )
+    arrays: Any = ocp.args.PyTreeSave(tree)
+    writer: Any = handler
+    if texts is not None:
+        items = {name: TextsHandler() for name in texts}
+        writer = ocp.CompositeCheckpointHandler(state=handler, **items)
+        files = {name: Texts(of_item) for name, of_item in texts.items()}
+        arrays = ocp.args.Composite(state=arrays, **files)
+    # A store of objects cannot rename a folder, so a last file completes a checkpoint.
+    remote = ocp.path.atomicity.CommitFileTemporaryPath if is_remote(folder) else None
+    with ocp.Checkpointer(writer, temporary_path_class=remote) as checkpointer:
+        checkpointer.save(folder, args=arrays)
+
+
+class _Handler(ocp.type_handlers.NumpyHandler):
+    """Writes stored arrays as Orbax writes those of numpy, but reads them when it is their turn."""
+
+    def __init__(self, report: Callable[[int], None]):
+        super().__init__()
+        self._report, self._budget = report, _Budget(BYTES_IN_FLIGHT)
+
+    async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: Any) -> None:
+        import tensorstore as ts
+
+        # No chunk is in two pieces, so none is written twice.
+        chunk = divide(piece_shape(value), value.dtype.itemsize, CHUNK_BYTES)
+        spec = {**tspec, 'metadata': {**tspec['metadata'], 'chunks': chunk}}
+        store = await ts.open(ts.Spec(spec), create=True, open=True, context=ts_context)
+        for index in split(value):
+            num_bytes = store[index].size * value.dtype.itemsize
+            async with self._budget.reserve(num_bytes):
+                await store[index].write(await asyncio.to_thread(value.read, index))
+            self._report(num_bytes)
+
+
+class _Budget:
+    """Lets coroutines wait until they may hold a number of bytes."""
+
+    def __init__(self, num_bytes: int):
+        self._limit = self._free = num_bytes
+        self._changed = asyncio.Condition()
+
+    @contextlib.asynccontextmanager
+    async def reserve(self, num_bytes: int) -> AsyncIterator[None]:
+        """Reserves bytes for the duration of a block. A larger number waits for all of them."""
+        share = min(num_bytes, self._limit)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._free >= share)
+            self._free -= share
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._free += share
+                self._changed.notify_all()

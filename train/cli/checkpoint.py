@@ -1,0 +1,202 @@
+"""`meshwright checkpoint inspect|diff|verify|convert`: checkpoints of any format."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from absl import logging
+
+from train.cli.launch import OneLineParser, run
+
+if TYPE_CHECKING:
+    from train.checkpoints.formats import Checkpoint
+
+_FORMATS = ('meshwright', 't5x', 'orbax', 'safetensors', 'huggingface')
+_DESCRIPTION = 'Looks into checkpoints of any format, compares, verifies and converts them.'
+_PATHS = """\
+PATH is a step or the folder of a run, a checkpoint of T5X or Orbax, a safetensors file or a folder
+of them, or the folder of a Hugging Face model. No device is used.
+"""
+
+
+def main(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright checkpoint`, and returns its exit status.
+
+    It is 1 if two checkpoints differ, or if a file is not the one that was written.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser(prog, description=_DESCRIPTION, epilog=_PATHS, formatter_class=raw)
+    verbs = parser.add_subparsers(required=True, metavar='inspect|diff|verify|convert')
+
+    def add(command: Callable[..., int], text: str, **paths: str) -> argparse.ArgumentParser:
+        one: argparse.ArgumentParser = verbs.add_parser(
+            command.__name__, help=text, description=text, epilog=_PATHS, formatter_class=raw
+        )
+        for name, shown in paths.items():
+            one.add_argument(name, metavar=shown)
+        one.add_argument('--traceback', action='store_true', help='show the traceback of an error')
+        one.set_defaults(command=command)
+        return one
+
+    one = add(inspect, 'show what is in a checkpoint, or the steps of a run', path='PATH')
+    _add_step(one)
+    one.add_argument('--arrays', metavar='REGEX', help='list each array whose name contains this')
+    one.add_argument('--json', action='store_true', help='print exact numbers as JSON')
+
+    one = add(diff, 'compare two checkpoints; exit with 1 if they differ', first='A', second='B')
+    one.add_argument('--names', action='store_true', help='compare names, shapes and dtypes only')
+
+    one = add(verify, 'compare files with their checksums; exit with 1 if one differs', path='PATH')
+    _add_step(one)
+
+    one = add(convert, 'write a checkpoint in another format', source='FROM', target='TO')
+    one.add_argument('--to', required=True, choices=_FORMATS, help='the format to write')
+    _add_step(one)
+    one.add_argument(
+        '--renames',
+        action='append',
+        default=[],
+        metavar='PATTERN=NAME',
+        help='rename the arrays whose whole name matches the regular expression; NAME may refer to '
+        'its groups as \\1, and an empty NAME leaves them out; repeat the flag for more',
+    )
+    one.add_argument(
+        '--dtype',
+        choices=('float32', 'bfloat16', 'float16'),
+        help='convert the floating-point parameters (their own)',
+    )
+    return _run(parser.parse_args(arguments or ['--help']))
+
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('--step', type=int, metavar='N', help='the step of a run')
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Runs one of the functions below, and returns its exit status."""
+    status = 0
+
+    def command() -> None:
+        nonlocal status
+        # Orbax warns of what does not matter here.
+        logging.set_verbosity(logging.ERROR)
+        status = options.command(options)
+
+    return run(command, options) or status
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """Shows what is in a checkpoint, or the steps of a run."""
+    from train.checkpoints.formats import choose_place, find_place, list_steps, open_checkpoint
+    from train.checkpoints.summary import summarize, summarize_step
+    from train.cli import checkpoint_tables as tables
+    from train.paths import as_path
+
+    path = as_path('PATH', options.path)
+    several = options.step is None and path.exists() and find_place(path) is None
+    if several and (steps := list_steps(path)):
+        rows = [summarize_step(step) for step in steps]
+        _print(options, [dataclasses.asdict(row) for row in rows], tables.steps_table(path, rows))
+        return 0
+    place, _ = choose_place(path, options.step)
+    summary = summarize(open_checkpoint(place), options.arrays)
+    _print(options, dataclasses.asdict(summary), tables.summary_tables(summary))
+    return 0
+
+
+def _print(options: argparse.Namespace, exact: object, readable: object) -> None:
+    from train.cli import checkpoint_tables as tables
+
+    if options.json:
+        print(json.dumps(exact, indent=1))
+    else:
+        tables.show(readable)
+
+
+def diff(options: argparse.Namespace) -> int:
+    """Compares two checkpoints."""
+    from train.checkpoints.comparing import compare
+    from train.checkpoints.converting import with_names_of
+    from train.cli import checkpoint_tables as tables
+
+    first, second = (_open(path, None) for path in (options.first, options.second))
+    arrays, others = first.arrays, with_names_of(first, second)
+    total = sum(x.nbytes for name, x in arrays.items() if name in others)
+    with tables.progress('comparing', 0 if options.names else total) as report:
+        found = list(compare(arrays, others, report, values=not options.names))
+    tables.show(tables.diff_table(found, len(arrays.keys() | others.keys()), not options.names))
+    return 1 if found else 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Compares the files of a checkpoint, or of all steps of a run, with their checksums."""
+    from train.checkpoints.formats import choose_place, examine_place, find_place, list_steps
+    from train.checkpoints.verifying import size_to_read, verify
+    from train.cli import checkpoint_tables as tables
+    from train.paths import as_path
+
+    path = as_path('PATH', options.path)
+    steps = list_steps(path) if path.is_dir() and find_place(path) is None else []
+    if not steps or options.step is not None:
+        steps = [examine_place(choose_place(path, options.step)[0])]
+    started, results = time.perf_counter(), []
+    with tables.progress('verifying', sum(size_to_read(step) for step in steps)) as report:
+        for step in steps:
+            results.append(verify(step, report))
+    tables.show(tables.verified_table(results, time.perf_counter() - started))
+    return 0 if all(result.status == 'good' for result in results) else 1
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Writes a checkpoint in another format."""
+    import jax
+
+    from train.checkpoints.converting import plan_conversion, write
+    from train.cli import checkpoint_tables as tables
+    from train.paths import as_path
+
+    # Orbax asks for the processes of a backend. Those of accelerators would look for devices.
+    jax.config.update('jax_platforms', 'cpu')
+    conversion = plan_conversion(
+        _open(options.source, options.step),
+        as_path('TO', options.target),
+        options.to,
+        renames=[_parse_rename(text) for text in options.renames],
+        dtype=options.dtype,
+    )
+    started = time.perf_counter()
+    with tables.progress('converting', conversion.num_bytes) as report:
+        write(conversion, report)
+    tables.show(tables.conversion_lines(conversion, time.perf_counter() - started))
+    return 0
+
+
+def _parse_rename(text: str) -> tuple[str, str]:
+    """The pattern and the new name of one --renames."""
+    from train.checkpoints import check_renames
+    from train.errors import ConfigError
+
+    pattern, separator, name = text.partition('=')
+    if not separator:
+        raise ConfigError(
+            f"--renames={text!r} has no '=': write --renames='(.*)/kernel=\\1/weight'"
+        )
+    check_renames('--renames', [(pattern, name)])
+    return pattern, name
+
+
+def _open(path: str, step: int | None) -> Checkpoint:
+    """Opens a checkpoint, and says which newer ones are skipped."""
+    from train.checkpoints.formats import choose_place, open_checkpoint
+    from train.paths import as_path
+
+    place, skipped = choose_place(as_path('PATH', path), step)
+    for line in skipped:
+        print(line, file=sys.stderr)
+    return open_checkpoint(place)

@@ -1,0 +1,206 @@
+"""What `meshwright checkpoint` prints: tables of rich, which fit a terminal of any width."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from partitioning.untrusted_text import printable
+from train.checkpoints.comparing import ArrayDifference
+from train.checkpoints.converting import Conversion
+from train.checkpoints.grouping import ArrayGroup
+from train.checkpoints.summary import StepSummary, Summary
+from train.checkpoints.verifying import Verified
+from train.runtime.reports import format_bytes, format_seconds
+
+# In a file or a pipe, no row of a table is broken into several lines.
+_WIDTH_OF_A_PIPE = 1000
+_STYLES = {'good': 'green', 'damaged': 'red', 'unfinished': 'yellow'}
+
+
+def show(renderable: Any) -> None:
+    """Prints tables and lines to standard output."""
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(renderable)
+        return
+    console.width = _WIDTH_OF_A_PIPE
+    with console.capture() as text:
+        console.print(renderable)
+    print('\n'.join(line.rstrip() for line in text.get().splitlines()))
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows a progress bar of bytes on a terminal.
+
+    Args:
+      title: what is done, such as 'verifying'.
+      total: the number of bytes to reach.
+
+    Yields:
+      The function to call with the number of bytes since the last call.
+    """
+    bar = Progress(
+        TextColumn(title),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    bar.disable = not bar.console.is_terminal
+    task = bar.add_task(title, total=total)
+    with bar:
+        yield lambda count: bar.advance(task, count)
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=None, pad_edge=False, header_style='bold', padding=(0, 1))
+    for name in columns:
+        if name in right:
+            table.add_column(name, justify='right', no_wrap=True)
+        else:
+            table.add_column(name, overflow='fold')
+    return table
+
+
+def _facts(facts: dict[str, str]) -> Table:
+    """Names and values in two columns. Empty values are left out."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True, style='bold')
+    table.add_column(overflow='fold')
+    for name, value in facts.items():
+        if value:
+            table.add_row(name, _text(value))
+    return table
+
+
+def _text(text: str, style: str = '') -> Text:
+    return Text(printable(text), style=style)
+
+
+def _status(status: str) -> Text:
+    return Text(status, style=_STYLES.get(status, ''))
+
+
+def _count(number: int, noun: str) -> str:
+    return f'{number:,} {noun}{"" if number == 1 else "s"}'
+
+
+def summary_tables(summary: Summary) -> Group:
+    """What is in one checkpoint."""
+    roles = [f'{role} {format_bytes(size)}' for role, size in summary.bytes_by_role.items()]
+    dtypes = [f'{dtype} {format_bytes(size)}' for dtype, size in summary.bytes_by_dtype.items()]
+    versions = [f'{package} {version}' for package, version in summary.versions.items()]
+    facts = _facts(
+        {
+            'path': summary.path,
+            'format': summary.format,
+            'step': '' if summary.step is None else f'{summary.step:,}',
+            'status': summary.status + (f': {summary.reason}' if summary.reason else ''),
+            'files': f'{_count(summary.num_files, "file")}, {format_bytes(summary.bytes_on_disk)}',
+            'arrays': f'{_count(summary.num_arrays, "array")}: {", ".join(roles)}',
+            'parameters': f'{summary.num_parameters:,}',
+            'dtypes': ', '.join(dtypes),
+            'saved with': ', '.join(versions),
+            'also has': ', '.join(summary.other_content),
+            'interrupted': ', '.join(summary.pending),
+        }
+    )
+    return Group(facts, '', _array_table(summary.arrays))
+
+
+def _array_table(groups: Sequence[ArrayGroup]) -> Table:
+    right = ('arrays', 'shape', 'size')
+    table = _table('name', 'arrays', 'shape', 'dtype', 'size', right=right)
+    for group in groups:
+        table.add_row(
+            _text(group.name),
+            f'{group.count:,}',
+            'various' if group.shape is None else 'x'.join(map(str, group.shape)) or 'scalar',
+            group.dtype,
+            format_bytes(group.nbytes),
+            style=None if group.role == 'parameters' else 'dim',
+        )
+    return table
+
+
+def steps_table(path: Any, steps: Sequence[StepSummary]) -> Group:
+    """The steps of a run, one per row."""
+    table = _table('step', 'status', 'format', 'files', 'size', 'notes', right=('step', 'size'))
+    for step in steps:
+        notes = [step.reason] if step.reason else []
+        if step.pending:
+            notes.append(f'interrupted: {", ".join(step.pending)}')
+        table.add_row(
+            f'{step.step:,}',
+            _status(step.status),
+            step.format,
+            f'{step.num_files:,}',
+            format_bytes(step.bytes_on_disk),
+            _text('; '.join(notes)),
+        )
+    return Group(_text(f'{_count(len(steps), "step")} in {path}', 'bold'), table)
+
+
+def diff_table(found: Sequence[ArrayDifference], total: int, values: bool) -> Group:
+    """The arrays that differ between two checkpoints."""
+    what = 'equal' if values else 'equal in name, shape and dtype'
+    equal = _text(f'{total - len(found):,} of {_count(total, "array")} are {what}')
+    if not found:
+        return Group(equal)
+    right = ('values', 'largest difference', 'relative')
+    columns = ('name', 'difference', 'first', 'second', *(right if values else ()))
+    table = _table(*columns, right=right)
+    for one in found:
+        figures = [
+            '' if one.count is None else f'{one.count:,}',
+            '' if one.absolute is None else f'{one.absolute:.3g}',
+            '' if one.relative is None else f'{one.relative:.3g}',
+        ]
+        second = '' if one.first == one.second else one.second or ''
+        table.add_row(
+            _text(one.name), one.what, one.first or '', second, *(figures if values else ())
+        )
+    return Group(table, equal)
+
+
+def verified_table(results: Sequence[Verified], seconds: float) -> Group:
+    """The result of each checkpoint, and a line for each damaged file."""
+    lines: list[Text] = []
+    for one in results:
+        step = f'step {one.found.step:,}: ' if len(results) > 1 else ''
+        size = f'{_count(one.num_files, "file")}, {format_bytes(one.nbytes)}'
+        status = f'good ({size})' if one.status == 'good' else one.status
+        lines.append(Text.assemble(step, (status, _STYLES.get(one.status, ''))))
+        lines += [_text(f'  {reason}') for reason in one.reasons]
+    total = sum(one.nbytes for one in results)
+    speed = f'{total / 1e6 / max(seconds, 1e-9):,.0f} MB/s'
+    good = sum(one.status == 'good' for one in results)
+    lines.append(
+        _text(
+            f'{good:,} of {_count(len(results), "checkpoint")} good; read {format_bytes(total)} in '
+            f'{format_seconds(seconds)} ({speed})'
+        )
+    )
+    return Group(*lines)
+
+
+def conversion_lines(conversion: Conversion, seconds: float) -> Group:
+    """What has been written, and what the source has and the result does not."""
+    size = conversion.num_bytes
+    lines = [
+        _text(
+            f'{conversion.folder}: {_count(len(conversion.arrays), "array")}, {format_bytes(size)} '
+            f'in {format_seconds(seconds)} ({size / 1e6 / max(seconds, 1e-9):,.0f} MB/s)'
+        )
+    ]
+    lines += [_text(f'not carried over: {lost}', 'yellow') for lost in conversion.lost]
+    return Group(*lines)
