@@ -14,7 +14,7 @@ import numpy as np
 from partitioning import TrainState
 from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
-from train.checkpoints import Checkpoints, RestoreConfig
+from train.checkpoints import Checkpoints, DamagedCheckpoint, RestoreConfig
 from train.checkpoints.steps import t5x_steps
 from train.data import Feed, LocalBatches, record
 from train.errors import ConfigError
@@ -78,7 +78,16 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
         )
     for change in changes:
         run.console.say(change)
-    return Start(step, source, restored)
+    return _start_from(source, step, restored, is_own=source is saved)
+
+
+def _start_from(source: Checkpoints, step: int, restored: int | None, *, is_own: bool) -> Start:
+    """The start from a checkpoint, with what a signal has left to do if the run has saved it."""
+    about = source.record(restored) if is_own and restored is not None else None
+    if about is None or not about.pending:
+        return Start(step, source, restored)
+    scores = {name: x for name, x in about.scores.items() if not name.startswith('train/')}
+    return Start(step, source, restored, about.pending, scores)
 
 
 def _check_steps_left(restore: RestoreConfig, restored_step: int, total_steps: int) -> None:
@@ -92,21 +101,50 @@ def _check_steps_left(restore: RestoreConfig, restored_step: int, total_steps: i
         )
 
 
-def restore_state(run: Run, start: Start) -> tuple[TrainState | None, Start]:
-    """Restores the state from which a run starts.
+def restore_state(run: Run, saved: Checkpoints, start: Start) -> tuple[TrainState | None, Start]:
+    """Restores the state from which a run starts. A damaged checkpoint is skipped with a warning.
+
+    Args:
+      run: the run.
+      saved: its checkpoints.
+      start: its start.
 
     Returns:
-      The state, or None if the run starts from scratch; and the start of the run.
+      The state, or None if the run starts from scratch; and the start of the run, which is an older
+      one if the checkpoint is damaged.
 
     Raises:
-      ConfigError: if the checkpoint has other arrays than the run, or cannot be read.
+      ConfigError: if the checkpoint has other arrays than the run, or if it is damaged and there is
+        no older one.
     """
-    if start.restored is None:
-        return None, start
     initialize = functools.partial(initialize_some, run)
-    with run.console.measuring('restoring the state'):
-        state = start.source.restore(start.restored, run.plan.abstract_state, initialize)
-    return state, start
+    while start.restored is not None:
+        try:
+            with run.console.measuring('restoring the state'):
+                state = start.source.restore(start.restored, run.plan.abstract_state, initialize)
+            return state, start
+        except DamagedCheckpoint as error:
+            start = _older_start(run, saved, start, error)
+    return None, start
+
+
+def _older_start(run: Run, saved: Checkpoints, start: Start, damage: DamagedCheckpoint) -> Start:
+    """The start from the next older checkpoint, before anything is written.
+
+    Raises:
+      DamagedCheckpoint: if there is none, or if the settings name the damaged one.
+    """
+    source, restore, is_own = start.source, run.config.restore, start.source is saved
+    if not is_own and (restore is None or restore.mode == 'specific'):
+        raise damage
+    run.console.say(f'{damage}: it is kept, and an older one is looked for')
+    older = source.newest_step(run.console.say, below=start.restored)
+    check_same_step(older or 0)
+    if older is None:
+        raise damage
+    source.check(older, run.plan.abstract_state)
+    step = older if is_own else source.first_step(older)
+    return _start_from(source, step, older, is_own=is_own)
 
 
 def roll_back(run: Run, saved: Checkpoints, step: int) -> TrainState:
@@ -120,7 +158,7 @@ def roll_back(run: Run, saved: Checkpoints, step: int) -> TrainState:
       step: the step number of the state. The batches of the steps in between are passed over.
     """
     start = Start(step, saved, saved.latest_step())
-    state, _ = restore_state(run, start)
+    state, _ = restore_state(run, saved, start)
     assert state is not None
     number, sharding = np.asarray(step, state.step.dtype), state.step.sharding
     return state.replace(step=jax.make_array_from_callback((), sharding, lambda _: number))

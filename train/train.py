@@ -78,7 +78,7 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
 
     # ---- steps: compiled once, before anything is written, while the rest is opened and read
     with compile_programs(run, start) as compilation:
-        restored, start = restore_state(prepared, start)
+        restored, start = restore_state(prepared, saved, start)
         run = prepared.from_step(start.step)
         feed = open_feed(run, start.step)
         evaluators = prepare_evaluators(run)
@@ -102,7 +102,8 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
         console.say(f'dropped {writers.num_dropped} metrics records after step {step}')
     stop_conditions = StopConditions(config.stop_when)
     scores = evaluate_at_start(run, start, evaluators, state, writers)
-    reason = stop_conditions.check(scores) if scores else None
+    if reason := stop_conditions.check(scores):
+        console.say(f'step {step}: stopping early, because {reason}')
 
     # ---- loop: the host dispatches steps ahead of the devices, and waits only to log
     signals.defer()
@@ -164,12 +165,14 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
             if reason:
                 console.say(f'step {step}: stopping early, because {reason}')
                 evaluate_until_signal(due.other_evaluators, state, step, writers)
-            if due.saving or ((reason or pending) and saved.is_due(step, ending=True)):
+            saving = due.saving or ((reason or pending) and saved.is_due(step, ending=True))
+            if saving:
                 with console.activity.doing(f'the save of step {step}'):
-                    saved.save(step, state, scores=scalars | scores)
+                    saved.save(step, state, pending=pending, scores=scalars | scores)
             collect(step)
             meter.skip(time.perf_counter() - paused)
-            if pending or (stopping and step < last_step and not reason):
+            work_left = pending or (step < last_step and not reason)
+            if work_left and (saving or stopping) and signals.received():
                 raise interruption(run, saved, step, pending)
 
     report_results(run, saved, writers)

@@ -5,17 +5,20 @@ Most tests begin with a copy of one finished run of 6 steps.
 
 import collections
 import shutil
-import signal
 
 import jax
 import optax
 import pytest
-from small import partitioner, records
+from small import Traced, partitioner, records
 
 from partitioning import Plan
 from partitioning.state import path_str
 from train import Optimizer
-from train.checkpoints import CheckpointConfig, complete_steps
+from train.checkpoints import (
+    Checkpoints,
+    DamagedCheckpoint,
+    complete_steps,
+)
 from train.errors import ConfigError
 
 
@@ -44,21 +47,6 @@ def test_a_run_with_evaluations_and_checkpoints_traces_the_model_and_the_step_on
         or {'eval/loss', 'eval/accuracy', 'eval/bits_per_byte'} <= r.keys()
         for r in written
     )
-
-
-@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_with_a_checkpoint_from_which_it_resumes_exactly(
-    run, finished, tmp_path, number
-):
-    handler = signal.getsignal(number)  # In background jobs of a shell, the handler ignores Ctrl-C.
-    once, hook = CheckpointConfig(period=0), after(3, lambda: signal.raise_signal(number))
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / 'model', checkpoints=once, hooks=[hook])
-    assert complete_steps(tmp_path / 'model/checkpoints') == [3]
-    assert signal.getsignal(number) is handler
-    # The state includes batch statistics, and the steps have dropout.
-    assert_equal_states(run(tmp_path / 'model'), finished.state)
-    assert records(tmp_path / 'model') == records(finished.directory)
 
 
 def test_an_error_during_a_step_does_not_stop_a_save_that_has_begun(run, tmp_path):
@@ -129,6 +117,26 @@ def test_a_checkpoint_without_its_arrays_is_named_and_the_one_before_it_is_used(
         shutil.rmtree(model_dir / f'checkpoints/{step}/state')
     with pytest.raises(ConfigError, match=r'no good checkpoint is left .*checkpoints/6 is damaged'):
         run(model_dir)
+
+
+def test_damage_that_is_found_while_reading_is_skipped(
+    run, finished, tmp_path, capsys, monkeypatch
+):
+    model_dir, restore = finished.copy(tmp_path / 'model'), Checkpoints.restore
+
+    def find_damage(self, step, *args):
+        if step == 6:
+            raise DamagedCheckpoint('a file of step 6 is damaged')
+        return restore(self, step, *args)
+
+    monkeypatch.setattr(Checkpoints, 'restore', find_damage)
+    objective = Traced()
+    state = run(model_dir, total_steps=2, relative_steps=True, objective=objective)
+    assert_equal_states(state, finished.state)
+    output = capsys.readouterr().out
+    assert 'a file of step 6 is damaged: it is kept' in output and 'resumed from step 4' in output
+    assert records(model_dir) == records(finished.directory)
+    assert objective.traces.count('train') == 1
 
 
 def test_metrics_after_the_newest_checkpoint_are_dropped(run, finished, tmp_path, capsys):
