@@ -236,7 +236,7 @@ def measure_restore(
     saved = CheckpointConfig(keep=2).open(epath.Path(folder))
     step = saved.latest_step()
     assert step is not None
-    saved.check(step, abstract)
+    saved.preflight(step, abstract).check()
     forget(folder)
     before = reset_peak()
     start = time.perf_counter()

@@ -23,7 +23,7 @@ def check_counts(minimum: int = 1, **counts: int) -> None:
             raise ConfigError(f'{name} is {count!r}: it must be an integer >= {minimum}')
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or its type if there is no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 

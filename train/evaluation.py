@@ -94,9 +94,11 @@ def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> Tr
             saved = restore.open(folder)
             record.check_restored_tokenizer(folder, run.evaluated, restore.setting)
     check_same_step(step)
+    abstract, initialize = run.plan.abstract_state, functools.partial(initialize_some, run)
     with closing(saved):
-        state = saved.restore_variables(
-            step, run.plan.abstract_state, functools.partial(initialize_some, run)
-        )
+        preflight = saved.preflight(step, abstract, variables_only=True)
+        preflight.report(run.console)
+        preflight.check()
+        state = saved.restore_variables(step, abstract, initialize)
     run.console.say(f'restored step {step} of {saved.directory}', style='bold')
     return state

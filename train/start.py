@@ -71,11 +71,10 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
             record.check_restored_tokenizer(folder, {'': run.data}, config.restore.setting)
     check_same_step(restored or 0)
     # Before anything is compiled or written.
-    unused = [] if restored is None else source.check(restored, run.plan.abstract_state)
-    if unused:
-        run.console.say(
-            f'{len(unused):,} arrays of the checkpoint are not restored, such as {unused[0]}'
-        )
+    if restored is not None:
+        preflight = source.preflight(restored, run.plan.abstract_state)
+        preflight.report(run.console)
+        preflight.check()
     for change in changes:
         run.console.say(change)
     return _start_from(source, step, restored, is_own=source is saved)

@@ -9,7 +9,7 @@ import t5x_reference
 from flax import serialization
 from small import partitioner
 
-from train.checkpoints.stored import place
+from train.checkpoints.placing import read_all
 from train.checkpoints.t5x_files import read_arrays
 from train.errors import ConfigError
 
@@ -76,7 +76,8 @@ def test_devices_read_only_their_shards(kind):
     )
     mesh = partitioner(4, 2).mesh
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, 'model'))
-    placed = place(counted, jax.ShapeDtypeStruct(array.shape, np.float32, sharding=sharding))()
+    struct = jax.ShapeDtypeStruct(array.shape, np.float32, sharding=sharding)
+    placed = read_all({'x': counted}, {'x': struct})['x']
     assert placed.sharding == sharding
     np.testing.assert_array_equal(placed, array.read())
     half = array.shape[1] // 2

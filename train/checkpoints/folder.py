@@ -64,10 +64,6 @@ class Checkpoints(CheckpointReader):
         self._postponed = self._has_directory = False
         self._failure: FailedSave | None = None
 
-    @property
-    def _reads_with_orbax(self) -> bool:
-        return False
-
     # The format, which subclasses may change.
 
     prefix: ClassVar[str] = ''

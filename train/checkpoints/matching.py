@@ -1,11 +1,10 @@
-"""Finds the stored array for each array of a state, and reads it onto its devices."""
+"""Finds the stored array for each array of a state, and everything in which the two differ."""
 
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,9 @@ import numpy as np
 
 from partitioning.rules import nearest
 from train.checkpoints.restore import RestoreConfig
-from train.checkpoints.stored import StoredArray, place
 from train.errors import ConfigError
+
+Kind = Literal['missing', 'extra', 'shape', 'dtype']
 
 
 class HasShape(Protocol):
@@ -28,19 +28,38 @@ class HasShape(Protocol):
 
 Array = TypeVar('Array', bound=HasShape)
 Wanted = Mapping[str, jax.ShapeDtypeStruct]
-MAX_BYTES_IN_FLIGHT = 2**31
+# Makes the arrays of a new run at some paths.
+Initialize = Callable[[Collection[str]], Mapping[str, jax.Array]]
+
+
+class Difference(NamedTuple):
+    """An array of a checkpoint that is not the same in a run.
+
+    Attributes:
+      name: its name, or that of the run's array if the settings rename it.
+      kind: what differs. An array is 'missing' in the checkpoint, or 'extra' in it.
+      stored: its shape and dtype in the checkpoint, or why it is not there.
+      wanted: its shape and dtype in the run, or 'absent'.
+      is_allowed: whether the settings say what to do: initialize, ignore or convert.
+    """
+
+    name: str
+    kind: Kind
+    stored: str
+    wanted: str
+    is_allowed: bool
 
 
 class Matched(NamedTuple, Generic[Array]):
     """The result of `match_arrays`.
 
     Attributes:
-      arrays: the stored array of each array to restore. Those to initialize are left out.
-      unused: the names of the arrays of the checkpoint that are not restored, sorted.
+      arrays: the stored array of each array to restore, by the name of the latter.
+      differences: what differs, in the order of the names.
     """
 
     arrays: dict[str, Array]
-    unused: list[str]
+    differences: list[Difference]
 
 
 def match_arrays(
@@ -65,40 +84,39 @@ def match_arrays(
       adapt: changes the stored array for the wanted array of a name.
 
     Raises:
-      ConfigError: if arrays differ or are missing, or if a rename does not match any.
+      ConfigError: if a rename does not match any array, or names one that does not exist.
     """
     sources = find_sources(wanted, restore)
     used = {source for source in sources.values() if source is not None}
-    differing, found = dict[str, str](), dict[str, Array]()
-    num_missing = 0
+    differences, found = list[Difference](), dict[str, Array]()
     for name in wanted:
         if not name.startswith(parts):
             continue
-        source = sources[name]
+        source, ours = sources[name], wanted[name]
         if source is not None and source in stored:
-            ours = wanted[name]
-            theirs = adapt(stored[source], ours, name)
-            if ours.shape != theirs.shape or not _same_dtype(ours.dtype, theirs.dtype, casts):
-                renamed = '' if source == name else f' ({source})'
-                differing[name] = f'{_show(theirs)} in the checkpoint{renamed}, {_show(ours)}'
-            found[name] = theirs
+            found[name] = theirs = adapt(stored[source], ours, name)
+            renamed = '' if source == name else f' ({source})'
+            text = f'{_show(theirs)} in the checkpoint{renamed}'
+            if ours.shape != theirs.shape:
+                differences.append(Difference(name, 'shape', text, _show(ours), False))
+            elif ours.dtype != theirs.dtype:
+                is_allowed = casts and _is_float(ours) and _is_float(theirs)
+                differences.append(Difference(name, 'dtype', text, _show(ours), is_allowed))
         elif source not in (None, name):
             raise ConfigError(
                 f'{restore.renames_setting}: {where} has no array {source}, from which {name} is '
                 f'to be restored.{nearest(str(source), stored)}'
             )
-        elif not restore.initialize_missing:
+        else:
             left_out = f'left out by {restore.renames_setting}'
-            what = left_out if source is None else 'absent in the checkpoint'
-            differing[name] = f'{what}, {_show(wanted[name])}'
-            num_missing += 1
-    unused = sorted(name for name in stored.keys() - used if name.startswith(parts))
-    for name in unused if restore.strict else ():
-        differing[name] = f'{_show(stored[name])} in the checkpoint, absent'
-    if differing:
-        only_missing = num_missing == len(differing)
-        raise _belongs_to_another(where, restore, differing, only_missing)
-    return Matched(found, unused)
+            text = left_out if source is None else 'absent in the checkpoint'
+            is_allowed = restore.initialize_missing
+            differences.append(Difference(name, 'missing', text, _show(ours), is_allowed))
+    for name in stored.keys() - used:
+        if name.startswith(parts):
+            text = f'{_show(stored[name])} in the checkpoint'
+            differences.append(Difference(name, 'extra', text, 'absent', not restore.strict))
+    return Matched(found, sorted(differences))
 
 
 def find_sources(
@@ -131,50 +149,41 @@ def find_sources(
     return sources
 
 
-def _same_dtype(ours: Any, theirs: Any, casts: bool) -> bool:
-    return ours == theirs or (
-        casts and jnp.issubdtype(ours, jnp.floating) and jnp.issubdtype(theirs, jnp.floating)
-    )
-
-
-def _show(array: Any) -> str:
-    return f'{tuple(array.shape)} {jnp.dtype(array.dtype)}'
-
-
-def _belongs_to_another(
-    where: str, restore: RestoreConfig, differing: Mapping[str, str], only_missing: bool
-) -> ConfigError:
-    # Optimizer states differ wherever parameters do, so they come last.
-    first = min(differing, key=lambda name: (name.startswith(('opt_state', 'state/')), name))
-    hint = f', or set {restore.initialize_setting} = True' if only_missing else ''
-    return ConfigError(
-        f'checkpoint {where} belongs to another model or optimizer: {len(differing):,} arrays '
-        f'differ. The first is {first}: {differing[first]} in this run. Use the settings it was '
-        f'trained with, or another {restore.setting}{hint}'
-    )
-
-
-def read_all(stored: Mapping[str, StoredArray], wanted: Wanted) -> dict[str, jax.Array]:
-    """Reads arrays onto their devices, a few GiB at a time.
+def find_problem(
+    differences: Collection[Difference], restore: RestoreConfig, *, where: str
+) -> str | None:
+    """Says in one line why a checkpoint cannot be restored, or returns None if it can.
 
     Args:
-      stored: the arrays to read, by name.
-      wanted: their dtypes and shardings.
+      differences: what differs between the checkpoint and the run.
+      restore: the settings.
+      where: the checkpoint.
     """
-    reading: deque[tuple[str, int, Callable[[], jax.Array]]] = deque()
-    arrays, in_flight = dict[str, jax.Array](), 0
-    for name in stored:
-        struct = wanted[name]
-        size = struct.size * struct.dtype.itemsize
-        while reading and in_flight + size > MAX_BYTES_IN_FLIGHT:
-            first, first_size, finish = reading.popleft()
-            arrays[first], in_flight = finish(), in_flight - first_size
-        reading.append((name, size, place(stored[name], struct)))
-        in_flight += size
-    for name, _, finish in reading:
-        arrays[name] = finish()
-    return arrays
+    wrong = [difference for difference in differences if not difference.is_allowed]
+    if not wrong:
+        return None
+    names = {kind: {d.name for d in wrong if d.kind == kind} for kind in get_args(Kind)}
+    # Optimizer states differ wherever parameters do, so they come last.
+    first = min(
+        wrong, key=lambda d: (d.name.startswith(('opt_state', 'state/')), d.name, d.kind == 'extra')
+    )
+    what, hint = 'belongs to another model or optimizer', ''
+    if names['dtype'] and len(names['dtype']) == len(wrong):
+        what, dtype = 'has other dtypes', first.wanted.split()[-1]
+        hint = f", or set {restore.dtype_setting} = '{dtype}' to convert them"
+    elif not names['shape'] | names['dtype'] and names['missing'] >= names['extra']:
+        hint = f', or set {restore.initialize_setting} = True'
+    count = len({difference.name for difference in wrong})
+    return (
+        f'checkpoint {where} {what}: {count:,} arrays differ. The first is {first.name}: '
+        f'{first.stored}, {first.wanted} in this run. Use the settings it was trained with, or '
+        f'another {restore.setting}{hint}'
+    )
 
 
-# Makes the arrays of a new run at some paths.
-Initialize = Callable[[Collection[str]], Mapping[str, jax.Array]]
+def _is_float(array: HasShape) -> bool:
+    return bool(jnp.issubdtype(array.dtype, jnp.floating))
+
+
+def _show(array: HasShape) -> str:
+    return f'{tuple(array.shape)} {jnp.dtype(array.dtype)}'

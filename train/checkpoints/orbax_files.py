@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
+from typing import Any
 
 from etils import epath
 
+from train.checkpoints.checked import open_checked
 from train.checkpoints.orbax_trees import NO_ARRAY
-from train.checkpoints.stored import StoredArray, kvstore_of, open_stores
+from train.checkpoints.stored import Bounds, StoredArray, kvstore_of, open_stores
+
+# The file with the shape, the dtype and the chunks of an array.
+_DESCRIPTIONS = {'zarr': '.zarray', 'zarr3': 'zarr.json'}
 
 
 def read_orbax(folder: epath.Path) -> dict[str, StoredArray]:
     """Opens the arrays that Orbax has written into a folder.
+
+    If the step has a manifest, every file is checked against it before it is read.
 
     Args:
       folder: the folder of one item, such as `<step>/state`.
@@ -21,20 +29,54 @@ def read_orbax(folder: epath.Path) -> dict[str, StoredArray]:
       The arrays by name: their keys in the saved tree, joined by '/'.
 
     Raises:
+      DamagedCheckpoint: if a file does not have the content that was written. Reading the arrays
+        raises it, too.
       Exception: if files are missing or damaged. TensorStore and json raise many types.
     """
+    checked = open_checked(folder.parent)
+    if checked is not None:
+        checked.check([f'{folder.name}/_METADATA'])
     metadata = json.loads((folder / '_METADATA').read_text())
-    kvstore = kvstore_of(folder)
+    folders = {
+        '/'.join(map(str, keys)): '.'.join(map(str, keys))
+        for text, entry in metadata['tree_metadata'].items()
+        if entry.get('value_metadata', {}).get('value_type') not in NO_ARRAY
+        for keys in [ast.literal_eval(text)]
+    }
+    kvstore, specs = kvstore_of(folder), {}
     driver = 'zarr3' if metadata.get('use_zarr3') else 'zarr'
     # Early versions of Orbax do not record it.
-    use_ocdbt = metadata.get('use_ocdbt', (folder / 'manifest.ocdbt').exists())
-    specs = {}
-    for text, entry in metadata['tree_metadata'].items():
-        if entry.get('value_metadata', {}).get('value_type') in NO_ARRAY:
-            continue
-        keys = [str(key) for key in ast.literal_eval(text)]
-        store = {**kvstore, 'path': kvstore['path'] + '.'.join(keys) + '/'}
-        if use_ocdbt:
-            store = {'driver': 'ocdbt', 'base': kvstore, 'path': '.'.join(keys) + '/'}
-        specs['/'.join(keys)] = {'driver': driver, 'kvstore': store}
-    return open_stores(specs)
+    in_database = metadata.get('use_ocdbt', (folder / 'manifest.ocdbt').exists())
+    for name, part in folders.items():
+        store = {**kvstore, 'path': f'{kvstore["path"]}{part}/'}
+        if in_database:
+            store = {'driver': 'ocdbt', 'base': kvstore, 'path': f'{part}/'}
+        specs[name] = {'driver': driver, 'kvstore': store}
+    if checked is None:
+        return open_stores(specs)
+    if in_database:
+        checked.check_together(checked.array_files())
+        return open_stores(specs)
+    paths = {name: f'{folder.name}/{part}' for name, part in folders.items()}
+    checked.check_together(f'{path}/{_DESCRIPTIONS[driver]}' for path in paths.values())
+
+    def check(name: str, store: Any, bounds: Bounds) -> None:
+        checked.check(f'{paths[name]}/{file}' for file in _chunk_files(store, bounds))
+
+    return open_stores(specs, check)
+
+
+def _chunk_files(store: Any, bounds: Bounds) -> list[str]:
+    """The files of the chunks that a slice needs, below the folder of the array."""
+    metadata = store.spec().to_json()['metadata']
+    chunk = store.chunk_layout.write_chunk.shape or ()
+    numbers = [
+        range(first // size, -(-last // size))
+        for (first, last), size in zip(bounds, chunk, strict=True)
+    ]
+    if metadata.get('zarr_format', 2) == 2:
+        separator = metadata.get('dimension_separator', '.')
+        return [separator.join(map(str, place)) or '0' for place in itertools.product(*numbers)]
+    encoding = metadata['chunk_key_encoding']
+    separator = encoding.get('configuration', {}).get('separator', '/')
+    return [separator.join(['c', *map(str, place)]) for place in itertools.product(*numbers)]

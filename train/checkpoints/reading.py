@@ -1,18 +1,23 @@
-"""Reads checkpoints: with Orbax if they are those of a run, array by array otherwise."""
+"""Reads checkpoints array by array, whatever wrote them."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
 from etils import epath
 
 from partitioning.state import path_str
-from train.checkpoints.matching import Initialize, Matched, Wanted, match_arrays, read_all
+from train.checkpoints import manifest
+from train.checkpoints.checked import open_checked
+from train.checkpoints.manifest import DamagedCheckpoint
+from train.checkpoints.matching import Initialize, Matched, Wanted, find_problem, match_arrays
 from train.checkpoints.orbax_files import read_orbax
+from train.checkpoints.placing import UnreadableArrayError, read_all
+from train.checkpoints.preflight import Preflight, count_bytes
 from train.checkpoints.restore import RestoreConfig
 from train.checkpoints.stored import StoredArray
 from train.errors import ConfigError, first_line
@@ -28,7 +33,6 @@ class CheckpointReader(abc.ABC):
 
     directory: epath.Path
     _restore: RestoreConfig | None  # the settings that name the folder, if it is of another run
-    _manager: Any  # Orbax's manager of the folder
 
     # Where the arrays are that an evaluation needs.
     variables: ClassVar[tuple[str, ...]] = ('step', 'params', 'flax_mutables')
@@ -63,26 +67,39 @@ class CheckpointReader(abc.ABC):
         """The last finished step of a run that starts from the checkpoint of a step."""
         return 0 if self._restore is not None and self._restore.drops('step') else step
 
-    def check(self, step: int, abstract_state: Any) -> list[str]:
+    def preflight(
+        self, step: int, abstract_state: Any, *, variables_only: bool = False
+    ) -> Preflight:
         """Compares a checkpoint with the state of a run. No array is read.
 
         Args:
           step: the step of a saved checkpoint.
           abstract_state: the arrays of the run, as in `restore`.
-
-        Returns:
-          The names of the arrays of the checkpoint that the settings do not restore.
+          variables_only: whether to compare what `restore_variables` restores.
 
         Raises:
-          ConfigError: as in `restore`.
+          DamagedCheckpoint: if a file that describes the checkpoint is damaged.
+          ConfigError: if a setting cannot be honoured. Differences between the arrays raise
+            nothing; they are in the result.
         """
-        if self._restore is not None and self._restore.dtype is not None:
-            _check_dtype(self._restore, abstract_state.params)
-        if self._reads_with_orbax:
-            self._check(step, abstract_state)
-            return []
+        state = self._without_optimizer(abstract_state) if variables_only else abstract_state
+        parts = self.variables if variables_only else self._parts
+        self._check_dtype(state)
+        by_name = self._by_name(state)
         with raise_on_all_processes():
-            return self._match(step, abstract_state, ('',), can_initialize=True).unused
+            self._check_description(step)
+            matched = self._match(step, by_name, parts, can_initialize=True)
+            return Preflight(
+                path=str(self.path(step)),
+                num_arrays=len(matched.arrays),
+                num_bytes=sum(array.nbytes for array in matched.arrays.values()),
+                process_bytes=count_bytes(matched.arrays, by_name),
+                differences=tuple(matched.differences),
+                problem=find_problem(
+                    matched.differences, self._settings, where=str(self.path(step))
+                ),
+                is_verified=(self.path(step) / manifest.FILE).exists(),
+            )
 
     def restore(self, step: int, abstract_state: Any, initialize: Initialize | None = None) -> Any:
         """Restores the state of a step.
@@ -94,21 +111,12 @@ class CheckpointReader(abc.ABC):
             if the settings allow that.
 
         Raises:
-          ConfigError: if the checkpoint has different arrays, shapes or dtypes than the state, or
-            cannot be read.
+          DamagedCheckpoint: if its files cannot be read, or do not have the content that was
+            written. All processes raise it.
+          ConfigError: if the checkpoint has different arrays, shapes or dtypes than the state.
         """
-        if self._restore is not None and self._restore.dtype is not None:
-            _check_dtype(self._restore, abstract_state.params)
-        if not self._reads_with_orbax:
-            return self._read(step, abstract_state, ('',), initialize)
-        import orbax.checkpoint as ocp
-
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract_state))
-        self._check(step, abstract_state)
-        try:
-            return self._manager.restore(step, args=args)['state']
-        except Exception as error:  # Orbax and tensorstore raise many types for a missing file.
-            raise self._damaged(step, error) from error
+        self._check_dtype(abstract_state)
+        return self._read(step, abstract_state, self._parts, initialize)
 
     def restore_variables(
         self, step: int, abstract_state: Any, initialize: Initialize | None = None
@@ -124,33 +132,38 @@ class CheckpointReader(abc.ABC):
           The state, whose `opt_state` is None.
 
         Raises:
-          ConfigError: as in `restore`.
+          DamagedCheckpoint, ConfigError: as in `restore`.
         """
-        state = abstract_state.replace(opt_state=None)
-        if self._restore is not None and self._restore.dtype is not None:
-            state = state.replace(params=with_dtype(state.params, self._restore.dtype))
-        if not self._reads_with_orbax:
-            return self._read(step, state, self.variables, initialize)
-        import orbax.checkpoint as ocp
-
-        wanted = {n: value for n in self.variables if (value := getattr(state, n)) is not None}
-        args = ocp.args.PyTreeRestore(
-            item=wanted,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(wanted),
-            partial_restore=True,
-        )
-        self._check(step, wanted, prefixes=tuple(wanted))
-        path = self.path(step) / 'state'
-        try:
-            with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-                return state.replace(**checkpointer.restore(path, args=args))
-        except Exception as error:
-            raise self._damaged(step, error) from error
+        state = self._without_optimizer(abstract_state)
+        return self._read(step, state, self.variables, initialize)
 
     @property
-    def _reads_with_orbax(self) -> bool:
-        """Whether the checkpoints have exactly the arrays of the run, so that Orbax reads them."""
-        return self._restore is None or self._restore.is_exact
+    def _settings(self) -> RestoreConfig:
+        return self._restore or _OwnCheckpoint(path=str(self.directory))
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        """The beginnings of the names of the arrays that a run restores."""
+        return self.variables if self._settings.parameters_only else ('',)
+
+    def _without_optimizer(self, abstract_state: Any) -> Any:
+        """The state that an evaluation needs, with parameters of the dtype that is asked for."""
+        state = abstract_state.replace(opt_state=None)
+        dtype = self._settings.dtype
+        return state if dtype is None else state.replace(params=with_dtype(state.params, dtype))
+
+    def _check_dtype(self, abstract_state: Any) -> None:
+        if self._settings.dtype is not None:
+            _check_dtype(self._settings, abstract_state.params)
+
+    def _by_name(self, abstract_state: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """The arrays of a state, by their names in the checkpoint."""
+        return dict(zip(self.names(abstract_state), jax.tree.leaves(abstract_state), strict=True))
+
+    def _check_description(self, step: int) -> None:
+        """Process 0 checks the files that do not belong to an array."""
+        if jax.process_index() == 0 and (checked := open_checked(self.path(step))) is not None:
+            checked.check_description()
 
     def _read(
         self, step: int, abstract_state: Any, parts: tuple[str, ...], initialize: Initialize | None
@@ -166,31 +179,36 @@ class CheckpointReader(abc.ABC):
         flat, treedef = jax.tree_util.tree_flatten_with_path(abstract_state)
         wanted = {path_str(path): struct for path, struct in flat}
         with raise_on_all_processes():
-            matched = self._match(step, abstract_state, parts, initialize is not None).arrays
-            names = zip(wanted, self.names(abstract_state), strict=True)
-            found = {path: matched[name] for path, name in names if name in matched}
+            self._check_description(step)
+            by_name = self._by_name(abstract_state)
+            matched = self._match(step, by_name, parts, can_initialize=initialize is not None)
+            where = str(self.path(step))
+            if problem := find_problem(matched.differences, self._settings, where=where):
+                raise ConfigError(problem)
+        names = zip(wanted, self.names(abstract_state), strict=True)
+        found = {path: matched.arrays[name] for path, name in names if name in matched.arrays}
+        with raise_on_all_processes():
             try:
                 arrays = read_all(found, wanted)
-            except Exception as error:  # Many types, for files that are missing or damaged.
-                raise self._damaged(step, error) from error
+            except UnreadableArrayError as error:
+                cause = error.__cause__
+                self._raise_damaged(step, cause if isinstance(cause, ConfigError) else error)
         if initialize is not None and (missing := wanted.keys() - arrays.keys()):
             arrays |= initialize(missing)
         return jax.tree.unflatten(treedef, [arrays[path] for path in wanted])
 
     def _match(
-        self, step: int, abstract_state: Any, parts: tuple[str, ...], can_initialize: bool
+        self, step: int, by_name: Wanted, parts: tuple[str, ...], *, can_initialize: bool
     ) -> Matched[StoredArray]:
-        """Finds the stored array for each array of a state, by its name in the checkpoint.
+        """Finds the stored array for each array of a state.
 
         Args:
           step: the step of the checkpoint.
-          abstract_state: the arrays to find.
+          by_name: the arrays to find, by their names in the checkpoint.
           parts: the beginnings of the names that are compared.
           can_initialize: whether arrays that are not in the checkpoint can be initialized.
         """
-        structs = jax.tree.leaves(abstract_state)
-        by_name = dict(zip(self.names(abstract_state), structs, strict=True))
-        restore = self._restore or _OwnCheckpoint(path=str(self.directory))
+        restore = self._settings
         if not can_initialize:
             restore = dataclasses.replace(restore, initialize_missing=False)
         try:
@@ -203,45 +221,18 @@ class CheckpointReader(abc.ABC):
                 casts=self.casts or restore.dtype is not None,
                 adapt=self.adapt,
             )
-        except ConfigError:
-            raise
         except Exception as error:  # Many types, for files that are missing or damaged.
-            raise self._damaged(step, error) from error
+            self._raise_damaged(step, error)
 
-    def _check(self, step: int, abstract_state: Any, prefixes: tuple[str, ...] = ('',)) -> None:
-        """Compares the checkpoint with the state, before `restore` makes processes wait."""
-        manager = self._manager  # Creating it may wait for the other processes.
-        with raise_on_all_processes():
-            try:
-                self._compare(manager.item_metadata(step)['state'], step, abstract_state, prefixes)
-            except ConfigError:
-                raise
-            except Exception as error:
-                raise self._damaged(step, error) from error
-
-    def _damaged(self, step: int, error: Exception) -> ConfigError:
-        hint = 'delete it to resume from the previous checkpoint'
+    def _raise_damaged(self, step: int, error: Exception) -> NoReturn:
+        if isinstance(error, ConfigError):
+            raise error
+        hint = ''
         if self._restore is not None:
-            hint = f'set {self._restore.setting} to another checkpoint'
-        return ConfigError(f'checkpoint {self.path(step)} is damaged ({first_line(error)}): {hint}')
-
-    def _compare(
-        self, metadata: Any, step: int, abstract_state: Any, prefixes: tuple[str, ...]
-    ) -> None:
-        """Compares paths, shapes and dtypes before any array is read (Orbax casts silently).
-
-        Args:
-          metadata: what Orbax knows about the arrays of the checkpoint.
-          step: the step of the checkpoint.
-          abstract_state: the arrays that are wanted.
-          prefixes: only arrays whose paths start with one of them are compared.
-        """
-        trees = metadata.tree if hasattr(metadata, 'tree') else metadata, abstract_state
-        saved, wanted = (
-            {path_str(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)} for tree in trees
-        )
-        restore = self._restore or _OwnCheckpoint(path=str(self.directory))
-        match_arrays(saved, wanted, restore, where=str(self.path(step)), parts=prefixes)
+            hint = f': set {self._restore.setting} to another checkpoint'
+        raise DamagedCheckpoint(
+            f'checkpoint {self.path(step)} is damaged ({first_line(error)}){hint}'
+        ) from error
 
 
 class _OwnCheckpoint(RestoreConfig):
@@ -265,8 +256,8 @@ def _check_dtype(restore: RestoreConfig, params: Any) -> None:
     """Checks that the parameters to train have the dtype that is asked for."""
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.dtype(restore.dtype):
-            key = f'{restore.setting.rpartition(".")[0]}.dtype'
             raise ConfigError(
-                f'{key} is {restore.dtype!r}, but this run trains {path_str(path)} in {x.dtype}: '
-                f'write {key} = {str(x.dtype)!r}, or leave it out'
+                f'{restore.dtype_setting} is {restore.dtype!r}, but this run trains '
+                f'{path_str(path)} in {x.dtype}: write {restore.dtype_setting} = '
+                f'{str(x.dtype)!r}, or leave it out'
             )

@@ -36,7 +36,12 @@ class RestoreConfig:
       strict: whether an array of the checkpoint that the run does not use is an error.
       initialize_missing: whether an array that is not in the checkpoint is initialized as in a new
         run; otherwise it is an error.
-      dtype: the dtype that parameters must have, such as 'bfloat16'. An evaluation converts them.
+      dtype: the dtype of the parameters, such as 'bfloat16'. Without it, arrays whose dtype differs
+        from that of the run are an error; with it, floating-point arrays are converted. It must be
+        the dtype in which a run trains; an evaluation can use any.
+      parameters_only: whether only the step, the parameters and the other variables of the model
+        are restored. The optimizer state is new. The step counts on, unless `renames` leaves it
+        out with ('step', None).
     """
 
     path: str
@@ -45,10 +50,12 @@ class RestoreConfig:
     strict: bool = True
     initialize_missing: bool = False
     dtype: str | None = None
+    parameters_only: bool = False
     # The names of settings in messages.
     setting: ClassVar[str] = 'RestoreConfig.path'
     renames_setting: ClassVar[str] = 'RestoreConfig.renames'
     initialize_setting: ClassVar[str] = 'RestoreConfig.initialize_missing'
+    dtype_setting: ClassVar[str] = 'RestoreConfig.dtype'
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str) or not self.path:
@@ -61,11 +68,6 @@ class RestoreConfig:
                 f"RestoreConfig.dtype is {self.dtype!r}: use 'float32', 'bfloat16', 'float16' or "
                 'None'
             )
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the arrays of the checkpoint must be those of the run."""
-        return not (self.renames or self.initialize_missing or self.dtype) and self.strict
 
     def drops(self, name: str) -> bool:
         """Whether the array of this name is not restored."""

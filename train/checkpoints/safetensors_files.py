@@ -22,7 +22,7 @@ import numpy as np
 from etils import epath
 
 from partitioning.untrusted_text import parse_json
-from train.checkpoints.stored import StoredArray
+from train.checkpoints.stored import Bounds, StoredArray, bounds_of
 from train.errors import ConfigError
 from train.paths import as_path
 
@@ -46,8 +46,6 @@ MAX_HEADER_BYTES, MAX_INDEX_BYTES = 8 * 2**20, 16 * 2**20
 BLOCK_BYTES = 16 * 2**20
 # The names of weights that only unpickling could read, which can run any program.
 PICKLED = ('.bin', '.pt', '.pth', '.ckpt')
-
-Bounds = tuple[tuple[int, int], ...]
 
 
 class Place(NamedTuple):
@@ -274,21 +272,6 @@ def stored(place: Place) -> StoredArray:
         return in_thread(read_slice, place, bounds_of(index, place.shape))
 
     return StoredArray(shape=place.shape, dtype=place.dtype, start=start)
-
-
-def bounds_of(index: Any, shape: tuple[int, ...]) -> Bounds:
-    """The first index and the end along each dimension of a slice.
-
-    Args:
-      index: a slice, a tuple of slices for the first dimensions, or `...` for everything.
-      shape: the shape of the array.
-    """
-    given = tuple(i for i in (index if isinstance(index, tuple) else (index,)) if i is not ...)
-    full = (*given, *[slice(None)] * (len(shape) - len(given)))
-    bounds = [i.indices(size) for i, size in zip(full, shape, strict=True)]
-    if any(step != 1 for _, _, step in bounds):
-        raise ValueError(f'{index} has a step: slices of stored arrays have none')
-    return tuple((first, max(first, last)) for first, last, _ in bounds)
 
 
 def read_slice(place: Place, bounds: Bounds) -> np.ndarray:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
@@ -19,6 +18,7 @@ from train.paths import is_remote
 from train.runtime.arrays_on_s3 import in_s3
 
 Index = tuple[slice, ...]
+Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,13 +78,50 @@ def in_memory(values: Any) -> StoredArray:
     return StoredArray(shape=array.shape, dtype=array.dtype, start=start)
 
 
-def in_store(store: Any) -> StoredArray:
-    """An array of an open tensorstore.TensorStore."""
+@dataclasses.dataclass(frozen=True)
+class StoreReader:
+    """Reads slices of an open TensorStore, after a check of the files that contain them.
+
+    Attributes:
+      store: the tensorstore.TensorStore.
+      check: checks the files of a slice, which has a first and a last index for each dimension.
+    """
+
+    store: Any
+    check: Callable[[Bounds], None] | None = None
+
+    def __call__(self, index: Any) -> Any:
+        """Starts to read a slice, and returns a future of its values."""
+        self._check(index)
+        return self.store[index].read()
+
+    def read_into(self, index: Any, out: np.ndarray) -> None:
+        """Reads a slice into an array of its shape, without another copy of the values."""
+        import tensorstore as ts
+
+        self._check(index)
+        ts.array(out).write(self.store[index]).result()
+
+    def _check(self, index: Any) -> None:
+        if self.check is not None:
+            self.check(bounds_of(index, self.store.shape))
+
+
+def in_store(store: Any, check: Callable[[Bounds], None] | None = None) -> StoredArray:
+    """An array of an open tensorstore.TensorStore.
+
+    Args:
+      store: the TensorStore.
+      check: checks the files of a slice before it is read; see `StoreReader`.
+    """
+    layout = store.chunk_layout
+    # A file can contain several chunks, but it can only be checked as a whole.
+    chunk = layout.read_chunk if check is None else layout.write_chunk
     return StoredArray(
         shape=tuple(store.shape),
         dtype=np.dtype(store.dtype.numpy_dtype),
-        start=lambda i: store[i].read(),
-        chunk=tuple(store.chunk_layout.read_chunk.shape or ()),
+        start=StoreReader(store, check),
+        chunk=tuple(chunk.shape or ()),
     )
 
 
@@ -129,18 +166,26 @@ def repeat_first(array: StoredArray, count: int) -> StoredArray:
     """An array with a new first dimension, along which the values are repeated `count` times."""
 
     def start(index: Any) -> Any:
-        index = _full(index, array.ndim + 1)
-        rows = len(range(*index[0].indices(count)))
-        return _Mapped(array.start(index[1:]), lambda x: np.broadcast_to(x, (rows, *x.shape)))
+        (first, last), *others = bounds_of(index, (count, *array.shape))
+        values = array.start(tuple(slice(*bounds) for bounds in others))
+        return _Mapped(values, lambda x: np.broadcast_to(x, (last - first, *x.shape)))
 
     return StoredArray(shape=(count, *array.shape), dtype=array.dtype, start=start)
 
 
-def _full(index: Any, ndim: int) -> Index:
-    """The index with one slice for each dimension."""
-    given = index if isinstance(index, tuple) else (index,)
-    given = tuple(i for i in given if i is not ...)
-    return (*given, *[slice(None)] * (ndim - len(given)))
+def bounds_of(index: Any, shape: tuple[int, ...]) -> Bounds:
+    """The first index and the end along each dimension of a slice.
+
+    Args:
+      index: a slice, a tuple of slices for the first dimensions, or `...` for everything.
+      shape: the shape of the array.
+    """
+    given = tuple(i for i in (index if isinstance(index, tuple) else (index,)) if i is not ...)
+    full = (*given, *[slice(None)] * (len(shape) - len(given)))
+    bounds = [i.indices(size) for i, size in zip(full, shape, strict=True)]
+    if any(step != 1 for _, _, step in bounds):
+        raise ValueError(f'{index} has a step: slices of stored arrays have none')
+    return tuple((first, max(first, last)) for first, last, _ in bounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,11 +207,15 @@ def _context() -> Any:
     return ts.Context({'cache_pool': {'total_bytes_limit': 100_000_000}})
 
 
-def open_stores(specs: Mapping[str, dict[str, Any]]) -> dict[str, StoredArray]:
+def open_stores(
+    specs: Mapping[str, dict[str, Any]],
+    check: Callable[[str, Any, Bounds], None] | None = None,
+) -> dict[str, StoredArray]:
     """Opens arrays, all at the same time.
 
     Args:
       specs: the TensorStore specification of each array, by its name.
+      check: checks the files of a slice, given the name of the array, the store and the slice.
 
     Raises:
       ValueError: if an array is missing or damaged. TensorStore raises it.
@@ -174,7 +223,10 @@ def open_stores(specs: Mapping[str, dict[str, Any]]) -> dict[str, StoredArray]:
     import tensorstore as ts
 
     opening = {n: ts.open(ts.Spec(s), context=_context(), read=True) for n, s in specs.items()}
-    return {name: in_store(future.result()) for name, future in opening.items()}
+    stores = {name: future.result() for name, future in opening.items()}
+    if check is None:
+        return {name: in_store(store) for name, store in stores.items()}
+    return {n: in_store(s, functools.partial(check, n, s)) for n, s in stores.items()}
 
 
 def kvstore_of(folder: epath.Path) -> dict[str, Any]:
@@ -185,32 +237,3 @@ def kvstore_of(folder: epath.Path) -> dict[str, Any]:
     bucket, _, path = text.partition('://')[2].partition('/')
     spec = {'driver': 'gcs', 'bucket': bucket, 'path': path.rstrip('/') + '/'}
     return in_s3(spec) if text.startswith('s3://') else spec
-
-
-def place(array: StoredArray, wanted: jax.ShapeDtypeStruct) -> Any:
-    """Starts to read the slices that this process's devices hold, each of them once.
-
-    Args:
-      array: the stored array, which has the shape of `wanted`.
-      wanted: the shape, the dtype, to which the values are cast, and the sharding of the result.
-
-    Returns:
-      A function that waits for the values, and returns the global array.
-    """
-    devices = wanted.sharding.addressable_devices_indices_map(wanted.shape)
-    unique = {_key(index, wanted.shape): index for index in devices.values()}
-    reads = {key: array.start(index) for key, index in unique.items()}
-
-    def finish() -> jax.Array:
-        values = {k: np.asarray(read.result()).astype(wanted.dtype) for k, read in reads.items()}
-        shards = [
-            jax.device_put(values[_key(index, wanted.shape)], device)
-            for device, index in devices.items()
-        ]
-        return jax.make_array_from_single_device_arrays(wanted.shape, wanted.sharding, shards)
-
-    return finish
-
-
-def _key(index: Index, shape: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-    return tuple(i.indices(size) for i, size in zip(index, shape, strict=True))

@@ -87,7 +87,8 @@ def raise_on_all_processes() -> Iterator[None]:
 
     Raises:
       Exception: the body's own error, on the processes where it failed.
-      ConfigError: on the other processes, with the first process that failed and its message.
+      ConfigError: on the other processes, with the first process that failed and its message. It is
+        of the same type if that error is a ConfigError.
     """
     if jax.process_count() == 1:
         yield
@@ -99,7 +100,7 @@ def raise_on_all_processes() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Any error must reach the other processes.
-        message, failure = first_line(error).encode() or b'?', error
+        message, failure = f'{type(error).__name__}\n{first_line(error)}'.encode(), error
     padded = np.zeros(MAX_MESSAGE_BYTES, np.uint8)
     padded[: len(message)] = np.frombuffer(message[:MAX_MESSAGE_BYTES], np.uint8)
     messages = np.asarray(multihost_utils.process_allgather(padded))
@@ -107,7 +108,16 @@ def raise_on_all_processes() -> Iterator[None]:
         raise failure
     for process in np.flatnonzero(messages.any(axis=1)).tolist():
         text = messages[process].tobytes().rstrip(b'\0').decode(errors='replace')
-        raise ConfigError(f'process {process} failed: {text}')
+        name, _, line = text.partition('\n')
+        raise _config_error(name)(f'process {process} failed: {line}')
+
+
+def _config_error(name: str) -> type[ConfigError]:
+    """The type of ConfigError that has a name, or ConfigError itself."""
+    types = [ConfigError]
+    for kind in types:  # It grows by the types that are found.
+        types += kind.__subclasses__()
+    return next((kind for kind in types if kind.__name__ == name), ConfigError)
 
 
 def check_same_step(step: int) -> None:

@@ -149,6 +149,7 @@ class T5XRestore(checkpoints.RestoreConfig):
     setting: ClassVar[str] = 'utils.RestoreCheckpointConfig.path'
     renames_setting: ClassVar[str] = 'utils.RestoreCheckpointConfig.assignment_map'
     initialize_setting: ClassVar[str] = 'utils.RestoreCheckpointConfig.fallback_to_scratch'
+    dtype_setting: ClassVar[str] = 'utils.RestoreCheckpointConfig.dtype'
 
     @property
     def named(self) -> epath.Path | None:

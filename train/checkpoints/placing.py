@@ -1,0 +1,197 @@
+"""Reads stored arrays onto their devices, piece by piece."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from partitioning.rules import sharding_axes
+from train.checkpoints.shares import Piece, Share, by_size, find_shares
+from train.checkpoints.stored import Bounds, StoredArray, StoreReader, bounds_of
+from train.errors import first_line
+
+# The host memory of arrays that are read at the same time; at least one is read.
+MAX_BYTES_IN_FLIGHT = 2**28
+NUM_THREADS = 4
+_ALIGNMENT = 64  # of memory that CPU devices can use without a copy
+
+
+class UnreadableArrayError(Exception):
+    """An array whose files are missing or damaged. Its cause is the error of reading."""
+
+
+class _Reading(NamedTuple):
+    """An array that is being read.
+
+    Attributes:
+      name: its name.
+      struct: its shape, dtype and sharding.
+      buffers: the host memory of each shard of this process.
+      exchanged: whether processes read parts of the same shards, and exchange them.
+      pieces: the futures of the pieces that this process reads.
+    """
+
+    name: str
+    struct: jax.ShapeDtypeStruct
+    buffers: Mapping[Bounds, np.ndarray]
+    exchanged: bool
+    pieces: list[Future[None]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+
+def read_all(
+    stored: Mapping[str, StoredArray], wanted: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Reads arrays onto their devices. All processes must call it together.
+
+    Each process reads the pieces of its own shards. A shard that several processes hold is read
+    once by all of them together; their devices exchange its pieces. Large arrays come first: their
+    copies need the most memory, and later there is less of it.
+
+    Args:
+      stored: the arrays to read, by name.
+      wanted: their shapes, dtypes, to which values are converted, and shardings.
+
+    Raises:
+      UnreadableArrayError: on the processes that cannot read a file. It is raised after all
+        exchanges, because other processes wait for those.
+    """
+    order = by_size(stored)
+    reading, arrays = deque[_Reading](), dict[str, jax.Array]()
+    error: UnreadableArrayError | None = None
+    pool = ThreadPoolExecutor(NUM_THREADS, 'restore')
+    try:
+        for number, name in enumerate(order):
+            one = _start(name, stored[name], wanted[name], number, None if error else pool)
+            reading.append(one)
+            in_flight = sum(r.nbytes for r in reading)
+            while reading and (in_flight > MAX_BYTES_IN_FLIGHT or number + 1 == len(order)):
+                first = reading.popleft()
+                arrays[first.name], new = _finish(first)
+                in_flight -= first.nbytes
+                error = error or new
+            if error and jax.process_count() == 1:
+                break
+    finally:
+        pool.shutdown(cancel_futures=True)
+    if error is not None:
+        raise error
+    return arrays
+
+
+def _start(
+    name: str,
+    array: StoredArray,
+    struct: jax.ShapeDtypeStruct,
+    number: int,
+    pool: ThreadPoolExecutor | None,
+) -> _Reading:
+    """Starts to read the pieces of an array, or nothing without threads."""
+    me, everything = jax.process_index(), find_shares(array, struct, number)
+    exchanged = any(
+        piece.readers != share.holders for share in everything for piece in share.pieces
+    )
+    shares = [share for share in everything if me in share.holders]
+    make = np.zeros if exchanged else np.empty
+    buffers = {share.bounds: _allocate(make, share.shape, struct.dtype) for share in shares}
+    mine = [(share, piece) for share in shares for piece in share.pieces if me in piece.readers]
+    # Shards that share a chunk read it one after the other, while it is in TensorStore's cache.
+    mine.sort(key=lambda both: both[1].bounds)
+    pieces = [
+        pool.submit(_read_piece, array, share, piece, buffers[share.bounds])
+        for share, piece in mine
+        if pool is not None
+    ]
+    return _Reading(name, struct, buffers, exchanged, pieces)
+
+
+def _allocate(make: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Host memory that devices on CPUs can use as it is."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = make(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def _read_piece(array: StoredArray, share: Share, piece: Piece, buffer: np.ndarray) -> None:
+    """Reads a piece into its place in the buffer of its shard."""
+    out = buffer[piece.index_in(share.bounds)]
+    if isinstance(array.start, StoreReader) and array.dtype == out.dtype:
+        array.start.read_into(piece.index, out)
+    else:
+        out[...] = array.read(piece.index).astype(out.dtype, copy=False)
+
+
+def _finish(reading: _Reading) -> tuple[jax.Array, UnreadableArrayError | None]:
+    """Waits for the pieces of an array, and puts it onto its devices."""
+    error = None
+    for piece in reading.pieces:
+        if (cause := piece.exception()) is not None and error is None:
+            error = UnreadableArrayError(f'{reading.name}: {first_line(cause)}')
+            error.__cause__ = cause
+    place = _exchange if reading.exchanged else _place
+    return place(reading.struct, reading.buffers), error
+
+
+def _place(struct: jax.ShapeDtypeStruct, buffers: Mapping[Bounds, np.ndarray]) -> jax.Array:
+    """The array whose shards are in host memory."""
+    sharding = struct.sharding
+    shards = [
+        _put(buffers[bounds_of(index, struct.shape)], device, sharding)
+        for device, index in sharding.addressable_devices_indices_map(struct.shape).items()
+    ]
+    return jax.make_array_from_single_device_arrays(struct.shape, sharding, shards)
+
+
+def _put(values: np.ndarray, device: jax.Device, sharding: jax.sharding.Sharding) -> jax.Array:
+    target = SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+    return jax.device_put(values, target)
+
+
+def _exchange(struct: jax.ShapeDtypeStruct, buffers: Mapping[Bounds, np.ndarray]) -> jax.Array:
+    """The array whose shards are the sums of what the processes that hold them have read.
+
+    Every process has zeros where another one has read the values. Their bits are added as integers,
+    which changes none of them.
+    """
+    sharding = struct.sharding
+    assert isinstance(sharding, NamedSharding)
+    mesh, spec = sharding.mesh, sharding.spec
+    used = {axis for entry in spec for axis in sharding_axes(entry)}
+    copies = tuple(axis for axis in mesh.axis_names if axis not in used)
+    shape = (math.prod(mesh.shape[axis] for axis in copies), *struct.shape)
+    stacked = NamedSharding(mesh, PartitionSpec(copies, *spec))
+    shards, placed = [], set[Bounds]()
+    index_map: Mapping[Any, Any] = stacked.addressable_devices_indices_map(shape)
+    for device, (_, *index) in index_map.items():
+        bounds = bounds_of(tuple(index), struct.shape)
+        values = buffers[bounds].view(f'u{struct.dtype.itemsize}')
+        if bounds in placed:  # Only one device of a process brings its values.
+            values = np.zeros_like(values)
+        placed.add(bounds)
+        shards.append(_put(values[None], device, stacked))
+    bits = jax.make_array_from_single_device_arrays(shape, stacked, shards)
+    # Processes on CPUs whose programs run ahead of each other can wait forever.
+    return jax.block_until_ready(_adder(sharding, struct.dtype)(bits))
+
+
+@functools.lru_cache
+def _adder(sharding: NamedSharding, dtype: np.dtype) -> Any:
+    """The program that adds the bits of the copies of an array."""
+
+    def add(bits: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(jnp.sum(bits, axis=0, dtype=bits.dtype), dtype)
+
+    return jax.jit(add, out_shardings=sharding)
