@@ -23,14 +23,12 @@ from train.checkpoints.huggingface.notation import (
 from train.checkpoints.huggingface.tables import Row, Table
 from train.checkpoints.matching import HasShape
 from train.checkpoints.safetensors_files import (
-    Bounds,
     Place,
-    bounds_of,
     in_thread,
     read_slice,
     stored,
 )
-from train.checkpoints.stored import StoredArray
+from train.checkpoints.stored import Bounds, StoredArray, bounds_of
 from train.errors import ConfigError
 
 PARAMS = 'params/'
