@@ -71,13 +71,29 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
             record.check_restored_tokenizer(folder, {'': run.data}, config.restore.setting)
     check_same_step(restored or 0)
     # Before anything is compiled or written.
-    if restored is not None:
-        preflight = source.preflight(restored, run.plan.abstract_state)
-        preflight.report(run.console)
-        preflight.check()
+    start = _start_from(source, step, restored, is_own=source is saved)
+    start = _compare_with_run(run, saved, start)
     for change in changes:
         run.console.say(change)
-    return _start_from(source, step, restored, is_own=source is saved)
+    return start
+
+
+def _compare_with_run(run: Run, saved: Checkpoints, start: Start) -> Start:
+    """Compares the arrays of a checkpoint with those of the run. A damaged one is skipped.
+
+    Raises:
+      ConfigError: if they differ, and the settings do not say what to do about it.
+    """
+    while start.restored is not None:
+        try:
+            preflight = start.source.preflight(start.restored, run.plan.abstract_state)
+        except DamagedCheckpoint as error:
+            start = _older_start(run, saved, start, error)
+            continue
+        preflight.report(run.console)
+        preflight.check()
+        break
+    return start
 
 
 def _start_from(source: Checkpoints, step: int, restored: int | None, *, is_own: bool) -> Start:
@@ -123,7 +139,7 @@ def restore_state(run: Run, saved: Checkpoints, start: Start) -> tuple[TrainStat
                 state = start.source.restore(start.restored, run.plan.abstract_state, initialize)
             return state, start
         except DamagedCheckpoint as error:
-            start = _older_start(run, saved, start, error)
+            start = _compare_with_run(run, saved, _older_start(run, saved, start, error))
     return None, start
 
 
@@ -141,7 +157,6 @@ def _older_start(run: Run, saved: Checkpoints, start: Start, damage: DamagedChec
     check_same_step(older or 0)
     if older is None:
         raise damage
-    source.check(older, run.plan.abstract_state)
     step = older if is_own else source.first_step(older)
     return _start_from(source, step, older, is_own=is_own)
 
