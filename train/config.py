@@ -16,7 +16,7 @@ from partitioning.hardware import OptionValue, check_option
 from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.data import Lengths, Prefetch, Task
 from train.data.rows.lengths import check_lengths
-from train.errors import ConfigError, check_counts, first_line
+from train.errors import ConfigError, FailurePolicy, check_counts, first_line
 from train.evaluators import HeldOut
 from train.health import NotFinitePolicy
 from train.objectives import Objective
@@ -24,7 +24,7 @@ from train.optimizers import Optimizer
 from train.paths import as_path, is_remote
 from train.runtime.compilation_cache import CacheSetting, check_cache_setting
 from train.runtime.watchdog import WatchdogConfig
-from train.runtime.writers import FailurePolicy, JsonWriter, MetricWriter, TensorBoardWriter
+from train.runtime.writers import JsonWriter, MetricWriter, TensorBoardWriter
 from train.steps import GradientDType
 from train.stopping import StopCondition, check_conditions
 

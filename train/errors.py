@@ -1,7 +1,10 @@
 """Errors that a user can fix, explained in one line."""
 
 import importlib
-from typing import Any
+from typing import Any, Literal
+
+# What a run does if its checkpoints or its metrics cannot be written.
+FailurePolicy = Literal['stop', 'continue']
 
 
 class ConfigError(ValueError):

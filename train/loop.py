@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from partitioning import TrainState
 from train.checkpoints import Checkpoints
 from train.decoding.predict import CanDecode
+from train.errors import ConfigError
 from train.evaluators import is_due, run_evaluators
 from train.health import NotFinite
 from train.objectives import NextToken
 from train.run import Run
 from train.runtime import signals
 from train.runtime.gin_text import file_of_run
+from train.runtime.machine import raise_on_all_processes
 from train.runtime.signals import Interrupted
 from train.runtime.writers import Writers
 from train.start import Start
@@ -87,6 +89,56 @@ def evaluate_at_start(
     if scores:
         writers.write(step, scores)
     return scores
+
+
+@contextlib.contextmanager
+def completing(saved: Checkpoints, say: Callable[[str], None]) -> Iterator[None]:
+    """Completes the saves that have begun, however the body ends.
+
+    Args:
+      saved: the checkpoints.
+      say: prints a line: if the body fails and a save, too, the error of the body is raised.
+
+    Raises:
+      FailedSave: if a save fails and the body does not.
+    """
+    try:
+        yield
+    except BaseException:
+        saved.wait()
+        if failure := saved.failure():
+            say(str(failure))
+        saved.close()
+        raise
+    saved.close()
+
+
+def report_failed_save(run: Run, saved: Checkpoints, step: int) -> None:
+    """Prints why a save in the background has failed, if one has.
+
+    All processes must call it together.
+
+    Raises:
+      ConfigError: if `CheckpointConfig.on_failure` is 'stop'.
+    """
+    try:
+        with raise_on_all_processes():
+            if failure := saved.failure():
+                raise failure
+    except ConfigError as error:
+        if run.config.checkpoints.on_failure == 'continue':
+            run.console.say(
+                f'{error}: training continues, and the next save is tried when it is due'
+            )
+            return
+        newest = max(saved.steps(), default=None)
+        kept = 'there is no other checkpoint'
+        if newest is not None:
+            kept = f'the same command resumes from the checkpoint of step {newest}'
+        raise ConfigError(
+            f'{error}, so the run ends at step {step}; {kept}: free space, or set '
+            "CheckpointConfig.on_failure = 'continue'"
+        ) from error
 
 
 def report_skips(run: Run, skipped: Sequence[NotFinite], writers: Writers) -> None:

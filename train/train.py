@@ -13,10 +13,12 @@ from train.config import TrainConfig
 from train.evaluators import prepare_evaluators
 from train.health import Health
 from train.loop import (
+    completing,
     evaluate_at_start,
     evaluate_until_signal,
     find_due,
     interruption,
+    report_failed_save,
     report_results,
     report_skips,
 )
@@ -108,7 +110,7 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
     # ---- loop: the host dispatches steps ahead of the devices, and waits only to log
     signals.defer()
     with (
-        closing(saved),  # However the loop ends, a save that has begun is completed.
+        completing(saved, console.say),
         closing(writers),
         closing(feed),
         collect_garbage(config.collect_garbage_every) as collect,
@@ -136,6 +138,8 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
                 hook(state, step, metrics)
             stopping = signals.received() is not None
             due = find_due(run, evaluators, saved, step, stopping=stopping)
+            if due.reading or jax.process_count() == 1:
+                report_failed_save(run, saved, step)
             scalars = dict[str, float]()
             if due.reading:
                 found = health.look()

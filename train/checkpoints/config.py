@@ -10,7 +10,7 @@ from etils import epath
 
 from train.checkpoints.restore import RestoreConfig
 from train.checkpoints.steps import t5x_steps
-from train.errors import ConfigError, check_counts
+from train.errors import ConfigError, FailurePolicy, check_counts
 
 if TYPE_CHECKING:
     from train.checkpoints.folder import Checkpoints
@@ -43,6 +43,10 @@ class CheckpointConfig:
       when_busy: what happens if a checkpoint is due while an earlier one is being written: 'later'
         saves at the first step after it is written, 'skip' does not save, 'wait' waits. The end of
         the run and the steps that `steps` names always wait.
+      on_failure: what happens if a checkpoint cannot be saved, for example because the disk is
+        full. 'stop' ends the run with an error, within a step. 'continue' says so, and tries again
+        when the next checkpoint is due. If the last one of a run fails, the run always ends with an
+        error.
     """
 
     period: int = 1000
@@ -56,6 +60,7 @@ class CheckpointConfig:
     dtype: str | None = None
     asynchronous: bool = True
     when_busy: WhenBusy = 'later'
+    on_failure: FailurePolicy = 'stop'
 
     def __post_init__(self) -> None:
         check_counts(minimum=0, period=self.period)
@@ -79,6 +84,7 @@ class CheckpointConfig:
         for name, allowed in (
             ('best_mode', get_args(Mode)),
             ('when_busy', get_args(WhenBusy)),
+            ('on_failure', get_args(FailurePolicy)),
             ('dtype', DTYPES),
         ):
             if (value := getattr(self, name)) not in allowed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +14,7 @@ from etils import epath
 
 from train.checkpoints import record
 from train.checkpoints.config import CheckpointConfig
-from train.checkpoints.hashing import complete_step
+from train.checkpoints.hashing import SECONDS_BETWEEN_LOOKS, complete_step
 from train.checkpoints.manifest import DamagedCheckpoint
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.record import StepRecord, read_record
@@ -27,12 +28,15 @@ from train.checkpoints.steps import (
     newest_saved,
     newest_step,
 )
-from train.errors import ConfigError, first_line
+from train.errors import ConfigError, describe_error
 from train.paths import absolute, is_remote
 from train.runtime.machine import agree_on, any_process, raise_on_all_processes
 
 if TYPE_CHECKING:
     from train.checkpoints.orbax_writer import StepWriter
+
+
+SECONDS_TO_REMOVE = 2.0
 
 
 class FailedSave(ConfigError):
@@ -281,7 +285,7 @@ class Checkpoints(CheckpointReader):
                 self._delete_surplus(step)
         except OSError as error:
             self._failure = FailedSave(
-                f'old checkpoints in {self.directory} cannot be deleted ({first_line(error)}): '
+                f'old checkpoints in {self.directory} cannot be deleted ({describe_error(error)}): '
                 'check its permissions'
             )
 
@@ -314,13 +318,21 @@ class Checkpoints(CheckpointReader):
     def _fail(self, step: int, error: Exception) -> None:
         """Keeps a failure for `failure`, and frees the space that the save has taken."""
         self._failure = FailedSave(
-            f'checkpoint {self.path(step)} cannot be saved ({first_line(error)})'
+            f'checkpoint {self.path(step)} cannot be saved ({describe_error(error)})'
         )
+        self._failure.__cause__ = error
         if isinstance(error, FileExistsError):
             return
         self._writer = None  # Its state is not known any more.
         if jax.process_index() == 0 and not is_remote(self.directory):
-            shutil.rmtree(self._temporary(step), ignore_errors=True)
+            self._remove_temporary(step)
+
+    def _remove_temporary(self, step: int) -> None:
+        """Removes what a failed save has written. Writes that still run would create it again."""
+        temporary, give_up = self._temporary(step), time.monotonic() + SECONDS_TO_REMOVE
+        while temporary.exists() and time.monotonic() < give_up:
+            shutil.rmtree(temporary, ignore_errors=True)
+            time.sleep(SECONDS_BETWEEN_LOOKS)
 
 
 def _is_begun(temporary: epath.Path) -> bool:

@@ -7,15 +7,21 @@ neither looks for other steps nor deletes any. Both belong to this package, whic
 from __future__ import annotations
 
 import dataclasses
+import functools
+import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
+from logging import ERROR, LogRecord, getLogger
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from absl import logging
 from etils import epath
 
 from partitioning.state import path_str
+from train.checkpoints.steps import TEMPORARY
 from train.paths import is_remote
 from train.runtime.arrays_on_s3 import support_s3
 
@@ -69,6 +75,29 @@ class _NoSteps:
         raise ValueError(f'no step {step} is looked for in {base_path}')
 
 
+@functools.cache
+def _print_failures_once() -> None:
+    """Keeps a save that fails from printing hundreds of lines, because its error is raised anyway.
+
+    Orbax logs each failure several times. TensorStore prints one more for each array that is still
+    being written, because the event loop that waited for it is closed.
+    """
+
+    def is_of_others(record: LogRecord) -> bool:
+        of_orbax = f'{os.sep}orbax{os.sep}' in record.pathname or TEMPORARY in record.getMessage()
+        return record.levelno < ERROR or not of_orbax
+
+    logging.get_absl_logger().addFilter(is_of_others)
+    getLogger('asyncio').addFilter(is_of_others)
+    print_unraisable = sys.unraisablehook
+
+    def unraisablehook(error: Any) -> None:
+        if str(error.exc_value) != 'Event loop is closed':
+            print_unraisable(error)
+
+    sys.unraisablehook = unraisablehook
+
+
 class StepWriter:
     """Writes the steps of one folder, each of them in the background.
 
@@ -82,6 +111,7 @@ class StepWriter:
     def __init__(self, directory: epath.Path, prefix: str, texts: Collection[str], use_ocdbt: bool):
         if str(directory).startswith('s3://'):
             support_s3()
+        _print_failures_once()
         names: Any = _NoSteps(prefix)
         arrays: Any = ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt)
         if not use_ocdbt:

@@ -6,18 +6,16 @@ import functools
 import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import jax
 from etils import epath
 
-from train.errors import ConfigError, describe_error, import_optional
+from train.errors import ConfigError, FailurePolicy, describe_error, import_optional
 from train.paths import is_remote
 from train.runtime.appended_file import AppendedFile
 from train.runtime.event_file import EventFile
 from train.runtime.machine import raise_on_all_processes
-
-FailurePolicy = Literal['continue', 'stop']
 
 
 class MetricWriter(Protocol):
