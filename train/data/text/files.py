@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import glob
 import io
-import lzma
 import os
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from gzip import BadGzipFile
+from lzma import LZMAError
 from stat import S_ISREG
 from typing import Any, BinaryIO
 
@@ -19,11 +19,17 @@ import fsspec
 from etils import epath
 from fsspec.compression import compr
 
+from train.data.text.bounded import Bounded, XzReader
 from train.errors import ConfigError, first_line, import_optional
 from train.paths import absolute, as_path, is_remote
 
 # The end of a file's name -> the name of its compression in fsspec.
 COMPRESSIONS = {'.gz': 'gzip', '.zst': 'zstd', '.bz2': 'bz2', '.xz': 'xz'}
+# Enough for files of `zstd --long=28`.
+MAX_WINDOW_BYTES = 256 << 20
+# Without a limit of its own, a file may have this size when it is decompressed, or be compressed
+# to a hundredth. Text is rarely compressed to a twentieth.
+MAX_DECOMPRESSED_BYTES, MAX_RATIO = 1 << 30, 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,19 +130,28 @@ def _as_list(name: str, value: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def open_file(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+def open_file(
+    file: File, max_bytes: int | None = None, max_window_bytes: int = MAX_WINDOW_BYTES
+) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     """Opens a file, and decompresses it if its name ends in .gz, .zst, .bz2 or .xz.
+
+    Args:
+      file: the file.
+      max_bytes: a compressed file with more bytes is refused. By default, it may have 1 GiB, or
+        100 times its compressed size if that is more.
+      max_window_bytes: the memory that a decompressor may take for what it has read before. It
+        matters for .zst files of `zstd --long`, and for .xz files.
 
     Yields:
       The stream of decompressed bytes, and the raw file. The position in the raw file tells how
       much of it has been read.
 
     Raises:
-      ConfigError: if the file cannot be read or decompressed.
+      ConfigError: if the file cannot be read or decompressed, or exceeds a limit.
     """
     compression = COMPRESSIONS.get(os.path.splitext(file.name)[1])
     # Other errors belong to the body of the context.
-    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, lzma.LZMAError, BadGzipFile)
+    damage: tuple[type[Exception], ...] = (EOFError, zlib.error, LZMAError, BadGzipFile)
     try:
         with contextlib.ExitStack() as stack:
             raw: Any = stack.enter_context(file.path.open('rb'))
@@ -144,21 +159,44 @@ def open_file(file: File) -> Iterator[tuple[BinaryIO, BinaryIO]]:
             if compression == 'zstd':
                 zstd = _import_zstd(file)
                 damage += (zstd.ZstdError,)
-                # Files made by `zstd --long=31` need a window of 2 GiB.
-                options = {zstd.DecompressionParameter.window_log_max: 31}
+                bits = min(max(max_window_bytes.bit_length() - 1, 10), 31)
+                options = {zstd.DecompressionParameter.window_log_max: bits}
                 stream = stack.enter_context(zstd.ZstdFile(raw, options=options))
+            elif compression == 'xz':
+                stream = io.BufferedReader(XzReader(raw, max_window_bytes), buffer_size=1 << 16)
             elif compression:
                 stream = stack.enter_context(compr[compression](raw, mode='rb'))
             elif is_remote(file.path):
                 stream = io.BufferedReader(raw, buffer_size=1 << 20)
             if compression and not file.size:
                 raise EOFError('it is empty')
+            if compression:
+                limit = decompressed_limit(file, max_bytes)
+                stream = io.BufferedReader(Bounded(stream, limit, too_large(file, limit)), 1 << 16)
             yield stream, raw
     except damage as error:
+        if 'memory' in str(error).lower():
+            raise ConfigError(
+                f'{file.path} needs more than {max_window_bytes:,} bytes of memory to be '
+                'decompressed: raise max_window_bytes of its source if you trust the file'
+            ) from error
         raise ConfigError(f'{file.path} is not a complete {compression} file: {error}') from error
     except OSError as error:
         reason = error.strerror or first_line(error)
         raise ConfigError(f'{file.path} cannot be read: {reason}') from error
+
+
+def decompressed_limit(file: File, max_bytes: int | None) -> int:
+    """The number of bytes that a file may have when it is decompressed; see `open_file`."""
+    return max_bytes or max(MAX_DECOMPRESSED_BYTES, MAX_RATIO * file.size)
+
+
+def too_large(file: File, limit: int) -> str:
+    """The message for a file with more bytes than `decompressed_limit`."""
+    return (
+        f'{file.path} has more than {limit:,} bytes when it is decompressed: raise '
+        'max_decompressed_bytes of its source if you trust the file'
+    )
 
 
 def _import_zstd(file: File) -> Any:

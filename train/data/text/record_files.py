@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from train.data.text.files import File, open_file
+from train.data.text.files import File
+from train.data.text.record_sizes import parquet_batch_size, record_ranges
 from train.data.text.sources import FileSource, as_content, missing_field, text_of_json
 from train.errors import ConfigError, first_line, import_optional
 from train.paths import is_remote
@@ -37,7 +38,7 @@ class TsvFiles(FileSource):
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
         separator, column = self.separator.encode(), self.column
-        with open_file(file) as (stream, raw):
+        with self.open(file) as (stream, raw):
             lines = iter(lambda: stream.readline(self.max_document_bytes + 1), b'')
             for number, line in enumerate(lines, 1):
                 if len(line) > self.max_document_bytes:
@@ -81,8 +82,12 @@ class ParquetFiles(FileSource):
             with parquet.ParquetFile(opened) as table:
                 if self.column not in (names := table.schema_arrow.names):
                     raise ConfigError(missing_field(str(file.path), self.column, names))
+                with file.path.open('rb') as stream:
+                    size = parquet_batch_size(
+                        table.metadata, stream, self.column, file, self.max_decompressed_bytes
+                    )
                 count = table.metadata.num_rows
-                for batch in table.iter_batches(batch_size=1024, columns=[self.column]):
+                for batch in table.iter_batches(batch_size=size, columns=[self.column]):
                     for value in _as_bytes(arrow, batch.column(0)).to_pylist():
                         content = as_content(value, f'{file.path}: row {number}: {self.column!r}')
                         yield number, content, file.size * (number + 1) // count
@@ -116,10 +121,12 @@ class ArrayRecords(FileSource):
         module = import_optional('array_record.python.array_record_module', 'train', 'ArrayRecords')
         number = 0
         try:
+            # All of them are checked first, because the reader opens the index of the file.
+            ranges = list(record_ranges(file, self.max_document_bytes))
             reader = module.ArrayRecordReader(str(file.path))
             count = reader.num_records()
-            for first in range(0, count, 1024):
-                for record in reader.read(first, min(first + 1024, count)):
+            for first, last in ranges:
+                for record in reader.read(first, min(last, count)) if first < count else ():
                     where = f'{file.path}: record {number}'
                     text = record if self.field is None else text_of_json(record, self.field, where)
                     yield number, text, file.size * (number + 1) // count
@@ -127,7 +134,7 @@ class ArrayRecords(FileSource):
             reader.close()
         except ConfigError:
             raise
-        except (RuntimeError, ValueError, IndexError) as error:
+        except (OSError, RuntimeError, ValueError, IndexError) as error:
             raise ConfigError(
                 f'{file.path} cannot be read as ArrayRecord after {number} records: '
                 f'{first_line(error)}'

@@ -12,15 +12,27 @@ import inspect
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from partitioning.rules import nearest
 from partitioning.untrusted_text import parse_json
-from train.data.text.files import File, find_files, open_file, read_up_to
+from train.data.text.files import (
+    MAX_WINDOW_BYTES,
+    File,
+    decompressed_limit,
+    find_files,
+    open_file,
+    read_up_to,
+    too_large,
+)
 from train.errors import ConfigError, check_counts, first_line
 from train.paths import absolute
+
+# Fields of sources that decide whether a file is refused, and not what is read.
+_LIMITS = ('max_document_bytes', 'max_decompressed_bytes', 'max_window_bytes')
 
 
 class Tokens(bytes):
@@ -127,26 +139,35 @@ class FileSource(Source):
       exclude: a file is left out if its path contains any of these strings, such as '/test/'.
       root: the directory that patterns and the names of documents are relative to; by default the
         current directory.
-      max_document_bytes: a larger document is refused. Of a compressed file, no more than this is
-        kept in memory.
+      max_document_bytes: a larger document is refused before it is read as a whole. A line of JSON
+        or a record counts with all its fields.
+      max_decompressed_bytes: a compressed file with more bytes is refused. By default, it may have
+        1 GiB, or 100 times its compressed size if that is more.
+      max_window_bytes: the memory that a decompressor may take for what it has read before. Files
+        of `zstd --long=31` need 2 GiB.
     """
 
     pattern: str | Sequence[str]
     exclude: str | Sequence[str] = ()
     root: str = ''
-    max_document_bytes: int = 1 << 30
+    # A JSON object in Python takes up to 33 times the memory of its text.
+    max_document_bytes: int = 8 << 20
+    max_decompressed_bytes: int | None = None
+    max_window_bytes: int = MAX_WINDOW_BYTES
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        name = f'{type(self).__name__}.max_document_bytes'
-        check_counts(**{name: self.max_document_bytes})
+        limits = {f'{type(self).__name__}.{name}': getattr(self, name) for name in _LIMITS}
+        if self.max_decompressed_bytes is None:
+            del limits[f'{type(self).__name__}.max_decompressed_bytes']
+        check_counts(**limits)
 
     def listing(self) -> Listing:
         files = find_files(self.pattern, self.exclude, self.root)
         settings = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name not in ('pattern', 'exclude', 'root', 'max_document_bytes')
+            if field.name not in ('pattern', 'exclude', 'root', *_LIMITS)
         }
         signature = {
             'source': f'{type(self).__module__}.{type(self).__qualname__}',
@@ -162,6 +183,8 @@ class FileSource(Source):
     def _documents(self, files: Sequence[File]) -> Iterator[Document]:
         before = 0
         for file in files:
+            # Records can be copies of each other, which take no room in a file.
+            total, limit = 0, decompressed_limit(file, self.max_decompressed_bytes)
             for found in self.contents(file):
                 kinds = [*map(type, found)][1:] if isinstance(found, tuple) else None
                 if kinds not in ([bytes, int], [Tokens, int]):
@@ -177,8 +200,15 @@ class FileSource(Source):
                         f'{where} has more than {self.max_document_bytes:,} bytes: split the '
                         f'document, or raise {type(self).__name__}.max_document_bytes'
                     )
+                total += len(content)
+                if total > limit:
+                    raise ConfigError(too_large(file, limit))
                 yield Document(name, content, before + min(read, file.size), where)
             before += file.size
+
+    def open(self, file: File) -> AbstractContextManager[tuple[BinaryIO, BinaryIO]]:
+        """Opens a file, decompressed within the limits of the source; see `open_file`."""
+        return open_file(file, self.max_decompressed_bytes, self.max_window_bytes)
 
     @abc.abstractmethod
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
@@ -193,8 +223,10 @@ class FileSource(Source):
 class TextFiles(FileSource):
     """Text files: each file is one document. Compressed files are read as `open_file` does."""
 
+    max_document_bytes: int = 128 << 20
+
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
-        with open_file(file) as (stream, _):
+        with self.open(file) as (stream, _):
             yield None, read_up_to(stream, self.max_document_bytes + 1), file.size
 
 
@@ -214,7 +246,7 @@ class JsonLines(FileSource):
         return dataclasses.replace(self, field=str(field))
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
-        with open_file(file) as (stream, raw):
+        with self.open(file) as (stream, raw):
             lines = iter(lambda: stream.readline(self.max_document_bytes + 1), b'')
             for number, line in enumerate(lines, 1):
                 if len(line) > self.max_document_bytes:

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from train.data.text.files import File, open_file
+from train.data.text.files import File
 from train.data.text.sources import FileSource, missing_field
 from train.errors import ConfigError
 
@@ -38,8 +38,8 @@ class TfRecords(FileSource):
         return dataclasses.replace(self, feature=str(field))
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
-        with open_file(file) as (stream, raw):
-            for number, record in enumerate(_records(stream, file)):
+        with self.open(file) as (stream, raw):
+            for number, record in enumerate(self._records(stream, file)):
                 where = f'{file.path}: record {number}'
                 try:
                     features = dict(parse_example(record))
@@ -55,19 +55,26 @@ class TfRecords(FileSource):
                     )
                 yield number, values[0], raw.tell()
 
-
-def _records(stream: BinaryIO, file: File) -> Iterator[bytes]:
-    """Yields the records: a length, its checksum, the bytes, and their checksum."""
-    while header := stream.read(12):
-        if len(header) == 12:
-            length, checksum = struct.unpack('<QI', header)
-            if masked_crc(header[:8]) != checksum:
-                raise ConfigError(f'{file.path} is not a TFRecord file, or it is damaged')
-            record = stream.read(length)
-            if len(record) == length and len(stream.read(4)) == 4:
-                yield record
-                continue
-        raise ConfigError(f'{file.path} ends in the middle of a record: copy it again')
+    def _records(self, stream: BinaryIO, file: File) -> Iterator[bytes]:
+        """Yields the records: a length, its checksum, the bytes, and their checksum."""
+        number = 0
+        while header := stream.read(12):
+            if len(header) == 12:
+                length, checksum = struct.unpack('<QI', header)
+                if masked_crc(header[:8]) != checksum:
+                    raise ConfigError(f'{file.path} is not a TFRecord file, or it is damaged')
+                if length > self.max_document_bytes:
+                    raise ConfigError(
+                        f'{file.path}: record {number} has {length:,} bytes, more than '
+                        f'{self.max_document_bytes:,}: raise {type(self).__name__}.'
+                        'max_document_bytes'
+                    )
+                record = stream.read(length)
+                if len(record) == length and len(stream.read(4)) == 4:
+                    yield record
+                    number += 1
+                    continue
+            raise ConfigError(f'{file.path} ends in the middle of a record: copy it again')
 
 
 def parse_example(record: bytes) -> Iterator[tuple[str, list[bytes]]]:
@@ -111,14 +118,15 @@ def _fields(message: bytes, wanted: int) -> list[bytes]:
 
 
 def _varint(message: bytes, place: int) -> tuple[int, int]:
-    """Reads a number of 7 bits per byte, and returns the place after it, too."""
-    number, shift = 0, 0
-    while True:
+    """Reads a number of at most 64 bits, 7 per byte, and returns the place after it, too."""
+    number = 0
+    for shift in range(0, 64, 7):
         byte = message[place]
         number |= (byte & 0x7F) << shift
-        place, shift = place + 1, shift + 7
+        place += 1
         if byte < 0x80:
             return number, place
+    raise ValueError('a number has more than 64 bits')
 
 
 def _crc_table() -> list[int]:
