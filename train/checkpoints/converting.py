@@ -120,7 +120,7 @@ def _find_destination(to: epath.Path, format: Format, source: Checkpoint) -> tup
     if named is None:
         return folder / f'{prefix}{known or 0}', known or 0
     if known not in (None, int(named[1])):
-        raise ConfigError(f'{source.place.path} is of step {known}, but {to} names another step')
+        raise ConfigError(f'{source.place.path} is of step {known}, and {to} names another step')
     return to, int(named[1])
 
 

@@ -10,11 +10,12 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
 from train.checkpoints.orbax_writer import Texts, TextsHandler
-from train.checkpoints.pieces import divide, piece_shape, split
+from train.checkpoints.pieces import chunk_shape, split
 from train.checkpoints.stored import StoredArray
 from train.paths import is_remote
 from train.runtime.arrays_on_s3 import support_s3
@@ -43,7 +44,8 @@ def write_arrays(
     """
     if str(folder).startswith('s3://'):
         support_s3()
-    types = ocp.type_handlers.create_type_handler_registry((StoredArray, _Handler(report)))
+    tree = jax.tree.map(_Pending, tree)
+    types = ocp.type_handlers.create_type_handler_registry((_Pending, _Handler(report)))
     handler = ocp.PyTreeCheckpointHandler(
         use_ocdbt=False, use_zarr3=False, type_handler_registry=types
     )
@@ -60,6 +62,16 @@ def write_arrays(
         checkpointer.save(folder, args=arrays)
 
 
+class _Pending:
+    """A stored array that Orbax takes for one of numpy, and cannot copy."""
+
+    def __init__(self, array: StoredArray):
+        self.array, self.shape, self.dtype, self.size = array, array.shape, array.dtype, array.size
+
+    def __deepcopy__(self, memo: Any) -> _Pending:
+        return self
+
+
 class _Handler(ocp.type_handlers.NumpyHandler):
     """Writes stored arrays as Orbax writes those of numpy, but reads them when it is their turn."""
 
@@ -70,14 +82,14 @@ class _Handler(ocp.type_handlers.NumpyHandler):
     async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: Any) -> None:
         import tensorstore as ts
 
-        # No chunk is in two pieces, so none is written twice.
-        chunk = divide(piece_shape(value), value.dtype.itemsize, CHUNK_BYTES)
+        array: StoredArray = value.array
+        chunk = chunk_shape(array, CHUNK_BYTES)
         spec = {**tspec, 'metadata': {**tspec['metadata'], 'chunks': chunk}}
         store = await ts.open(ts.Spec(spec), create=True, open=True, context=ts_context)
-        for index in split(value):
-            num_bytes = store[index].size * value.dtype.itemsize
+        for index in split(array):
+            num_bytes = store[index].size * array.dtype.itemsize
             async with self._budget.reserve(num_bytes):
-                await store[index].write(await asyncio.to_thread(value.read, index))
+                await store[index].write(await asyncio.to_thread(array.read, index))
             self._report(num_bytes)
 
 

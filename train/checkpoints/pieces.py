@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from train.checkpoints.stored import Index, StoredArray
 
@@ -12,53 +12,62 @@ from train.checkpoints.stored import Index, StoredArray
 PIECE_BYTES = 2**28
 
 
-def split(array: StoredArray, *, whole_rows: bool = False) -> Iterator[Index]:
+def split(array: StoredArray) -> Iterator[Index]:
     """The slices of an array, in the order of its values, of at most 256 MiB each.
 
     Every chunk of the file is in one piece, because a part of it costs as much as all of it.
-
-    Args:
-      array: the array.
-      whole_rows: whether each piece has all values between its first and its last one.
     """
-    shape = piece_shape(array, whole_rows=whole_rows)
+    shape = piece_shape(array)
     starts = [range(0, size, max(part, 1)) for size, part in zip(array.shape, shape, strict=True)]
     for corner in itertools.product(*starts):
         bounds = zip(corner, shape, array.shape, strict=True)
         yield tuple(slice(at, min(at + part, size)) for at, part, size in bounds)
 
 
-def piece_shape(array: StoredArray, *, whole_rows: bool = False) -> tuple[int, ...]:
+def piece_shape(array: StoredArray) -> tuple[int, ...]:
     """The shape of all pieces of an array but the last ones, which may be smaller."""
     chunk = array.chunk or (1,) * array.ndim
     shape = list(map(min, chunk, array.shape))
-    if whole_rows:
-        first = next((d for d, size in enumerate(shape) if size > 1), array.ndim)
-        shape[first + 1 :] = array.shape[first + 1 :]
     for dimension in reversed(range(array.ndim)):
         rest = math.prod(shape) // max(shape[dimension], 1) * array.dtype.itemsize
         step = min(chunk[dimension], array.shape[dimension])
-        count = PIECE_BYTES // max(rest * step, 1)
-        shape[dimension] = min(max(count, 1) * step, array.shape[dimension])
+        count = max(PIECE_BYTES // max(rest * step, 1), 1)
+        # A power of two, which `chunk_shape` can divide.
+        whole = count * step >= array.shape[dimension]
+        count = count if whole else 2 ** (count.bit_length() - 1)
+        shape[dimension] = min(count * step, array.shape[dimension])
         if shape[dimension] < array.shape[dimension]:
             break
     return tuple(shape)
 
 
-def divide(shape: Sequence[int], itemsize: int, max_bytes: int) -> tuple[int, ...]:
-    """Divides a shape evenly into chunks of at most `max_bytes`, if its sizes allow it.
+def chunk_shape(array: StoredArray, max_bytes: int) -> tuple[int, ...]:
+    """The shape of the chunks in which the pieces of an array are written.
 
-    The largest dimension is divided by its smallest factor until the chunks are small enough.
+    A chunk is a part of one piece, so it is written once. It has at most `max_bytes`, unless the
+    sizes of the chunks that are read have only large factors.
 
     Args:
-      shape: the shape.
-      itemsize: the size of an element, in bytes.
-      max_bytes: the largest chunk.
+      array: the array.
+      max_bytes: the size of the largest chunk.
     """
-    chunk = list(shape)
-    while math.prod(chunk) * itemsize > max_bytes:
-        largest = max(range(len(chunk)), key=chunk.__getitem__)
-        size = chunk[largest]
-        factors = range(2, math.isqrt(size) + 1)
-        chunk[largest] = size // next((f for f in factors if size % f == 0), size)
+    piece = piece_shape(array)
+    chunk = list(piece)
+    while math.prod(chunk) * array.dtype.itemsize > max_bytes:
+        halves = {
+            dimension: half
+            for dimension, size in enumerate(chunk)
+            if (half := _divide(size, piece[dimension] == array.shape[dimension])) < size
+        }
+        if not halves:
+            break
+        largest = max(halves, key=chunk.__getitem__)
+        chunk[largest] = halves[largest]
     return tuple(chunk)
+
+
+def _divide(size: int, is_whole: bool) -> int:
+    """A part of a size, about half of it. Parts of a piece that is not a whole array are equal."""
+    if is_whole:
+        return -(-size // 2)
+    return size // next((factor for factor in (2, 3, 5, 7) if size % factor == 0), 1)
