@@ -1,0 +1,245 @@
+"""Damages every file of a saved step, and counts how often a run notices.
+
+  python benchmarks/damage.py [--bits 64] [--folder DIR]
+
+A run saves step 1 and step 2. Then each file of step 2 is truncated, emptied and removed, and random
+bits of it are flipped, one at a time. After each damage, the start of a run looks for its newest
+checkpoint and restores it, as `train` does. It should name the file and restore step 1, bit for bit.
+The results are written to DIR as they come, and the command continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from partitioning import PjitPartitioner
+from partitioning.mesh import MeshConfig
+from train import TrainConfig, train
+from train.checkpoints import CheckpointConfig
+from train.data import CausalLM, Records
+from train.objectives import Loss, Objective
+from train.run import Run, prepare
+from train.runtime.console import RunConsole
+from train.start import find_start, restore_state
+
+SHAPE = (512, 1024)
+OUTCOMES = {
+    'previous step': 'the file is named, and the step before is restored',
+    'not named': 'the step before is restored, but no message names the file',
+    'error': 'the run ends with an error',
+    'unnoticed': 'the damaged step is restored, and its arrays are right',
+    'silently wrong': 'the damaged step is restored, and its arrays are wrong',
+}
+
+
+class Tables(Objective):
+    """Two arrays of realistic size, with normal numbers in float32 and in bfloat16."""
+
+    def init(self, key: jax.Array, batch: Any) -> Any:
+        keys, dtypes = jax.random.split(key), {'single': jnp.float32, 'half': jnp.bfloat16}
+        return {
+            'params': {
+                name: jax.random.normal(one, SHAPE, dtype)
+                for one, (name, dtype) in zip(keys, dtypes.items(), strict=True)
+            }
+        }
+
+    def loss(self, params: Any, batch: Any, rng: Any, variables: Any) -> Loss:
+        return Loss(sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(params)))
+
+
+class Lines(RunConsole):
+    """A console that keeps what a run says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines = list[str]()
+
+    def say(self, message: str, style: str | None = None) -> None:
+        self.lines.append(message)
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A run with two saved steps.
+
+    Attributes:
+      run: the run.
+      states: its arrays after each step, by the step.
+    """
+
+    run: Run
+    states: Mapping[int, list[np.ndarray]]
+
+    @property
+    def newest(self) -> Path:
+        """The folder of step 2."""
+        return Path(self.run.directory) / 'checkpoints/2'
+
+
+def save_two_steps(folder: Path) -> Saved:
+    """Trains a run of two steps on two devices, and saves both."""
+    states = dict[int, list[np.ndarray]]()
+
+    def keep(state: Any, step: int, metrics: Any) -> None:
+        states[step] = [np.array(x) for x in jax.tree.leaves(state)]
+
+    config = TrainConfig(
+        model_dir=str(folder / 'run'),
+        objective=Tables(),
+        partitioner=PjitPartitioner(
+            mesh=MeshConfig(axes={'data': 2}, devices=jax.devices()[:2]), layout='fsdp'
+        ),
+        optimizer=optax.adam(1e-2),
+        task=CausalLM(source=Records(records=['some text'] * 40, holdout_percent=20.0)),
+        total_steps=2,
+        batch_size=2,
+        sequence_length=8,
+        checkpoints=CheckpointConfig(period=1, when_busy='wait'),
+        hooks=[keep],
+        writers=(),
+        seed=0,
+    )
+    with contextlib.redirect_stdout(sys.stderr):
+        train(config)
+        return Saved(prepare(config), states)
+
+
+# Damages: what is left of the content of a file, or None if the file is removed.
+Damage = Callable[[bytes], bytes | None]
+
+
+def flip(bit: int) -> Damage:
+    """Flips one bit."""
+
+    def damage(content: bytes) -> bytes:
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        return bytes(changed)
+
+    return damage
+
+
+def damages_of(content: bytes, bits: int, rng: np.random.Generator) -> Iterator[tuple[str, Damage]]:
+    """Every damage of a file, with its kind."""
+    if content:
+        yield 'truncated', lambda content: content[: len(content) // 2]
+        yield 'emptied', lambda content: b''
+        for bit in rng.choice(8 * len(content), min(bits, 8 * len(content)), replace=False):
+            yield 'a bit flipped', flip(int(bit))
+    yield 'removed', lambda content: None
+
+
+@contextlib.contextmanager
+def damaged(path: Path, damage: Damage) -> Iterator[None]:
+    """Damages a file while the context is open."""
+    content = path.read_bytes()
+    left = damage(content)
+    try:
+        path.unlink() if left is None else path.write_bytes(left)
+        yield
+    finally:
+        path.write_bytes(content)
+
+
+def outcome(saved: Saved, file: str) -> str:
+    """Starts the run again, and returns one of `OUTCOMES`.
+
+    Args:
+      saved: the run, of whose step 2 a file is damaged.
+      file: the path of the file below the folder of the step.
+    """
+    console = Lines()
+    run = dataclasses.replace(saved.run, console=console)
+    try:
+        start = find_start(run, run.config.checkpoints.open(run.directory))
+        state, start = restore_state(run, start)
+    except Exception as error:
+        return 'error' if isinstance(error, ValueError) else f'error: {type(error).__name__}'
+    restored = start.restored or 0
+    expected, found = saved.states.get(restored, []), jax.tree.leaves(state)
+    same = len(expected) == len(found) and all(
+        np.asarray(x).tobytes() == y.tobytes() for x, y in zip(found, expected, strict=True)
+    )
+    if not same:
+        return 'silently wrong'
+    if restored == 2:
+        return 'unnoticed'
+    # Without its manifest, a step is not finished, so there is no file to name.
+    what = 'was not saved completely' if file == 'manifest.json' else file
+    named = any(
+        str(saved.newest) in line and (what in line or file in line) for line in console.lines
+    )
+    return 'previous step' if named else 'not named'
+
+
+# The whole campaign.
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    parser.add_argument('--bits', type=int, default=64, help='the bits to flip in each file')
+    parser.add_argument('--folder', type=Path, help='where the results are, to continue them')
+    options = parser.parse_args()
+    with contextlib.ExitStack() as stack:
+        folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            counts = run_campaign(save_two_steps(Path(scratch)), options.bits, folder)
+    show(counts)
+    return int(any(outcome != 'previous step' for _, outcome in counts))
+
+
+def run_campaign(saved: Saved, bits: int, folder: Path) -> collections.Counter[tuple[str, str]]:
+    """Tries all damages that have no result yet, and counts the outcomes by kind."""
+    results = folder / 'damage.jsonl'
+    done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    known, start = {(one['file'], one['number']) for one in done}, time.monotonic()
+    files = sorted(p.relative_to(saved.newest) for p in saved.newest.rglob('*') if p.is_file())
+    with results.open('a') as out:
+        for file in files:
+            content = (saved.newest / file).read_bytes()
+            # The bits depend on the file only, so a continued campaign flips the same ones.
+            rng = np.random.default_rng(list(str(file).encode()))
+            for number, (kind, damage) in enumerate(damages_of(content, bits, rng)):
+                if (str(file), number) in known:
+                    continue
+                with damaged(saved.newest / file, damage):
+                    found = outcome(saved, str(file))
+                done.append({'file': str(file), 'number': number, 'kind': kind, 'outcome': found})
+                out.write(json.dumps(done[-1]) + '\n')
+                out.flush()
+            print(f'{len(done):,} cases, {time.monotonic() - start:.0f} s: {file}', file=sys.stderr)
+    return collections.Counter((one['kind'], one['outcome']) for one in done)
+
+
+def show(counts: Mapping[tuple[str, str], int]) -> None:
+    """Prints a table of the counts."""
+    outcomes = [*OUTCOMES, *sorted({o for _, o in counts if o not in OUTCOMES})]
+    kinds = sorted({kind for kind, _ in counts})
+    print('| | cases | ' + ' | '.join(outcomes) + ' |')
+    print('|---' * (len(outcomes) + 2) + '|')
+    for kind in kinds:
+        row = [counts.get((kind, one), 0) for one in outcomes]
+        print(f'| {kind} | {sum(row):,} | ' + ' | '.join(f'{n:,}' for n in row) + ' |')
+
+
+if __name__ == '__main__':
+    jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_num_cpu_devices', 2)
+    sys.exit(main())
