@@ -2,10 +2,10 @@
 
   python benchmarks/damage.py [--bits 64] [--folder DIR]
 
-A run saves step 1 and step 2. Then each file of step 2 is truncated, emptied and removed, and random
-bits of it are flipped, one at a time. After each damage, the start of a run looks for its newest
-checkpoint and restores it, as `train` does. It should name the file and restore step 1, bit for bit.
-The results are written to DIR as they come, and the command continues where it stopped.
+A run saves step 1 and step 2. Then each file of step 2 is truncated, emptied and removed, and
+random bits of it are flipped, one at a time. After each damage, the start of a run looks for its
+newest checkpoint and restores it, as `train` does. It should name the file and restore step 1, bit
+for bit. The results are written to DIR as they come, and the command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def outcome(saved: Saved, file: str) -> str:
     console = Lines()
     run = dataclasses.replace(saved.run, console=console)
     try:
-        start = find_start(run, run.config.checkpoints.open(run.directory))
-        state, start = restore_state(run, start)
+        checkpoints = run.config.checkpoints.open(run.directory)
+        state, start = restore_state(run, checkpoints, find_start(run, checkpoints))
     except Exception as error:
         return 'error' if isinstance(error, ValueError) else f'error: {type(error).__name__}'
     restored = start.restored or 0
@@ -208,7 +208,9 @@ def main() -> int:
 def run_campaign(saved: Saved, bits: int, folder: Path) -> collections.Counter[tuple[str, str]]:
     """Tries all damages that have no result yet, and counts the outcomes by kind."""
     results = folder / 'damage.jsonl'
-    done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    done = (
+        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+    )
     known, start = {(one['file'], one['number']) for one in done}, time.monotonic()
     files = sorted(p.relative_to(saved.newest) for p in saved.newest.rglob('*') if p.is_file())
     with results.open('a') as out:

@@ -104,7 +104,7 @@ def _print_failures_once() -> None:
 
 
 def _folder_per_array() -> ocp.PyTreeCheckpointHandler:
-    """Writes each array into a folder of files. It needs less memory than a database of them all."""
+    """Writes each array into a folder of files, which needs less memory than one database."""
     one_by_one = ocp.type_handlers.ArrayHandler(
         # Slicing small arrays, so that devices with the same copy share the work, costs more time.
         min_slice_bytes_for_replica_parallel=MIN_SLICE_BYTES
