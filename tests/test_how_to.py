@@ -86,9 +86,10 @@ def test_the_programs_run(page, run_on, tmp_path, monkeypatch, traces):
     assert bool(wishes) == (page in WISHES)
 
 
-def test_an_exported_program_prints_what_the_page_shows(tmp_path, monkeypatch):
+@pytest.mark.parametrize('guide', ['export', 'when_a_run_is_interrupted'])
+def test_the_programs_of_a_guide_print_what_it_shows(guide, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_blocks('docs/how-to/export.md')
+    run_blocks(f'docs/how-to/{guide}.md')
 
 
 def test_a_mixture_of_experts(tmp_path, monkeypatch):
