@@ -1,16 +1,20 @@
 """2, 4 and 8 real JAX processes with 8 devices in total see the same meshes and batches."""
 
 import functools
+import math
 import shutil
 
 import job_batches
+import job_restoring
 import job_training
 import numpy as np
 import pytest
+from etils import epath
 from processes import run_worker
 from small import records
 
 from train import train
+from train.checkpoints import CheckpointConfig
 
 
 @pytest.fixture(scope='module')
@@ -19,7 +23,10 @@ def reports_of(tmp_path_factory):
 
     @functools.cache
     def run(count):
-        return run_worker(count, tmp_path_factory.mktemp(f'processes{count}'))
+        folder = tmp_path_factory.mktemp(f'processes{count}')
+        if count == 4:
+            job_restoring.save_alone(folder)
+        return run_worker(count, folder)
 
     return run
 
@@ -202,3 +209,33 @@ def test_two_processes_train_like_one_and_one_process_resumes_their_run(
     assert [r['step'] for r in one] == [r['step'] for r in two] == [1, 2, 2, 3, 4, 4, 5, 5]
     for a, b in zip(one, two, strict=True):
         assert b == pytest.approx(a, rel=1e-5, abs=1e-8)
+
+
+# Restoring.
+
+
+def test_four_processes_read_each_byte_of_one_process_once_and_one_restores_theirs(reports_of):
+    """The workers compare the bits of all shards."""
+    reports = [report['restoring'] for report in reports_of(4)]
+    [size] = {report['size'] for report in reports}
+    assert (
+        size
+        == sum(
+            math.prod(shape) * np.dtype(dtype).itemsize
+            for shape, dtype, _ in job_restoring.ARRAYS.values()
+        )
+        + np.dtype('int32').itemsize
+    )
+    # Two processes need parts of each chunk of the array of 2 MiB that the other mesh has sharded.
+    expected = size + 2**21
+    assert reports[0]['amplification'] == pytest.approx(expected / size)
+    for report, process_bytes in zip(reports, reports[0]['expected'], strict=True):
+        # Each file is read twice: for its checksum, and then from the page cache.
+        assert report['read'] == pytest.approx(2 * process_bytes, rel=0.05)
+        assert report['read'] < 2 * expected / 2, 'no process reads half of the bytes'
+    assert sum(reports[0]['expected']) == expected
+
+    abstract = job_restoring.abstract_state(8)
+    folder = epath.Path(reports[0]['folder'])
+    again = CheckpointConfig().open(folder).restore(job_restoring.STEP, abstract)
+    job_restoring.assert_has_values(again, abstract)

@@ -37,6 +37,10 @@ def main():
 
         report['failures'] = job_failures.run(index, folder)
         report['training'] = job_training.run(folder)
+    if count == 4:
+        import job_restoring
+
+        report['restoring'] = job_restoring.run(folder)
     report_path(folder, index).write_text(json.dumps(report))
 
 

@@ -19,6 +19,7 @@ from train.runtime.arrays_on_s3 import in_s3
 
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
+CACHE_BYTES = 100_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -199,14 +200,6 @@ class _Mapped:
         return self.function(np.asarray(self.future.result()))
 
 
-@functools.cache
-def _context() -> Any:
-    """The caches and limits that all reads of this process share."""
-    import tensorstore as ts
-
-    return ts.Context({'cache_pool': {'total_bytes_limit': 100_000_000}})
-
-
 def open_stores(
     specs: Mapping[str, dict[str, Any]],
     check: Callable[[str, Any, Bounds], None] | None = None,
@@ -222,7 +215,9 @@ def open_stores(
     """
     import tensorstore as ts
 
-    opening = {n: ts.open(ts.Spec(s), context=_context(), read=True) for n, s in specs.items()}
+    # The cache is for chunks of which several devices hold parts. It goes with the last array.
+    context = ts.Context({'cache_pool': {'total_bytes_limit': CACHE_BYTES}})
+    opening = {n: ts.open(ts.Spec(s), context=context, read=True) for n, s in specs.items()}
     stores = {name: future.result() for name, future in opening.items()}
     if check is None:
         return {name: in_store(store) for name, store in stores.items()}
