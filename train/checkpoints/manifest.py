@@ -101,7 +101,7 @@ def read_manifest(folder: epath.Path) -> Manifest | None:
     """
     try:
         text = (folder / FILE).read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise DamagedCheckpoint(

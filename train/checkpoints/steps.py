@@ -79,7 +79,8 @@ def examine(folder: epath.Path, step: int, *, contents: bool = False) -> FoundSt
         return found('damaged', str(error))
     if has_record(folder):
         return found('unfinished', f'checkpoint {folder} was not saved completely')
-    if t5x_format(folder) or _is_orbax(folder):
+    is_folder = folder.is_dir() or folder.name.startswith('checkpoint_')  # or an old file of T5X
+    if is_folder and (t5x_format(folder) or _is_orbax(folder)):
         return found('without a manifest', f'checkpoint {folder} has no manifest')
     return found('not a checkpoint', f'{folder} is not a checkpoint')
 

@@ -1,0 +1,236 @@
+"""Damaged, foreign, copied and renamed steps: each is named, and none is restored.
+
+`benchmarks/damage.py` damages every file; here are a few of each kind, in the same way.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from benchmarks.damage import damaged, damages_of, outcome, save_two_steps
+from train.checkpoints import CheckpointConfig, Checkpoints, complete_steps
+from train.checkpoints.steps import newest_step
+from train.errors import ConfigError
+
+FILES = (
+    'manifest.json',
+    'run/step.json',
+    'state/_METADATA',
+    'state/params.half/.zarray',
+    'state/params.single/0.1',
+    'state/opt_state.0.mu.half/0.0',
+)
+
+
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    return save_two_steps(tmp_path_factory.mktemp('saved'))
+
+
+@pytest.mark.parametrize('file', FILES)
+def test_a_damaged_file_is_named_and_the_step_before_is_restored(saved, file):
+    content = (saved.newest / file).read_bytes()
+    kinds = {}
+    for kind, damage in damages_of(content, 2, np.random.default_rng(len(file))):
+        with damaged(saved.newest / file, damage):
+            kinds[kind] = outcome(saved, file)
+    assert kinds == dict.fromkeys(
+        ('truncated', 'emptied', 'a bit flipped', 'removed'), 'previous step'
+    )
+
+
+def test_an_added_chunk_is_noticed(saved):
+    """It would be read in place of the values that Orbax does not write."""
+    added = saved.newest / 'state/params.single/0.2'
+    added.write_bytes(b'0')
+    try:
+        assert outcome(saved, 'state/params.single/0.2') == 'previous step'
+    finally:
+        added.unlink()
+    assert outcome(saved, '') == 'unnoticed', 'the step is intact again'
+
+
+# What else can be in the folder of checkpoints.
+
+
+@pytest.fixture(scope='module')
+def two_steps(tmp_path_factory):
+    """A folder with steps 8 and 10. Tests copy it."""
+    folder = tmp_path_factory.mktemp('two') / 'checkpoints'
+    saved = Checkpoints(folder, CheckpointConfig())
+    for step in (8, 10):
+        saved.save(step, state(step))
+    saved.close()
+    return Path(folder)
+
+
+@pytest.fixture
+def folder(two_steps, tmp_path):
+    return Path(shutil.copytree(two_steps, tmp_path / 'checkpoints'))
+
+
+def state(value):
+    return {'params': {'kernel': jnp.full((4, 4), float(value))}}
+
+
+def write(path, text=''):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def plain_orbax(folder, step):
+    with ocp.CheckpointManager(folder) as manager:
+        manager.save(step, args=ocp.args.StandardSave(state(step)))
+
+
+def unfinished(folder, step):
+    """What a kill between the commit of Orbax and the manifest leaves."""
+    shutil.copytree(folder / '10', folder / str(step))
+    (folder / f'{step}/manifest.json').unlink()
+
+
+FOREIGN = {
+    'an empty folder': (lambda f: (f / '11').mkdir(), r'/11 is not a checkpoint'),
+    'files of a user': (lambda f: write(f / '11/notes.txt'), r'/11 is not a checkpoint'),
+    'a file': (lambda f: write(f / '11'), r'/11 is not a checkpoint'),
+    'only a name': (
+        lambda f: write(f / '11/_CHECKPOINT_METADATA', '{"version": 99}'),
+        r'/11 is not a checkpoint',
+    ),
+    'leading zeros': (lambda f: (f / '011').mkdir(), r'/011 is not a checkpoint, because'),
+    'another name': (lambda f: write(f / 'old/notes.txt'), r'/old is not a checkpoint'),
+    'a temporary folder of Orbax': (
+        lambda f: write(f / '11.orbax-checkpoint-tmp/state/array'),
+        r'/11\.orbax-checkpoint-tmp is not a checkpoint',
+    ),
+    'a copy': (
+        lambda f: shutil.copytree(f / '10', f / '12'),
+        r'/12 is a copy of step 10 under another name',
+    ),
+    'an unfinished step': (lambda f: unfinished(f, 11), r'/11 was not saved completely'),
+    'another version': (
+        lambda f: write(f / '10/_CHECKPOINT_METADATA', '{"version": 99}'),
+        r'/10 is damaged: _CHECKPOINT_METADATA has 15 bytes instead of',
+    ),
+    'a renamed step': (
+        lambda f: (f / '10').rename(f / '14'),
+        r'/14 is a copy of step 10 under another name',
+    ),
+}
+
+
+def contents(folder):
+    return {p: p.read_bytes() if p.is_file() else None for p in folder.rglob('*')}
+
+
+@pytest.mark.parametrize('what', FOREIGN)
+def test_what_is_not_a_good_step_is_named_and_kept(folder, what):
+    make, expected = FOREIGN[what]
+    make(folder)
+    said, before = [], contents(folder)
+    newest = newest_step(folder, said.append)
+    assert newest == (8 if what in ('another version', 'a renamed step') else 10)
+    [line] = said
+    assert re.search(expected, line) and '\n' not in line
+    # A run resumes, and keeps one step only.
+    saved = Checkpoints(folder, CheckpointConfig(keep=1))
+    saved.save(16, state(16))
+    saved.close()
+    assert complete_steps(folder) == [16]
+    ours = {'8', '10'} | ({'11'} if what == 'an unfinished step' else set())
+    kept = {
+        path: content
+        for path, content in before.items()
+        if path.relative_to(folder).parts[0] not in ours
+    }
+    assert kept.items() <= contents(folder).items()
+
+
+def test_a_newer_step_without_a_manifest_is_an_error(folder):
+    plain_orbax(folder, 12)
+    with pytest.raises(ConfigError, match=r'/12 has no manifest: .*convert'):
+        newest_step(folder, print)
+    (folder / '12').rename(folder / '9')
+    assert newest_step(folder, print) == 10, 'an older one does not matter'
+
+
+def test_if_no_good_step_is_left_the_run_does_not_start_from_scratch(folder):
+    for step in (8, 10):
+        (folder / f'{step}/state/_METADATA').unlink()
+    with pytest.raises(ConfigError, match=r'no good checkpoint is left .*/10 is damaged'):
+        newest_step(folder, print)
+    for step in (8, 10):
+        (folder / f'{step}/manifest.json').unlink()
+    with pytest.raises(ConfigError, match=r'no good checkpoint is left .*/10 was not saved'):
+        newest_step(folder, print)
+
+
+def test_a_first_save_that_was_killed_does_not_stop_a_new_run(folder):
+    """Step 8 was saved when there was no good step yet, so nothing is lost."""
+    shutil.rmtree(folder / '10')
+    (folder / '8/manifest.json').unlink()
+    said = []
+    assert newest_step(folder, said.append) is None
+    assert '/8 was not saved completely' in said[0]
+
+
+@pytest.mark.parametrize('what', ['files of a user', 'a copy'])
+def test_a_save_does_not_replace_what_is_in_its_place(folder, what):
+    FOREIGN[what][0](folder)
+    step = 12 if what == 'a copy' else 11
+    before, saved = contents(folder), Checkpoints(folder, CheckpointConfig(keep=1))
+    saved.save(step, state(step))
+    assert f'/{step} cannot be saved' in str(failure := saved.failure())
+    assert 'in its place: move it away' in str(failure)
+    saved.close()
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize('leave', ['_CHECKPOINT_METADATA', 'run/step.json', 'manifest.json', ''])
+def test_a_damaged_or_unfinished_step_is_saved_again(folder, leave):
+    """Without its manifest, without its record, or with a file that has changed."""
+    (folder / '10' / (leave or 'state/_METADATA')).write_text('')
+    if leave == 'manifest.json':
+        (folder / '10/manifest.json').unlink()
+    assert newest_step(folder, print) == 8
+    saved = Checkpoints(folder, CheckpointConfig())
+    saved.save(10, state(-1))
+    saved.close()
+    assert complete_steps(folder) == [8, 10]
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0)
+    )
+    np.testing.assert_array_equal(saved.restore(10, abstract)['params']['kernel'], -1.0)
+
+
+def test_an_interrupted_deletion_is_recognized_and_completed(folder):
+    """The manifest goes first and the record last."""
+    (folder / '8/manifest.json').unlink()
+    shutil.rmtree(folder / '8/state')
+    said = []
+    assert newest_step(folder, said.append) == 10 and not said
+    saved = Checkpoints(folder, CheckpointConfig(keep=5))
+    saved.save(12, state(12))
+    saved.close()
+    assert sorted(p.name for p in folder.iterdir()) == ['10', '12']
+
+
+def test_the_manifest_lists_every_file_with_its_checksum(folder):
+    """The checksums are those of the reference implementation of XXH3."""
+    import xxhash
+
+    written = json.loads((folder / '10/manifest.json').read_text())
+    files = {p for p in (folder / '10').rglob('*') if p.is_file() and p.name != 'manifest.json'}
+    assert written['files'].keys() == {str(p.relative_to(folder / '10')) for p in files}
+    for path in files:
+        size, checksum = written['files'][str(path.relative_to(folder / '10'))]
+        assert size == path.stat().st_size
+        assert checksum == xxhash.xxh3_128_hexdigest(path.read_bytes())
+    assert written['step'] == 10 and written['versions']['jax'] == jax.__version__
