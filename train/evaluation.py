@@ -10,7 +10,7 @@ import jax
 
 from partitioning import TrainState
 from train.checkpoints import RestoreConfig
-from train.checkpoints.reading import with_dtype
+from train.checkpoints.reading import CheckpointReader, with_dtype
 from train.config import TrainConfig
 from train.data import record
 from train.errors import ConfigError
@@ -83,12 +83,14 @@ def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> Tr
     Raises:
       ConfigError: if there is no checkpoint, or if it belongs to another model or tokenizer.
     """
+    saved: CheckpointReader
     with run.console.phase('looking for checkpoints'):
         if restore is None:
-            saved = run.config.checkpoints.open(run.directory)
-            step = saved.newest_step(run.console.say)
-            if step is None:
+            own = run.config.checkpoints.open(run.directory)
+            newest = own.newest_step(run.console.say)
+            if newest is None:
                 raise ConfigError(f'{run.directory} has no complete checkpoint to evaluate')
+            saved, step = own, newest
         else:
             folder, step = restore.find()
             saved = restore.open(folder)
@@ -100,5 +102,5 @@ def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> Tr
         preflight.report(run.console)
         preflight.check()
         state = saved.restore_variables(step, abstract, initialize)
-    run.console.say(f'restored step {step} of {saved.directory}', style='bold')
+    run.console.say(f'restored {saved.origin(step)}', style='bold')
     return state

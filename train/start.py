@@ -15,6 +15,7 @@ from partitioning import TrainState
 from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
 from train.checkpoints import Checkpoints, DamagedCheckpoint, RestoreConfig
+from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps import t5x_steps
 from train.data import Feed, LocalBatches, record
 from train.errors import ConfigError
@@ -43,7 +44,7 @@ class Start(NamedTuple):
     """
 
     step: int
-    source: Checkpoints
+    source: CheckpointReader
     restored: int | None
     pending: tuple[str, ...] = ()
     scores: Mapping[str, float] = MappingProxyType({})
@@ -56,7 +57,8 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
       ConfigError: if the checkpoint cannot be continued with the data or the steps of the run, or
         if processes find different checkpoints.
     """
-    config, source, changes = run.config, saved, list[str]()
+    config, changes = run.config, list[str]()
+    source: CheckpointReader = saved
     with run.console.phase('looking for checkpoints'):
         step, restored = 0, saved.newest_step(run.console.say)
         if restored is not None:
@@ -71,7 +73,7 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
             record.check_restored_tokenizer(folder, {'': run.data}, config.restore.setting)
     check_same_step(restored or 0)
     # Before anything is compiled or written.
-    start = _start_from(source, step, restored, is_own=source is saved)
+    start = _start_from(saved, source, step, restored)
     start = _compare_with_run(run, saved, start)
     for change in changes:
         run.console.say(change)
@@ -96,9 +98,11 @@ def _compare_with_run(run: Run, saved: Checkpoints, start: Start) -> Start:
     return start
 
 
-def _start_from(source: Checkpoints, step: int, restored: int | None, *, is_own: bool) -> Start:
+def _start_from(
+    saved: Checkpoints, source: CheckpointReader, step: int, restored: int | None
+) -> Start:
     """The start from a checkpoint, with what a signal has left to do if the run has saved it."""
-    about = source.record(restored) if is_own and restored is not None else None
+    about = saved.record(restored) if source is saved and restored is not None else None
     if about is None or not about.pending:
         return Start(step, source, restored)
     scores = {name: x for name, x in about.scores.items() if not name.startswith('train/')}
@@ -158,7 +162,7 @@ def _older_start(run: Run, saved: Checkpoints, start: Start, damage: DamagedChec
     if older is None:
         raise damage
     step = older if is_own else source.first_step(older)
-    return _start_from(source, step, older, is_own=is_own)
+    return _start_from(saved, source, step, older)
 
 
 def roll_back(run: Run, saved: Checkpoints, step: int) -> TrainState:

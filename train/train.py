@@ -92,7 +92,7 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
     if init is None:
         state = cast(TrainState, restored)
         verb = 'resumed' if start.source is saved else 'restored'
-        console.say(f'{verb} from step {start.restored} of {start.source.directory}', style='bold')
+        console.say(f'{verb} from {start.source.origin(start.restored or 0)}', style='bold')
     else:
         state = init(run.key)
     plan.check(state)

@@ -35,7 +35,7 @@ def test_the_help_has_an_example_of_each_command(capsys, arguments):
 @pytest.mark.parametrize(
     ('name', 'words'),
     [
-        ('train', ['pretrain, quickstart', 'meshwright train quickstart', '--gin_allow']),
+        ('train', ['finetune, finetune_pairs', 'meshwright train quickstart', '--gin_allow']),
         ('eval', ['meshwright eval runs/quickstart --step=225', 'later files override']),
         ('predict', ['meshwright predict runs/translate --beams=4', '--mode', '--top_p']),
         ('generate', ['meshwright generate runs/quickstart --prompt', '--temperature']),
@@ -56,7 +56,10 @@ def test_the_help_of_a_command(capsys, name, words):
     [
         (['trian'], "Did you mean 'train'?"),
         (['train', 'quickstrat'], "Did you mean 'quickstart'?"),
-        (['train', 'nowhere'], 'The runs are forecast, pretrain, quickstart;'),
+        (
+            ['train', 'nowhere'],
+            'The runs are finetune, finetune_pairs, forecast, pretrain, quickstart;',
+        ),
         (['train', 'nowhere.gin'], 'no such gin file: nowhere.gin'),
         (['train', 'quickstart', '--gin.TRAIN_STEP=1'], "Did you mean 'TRAIN_STEPS'?"),
         (['train', 'quickstart', '--profile_steps=1'], 'TrainConfig.profile_steps is 1: '),

@@ -5,16 +5,26 @@ The models are those of reference_models/, which transformers has written with t
 
 import dataclasses
 import json
+import re
 import shutil
+import sys
 from pathlib import Path
 
+import gin
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+import small
 from etils import epath
 from flax.traverse_util import flatten_dict
 from hypothesis import given, strategies as st
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
+from partitioning import TrainState
+from partitioning.state import path_str
+from train.checkpoints import RestoreConfig
 from train.checkpoints.huggingface import decoders
 from train.checkpoints.huggingface.architectures import (
     ARCHITECTURES,
@@ -24,18 +34,28 @@ from train.checkpoints.huggingface.architectures import (
     model_config,
 )
 from train.checkpoints.huggingface.config_json import ConfigJson, read_config
+from train.checkpoints.huggingface.folders import (
+    load_huggingface_model,
+    load_huggingface_tokenizer,
+)
 from train.checkpoints.huggingface.mapping import as_ours
 from train.checkpoints.huggingface.writer import write_model
 from train.checkpoints.safetensors_files import list_places, open_safetensors
+from train.checkpoints.safetensors_writer import write_safetensors
 from train.checkpoints.stored import in_memory
+from train.cli import main
+from train.data.text.tokenizers import SentencePieceTokenizer
 from train.errors import ConfigError
 from train.models.parameters import list_parameters
-from train.models.t5 import T5Config
+from train.models.t5 import T5, T5Config
+from train.objectives import EncoderDecoder, NextToken
+from train.runtime import machine
 
 pytestmark = pytest.mark.core
 
 MODELS = Path(__file__).parent / 'reference_models'
 NAMES = sorted(path.name for path in MODELS.iterdir() if path.is_dir())
+RULES = [*small.RULES, ('joined_kv', 'model'), ('relpos_buckets', None)]
 DECODERS = [name for name in NAMES if not name.startswith('t5')]
 
 
@@ -148,6 +168,154 @@ def test_a_larger_vocabulary_is_filled_with_zeros_and_cut_again(tmp_path):
     assert_same_files(tmp_path, MODELS / 'llama3_1')
 
 
+# ---- restoring
+
+
+def batch_of(name):
+    """The tokens of a fixture as a batch of eight rows, and its logits."""
+    arrays = {n: np.tile(x, (4,) + (1,) * (x.ndim - 1)) for n, x in load_logits(name).items()}
+    tokens = arrays['tokens'].astype(np.int32)
+    if 'inputs' not in arrays:
+        batch = {
+            'decoder_input_tokens': tokens,
+            'decoder_target_tokens': tokens,
+            'decoder_loss_weights': np.ones_like(tokens, np.float32),
+        }
+        return batch, arrays['logits']
+    batch = {
+        'encoder_input_tokens': arrays['inputs'].astype(np.int32),
+        'decoder_input_tokens': np.pad(tokens, ((0, 0), (1, 0)))[:, :-1],
+        'decoder_target_tokens': tokens,
+    }
+    return batch, arrays['logits']
+
+
+def load_logits(name):
+    return dict(np.load(MODELS / name / 'logits.npz').items())
+
+
+def restore(folder, model, batch, mesh=(4, 2), **settings):
+    """Restores a train state from a model as a run does, and computes its logits."""
+    objective = (EncoderDecoder if isinstance(model, T5) else NextToken)(model=model)
+    partitioner = small.partitioner(*mesh, logical_axis_rules=RULES)
+    zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in batch.items()}
+
+    def init(key):
+        return TrainState.create(objective.init(key, zeros), optax.adam(1e-3))
+
+    plan = partitioner.plan(init, jax.random.key(0))
+    structs = jax.tree_util.tree_leaves_with_path(plan.abstract_state)
+    by_path = {path_str(path): struct for path, struct in structs}
+
+    def initialize(paths):
+        """The arrays that are new; their values do not matter here."""
+        assert all(path.startswith('opt_state') for path in paths)
+        zeros = {path: np.zeros(by_path[path].shape, by_path[path].dtype) for path in paths}
+        return {path: jax.device_put(x, by_path[path].sharding) for path, x in zeros.items()}
+
+    config = RestoreConfig(path=str(folder), **settings)
+    path, step = config.find()
+    reader = config.open(path)
+    preflight = reader.preflight(step, plan.abstract_state)
+    preflight.check()
+    state = reader.restore(step, plan.abstract_state, initialize)
+    assert (step, int(state.step)) == (0, 0)
+    assert jax.tree.map(lambda x: x.sharding, state) == plan.shardings
+
+    def compute(params):
+        args, kwargs = objective.model_inputs(batch)
+        mode = {'deterministic': True}
+        return model.apply({'params': params}, *args, **kwargs, **mode)
+
+    compute = partitioner.partition(compute, (plan.specs.params,), None)
+    return state, np.asarray(compute(state.params))
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_run_that_starts_from_a_model_computes_its_logits(name, tmp_path):
+    """On a mesh of 4x2. What is written back from the restored state is bit-equal."""
+    batch, expected = batch_of(name)
+    model = load_huggingface_model(str(MODELS / name))
+    state, logits = restore(MODELS / name, model, batch)
+    assert np.abs(expected).max() > 1
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+    flat = jax.tree_util.tree_leaves_with_path(state)
+    arrays = {path_str(path): in_memory(np.asarray(x)) for path, x in flat}
+    write_model(arrays, tmp_path, like=MODELS / name)
+    assert_same_files(tmp_path, MODELS / name)
+
+
+@pytest.mark.parametrize('name', ['llama3_1', 'gpt2'])
+def test_a_run_with_separate_layers_computes_the_logits(name):
+    batch, expected = batch_of(name)
+    model = load_huggingface_model(str(MODELS / name), scan_layers=False)
+    _, logits = restore(MODELS / name, model, batch, mesh=(1, 2))
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_a_larger_vocabulary_does_not_change_the_other_logits():
+    batch, expected = batch_of('llama3_1')
+    model = load_huggingface_model(str(MODELS / 'llama3_1'), vocab_multiple=128)
+    _, logits = restore(MODELS / 'llama3_1', model, batch)
+    assert logits.shape[-1] == 384
+    np.testing.assert_allclose(logits[..., :264], expected, atol=1e-4, rtol=0)
+    assert not logits[..., 264:].any()
+
+
+def test_safetensors_with_our_names_are_restored(tmp_path):
+    batch, expected = batch_of('qwen3')
+    arrays = read_decoder('qwen3') | {'step': in_memory(7), 'opt_state/0/count': in_memory(7)}
+    write_safetensors(tmp_path, arrays)
+    model = load_huggingface_model(str(MODELS / 'qwen3'))
+    _, logits = restore(tmp_path, model, batch)
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+
+
+def refused(folder, match, **settings):
+    batch, _ = batch_of('llama3_1')
+    model = load_huggingface_model(str(MODELS / 'llama3_1'), **settings)
+    with pytest.raises(ConfigError, match=match) as error:
+        restore(folder, model, batch)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_other_arrays_than_those_of_the_run_are_named(tmp_path):
+    folder, q = copy('llama3_1', tmp_path), 'model.layers.1.self_attn.q_proj'
+    whole = load_file(folder / 'model.safetensors')
+    save_file({n: x for n, x in whole.items() if not n.startswith(q)}, folder / 'model.safetensors')
+    refused(folder, r'1 arrays differ.*params/layers/attention/query: absent in the checkpoint')
+    extra = {
+        f'{q}.bias': np.ones(32, np.float32),
+        'model.layers.3.mlp.gate_proj.weight': whole['lm_head.weight'],
+    }
+    save_file(whole | extra, folder / 'model.safetensors')
+    refused(
+        folder, rf'2 arrays differ.*{re.escape(q)}\.bias: \(32,\) float32 in the checkpoint, absent'
+    )
+    # Frequencies of rotary positions are not weights.
+    buffer = {'model.layers.0.self_attn.rotary_emb.inv_freq': np.ones(4, np.float32)}
+    save_file(whole | buffer, folder / 'model.safetensors')
+    batch, _ = batch_of('llama3_1')
+    restore(folder, load_huggingface_model(str(folder)), batch)
+
+
+def test_a_model_of_another_size_is_refused():
+    where = r'another size: .* \(264, 16\).*params/{} .* needs \({}, 16\).* config\.json'
+    refused(MODELS / 'llama3_1', where.format('embedding', 256), vocab_size=256)
+    refused(MODELS / 'llama3_1', r'o_proj\.weight is \(16, 32\).*needs \(16, 64\)', num_heads=8)
+
+
+def test_a_missing_file_and_a_pickle_are_refused(tmp_path):
+    folder = copy('llama3_1', tmp_path)
+    (folder / 'model.safetensors').rename(folder / 'pytorch_model.bin')
+    refused(folder, r'pytorch_model\.bin is a pickle')
+    (folder / 'pytorch_model.bin').rename(folder / 'model-00001-of-00002.safetensors')
+    weight_map = {'a': 'model-00001-of-00002.safetensors', 'b': 'model-00002-of-00002.safetensors'}
+    index = json.dumps({'weight_map': weight_map})
+    (folder / 'model.safetensors.index.json').write_text(index)
+    refused(folder, r'no file model-00002-of-00002\.safetensors')
+
+
 # ---- writing
 
 
@@ -205,6 +373,69 @@ def test_parameters_of_another_model_are_not_written(tmp_path):
     del gpt2['params/layers/attention/key']
     with pytest.raises(ConfigError, match=r'c_attn\.weight needs 3 arrays of which there are 2'):
         write_model(gpt2, tmp_path, like=MODELS / 'gpt2')
+
+
+# ---- runs of the command
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    """Returns a function that runs the command in an empty folder, and returns what it printed."""
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        gin.clear_config()
+        status = main(arguments)
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return out
+
+    return run
+
+
+def test_finetuning_and_generating(command, tmp_path):
+    for i in range(60):
+        (tmp_path / f'{i}.txt').write_text(f'the quick brown fox number {i} ' * 30)
+    out = command(
+        *('train', 'finetune', f"--gin.WEIGHTS='{MODELS / 'llama3_1'}'", "--gin.TEXT='*.txt'"),
+        *('--gin.TRAIN_STEPS=8', '--gin.BATCH_SIZE=8', '--gin.SEQUENCE_LENGTH=32'),
+        '--gin.LEARNING_RATE=0.03',
+    )
+    assert 'which has only parameters: the steps begin at 0, with a new optimizer state' in out
+    first, last = map(float, re.findall(r'held-out bits per byte ([\d.]+)', out))
+    assert last < 0.8 * first
+    out = command('generate', 'runs/finetune', '--prompt=the quick', '--length=12')
+    assert 'restored step 8 of' in out and 'the quick' in out
+
+
+def test_finetuning_on_pairs(command, tmp_path):
+    """A run without steps restores the weights and evaluates them."""
+    pairs = [{'inputs': f'{a}{b}', 'targets': b + a} for a in 'abcdefgh' for b in 'ijklmnopqr']
+    (tmp_path / 'pairs.jsonl').write_text('\n'.join(map(json.dumps, pairs)))
+    out = command(
+        *('train', 'finetune_pairs', f"--gin.WEIGHTS='{MODELS / 't5_1_1'}'"),
+        *("--gin.PAIRS='pairs.jsonl'", '--gin.TrainConfig.total_steps=0', '--gin.BATCH_SIZE=8'),
+        "--gin.SEQUENCE_LENGTH={'inputs': 4, 'targets': 4}",
+    )
+    assert f'restored from {MODELS / "t5_1_1"}, which has only parameters' in out
+    # Adam has two statistics for each of the 66 parameters, and two counters.
+    assert 'initializing 134 arrays that are not restored' in out
+    assert re.search(r'step 0: eval: accuracy \S+ +loss [\d.]+', out)
+
+
+def test_a_tokenizer_is_found_or_missed(tmp_path):
+    found = load_huggingface_tokenizer(str(MODELS / 'llama3_1'))
+    [tokens] = found.encode(['here'], [b'caf\xc3\xa9'])
+    assert found.num_tokens == 257 and len(tokens) == 5 and tokens.max() < 257
+    assert found.decode(tokens) == b'caf\xc3\xa9'
+    with pytest.raises(ConfigError, match=r'has no tokenizer \(expected tokenizer\.json or'):
+        load_huggingface_tokenizer(str(MODELS / 'gpt2'))
+    (tmp_path / 'spiece.model').write_bytes(b'x')
+    assert type(load_huggingface_tokenizer(str(tmp_path))) is SentencePieceTokenizer
+    with pytest.raises(ConfigError, match='remove separator_token'):
+        load_huggingface_tokenizer(str(tmp_path), separator_token='</s>')
 
 
 # ---- settings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
 import jax
@@ -66,6 +67,23 @@ class CheckpointReader(abc.ABC):
     def first_step(self, step: int) -> int:
         """The last finished step of a run that starts from the checkpoint of a step."""
         return 0 if self._restore is not None and self._restore.drops('step') else step
+
+    def origin(self, step: int) -> str:
+        """What a run restores, for messages."""
+        return f'step {step} of {self.directory}'
+
+    @abc.abstractmethod
+    def newest_step(self, say: Callable[[str], None], below: int | None = None) -> int | None:
+        """Chooses the newest step that can be restored, or None if there is none.
+
+        Args:
+          say: prints what is skipped.
+          below: only older steps are considered.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Waits for what is unfinished, and releases what is open."""
 
     def preflight(
         self, step: int, abstract_state: Any, *, variables_only: bool = False

@@ -15,7 +15,7 @@ from train.errors import ConfigError
 from train.paths import as_path
 
 if TYPE_CHECKING:
-    from train.checkpoints.folder import Checkpoints
+    from train.checkpoints.reading import CheckpointReader
 
 RestoreMode = Literal['latest', 'specific']
 Renames = Sequence[tuple[str, str | None]]
@@ -27,7 +27,9 @@ class RestoreConfig:
 
     Attributes:
       path: in mode 'specific', one checkpoint, `<model_dir>/checkpoints/<step>`; in mode 'latest',
-        the folder of a run or of its checkpoints; the newest complete checkpoint is restored.
+        the folder of a run or of its checkpoints; the newest complete checkpoint is restored. In
+        both, it can be a folder of safetensors, such as a model of Hugging Face. A run takes its
+        parameters, and begins at step 0.
       mode: 'latest' or 'specific'.
       renames: pairs of a regular expression, which must match the whole path of an array of this
         run, such as 'params/(.*)/kernel', and the path of the array in the checkpoint, such as
@@ -83,7 +85,11 @@ class RestoreConfig:
         Raises:
           ConfigError: if there is no such checkpoint, or it is incomplete.
         """
+        from train.checkpoints.weights import is_weights
+
         path = as_path(self.setting, self.path)
+        if is_weights(path):
+            return path, 0
         folder = path.parent if self.mode == 'specific' else path
         if self.mode == 'latest' and (path / 'checkpoints').is_dir():
             folder = path / 'checkpoints'
@@ -117,11 +123,14 @@ class RestoreConfig:
             )
         return folder, step
 
-    def open(self, folder: epath.Path) -> Checkpoints:
+    def open(self, folder: epath.Path) -> CheckpointReader:
         """Opens the folder that `find` returned."""
         from train.checkpoints.config import CheckpointConfig
         from train.checkpoints.folder import Checkpoints
+        from train.checkpoints.weights import Weights, is_weights
 
+        if is_weights(folder):
+            return Weights(folder, self)
         return Checkpoints(folder, CheckpointConfig(keep=None), self)
 
 

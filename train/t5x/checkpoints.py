@@ -19,6 +19,7 @@ from flax import traverse_util
 from train import checkpoints
 from train.checkpoints import complete_steps
 from train.checkpoints.config import WhenBusy
+from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps import saved_steps, t5x_format, t5x_steps, usable_t5x_steps
 from train.checkpoints.stored import StoredArray, repeat_first
 from train.checkpoints.t5x_files import read_arrays
@@ -210,7 +211,7 @@ class T5XRestore(checkpoints.RestoreConfig):
         paths = [str(folder / name) for name in names]
         return [dataclasses.replace(self, path=path, mode='specific') for path in paths]
 
-    def open(self, folder: epath.Path) -> checkpoints.Checkpoints:
+    def open(self, folder: epath.Path) -> CheckpointReader:
         """Opens the folder that `find` returned."""
         config = checkpoints.CheckpointConfig(keep=None)
         if self.named or t5x_steps(folder):

@@ -22,12 +22,7 @@ from train.checkpoints.huggingface.notation import (
 )
 from train.checkpoints.huggingface.tables import Row, Table
 from train.checkpoints.matching import HasShape
-from train.checkpoints.safetensors_files import (
-    Place,
-    in_thread,
-    read_slice,
-    stored,
-)
+from train.checkpoints.safetensors_files import Place, in_thread, read_slice, stored
 from train.checkpoints.stored import Bounds, StoredArray, bounds_of
 from train.errors import ConfigError
 
