@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,6 @@ def test_a_signal_in_a_step_saves_the_step(undisturbed, tmp_path, number, code):
     where = tmp_path / 'checkpoints/1'
     assert str(error) == f'stopped by {number.name} after step 1 of 6, saved in {where}'
     assert [signal.getsignal(n) for n in signals.SIGNALS] == handlers
-    assert signals.received() is not None  # until the next run
     assert_ends_like(undisturbed, tmp_path)
 
 
@@ -145,10 +145,13 @@ def test_a_signal_in_the_last_evaluation_leaves_work(undisturbed, tmp_path):
 
 
 def test_a_signal_after_the_last_step_changes_nothing(tmp_path):
-    last = send(signal.SIGTERM, at=STEPS)
-    hooks = [lambda state, step, metrics: last(step)]
+    last, seen = send(signal.SIGTERM, at=STEPS), []
+    hooks = [
+        lambda state, step, metrics: last(step),
+        lambda *_: seen.append(signals.received()),
+    ]
     assert int(train(config(tmp_path, evaluators={}, hooks=hooks)).step) == STEPS
-    assert signals.received() == signal.SIGTERM
+    assert seen == [None] * 5 + [signal.SIGTERM]
     assert complete_steps(tmp_path / 'checkpoints') == [3, 6]
 
 
@@ -217,6 +220,26 @@ def test_a_second_signal_of_a_program_raises_again(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt, match='SIGINT at once, because it is the second signal'):
         train(config(tmp_path, hooks=[twice]))
     assert complete_steps(tmp_path / 'checkpoints') == []
+
+
+def handlers_inside():
+    with signals.handle():
+        return [signal.getsignal(n) for n in signals.SIGNALS]
+
+
+def test_signals_are_left_alone_where_they_cannot_be_handled():
+    """By one of several processes, in another thread than the main one, and under `nohup`."""
+    before = [signal.getsignal(n) for n in signals.SIGNALS]
+    with signals.handle(alone=False), ThreadPoolExecutor(1) as pool:
+        assert [signal.getsignal(n) for n in signals.SIGNALS] == before
+        assert pool.submit(handlers_inside).result() == before
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.handle():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not before[1]
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
 
 
 # Commands, in processes of their own.

@@ -77,8 +77,8 @@ _command: list[str] = []
 
 
 def received() -> signal.Signals | None:
-    """The signal that asks the run to end, or None."""
-    return _handling.received
+    """The signal that asks the run to end, or None, also where signals are not handled."""
+    return _handling.received if _handling.active else None
 
 
 @contextlib.contextmanager
