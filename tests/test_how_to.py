@@ -53,7 +53,7 @@ def run_on(tmp_path, monkeypatch):
             patch.chdir(folder)
             if num_partitions > 1:  # Only the losses are compared.
                 patch.setattr(loop, 'prepare_evaluators', lambda run: {})
-                patch.setattr(Checkpoints, 'save', lambda self, step, state: None)
+                patch.setattr(Checkpoints, 'save', lambda self, step, state, **about: None)
             names = {'__name__': '__main__'}
             printed = run_block(block._replace(code=code), names)
         mesh = rf'data +{8 // num_partitions}\s+model +{num_partitions}\s'

@@ -24,9 +24,8 @@ import jax
 from partitioning.untrusted_text import printable
 from train.errors import ConfigError
 from train.paths import is_remote
+from train.runtime.signals import RESTARTABLE
 
-# The exit code on which schedulers can start a run again: EX_TEMPFAIL of sysexits.h.
-EXIT_CODE = 75
 # Without a limit for steps, a step may take this many times as long as the slowest one so far,
 # and at least so many seconds.
 TIMES_THE_SLOWEST, LEAST_SECONDS = 5.0, 600.0
@@ -207,12 +206,12 @@ class Watchdog:
 
 
 def end_process(message: str, model_dir: str | os.PathLike[str], process: int) -> None:
-    """Prints a message, writes the stacks of all threads, and ends the process with EXIT_CODE."""
+    """Prints a message, writes the stacks of all threads, and ends the process with RESTARTABLE."""
     # Printing and writing may wait forever for what the run waits for, so another thread does it.
     report = threading.Thread(target=_report, args=(message, model_dir, process), daemon=True)
     report.start()
     report.join(SECONDS_TO_WRITE)
-    os._exit(EXIT_CODE)
+    os._exit(RESTARTABLE)
 
 
 def _report(message: str, model_dir: str | os.PathLike[str], process: int) -> None:
@@ -229,7 +228,7 @@ def _report(message: str, model_dir: str | os.PathLike[str], process: int) -> No
         where = f'the stacks of all threads are in {path}; '
     except OSError:
         faulthandler.dump_traceback(2, all_threads=True)
-    _print(f'{where}exit code {EXIT_CODE}, so that a scheduler can start the run again')
+    _print(f'{where}exit code {RESTARTABLE}, so that a scheduler can start the run again')
 
 
 def _print(line: str) -> None:
