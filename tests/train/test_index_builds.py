@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import re
 import resource
 import runpy
 import signal
@@ -12,6 +14,7 @@ import threading
 import numpy as np
 import pytest
 from listed_sources import CONTENTS, Counted, files_in, listed, quiet, refusal
+from small import text_task
 
 from train.data import (
     ByteTokenizer,
@@ -20,6 +23,7 @@ from train.data import (
     open_index,
 )
 from train.data.text import token_index
+from train.errors import ConfigError
 
 pytestmark = pytest.mark.core
 
@@ -212,6 +216,68 @@ def test_a_damaged_index_is_reported(tmp_path, damage):
     message = refusal(tmp_path, listed())
     assert str(index.directory) in message
     assert 'delete it' in message
+
+
+def test_a_flipped_bit_anywhere_in_an_index_is_reported(tmp_path):
+    made = random.Random(0)
+    source = Records(
+        records=[made.randbytes(made.randrange(9000)) for _ in range(60)],
+        holdout_percent=30,
+        cache_key='flipped',
+    )
+
+    def read_all():
+        index = open_index(source, ByteTokenizer(), str(tmp_path), quiet)
+        for stream in (index.training, index.held_out):
+            for number in range(stream.num_documents):
+                stream.document(number)
+            stream.read(stream.num_targets, stream.num_targets + 1)  # the last separator
+        return index.directory
+
+    directory = read_all()
+    files = sorted(directory.iterdir())
+    assert len(files) == 9  # the index, and for each part tokens, starts, sizes and checksums
+    for file in files:
+        content = file.read_bytes()
+        for place in {0, len(content) - 1, *(made.randrange(len(content)) for _ in range(8))}:
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << made.randrange(8)
+            file.write_bytes(damaged)
+            with pytest.raises(ConfigError, match=re.escape(str(directory))) as caught:
+                read_all()
+            assert 'elete' in str(caught.value)
+        file.write_bytes(content)
+    assert read_all() == directory
+
+
+def test_only_damaged_tokens_that_are_read_stop_a_run(tmp_path):
+    # 16 blocks of 65,536 bytes, with two bytes per token.
+    source = Records(records=[b'x' * 500_000], holdout_percent=0, cache_key='large')
+    index = open_index(source, ByteTokenizer(), str(tmp_path), quiet)
+    file = index.directory / 'training.tokens'
+    content = bytearray(file.read_bytes())
+    content[3 * 65_536 + 17] ^= 1
+    file.write_bytes(content)
+    stream = open_index(source, ByteTokenizer(), str(tmp_path), quiet).training
+    first = 3 * 32_768
+    assert len(stream.read(0, first)) == first
+    assert len(stream.read(first + 32_768, 10**9)) == 500_002 - first - 32_768
+    for start, stop in ((first, first + 1), (first + 32_767, first + 32_768), (0, 10**9)):
+        with pytest.raises(ConfigError, match='65,536 bytes from byte 196,608'):
+            stream.read(start, stop)
+    cut = stream.documents(0, 1).head(first - 10, ByteTokenizer())
+    assert len(cut.read(0, first)) == first - 9
+
+
+def test_a_run_with_damaged_tokens_stops_with_one_line(tmp_path, texts, run):
+    cache = tmp_path / 'cache'
+    run(tmp_path / 'a', total_steps=1, task=text_task(texts, cache_dir=str(cache)))
+    [file] = cache.glob('*/training.tokens')
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r'training\.tokens is damaged.*Delete'):
+        run(tmp_path / 'b', total_steps=1, task=text_task(texts, cache_dir=str(cache)))
 
 
 @pytest.mark.parametrize('count', [1, 3])

@@ -206,7 +206,7 @@ class OpenText(OpenTask):
         _check_features(datasets)
         scored = all(part.scores_bytes for part in self.parts)
         each = BASELINE_TOKENS // len(streams)
-        beginnings = [stream.tokens[: each + 1] for stream in streams]
+        beginnings = [stream.read(0, each + 1) for stream in streams]
         return EvaluationSet(
             rows=grain.MapDataset.concatenate(datasets),
             num_documents=sum(stream.num_documents for stream in streams),

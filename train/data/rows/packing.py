@@ -36,7 +36,7 @@ class SplitRows:
     def __getitem__(self, index: int) -> Row:
         check_within(index, self)
         start = int(index) * self.length
-        row = self.stream.tokens[start : start + self.length + 1].astype(np.int32)
+        row = self.stream.read(start, start + self.length + 1).astype(np.int32)
         weights = np.zeros(self.length, np.float32)
         weights[: len(row) - 1] = 1
         row = np.pad(row, (0, self.length + 1 - len(row)), constant_values=self.separator)
@@ -83,7 +83,7 @@ class PackedRows:
         for segment, piece in enumerate(pieces, 1):
             start, length = self.starts[piece], self.lengths[piece]
             here = slice(place, place + length)
-            tokens = self.stream.tokens[start : start + length + 1]
+            tokens = self.stream.read(start, start + length + 1)
             inputs[here], targets[here] = tokens[:-1], tokens[1:]
             segments[here], positions[here] = segment, np.arange(length)
             place += length

@@ -62,10 +62,9 @@ class Pairs:
         """The size of the inputs and targets, in bytes."""
         return sum(stream.num_bytes for stream in (self.inputs, self.targets) if stream)
 
-    @property
-    def tokens(self) -> np.ndarray:
-        """The tokens of the targets, or of the inputs if there are no targets."""
-        return self._last.tokens
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Tokens of the targets, or of the inputs if there are no targets; see `Stream.read`."""
+        return self._last.read(start, stop)
 
     @property
     def _last(self) -> Stream:

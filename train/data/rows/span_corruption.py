@@ -86,7 +86,7 @@ class Texts:
         check_within(index, self)
         # Position 0 is the separator before the first document, which is not part of any text.
         start = 1 + int(index) * self.length
-        return self.stream.tokens[start : start + self.length].astype(np.int32)
+        return self.stream.read(start, start + self.length).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)

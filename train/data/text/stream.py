@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from train.data.text.checksums import VerifiedBlocks, block_checksums, checksum
 from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError
 
@@ -29,11 +30,15 @@ class Stream:
       tokens: uint16 or uint32 [tokens], with a separator before each document and one at the end.
       starts: int64 [documents + 1], the positions of those separators.
       sizes: int64 [documents], the sizes of the documents, in bytes.
+      blocks: verifies the file of the tokens, or None if they are not in a file.
+      first: the number of the first token in that file.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     sizes: np.ndarray
+    blocks: VerifiedBlocks | None = dataclasses.field(default=None, repr=False, compare=False)
+    first: int = 0
 
     @property
     def num_documents(self) -> int:
@@ -48,15 +53,27 @@ class Stream:
     def num_bytes(self) -> int:
         return int(np.sum(self.sizes))
 
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """The tokens from number `start` up to, but without, `stop`, or up to the last one.
+
+        Raises:
+          ConfigError: if the file of the tokens has changed since it was written.
+        """
+        if self.blocks is not None:
+            last = min(int(stop), len(self.tokens))
+            self.blocks.verify(self.first + int(start), self.first + last)
+        return self.tokens[start:stop]
+
     def document(self, index: int) -> np.ndarray:
         """The tokens of a document, without separators."""
-        return self.tokens[self.starts[index] + 1 : self.starts[index + 1]]
+        return self.read(self.starts[index] + 1, self.starts[index + 1])
 
     def documents(self, first: int, last: int) -> Stream:
         """The stream of the documents from number `first` up to, but without, number `last`."""
         starts = np.asarray(self.starts[first : last + 1])
         tokens = self.tokens[starts[0] : starts[-1] + 1]
-        return Stream(tokens, starts - starts[0], self.sizes[first:last])
+        place = self.first + int(starts[0])
+        return Stream(tokens, starts - starts[0], self.sizes[first:last], self.blocks, place)
 
     def head(self, num_targets: int, tokenizer: Tokenizer) -> Stream:
         """The stream up to the first `num_targets` targets. It may cut its last document short."""
@@ -66,9 +83,10 @@ class Stream:
         starts = np.append(self.starts[:count], min(num_targets, self.starts[count]))
         sizes = np.array(self.sizes[:count])
         if count and num_targets < self.starts[count]:
-            cut = self.tokens[starts[-2] + 1 : num_targets + 1]
+            cut = self.read(starts[-2] + 1, num_targets + 1)
             sizes[-1] = len(tokenizer.decode(cut))
-        return Stream(self.tokens[: num_targets + 1], starts, sizes)
+        tokens = self.tokens[: num_targets + 1]
+        return Stream(tokens, starts, sizes, self.blocks, self.first)
 
 
 class StreamWriter:
@@ -125,9 +143,19 @@ class StreamWriter:
         with writing(self._path.parent):
             self._file.write(self._separator)
             self._file.close()
-            np.save(self._path.with_suffix('.starts.npy'), np.asarray(self._starts))
-            np.save(self._path.with_suffix('.sizes.npy'), np.asarray(self._sizes))
+            tokens = np.memmap(self._path.with_suffix('.tokens'), self._dtype, mode='r')
+            arrays = {
+                'starts': np.asarray(self._starts),
+                'sizes': np.asarray(self._sizes),
+                'checksums': block_checksums(tokens),
+            }
+            checksums = {}
+            for name, values in arrays.items():
+                path = self._path.with_suffix(f'.{name}.npy')
+                np.save(path, values)
+                checksums[name] = checksum(np.memmap(path, np.uint8, mode='r').data)
         return {
+            'checksums': checksums,
             'dtype': self._dtype.name,
             'num_tokens': self._starts[-1] + 1,
             'num_documents': len(self._sizes),
@@ -147,14 +175,21 @@ def open_stream(path: Path, about: dict[str, Any]) -> Stream:
         `StreamWriter.finish` described.
     """
     tokens = np.memmap(path.with_suffix('.tokens'), about['dtype'], mode='r')
-    starts = np.load(path.with_suffix('.starts.npy'), mmap_mode='r')
-    sizes = np.load(path.with_suffix('.sizes.npy'), mmap_mode='r')
+    arrays = {}
+    for name, expected_checksum in about['checksums'].items():
+        file = path.with_suffix(f'.{name}.npy')
+        if checksum(np.memmap(file, np.uint8, mode='r').data) != expected_checksum:
+            raise ValueError(f'{file.name} has changed since it was written')
+        arrays[name] = np.load(file, mmap_mode='r')
+    starts, sizes = arrays['starts'], arrays['sizes']
     found = (len(tokens), len(sizes), len(starts))
     expected = (about['num_tokens'], about['num_documents'], about['num_documents'] + 1)
     if found != expected:
         raise ValueError(f'{path.name} has {found} tokens, documents and starts, not {expected}')
     # Plain views, because slicing a np.memmap is slow.
-    return Stream(np.asarray(tokens), np.asarray(starts), np.asarray(sizes))
+    values = np.asarray(tokens)
+    blocks = VerifiedBlocks(path.with_suffix('.tokens'), values, np.asarray(arrays['checksums']))
+    return Stream(values, np.asarray(starts), np.asarray(sizes), blocks)
 
 
 @contextlib.contextmanager

@@ -17,13 +17,14 @@ from typing import Any
 import numpy as np
 
 from partitioning.untrusted_text import parse_json
+from train.data.text.checksums import checksum
 from train.data.text.sources import Document, Listing, Records, Source, Tokens
 from train.data.text.stream import StreamWriter, open_stream, writing
 from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError, first_line
 from train.paths import is_remote
 
-FORMAT = 1
+FORMAT = 2
 # Documents are tokenized in groups of about this many bytes.
 GROUP_BYTES = 4 << 20
 PARTS = ('training', 'held_out')
@@ -118,7 +119,8 @@ def _build(
             unfinished.mkdir(parents=True)
         meta = {'settings': settings, **_write(source, listing, tokenizer, unfinished, progress)}
         with writing(unfinished):
-            (unfinished / 'index.json').write_text(json.dumps(meta, indent=1))
+            described = {'checksum': _checksum(meta), **meta}
+            (unfinished / 'index.json').write_text(json.dumps(described, indent=1))
             unfinished.rename(directory)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -170,6 +172,8 @@ def _encode(
 def _open(directory: Path, settings: Any, keep: Any) -> TokenIndex:
     try:
         meta = parse_json((directory / 'index.json').read_text())
+        if meta.pop('checksum') != _checksum(meta):
+            raise ValueError('index.json has changed since it was written')
         if meta['settings'] != settings:
             raise ConfigError(
                 f'token index {directory} was built with other settings than the source and the '
@@ -181,11 +185,15 @@ def _open(directory: Path, settings: Any, keep: Any) -> TokenIndex:
         )
     except ConfigError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         raise ConfigError(
             f'token index {directory} is damaged ({first_line(error)}): delete it, and the next '
             'run builds it again'
         ) from error
+
+
+def _checksum(meta: dict[str, Any]) -> str:
+    return checksum(json.dumps(meta, sort_keys=True).encode())
 
 
 def _groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
