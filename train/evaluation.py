@@ -92,7 +92,7 @@ def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> Tr
                 raise ConfigError(f'{run.directory} has no complete checkpoint to evaluate')
             saved, step = own, newest
         else:
-            folder, step = restore.find()
+            folder, step = restore.find(run.console.say)
             saved = restore.open(folder)
             record.check_restored_tokenizer(folder, run.evaluated, restore.setting)
     check_same_step(step)

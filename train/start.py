@@ -65,7 +65,7 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
             step = restored
             changes = record.check_same_as_before(run.directory, run.record, step)
         elif config.restore is not None:
-            folder, restored = config.restore.find()
+            folder, restored = config.restore.find(run.console.say)
             source = config.restore.open(folder)
             step = source.first_step(restored)
             if config.total_steps and not config.relative_steps:

@@ -1,9 +1,11 @@
 """Restoring with renames, other dtypes and missing arrays; the checkpoint is that of `finished`."""
 
 import re
+import shutil
 
 import jax
 import numpy as np
+import optax
 import pytest
 from small import partitioner, small_config
 
@@ -52,6 +54,36 @@ def test_missing_arrays_are_initialized_only_if_asked(run, finished, tmp_path, c
     settings = {'renames': [WITHOUT_OPTIMIZER], 'initialize_missing': True}
     with pytest.raises(ConfigError, match=r'opt_state/\S+: .* in the checkpoint, absent in this'):
         run(tmp_path / 'three', **restoring(finished.directory, **settings))
+
+
+def test_parameters_only_with_another_optimizer(run, finished, tmp_path, capsys):
+    changes = restoring(finished.directory, parameters_only=True)
+    state = run(tmp_path / 'two', **changes, optimizer=optax.sgd(0.0, momentum=0.9))
+    assert int(state.step) == 7, 'the step counts on'
+    for ours, theirs in zip(
+        jax.tree.leaves(state.params), jax.tree.leaves(finished.state.params), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    assert 'initializing 4 arrays' in capsys.readouterr().out, 'the momentum'
+    changes = restoring(finished.directory, parameters_only=True, renames=[('step', None)])
+    with pytest.raises(ConfigError, match=r'step: left out by .*initialize_missing = True'):
+        run(tmp_path / 'three', **changes)
+
+
+@pytest.mark.parametrize('path, mode', [('', 'latest'), ('checkpoints/6', 'specific')])
+def test_a_checkpoint_without_a_manifest_is_restored_with_a_warning(
+    run, finished, tmp_path, capsys, path, mode
+):
+    """As an older version left it. In mode 'latest', an empty folder is passed over by name."""
+    other = finished.copy(tmp_path / 'other')
+    (other / 'checkpoints/6/manifest.json').unlink()
+    shutil.rmtree(other / 'checkpoints/6/run')
+    (other / 'checkpoints/9').mkdir()
+    state = run(tmp_path / 'two', **restoring(other / path, mode=mode))
+    assert int(state.step) == 7
+    output = capsys.readouterr().out
+    assert 'restored from step 6' in output and 'nothing can be verified' in output
+    assert ('checkpoints/9 is not a checkpoint: an older' in output) == (mode == 'latest')
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ class Checkpoints(CheckpointReader):
             say,
             prefix=self.prefix,
             below=below,
-            needs_manifest=self.needs_manifest,
+            needs_manifest=self.needs_manifest and self._restore is None,
         )
 
     def latest_step(self) -> int | None:

@@ -14,6 +14,7 @@ from etils import epath
 from partitioning.state import path_str
 from train.checkpoints import manifest
 from train.checkpoints.checked import open_checked
+from train.checkpoints.formats import find_place, open_checkpoint
 from train.checkpoints.manifest import DamagedCheckpoint
 from train.checkpoints.matching import Initialize, Matched, Wanted, find_problem, match_arrays
 from train.checkpoints.orbax_files import read_orbax
@@ -58,7 +59,13 @@ class CheckpointReader(abc.ABC):
           step: the step of the checkpoint.
           wanted: the arrays of the run, by name.
         """
-        return read_orbax(self.path(step) / 'state')
+        folder = self.path(step)
+        if (folder / 'state').is_dir():
+            return read_orbax(folder / 'state')
+        place = find_place(folder)
+        if place is None:
+            raise FileNotFoundError(f'{folder} has no arrays')
+        return dict(open_checkpoint(place).arrays)
 
     def adapt(self, array: StoredArray, wanted: jax.ShapeDtypeStruct, name: str) -> StoredArray:
         """Changes the stored array for the wanted array of a name."""

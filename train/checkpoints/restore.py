@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from etils import epath
 
 from train.checkpoints.manifest import DamagedCheckpoint
-from train.checkpoints.steps import complete_steps, examine, t5x_steps
+from train.checkpoints.steps import complete_steps, examine, find_steps, t5x_steps
 from train.errors import ConfigError
 from train.paths import as_path
 
@@ -42,8 +42,8 @@ class RestoreConfig:
         from that of the run are an error; with it, floating-point arrays are converted. It must be
         the dtype in which a run trains; an evaluation can use any.
       parameters_only: whether only the step, the parameters and the other variables of the model
-        are restored. The optimizer state is new. The step counts on, unless `renames` leaves it
-        out with ('step', None).
+        are restored. The optimizer state is new, and the step counts on. To begin at step 0, leave
+        it out with `renames`, ('step', None), and set `initialize_missing`.
     """
 
     path: str
@@ -76,13 +76,17 @@ class RestoreConfig:
         rules = (new for pattern, new in self.renames if re.fullmatch(pattern, name))
         return next(rules, name) is None
 
-    def find(self) -> tuple[epath.Path, int]:
+    def find(self, say: Callable[[str], None] = lambda line: None) -> tuple[epath.Path, int]:
         """Finds the checkpoint by looking at files only, so processes need not wait for each other.
+
+        Args:
+          say: receives one line for each folder that mode 'latest' skips.
 
         Returns:
           The folder of checkpoints, and the step to restore.
 
         Raises:
+          DamagedCheckpoint: if the checkpoint that mode 'specific' names is damaged.
           ConfigError: if there is no such checkpoint, or it is incomplete.
         """
         from train.checkpoints.weights import is_weights
@@ -108,20 +112,28 @@ class RestoreConfig:
                 f'{self.setting} {path} is not a checkpoint directory (expected '
                 ".../checkpoints/<step>): add the step, or use mode 'latest'"
             )
-        steps = complete_steps(folder)
-        step = int(path.name) if self.mode == 'specific' else max(steps, default=None)
-        if self.mode == 'specific':
-            found = examine(path, int(path.name), contents=True)
-            if found.status == 'damaged':
-                raise DamagedCheckpoint(f'{self.setting}: {found.reason}: restore another one')
-            if found.status == 'without a manifest':
-                return folder, found.step
-        if step not in steps:
+        step = self._find_step(path, folder, say)
+        if step is None:
+            found = ', '.join(map(str, complete_steps(folder))) or 'none'
             raise ConfigError(
                 f'{self.setting} {path} is not a complete checkpoint; complete steps in {folder}: '
-                f'{", ".join(map(str, steps)) or "none"}'
+                f'{found}'
             )
         return folder, step
+
+    def _find_step(
+        self, path: epath.Path, folder: epath.Path, say: Callable[[str], None]
+    ) -> int | None:
+        """The step to restore, with or without a manifest, or None if there is none."""
+        paths = {int(path.name): path} if self.mode == 'specific' else find_steps(folder)[0]
+        for step, candidate in reversed(paths.items()):
+            found = examine(candidate, step, contents=True)
+            if found.status in ('good', 'without a manifest'):
+                return step
+            if self.mode == 'specific' and found.status == 'damaged':
+                raise DamagedCheckpoint(f'{self.setting}: {found.reason}: restore another one')
+            say(f'{found.reason}: an older one is looked for')
+        return None
 
     def open(self, folder: epath.Path) -> CheckpointReader:
         """Opens the folder that `find` returned."""

@@ -158,11 +158,11 @@ class T5XRestore(checkpoints.RestoreConfig):
         path = as_path(self.setting, self.path)
         return path if self.mode == 'specific' and t5x_format(path) else None
 
-    def find(self) -> tuple[epath.Path, int]:
+    def find(self, say: Callable[[str], None] = lambda line: None) -> tuple[epath.Path, int]:
         """Finds the checkpoint; see `RestoreConfig.find`."""
         path = as_path(self.setting, self.path)
         try:
-            return self._find(path)
+            return self._find(path, say)
         except ConfigError:
             raise
         except Exception as error:
@@ -173,7 +173,7 @@ class T5XRestore(checkpoints.RestoreConfig):
                 'to this machine, or check the permissions and the network'
             ) from error
 
-    def _find(self, path: epath.Path) -> tuple[epath.Path, int]:
+    def _find(self, path: epath.Path, say: Callable[[str], None]) -> tuple[epath.Path, int]:
         if (path.parent / f'{path.name}.index').exists():
             raise ConfigError(
                 f'{self.setting} {path} is a checkpoint of TensorFlow: convert it with T5X'
@@ -197,7 +197,7 @@ class T5XRestore(checkpoints.RestoreConfig):
                 f'{self.setting} {path} contains checkpoints of T5X, up to checkpoint_{steps[-1]}, '
                 "and of this trainer: write the path of one of them, and mode = 'specific'"
             )
-        return (path, steps[-1]) if steps else super().find()
+        return (path, steps[-1]) if steps else super().find(say)
 
     def all(self) -> list[T5XRestore]:
         """All checkpoints in the folder `path`, in the order of their steps.
