@@ -58,7 +58,7 @@ def find_due(
     others = {name: one for name, one in evaluators.items() if name not in due}
     saving = saved.is_due(step, ending=last)
     writing = bool(due) or saving or last or step % run.config.log_every == 0
-    saving = saving or (stopping and saved.is_due(step, ending=True))
+    saving = saving or (stopping and not last and run.config.checkpoints.saves_anything)
     return Due(due, others, saving, writing, reading=writing or saving)
 
 

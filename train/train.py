@@ -169,7 +169,8 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
             if reason:
                 console.say(f'step {step}: stopping early, because {reason}')
                 evaluate_until_signal(due.other_evaluators, state, step, writers)
-            saving = due.saving or ((reason or pending) and saved.is_due(step, ending=True))
+            saving = due.saving or bool(pending and config.checkpoints.saves_anything)
+            saving = saving or bool(reason and saved.is_due(step, ending=True))
             if saving:
                 with console.activity.doing(f'the save of step {step}'):
                     saved.save(step, state, pending=pending, scores=scalars | scores)

@@ -170,11 +170,13 @@ def test_a_signal_in_a_save_lets_it_finish(undisturbed, tmp_path, monkeypatch):
     assert_ends_like(undisturbed, tmp_path)
 
 
-def test_settings_may_save_nothing_at_the_end(tmp_path):
+def test_settings_may_save_nothing(tmp_path):
     hooks = [lambda state, step, metrics: send(signal.SIGTERM, at=1)(step)]
-    settings = CheckpointConfig(period=3, at_end=False)
-    error, saved = interrupt(tmp_path, checkpoints=settings, hooks=hooks)
+    nothing = CheckpointConfig(period=0, at_end=False)
+    error, saved = interrupt(tmp_path, checkpoints=nothing, hooks=hooks)
     assert saved == [] and 'was not saved (there is no checkpoint)' in str(error)
+    not_at_end = CheckpointConfig(period=5, at_end=False)
+    assert interrupt(tmp_path, checkpoints=not_at_end, hooks=hooks)[1] == [1]
 
 
 # Before the first step.

@@ -35,7 +35,8 @@ class CheckpointConfig:
         checkpoint of a step without it is not among the best.
       best_mode: whether small ('min') or large ('max') values are good.
       steps: additional steps after which to save a checkpoint.
-      at_end: whether the end of the run saves a checkpoint, too.
+      at_end: whether the end of the run saves a checkpoint, too. A signal always saves one, unless
+        `period`, `steps` and `at_end` say that nothing is ever saved.
       dtype: the dtype in which floating-point parameters are saved, by default their own. To save
         them in another one loses precision: a run that resumes differs from one that did not stop.
       asynchronous: whether files are written while training continues. The arrays are copied first.
@@ -90,6 +91,11 @@ class CheckpointConfig:
             if (value := getattr(self, name)) not in allowed:
                 options = ', '.join(map(repr, allowed))
                 raise ConfigError(f'CheckpointConfig.{name} is {value!r}: use one of {options}')
+
+    @property
+    def saves_anything(self) -> bool:
+        """Whether a run saves any checkpoints."""
+        return bool(self.period or self.steps or self.at_end)
 
     def open(self, model_dir: epath.Path) -> Checkpoints:
         """Opens the checkpoints of a run, which may be none yet.
