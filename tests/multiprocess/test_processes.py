@@ -1,8 +1,10 @@
 """2, 4 and 8 real JAX processes with 8 devices in total see the same meshes and batches."""
 
 import functools
+import json
 import math
 import shutil
+from pathlib import Path
 
 import job_batches
 import job_restoring
@@ -14,7 +16,7 @@ from processes import run_worker
 from small import records
 
 from train import train
-from train.checkpoints import CheckpointConfig
+from train.checkpoints import CheckpointConfig, complete_steps
 
 
 @pytest.fixture(scope='module')
@@ -198,6 +200,13 @@ def test_two_processes_train_like_one_and_one_process_resumes_their_run(
     first, second = (report['training'] for report in reports_of(2))
     assert 'step 4/4' in first['output'] and 'eval: held-out bits per byte' in first['output']
     assert second['output'] == '', 'only the first process prints'
+
+    # Each process has recorded some of the files, and the manifest has all of them.
+    step = Path(first['folder'], 'checkpoints/4')
+    files = {str(p.relative_to(step)) for p in step.rglob('*') if p.is_file()}
+    recorded = json.loads((step / 'manifest.json').read_text())['files']
+    assert recorded.keys() == files - {'manifest.json'}
+    assert complete_steps(step.parent) == [2, 4]
 
     # One process resumes the checkpoint of two: the shardings differ, and the state is the same.
     together = tmp_path / 'together'
