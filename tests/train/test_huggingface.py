@@ -24,28 +24,30 @@ from safetensors.numpy import load_file, save_file
 
 from partitioning import TrainState
 from partitioning.state import path_str
+from train import evaluate
 from train.checkpoints import RestoreConfig
+from train.checkpoints.converting import plan_conversion, write
+from train.checkpoints.formats import choose_place, open_checkpoint
 from train.checkpoints.huggingface import decoders
 from train.checkpoints.huggingface.architectures import (
     ARCHITECTURES,
     describe_model,
-    find_architecture,
-    is_tied,
     model_config,
 )
 from train.checkpoints.huggingface.config_json import ConfigJson, read_config
 from train.checkpoints.huggingface.folders import (
     load_huggingface_model,
     load_huggingface_tokenizer,
+    open_parameters,
 )
-from train.checkpoints.huggingface.mapping import as_ours
-from train.checkpoints.huggingface.writer import write_model
-from train.checkpoints.safetensors_files import list_places, open_safetensors
+from train.checkpoints.huggingface.writer import plan_model
+from train.checkpoints.safetensors_files import open_safetensors
 from train.checkpoints.safetensors_writer import write_safetensors
 from train.checkpoints.stored import in_memory
 from train.cli import main
 from train.data.text.tokenizers import SentencePieceTokenizer
 from train.errors import ConfigError
+from train.gin_config import find_config, load_config
 from train.models.parameters import list_parameters
 from train.models.t5 import T5, T5Config
 from train.objectives import EncoderDecoder, NextToken
@@ -80,19 +82,19 @@ def shapes_of(model):
     return {f'params/{name}': in_memory(np.empty(p.shape, np.float32)) for name, p in flat.items()}
 
 
-def read(folder, wanted, tied=False):
-    folder = epath.Path(folder)
-    table = find_architecture(read_config(folder)).table
-    return as_ours(table, list_places(folder), wanted, where=str(folder), is_tied=tied)
-
-
 def read_decoder(name, **settings):
     """The arrays of a decoder under our names."""
     model = model_config(config_of(name), **settings)
     wanted = shapes_of(model)
-    arrays = read(MODELS / name, wanted, is_tied(model))
+    arrays = open_parameters(epath.Path(MODELS / name), wanted)
     assert arrays.keys() == wanted.keys()
     return arrays
+
+
+def write_model(arrays, folder, *, like=None, max_file_bytes=2**30, **settings):
+    planned = plan_model(arrays, like=like and epath.Path(like), **settings)
+    planned = dataclasses.replace(planned, max_file_bytes=max_file_bytes)
+    planned.write(epath.Path(folder))
 
 
 def bits(array):
@@ -408,21 +410,34 @@ def test_finetuning_and_generating(command, tmp_path):
     assert last < 0.8 * first
     out = command('generate', 'runs/finetune', '--prompt=the quick', '--length=12')
     assert 'restored step 8 of' in out and 'the quick' in out
+    # The run becomes a model of the same architecture, with its own values.
+    out = command('checkpoint', 'convert', 'runs/finetune', 'tuned', '--to=huggingface')
+    assert re.search(r'tuned: 12 arrays.*27 arrays besides parameters', out, re.S)
+    model = model_config(read_config(epath.Path('tuned')))
+    assert model == model_config(config_of('llama3_1'))
+    tuned = open_parameters(epath.Path('tuned'))
+    saved = open_checkpoint(choose_place(epath.Path('runs/finetune'), None)[0]).arrays
+    for path, array in tuned.items():
+        np.testing.assert_array_equal(array.read(), saved[path].read(), path)
 
 
-def test_finetuning_on_pairs(command, tmp_path):
-    """A run without steps restores the weights and evaluates them."""
+def test_finetuning_on_pairs_starts_from_the_weights(tmp_path, monkeypatch, capsys):
+    """The run is evaluated as it starts; its train step takes long to compile."""
+    monkeypatch.chdir(tmp_path)
     pairs = [{'inputs': f'{a}{b}', 'targets': b + a} for a in 'abcdefgh' for b in 'ijklmnopqr']
     (tmp_path / 'pairs.jsonl').write_text('\n'.join(map(json.dumps, pairs)))
-    out = command(
-        *('train', 'finetune_pairs', f"--gin.WEIGHTS='{MODELS / 't5_1_1'}'"),
-        *("--gin.PAIRS='pairs.jsonl'", '--gin.TrainConfig.total_steps=0', '--gin.BATCH_SIZE=8'),
-        "--gin.SEQUENCE_LENGTH={'inputs': 4, 'targets': 4}",
-    )
-    assert f'restored from {MODELS / "t5_1_1"}, which has only parameters' in out
-    # Adam has two statistics for each of the 66 parameters, and two counters.
-    assert 'initializing 134 arrays that are not restored' in out
-    assert re.search(r'step 0: eval: accuracy \S+ +loss [\d.]+', out)
+    macros = [f"WEIGHTS='{MODELS / 't5_1_1'}'", "PAIRS='pairs.jsonl'", 'BATCH_SIZE=8']
+    macros.append("SEQUENCE_LENGTH={'inputs': 4, 'targets': 4}")
+    load_config(['configs/runs/finetune_pairs.gin'], macros)
+    config = find_config()
+    scores = evaluate(config, restore=config.restore)
+    assert f'restored {MODELS / "t5_1_1"}, which has only parameters' in capsys.readouterr().out
+    # Other weights of the same sizes would score otherwise.
+    weights = {n: x * 0.5 for n, x in load_file(MODELS / 't5_1_1/model.safetensors').items()}
+    other = copy('t5_1_1', tmp_path)
+    save_file(weights, other / 'model.safetensors')
+    others = evaluate(config, restore=RestoreConfig(path=str(other)))
+    assert abs(scores['eval/loss'] - others['eval/loss']) > 0.1
 
 
 def test_a_tokenizer_is_found_or_missed(tmp_path):
@@ -436,6 +451,25 @@ def test_a_tokenizer_is_found_or_missed(tmp_path):
     assert type(load_huggingface_tokenizer(str(tmp_path))) is SentencePieceTokenizer
     with pytest.raises(ConfigError, match='remove separator_token'):
         load_huggingface_tokenizer(str(tmp_path), separator_token='</s>')
+
+
+def convert(source, to, format, **settings):
+    """Converts a checkpoint, and returns the folder of the result."""
+    opened = open_checkpoint(choose_place(epath.Path(source), None)[0])
+    conversion = plan_conversion(opened, epath.Path(to), format, **settings)
+    write(conversion, lambda count: None)
+    return conversion.folder
+
+
+@pytest.mark.parametrize('through', ['meshwright', 't5x', 'orbax', 'safetensors', 'huggingface'])
+@pytest.mark.parametrize('name', ['gpt2', 'llama3_1', 't5_1_1'])
+def test_models_are_converted_to_other_formats_and_back(name, through, tmp_path):
+    between = convert(MODELS / name, tmp_path / 'between', through)
+    back = convert(between, tmp_path / 'back', 'huggingface', like=epath.Path(MODELS / name))
+    assert_same_files(back, MODELS / name)
+    if through != 'huggingface':
+        with pytest.raises(ConfigError, match=r'does not say which model it has.*--like=FOLDER'):
+            convert(between, tmp_path / 'other', 'huggingface')
 
 
 # ---- settings

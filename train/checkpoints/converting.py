@@ -14,10 +14,13 @@ from etils import epath
 from train.checkpoints import record
 from train.checkpoints.formats import Checkpoint, Format, other_content
 from train.checkpoints.hashing import complete_step
+from train.checkpoints.huggingface.architectures import ModelConfig
+from train.checkpoints.huggingface.folders import open_parameters
+from train.checkpoints.huggingface.writer import PlannedModel, plan_model
 from train.checkpoints.orbax_trees import fill_tree, has_structure, make_tree
 from train.checkpoints.safetensors_writer import SafetensorsWriter
 from train.checkpoints.steps import TEMPORARY
-from train.checkpoints.stored import StoredArray, with_dtype
+from train.checkpoints.stored import StoredArray, in_memory, with_dtype
 from train.checkpoints.t5x_names import is_t5x, sources_for_t5x, sources_in_t5x
 from train.errors import ConfigError, first_line
 from train.paths import is_remote
@@ -37,6 +40,7 @@ class Conversion:
       arrays: its arrays by name.
       tree: the tree of their names for Orbax.
       lost: what the source has and the result does not, one entry for each kind of thing.
+      model: the model of Hugging Face that is written, if that is the format.
     """
 
     source: Checkpoint
@@ -46,6 +50,7 @@ class Conversion:
     arrays: Mapping[str, StoredArray]
     tree: Any
     lost: Sequence[str]
+    model: PlannedModel | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -60,6 +65,8 @@ def plan_conversion(
     *,
     renames: Renames = (),
     dtype: str | None = None,
+    model: ModelConfig | None = None,
+    like: epath.Path | None = None,
 ) -> Conversion:
     """Finds out what a conversion writes, and whether it can. No array is read or written.
 
@@ -72,18 +79,28 @@ def plan_conversion(
         as ('params/model/(.*)', 'params/\\1'). The names are those of the new format; the first
         pair that matches counts. An empty new name leaves the array out.
       dtype: the dtype of floating-point parameters, by default their own.
+      model: for 'huggingface', the settings of the model whose parameters the source has.
+      like: for 'huggingface', in place of `model`, the folder of the model from which the run has
+        started; see `plan_model`.
 
     Raises:
       ConfigError: if the result exists, or the format cannot have the arrays.
     """
+    source, like = _with_our_names(source), like or _like_itself(source, format)
     folder, step = _find_destination(to, format, source)
     if folder.exists() and not (folder.is_dir() and _is_empty_folder(folder)):
         raise ConfigError(f'{folder} exists already: write to another place, or move it away')
     sources, left_out = _rename(_sources(source.arrays, format), renames)
-    arrays = {name: source.arrays[old] for name, old in sources.items()}
+    arrays: Mapping[str, StoredArray] = {n: source.arrays[old] for n, old in sources.items()}
     _check_names(arrays, format, source.place.path)
     if dtype is not None:
         arrays = {name: _convert(name, x, jnp.dtype(dtype)) for name, x in arrays.items()}
+    planned = None
+    if format == 'huggingface':
+        planned = _plan_model(source, arrays, model, like, dtype)
+        if others := arrays.keys() - planned.arrays.keys():
+            left_out.append(f'{len(others):,} arrays besides parameters, such as {min(others)}')
+        arrays = planned.arrays
     keeps_names = sources == {name: name for name in source.arrays}
     tree = source.tree if keeps_names and source.tree is not None else make_tree(arrays)
     return Conversion(
@@ -94,14 +111,47 @@ def plan_conversion(
         arrays=arrays,
         tree=tree,
         lost=[*left_out, *_find_lost(source, format)],
+        model=planned,
     )
+
+
+def _with_our_names(source: Checkpoint) -> Checkpoint:
+    """The checkpoint, with our names if it is a model of Hugging Face."""
+    if source.place.format != 'huggingface':
+        return source
+    arrays = {'step': in_memory(np.int32(0)), **open_parameters(source.place.path)}
+    return dataclasses.replace(source, arrays=arrays)
+
+
+def _like_itself(source: Checkpoint, format: Format) -> epath.Path | None:
+    """A model of Hugging Face keeps its form."""
+    return source.place.path if source.place.format == format == 'huggingface' else None
+
+
+def _plan_model(
+    source: Checkpoint,
+    arrays: Mapping[str, StoredArray],
+    model: ModelConfig | None,
+    like: epath.Path | None,
+    dtype: str | None,
+) -> PlannedModel:
+    """Finds out how parameters become a model of Hugging Face."""
+    if model is None and like is None:
+        raise ConfigError(
+            f'{source.place.path} does not say which model it has: give the folder of the model '
+            'from which the run has started, with --like=FOLDER'
+        )
+    return plan_model(arrays, model=None if like else model, like=like, dtype=dtype)
 
 
 def with_names_of(first: Checkpoint, second: Checkpoint) -> Mapping[str, StoredArray]:
     """The arrays of the second checkpoint, under the names that the first one would give them.
 
-    They keep their names unless one of the two is of T5X and the other is of this package.
+    They keep their names unless one of the two is of this package, and the other is of T5X or
+    Hugging Face.
     """
+    if second.place.format == 'huggingface' != first.place.format:
+        return open_parameters(second.place.path, first.arrays)
     sources = _sources(second.arrays, first.place.format)
     if {first.place.format, second.place.format} != {'meshwright', 't5x'}:
         return second.arrays
@@ -130,7 +180,7 @@ def _is_empty_folder(folder: epath.Path) -> bool:
 
 def _sources(names: Collection[str], format: Format) -> dict[str, str]:
     """The name in the source of each array, by its name in the new format."""
-    if format == 'meshwright' and is_t5x(names):
+    if format in ('meshwright', 'huggingface') and is_t5x(names):
         return sources_in_t5x(names)
     if format == 't5x' and not is_t5x(names):
         return sources_for_t5x(names)
@@ -200,7 +250,7 @@ def _find_lost(source: Checkpoint, format: Format) -> list[str]:
     lost = other_content(source.place)
     if format == 'meshwright':  # The new step has a record with the same files.
         lost = [name for name in lost if not name.startswith(f'{record.ITEM}/')]
-    if format in ('safetensors', 'huggingface') and has_structure(source.tree):
+    if format == 'safetensors' and has_structure(source.tree):
         lost.append('which parts of the tree are lists, and which are empty')
     return lost
 
@@ -222,6 +272,8 @@ def write(conversion: Conversion, report: Callable[[int], None]) -> None:
     try:
         if conversion.format == 'safetensors':
             _write_safetensors(conversion, report)
+        elif conversion.model is not None:
+            conversion.model.write(conversion.folder, report)
         else:
             _write_orbax(conversion, report)
     except BaseException as error:

@@ -8,12 +8,11 @@ import numpy as np
 from etils import epath
 
 from train.checkpoints.huggingface import config_json
-from train.checkpoints.huggingface.architectures import find_architecture, is_tied, model_config
-from train.checkpoints.huggingface.mapping import as_ours
+from train.checkpoints.huggingface.folders import open_parameters
 from train.checkpoints.matching import Matched, Wanted
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.restore import RestoreConfig
-from train.checkpoints.safetensors_files import has_safetensors, list_places, open_safetensors
+from train.checkpoints.safetensors_files import has_safetensors, open_safetensors
 from train.checkpoints.stored import StoredArray, in_memory
 
 # The arrays of a state that are not taken, if a folder has them.
@@ -67,14 +66,7 @@ class Weights(CheckpointReader):
         if not (self.directory / config_json.FILE).exists():
             stored = open_safetensors(self.directory)
             return arrays | {n: x for n, x in stored.items() if not n.startswith(OTHERS)}
-        config = config_json.read_config(self.directory)
-        return arrays | as_ours(
-            find_architecture(config).table,
-            list_places(self.directory),
-            wanted,
-            where=str(self.directory),
-            is_tied=is_tied(model_config(config)),
-        )
+        return arrays | open_parameters(self.directory, wanted)
 
     def _match(
         self, step: int, by_name: Wanted, parts: tuple[str, ...], *, can_initialize: bool

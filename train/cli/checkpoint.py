@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
@@ -70,6 +70,12 @@ def main(arguments: Sequence[str], prog: str) -> int:
         '--dtype',
         choices=('float32', 'bfloat16', 'float16'),
         help='convert the floating-point parameters (their own)',
+    )
+    one.add_argument(
+        '--like',
+        metavar='FOLDER',
+        help='with --to=huggingface: take config.json, the tokenizer and the dtypes of the model '
+        'in FOLDER, from which the run has started (those of the run)',
     )
     return _run(parser.parse_args(arguments or ['--help']))
 
@@ -159,22 +165,42 @@ def convert(options: argparse.Namespace) -> int:
 
     from train.checkpoints.converting import plan_conversion, write
     from train.cli import checkpoint_tables as tables
+    from train.errors import ConfigError
     from train.paths import as_path
 
     # Orbax asks for the processes of a backend. Those of accelerators would look for devices.
     jax.config.update('jax_platforms', 'cpu')
+    source = _open(options.source, options.step)
+    like = None if options.like is None else as_path('--like', options.like)
+    if like is not None and options.to != 'huggingface':
+        raise ConfigError(f'--like needs --to=huggingface, not --to={options.to}: remove it')
     conversion = plan_conversion(
-        _open(options.source, options.step),
+        source,
         as_path('TO', options.target),
         options.to,
         renames=[_parse_rename(text) for text in options.renames],
         dtype=options.dtype,
+        model=_find_model(source) if options.to == 'huggingface' and like is None else None,
+        like=like,
     )
     started = time.perf_counter()
     with tables.progress('converting', conversion.num_bytes) as report:
         write(conversion, report)
     tables.show(tables.conversion_lines(conversion, time.perf_counter() - started))
     return 0
+
+
+def _find_model(source: Checkpoint) -> Any:
+    """The settings of the built-in model or T5 that a checkpoint of a run has, or None."""
+    from train.checkpoints.record import read_record
+    from train.gin_config.models import find_model
+    from train.models.config import TransformerConfig
+    from train.models.t5 import T5Config
+
+    known = read_record(source.place.path)
+    text = None if known is None else known.texts.get('config.gin')
+    model = None if text is None else find_model(text)
+    return model if isinstance(model, TransformerConfig | T5Config) else None
 
 
 def _parse_rename(text: str) -> tuple[str, str]:

@@ -1,17 +1,34 @@
-"""What a run needs from the folder of a model of Hugging Face: its model and its tokenizer."""
+"""What a folder of Hugging Face has for a run: a model, its weights, and its tokenizer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from train.checkpoints.huggingface.architectures import model_config
+import jax
+import jax.numpy as jnp
+from etils import epath
+from flax import traverse_util
+
+from partitioning import unbox
+from train.checkpoints.huggingface.architectures import (
+    ModelConfig,
+    find_architecture,
+    is_tied,
+    model_config,
+)
 from train.checkpoints.huggingface.config_json import read_config
+from train.checkpoints.huggingface.mapping import PARAMS, as_ours
+from train.checkpoints.matching import HasShape
+from train.checkpoints.safetensors_files import list_places
+from train.checkpoints.stored import StoredArray
 from train.data.text.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
     Tokenizer,
 )
 from train.errors import ConfigError, check_counts
+from train.models.parameters import list_parameters
 from train.models.t5 import T5, T5Config
 from train.models.transformer import Transformer
 from train.paths import as_path
@@ -48,6 +65,46 @@ def load_huggingface_model(
         padded = -(-made.vocab_size // vocab_multiple) * vocab_multiple
         made = model_config(config, **{**settings, 'vocab_size': padded})
     return T5(made) if isinstance(made, T5Config) else Transformer(made)
+
+
+def open_parameters(
+    folder: epath.Path, wanted: Mapping[str, HasShape] | None = None
+) -> dict[str, StoredArray]:
+    """Opens the weights of a model under our names.
+
+    Args:
+      folder: the folder of the model.
+      wanted: our arrays by name, if they have other forms than those of the model that
+        `load_huggingface_model` returns, such as separate layers.
+
+    Returns:
+      Our arrays. What `wanted` does not have keeps its name.
+
+    Raises:
+      ConfigError: if the model is not one that can be computed here, or a file is malformed.
+    """
+    config = read_config(folder)
+    model = model_config(config)
+    return as_ours(
+        find_architecture(config).table,
+        list_places(folder),
+        _list_parameters(model) if wanted is None else wanted,
+        where=str(folder),
+        is_tied=is_tied(model),
+    )
+
+
+def _list_parameters(model: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of the parameters of a model, by their names in a checkpoint."""
+    if not isinstance(model, T5Config):
+        table = traverse_util.flatten_dict(list_parameters(model), sep='/')
+        shapes = {name: parameter.shape for name, parameter in table.items()}
+    else:
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        variables = jax.eval_shape(T5(model).init, jax.random.key(0), tokens, tokens, tokens)
+        table = traverse_util.flatten_dict(unbox(variables['params']), sep='/')
+        shapes = {name: array.shape for name, array in table.items()}
+    return {PARAMS + n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
 
 
 def load_huggingface_tokenizer(path: str, *, separator_token: str | None = None) -> Tokenizer:

@@ -241,8 +241,16 @@ def write_targets(
     targets: Mapping[str, Target],
     ours: Mapping[str, StoredArray],
     write: Callable[[str, np.ndarray], None],
+    report: Callable[[int], None],
 ) -> None:
-    """Makes the arrays of a model and passes them to `write`, reading each of ours once."""
+    """Makes the arrays of a model, reading each of ours once.
+
+    Args:
+      targets: the arrays to make.
+      ours: our arrays by name.
+      write: receives the name and the values of each array that is made.
+      report: receives the size of each of our arrays after it has been used, in bytes.
+    """
     groups = dict[tuple[str, ...], list[str]]()
     for name, target in targets.items():
         groups.setdefault(tuple(pair.ours for pair, _ in target.parts), []).append(name)
@@ -250,6 +258,7 @@ def write_targets(
         values = {source: ours[source].read() for source in sources}
         for name in names:
             write(name, _make(targets[name], values))
+        report(sum(array.nbytes for array in values.values()))
 
 
 def _make(target: Target, values: Mapping[str, np.ndarray]) -> np.ndarray:

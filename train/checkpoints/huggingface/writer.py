@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,12 +22,11 @@ from train.checkpoints.huggingface.architectures import (
     model_config,
 )
 from train.checkpoints.huggingface.config_json import FILE, read_config
-from train.checkpoints.huggingface.mapping import Target, find_targets, write_targets
+from train.checkpoints.huggingface.mapping import PARAMS, Target, find_targets, write_targets
 from train.checkpoints.safetensors_files import Place, list_places
 from train.checkpoints.safetensors_writer import MAX_FILE_BYTES, SafetensorsWriter
 from train.checkpoints.stored import StoredArray
 from train.errors import ConfigError
-from train.paths import as_path
 
 # Files next to the weights that belong to the tokenizer, or to the generation of text.
 COPIED = (
@@ -59,29 +59,66 @@ class _Form(NamedTuple):
     places: Mapping[str, Place]
 
 
-def write_model(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedModel:
+    """The folder that is to be written for a model.
+
+    Attributes:
+      arrays: our parameters by name.
+      targets: the arrays to write, and how ours become them.
+      structs: their shapes and dtypes.
+      settings: the content of `config.json`.
+      files: files that are copied.
+      max_file_bytes: the size from which another file is begun.
+    """
+
+    arrays: Mapping[str, StoredArray]
+    targets: Mapping[str, Target]
+    structs: Mapping[str, jax.ShapeDtypeStruct]
+    settings: Mapping[str, Any]
+    files: Sequence[epath.Path]
+    max_file_bytes: int = MAX_FILE_BYTES
+
+    def write(self, folder: epath.Path, report: Callable[[int], None] = lambda size: None) -> None:
+        """Writes the folder. The arrays of one fused matrix are in memory at the same time.
+
+        Args:
+          folder: the local folder, which may not exist yet.
+          report: receives the size of each of our arrays after it has been written, in bytes.
+        """
+        writer = SafetensorsWriter(
+            folder,
+            self.structs,
+            max_file_bytes=self.max_file_bytes,
+            metadata={'format': 'pt'},
+        )
+        with writer:
+
+            def write(name: str, values: np.ndarray) -> None:
+                writer.write(name, values.astype(self.structs[name].dtype))
+
+            write_targets(self.targets, self.arrays, write, report)
+            (folder / FILE).write_text(json.dumps(self.settings, indent=2) + '\n')
+            for file in self.files:
+                file.copy(folder / file.name, overwrite=True)
+
+
+def plan_model(
     arrays: Mapping[str, StoredArray],
-    folder: Any,
     *,
     model: ModelConfig | None = None,
-    like: Any = None,
+    like: epath.Path | None = None,
     dtype: str | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> None:
-    """Writes our parameters as a model of Hugging Face.
-
-    Each array is read once, and the arrays of one fused matrix are in memory at the same time.
+) -> PlannedModel:
+    """Finds out how our parameters become a model of Hugging Face. No array is read.
 
     Args:
-      arrays: the arrays of a checkpoint by our names. Parameters, which are below 'params/', are
-        written, and others are not.
-      folder: the local folder to write, which may not exist yet.
+      arrays: our parameters by name, below 'params/'. Other arrays are left out.
       model: the settings of our model, from which the architecture and `config.json` follow.
       like: in place of `model`, the folder of the model from which the run has started. Its
         `config.json` and tokenizer are copied, and arrays have the names, the dtypes and the
         vocabulary that they have there.
       dtype: the dtype of floating-point arrays, by default their own, or that in `like`.
-      max_file_bytes: the size from which another file is begun.
 
     Raises:
       ConfigError: if no architecture computes what our model does, or if the arrays are not those
@@ -89,30 +126,21 @@ def write_model(
     """
     if (model is None) == (like is None):
         raise ConfigError('a Hugging Face model needs either model or like: give one of them')
-    folder = as_path('the folder of a Hugging Face model', folder)
-    source = None if like is None else as_path('like', like)
-    form = _form_of(model) if source is None else _form_like(source)
-    targets = find_targets(form.architecture.table, arrays, form.settings['vocab_size'])
-    if source is not None:
-        targets = _named_like(source, form, targets)
+    form = _form_of(model) if like is None else _form_like(like)
+    params = {name: array for name, array in arrays.items() if name.startswith(PARAMS)}
+    targets = find_targets(form.architecture.table, params, form.settings['vocab_size'])
+    if like is not None:
+        targets = _named_like(like, form, targets)
     structs = {name: _struct(name, target, form, dtype) for name, target in targets.items()}
     dtypes = {struct.dtype for struct in structs.values()}
     settings = form.settings
     if len(dtypes) == 1:
         settings = {**settings, 'torch_dtype': str(next(iter(dtypes)))}
         settings.pop('dtype', None)  # the newer name of the same setting
-    with SafetensorsWriter(
-        folder, structs, max_file_bytes=max_file_bytes, metadata={'format': 'pt'}
-    ) as writer:
-
-        def write(name: str, values: np.ndarray) -> None:
-            writer.write(name, values.astype(structs[name].dtype))
-
-        write_targets(targets, arrays, write)
-        (folder / FILE).write_text(json.dumps(settings, indent=2) + '\n')
-        for file in [] if source is None else [source / name for name in COPIED]:
-            if file.exists():
-                file.copy(folder / file.name, overwrite=True)
+    files = [] if like is None else [like / name for name in COPIED if (like / name).exists()]
+    return PlannedModel(
+        arrays=params, targets=targets, structs=structs, settings=settings, files=files
+    )
 
 
 def _form_of(model: ModelConfig | None) -> _Form:
