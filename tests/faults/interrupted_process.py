@@ -70,7 +70,22 @@ def block_in_loop():
         return block(signal.SIGTERM, signal.SIGHUP)()
 
 
+def end_a_child():
+    """Ends a child, as a pool of workers does."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    while child == 0:
+        os.write(writer, b'.')
+        time.sleep(60)
+    os.read(reader, 1)
+    os.kill(child, signal.SIGTERM)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGTERM
+    return 3 if signals.received() is None else 4
+
+
 SCENARIOS = {
+    'child': end_a_child,
     'pipe': train_with(terminate),
     'terminal': train_with(hang_up),
     'compiler': block(signal.SIGINT),

@@ -299,6 +299,11 @@ def test_a_command_ends_although_no_handler_can_run(tmp_path):
     assert process.returncode == 130
 
 
+def test_the_signals_of_a_child_are_its_own(tmp_path):
+    process = begin('child', tmp_path, stderr=subprocess.PIPE)
+    assert (process.communicate(timeout=300)[1], process.returncode) == ('', 3)
+
+
 def test_a_second_signal_ends_a_command_at_once(tmp_path):
     terminal, inside = pty.openpty()
     process = begin('second', tmp_path, stdout=inside, stderr=subprocess.PIPE)

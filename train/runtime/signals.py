@@ -114,14 +114,18 @@ def handle_until_exit() -> None:
 
 
 def leave_to_others() -> None:
-    """Ends what `handle_until_exit` began, in a process that joins others."""
-    if _handling.watched:
+    """Ends the handling of signals, in a process that joins others or was forked."""
+    if _handling.active:
         signal.set_wakeup_fd(-1)
         _handling.active = _handling.watched = False
         for signum in SIGNALS:
             if signal.getsignal(signum) is _note:
                 is_ctrl_c = signum == signal.SIGINT
                 signal.signal(signum, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
+
+
+# Signals of a child, such as a worker that reads data, are not those of the run.
+os.register_at_fork(after_in_child=leave_to_others)
 
 
 def defer() -> None:
