@@ -140,7 +140,7 @@ def check_meshwright(*words):
     """Checks the flags by the help of the command, and the settings of a run by reading them."""
     names, rest = [word for word in words if not word.startswith('-')], words[1:]
     flags = {word.split('=')[0] for word in words if word.startswith('--')} - {'--help'}
-    known = flags_in_help(*names[: 2 if names[0] == 'plan' else 1])
+    known = flags_in_help(*names[: 2 if names[0] in ('plan', 'checkpoint') else 1])
     settings = {flag for flag in flags if flag.startswith('--gin.')}
     assert flags - settings <= known, f'the help lists {sorted(known)}'
     files = [word.removeprefix('--gin_file=') for word in rest if word.endswith('.gin')]

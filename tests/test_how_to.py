@@ -5,6 +5,7 @@ import functools
 import importlib
 import json
 import re
+import shutil
 from typing import NamedTuple
 
 import numpy as np
@@ -90,6 +91,15 @@ def test_the_programs_run(page, run_on, tmp_path, monkeypatch, traces):
 def test_the_programs_of_a_guide_print_what_it_shows(guide, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_blocks(f'docs/how-to/{guide}.md')
+
+
+def test_the_weights_of_a_small_llama(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / 'tests/train/reference_models/llama3_1', 'models/llama')
+    (tmp_path / 'corpus').mkdir()
+    for number in range(120):
+        (tmp_path / f'corpus/{number}.txt').write_text(f'This is text number {number}. ' * 20)
+    run_blocks('docs/how-to/use_hugging_face_weights.md')
 
 
 def test_a_mixture_of_experts(tmp_path, monkeypatch):
