@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -23,19 +25,33 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MIB, GIB = 2**20, 2**30
-NUM_DEVICES, NUM_RAW_FILES = 8, 4
+NUM_RAW_FILES = 4
 SAVE_MESH = (4, 2)
-# The meshes of the restores, and whether every device gets whole arrays.
-RESTORES = {
-    'restore, same mesh 4x2': ((4, 2), False),
-    'restore, mesh 1x8': ((1, 8), False),
-    'restore, replicated on 2 devices': ((2, 1), True),
+# The settings of each save; the checkpoint of the last one is restored.
+SAVES = {
+    'save due while one is in flight': {'when_busy': 'later'},
+    'save, synchronous': {'asynchronous': False},
+    'save, asynchronous': {},
 }
-SAVE_TWICE = 'save while another is in flight'
-SAVES = (SAVE_TWICE, 'save')
+
+
+class Restore(NamedTuple):
+    """A mesh, whether every device gets whole arrays, and the number of processes."""
+
+    mesh: tuple[int, int]
+    replicated: bool = False
+    processes: int = 1
+
+
+RESTORES = {
+    'restore, same mesh 4x2': Restore((4, 2)),
+    'restore, mesh 1x8': Restore((1, 8)),
+    'restore, replicated on 2 devices': Restore((2, 1), replicated=True),
+    'restore, 2 processes, replicated': Restore((2, 1), replicated=True, processes=2),
+}
 
 
 def main() -> int:
@@ -44,9 +60,11 @@ def main() -> int:
     parser.add_argument('--rounds', type=int, default=3)
     parser.add_argument('--folder', type=Path, help='a folder on the disk to measure')
     parser.add_argument('--only', default='', help='measures only saves or restores with this name')
-    parser.add_argument('--child', help=argparse.SUPPRESS)
+    for name, kind in (('--child', str), ('--port', int), ('--index', int)):
+        parser.add_argument(name, type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
+        use_devices(options)
         print(json.dumps(measure(options.child, options.gib, options.folder)))
         return 0
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -69,10 +87,22 @@ def run_rounds(options: argparse.Namespace, folder: Path) -> Iterator[dict[str, 
 
 
 def in_new_process(name: str, gib: float, folder: Path) -> dict[str, float]:
-    """Runs one measurement in a process of its own."""
+    """Runs one measurement in its own processes, and returns the greatest of their figures."""
+    processes = RESTORES[name].processes if name in RESTORES else 1
+    with socket.socket() as reserved:
+        reserved.bind(('127.0.0.1', 0))
+        port = reserved.getsockname()[1]
     command = [sys.executable, __file__, '--child', name, '--gib', str(gib), '--folder']
-    done = subprocess.run([*command, str(folder)], stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    started = [
+        subprocess.Popen(
+            [*command, str(folder), '--port', str(port), '--index', str(index)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(processes)
+    ]
+    results = [json.loads(one.communicate()[0].splitlines()[-1]) for one in started]
+    return {field: max(result[field] for result in results) for field in results[0]}
 
 
 # Plain files.
@@ -122,13 +152,24 @@ def forget(folder: Path) -> None:
 # One measurement, in a process with virtual devices.
 
 
+def use_devices(options: argparse.Namespace) -> None:
+    """Gives this process its virtual devices, and joins the other processes of a measurement."""
+    import jax
+
+    restore = RESTORES.get(options.child, Restore(SAVE_MESH))
+    count = math.prod(restore.mesh) // restore.processes
+    jax.config.update('jax_platforms', 'cpu')
+    jax.config.update('jax_num_cpu_devices', count)
+    if restore.processes > 1:
+        address = f'127.0.0.1:{options.port}'
+        jax.distributed.initialize(address, restore.processes, options.index)
+
+
 def measure(name: str, gib: float, folder: Path) -> dict[str, float]:
     """Saves or restores once, and returns the seconds and the bytes of it."""
-    os.environ['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={NUM_DEVICES}'
-    os.environ['JAX_PLATFORMS'] = 'cpu'
     if name in SAVES:
-        return measure_save(gib, folder, name=name)
-    return measure_restore(gib, folder, *RESTORES[name])
+        return measure_save(gib, folder, SAVES[name])
+    return measure_restore(gib, folder, RESTORES[name])
 
 
 def abstract_state(gib: float, mesh_shape: tuple[int, int], replicated: bool = False) -> Any:
@@ -179,60 +220,66 @@ def random_state(abstract: Any) -> Any:
     return jax.tree.unflatten(treedef, [make(i, leaf) for i, leaf in enumerate(leaves)])
 
 
-def measure_save(gib: float, folder: Path, *, name: str) -> dict[str, float]:
-    """Saves a step; a second one follows at once if the name of the measurement says so."""
+def measure_save(gib: float, folder: Path, settings: dict[str, Any]) -> dict[str, float]:
+    """Saves a step. If another step is due while one is in flight, it is asked whether to save."""
     import jax
     from etils import epath
 
     from train.checkpoints import CheckpointConfig
 
     state = jax.block_until_ready(random_state(abstract_state(gib, SAVE_MESH)))
-    warm_up(folder / 'warm')
-    saved = CheckpointConfig(keep=1).open(epath.Path(folder))
+    warm_up(folder / f'warm{os.getpid()}', SAVE_MESH)
+    saved = CheckpointConfig(period=1, keep=1, **settings).open(epath.Path(folder))
     before = reset_peak()
     start = time.perf_counter()
     saved.save(1, state)
     result = {'blocked': time.perf_counter() - start}
-    if name == SAVE_TWICE:
+    if 'when_busy' in settings:
         again = time.perf_counter()
-        saved.save(2, state)
+        assert not saved.is_due(2), 'the first save has ended already'
         result = {'blocked': time.perf_counter() - again}
-    else:
-        assert saved.latest_step() == 1  # It waits until the step is complete.
+    assert saved.latest_step() == 1  # It waits until the step is complete.
+    if 'when_busy' not in settings:
         result['seconds'] = time.perf_counter() - start
-    result['peak'] = peak() - before
-    result['held'] = held_bytes(state)
+    result |= {'peak': peak() - before, 'held': held_bytes(state)}
     saved.close()
     return result
 
 
-def warm_up(folder: Path) -> None:
+def warm_up(folder: Path, mesh_shape: tuple[int, int], replicated: bool = False) -> None:
     """Saves and restores a small state, so that imports and threads are not measured."""
+    import jax
     from etils import epath
 
     from train.checkpoints import CheckpointConfig
 
-    abstract = abstract_state(0, SAVE_MESH)
+    abstract = abstract_state(0, mesh_shape, replicated)
     small = CheckpointConfig().open(epath.Path(folder))
     small.save(1, random_state(abstract))
-    step = small.latest_step()
-    assert step is not None
-    small.restore(step, abstract)
     small.close()
-    shutil.rmtree(folder)
+    wait_for_all('saved')
+    small.restore(1, abstract)
+    wait_for_all('restored')
+    if jax.process_index() == 0:
+        shutil.rmtree(folder)
 
 
-def measure_restore(
-    gib: float, folder: Path, mesh_shape: tuple[int, int], replicated: bool
-) -> dict[str, float]:
+def wait_for_all(name: str) -> None:
+    """Waits until all processes are here."""
+    from jax.experimental import multihost_utils
+
+    multihost_utils.sync_global_devices(name)
+
+
+def measure_restore(gib: float, folder: Path, restore: Restore) -> dict[str, float]:
     """Restores the newest step without the page cache."""
     import jax
     from etils import epath
 
     from train.checkpoints import CheckpointConfig
 
-    abstract = abstract_state(gib, mesh_shape, replicated)
-    warm_up(folder / 'warm')
+    abstract = abstract_state(gib, restore.mesh, restore.replicated)
+    warm_up(folder / 'warm', restore.mesh, restore.replicated)
     saved = CheckpointConfig(keep=2).open(epath.Path(folder))
     step = saved.latest_step()
     assert step is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from train.checkpoints.stored import Bounds, StoredArray, StoreReader, bounds_of
 from train.errors import first_line
 
 # The host memory of arrays that are read at the same time; at least one is read.
-MAX_BYTES_IN_FLIGHT = 2**28
+MAX_BYTES_IN_FLIGHT = 2**27
 NUM_THREADS = 4
 _ALIGNMENT = 64  # of memory that CPU devices can use without a copy
 
@@ -104,8 +104,8 @@ def _start(
         piece.readers != share.holders for share in everything for piece in share.pieces
     )
     shares = [share for share in everything if me in share.holders]
-    make = np.zeros if exchanged else np.empty
-    buffers = {share.bounds: _allocate(make, share.shape, struct.dtype) for share in shares}
+    shapes = {share.bounds: share.shape for share in shares}
+    buffers = _allocate(np.zeros if exchanged else np.empty, shapes, struct.dtype)
     mine = [(share, piece) for share in shares for piece in share.pieces if me in piece.readers]
     # Shards that share a chunk read it one after the other, while it is in TensorStore's cache.
     mine.sort(key=lambda both: both[1].bounds)
@@ -117,12 +117,22 @@ def _start(
     return _Reading(name, struct, buffers, exchanged, pieces)
 
 
-def _allocate(make: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Host memory that devices on CPUs can use as it is."""
-    size = math.prod(shape) * dtype.itemsize
-    memory = make(size + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
+def _allocate(
+    make: Callable[..., np.ndarray], shapes: Mapping[Bounds, tuple[int, ...]], dtype: np.dtype
+) -> dict[Bounds, np.ndarray]:
+    """Host memory for shards, which devices on CPUs can use as it is.
+
+    It is one block, because the operating system provides few large pages faster than many small.
+    """
+    sizes = {bounds: math.prod(shape) * dtype.itemsize for bounds, shape in shapes.items()}
+    aligned = {bounds: -(-size // _ALIGNMENT) * _ALIGNMENT for bounds, size in sizes.items()}
+    memory = make(sum(aligned.values()) + _ALIGNMENT, np.uint8)
+    start, buffers = -memory.ctypes.data % _ALIGNMENT, dict[Bounds, np.ndarray]()
+    for bounds, shape in shapes.items():
+        values = memory[start : start + sizes[bounds]]
+        buffers[bounds] = values.view(dtype).reshape(shape)
+        start += aligned[bounds]
+    return buffers
 
 
 def _read_piece(array: StoredArray, share: Share, piece: Piece, buffer: np.ndarray) -> None:
