@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +27,7 @@ from train.checkpoints.stored import StoredArray, in_memory, with_dtype
 from train.checkpoints.t5x_names import is_t5x, sources_for_t5x, sources_in_t5x
 from train.errors import ConfigError, first_line
 from train.paths import is_remote
+from train.runtime.reports import format_bytes
 
 Renames = Sequence[tuple[str, str]]
 
@@ -280,7 +284,10 @@ def write(conversion: Conversion, report: Callable[[int], None]) -> None:
         _remove_unfinished(conversion.folder)
         if isinstance(error, ConfigError) or not isinstance(error, Exception):
             raise
-        raise ConfigError(f'{conversion.folder} cannot be written: {first_line(error)}') from error
+        reason = first_line(error)
+        if (full := os.strerror(errno.ENOSPC)) in reason:  # TensorStore names files, too.
+            reason = f'{full}, and the arrays need {format_bytes(conversion.num_bytes)}'
+        raise ConfigError(f'{conversion.folder} cannot be written: {reason}') from error
 
 
 def _write_safetensors(conversion: Conversion, report: Callable[[int], None]) -> None:
@@ -311,5 +318,5 @@ def _write_orbax(conversion: Conversion, report: Callable[[int], None]) -> None:
 def _remove_unfinished(folder: epath.Path) -> None:
     """Removes the folder that Orbax would have renamed at the end. Nobody else writes it."""
     unfinished = folder.parent / f'{folder.name}{TEMPORARY}'
-    if not is_remote(folder) and unfinished.exists():
-        unfinished.rmtree()
+    if not is_remote(folder):
+        shutil.rmtree(unfinished, ignore_errors=True)

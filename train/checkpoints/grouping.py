@@ -13,7 +13,7 @@ from train.checkpoints.matching import HasShape
 
 _OPTIMIZER = ('opt_state/', 'state/param_states/')
 _OTHER = ('step', 'state/step', 'flax_mutables/')
-_ORDER: tuple[Role, ...] = ('parameters', 'optimizer', 'other')
+ROLES: tuple[Role, ...] = ('parameters', 'optimizer', 'other')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def group_arrays(arrays: Mapping[str, HasShape]) -> list[ArrayGroup]:
         )
         for (pattern, shape, dtype, role), names in groups.items()
     ]
-    return sorted(found, key=lambda group: _ORDER.index(group.role))
+    return sorted(found, key=lambda group: ROLES.index(group.role))
 
 
 def describe_array(name: str, array: HasShape) -> ArrayGroup:

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from train.checkpoints.orbax_writer import Texts, TextsHandler
-from train.checkpoints.pieces import chunk_shape, split
+from train.checkpoints.pieces import chunk_shape, grid, split
 from train.checkpoints.stored import StoredArray
 from train.paths import is_remote
 from train.runtime.arrays_on_s3 import support_s3
@@ -44,12 +44,14 @@ def write_arrays(
     """
     if str(folder).startswith('s3://'):
         support_s3()
-    tree = jax.tree.map(_Pending, tree)
-    types = ocp.type_handlers.create_type_handler_registry((_Pending, _Handler(report)))
-    handler = ocp.PyTreeCheckpointHandler(
-        use_ocdbt=False, use_zarr3=False, type_handler_registry=types
+    pending = _Handler(report)
+    types = ocp.type_handlers.create_type_handler_registry((_Pending, pending))
+    handler: Any = ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False, use_compression=False, type_handler_registry=types
     )
-    arrays: Any = ocp.args.PyTreeSave(tree)
+    # Orbax calls it before it gives the folder its name.
+    handler.finalize = lambda directory: pending.raise_first()
+    arrays: Any = ocp.args.PyTreeSave(jax.tree.map(_Pending, tree))
     writer: Any = handler
     if texts is not None:
         items = {name: TextsHandler() for name in texts}
@@ -59,7 +61,11 @@ def write_arrays(
     # A store of objects cannot rename a folder, so a last file completes a checkpoint.
     remote = ocp.path.atomicity.CommitFileTemporaryPath if is_remote(folder) else None
     with ocp.Checkpointer(writer, temporary_path_class=remote) as checkpointer:
-        checkpointer.save(folder, args=arrays)
+        try:
+            checkpointer.save(folder, args=arrays)
+        except BaseException as error:
+            pending.errors.append(error)  # No other piece is begun.
+            raise
 
 
 class _Pending:
@@ -73,23 +79,46 @@ class _Pending:
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-    """Writes stored arrays as Orbax writes those of numpy, but reads them when it is their turn."""
+    """Writes stored arrays as Orbax writes those of numpy, but reads them when it is their turn.
+
+    Orbax would log every error in several threads, so errors are collected.
+    """
 
     def __init__(self, report: Callable[[int], None]):
         super().__init__()
+        self.errors: list[BaseException] = []
         self._report, self._budget = report, _Budget(BYTES_IN_FLIGHT)
 
+    def raise_first(self) -> None:
+        """Raises the first error, if there was one."""
+        if self.errors:
+            raise self.errors[0]
+
     async def _open_and_write(self, value: Any, tspec: dict[str, Any], ts_context: Any) -> None:
+        try:
+            await self._copy(value.array, tspec, ts_context)
+        except Exception as error:
+            self.errors.append(error)
+
+    async def _copy(self, array: StoredArray, tspec: dict[str, Any], ts_context: Any) -> None:
         import tensorstore as ts
 
-        array: StoredArray = value.array
         chunk = chunk_shape(array, CHUNK_BYTES)
-        spec = {**tspec, 'metadata': {**tspec['metadata'], 'chunks': chunk}}
-        store = await ts.open(ts.Spec(spec), create=True, open=True, context=ts_context)
+        spec = ts.Spec({**tspec, 'metadata': {**tspec['metadata'], 'chunks': chunk}})
+        store = await ts.open(spec, create=True, open=True, context=ts_context)
         for index in split(array):
             num_bytes = store[index].size * array.dtype.itemsize
             async with self._budget.reserve(num_bytes):
-                await store[index].write(await asyncio.to_thread(array.read, index))
+                if self.errors:
+                    return
+                values = await asyncio.to_thread(array.read, index)
+                piece = store[index].translate_to[0] if array.ndim else store
+                parts = grid(values.shape, chunk)
+                writes = (piece[part].write(values[part]) for part in parts)
+                # All of them have ended when the first error is raised.
+                for result in await asyncio.gather(*writes, return_exceptions=True):
+                    if isinstance(result, BaseException):
+                        raise result
             self._report(num_bytes)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from train.checkpoints.stored import Index, StoredArray
 
@@ -17,11 +17,15 @@ def split(array: StoredArray) -> Iterator[Index]:
 
     Every chunk of the file is in one piece, because a part of it costs as much as all of it.
     """
-    shape = piece_shape(array)
-    starts = [range(0, size, max(part, 1)) for size, part in zip(array.shape, shape, strict=True)]
+    return grid(array.shape, piece_shape(array))
+
+
+def grid(shape: Sequence[int], part: Sequence[int]) -> Iterator[Index]:
+    """The slices that divide a shape into parts; the last ones may be smaller."""
+    starts = (range(0, size, max(step, 1)) for size, step in zip(shape, part, strict=True))
     for corner in itertools.product(*starts):
-        bounds = zip(corner, shape, array.shape, strict=True)
-        yield tuple(slice(at, min(at + part, size)) for at, part, size in bounds)
+        bounds = zip(corner, part, shape, strict=True)
+        yield tuple(slice(at, min(at + step, size)) for at, step, size in bounds)
 
 
 def piece_shape(array: StoredArray) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -97,8 +98,12 @@ class SafetensorsWriter:
 
     def __enter__(self) -> SafetensorsWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for number, group in enumerate(self._groups):
-            self._begin_file(self._folder / f'{number}.safetensors.partial', group)
+        try:
+            for number, group in enumerate(self._groups):
+                self._begin_file(self._folder / f'{number}.safetensors.partial', group)
+        except BaseException:
+            self._remove_files()
+            raise
         return self
 
     def _begin_file(self, file: epath.Path, names: list[str]) -> None:
@@ -143,20 +148,26 @@ class SafetensorsWriter:
         opened.write(as_bytes(values))
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        complete = kind is None and not self._missing
+        try:
+            if kind is None and self._missing:
+                raise ValueError(
+                    f'{len(self._missing)} arrays are not written, such as {self._missing}'
+                )
+            for opened in self._files.values() if kind is None else ():
+                opened.flush()
+                os.fsync(opened.fileno())
+                opened.close()
+            if kind is None:
+                self._name_files()
+        finally:
+            self._remove_files()
+
+    def _remove_files(self) -> None:
+        """Removes the files that have not got their names."""
         for file, opened in self._files.items():
-            with opened:
-                if complete:
-                    opened.flush()
-                    os.fsync(opened.fileno())
-            if not complete:
-                file.unlink()
-        if complete:
-            self._name_files()
-        elif kind is None:
-            raise ValueError(
-                f'{len(self._missing)} arrays are not written, such as {self._missing}'
-            )
+            with contextlib.suppress(OSError):  # A full disk does not take what is buffered.
+                opened.close()
+            file.unlink(missing_ok=True)
 
     def _name_files(self) -> None:
         """Gives the files their names, and writes the index if there are several."""

@@ -10,7 +10,14 @@ from collections.abc import Mapping, Sequence
 from etils import epath
 
 from train.checkpoints.formats import Checkpoint, examine_place, find_place, other_content
-from train.checkpoints.grouping import ArrayGroup, bytes_of, describe_array, group_arrays, role_of
+from train.checkpoints.grouping import (
+    ROLES,
+    ArrayGroup,
+    bytes_of,
+    describe_array,
+    group_arrays,
+    role_of,
+)
 from train.checkpoints.manifest import DamagedCheckpoint, find_files
 from train.checkpoints.record import StepRecord, read_record
 from train.checkpoints.steps import FoundStep
@@ -70,7 +77,7 @@ def summarize(checkpoint: Checkpoint, pattern: str | None = None) -> Summary:
     place, arrays = checkpoint.place, checkpoint.arrays
     found, record = examine_place(place), _read_record(checkpoint)
     num_files, bytes_on_disk = _measure(place.path)
-    by_role, by_dtype = Counter[str](parameters=0), Counter[str]()
+    by_role, by_dtype = Counter[str](dict.fromkeys(ROLES, 0)), Counter[str]()
     for name, array in arrays.items():
         by_role[role_of(name)] += bytes_of(array)
         by_dtype[str(array.dtype)] += bytes_of(array)
@@ -85,8 +92,8 @@ def summarize(checkpoint: Checkpoint, pattern: str | None = None) -> Summary:
         bytes_on_disk=bytes_on_disk,
         num_arrays=len(arrays),
         num_parameters=sum(parameters),
-        bytes_by_role=by_role,
-        bytes_by_dtype=by_dtype,
+        bytes_by_role=dict(by_role),
+        bytes_by_dtype=dict(by_dtype.most_common()),
         versions=dict(record.versions) if record else {},
         other_content=other_content(place),
         pending=list(record.pending) if record else [],
@@ -111,10 +118,13 @@ def _list_arrays(checkpoint: Checkpoint, pattern: str) -> list[ArrayGroup]:
 
 
 def shorten(found: FoundStep) -> str:
-    """Why a step is not good, without its path. Other formats never have a manifest."""
-    if found.status == 'without a manifest':
-        return ''
-    return found.reason.removeprefix(f'checkpoint {found.path} ')
+    """What is damaged, without the path of the step. The other statuses say it themselves."""
+    return shorten_reason(found.path, found.reason) if found.status == 'damaged' else ''
+
+
+def shorten_reason(path: epath.Path, reason: str) -> str:
+    """A message on a checkpoint without the path of the checkpoint."""
+    return reason.removeprefix(f'checkpoint {path} ').removeprefix('is damaged: ')
 
 
 def _read_record(checkpoint: Checkpoint) -> StepRecord | None:

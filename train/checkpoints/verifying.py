@@ -57,7 +57,7 @@ def verify(found: FoundStep, report: Callable[[int], None]) -> Verified:
     with contextlib.suppress(DamagedCheckpoint):  # `found` says why.
         manifest = read_manifest(found.path)
     if manifest is None:
-        return Verified(found=found, status=found.status, reasons=[_advise(found)])
+        return Verified(found=found, status=found.status, reasons=_advise(found))
     sizes = find_files(found.path)
     reasons = [] if found.step == manifest.step else [found.reason]
     reasons += list_differences(found.path, manifest)
@@ -83,11 +83,22 @@ def verify(found: FoundStep, report: Callable[[int], None]) -> Verified:
     )
 
 
-def _advise(found: FoundStep) -> str:
+def all_good(results: Sequence[Verified]) -> bool:
+    """Whether there is a good checkpoint, and none is damaged or cannot be verified.
+
+    What a kill has left unfinished, and folders that are not checkpoints, are not used by a run.
+    """
+    statuses = {result.status for result in results}
+    return 'good' in statuses and not statuses & {'damaged', 'without a manifest'}
+
+
+def _advise(found: FoundStep) -> list[str]:
     """Why a checkpoint without a manifest is not verified, and what to do."""
+    if found.status == 'damaged':
+        return [found.reason]
     if found.status != 'without a manifest':
-        return found.reason
-    return (
-        f'{found.reason}, so it cannot be verified: `meshwright checkpoint convert {found.path} '
-        'RUN --to=meshwright` writes a copy that has one'
-    )
+        return []
+    return [
+        'it cannot be verified, because it has no checksums: `meshwright checkpoint convert '
+        f'{found.path} RUN --to=meshwright` writes a copy that has them'
+    ]

@@ -90,8 +90,8 @@ def _run(options: argparse.Namespace) -> int:
 
     def command() -> None:
         nonlocal status
-        # Orbax warns of what does not matter here.
-        logging.set_verbosity(logging.ERROR)
+        # Orbax logs warnings that do not matter here, and tracebacks of errors that are raised.
+        logging.set_verbosity(logging.FATAL)
         status = options.command(options)
 
     return run(command, options) or status
@@ -143,7 +143,7 @@ def diff(options: argparse.Namespace) -> int:
 def verify(options: argparse.Namespace) -> int:
     """Compares the files of a checkpoint, or of all steps of a run, with their checksums."""
     from train.checkpoints.formats import choose_place, examine_place, find_place, list_steps
-    from train.checkpoints.verifying import size_to_read, verify
+    from train.checkpoints.verifying import all_good, size_to_read, verify
     from train.cli import checkpoint_tables as tables
     from train.paths import as_path
 
@@ -156,7 +156,7 @@ def verify(options: argparse.Namespace) -> int:
         for step in steps:
             results.append(verify(step, report))
     tables.show(tables.verified_table(results, time.perf_counter() - started))
-    return 0 if all(result.status == 'good' for result in results) else 1
+    return 0 if all_good(results) else 1
 
 
 def convert(options: argparse.Namespace) -> int:
@@ -166,7 +166,7 @@ def convert(options: argparse.Namespace) -> int:
     from train.checkpoints.converting import plan_conversion, write
     from train.cli import checkpoint_tables as tables
     from train.errors import ConfigError
-    from train.paths import as_path
+    from train.paths import as_folder, as_path
 
     # Orbax asks for the processes of a backend. Those of accelerators would look for devices.
     jax.config.update('jax_platforms', 'cpu')
@@ -176,7 +176,7 @@ def convert(options: argparse.Namespace) -> int:
         raise ConfigError(f'--like needs --to=huggingface, not --to={options.to}: remove it')
     conversion = plan_conversion(
         source,
-        as_path('TO', options.target),
+        as_folder('TO', options.target),
         options.to,
         renames=[_parse_rename(text) for text in options.renames],
         dtype=options.dtype,

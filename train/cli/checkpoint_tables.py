@@ -15,7 +15,7 @@ from partitioning.untrusted_text import printable
 from train.checkpoints.comparing import ArrayDifference
 from train.checkpoints.converting import Conversion
 from train.checkpoints.grouping import ArrayGroup
-from train.checkpoints.summary import StepSummary, Summary
+from train.checkpoints.summary import StepSummary, Summary, shorten_reason
 from train.checkpoints.verifying import Verified
 from train.runtime.reports import format_bytes, format_seconds
 
@@ -96,7 +96,7 @@ def _count(number: int, noun: str) -> str:
 
 def summary_tables(summary: Summary) -> Group:
     """What is in one checkpoint."""
-    roles = [f'{role} {format_bytes(size)}' for role, size in summary.bytes_by_role.items()]
+    roles = [f'{role} {format_bytes(n)}' for role, n in summary.bytes_by_role.items() if n]
     dtypes = [f'{dtype} {format_bytes(size)}' for dtype, size in summary.bytes_by_dtype.items()]
     versions = [f'{package} {version}' for package, version in summary.versions.items()]
     facts = _facts(
@@ -110,7 +110,7 @@ def summary_tables(summary: Summary) -> Group:
             'parameters': f'{summary.num_parameters:,}',
             'dtypes': ', '.join(dtypes),
             'saved with': ', '.join(versions),
-            'also has': ', '.join(summary.other_content),
+            'other files': ', '.join(summary.other_content),
             'interrupted': ', '.join(summary.pending),
         }
     )
@@ -134,7 +134,9 @@ def _array_table(groups: Sequence[ArrayGroup]) -> Table:
 
 def steps_table(path: Any, steps: Sequence[StepSummary]) -> Group:
     """The steps of a run, one per row."""
-    table = _table('step', 'status', 'format', 'files', 'size', 'notes', right=('step', 'size'))
+    table = _table(
+        'step', 'status', 'format', 'files', 'size', 'notes', right=('step', 'files', 'size')
+    )
     for step in steps:
         notes = [step.reason] if step.reason else []
         if step.pending:
@@ -156,40 +158,32 @@ def diff_table(found: Sequence[ArrayDifference], total: int, values: bool) -> Gr
     equal = _text(f'{total - len(found):,} of {_count(total, "array")} are {what}')
     if not found:
         return Group(equal)
-    right = ('values', 'largest difference', 'relative')
-    columns = ('name', 'difference', 'first', 'second', *(right if values else ()))
-    table = _table(*columns, right=right)
+    right = ('values', 'largest difference', 'relative') if values else ()
+    same = all(one.first == one.second for one in found)
+    table = _table('name', *(['array'] if same else ['first', 'second']), *right, right=right)
     for one in found:
+        arrays = [one.first or 'absent', one.second or 'absent']
         figures = [
             '' if one.count is None else f'{one.count:,}',
             '' if one.absolute is None else f'{one.absolute:.3g}',
             '' if one.relative is None else f'{one.relative:.3g}',
         ]
-        second = '' if one.first == one.second else one.second or ''
-        table.add_row(
-            _text(one.name), one.what, one.first or '', second, *(figures if values else ())
-        )
-    return Group(table, equal)
+        table.add_row(_text(one.name), *arrays[: 1 if same else 2], *(figures if values else ()))
+    return Group(table, '', equal)
 
 
 def verified_table(results: Sequence[Verified], seconds: float) -> Group:
     """The result of each checkpoint, and a line for each damaged file."""
     lines: list[Text] = []
     for one in results:
-        step = f'step {one.found.step:,}: ' if len(results) > 1 else ''
+        step = f'step {one.found.step:,}: ' if len(results) > 1 else f'{one.found.path}: '
         size = f'{_count(one.num_files, "file")}, {format_bytes(one.nbytes)}'
         status = f'good ({size})' if one.status == 'good' else one.status
         lines.append(Text.assemble(step, (status, _STYLES.get(one.status, ''))))
-        lines += [_text(f'  {reason}') for reason in one.reasons]
+        lines += [_text(f'  {shorten_reason(one.found.path, reason)}') for reason in one.reasons]
     total = sum(one.nbytes for one in results)
     speed = f'{total / 1e6 / max(seconds, 1e-9):,.0f} MB/s'
-    good = sum(one.status == 'good' for one in results)
-    lines.append(
-        _text(
-            f'{good:,} of {_count(len(results), "checkpoint")} good; read {format_bytes(total)} in '
-            f'{format_seconds(seconds)} ({speed})'
-        )
-    )
+    lines.append(_text(f'read {format_bytes(total)} in {format_seconds(seconds)} ({speed})'))
     return Group(*lines)
 
 
