@@ -1,6 +1,8 @@
 """Errors that a user can fix, explained in one line."""
 
 import importlib
+import os
+import re
 from typing import Any, Literal
 
 # What a run does if its checkpoints or its metrics cannot be written.
@@ -33,6 +35,8 @@ def first_line(error: BaseException) -> str:
 
 def describe_error(error: Exception) -> str:
     """Returns what went wrong and with which file, such as 'No space left on device: runs/a/b'."""
+    if found := re.search(r"os_error_code='(\d+)'", str(error)):  # of TensorStore, with much else
+        return os.strerror(int(found[1]))
     if not isinstance(error, OSError) or error.strerror is None:
         return first_line(error)
     return error.strerror if error.filename is None else f'{error.strerror}: {error.filename}'

@@ -100,7 +100,8 @@ def completing(saved: Checkpoints, say: Callable[[str], None]) -> Iterator[None]
       say: prints a line: if the body fails and a save, too, the error of the body is raised.
 
     Raises:
-      FailedSave: if a save fails and the body does not.
+      ConfigError: if a save fails and the body does not, whatever the policy: the last state of the
+        run would be lost.
     """
     try:
         yield
@@ -110,6 +111,9 @@ def completing(saved: Checkpoints, say: Callable[[str], None]) -> Iterator[None]
             say(str(failure))
         saved.close()
         raise
+    saved.wait()
+    if failure := saved.failure():
+        raise _ended_by(failure, saved, 'after its last step') from failure
     saved.close()
 
 
@@ -126,19 +130,20 @@ def report_failed_save(run: Run, saved: Checkpoints, step: int) -> None:
             if failure := saved.failure():
                 raise failure
     except ConfigError as error:
-        if run.config.checkpoints.on_failure == 'continue':
-            run.console.say(
-                f'{error}: training continues, and the next save is tried when it is due'
-            )
-            return
-        newest = max(saved.steps(), default=None)
-        kept = 'there is no other checkpoint'
-        if newest is not None:
-            kept = f'the same command resumes from the checkpoint of step {newest}'
-        raise ConfigError(
-            f'{error}, so the run ends at step {step}; {kept}: free space, or set '
-            "CheckpointConfig.on_failure = 'continue'"
-        ) from error
+        if run.config.checkpoints.on_failure == 'stop':
+            raise _ended_by(error, saved, f'at step {step}') from error
+        run.console.say(f'{error}: training continues, and the next save is tried when it is due')
+
+
+def _ended_by(failure: ConfigError, saved: Checkpoints, when: str) -> ConfigError:
+    newest = max(saved.steps(), default=None)
+    kept = 'there is no other checkpoint'
+    if newest is not None:
+        kept = f'the same command resumes from the checkpoint of step {newest}'
+    return ConfigError(
+        f'{failure}, so the run ends {when}; {kept}: free space, or set '
+        "CheckpointConfig.on_failure = 'continue'"
+    )
 
 
 def report_skips(run: Run, skipped: Sequence[NotFinite], writers: Writers) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import fsspec
@@ -66,6 +68,27 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 def absolute(path: epath.Path) -> epath.Path:
     """The path without symbolic links and `..`; a path in a store stays as it is."""
     return path if is_remote(path) else epath.Path(os.path.realpath(path))
+
+
+@contextlib.contextmanager
+def replacing(path: epath.Path) -> Iterator[epath.Path]:
+    """Lets the body write a file that is never half-written, for example because the disk is full.
+
+    Yields:
+      The path to write. It takes the place of the file at the end of the body. If the body fails,
+      the file stays as it was.
+    """
+    if is_remote(path):  # A store shows an object only when it is complete.
+        yield path
+        return
+    unfinished = path.with_name(f'{path.name}.unfinished')
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def _is_installed(module: str) -> bool:

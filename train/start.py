@@ -20,6 +20,7 @@ from train.checkpoints.steps import t5x_steps
 from train.data import Feed, LocalBatches, record
 from train.errors import ConfigError
 from train.optimizers import learning_rate_of
+from train.paths import replacing
 from train.run import Run, initialize_some
 from train.runtime.compiling import describe_options
 from train.runtime.flops import count_flops
@@ -326,8 +327,10 @@ def write_run_files(run: Run) -> dict[str, str]:
                 info = run.directory / _name_here(run, 'model-info.txt')
                 compiled = '\n'.join(describe_options(run.plan.compiler_options))
                 text = f'{run.plan.audit()}\n\n{describe_variables(run.plan.rows)}'
-                info.write_text(f'{text}\n{compiled}\n' if compiled else text)
-                run.plan.save(run.directory / 'plan.json')
+                with replacing(info) as unfinished:
+                    unfinished.write_text(f'{text}\n{compiled}\n' if compiled else text)
+                with replacing(run.directory / 'plan.json') as unfinished:
+                    run.plan.save(unfinished)
                 record.write_record(run.directory, run.record)
                 names = {n: _name_here(run, n) for n in ('config.gin', 'plan.json', record.FILE)}
                 paths = {name: run.directory / here for name, here in names.items()}

@@ -89,6 +89,7 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
 
     # ---- state: restored, or created on its devices
     saved.texts = write_run_files(run)
+    saved.check_writable()
     if init is None:
         state = cast(TrainState, restored)
         verb = 'resumed' if start.source is saved else 'restored'

@@ -85,7 +85,7 @@ def configure(model_dir, **changes) -> TrainConfig:
         'task': Examples(training=examples()),
         'total_steps': 8,
         'batch_size': ROWS,
-        'checkpoints': CheckpointConfig(period=3),
+        'checkpoints': CheckpointConfig(period=3, when_busy='wait'),
         'writers': (JsonWriter,),
         'log_every': 100,
         'compilation_cache': None,

@@ -96,7 +96,7 @@ def test_the_file_is_not_rewritten_if_nothing_is_dropped(tmp_path):
     before = (tmp_path / 'metrics.jsonl').stat().st_ino
     write(tmp_path, 1)
     assert (tmp_path / 'metrics.jsonl').stat().st_ino == before
-    assert not (tmp_path / 'metrics.tmp').exists()
+    assert not (tmp_path / 'metrics.jsonl.unfinished').exists()
 
 
 def test_tensorboard_gets_the_same_scalars(tmp_path):

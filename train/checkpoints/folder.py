@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
@@ -226,6 +227,23 @@ class Checkpoints(CheckpointReader):
                 self._check_directory()
                 exists = self._clear(step)
         return bool(agree_on(exists))
+
+    def check_writable(self) -> None:
+        """Checks that checkpoints can be saved in their folder, if it exists, before the first is.
+
+        Raises:
+          ConfigError: if it is not a folder, or cannot be written.
+        """
+        path = self.directory
+        with raise_on_all_processes():
+            if is_remote(path) or not path.exists():
+                return
+            if not path.is_dir() or not os.access(path, os.W_OK | os.X_OK):
+                why = 'cannot be written' if path.is_dir() else 'is a file'
+                raise ConfigError(
+                    f'{path}, where checkpoints are to be saved, {why}: change its permissions, '
+                    'move it away, or use another MODEL_DIR'
+                )
 
     def _check_directory(self) -> None:
         """Creates the folder of checkpoints once. If it is gone later, that is not an accident."""

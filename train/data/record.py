@@ -14,7 +14,7 @@ from etils import epath
 from partitioning.untrusted_text import parse_json
 from train.data.rows.open_task import OpenTask
 from train.errors import ConfigError
-from train.paths import absolute
+from train.paths import absolute, replacing
 
 FILE = 'data.json'
 # What else than the rows of later steps depends on a setting.
@@ -163,9 +163,8 @@ def check_restored_tokenizer(
 
 def write_record(directory: epath.Path, record: dict[str, Any]) -> None:
     """Writes the record of a run. The file is replaced in one step, so it is never half-written."""
-    unfinished = directory / f'{FILE}.unfinished'
-    unfinished.write_text(json.dumps(record, indent=1) + '\n')
-    unfinished.replace(directory / FILE)
+    with replacing(directory / FILE) as unfinished:
+        unfinished.write_text(json.dumps(record, indent=1) + '\n')
 
 
 def _identity(record: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ from collections import deque
 
 from etils import epath
 
-from train.paths import is_remote
+from train.paths import is_remote, replacing
 
 # An object in a store cannot be appended to, so it is written as a whole, at most this often.
 SECONDS_BETWEEN_UPLOADS = 30.0
@@ -57,16 +57,8 @@ class AppendedFile:
         """Gives the file other contents. If that fails, it keeps those that it has."""
         if self._remote:
             self._contents = contents
-            self.path.write_bytes(contents)
-            return
-        unfinished = self.path.with_suffix('.tmp')
-        try:
+        with replacing(self.path) as unfinished:
             unfinished.write_bytes(contents)
-            unfinished.replace(self.path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise
 
     def close(self) -> None:
         """Writes what is left.

@@ -7,13 +7,16 @@ from typing import Any
 
 from etils import epath
 
+from train.paths import replacing
+
 CONFIG_FILE = 'config.gin'
 
 
 def write_gin_text(directory: epath.Path, name: str = CONFIG_FILE) -> None:
     """Writes `<directory>/config.gin`, unless nothing in this process was configured by gin."""
     if 'gin' in sys.modules and (text := operative_text().strip()):
-        (directory / name).write_text(text + '\n')
+        with replacing(directory / name) as unfinished:
+            unfinished.write_text(text + '\n')
 
 
 def beside(name: str) -> str:

@@ -15,7 +15,7 @@ from etils import epath
 
 from partitioning.untrusted_text import parse_json
 from train.errors import ConfigError
-from train.paths import is_remote
+from train.paths import replacing
 
 SETTINGS = 'settings.json'
 
@@ -58,7 +58,8 @@ class PartFiles:
         else:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                _write(file, json.dumps(settings))
+                with replacing(file) as unfinished:
+                    unfinished.write_text(json.dumps(settings))
             except OSError as error:
                 raise ConfigError(
                     f'{self.folder} cannot be written: {error.strerror or error}'
@@ -74,7 +75,8 @@ class PartFiles:
 
     def write(self, number: int, lines: Iterable[str]) -> None:
         """Writes a part. It is never half-written."""
-        _write(self.part(number), ''.join(f'{line}\n' for line in lines))
+        with replacing(self.part(number)) as unfinished:
+            unfinished.write_text(''.join(f'{line}\n' for line in lines))
 
     def finish(self, count: int, merge: bool) -> Sequence[epath.Path]:
         """Joins the parts into the file and deletes their folder, or keeps the parts as they are.
@@ -85,20 +87,9 @@ class PartFiles:
         parts = [self.part(number) for number in range(count)]
         if not merge:
             return parts
-        unfinished = self.path.with_name(f'{self.path.name}.unfinished')
-        with unfinished.open('wb') as whole:
+        with replacing(self.path) as unfinished, unfinished.open('wb') as whole:
             for part in parts:
                 with part.open('rb') as file:
                     shutil.copyfileobj(file, whole)
-        unfinished.replace(self.path)
         self.folder.rmtree()
         return [self.path]
-
-
-def _write(path: epath.Path, text: str) -> None:
-    if is_remote(path):  # a store shows a file only when it is complete
-        path.write_text(text)
-        return
-    unfinished = path.with_name(f'{path.name}.unfinished')
-    unfinished.write_text(text)
-    unfinished.replace(path)

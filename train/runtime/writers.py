@@ -85,7 +85,6 @@ class Writers:
         Raises:
           OSError: if a writer fails and the policy is to stop.
         """
-        self._failing.clear()
         error = self._call('completed', lambda writer: writer.close())
         if error is not None and self._on_failure == 'stop':
             raise error
