@@ -167,18 +167,20 @@ def find_problem(
     first = min(
         wrong, key=lambda d: (d.name.startswith(('opt_state', 'state/')), d.name, d.kind == 'extra')
     )
-    what, hint = 'belongs to another model or optimizer', ''
-    if names['dtype'] and len(names['dtype']) == len(wrong):
-        what, dtype = 'has other dtypes', first.wanted.split()[-1]
-        hint = f", or set {restore.dtype_setting} = '{dtype}' to convert them"
-    elif not names['shape'] | names['dtype'] and names['missing'] >= names['extra']:
-        hint = f', or set {restore.initialize_setting} = True'
     count = len({difference.name for difference in wrong})
-    return (
-        f'checkpoint {where} {what}: {count:,} arrays differ. The first is {first.name}: '
-        f'{first.stored}, {first.wanted} in this run. Use the settings it was trained with, or '
-        f'another {restore.setting}{hint}'
+    differ = (
+        f'{count:,} arrays differ. The first is {first.name}: {first.stored}, {first.wanted} in '
+        f'this run. Use the settings it was trained with, or another {restore.setting}'
     )
+    if len(names['dtype']) == len(wrong):
+        dtype = first.wanted.split()[-1]
+        return (
+            f'checkpoint {where} has other dtypes: {differ}, or set {restore.dtype_setting} = '
+            f'{dtype!r} to convert them'
+        )
+    if not names['shape'] | names['dtype'] and names['missing'] >= names['extra']:
+        differ += f', or set {restore.initialize_setting} = True'
+    return f'checkpoint {where} belongs to another model or optimizer: {differ}'
 
 
 def _is_float(array: HasShape) -> bool:
