@@ -5,8 +5,8 @@
 Each trial starts `python -m train` in a folder of its own, sends SIGKILL, SIGTERM, SIGINT or SIGHUP
 at a moment, runs the command that resumes, and compares parameters, optimizer state and metrics
 with those of a run without a signal, bit by bit. Moments are a time after the start of the process,
-or a time after something has begun: tokenizing, compiling, an evaluation or a save. Trials with
-SIGKILL use a cache of compiled programs, to be quick; the others compile and tokenize anew.
+or a time after something has begun: tokenizing, compiling, a step, an evaluation or a save. Runs
+use a cache of tokens and compiled programs, unless the signal is to come while these are made.
 
 Each trial is a line of JSON in the file of results. The command can be stopped and started again:
 it does the trials that are missing, and then prints a table.
@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STEPS, PERIOD = 100, 10
 POLL_SECONDS = 0.002
 # How long it takes at most, in seconds, what a signal interrupts. For 'start', it is the whole run.
-SPREAD = {'tokenizing': 0.3, 'compiling': 2.0, 'evaluating': 0.05, 'saving': 0.15}
+SPREAD = {'tokenizing': 0.3, 'compiling': 2.0, 'stepping': 0.1, 'evaluating': 0.05, 'saving': 0.05}
 LIMIT_SECONDS = 900.0  # Far longer than a run takes; it only ends runs that hang.
 CONFIG = f"""
 include 'configs/runs/base.gin'
@@ -93,18 +93,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def trials(kills: int, signals: int, seed: int) -> Iterator[dict[str, Any]]:
     """The signal of each trial, and its moment.
 
-    It is a random share of the whole run, or of what begins: tokenizing, compiling, or the
-    evaluation or the save of a step. A third of the kills is during saves, and half of the other
-    signals interrupts what takes a short part of a run only.
+    It is a random share of the whole run, of a random step, or of something that takes a short part
+    of a run only: tokenizing, compiling, an evaluation or a save. The kills are shared between the
+    whole run, steps and saves. Half of the other signals come at a share of the whole run.
     """
     rng, others = random.Random(seed), ('tokenizing', 'compiling', 'evaluating', 'saving')
     names = ('SIGTERM', 'SIGTERM', 'SIGTERM', 'SIGHUP', 'SIGINT')
-    kinds = [('SIGKILL', 'saving' if i % 3 == 2 else 'start') for i in range(kills)]
+    kinds = [('SIGKILL', ('start', 'stepping', 'saving')[i % 3]) for i in range(kills)]
     kinds += [(names[i % 5], others[i // 2 % 4] if i % 2 else 'start') for i in range(signals)]
     for i, (name, begun) in enumerate(kinds):
         number, count = (i, kills) if i < kills else (i - kills, signals)
         share = (number + rng.random()) / count if begun == 'start' else rng.random()
-        step = PERIOD * rng.randint(1, STEPS // PERIOD)
+        step = rng.randrange(1, STEPS - PERIOD)
+        if begun == 'evaluating':
+            step += -step % PERIOD
         yield {
             'trial': f'{"kill" if i < kills else "signal"} {number}',
             'signal': name,
@@ -155,8 +157,9 @@ def begin(folder: Path, name: str, is_cold: bool, command: str = '') -> subproce
         'XDG_CACHE_HOME': str(cache),
         'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     }
-    # In the background, a shell ignores Ctrl-C for its children.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A shell may have told this process to ignore them, which its children would inherit.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     with (folder / f'{name}.out').open('a') as output:
         return subprocess.Popen(
             given,
@@ -187,11 +190,17 @@ def has_begun(folder: Path, trial: Mapping[str, Any], name: str) -> bool:
         return any((folder / f'{name}-cache').rglob('*.unfinished'))
     if trial['begun'] == 'compiling':
         return 'per device (parameters' in (folder / f'{name}.out').read_text()
-    if trial['begun'] == 'evaluating':
+    if trial['begun'] in ('stepping', 'evaluating'):
         return last_step(run) >= step
     if trial['begun'] == 'saving':
-        return any('eval/loss' in r and r['step'] >= step for r in read_metrics(run))
+        return last_step(run) >= step and is_saving(run)
     return True
+
+
+def is_saving(run: Path) -> bool:
+    """Whether Orbax writes a checkpoint of a run at the moment."""
+    folder = run / 'checkpoints'
+    return folder.exists() and any('tmp' in name for name in os.listdir(folder))
 
 
 def interrupt(
@@ -202,10 +211,9 @@ def interrupt(
     while not has_begun(folder, trial, name) and process.poll() is None:
         time.sleep(POLL_SECONDS)
     time.sleep(trial['share'] * SPREAD.get(trial['begun'], seconds))
-    folders = folder / name / 'checkpoints'
     found = {
         'step': last_step(folder / name),
-        'is_saving': folders.exists() and any('tmp' in path.name for path in folders.iterdir()),
+        'is_saving': is_saving(folder / name),
         'ended_before': process.poll() is not None,
     }
     process.send_signal(signal.Signals[trial['signal']])
@@ -215,7 +223,7 @@ def interrupt(
 def run_trial(folder: Path, trial: Mapping[str, Any], expected: Expected) -> dict[str, Any]:
     """Interrupts a run, resumes it, and returns what was found."""
     name, number = trial['trial'].replace(' ', '-'), signal.Signals[trial['signal']]
-    is_cold = number != signal.SIGKILL
+    is_cold = trial['begun'] in ('tokenizing', 'compiling')
     longest = expected.seconds[is_cold]
     while True:
         process, found = interrupt(folder, trial, name, longest, is_cold)
@@ -258,7 +266,7 @@ def check_end(number: int, code: int, errors: str, steps: int, saved: int) -> It
         if code not in (0, -signal.SIGKILL):
             yield f'exit code {code} after SIGKILL: {errors[-500:]}'
         return
-    if code == 0 and saved == STEPS:
+    if code == 0 and steps >= STEPS - 1:
         return
     if code != (130 if number == signal.SIGINT else 75):
         yield f'exit code {code}: {errors[-500:]}'

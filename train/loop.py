@@ -56,9 +56,11 @@ def find_due(
     last = step == run.config.total_steps
     due = {name: e for name, e in evaluators.items() if is_due(e, step, run.config.total_steps)}
     others = {name: one for name, one in evaluators.items() if name not in due}
+    checkpoints = run.config.checkpoints
+    # A save that is put off until another has ended comes at another step each time: not `saving`.
+    writing = bool(due) or last or checkpoints.plans(step) or step % run.config.log_every == 0
     saving = saved.is_due(step, ending=last)
-    writing = bool(due) or saving or last or step % run.config.log_every == 0
-    saving = saving or (stopping and not last and run.config.checkpoints.saves_anything)
+    saving = saving or (stopping and not last and checkpoints.saves_anything)
     return Due(due, others, saving, writing, reading=writing or saving)
 
 

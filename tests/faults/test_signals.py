@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,25 @@ def test_a_second_signal_of_a_program_raises_again(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt, match='SIGINT at once, because it is the second signal'):
         train(config(tmp_path, hooks=[twice]))
     assert complete_steps(tmp_path / 'checkpoints') == []
+
+
+class Destroyed:
+    """Sends a signal where Python ignores errors."""
+
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_in_a_destructor_is_raised_after_it(capsys):
+    hook = sys.unraisablehook
+    with signals.handle():
+        with pytest.raises(signals.Interrupted):
+            Destroyed()
+            time.sleep(60)  # The signal ends it.
+        with signals.handle():
+            assert sys.unraisablehook is not hook
+    assert sys.unraisablehook is hook
+    assert capsys.readouterr() == ('', '')
 
 
 def handlers_inside():

@@ -92,6 +92,10 @@ class CheckpointConfig:
                 options = ', '.join(map(repr, allowed))
                 raise ConfigError(f'CheckpointConfig.{name} is {value!r}: use one of {options}')
 
+    def plans(self, step: int) -> bool:
+        """Whether a checkpoint is to be saved after a step, unless it is put off."""
+        return step in self.steps or bool(self.period and step % self.period == 0)
+
     @property
     def saves_anything(self) -> bool:
         """Whether a run saves any checkpoints."""

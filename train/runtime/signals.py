@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -28,6 +28,9 @@ RESTARTABLE, AFTER_CTRL_C = 75, 130
 SECONDS_OF_ONE_REQUEST = 0.5
 # How long a command with nothing to save may take to remove its unfinished files.
 SECONDS_TO_CLEAN_UP = 5.0
+
+# How long after an error that Python has ignored a signal is sent again: after the destructor.
+SECONDS_UNTIL_AGAIN = 0.05
 
 
 class Interrupted(KeyboardInterrupt):
@@ -58,6 +61,7 @@ class _Handling:
       received_at: its time on the clock of `time.monotonic`.
       saves: whether there is a state to save, so that a signal is only noted.
       interruptible: whether a signal raises `Interrupted` nevertheless.
+      lost: whether `Interrupted` was raised where Python ignores errors, so that it comes again.
       terminals: the file descriptors of the output that are terminals.
     """
 
@@ -68,7 +72,7 @@ class _Handling:
     def reset(self) -> None:
         self.received: signal.Signals | None = None
         self.received_at = 0.0
-        self.saves = self.interruptible = False
+        self.saves = self.interruptible = self.lost = False
         self.terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
 
@@ -94,11 +98,13 @@ def handle(alone: bool = True) -> Iterator[None]:
     if not alone or _handling.active or threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = _install()
+    previous, hook = _install(), sys.unraisablehook
+    sys.unraisablehook = _raise_again(hook)
     try:
         yield
     finally:
         _handling.active = False
+        sys.unraisablehook = hook
         for signum, handler in previous.items():
             signal.signal(signum, handler)
 
@@ -110,6 +116,7 @@ def handle_until_exit() -> None:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     _handling.watched = True
     _install()
+    sys.unraisablehook = _raise_again(sys.unraisablehook)
     threading.Thread(target=_watch, args=(reader,), name='signals', daemon=True).start()
 
 
@@ -200,12 +207,33 @@ def _note(signum: int, frame: FrameType | None) -> None:
     now, is_first = time.monotonic(), _handling.received is None
     if signum == signal.SIGHUP:
         _leave_closed_terminals()
-    if is_first:
-        _handling.received, _handling.received_at = signal.Signals(signum), now
+    if is_first or _handling.lost:
+        if is_first:
+            _handling.received, _handling.received_at = signal.Signals(signum), now
+        _handling.lost = False
         if _handling.interruptible or not _handling.saves:
             _raise_if_received()
     elif not _handling.watched and now - _handling.received_at >= SECONDS_OF_ONE_REQUEST:
         raise KeyboardInterrupt(_second(signum))
+
+
+def _raise_again(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A hook for errors that Python ignores: `Interrupted` is raised again, outside of the place.
+
+    Such places are destructors, and functions that are called when garbage is collected.
+    """
+
+    def note(unraisable: Any) -> None:
+        if isinstance(unraisable.exc_value, Interrupted):
+            _handling.lost = True
+            main, signum = threading.main_thread().ident, unraisable.exc_value.signal
+            again = threading.Timer(SECONDS_UNTIL_AGAIN, signal.pthread_kill, (main, signum))
+            again.daemon = True
+            again.start()
+        else:
+            hook(unraisable)
+
+    return note
 
 
 def _raise_if_received() -> None:
