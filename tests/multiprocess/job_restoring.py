@@ -6,9 +6,11 @@ import jax
 import numpy as np
 from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from job_failures import error_of
 
 from partitioning import TrainState
 from train.checkpoints import CheckpointConfig
+from train.runtime.machine import raise_on_all_processes
 
 # Shapes, dtypes and specs on a mesh of 4x2. The state of 1 process is on a mesh of 2x4.
 ARRAYS = {
@@ -88,13 +90,28 @@ def run(folder):
     read = bytes_read() - before
     assert_has_values(state, abstract)
     save(folder / SAVED_AGAIN, state)
+    damage(folder / SAVED)
     return {
         'folder': str(folder / SAVED_AGAIN),
         'read': read,
         'size': preflight.num_bytes,
         'expected': preflight.process_bytes,
         'amplification': preflight.read_amplification,
+        'error': error_of(checkpoints.restore, STEP, abstract),
     }
+
+
+def damage(folder):
+    """Changes a bit of an array that all processes hold and one of them reads."""
+    with raise_on_all_processes():  # All have read the array before that.
+        pass
+    if jax.process_index() == 0:
+        [file] = (folder / f'checkpoints/{STEP}/state/params.not divisible').glob('[0-9]*')
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+    with raise_on_all_processes():
+        pass
 
 
 def bytes_read():

@@ -249,3 +249,13 @@ def test_four_processes_read_each_byte_of_one_process_once_and_one_restores_thei
     folder = epath.Path(reports[0]['folder'])
     again = CheckpointConfig().open(folder).restore(job_restoring.STEP, abstract)
     job_restoring.assert_has_values(again, abstract)
+
+
+def test_if_one_process_reads_damage_all_raise_it(reports_of):
+    errors = [report['restoring']['error'] for report in reports_of(4)]
+    assert all(error.startswith('DamagedCheckpoint: ') for error in errors)
+    file = 'state/params.not divisible/0.0 does not have the content'
+    [reader] = [i for i, error in enumerate(errors) if ' failed: ' not in error]
+    for i, error in enumerate(errors):
+        assert file in error
+        assert i == reader or f'process {reader} failed: ' in error
