@@ -156,7 +156,7 @@ def test_a_preset_replaces_every_other_preset(preset):
     def settings(*presets):
         gin.clear_config()
         pretrain(*(f'configs/partitioning/{name}.gin' for name in presets))
-        model = gin.get_bindings('TransformerConfig')
+        model = gin.get_bindings('transformer.TransformerConfig')
         return gin.get_bindings('PjitPartitioner'), model.get('pipeline')
 
     others = [other for other in PRESETS if other != preset]
