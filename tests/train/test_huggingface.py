@@ -440,6 +440,13 @@ def test_finetuning_on_pairs_starts_from_the_weights(tmp_path, monkeypatch, caps
     assert abs(scores['eval/loss'] - others['eval/loss']) > 0.1
 
 
+@pytest.mark.parametrize(('name', 'kind'), [('t5', 'decoder'), ('gpt2', 'encoder_decoder')])
+def test_a_run_that_cannot_train_a_model_names_one_that_can(name, kind):
+    run = {'t5': 'finetune_pairs', 'gpt2': 'finetune'}[name]
+    with pytest.raises(ConfigError, match=rf'{name} is of kind .* {kind!r}: .* the run {run}$'):
+        load_huggingface_model(str(MODELS / name), kind=kind, remat='full')
+
+
 def test_a_tokenizer_is_found_or_missed(tmp_path):
     found = load_huggingface_tokenizer(str(MODELS / 'llama3_1'))
     [tokens] = found.encode(['here'], [b'caf\xc3\xa9'])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,12 +33,13 @@ from train.models.t5 import T5, T5Config
 from train.models.transformer import Transformer
 from train.paths import as_path
 
+Kind = Literal['decoder', 'encoder_decoder']
 TOKENIZER = 'tokenizer.json'
 SENTENCEPIECE = ('tokenizer.model', 'spiece.model', 'sentencepiece.bpe.model')
 
 
 def load_huggingface_model(
-    path: str, *, vocab_multiple: int = 1, **settings: Any
+    path: str, *, kind: Kind | None = None, vocab_multiple: int = 1, **settings: Any
 ) -> Transformer | T5:
     """Returns the model that the `config.json` of a folder describes, without its weights.
 
@@ -50,6 +51,7 @@ def load_huggingface_model(
 
     Args:
       path: the folder, local, gs:// or s3://.
+      kind: 'decoder' or 'encoder_decoder', if a run can train only one of them.
       vocab_multiple: rounds the vocabulary up to a multiple of this number, for meshes that do not
         divide it. The weights of the added tokens start as zeros.
       **settings: settings of `TransformerConfig` or `T5Config` that `config.json` does not have,
@@ -60,6 +62,13 @@ def load_huggingface_model(
     """
     check_counts(vocab_multiple=vocab_multiple)
     config = read_config(as_path('the path of a Hugging Face model', path))
+    found = 'encoder_decoder' if find_architecture(config).kind is T5Config else 'decoder'
+    if kind not in (None, found):
+        run = {'decoder': 'finetune', 'encoder_decoder': 'finetune_pairs'}[found]
+        raise ConfigError(
+            f'{path} is of kind {found!r}, but this run trains a model of kind {kind!r}: use another '
+            f'model, or the run {run}'
+        )
     made = model_config(config, **settings)
     if made.vocab_size % vocab_multiple:
         padded = -(-made.vocab_size // vocab_multiple) * vocab_multiple
