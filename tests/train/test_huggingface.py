@@ -285,6 +285,11 @@ def test_other_arrays_than_those_of_the_run_are_named(tmp_path):
     folder, q = copy('llama3_1', tmp_path), 'model.layers.1.self_attn.q_proj'
     whole = load_file(folder / 'model.safetensors')
     save_file({n: x for n, x in whole.items() if not n.startswith(q)}, folder / 'model.safetensors')
+    refused(
+        folder, rf'has no {re.escape(q)}\.weight, which params/layers/attention/query of this run'
+    )
+    few = {name: x for name, x in whole.items() if 'q_proj' not in name}
+    save_file(few, folder / 'model.safetensors')
     refused(folder, r'1 arrays differ.*params/layers/attention/query: absent in the checkpoint')
     extra = {
         f'{q}.bias': np.ones(32, np.float32),
@@ -299,6 +304,8 @@ def test_other_arrays_than_those_of_the_run_are_named(tmp_path):
     save_file(whole | buffer, folder / 'model.safetensors')
     batch, _ = batch_of('llama3_1')
     restore(folder, load_huggingface_model(str(folder)), batch)
+    refused(folder, r'has no model\.layers\.3\.', num_layers=4)
+    refused(folder, r'9 arrays differ.*model\.layers\.2\.', num_layers=2)
 
 
 def test_a_model_of_another_size_is_refused():

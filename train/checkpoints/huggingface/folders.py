@@ -66,8 +66,8 @@ def load_huggingface_model(
     if kind not in (None, found):
         run = {'decoder': 'finetune', 'encoder_decoder': 'finetune_pairs'}[found]
         raise ConfigError(
-            f'{path} is of kind {found!r}, but this run trains a model of kind {kind!r}: use another '
-            f'model, or the run {run}'
+            f'{path} is of kind {found!r}, but this run trains a model of kind {kind!r}: use '
+            f'another model, or the run {run}'
         )
     made = model_config(config, **settings)
     if made.vocab_size % vocab_multiple:

@@ -14,8 +14,10 @@ import numpy as np
 from train.checkpoints.huggingface.notation import (
     Sizes,
     bounds_to_read,
+    chunk_of,
     letters_of,
     parse,
+    place_of,
     shape_of,
     to_ours,
     write_part,
@@ -111,16 +113,23 @@ def as_ours(
       of ours keeps its name.
 
     Raises:
-      ConfigError: if an array has another shape than ours needs.
+      ConfigError: if an array has another shape than ours needs, or if the model has only some
+        layers of one of ours.
     """
     has_prefix = any(name.startswith(table.prefix) for name in places)
     found, used = dict[str, StoredArray](), set[str]()
     for name, pair in find_pairs(table, wanted).items():
         theirs = [n if has_prefix else n.removeprefix(table.prefix) for n in pair.theirs]
         used.update(theirs)
-        if all(n in places for n in theirs):
-            sources = {n: places[n] for n in theirs}
+        sources = {n: places[n] for n in theirs if n in places}
+        if len(sources) == len(theirs):
             found[name] = _open(pair, sources, tuple(wanted[name].shape), where)
+        elif sources:
+            missing = next(n for n in theirs if n not in places)
+            raise ConfigError(
+                f'{where} has no {missing}, which {name} of this run needs next to '
+                f'{next(iter(sources))}. Use the settings of its config.json, or download it again'
+            )
     for name, place in places.items():
         if name not in used and not table.ignores(name, is_tied=is_tied):
             found[name] = stored(place)
@@ -132,9 +141,11 @@ def _open(
 ) -> StoredArray:
     """Opens one of our arrays, of which `sources` has one array or the arrays of its layers."""
     row, sizes = pair.row, pair.sizes(shape)
-    needed = () if sizes is None else shape_of(row.their_dimensions, sizes)
+    if sizes is None:
+        raise ConfigError(f'{pair.ours} is {shape}, unlike {row.our_dimensions} of a layer')
+    needed = shape_of(row.their_dimensions, sizes)
     for name, place in sources.items():
-        if sizes is None or not _fits(row, place.shape, needed):
+        if not _fits(row, place.shape, needed):
             raise ConfigError(
                 f'{where} belongs to a model of another size: {name} is {place.shape}, but '
                 f'{pair.ours} {shape} of this run needs {needed}. Use the settings of its '
@@ -155,25 +166,26 @@ def _open(
     def start(index: Any) -> Any:
         return in_thread(read, bounds_of(index, shape))
 
-    return StoredArray(shape=shape, dtype=np.dtype(dtype), start=start)
+    chunk = chunk_of(row.our_dimensions, row.their_dimensions, sizes)
+    chunk = (1, *chunk) if pair.stacked else chunk
+    return StoredArray(shape=shape, dtype=np.dtype(dtype), start=start, chunk=chunk)
 
 
 def _fits(row: Row, shape: tuple[int, ...], needed: tuple[int, ...]) -> bool:
     """Whether an array has the needed shape, or a smaller vocabulary."""
     if len(shape) != len(needed):
         return False
-    names = row.their_dimensions.split() if '(' not in row.their_dimensions else needed
-    pairs = zip(names, shape, needed, strict=True)
-    return all(size == need or (name == 'V' and size < need) for name, size, need in pairs)
+    vocab = place_of('V', row.their_dimensions)
+    pairs = enumerate(zip(shape, needed, strict=True))
+    return all(size == need or (i == vocab and size < need) for i, (size, need) in pairs)
 
 
-def _read_layer(row: Row, place: Place, sizes: Any, bounds: Bounds, out: np.ndarray) -> None:
+def _read_layer(row: Row, place: Place, sizes: Sizes, bounds: Bounds, out: np.ndarray) -> None:
     """Reads a slice of our array of one layer. Rows beyond the vocabulary of the model stay 0."""
     letters = letters_of(row.our_dimensions)
     wanted = dict(zip(letters, bounds, strict=True))
-    if 'V' in wanted:
-        size = place.shape[row.their_dimensions.split().index('V')]
-        first, last = wanted['V']
+    if (vocab := place_of('V', row.their_dimensions)) is not None:
+        size, (first, last) = place.shape[vocab], wanted['V']
         wanted['V'] = (min(first, size), min(last, size))
         sizes = {**sizes, 'V': size}
     region, found = bounds_to_read(row.their_dimensions, sizes, wanted)
@@ -266,9 +278,9 @@ def _make(target: Target, values: Mapping[str, np.ndarray]) -> np.ndarray:
     for pair, layer in target.parts:
         row, array = pair.row, values[pair.ours]
         array = array if layer is None else array[layer]
-        if 'V' in row.our_dimensions:
-            size = target.shape[row.their_dimensions.split().index('V')]
-            index = [slice(size if d == 'V' else None) for d in row.our_dimensions.split()]
+        if (vocab := place_of('V', row.their_dimensions)) is not None:
+            index = [slice(None)] * array.ndim
+            index[place_of('V', row.our_dimensions) or 0] = slice(target.shape[vocab])
             array = array[tuple(index)]
         write_part(out, array, row.our_dimensions, row.their_dimensions)
     return out

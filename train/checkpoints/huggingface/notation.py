@@ -61,13 +61,25 @@ def letters_of(dimensions: str) -> tuple[str, ...]:
     return tuple(itertools.chain.from_iterable(group.letters for group in parse(dimensions)))
 
 
+def place_of(letter: str, dimensions: str) -> int | None:
+    """The number of the dimension that has this letter alone, or None if there is none."""
+    alone = (i for i, group in enumerate(parse(dimensions)) if group.letters == (letter,))
+    return next(alone, None)
+
+
+def chunk_of(ours: str, theirs: str, sizes: Sizes) -> tuple[int, ...]:
+    """The smallest slice of our array that is read at once: one index of their first dimension."""
+    first = parse(theirs)[0].letters[0]
+    return tuple(1 if letter == first else sizes[letter] for letter in letters_of(ours))
+
+
 def shape_of(dimensions: str, sizes: Sizes) -> tuple[int, ...]:
     """The shape of an array whose dimensions have these sizes."""
     return tuple(group.size(sizes) for group in parse(dimensions))
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class Region:
     """The slice of a joined dimension that contains the wanted slices of its parts.
 
     Attributes:
@@ -81,7 +93,7 @@ class Wanted:
     index: tuple[slice, ...]
 
 
-def find_wanted(group: Group, sizes: Sizes, wanted: Mapping[str, tuple[int, int]]) -> Wanted:
+def find_region(group: Group, sizes: Sizes, wanted: Mapping[str, tuple[int, int]]) -> Region:
     """Finds the smallest slice of a joined dimension that can be read at once.
 
     Leading dimensions of which one index is wanted only move it. The first other one is cut, and
@@ -109,18 +121,18 @@ def find_wanted(group: Group, sizes: Sizes, wanted: Mapping[str, tuple[int, int]
     for letter in letters:
         shape.append(sizes[letter])
         index.append(slice(*wanted[letter]))
-    return Wanted((first, first + length), tuple(shape), tuple(index))
+    return Region((first, first + length), tuple(shape), tuple(index))
 
 
 def bounds_to_read(
     theirs: str, sizes: Sizes, wanted: Mapping[str, tuple[int, int]]
-) -> tuple[Bounds, list[Wanted]]:
+) -> tuple[Bounds, list[Region]]:
     """The slice of an array that contains the wanted values, and what to do with each dimension."""
-    found = [find_wanted(group, sizes, wanted) for group in parse(theirs)]
+    found = [find_region(group, sizes, wanted) for group in parse(theirs)]
     return tuple(each.bounds for each in found), found
 
 
-def to_ours(values: np.ndarray, ours: str, theirs: str, found: Sequence[Wanted]) -> np.ndarray:
+def to_ours(values: np.ndarray, ours: str, theirs: str, found: Sequence[Region]) -> np.ndarray:
     """Arranges what `bounds_to_read` says to read in the order of our dimensions."""
     shape = tuple(itertools.chain.from_iterable(each.shape for each in found))
     index = tuple(itertools.chain.from_iterable(each.index for each in found))
