@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from partitioning import TrainState
 from train.checkpoints import Checkpoints
 from train.decoding.predict import CanDecode
@@ -16,7 +18,7 @@ from train.objectives import NextToken
 from train.run import Run
 from train.runtime import signals
 from train.runtime.gin_text import file_of_run
-from train.runtime.machine import raise_on_all_processes
+from train.runtime.machine import agree_on, raise_on_all_processes
 from train.runtime.signals import Interrupted
 from train.runtime.writers import Writers
 from train.start import Start
@@ -146,6 +148,16 @@ def _ended_by(failure: ConfigError, saved: Checkpoints, when: str) -> ConfigErro
         f'{failure}, so the run ends {when}; {kept}: free space, or set '
         "CheckpointConfig.on_failure = 'continue'"
     )
+
+
+def find_newest(saved: Checkpoints) -> int | None:
+    """Returns the step of the newest good checkpoint when all saves have ended, or None.
+
+    All processes must call it together. Process 0 decides, because it completes checkpoints.
+    """
+    newest = saved.latest_step()
+    step = int(agree_on(np.int32(-1 if newest is None else newest)))
+    return None if step < 0 else step
 
 
 def report_skips(run: Run, skipped: Sequence[NotFinite], writers: Writers) -> None:

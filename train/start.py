@@ -166,21 +166,27 @@ def _older_start(run: Run, saved: Checkpoints, start: Start, damage: DamagedChec
     return _start_from(saved, source, step, older)
 
 
-def roll_back(run: Run, saved: Checkpoints, step: int) -> TrainState:
-    """Restores the newest checkpoint of a run, as the state after a later step.
+def roll_back(
+    run: Run, saved: Checkpoints, newest: int | None, step: int
+) -> tuple[TrainState, int]:
+    """Restores a checkpoint of a run, as the state after a later step.
 
     The optimizer's own count of updates stays as it was saved.
 
     Args:
       run: the run.
-      saved: its checkpoints, of which there is one.
+      saved: its checkpoints.
+      newest: the step of the checkpoint.
       step: the step number of the state. The batches of the steps in between are passed over.
+
+    Returns:
+      The state, and the step of its checkpoint, which is an earlier one if the newest is damaged.
     """
-    start = Start(step, saved, saved.latest_step())
-    state, _ = restore_state(run, saved, start)
-    assert state is not None
+    state, start = restore_state(run, saved, Start(step, saved, newest))
+    assert state is not None and start.restored is not None
     number, sharding = np.asarray(step, state.step.dtype), state.step.sharding
-    return state.replace(step=jax.make_array_from_callback((), sharding, lambda _: number))
+    number_of_step = jax.make_array_from_callback((), sharding, lambda _: number)
+    return state.replace(step=number_of_step), start.restored
 
 
 def open_feed(run: Run, first_step: int) -> Feed:

@@ -17,6 +17,7 @@ from train.loop import (
     evaluate_at_start,
     evaluate_until_signal,
     find_due,
+    find_newest,
     interruption,
     report_failed_save,
     report_results,
@@ -146,12 +147,12 @@ def _train(config: TrainConfig, console: RunConsole) -> TrainState:
                 found = health.look()
                 report_skips(run, found.skipped, writers)
                 if found.bad is not None:
-                    newest = saved.latest_step()
+                    newest = find_newest(saved)
                     console.say(health.go_back(found.bad, newest, last_step))
                     del state, metrics  # The memory is needed for the state that is restored.
                     step = found.bad.step
-                    state = roll_back(run, saved, step)
-                    writers.write(step, {'train/rolled_back_to': float(newest or 0)})
+                    state, restored_step = roll_back(run, saved, newest, step)
+                    writers.write(step, {'train/rolled_back_to': float(restored_step)})
                     feed.restart(step)
                     meter = Meter(run, step, flops)
                     continue

@@ -1,0 +1,273 @@
+"""Disks that fill up, become read-only or disappear under real runs.
+
+  python benchmarks/disk_faults.py [--cases full,removed] [--folder DIR]
+
+Each case is a run of `python -m train` in a folder of its own, on a small file system in memory,
+which needs the permission to mount. The fault happens before the start or as soon as the first
+checkpoint is complete. The table has the seconds from the fault (or the start) to the first message
+and to the end of the process, the exit code, the lines that are neither usual nor figures of steps,
+and whether every file of every good step still has its checksum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from etils import epath
+
+from train.checkpoints.manifest import check_contents, check_files, read_manifest
+from train.checkpoints.steps import complete_steps
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_SECONDS = 600.0  # Far longer than a run takes; it only ends runs that hang.
+TROUBLE = re.compile(r'cannot|Traceback|Error|error|exception|read-only', re.IGNORECASE)
+CONFIG = f"""
+include '{ROOT}/configs/runs/base.gin'
+include '{ROOT}/configs/models/tiny.gin'
+include '{ROOT}/configs/partitioning/two_d.gin'
+
+TRAIN_STEPS = 1000
+BATCH_SIZE = 8
+SEQUENCE_LENGTH = 32
+LEARNING_RATE = 0.001
+EVAL_PERIOD = 0
+CHECKPOINT_PERIOD = 20
+CheckpointConfig.when_busy = 'wait'
+TransformerConfig.num_layers = 1
+TransformerConfig.embed_dim = 64
+TrainConfig.task = @CausalLM()
+CausalLM.source = @TextFiles()
+TextFiles.pattern = 'texts/*.txt'
+TextFiles.holdout_percent = 20.0
+TrainConfig.log_every = 5
+HeldOut.limit = 8192
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A fault of the disk.
+
+    Attributes:
+      name: its name.
+      expected: the exit code that the documentation promises.
+      before: does something to the disk before the start.
+      during: does something to the disk after the first checkpoint.
+      disk: the size of the file system.
+      bindings: gin bindings.
+      trained: whether an earlier run has left checkpoints.
+    """
+
+    name: str
+    expected: int = 2
+    before: Callable[[Path], None] = lambda disk: None
+    during: Callable[[Path], None] | None = None
+    disk: str = '64m'
+    bindings: tuple[str, ...] = ()
+    trained: bool = False
+
+
+def fill(disk: Path) -> None:
+    """Fills a disk to its last byte, as another program would."""
+    with contextlib.suppress(OSError), (disk / 'filler').open('wb', buffering=0) as file:
+        while file.write(bytes(2**16)):
+            pass
+
+
+def fill_for_a_while(disk: Path) -> None:
+    """Fills a disk for ten seconds."""
+    fill(disk)
+    time.sleep(10)
+    (disk / 'filler').unlink()
+
+
+def make_read_only(path: Path) -> None:
+    """Makes a folder read-only, for root as well."""
+    subprocess.run(['mount', '--bind', str(path), str(path)], check=True)
+    subprocess.run(['mount', '-o', 'remount,ro,bind', str(path)], check=True)
+
+
+def remount_read_only(disk: Path) -> None:
+    subprocess.run(['mount', '-o', 'remount,ro', str(disk)], check=True)
+
+
+def make_folder_of_metrics(disk: Path) -> None:
+    (disk / 'run/metrics.jsonl').mkdir(parents=True)
+
+
+def make_checkpoints_read_only(disk: Path) -> None:
+    make_read_only(disk / 'run/checkpoints')
+
+
+def remove_run(disk: Path) -> None:
+    shutil.rmtree(disk / 'run', ignore_errors=True)
+
+
+KEEP_ALL = ('CheckpointConfig.keep = None',)
+CONTINUE = ("CheckpointConfig.on_failure = 'continue'", 'TRAIN_STEPS = 4000')
+NO_SAVES = ('CHECKPOINT_PERIOD = 0', 'CheckpointConfig.at_end = False', 'TRAIN_STEPS = 1500')
+CASES = (
+    Case(name='too_small', disk='8m', bindings=KEEP_ALL),
+    Case(name='full', during=fill),
+    Case(name='full_for_a_while', during=fill_for_a_while, bindings=CONTINUE, expected=0),
+    Case(name='read_only', during=remount_read_only),
+    Case(name='removed', during=remove_run),
+    Case(name='full_at_start', before=fill, trained=True),
+    Case(name='read_only_at_start', before=remount_read_only, trained=True),
+    Case(name='checkpoints_read_only', before=make_checkpoints_read_only, trained=True),
+    Case(name='metrics_are_a_folder', before=make_folder_of_metrics),
+    Case(
+        name='only_metrics_fail',
+        before=lambda disk: None,
+        during=fill,
+        bindings=NO_SAVES,
+        expected=0,
+    ),
+    Case(
+        name='metrics_stop',
+        during=fill,
+        bindings=(*NO_SAVES, "TrainConfig.metrics_on_failure = 'stop'"),
+    ),
+)
+
+
+@contextlib.contextmanager
+def file_system(folder: Path, size: str) -> Iterator[Path]:
+    """Mounts a file system in memory, and unmounts it with all that is mounted below."""
+    disk = folder / 'disk'
+    disk.mkdir()
+    mount = ['mount', '-t', 'tmpfs', '-o', f'size={size}', 'tmpfs', str(disk)]
+    subprocess.run(mount, check=True)
+    try:
+        yield disk
+    finally:
+        for path in (disk / 'run/checkpoints', disk):
+            subprocess.run(['umount', '-l', str(path)], capture_output=True)
+
+
+class Run:
+    """A run in a process of its own, whose lines are noted with their times."""
+
+    def __init__(self, folder: Path, disk: Path, bindings: tuple[str, ...]):
+        command = [sys.executable, '-m', 'train', f'--gin_file={folder / "config.gin"}']
+        settings = (f"MODEL_DIR = '{disk / 'run'}'", *bindings)
+        environment = {'JAX_PLATFORMS': 'cpu', 'PYTHONUNBUFFERED': '1', 'PYTHONPATH': str(ROOT)}
+        cache = {'XDG_CACHE_HOME': str(folder / 'cache')}
+        self.lines: list[tuple[float, str]] = []
+        self.process = subprocess.Popen(
+            [*command, *(f'--gin.{s.replace(" = ", "=", 1)}' for s in settings)],
+            cwd=folder,
+            env=os.environ | environment | cache,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.monotonic(), line.rstrip('\n')))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition holds or the run ends."""
+        while not condition() and self.process.poll() is None:
+            time.sleep(0.005)
+
+    def wait(self) -> int | None:
+        """Waits for the end, and returns the exit code, or None if the run hangs."""
+        try:
+            code: int | None = self.process.wait(LIMIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = None
+        self._reader.join(10)
+        return code
+
+
+def prepare(folder: Path) -> None:
+    """Writes the texts and the settings of the runs."""
+    (folder / 'texts').mkdir()
+    for i in range(20):
+        text = f'file {i} counts: ' + ' '.join(map(str, range(i, 400)))
+        (folder / f'texts/{i}.txt').write_text(text)
+    (folder / 'config.gin').write_text(CONFIG)
+
+
+def run_case(case: Case, folder: Path) -> str:
+    """Runs a case, and returns its row of the table."""
+    with file_system(folder, case.disk) as disk:
+        checkpoints = disk / 'run/checkpoints'
+        if case.trained:
+            assert Run(folder, disk, ('TRAIN_STEPS = 40',)).wait() == 0
+        case.before(disk)
+        started = time.monotonic()
+        run = Run(folder, disk, case.bindings)
+        saves = not set(NO_SAVES) & set(case.bindings)
+        if case.during is not None:
+            run.wait_until(
+                lambda: (
+                    bool(complete_steps(epath.Path(checkpoints)))
+                    if saves
+                    else any(text.startswith('step 5/') for _, text in run.lines)
+                )
+            )
+            started = time.monotonic()
+            case.during(disk)
+        code = run.wait()
+        ended = time.monotonic()
+        messages = [(at, text) for at, text in run.lines if TROUBLE.search(text)]
+        first = f'{messages[0][0] - started:.1f}' if messages else '-'
+        good = verify(epath.Path(checkpoints))
+        exit_code = 'hangs' if code is None else f'{code}{"" if code == case.expected else "!"}'
+        row = f'{case.name:<24}{first:>9}{ended - started:>9.1f}{exit_code:>7}{len(messages):>7}'
+        return '\n'.join([f'{row}  {good}', *(f'    {text}' for _, text in messages[:4])])
+
+
+def verify(checkpoints: epath.Path) -> str:
+    """Checks every file of the good steps."""
+    steps = complete_steps(checkpoints)
+    for step in steps:
+        folder = checkpoints / str(step)
+        manifest = read_manifest(folder)
+        assert manifest is not None
+        check_files(folder, manifest)
+        check_contents(folder, manifest, manifest.files)
+    return f'{len(steps)} steps verify' if steps else 'no steps'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
+    names = [case.name for case in CASES]
+    parser.add_argument('--cases', default=','.join(names), help='separated by commas (all)')
+    parser.add_argument('--folder', type=Path, help='where the runs are')
+    options = parser.parse_args()
+    if unknown := [name for name in options.cases.split(',') if name not in names]:
+        raise SystemExit(f'no case {unknown[0]!r}: the cases are {", ".join(names)}')
+    print(f'{"case":<24}{"message":>9}{"end":>9}{"exit":>7}{"lines":>7}  checkpoints')
+    cache = tempfile.mkdtemp(dir=options.folder)
+    for case in CASES:
+        if case.name in options.cases.split(','):
+            with tempfile.TemporaryDirectory(dir=options.folder) as name:
+                folder = Path(name)
+                prepare(folder)
+                (folder / 'cache').symlink_to(cache)
+                print(run_case(case, folder), flush=True)
+    shutil.rmtree(cache)
+
+
+if __name__ == '__main__':
+    main()
