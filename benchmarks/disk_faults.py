@@ -32,7 +32,8 @@ from train.checkpoints.steps import complete_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 600.0  # Far longer than a run takes; it only ends runs that hang.
-TROUBLE = re.compile(r'cannot|Traceback|Error|error|exception|read-only', re.IGNORECASE)
+# What is not a line of a run that is well.
+TROUBLE = re.compile(r'cannot|Traceback|error|exception|warning|^  File', re.IGNORECASE)
 CONFIG = f"""
 include '{ROOT}/configs/runs/base.gin'
 include '{ROOT}/configs/models/tiny.gin'

@@ -254,6 +254,10 @@ class Checkpoints(CheckpointReader):
             self._has_directory = True
         elif not self.directory.is_dir():
             raise FileNotFoundError(f'{self.directory} has been removed')
+        # If Orbax cannot create its folder, its threads wait for minutes before the process ends.
+        probe = self.directory / '.probe'
+        probe.mkdir(exist_ok=True)
+        probe.rmdir()
 
     def _clear(self, step: int) -> bool:
         path, found = self.path(step), examine(self.path(step), step)
