@@ -222,6 +222,48 @@ def test_an_interrupted_deletion_is_recognized_and_completed(folder):
     assert sorted(p.name for p in folder.iterdir()) == ['10', '12']
 
 
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {'files': None},
+        {'files': 7},
+        {'files': {'a': [1]}},
+        {'files': {'a': ['x', '']}},
+        {'versions': None},
+        {'step': None},
+        {'format': None},
+        {'files': json.loads('[' * 65 + ']' * 65)},
+    ],
+    ids=[
+        'no files',
+        'a number',
+        'no checksum',
+        'no size',
+        'no versions',
+        'no step',
+        'no format',
+        'deep',
+    ],
+)
+def test_a_manifest_of_another_form_is_damaged(folder, changes):
+    """Its own checksum is right, as a program that makes such a file would write it."""
+    import xxhash
+
+    def text_of(values):
+        return json.dumps(values, indent=1, sort_keys=True) + '\n'
+
+    file = folder / '10/manifest.json'
+    written = json.loads(file.read_text())
+    assert written.pop('checksum') == xxhash.xxh3_128_hexdigest(text_of(written).encode())
+    made = {name: x for name, x in {**written, **changes}.items() if x is not None}
+    checksum = xxhash.xxh3_128_hexdigest(text_of(made).encode())
+    file.write_text(text_of(made | {'checksum': checksum}))
+    said = []
+    assert newest_step(folder, said.append) == 8
+    [line] = said
+    assert 'damaged' in line and 'manifest.json' in line
+
+
 def test_the_manifest_lists_every_file_with_its_checksum(folder):
     """The checksums are those of the reference implementation of XXH3."""
     import xxhash

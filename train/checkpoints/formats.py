@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from etils import epath
 
+from partitioning.untrusted_text import parse_json
 from train.checkpoints.manifest import DamagedCheckpoint, read_manifest
 from train.checkpoints.orbax_files import read_orbax
 from train.checkpoints.orbax_trees import read_tree
@@ -149,7 +149,7 @@ def _find_file(path: epath.Path) -> Place | None:
 def _format_of_state(path: epath.Path) -> Format:
     """Who saved the item 'state', judging by the names of its arrays."""
     try:
-        metadata = json.loads((path / 'state/_METADATA').read_text())
+        metadata = parse_json((path / 'state/_METADATA').read_text())
         keys = [entry['key_metadata'] for entry in metadata['tree_metadata'].values()]
         names = ['/'.join(str(key['key']) for key in parts) for parts in keys]
     except (ValueError, KeyError, TypeError, OSError):

@@ -19,6 +19,7 @@ import fsspec
 import xxhash
 from etils import epath
 
+from partitioning.untrusted_text import parse_json
 from train.errors import ConfigError, first_line
 from train.paths import is_remote
 
@@ -108,10 +109,11 @@ def read_manifest(folder: epath.Path) -> Manifest | None:
             f'checkpoint {folder} is damaged: {FILE} cannot be read ({first_line(error)})'
         ) from error
     try:
-        data = json.loads(text)
+        data = parse_json(text)
         checksum = data.pop('checksum')
         intact = checksum == _checksum_of(data) and text == _to_text(data | {'checksum': checksum})
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        intact = intact and isinstance(data['format'], int)
+    except (ValueError, TypeError, KeyError, AttributeError):
         intact = False
     if not intact:
         raise DamagedCheckpoint(
@@ -122,8 +124,16 @@ def read_manifest(folder: epath.Path) -> Manifest | None:
             f'{folder / FILE} has the format {data["format"]}, but this version of meshwright '
             f'reads the format {FORMAT}: use a newer version'
         )
-    files = {name: FileRecord(*record) for name, record in data['files'].items()}
-    return Manifest(step=data['step'], files=files, versions=data['versions'])
+    try:
+        files = {
+            name: FileRecord(int(size), checksum)
+            for name, (size, checksum) in data['files'].items()
+        }
+        return Manifest(step=data['step'], files=files, versions=data['versions'])
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedCheckpoint(
+            f'checkpoint {folder} is damaged: {FILE} is not a manifest ({first_line(error)})'
+        ) from error
 
 
 def check_files(folder: epath.Path, manifest: Manifest) -> None:

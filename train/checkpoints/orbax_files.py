@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ast
 import itertools
-import json
 from typing import Any
 
 from etils import epath
 
+from partitioning.untrusted_text import parse_json
 from train.checkpoints.checked import open_checked
 from train.checkpoints.orbax_trees import NO_ARRAY
 from train.checkpoints.stored import Bounds, StoredArray, kvstore_of, open_stores
@@ -36,7 +36,7 @@ def read_orbax(folder: epath.Path) -> dict[str, StoredArray]:
     checked = open_checked(folder.parent)
     if checked is not None:
         checked.check([f'{folder.name}/_METADATA'])
-    metadata = json.loads((folder / '_METADATA').read_text())
+    metadata = parse_json((folder / '_METADATA').read_text())
     folders = {
         '/'.join(map(str, keys)): '.'.join(map(str, keys))
         for text, entry in metadata['tree_metadata'].items()

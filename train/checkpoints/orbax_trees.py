@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from etils import epath
+
+from partitioning.untrusted_text import parse_json
 
 # What Orbax calls a part of a tree that has no array.
 NO_ARRAY = ('None', 'Dict', 'List', 'Tuple', 'NamedTuple', 'string')
@@ -28,7 +29,7 @@ def read_tree(folder: epath.Path) -> Any:
       name is the keys of an array in the tree, joined by '/'.
     """
     root: dict[Any, Any] = {}
-    for entry in json.loads((folder / '_METADATA').read_text())['tree_metadata'].values():
+    for entry in parse_json((folder / '_METADATA').read_text())['tree_metadata'].values():
         keys = [_Key(str(key['key']), key['key_type'] == 1) for key in entry['key_metadata']]
         has_array = entry.get('value_metadata', {}).get('value_type') not in NO_ARRAY
         leaf = '/'.join(key.name for key in keys) if has_array else None

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from etils import epath
 
+from partitioning.untrusted_text import parse_json
 from train.checkpoints.manifest import DamagedCheckpoint, package_versions
 from train.errors import first_line
 
@@ -69,7 +70,7 @@ def read_record(folder: epath.Path) -> StepRecord | None:
     if not has_record(folder):
         return None
     try:
-        data = json.loads((folder / ITEM / FILE).read_text())
+        data = parse_json((folder / ITEM / FILE).read_text())
         others = [p for p in (folder / ITEM).iterdir() if p.name not in (FILE, COMMITTED)]
         return StepRecord(
             step=data['step'],
