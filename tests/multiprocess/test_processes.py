@@ -157,7 +157,9 @@ def test_one_process_holds_the_rows_of_the_task(alone, expected):
     assert len(rows) > 0.9 * sum(map(len, expected.values())), 'batches differ from step to step'
 
 
-def test_several_processes_hold_the_same_rows_and_sums_as_one(reports, alone, expected):
+@pytest.mark.parametrize('count', [2, 4])
+def test_several_processes_hold_the_same_rows_and_sums_as_one(reports_of, count, alone, expected):
+    reports = reports_of(count)
     assert_batches_are(expected, [report['batches'] for report in reports])
     sums = {key: total for key, _, total in alone}
     for report in reports:

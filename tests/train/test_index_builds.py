@@ -270,14 +270,14 @@ def test_only_damaged_tokens_that_are_read_stop_a_run(tmp_path):
 
 
 def test_a_run_with_damaged_tokens_stops_with_one_line(tmp_path, texts, run):
-    cache = tmp_path / 'cache'
-    run(tmp_path / 'a', total_steps=1, task=text_task(texts, cache_dir=str(cache)))
-    [file] = cache.glob('*/training.tokens')
+    task = text_task(texts, cache_dir=str(tmp_path / 'cache'))
+    task.open(16)
+    [file] = tmp_path.glob('cache/*/training.tokens')
     content = bytearray(file.read_bytes())
     content[100] ^= 1
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=r'training\.tokens is damaged.*Delete'):
-        run(tmp_path / 'b', total_steps=1, task=text_task(texts, cache_dir=str(cache)))
+        run(tmp_path / 'model', total_steps=1, task=task)
 
 
 @pytest.mark.parametrize('count', [1, 3])
