@@ -269,9 +269,14 @@ def test_signals_are_left_alone_where_they_cannot_be_handled():
 
 def begin(scenario, folder, **streams):
     paths = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+    environment = {
+        'PYTHONPATH': os.pathsep.join(paths),
+        'PYTHONWARNINGS': 'ignore::DeprecationWarning',  # of forks with threads, from Python 3.12
+        'JAX_PLATFORMS': 'cpu',
+    }
     return subprocess.Popen(
         [sys.executable, str(Path(__file__).parent / 'interrupted_process.py'), scenario, folder],
-        env=os.environ | {'PYTHONPATH': os.pathsep.join(paths), 'JAX_PLATFORMS': 'cpu'},
+        env=os.environ | environment,
         text=True,
         **streams,
     )
