@@ -134,6 +134,8 @@ def test_the_reference_has_every_flag_of_the_trainer():
     shown = {*re.findall(r'^\| `(--\w+)', page, re.M), '--help'}
     for command in ('train', 'eval', 'predict', 'generate'):
         assert flags_in_help(command) <= shown
+    for verb in ('inspect', 'diff', 'verify', 'convert'):
+        assert flags_in_help('checkpoint', verb) <= shown
 
 
 def check_meshwright(*words):

@@ -41,6 +41,7 @@ def test_the_help_has_an_example_of_each_command(capsys, arguments):
         ('generate', ['meshwright generate runs/quickstart --prompt', '--temperature']),
         ('mesh', ['usage: meshwright mesh [--num_partitions N | --mesh data=4', '--png']),
         ('plan', ['show      print a plan', 'diff']),
+        ('checkpoint', ['inspect', 'diff', 'verify', 'convert', 'PATH is a step or the folder']),
     ],
 )
 def test_the_help_of_a_command(capsys, name, words):
