@@ -21,7 +21,8 @@ from train.errors import first_line
 
 # The host memory of arrays that are read at the same time; at least one is read.
 MAX_BYTES_IN_FLIGHT = 2**27
-NUM_THREADS = 4
+# They wait for the disk, and for each other where several shards need the same file.
+NUM_THREADS = 8
 _ALIGNMENT = 64  # of memory that CPU devices can use without a copy
 
 

@@ -216,7 +216,11 @@ def open_stores(
     import tensorstore as ts
 
     # The cache is for chunks of which several devices hold parts. It goes with the last array.
-    context = ts.Context({'cache_pool': {'total_bytes_limit': CACHE_BYTES}})
+    limits: dict[str, Any] = {'cache_pool': {'total_bytes_limit': CACHE_BYTES}}
+    if check is not None:
+        # A file that has just been checked is whole and in the page cache, so it can be mapped.
+        limits['file_io_mode'] = {'mode': 'memmap'}
+    context = ts.Context(limits)
     opening = {n: ts.open(ts.Spec(s), context=context, read=True) for n, s in specs.items()}
     stores = {name: future.result() for name, future in opening.items()}
     if check is None:
