@@ -98,7 +98,7 @@ class Writers:
                     raise error
 
     def _call(self, done: str, method: Callable[[MetricWriter], None]) -> OSError | None:
-        """Calls a method of every writer, and returns the first error."""
+        """Calls a method of every writer, and returns the first error that is new."""
         first: OSError | None = None
         for i, writer in enumerate(self._writers):
             name = type(writer).__name__
@@ -106,10 +106,12 @@ class Writers:
                 method(writer)
             except Exception as error:  # The users' own writers raise any type.
                 line = f'the metrics of {name} cannot be {done}: {describe_error(error)}'
-                if self._on_failure == 'continue' and i not in self._failing:
-                    self._say(f'{line}; the run continues without them')
-                first = first or OSError(line)
+                if i in self._failing:  # It has been said.
+                    continue
                 self._failing.add(i)
+                first = first or OSError(line)
+                if self._on_failure == 'continue':
+                    self._say(f'{line}; the run continues without them')
             else:
                 if i in self._failing:
                     self._say(f'the metrics of {name} can be {done} again')
