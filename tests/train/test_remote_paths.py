@@ -27,6 +27,7 @@ from written_files import documents_of_both_parts, index_of
 from partitioning import PjitPartitioner, Plan, TrainState
 from train import TrainConfig, train
 from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig, complete_steps
+from train.cli.launch import explain
 from train.cli.training import find_gin_file
 from train.data import (
     ArrayRecords,
@@ -99,6 +100,13 @@ def bucket(client, request, tmp_path, monkeypatch):
 
 
 # Paths.
+
+
+def test_a_store_without_credentials_is_one_line():
+    exceptions = pytest.importorskip('botocore.exceptions')
+    assert explain(exceptions.NoCredentialsError()) == (
+        'the store cannot be used: Unable to locate credentials'
+    )
 
 
 @pytest.mark.parametrize('value', ['https://host/a', 'S3://bucket/a', 'hdfs://a', 'az://a'])

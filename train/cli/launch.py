@@ -15,6 +15,8 @@ from partitioning.untrusted_text import printable
 from train.cli.interruption import EXIT_CODES
 from train.errors import first_line
 
+# The packages whose errors say why gs:// and s3:// cannot be used, such as missing credentials.
+_OF_STORES = ('aiohttp', 'botocore', 'gcsfs', 'google')
 _OF_TRAINER = ('etils', 'orbax', 'grain', 'rich', 'tensorboardX')
 
 
@@ -142,6 +144,8 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, ModuleNotFoundError) and str(error.name).split('.')[0] in _OF_TRAINER:
         package = (error.name or '').partition('.')[0]
         return f"the trainer needs {package}: pip install 'meshwright[train]'"
+    if type(error).__module__.partition('.')[0] in _OF_STORES:
+        return f'the store cannot be used: {first_line(error)}'
     if not isinstance(error, ValueError | OSError | FloatingPointError):
         return None
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
