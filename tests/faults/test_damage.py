@@ -13,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 from benchmarks.damage import damaged, damages_of, outcome, save_two_steps
 from train.checkpoints import CheckpointConfig, Checkpoints, complete_steps
+from train.checkpoints.deleting import delete_step
+from train.checkpoints.orbax_writer import StepWriter
 from train.checkpoints.steps import newest_step
 from train.errors import ConfigError
 
@@ -210,15 +213,26 @@ def test_a_damaged_or_unfinished_step_is_saved_again(folder, leave):
     np.testing.assert_array_equal(saved.restore(10, abstract)['params']['kernel'], -1.0)
 
 
-def test_an_interrupted_deletion_is_recognized_and_completed(folder):
-    """The manifest goes first and the record last."""
-    (folder / '8/manifest.json').unlink()
-    shutil.rmtree(folder / '8/state')
+@pytest.mark.parametrize('kept', ['run/step.json', 'state/_METADATA'])
+def test_an_interrupted_deletion_is_recognized_and_completed(folder, kept, monkeypatch):
+    """A kill comes before the deletion of one of the items."""
+
+    class Killed(BaseException):
+        pass
+
+    def rmtree(path, remove=shutil.rmtree):
+        if path == folder / '8' / kept.split('/')[0]:
+            raise Killed
+        remove(path)
+
+    monkeypatch.setattr(shutil, 'rmtree', rmtree)
+    with pytest.raises(Killed):
+        delete_step(epath.Path(folder / '8'))
+    monkeypatch.undo()
+    assert (folder / '8' / kept).exists() and not (folder / '8/manifest.json').exists()
     said = []
     assert newest_step(folder, said.append) == 10 and not said
-    saved = Checkpoints(folder, CheckpointConfig(keep=5))
-    saved.save(12, state(12))
-    saved.close()
+    save(folder, 12, keep=5)
     assert sorted(p.name for p in folder.iterdir()) == ['10', '12']
 
 
@@ -262,6 +276,33 @@ def test_a_manifest_of_another_form_is_damaged(folder, changes):
     assert newest_step(folder, said.append) == 8
     [line] = said
     assert 'damaged' in line and 'manifest.json' in line
+
+
+@pytest.mark.parametrize('left', ['10.orbax-checkpoint-tmp/state.orbax-checkpoint-tmp/a', '10/a/0'])
+def test_what_a_kill_leaves_is_replaced(folder, left, monkeypatch):
+    """Orbax may have begun with the arrays, and not with the record in the folder."""
+
+    def start(self, *args):
+        write(folder / left)
+        raise KeyboardInterrupt
+
+    shutil.rmtree(folder / '10')
+    monkeypatch.setattr(StepWriter, 'start', start)
+    with pytest.raises(KeyboardInterrupt):
+        save(folder, 10)
+    monkeypatch.undo()
+    said = []
+    assert newest_step(folder, said.append) == 8 and len(said) == 1
+    if left.startswith('10/'):
+        shutil.rmtree(folder / '10/a')  # Only names that a save writes are deleted.
+    save(folder, 10)
+    assert sorted(p.name for p in folder.iterdir()) == ['10', '8']
+
+
+def save(folder, step, **settings):
+    saved = Checkpoints(folder, CheckpointConfig(**settings))
+    saved.save(step, state(step))
+    saved.close()
 
 
 def test_the_manifest_lists_every_file_with_its_checksum(folder):

@@ -21,8 +21,8 @@ from train.checkpoints.huggingface.architectures import ModelConfig
 from train.checkpoints.huggingface.folders import open_parameters
 from train.checkpoints.huggingface.writer import PlannedModel, plan_model
 from train.checkpoints.orbax_trees import fill_tree, has_structure, make_tree
+from train.checkpoints.record import TEMPORARY
 from train.checkpoints.safetensors_writer import SafetensorsWriter
-from train.checkpoints.steps import TEMPORARY
 from train.checkpoints.stored import StoredArray, in_memory, with_dtype
 from train.checkpoints.t5x_names import is_t5x, sources_for_t5x, sources_in_t5x
 from train.errors import ConfigError, first_line

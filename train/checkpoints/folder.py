@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,29 +13,19 @@ from etils import epath
 
 from train.checkpoints import record
 from train.checkpoints.config import CheckpointConfig
-from train.checkpoints.hashing import SECONDS_BETWEEN_LOOKS, complete_step
-from train.checkpoints.manifest import DamagedCheckpoint
+from train.checkpoints.deleting import delete_unfinished, make_room, remove_failed
+from train.checkpoints.hashing import complete_step
 from train.checkpoints.reading import CheckpointReader
-from train.checkpoints.record import StepRecord, read_record
+from train.checkpoints.record import StepRecord, read_record, unfinished_file
 from train.checkpoints.restore import RestoreConfig
-from train.checkpoints.retention import delete_step, delete_unfinished, find_surplus
-from train.checkpoints.steps import (
-    TEMPORARY,
-    complete_steps,
-    examine,
-    is_copy,
-    newest_saved,
-    newest_step,
-)
+from train.checkpoints.retention import delete_surplus
+from train.checkpoints.steps import complete_steps, newest_saved, newest_step
 from train.errors import ConfigError, describe_error
 from train.paths import absolute, is_remote
 from train.runtime.machine import agree_on, any_process, raise_on_all_processes
 
 if TYPE_CHECKING:
     from train.checkpoints.orbax_writer import StepWriter
-
-
-SECONDS_TO_REMOVE = 2.0
 
 
 class FailedSave(ConfigError):
@@ -158,20 +146,18 @@ class Checkpoints(CheckpointReader):
         """
         self.wait()
         self._postponed = False
-        scores = dict(scores or {})
-        self._check_metric(scores)
+        about = StepRecord(
+            step=step,
+            previous=newest_saved(self.directory, self.prefix),
+            pending=tuple(pending),
+            scores=dict(scores or {}),
+            texts=self.texts,
+        )
+        self._check_metric(about.scores)
         try:
-            exists = self._make_room(step)
-            if exists:
+            if self._make_room(about):
                 return
-            about = StepRecord(
-                step=step,
-                previous=newest_saved(self.directory, self.prefix),
-                pending=tuple(pending),
-                scores=scores,
-                texts=self.texts,
-            )
-            self._start(step, self.tree(state), about)
+            self._start(about, self.tree(state))
         except Exception as error:  # Orbax and TensorStore raise many types.
             self._fail(step, error)
             return
@@ -215,17 +201,19 @@ class Checkpoints(CheckpointReader):
                 f'{", ".join(map(repr, found))}: write one of them'
             )
 
-    def _make_room(self, step: int) -> bool:
-        """Removes what an earlier save of a step has left, and returns whether it is good already.
+    def _make_room(self, about: StepRecord) -> bool:
+        """Prepares the folder for a step, and returns whether the step is complete already.
 
         Raises:
-          FailedSave: if there is something else in the place of the step.
+          OSError: if the folder has been removed, or something else is in the place of the step.
         """
-        exists = False
+        exists, path = False, self.path(about.step)
         with raise_on_all_processes():
             if jax.process_index() == 0:
                 self._check_directory()
-                exists = self._clear(step)
+                exists = make_room(path, about.step, needs_manifest=self.needs_manifest)
+                if not exists:
+                    unfinished_file(path).write_text(about.files()[record.FILE])
         return bool(agree_on(exists))
 
     def check_writable(self) -> None:
@@ -259,33 +247,14 @@ class Checkpoints(CheckpointReader):
         probe.mkdir(exist_ok=True)
         probe.rmdir()
 
-    def _clear(self, step: int) -> bool:
-        path, found = self.path(step), examine(self.path(step), step)
-        if found.status == 'good':
-            return True
-        if path.exists():
-            if not self.needs_manifest and found.status == 'without a manifest':
-                return True
-            if found.status not in ('damaged', 'unfinished') or is_copy(path, step):
-                raise FileExistsError(f'{found.reason} and is in its place: move it away')
-            delete_step(path)
-        temporary = self._temporary(step)
-        if temporary.exists() and not record.has_record(temporary) and not _is_begun(temporary):
-            # Orbax would delete it.
-            raise FileExistsError(f'{temporary} of another program is in its way: move it away')
-        return False
-
-    def _temporary(self, step: int) -> epath.Path:
-        """The folder that Orbax renames when it is complete."""
-        return self.directory / f'{self.path(step).name}{TEMPORARY}'
-
-    def _start(self, step: int, tree: Any, about: StepRecord) -> None:
+    def _start(self, about: StepRecord, tree: Any) -> None:
         if self._writer is None:
             from train.checkpoints.orbax_writer import StepWriter  # A run can begin without Orbax.
 
             self._writer = StepWriter(self.directory, self.prefix, self.items, self.use_ocdbt)
         texts: dict[str, Mapping[str, str]] = {name: {} for name in self.items}
-        self._writer.start(step, tree, texts | {record.ITEM: about.files()}, self._saved_dtype)
+        texts |= {record.ITEM: about.files()}
+        self._writer.start(about.step, tree, texts, self._saved_dtype)
 
     def _saved_dtype(self, name: str, array: Any) -> Any:
         """The dtype in which an array is saved, or None if it is its own."""
@@ -296,46 +265,24 @@ class Checkpoints(CheckpointReader):
     def _finish(self, step: int) -> None:
         """Completes a save: waits for Orbax, writes the manifest, and deletes what is too old."""
         assert self._writer is not None
+        path = self.path(step)
         try:
             self._writer.wait()
-            complete_step(self.path(step), step)
+            complete_step(path, step)
         except Exception as error:  # Orbax and TensorStore raise many types.
             self._fail(step, error)
             return
+        if jax.process_index() != 0:
+            return
         try:
-            if jax.process_index() == 0:
-                self._delete_surplus(step)
-        except OSError as error:
+            unfinished_file(path).unlink(missing_ok=True)
+            delete_surplus(self.directory, self.prefix, self._config)
+            delete_unfinished(self.directory, self.prefix, below=step)
+        except (OSError, ConfigError) as error:
             self._failure = FailedSave(
                 f'old checkpoints in {self.directory} cannot be deleted ({describe_error(error)}): '
                 'check its permissions'
             )
-
-    def _delete_surplus(self, step: int) -> None:
-        config, steps = self._config, complete_steps(self.directory, self.prefix)
-        surplus = find_surplus(
-            steps,
-            keep=config.keep,
-            keep_period=config.keep_period,
-            keep_best=config.keep_best,
-            mode=config.best_mode,
-            scores=self._scores(steps) if config.keep_best else None,
-        )
-        for old in surplus:
-            delete_step(self.path(old))
-        delete_unfinished(self.directory, self.prefix, below=step)
-
-    def _scores(self, steps: Collection[int]) -> dict[int, float]:
-        """The scores of the steps that have one."""
-        metric, scores = self._config.best_metric or '', dict[int, float]()
-        for step in steps:
-            try:
-                about = self.record(step)
-            except DamagedCheckpoint:
-                continue
-            if about is not None and metric in about.scores:
-                scores[step] = about.scores[metric]
-        return scores
 
     def _fail(self, step: int, error: Exception) -> None:
         """Keeps a failure for `failure`, and frees the space that the save has taken."""
@@ -347,17 +294,4 @@ class Checkpoints(CheckpointReader):
             return
         self._writer = None  # Its state is not known any more.
         if jax.process_index() == 0 and not is_remote(self.directory):
-            self._remove_temporary(step)
-
-    def _remove_temporary(self, step: int) -> None:
-        """Removes what a failed save has written. Writes that still run would create it again."""
-        temporary, give_up = self._temporary(step), time.monotonic() + SECONDS_TO_REMOVE
-        while temporary.exists() and time.monotonic() < give_up:
-            shutil.rmtree(temporary, ignore_errors=True)
-            time.sleep(SECONDS_BETWEEN_LOOKS)
-
-
-def _is_begun(temporary: epath.Path) -> bool:
-    """Whether a temporary folder contains nothing yet, because a kill came before the record."""
-    names = [path.name for path in temporary.rglob('*') if not path.is_dir()]
-    return all(name == '_CHECKPOINT_METADATA' for name in names)
+            remove_failed(self.path(step))

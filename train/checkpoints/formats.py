@@ -13,8 +13,9 @@ from partitioning.untrusted_text import parse_json
 from train.checkpoints.manifest import DamagedCheckpoint, read_manifest
 from train.checkpoints.orbax_files import read_orbax
 from train.checkpoints.orbax_trees import read_tree
+from train.checkpoints.record import TEMPORARY
 from train.checkpoints.safetensors_files import has_safetensors, open_safetensors
-from train.checkpoints.steps import TEMPORARY, FoundStep, examine, find_steps
+from train.checkpoints.steps import FoundStep, examine, find_steps
 from train.checkpoints.stored import StoredArray
 from train.checkpoints.t5x_files import read_arrays
 from train.checkpoints.t5x_names import STEP, is_t5x

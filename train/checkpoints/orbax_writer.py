@@ -22,7 +22,7 @@ from absl import logging
 from etils import epath
 
 from partitioning.state import path_str
-from train.checkpoints.steps import TEMPORARY
+from train.checkpoints.record import TEMPORARY
 from train.paths import is_remote
 from train.runtime.arrays_on_s3 import support_s3
 

@@ -19,6 +19,8 @@ from train.errors import first_line
 ITEM = 'run'  # the folder of the record in that of the step
 FILE = 'step.json'
 COMMITTED = 'commit_success.txt'  # Orbax adds it to each item.
+TEMPORARY = '.orbax-checkpoint-tmp'  # Orbax renames a folder with this ending when it is complete.
+UNFINISHED = '.unfinished'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,32 +57,47 @@ class StepRecord:
 
 def has_record(folder: epath.Path) -> bool:
     """Whether the folder of a step, finished or not, is of this package."""
-    return (folder / ITEM / FILE).exists()
+    return folder.exists() and _find(folder) is not None
 
 
 def read_record(folder: epath.Path) -> StepRecord | None:
     """Reads the record of a step, or returns None if the folder has none.
 
     Args:
-      folder: the folder of the step.
+      folder: the folder of the step, or Orbax's temporary folder of it.
 
     Raises:
       DamagedCheckpoint: if it cannot be read.
     """
-    if not has_record(folder):
+    path = _find(folder) if folder.exists() else None
+    if path is None:
         return None
+    others = path.parent.iterdir() if path.name == FILE else ()
     try:
-        data = parse_json((folder / ITEM / FILE).read_text())
-        others = [p for p in (folder / ITEM).iterdir() if p.name not in (FILE, COMMITTED)]
+        data = parse_json(path.read_text())
         return StepRecord(
             step=data['step'],
             previous=data['previous'],
             pending=tuple(data['pending']),
             scores=data['scores'],
             versions=data['versions'],
-            texts={path.name: path.read_text() for path in others},
+            texts={p.name: p.read_text() for p in others if p.name not in (FILE, COMMITTED)},
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(
             f'checkpoint {folder} is damaged: {ITEM}/{FILE} cannot be read ({first_line(error)})'
         ) from error
+
+
+def unfinished_file(folder: epath.Path) -> epath.Path:
+    """The file next to the folder of a step that has its record while it is saved or deleted.
+
+    Files of a step are written and deleted in any order. This one is there before the first and
+    after the last of them, so whatever a kill leaves can be told from a foreign folder.
+    """
+    return folder.parent / f'.{folder.name.removesuffix(TEMPORARY)}{UNFINISHED}'
+
+
+def _find(folder: epath.Path) -> epath.Path | None:
+    items = (folder / ITEM / FILE, folder / f'{ITEM}{TEMPORARY}' / FILE)
+    return next((path for path in (*items, unfinished_file(folder)) if path.exists()), None)

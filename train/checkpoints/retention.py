@@ -1,23 +1,17 @@
-"""Which steps of a run are kept, and how one of them is deleted.
-
-Only what this package wrote is ever deleted. The manifest of a step goes first and its record last,
-so whatever an interrupted deletion leaves can be told from a good step, and from a foreign folder.
-"""
+"""Which steps of a run are kept."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Collection, Mapping
 from typing import Literal
 
 from etils import epath
 
-from train.checkpoints import manifest, record
-from train.checkpoints.steps import TEMPORARY, examine, find_steps, is_copy
-from train.paths import is_remote
-
-# What a save writes into the folder of a step, besides the manifest and the record.
-WRITTEN = ('state', 'dataset', '_CHECKPOINT_METADATA', 'commit_success.txt')
+from train.checkpoints.config import CheckpointConfig
+from train.checkpoints.deleting import delete_step
+from train.checkpoints.manifest import DamagedCheckpoint
+from train.checkpoints.record import read_record
+from train.checkpoints.steps import complete_steps
 
 
 def find_surplus(
@@ -52,49 +46,42 @@ def find_surplus(
     return sorted(set(steps) - kept)
 
 
-def delete_step(folder: epath.Path) -> None:
-    """Deletes what a save has written into the folder of a step. Other files stay, in the folder.
-
-    Args:
-      folder: the folder of a step, finished or not, with a record or a manifest of this package.
-
-    Raises:
-      OSError: if it cannot be deleted.
-    """
-    (folder / manifest.FILE).unlink(missing_ok=True)
-    parts = [path.name for path in folder.iterdir() if path.name.startswith(manifest.PART)]
-    for name in (*parts, *WRITTEN, record.ITEM):
-        path = folder / name
-        if path.is_dir():
-            path.rmtree() if is_remote(path) else shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    if not is_remote(folder) and not any(folder.iterdir()):
-        folder.rmdir()
-
-
-def delete_unfinished(directory: epath.Path, prefix: str, below: int) -> None:
-    """Deletes what saves and deletions of this package before a good step have left unfinished.
+def delete_surplus(directory: epath.Path, prefix: str, config: CheckpointConfig) -> None:
+    """Deletes the good steps of a folder that the settings do not keep.
 
     Args:
       directory: the folder of checkpoints.
       prefix: the beginning of the names of steps.
-      below: the good step.
+      config: the settings.
 
     Raises:
-      OSError: if something cannot be deleted.
+      OSError: if a step cannot be deleted.
     """
-    steps, others = find_steps(directory, prefix)
-    unfinished = [
-        path
-        for step, path in steps.items()
-        if step < below and examine(path, step).status == 'unfinished' and not is_copy(path, step)
-    ]
-    for name in others:
-        step_name, path = name.removeprefix(prefix).removesuffix(TEMPORARY), directory / name
-        if not name.endswith(TEMPORARY) or not step_name.isdecimal() or int(step_name) >= below:
+    steps = complete_steps(directory, prefix)
+    surplus = find_surplus(
+        steps,
+        keep=config.keep,
+        keep_period=config.keep_period,
+        keep_best=config.keep_best,
+        mode=config.best_mode,
+        scores=_scores(directory, prefix, steps, config.best_metric),
+    )
+    for step in surplus:
+        delete_step(directory / f'{prefix}{step}')
+
+
+def _scores(
+    directory: epath.Path, prefix: str, steps: Collection[int], metric: str | None
+) -> dict[int, float]:
+    """The scores of the steps that have one."""
+    scores = dict[int, float]()
+    if metric is None:
+        return scores
+    for step in steps:
+        try:
+            about = read_record(directory / f'{prefix}{step}')
+        except DamagedCheckpoint:
             continue
-        if record.has_record(path) and not is_copy(path, int(step_name)):
-            unfinished.append(path)
-    for path in unfinished:
-        delete_step(path)
+        if about is not None and metric in about.scores:
+            scores[step] = about.scores[metric]
+    return scores

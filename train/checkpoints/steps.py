@@ -20,12 +20,11 @@ from train.checkpoints.manifest import (
     is_array_file,
     read_manifest,
 )
-from train.checkpoints.record import has_record, read_record
+from train.checkpoints.record import TEMPORARY, has_record, read_record
 from train.errors import ConfigError
 from train.paths import is_remote
 
 Status = Literal['good', 'damaged', 'unfinished', 'without a manifest', 'not a checkpoint']
-TEMPORARY = '.orbax-checkpoint-tmp'  # Orbax renames a folder with this ending when it is complete.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,7 +191,8 @@ def newest_step(
                 f'{found.reason}: an older version or another program wrote it. Convert it with '
                 f'`meshwright checkpoint convert`, or move it away'
             )
-        say(f'{found.reason}: it is kept, and an older one is looked for')
+        kept = '' if found.status == 'unfinished' else 'it is kept, and '
+        say(f'{found.reason}: {kept}an older one is looked for')
         if found.status == 'damaged' or (found.status == 'unfinished' and not _is_first(path)):
             lost = lost or found.reason
     if lost:
