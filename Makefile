@@ -65,6 +65,7 @@ benchmarks: $(DEV)/.dev
 	$(DEV)/bin/python benchmarks/layout_scale.py
 	$(DEV)/bin/python benchmarks/input.py
 	$(DEV)/bin/python benchmarks/train_step.py
+	$(DEV)/bin/python benchmarks/checkpoint.py
 
 $(VENV)/.python $(DEV)/.python:
 	@test -n "$(PYTHON)" || { echo "error: no Python >= 3.11 found; name one: make PYTHON=/path/to/python3"; exit 1; }
