@@ -12,7 +12,7 @@ the memory is exceeded.
 from __future__ import annotations
 
 import argparse
-import resource
+import re
 import subprocess
 import sys
 import tempfile
@@ -95,7 +95,9 @@ def convert_large(folder: Path, gib: float) -> Iterator[tuple[str, float, int, i
 def main() -> None:
     if '--run' in sys.argv:
         status = meshwright(['checkpoint', *sys.argv[sys.argv.index('--run') + 1 :]])
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)
+        # Unlike ru_maxrss, this does not count the memory of the process that started this one.
+        [peak] = re.findall(r'VmHWM:\s+(\d+) kB', Path('/proc/self/status').read_text())
+        print(int(peak) * 1024, file=sys.stderr)
         sys.exit(status)
     parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
     parser.add_argument('--data', type=Path, required=True, help='the folder of the references')

@@ -113,12 +113,11 @@ class _Handler(ocp.type_handlers.NumpyHandler):
                     return
                 values = await asyncio.to_thread(array.read, index)
                 piece = store[index].translate_to[0] if array.ndim else store
-                parts = grid(values.shape, chunk)
-                writes = (piece[part].write(values[part]) for part in parts)
-                # All of them have ended when the first error is raised.
-                for result in await asyncio.gather(*writes, return_exceptions=True):
-                    if isinstance(result, BaseException):
-                        raise result
+                # One after another, so that none is left to be written when there is an error.
+                for part in grid(values.shape, chunk):
+                    await piece[part].write(
+                        values[part], can_reference_source_data_indefinitely=True
+                    )
             self._report(num_bytes)
 
 
