@@ -1,5 +1,6 @@
 """Signals at every moment of a run: what is saved, what is redone, and how the process ends."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -223,6 +224,17 @@ def test_a_second_signal_of_a_program_raises_again(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt, match='SIGINT at once, because it is the second signal'):
         train(config(tmp_path, hooks=[twice]))
     assert complete_steps(tmp_path / 'checkpoints') == []
+
+
+@pytest.mark.parametrize('nested', [False, True])
+def test_a_library_may_turn_a_signal_into_an_error_of_its_own(nested):
+    """As modules do that are not written in Python, while they are imported."""
+    outer = signals.handle() if nested else contextlib.nullcontext()
+    with pytest.raises(signals.Interrupted, match='SIGHUP with nothing'), outer, signals.handle():
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        except KeyboardInterrupt:
+            raise ImportError('error while initializing the extension') from None
 
 
 class Destroyed:

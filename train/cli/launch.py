@@ -14,6 +14,7 @@ from absl import logging
 from partitioning.untrusted_text import printable
 from train.cli.interruption import EXIT_CODES
 from train.errors import first_line
+from train.runtime import signals
 
 # The packages whose errors say why gs:// and s3:// cannot be used, such as missing credentials.
 _OF_STORES = ('aiohttp', 'botocore', 'gcsfs', 'google')
@@ -96,7 +97,7 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
     """Finds the devices, and loads gin files, followed by those of the flags."""
     # These import jax, so they wait until the flags have been checked.
     from train.gin_config import load_config
-    from train.runtime import machine, signals
+    from train.runtime import machine
 
     if options.multihost or options.coordinator_address is not None:
         signals.leave_to_others()
@@ -119,7 +120,8 @@ def run(command: Callable[[], Any], options: argparse.Namespace) -> int:
     logging.use_absl_handler()
     logging.set_verbosity(logging.WARNING)
     try:
-        command()
+        with signals.handle():
+            command()
     except Exception as error:
         line = None if options.traceback else explain(error)
         if line is None:

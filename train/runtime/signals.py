@@ -89,24 +89,47 @@ def received() -> signal.Signals | None:
 def handle(alone: bool = True) -> Iterator[None]:
     """Handles signals in a context, and afterwards leaves them to the earlier handlers.
 
-    It has no effect inside another such context, and outside the main thread.
+    It has no effect outside the main thread. Another such context may be around it.
 
     Args:
       alone: whether this is the only process of the run. With several, signals are left alone:
         Ctrl-C stops at once, and jax handles SIGTERM.
+
+    Raises:
+      Interrupted: if a signal arrives while there is nothing to save.
     """
-    if not alone or _handling.active or threading.current_thread() is not threading.main_thread():
+    if not alone or threading.current_thread() is not threading.main_thread():
         yield
+        return
+    if _handling.active:
+        with _without_disguise():
+            yield
         return
     previous, hook = _install(), sys.unraisablehook
     sys.unraisablehook = _raise_again(hook)
     try:
-        yield
+        with _without_disguise():
+            yield
     finally:
         _handling.active = False
         sys.unraisablehook = hook
         for signum, handler in previous.items():
             signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def _without_disguise() -> Iterator[None]:
+    """Raises `Interrupted` again where a library has turned it into an error of its own.
+
+    Modules that are not written in Python do so while they are imported, for example.
+    """
+    try:
+        yield
+    except Exception as error:
+        number = received()
+        if number is not None and not _handling.saves:
+            raise Interrupted(number) from error
+        raise
 
 
 def handle_until_exit() -> None:
