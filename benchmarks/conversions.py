@@ -26,9 +26,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 
-from train.checkpoints.comparing import compare
-from train.checkpoints.converting import plan_conversion, write
-from train.checkpoints.formats import choose_place, open_checkpoint
+from train.checkpoints.formats.opening import choose_place, open_checkpoint
+from train.checkpoints.offline.comparing import compare
+from train.checkpoints.offline.converting import plan_conversion, write
 from train.cli import main as meshwright
 
 FORMATS = ('safetensors', 'meshwright', 'orbax')

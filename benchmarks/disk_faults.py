@@ -27,8 +27,8 @@ from pathlib import Path
 
 from etils import epath
 
-from train.checkpoints.manifest import check_contents, check_files, read_manifest
-from train.checkpoints.steps import complete_steps
+from train.checkpoints.steps.finding import complete_steps
+from train.checkpoints.steps.manifest import check_contents, check_files, read_manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 600.0  # Far longer than a run takes; it only ends runs that hang.

@@ -280,7 +280,7 @@ def read_run(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The arrays of the last checkpoint of a run, as bytes, and its metrics."""
     from etils import epath
 
-    from train.checkpoints.orbax_files import read_orbax
+    from train.checkpoints.orbax.files import read_orbax
 
     stored = read_orbax(epath.Path(folder) / f'checkpoints/{STEPS}/state')
     arrays = {}

@@ -31,7 +31,7 @@ from array_record.python import array_record_module
 
 from partitioning import Plan
 from train import data
-from train.checkpoints.safetensors_files import open_safetensors
+from train.checkpoints.formats.safetensors_files import open_safetensors
 from train.data.text.tf_records import masked_crc
 from train.runtime.reports import format_bytes
 

@@ -78,10 +78,10 @@ def write_random_model(folder: Path, layers: int) -> None:
     import numpy as np
     from flax.traverse_util import flatten_dict
 
+    from train.checkpoints.arrays.stored import StoredArray
     from train.checkpoints.huggingface.architectures import model_config
     from train.checkpoints.huggingface.config_json import ConfigJson
     from train.checkpoints.huggingface.writer import plan_model
-    from train.checkpoints.stored import StoredArray
     from train.models.parameters import list_parameters
 
     config = ConfigJson({**CONFIG, 'num_hidden_layers': layers}, 'config.json')
@@ -149,8 +149,8 @@ def prepare_restore(name: str, folder: Path) -> tuple[Callable[[], Any], int, st
 
 def prepare_conversion(name: str, folder: Path) -> tuple[Callable[[], Any], int, str]:
     """Returns what converts the model or the checkpoint, and the size of the largest array."""
-    from train.checkpoints.converting import plan_conversion, write
-    from train.checkpoints.formats import choose_place, open_checkpoint
+    from train.checkpoints.formats.opening import choose_place, open_checkpoint
+    from train.checkpoints.offline.converting import plan_conversion, write
 
     names = ('model', 'ours') if name == TO_OURS else ('ours', 'theirs')
     source, target = (epath.Path(folder / each) for each in names)

@@ -30,7 +30,7 @@ from t5x_parity import Reference
 from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules
 from partitioning.mesh import MeshConfig
 from train.checkpoints import CheckpointConfig
-from train.checkpoints.t5x_files import read_arrays
+from train.checkpoints.formats.t5x_files import read_arrays
 from train.optimizers import as_transformation
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig

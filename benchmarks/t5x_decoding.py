@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from train.checkpoints.t5x_files import read_arrays
+from train.checkpoints.formats.t5x_files import read_arrays
 from train.decoding import predict
 from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
 from train.objectives import EncoderDecoder, PrefixLanguageModel

@@ -27,7 +27,7 @@ import numpy as np
 import t5x_training
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from train.checkpoints.t5x_files import read_arrays
+from train.checkpoints.formats.t5x_files import read_arrays
 from train.data import InputsToTargets, TokenIds
 from train.objectives import EncoderDecoder, PrefixLanguageModel, TokenLoss, compute_loss
 from train.t5x.modules import MODULES

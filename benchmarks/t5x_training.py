@@ -22,7 +22,7 @@ import optax
 
 from partitioning import TrainState, unbox
 from partitioning.state import path_str
-from train.checkpoints.t5x_files import read_arrays
+from train.checkpoints.formats.t5x_files import read_arrays
 from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
 from train.objectives import EncoderDecoder, PrefixLanguageModel
 from train.optimizers import as_transformation

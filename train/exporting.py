@@ -13,8 +13,8 @@ from flax import traverse_util
 from jax import export
 
 from partitioning.untrusted_text import parse_json
-from train.checkpoints.orbax_files import read_orbax
-from train.checkpoints.placing import read_all
+from train.checkpoints.arrays.placing import read_all
+from train.checkpoints.orbax.files import read_orbax
 from train.errors import ConfigError, first_line, import_optional
 from train.paths import absolute, as_path
 

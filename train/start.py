@@ -16,7 +16,7 @@ from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
 from train.checkpoints import Checkpoints, DamagedCheckpoint, RestoreConfig
 from train.checkpoints.reading import CheckpointReader
-from train.checkpoints.steps import t5x_steps
+from train.checkpoints.steps.finding import t5x_steps
 from train.data import Feed, LocalBatches, record
 from train.errors import ConfigError
 from train.optimizers import learning_rate_of

@@ -17,9 +17,9 @@ from etils import epath
 
 from benchmarks.damage import damaged, damages_of, outcome, save_two_steps
 from train.checkpoints import CheckpointConfig, Checkpoints, complete_steps
-from train.checkpoints.deleting import delete_step
-from train.checkpoints.orbax_writer import StepWriter
-from train.checkpoints.steps import newest_step
+from train.checkpoints.orbax.writer import StepWriter
+from train.checkpoints.steps.deleting import delete_step
+from train.checkpoints.steps.finding import newest_step
 from train.errors import ConfigError
 
 FILES = (

@@ -19,7 +19,7 @@ from test_not_finite import Line, configure, read
 
 from train import train
 from train.checkpoints import CheckpointConfig, complete_steps
-from train.checkpoints.manifest import check_contents, check_files, read_manifest
+from train.checkpoints.steps.manifest import check_contents, check_files, read_manifest
 from train.errors import ConfigError
 from train.runtime.writers import JsonWriter, TensorBoardWriter
 

@@ -26,8 +26,10 @@ from partitioning import TrainState
 from partitioning.state import path_str
 from train import evaluate
 from train.checkpoints import RestoreConfig
-from train.checkpoints.converting import plan_conversion, write
-from train.checkpoints.formats import choose_place, open_checkpoint
+from train.checkpoints.arrays.stored import in_memory
+from train.checkpoints.formats.opening import choose_place, open_checkpoint
+from train.checkpoints.formats.safetensors_files import open_safetensors
+from train.checkpoints.formats.safetensors_writer import write_safetensors
 from train.checkpoints.huggingface.architectures import (
     model_config,
 )
@@ -38,9 +40,7 @@ from train.checkpoints.huggingface.folders import (
     open_parameters,
 )
 from train.checkpoints.huggingface.writer import plan_model
-from train.checkpoints.safetensors_files import open_safetensors
-from train.checkpoints.safetensors_writer import write_safetensors
-from train.checkpoints.stored import in_memory
+from train.checkpoints.offline.converting import plan_conversion, write
 from train.cli import main
 from train.data.text.tokenizers import SentencePieceTokenizer
 from train.errors import ConfigError

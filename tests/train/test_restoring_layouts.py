@@ -14,8 +14,8 @@ from small import small_config
 
 from partitioning import PjitPartitioner, TrainState
 from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig
-from train.checkpoints.manifest import DamagedCheckpoint
-from train.checkpoints.shares import split
+from train.checkpoints.arrays.shares import split
+from train.checkpoints.steps.manifest import DamagedCheckpoint
 from train.run import prepare
 from train.runtime.console import RunConsole
 

@@ -11,7 +11,7 @@ from small import partitioner, small_config
 
 from train import evaluate
 from train.checkpoints import CheckpointConfig, RestoreConfig
-from train.checkpoints.orbax_files import read_orbax
+from train.checkpoints.orbax.files import read_orbax
 from train.errors import ConfigError
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from train.checkpoints import safetensors_files
-from train.checkpoints.safetensors_files import open_safetensors
-from train.checkpoints.safetensors_writer import SafetensorsWriter, write_safetensors
-from train.checkpoints.stored import in_memory
+from train.checkpoints.arrays.stored import in_memory
+from train.checkpoints.formats import safetensors_files
+from train.checkpoints.formats.safetensors_files import open_safetensors
+from train.checkpoints.formats.safetensors_writer import SafetensorsWriter, write_safetensors
 from train.errors import ConfigError
 
 pytestmark = pytest.mark.smoke
@@ -160,7 +160,7 @@ def test_the_largest_headers_need_little_memory(tmp_path):
     write_raw(tmp_path / 'model.safetensors', text)
     program = (
         'import re, sys\n'
-        'from train.checkpoints.safetensors_files import open_safetensors\n'
+        'from train.checkpoints.formats.safetensors_files import open_safetensors\n'
         'from train.errors import ConfigError\n'
         'status = open("/proc/self/status")\n'
         'try: open_safetensors(sys.argv[1])\n'

@@ -16,7 +16,7 @@ from small import records
 
 from partitioning import TrainState
 from train.checkpoints import CheckpointConfig, Checkpoints, complete_steps, folder as module
-from train.checkpoints.orbax_files import read_orbax
+from train.checkpoints.orbax.files import read_orbax
 from train.checkpoints.retention import find_surplus
 from train.errors import ConfigError
 

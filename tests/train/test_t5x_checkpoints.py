@@ -15,7 +15,7 @@ from small import partitioner
 from partitioning import TrainState, standard_logical_axis_rules
 from partitioning.state import path_str
 from train.checkpoints import CheckpointConfig
-from train.checkpoints.t5x_files import read_arrays
+from train.checkpoints.formats.t5x_files import read_arrays
 from train.errors import ConfigError
 from train.gin_config import find_entry
 from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config

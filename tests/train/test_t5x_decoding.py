@@ -11,7 +11,7 @@ from flax.traverse_util import unflatten_dict
 from small import partitioner
 
 from partitioning import MoePjitPartitioner, standard_logical_axis_rules, unbox
-from train.checkpoints.t5x_files import read_arrays
+from train.checkpoints.formats.t5x_files import read_arrays
 from train.decoding import (
     beam_search,
     predict,

@@ -12,7 +12,7 @@ import t5x_reference
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from partitioning import TrainState
-from train.checkpoints.t5x_files import read_arrays
+from train.checkpoints.formats.t5x_files import read_arrays
 from train.errors import ConfigError
 from train.models.t5.layers import buckets
 from train.objectives import EncoderDecoder, PrefixLanguageModel, compute_loss

@@ -9,8 +9,8 @@ import t5x_reference
 from flax import serialization
 from small import partitioner
 
-from train.checkpoints.placing import read_all
-from train.checkpoints.t5x_files import read_arrays
+from train.checkpoints.arrays.placing import read_all
+from train.checkpoints.formats.t5x_files import read_arrays
 from train.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ from small import partitioner, records
 
 from partitioning import standard_logical_axis_rules
 from train import TrainConfig, train
-from train.checkpoints.t5x_files import read_arrays
+from train.checkpoints.formats.t5x_files import read_arrays
 from train.data import Examples
 from train.errors import ConfigError
 from train.models.t5 import T5, T5Config

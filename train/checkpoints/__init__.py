@@ -2,10 +2,10 @@
 
 from train.checkpoints.config import CheckpointConfig
 from train.checkpoints.folder import Checkpoints, FailedSave
-from train.checkpoints.manifest import DamagedCheckpoint
-from train.checkpoints.record import StepRecord
 from train.checkpoints.restore import RestoreConfig, RestoreMode, check_renames
-from train.checkpoints.steps import complete_steps
+from train.checkpoints.steps.finding import complete_steps
+from train.checkpoints.steps.manifest import DamagedCheckpoint
+from train.checkpoints.steps.record import StepRecord
 
 __all__ = [
     'CheckpointConfig',

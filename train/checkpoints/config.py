@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from etils import epath
 
 from train.checkpoints.restore import RestoreConfig
-from train.checkpoints.steps import t5x_steps
+from train.checkpoints.steps.finding import t5x_steps
 from train.errors import ConfigError, FailurePolicy, check_counts
 
 if TYPE_CHECKING:

@@ -11,21 +11,21 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from train.checkpoints import record
 from train.checkpoints.config import CheckpointConfig
-from train.checkpoints.deleting import delete_unfinished, make_room, remove_failed
-from train.checkpoints.hashing import complete_step
 from train.checkpoints.reading import CheckpointReader
-from train.checkpoints.record import StepRecord, read_record, unfinished_file
 from train.checkpoints.restore import RestoreConfig
 from train.checkpoints.retention import delete_surplus
-from train.checkpoints.steps import complete_steps, newest_saved, newest_step
+from train.checkpoints.steps import record
+from train.checkpoints.steps.deleting import delete_unfinished, make_room, remove_failed
+from train.checkpoints.steps.finding import complete_steps, newest_saved, newest_step
+from train.checkpoints.steps.hashing import complete_step
+from train.checkpoints.steps.record import StepRecord, read_record, unfinished_file
 from train.errors import ConfigError, describe_error
 from train.paths import absolute, is_remote
 from train.runtime.machine import agree_on, any_process, raise_on_all_processes
 
 if TYPE_CHECKING:
-    from train.checkpoints.orbax_writer import StepWriter
+    from train.checkpoints.orbax.writer import StepWriter
 
 
 class FailedSave(ConfigError):
@@ -78,7 +78,7 @@ class Checkpoints(CheckpointReader):
         return complete_steps(self.directory, self.prefix)
 
     def newest_step(self, say: Callable[[str], None], below: int | None = None) -> int | None:
-        """Chooses the step from which a run resumes; see `train.checkpoints.steps.newest_step`."""
+        """Chooses the step from which a run resumes; see `steps.finding.newest_step`."""
         return newest_step(
             self.directory,
             say,
@@ -249,7 +249,7 @@ class Checkpoints(CheckpointReader):
 
     def _start(self, about: StepRecord, tree: Any) -> None:
         if self._writer is None:
-            from train.checkpoints.orbax_writer import StepWriter  # A run can begin without Orbax.
+            from train.checkpoints.orbax.writer import StepWriter  # A run can begin without Orbax.
 
             self._writer = StepWriter(self.directory, self.prefix, self.items, self.use_ocdbt)
         texts: dict[str, Mapping[str, str]] = {name: {} for name in self.items}

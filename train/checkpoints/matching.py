@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar, get_args
+from typing import Generic, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from partitioning.rules import nearest
+from train.checkpoints.arrays.stored import HasShape
 from train.checkpoints.restore import RestoreConfig
 from train.errors import ConfigError
 
 Kind = Literal['missing', 'extra', 'shape', 'dtype']
-
-
-class HasShape(Protocol):
-    """An array, or what is known about one."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> np.dtype: ...
 
 
 Array = TypeVar('Array', bound=HasShape)

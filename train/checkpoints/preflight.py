@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import jax
 from rich.table import Table
 
+from train.checkpoints.arrays.shares import by_size, find_shares
+from train.checkpoints.arrays.stored import Bounds, StoredArray
 from train.checkpoints.matching import Difference, Wanted
-from train.checkpoints.shares import by_size, find_shares
-from train.checkpoints.stored import Bounds, StoredArray
 from train.errors import ConfigError
 from train.runtime.reports import format_bytes
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from etils import epath
 
-from train.checkpoints.manifest import DamagedCheckpoint
-from train.checkpoints.steps import complete_steps, examine, find_steps, t5x_steps
+from train.checkpoints.steps.finding import complete_steps, examine, find_steps, t5x_steps
+from train.checkpoints.steps.manifest import DamagedCheckpoint
 from train.errors import ConfigError
 from train.paths import as_path
 

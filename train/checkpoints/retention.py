@@ -8,10 +8,10 @@ from typing import Literal
 from etils import epath
 
 from train.checkpoints.config import CheckpointConfig
-from train.checkpoints.deleting import delete_step
-from train.checkpoints.manifest import DamagedCheckpoint
-from train.checkpoints.record import read_record
-from train.checkpoints.steps import complete_steps
+from train.checkpoints.steps.deleting import delete_step
+from train.checkpoints.steps.finding import complete_steps
+from train.checkpoints.steps.manifest import DamagedCheckpoint
+from train.checkpoints.steps.record import read_record
 
 
 def find_surplus(

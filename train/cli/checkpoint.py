@@ -15,7 +15,7 @@ from absl import logging
 from train.cli.launch import OneLineParser, run
 
 if TYPE_CHECKING:
-    from train.checkpoints.formats import Checkpoint
+    from train.checkpoints.formats.opening import Checkpoint
 
 _FORMATS = ('meshwright', 't5x', 'orbax', 'safetensors', 'huggingface')
 _DESCRIPTION = 'Looks into checkpoints of any format, compares, verifies and converts them.'
@@ -99,8 +99,13 @@ def _run(options: argparse.Namespace) -> int:
 
 def inspect(options: argparse.Namespace) -> int:
     """Shows what is in a checkpoint, or the steps of a run."""
-    from train.checkpoints.formats import choose_place, find_place, list_steps, open_checkpoint
-    from train.checkpoints.summary import summarize, summarize_step
+    from train.checkpoints.formats.opening import (
+        choose_place,
+        find_place,
+        list_steps,
+        open_checkpoint,
+    )
+    from train.checkpoints.offline.summary import summarize, summarize_step
     from train.cli import checkpoint_tables as tables
     from train.paths import as_path
 
@@ -127,8 +132,8 @@ def _print(options: argparse.Namespace, exact: object, readable: object) -> None
 
 def diff(options: argparse.Namespace) -> int:
     """Compares two checkpoints."""
-    from train.checkpoints.comparing import compare
-    from train.checkpoints.converting import with_names_of
+    from train.checkpoints.offline.comparing import compare
+    from train.checkpoints.offline.converting import with_names_of
     from train.cli import checkpoint_tables as tables
 
     first, second = (_open(path, None) for path in (options.first, options.second))
@@ -142,8 +147,13 @@ def diff(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Compares the files of a checkpoint, or of all steps of a run, with their checksums."""
-    from train.checkpoints.formats import choose_place, examine_place, find_place, list_steps
-    from train.checkpoints.verifying import all_good, size_to_read, verify
+    from train.checkpoints.formats.opening import (
+        choose_place,
+        examine_place,
+        find_place,
+        list_steps,
+    )
+    from train.checkpoints.steps.verifying import all_good, size_to_read, verify
     from train.cli import checkpoint_tables as tables
     from train.paths import as_path
 
@@ -163,7 +173,7 @@ def convert(options: argparse.Namespace) -> int:
     """Writes a checkpoint in another format."""
     import jax
 
-    from train.checkpoints.converting import plan_conversion, write
+    from train.checkpoints.offline.converting import plan_conversion, write
     from train.cli import checkpoint_tables as tables
     from train.errors import ConfigError
     from train.paths import as_folder, as_path
@@ -192,7 +202,7 @@ def convert(options: argparse.Namespace) -> int:
 
 def _find_model(source: Checkpoint) -> Any:
     """The settings of the built-in model or T5 that a checkpoint of a run has, or None."""
-    from train.checkpoints.record import read_record
+    from train.checkpoints.steps.record import read_record
     from train.gin_config.models import find_model
     from train.models.config import TransformerConfig
     from train.models.t5 import T5Config
@@ -219,7 +229,7 @@ def _parse_rename(text: str) -> tuple[str, str]:
 
 def _open(path: str, step: int | None) -> Checkpoint:
     """Opens a checkpoint, and says which newer ones are skipped."""
-    from train.checkpoints.formats import choose_place, open_checkpoint
+    from train.checkpoints.formats.opening import choose_place, open_checkpoint
     from train.paths import as_path
 
     place, skipped = choose_place(as_path('PATH', path), step)

@@ -12,11 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from partitioning.untrusted_text import printable
-from train.checkpoints.comparing import ArrayDifference
-from train.checkpoints.converting import Conversion
-from train.checkpoints.grouping import ArrayGroup
-from train.checkpoints.summary import StepSummary, Summary, shorten_reason
-from train.checkpoints.verifying import Verified
+from train.checkpoints.offline.comparing import ArrayDifference
+from train.checkpoints.offline.converting import Conversion
+from train.checkpoints.offline.grouping import ArrayGroup
+from train.checkpoints.offline.summary import StepSummary, Summary, shorten_reason
+from train.checkpoints.steps.verifying import Verified
 from train.runtime.reports import format_bytes, format_seconds
 
 # In a file or a pipe, no row of a table is broken into several lines.

@@ -18,11 +18,11 @@ from flax import traverse_util
 
 from train import checkpoints
 from train.checkpoints import complete_steps
+from train.checkpoints.arrays.stored import StoredArray, repeat_first
 from train.checkpoints.config import WhenBusy
+from train.checkpoints.formats.t5x_files import read_arrays
 from train.checkpoints.reading import CheckpointReader
-from train.checkpoints.steps import saved_steps, t5x_format, t5x_steps, usable_t5x_steps
-from train.checkpoints.stored import StoredArray, repeat_first
-from train.checkpoints.t5x_files import read_arrays
+from train.checkpoints.steps.finding import saved_steps, t5x_format, t5x_steps, usable_t5x_steps
 from train.errors import ConfigError, first_line
 from train.paths import as_path, is_remote
 from train.t5x import state_names

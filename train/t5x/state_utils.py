@@ -14,8 +14,8 @@ from typing import Any
 from flax import traverse_util
 
 from train.checkpoints import RestoreConfig
+from train.checkpoints.arrays.stored import StoredArray
 from train.checkpoints.matching import find_sources
-from train.checkpoints.stored import StoredArray
 from train.errors import ConfigError, first_line
 
 SETTING = 'utils.RestoreCheckpointConfig.state_transformation_fns'

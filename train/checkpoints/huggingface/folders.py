@@ -11,6 +11,8 @@ from etils import epath
 from flax import traverse_util
 
 from partitioning import unbox
+from train.checkpoints.arrays.stored import HasShape, StoredArray
+from train.checkpoints.formats.safetensors_files import list_places
 from train.checkpoints.huggingface.architectures import (
     ModelConfig,
     find_architecture,
@@ -19,9 +21,6 @@ from train.checkpoints.huggingface.architectures import (
 )
 from train.checkpoints.huggingface.config_json import read_config
 from train.checkpoints.huggingface.mapping import PARAMS, as_ours
-from train.checkpoints.matching import HasShape
-from train.checkpoints.safetensors_files import list_places
-from train.checkpoints.stored import StoredArray
 from train.data.text.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,

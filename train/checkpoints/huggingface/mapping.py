@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from train.checkpoints.arrays.stored import Bounds, HasShape, StoredArray, bounds_of
+from train.checkpoints.formats.safetensors_files import Place, in_thread, read_slice, stored
 from train.checkpoints.huggingface.notation import (
     Sizes,
     bounds_to_read,
@@ -23,9 +25,6 @@ from train.checkpoints.huggingface.notation import (
     write_part,
 )
 from train.checkpoints.huggingface.tables import Row, Table
-from train.checkpoints.matching import HasShape
-from train.checkpoints.safetensors_files import Place, in_thread, read_slice, stored
-from train.checkpoints.stored import Bounds, StoredArray, bounds_of
 from train.errors import ConfigError
 
 PARAMS = 'params/'

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from train.checkpoints.stored import Bounds
+from train.checkpoints.arrays.stored import Bounds
 
 Sizes = Mapping[str, int]
 

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from train.checkpoints.arrays.stored import StoredArray
+from train.checkpoints.formats.safetensors_files import Place, list_places
+from train.checkpoints.formats.safetensors_writer import MAX_FILE_BYTES, SafetensorsWriter
 from train.checkpoints.huggingface.architectures import (
     ARCHITECTURES,
     Architecture,
@@ -23,9 +26,6 @@ from train.checkpoints.huggingface.architectures import (
 )
 from train.checkpoints.huggingface.config_json import FILE, read_config
 from train.checkpoints.huggingface.mapping import PARAMS, Target, find_targets, write_targets
-from train.checkpoints.safetensors_files import Place, list_places
-from train.checkpoints.safetensors_writer import MAX_FILE_BYTES, SafetensorsWriter
-from train.checkpoints.stored import StoredArray
 from train.errors import ConfigError
 
 # Files next to the weights that belong to the tokenizer, or to the generation of text.

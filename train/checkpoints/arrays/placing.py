@@ -15,8 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from partitioning.rules import sharding_axes
-from train.checkpoints.shares import Piece, Share, by_size, find_shares
-from train.checkpoints.stored import Bounds, StoredArray, StoreReader, bounds_of
+from train.checkpoints.arrays.shares import Piece, Share, by_size, find_shares
+from train.checkpoints.arrays.stored import Bounds, StoredArray, StoreReader, bounds_of
 from train.errors import first_line
 
 # The host memory of arrays that are read at the same time; at least one is read.

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +20,15 @@ from train.runtime.arrays_on_s3 import in_s3
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
 CACHE_BYTES = 100_000_000
+
+
+class HasShape(Protocol):
+    """An array, or what is known about one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

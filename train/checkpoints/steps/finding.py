@@ -12,7 +12,7 @@ from typing import Literal
 
 from etils import epath
 
-from train.checkpoints.manifest import (
+from train.checkpoints.steps.manifest import (
     FILE as MANIFEST,
     DamagedCheckpoint,
     check_contents,
@@ -20,7 +20,7 @@ from train.checkpoints.manifest import (
     is_array_file,
     read_manifest,
 )
-from train.checkpoints.record import TEMPORARY, has_record, read_record
+from train.checkpoints.steps.record import TEMPORARY, has_record, read_record
 from train.errors import ConfigError
 from train.paths import is_remote
 

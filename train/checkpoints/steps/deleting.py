@@ -12,10 +12,10 @@ import time
 
 from etils import epath
 
-from train.checkpoints import manifest, record
-from train.checkpoints.manifest import DamagedCheckpoint, read_manifest
-from train.checkpoints.record import TEMPORARY, unfinished_file
-from train.checkpoints.steps import examine, find_steps, is_copy
+from train.checkpoints.steps import manifest, record
+from train.checkpoints.steps.finding import examine, find_steps, is_copy
+from train.checkpoints.steps.manifest import DamagedCheckpoint, read_manifest
+from train.checkpoints.steps.record import TEMPORARY, unfinished_file
 from train.paths import is_remote
 
 # What a save writes into the folder of a step, besides the manifest.

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from etils import epath
 
-from train.checkpoints.manifest import Manifest, check_content, is_array_file, read_manifest
+from train.checkpoints.steps.manifest import Manifest, check_content, is_array_file, read_manifest
 
 NUM_THREADS = 4
 

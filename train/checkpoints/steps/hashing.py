@@ -13,7 +13,7 @@ import time
 import jax
 from etils import epath
 
-from train.checkpoints.manifest import (
+from train.checkpoints.steps.manifest import (
     PART,
     FileRecord,
     Manifest,

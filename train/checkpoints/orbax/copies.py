@@ -14,9 +14,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from train.checkpoints.orbax_writer import Texts, TextsHandler
-from train.checkpoints.pieces import chunk_shape, grid, split
-from train.checkpoints.stored import StoredArray
+from train.checkpoints.arrays.pieces import chunk_shape, grid, split
+from train.checkpoints.arrays.stored import StoredArray
+from train.checkpoints.orbax.writer import Texts, TextsHandler
 from train.paths import is_remote
 from train.runtime.arrays_on_s3 import support_s3
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from partitioning.state import Role
-from train.checkpoints.matching import HasShape
+from train.checkpoints.arrays.stored import HasShape
 
 _OPTIMIZER = ('opt_state/', 'state/param_states/')
 _OTHER = ('step', 'state/step', 'flax_mutables/')

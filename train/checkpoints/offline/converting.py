@@ -14,17 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from train.checkpoints import record
-from train.checkpoints.formats import Checkpoint, Format, other_content
-from train.checkpoints.hashing import complete_step
+from train.checkpoints.arrays.stored import StoredArray, in_memory, with_dtype
+from train.checkpoints.formats.opening import Checkpoint, Format, other_content
+from train.checkpoints.formats.safetensors_writer import SafetensorsWriter
+from train.checkpoints.formats.t5x_names import is_t5x, sources_for_t5x, sources_in_t5x
 from train.checkpoints.huggingface.architectures import ModelConfig
 from train.checkpoints.huggingface.folders import open_parameters
 from train.checkpoints.huggingface.writer import PlannedModel, plan_model
-from train.checkpoints.orbax_trees import fill_tree, has_structure, make_tree
-from train.checkpoints.record import TEMPORARY
-from train.checkpoints.safetensors_writer import SafetensorsWriter
-from train.checkpoints.stored import StoredArray, in_memory, with_dtype
-from train.checkpoints.t5x_names import is_t5x, sources_for_t5x, sources_in_t5x
+from train.checkpoints.orbax.trees import fill_tree, has_structure, make_tree
+from train.checkpoints.steps import record
+from train.checkpoints.steps.hashing import complete_step
+from train.checkpoints.steps.record import TEMPORARY
 from train.errors import ConfigError, first_line
 from train.paths import is_remote
 from train.runtime.reports import format_bytes
@@ -299,7 +299,7 @@ def _write_safetensors(conversion: Conversion, report: Callable[[int], None]) ->
 
 def _write_orbax(conversion: Conversion, report: Callable[[int], None]) -> None:
     # Orbax starts a backend of jax, for which a machine that converts needs no accelerator.
-    from train.checkpoints.orbax_copies import write_arrays
+    from train.checkpoints.orbax.copies import write_arrays
 
     folder, step = conversion.folder, conversion.step
     tree = fill_tree(conversion.tree, conversion.arrays)

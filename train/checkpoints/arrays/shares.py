@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
-from train.checkpoints.stored import Bounds, Index, StoredArray, bounds_of
+from train.checkpoints.arrays.stored import Bounds, Index, StoredArray, bounds_of
 
 # About the size of what is read at once.
 PIECE_BYTES = 8 * 2**20

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from etils import epath
 
 from partitioning.untrusted_text import parse_json
-from train.checkpoints.manifest import DamagedCheckpoint, package_versions
+from train.checkpoints.steps.manifest import DamagedCheckpoint, package_versions
 from train.errors import first_line
 
 ITEM = 'run'  # the folder of the record in that of the step

@@ -10,15 +10,15 @@ from typing import Any, Literal, NamedTuple
 from etils import epath
 
 from partitioning.untrusted_text import parse_json
-from train.checkpoints.manifest import DamagedCheckpoint, read_manifest
-from train.checkpoints.orbax_files import read_orbax
-from train.checkpoints.orbax_trees import read_tree
-from train.checkpoints.record import TEMPORARY
-from train.checkpoints.safetensors_files import has_safetensors, open_safetensors
-from train.checkpoints.steps import FoundStep, examine, find_steps
-from train.checkpoints.stored import StoredArray
-from train.checkpoints.t5x_files import read_arrays
-from train.checkpoints.t5x_names import STEP, is_t5x
+from train.checkpoints.arrays.stored import StoredArray
+from train.checkpoints.formats.safetensors_files import has_safetensors, open_safetensors
+from train.checkpoints.formats.t5x_files import read_arrays
+from train.checkpoints.formats.t5x_names import STEP, is_t5x
+from train.checkpoints.orbax.files import read_orbax
+from train.checkpoints.orbax.trees import read_tree
+from train.checkpoints.steps.finding import FoundStep, examine, find_steps
+from train.checkpoints.steps.manifest import DamagedCheckpoint, read_manifest
+from train.checkpoints.steps.record import TEMPORARY
 from train.errors import ConfigError, first_line
 
 Format = Literal['meshwright', 't5x', 'orbax', 'safetensors', 'huggingface']

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from train.checkpoints.stored import Index, StoredArray
+from train.checkpoints.arrays.stored import Index, StoredArray
 
 # A piece is larger only if one chunk of the file is.
 PIECE_BYTES = 2**28

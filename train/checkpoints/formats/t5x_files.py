@@ -14,9 +14,15 @@ import numpy as np
 from etils import epath
 from flax import serialization
 
-from train.checkpoints.orbax_files import read_orbax
-from train.checkpoints.steps import t5x_format
-from train.checkpoints.stored import StoredArray, as_bfloat16, in_memory, kvstore_of, open_stores
+from train.checkpoints.arrays.stored import (
+    StoredArray,
+    as_bfloat16,
+    in_memory,
+    kvstore_of,
+    open_stores,
+)
+from train.checkpoints.orbax.files import read_orbax
+from train.checkpoints.steps.finding import t5x_format
 from train.errors import ConfigError, first_line
 from train.paths import as_path
 

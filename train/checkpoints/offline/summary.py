@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from etils import epath
 
-from train.checkpoints.formats import Checkpoint, examine_place, find_place, other_content
-from train.checkpoints.grouping import (
+from train.checkpoints.formats.opening import Checkpoint, examine_place, find_place, other_content
+from train.checkpoints.offline.grouping import (
     ROLES,
     ArrayGroup,
     bytes_of,
@@ -18,9 +18,9 @@ from train.checkpoints.grouping import (
     group_arrays,
     role_of,
 )
-from train.checkpoints.manifest import DamagedCheckpoint, find_files
-from train.checkpoints.record import StepRecord, read_record
-from train.checkpoints.steps import FoundStep
+from train.checkpoints.steps.finding import FoundStep
+from train.checkpoints.steps.manifest import DamagedCheckpoint, find_files
+from train.checkpoints.steps.record import StepRecord, read_record
 from train.errors import ConfigError
 
 

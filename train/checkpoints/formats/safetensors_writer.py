@@ -12,7 +12,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from etils import epath
 
-from train.checkpoints.safetensors_files import (
+from train.checkpoints.arrays.stored import StoredArray
+from train.checkpoints.formats.safetensors_files import (
     DTYPES,
     INDEX,
     MAX_HEADER_BYTES,
@@ -21,7 +22,6 @@ from train.checkpoints.safetensors_files import (
     as_bytes,
     has_safetensors,
 )
-from train.checkpoints.stored import StoredArray
 from train.errors import ConfigError
 from train.paths import as_path, is_remote
 

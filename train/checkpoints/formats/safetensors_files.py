@@ -22,7 +22,7 @@ import numpy as np
 from etils import epath
 
 from partitioning.untrusted_text import parse_json
-from train.checkpoints.stored import Bounds, StoredArray, bounds_of
+from train.checkpoints.arrays.stored import Bounds, StoredArray, bounds_of
 from train.errors import ConfigError
 from train.paths import as_path
 

@@ -7,7 +7,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from train.checkpoints.manifest import (
+from train.checkpoints.steps.finding import FoundStep, Status
+from train.checkpoints.steps.manifest import (
     NUM_THREADS,
     DamagedCheckpoint,
     check_content,
@@ -15,7 +16,6 @@ from train.checkpoints.manifest import (
     list_differences,
     read_manifest,
 )
-from train.checkpoints.steps import FoundStep, Status
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Writes steps through Orbax. Only this file and orbax_copies.py import it, so it can be replaced.
+"""Writes steps through Orbax. Only this room imports it, so that it can be replaced.
 
 Orbax writes the arrays and commits a step: it renames a temporary folder, or adds a last object. It
 neither looks for other steps nor deletes any. Both belong to this package, which knows its own.
@@ -22,7 +22,7 @@ from absl import logging
 from etils import epath
 
 from partitioning.state import path_str
-from train.checkpoints.record import TEMPORARY
+from train.checkpoints.steps.record import TEMPORARY
 from train.paths import is_remote
 from train.runtime.arrays_on_s3 import support_s3
 

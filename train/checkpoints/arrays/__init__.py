@@ -1,0 +1,1 @@
+"""Stored arrays: read lazily, piece by piece, and placed on devices."""

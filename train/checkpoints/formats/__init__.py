@@ -1,0 +1,1 @@
+"""What is at a path, and the arrays in it, for every format that can be read."""

@@ -1,0 +1,1 @@
+"""What is done with checkpoints without a run: inspecting, comparing and converting them."""

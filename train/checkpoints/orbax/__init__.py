@@ -1,0 +1,1 @@
+"""Orbax's files. No other room knows Orbax."""
