@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import json
 import os
 import random
@@ -210,7 +211,8 @@ def interrupt(
     process = begin(folder, name, is_cold)
     while not has_begun(folder, trial, name) and process.poll() is None:
         time.sleep(POLL_SECONDS)
-    time.sleep(trial['share'] * SPREAD.get(trial['begun'], seconds))
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(trial['share'] * SPREAD.get(trial['begun'], seconds))
     found = {
         'step': last_step(folder / name),
         'is_saving': is_saving(folder / name),
