@@ -23,7 +23,7 @@ from train.errors import first_line
 MAX_BYTES_IN_FLIGHT = 2**27
 # They wait for the disk, and for each other where several shards need the same file.
 NUM_THREADS = 8
-_ALIGNMENT = 64  # of memory that CPU devices can use without a copy
+_ALIGNMENT = 4096  # pages, into which files are read past the cache; CPU devices need 64
 
 
 class UnreadableArrayError(Exception):

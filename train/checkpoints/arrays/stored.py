@@ -95,10 +95,13 @@ class StoreReader:
     Attributes:
       store: the tensorstore.TensorStore.
       check: checks the files of a slice, which has a first and a last index for each dimension.
+      read_file: reads a slice that is exactly one file into a contiguous array of its shape, and
+        returns whether it could.
     """
 
     store: Any
     check: Callable[[Bounds], None] | None = None
+    read_file: Callable[[Bounds, np.ndarray], bool] | None = None
 
     def __call__(self, index: Any) -> Any:
         """Starts to read a slice, and returns a future of its values."""
@@ -109,6 +112,9 @@ class StoreReader:
         """Reads a slice into an array of its shape, without another copy of the values."""
         import tensorstore as ts
 
+        bounds, read_file = bounds_of(index, self.store.shape), self.read_file
+        if read_file is not None and out.flags.c_contiguous and read_file(bounds, out):
+            return
         self._check(index)
         ts.array(out).write(self.store[index]).result()
 
@@ -117,12 +123,17 @@ class StoreReader:
             self.check(bounds_of(index, self.store.shape))
 
 
-def in_store(store: Any, check: Callable[[Bounds], None] | None = None) -> StoredArray:
+def in_store(
+    store: Any,
+    check: Callable[[Bounds], None] | None = None,
+    read_file: Callable[[Bounds, np.ndarray], bool] | None = None,
+) -> StoredArray:
     """An array of an open tensorstore.TensorStore.
 
     Args:
       store: the TensorStore.
       check: checks the files of a slice before it is read; see `StoreReader`.
+      read_file: reads a slice that is one file; see `StoreReader`.
     """
     layout = store.chunk_layout
     # A file can contain several chunks, but it can only be checked as a whole.
@@ -130,7 +141,7 @@ def in_store(store: Any, check: Callable[[Bounds], None] | None = None) -> Store
     return StoredArray(
         shape=tuple(store.shape),
         dtype=np.dtype(store.dtype.numpy_dtype),
-        start=StoreReader(store, check),
+        start=StoreReader(store, check, read_file),
         chunk=tuple(chunk.shape or ()),
     )
 
@@ -212,12 +223,14 @@ class _Mapped:
 def open_stores(
     specs: Mapping[str, dict[str, Any]],
     check: Callable[[str, Any, Bounds], None] | None = None,
+    read_file: Callable[[str, Any, Bounds, np.ndarray], bool] | None = None,
 ) -> dict[str, StoredArray]:
     """Opens arrays, all at the same time.
 
     Args:
       specs: the TensorStore specification of each array, by its name.
       check: checks the files of a slice, given the name of the array, the store and the slice.
+      read_file: reads a slice that is one file into an array, given the same and the array.
 
     Raises:
       ValueError: if an array is missing or damaged. TensorStore raises it.
@@ -234,7 +247,11 @@ def open_stores(
     stores = {name: future.result() for name, future in opening.items()}
     if check is None:
         return {name: in_store(store) for name, store in stores.items()}
-    return {n: in_store(s, functools.partial(check, n, s)) for n, s in stores.items()}
+    partial = functools.partial
+    return {
+        n: in_store(s, partial(check, n, s), read_file and partial(read_file, n, s))
+        for n, s in stores.items()
+    }
 
 
 def kvstore_of(folder: epath.Path) -> dict[str, Any]:

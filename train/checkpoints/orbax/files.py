@@ -6,6 +6,7 @@ import ast
 import itertools
 from typing import Any
 
+import numpy as np
 from etils import epath
 
 from partitioning.untrusted_text import parse_json
@@ -64,7 +65,30 @@ def read_orbax(folder: epath.Path) -> dict[str, StoredArray]:
     def check(name: str, store: Any, bounds: Bounds) -> None:
         checked.check(f'{paths[name]}/{file}' for file in _chunk_files(store, bounds))
 
-    return open_stores(specs, check)
+    def read_file(name: str, store: Any, bounds: Bounds, out: np.ndarray) -> bool:
+        if not _is_plain_chunk(store, bounds):
+            return False
+        [file] = _chunk_files(store, bounds)
+        return checked.read_into(f'{paths[name]}/{file}', out)
+
+    return open_stores(specs, check, read_file)
+
+
+def _is_plain_chunk(store: Any, bounds: Bounds) -> bool:
+    """Whether a slice is one whole chunk, whose file has its values in order and nothing else."""
+    metadata = store.spec().to_json()['metadata']
+    chunk = store.chunk_layout.write_chunk.shape or ()
+    return (
+        metadata.get('zarr_format', 2) == 2
+        and metadata.get('compressor') is None
+        and not metadata.get('filters')
+        and metadata.get('order', 'C') == 'C'
+        and not str(metadata.get('dtype')).startswith('>')
+        and all(
+            first % size == 0 and last - first == size
+            for (first, last), size in zip(bounds, chunk, strict=True)
+        )
+    )
 
 
 def _chunk_files(store: Any, bounds: Bounds) -> list[str]:

@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import numpy as np
+import xxhash
 from etils import epath
 
-from train.checkpoints.steps.manifest import Manifest, check_content, is_array_file, read_manifest
+from train.checkpoints.steps.manifest import (
+    DamagedCheckpoint,
+    FileRecord,
+    Manifest,
+    check_content,
+    is_array_file,
+    read_manifest,
+)
+from train.errors import first_line
+from train.paths import is_remote
 
 NUM_THREADS = 4
+PAGE_BYTES = 4096  # what reading without the page cache is aligned to
+BLOCK_BYTES = 2**23
 
 
 class CheckedFiles:
@@ -54,6 +69,34 @@ class CheckedFiles:
         for check in checks:
             check.result()
 
+    def read_into(self, name: str, out: np.ndarray) -> bool:
+        """Reads a local file into an array that has its size, and checks the values on the way.
+
+        The file is read once and past the page cache if the array begins and ends with a page.
+        That is about twice as fast as checking a file and then reading it.
+
+        Args:
+          name: the path of the file below the folder.
+          out: a contiguous array.
+
+        Returns:
+          Whether it has been read. Otherwise, the file is not known, has another size than the
+          array, or is in a store of objects.
+
+        Raises:
+          DamagedCheckpoint: if the file does not have the content that was written.
+        """
+        record = self._manifest.files.get(name)
+        if record is None or record.size != out.nbytes or is_remote(self._folder):
+            return False
+        problem = 'does not have the content that was written'
+        try:
+            if _read(os.fspath(self._folder / name), out) == record:
+                return True
+        except OSError as error:
+            problem = f'cannot be read ({first_line(error)})'
+        raise DamagedCheckpoint(f'checkpoint {self._folder} is damaged: {name} {problem}')
+
     def check_together(self, names: Iterable[str]) -> None:
         """Checks many small files in several threads."""
         with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -67,6 +110,31 @@ class CheckedFiles:
     def array_files(self) -> list[str]:
         """The files of all arrays."""
         return [name for name in self._manifest.files if is_array_file(name)]
+
+
+def _read(path: str, out: np.ndarray) -> FileRecord:
+    """Reads a file into a contiguous array, and returns what a manifest would say about it."""
+    values = memoryview(out.reshape(-1).view(np.uint8).data)
+    aligned = out.ctypes.data % PAGE_BYTES == 0 and len(values) % PAGE_BYTES == 0
+    file, digest, size = _open(path, past_the_cache=aligned), xxhash.xxh3_128(), 0
+    try:
+        while size < len(values):
+            count = os.readv(file, [values[size : size + BLOCK_BYTES]])
+            if not count:
+                break
+            digest.update(values[size : size + count])
+            size += count
+        return FileRecord(os.fstat(file).st_size, digest.hexdigest())
+    finally:
+        os.close(file)
+
+
+def _open(path: str, past_the_cache: bool) -> int:
+    """Opens a file to read, past the page cache where the file system can do that."""
+    if past_the_cache and hasattr(os, 'O_DIRECT'):
+        with contextlib.suppress(OSError):
+            return os.open(path, os.O_RDONLY | os.O_DIRECT)
+    return os.open(path, os.O_RDONLY)
 
 
 def open_checked(folder: epath.Path) -> CheckedFiles | None:
