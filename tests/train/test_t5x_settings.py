@@ -190,7 +190,7 @@ def test_settings_without_equivalent_are_refused(load_t5x, tmp_path, key, settin
 )
 def test_settings_that_an_evaluation_refuses(load_t5x, tmp_path, setting, expected):
     (tmp_path / 'checkpoints/7').mkdir(parents=True)
-    (tmp_path / 'checkpoints/7/_CHECKPOINT_METADATA').write_text('{}')
+    (tmp_path / 'checkpoints/7/_METADATA').write_text('{}')
     where = [f"CHECKPOINT_PATH='{tmp_path}/checkpoints/7'", f"EVAL_OUTPUT_DIR='{tmp_path}/scores'"]
     with pytest.raises(ConfigError) as error:
         load_t5x('eval', *where, setting)()
