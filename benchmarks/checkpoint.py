@@ -231,7 +231,7 @@ def measure_save(gib: float, folder: Path, settings: dict[str, Any]) -> dict[str
     state = jax.block_until_ready(random_state(abstract_state(gib, SAVE_MESH)))
     warm_up(folder / f'warm{os.getpid()}', SAVE_MESH)
     saved = CheckpointConfig(period=1, keep=1, **settings).open(epath.Path(folder))
-    touch_memory(2 * round(gib * GIB))
+    touch_memory(round(gib * GIB))
     before = reset_peak()
     start = time.perf_counter()
     saved.save(1, state)
