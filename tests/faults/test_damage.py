@@ -213,6 +213,25 @@ def test_a_damaged_or_unfinished_step_is_saved_again(folder, leave):
     np.testing.assert_array_equal(saved.restore(10, abstract)['params']['kernel'], -1.0)
 
 
+def test_a_step_whose_content_is_damaged_does_not_count_and_is_saved_again(folder):
+    """Its names and sizes are right, so only reading it finds out."""
+    [file] = (folder / '10/state/params.kernel').glob('0*')
+    file.write_bytes(file.read_bytes()[:-1] + b'?')
+    saved = Checkpoints(folder, CheckpointConfig(keep=2))
+    assert saved.newest_step(print) == 10
+    assert saved.newest_step(print, below=10) == 8
+    assert saved.latest_step() == 8
+    saved.save(9, state(-9))
+    assert saved.latest_step() == 9
+    assert sorted(path.name for path in folder.iterdir()) == ['10', '8', '9']
+    saved.save(10, state(-10))
+    saved.close()
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0)
+    )
+    np.testing.assert_array_equal(saved.restore(10, abstract)['params']['kernel'], -10.0)
+
+
 @pytest.mark.parametrize('kept', ['run/step.json', 'state/_METADATA'])
 def test_an_interrupted_deletion_is_recognized_and_completed(folder, kept, monkeypatch):
     """A kill comes before the deletion of one of the items."""

@@ -56,6 +56,8 @@ class Checkpoints(CheckpointReader):
         self._saving: threading.Thread | None = None
         self._postponed = self._has_directory = False
         self._failure: FailedSave | None = None
+        # Steps whose names and sizes are right, but whose content turned out to be damaged.
+        self._found_damaged = set[int]()
 
     # The format, which subclasses may change.
 
@@ -75,10 +77,15 @@ class Checkpoints(CheckpointReader):
 
     def steps(self) -> list[int]:
         """The steps of good checkpoints, in ascending order."""
+        return [step for step in self._complete_steps() if step not in self._found_damaged]
+
+    def _complete_steps(self) -> list[int]:
         return complete_steps(self.directory, self.prefix)
 
     def newest_step(self, say: Callable[[str], None], below: int | None = None) -> int | None:
         """Chooses the step from which a run resumes; see `steps.finding.newest_step`."""
+        if below is not None:
+            self._found_damaged.add(below)
         return newest_step(
             self.directory,
             say,
@@ -211,7 +218,12 @@ class Checkpoints(CheckpointReader):
         with raise_on_all_processes():
             if jax.process_index() == 0:
                 self._check_directory()
-                exists = make_room(path, about.step, needs_manifest=self.needs_manifest)
+                exists = make_room(
+                    path,
+                    about.step,
+                    needs_manifest=self.needs_manifest,
+                    is_damaged=about.step in self._found_damaged,
+                )
                 if not exists:
                     unfinished_file(path).write_text(about.files()[record.FILE])
         return bool(agree_on(exists))
@@ -272,11 +284,14 @@ class Checkpoints(CheckpointReader):
         except Exception as error:  # Orbax and TensorStore raise many types.
             self._fail(step, error)
             return
+        self._found_damaged.discard(step)
         if jax.process_index() != 0:
             return
         try:
             unfinished_file(path).unlink(missing_ok=True)
-            delete_surplus(self.directory, self.prefix, self._config)
+            ours = complete_steps(self.directory, self.prefix)
+            steps = [one for one in ours if one not in self._found_damaged]
+            delete_surplus(self.directory, self.prefix, steps, self._config)
             delete_unfinished(self.directory, self.prefix, below=step)
         except (OSError, ConfigError) as error:
             self._failure = FailedSave(

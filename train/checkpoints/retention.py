@@ -9,7 +9,6 @@ from etils import epath
 
 from train.checkpoints.config import CheckpointConfig
 from train.checkpoints.steps.deleting import delete_step
-from train.checkpoints.steps.finding import complete_steps
 from train.checkpoints.steps.manifest import DamagedCheckpoint
 from train.checkpoints.steps.record import read_record
 
@@ -46,18 +45,20 @@ def find_surplus(
     return sorted(set(steps) - kept)
 
 
-def delete_surplus(directory: epath.Path, prefix: str, config: CheckpointConfig) -> None:
+def delete_surplus(
+    directory: epath.Path, prefix: str, steps: Collection[int], config: CheckpointConfig
+) -> None:
     """Deletes the good steps of a folder that the settings do not keep.
 
     Args:
       directory: the folder of checkpoints.
       prefix: the beginning of the names of steps.
+      steps: the good steps that this package has written.
       config: the settings.
 
     Raises:
       OSError: if a step cannot be deleted.
     """
-    steps = complete_steps(directory, prefix)
     surplus = find_surplus(
         steps,
         keep=config.keep,

@@ -73,7 +73,7 @@ class T5XCheckpoints(checkpoints.Checkpoints):
         named = self._t5x.named if self._t5x else None
         return named or super().path(step)
 
-    def steps(self) -> list[int]:
+    def _complete_steps(self) -> list[int]:
         """The steps of complete checkpoints of either format, and of either system."""
         return usable_t5x_steps(self.directory)
 

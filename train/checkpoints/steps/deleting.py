@@ -23,13 +23,16 @@ WRITTEN = (record.ITEM, 'state', 'dataset', '_CHECKPOINT_METADATA', 'commit_succ
 SECONDS_TO_REMOVE, SECONDS_BETWEEN_TRIES = 2.0, 0.05
 
 
-def make_room(path: epath.Path, step: int, *, needs_manifest: bool) -> bool:
+def make_room(
+    path: epath.Path, step: int, *, needs_manifest: bool, is_damaged: bool = False
+) -> bool:
     """Removes what an earlier save of a step has left.
 
     Args:
       path: the folder of the step, which need not exist.
       step: the step.
       needs_manifest: whether only a step with a manifest is taken for a complete one.
+      is_damaged: whether the content of the step is known to be damaged, whatever its sizes.
 
     Returns:
       Whether the step is complete already. It is left as it is.
@@ -39,9 +42,12 @@ def make_room(path: epath.Path, step: int, *, needs_manifest: bool) -> bool:
     """
     if path.exists():
         found = examine(path, step)
-        if found.status == 'good' or (found.status == 'without a manifest' and not needs_manifest):
+        is_whole = found.status == 'good' or (
+            found.status == 'without a manifest' and not needs_manifest
+        )
+        if is_whole and not is_damaged:
             return True
-        if found.status not in ('damaged', 'unfinished') or is_copy(path, step):
+        if found.status not in ('good', 'damaged', 'unfinished') or is_copy(path, step):
             raise FileExistsError(f'{found.reason} and is in its place: move it away')
         delete_step(path)
     temporary = _temporary_of(path)
