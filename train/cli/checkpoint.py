@@ -15,7 +15,10 @@ from absl import logging
 from train.cli.launch import OneLineParser, run
 
 if TYPE_CHECKING:
+    from etils import epath
+
     from train.checkpoints.formats.opening import Checkpoint
+    from train.checkpoints.steps.finding import FoundStep
 
 _FORMATS = ('meshwright', 't5x', 'orbax', 'safetensors', 'huggingface')
 _DESCRIPTION = 'Looks into checkpoints of any format, compares, verifies and converts them.'
@@ -99,19 +102,13 @@ def _run(options: argparse.Namespace) -> int:
 
 def inspect(options: argparse.Namespace) -> int:
     """Shows what is in a checkpoint, or the steps of a run."""
-    from train.checkpoints.formats.opening import (
-        choose_place,
-        find_place,
-        list_steps,
-        open_checkpoint,
-    )
+    from train.checkpoints.formats.opening import choose_place, open_checkpoint
     from train.checkpoints.offline.summary import summarize, summarize_step
     from train.cli import checkpoint_tables as tables
     from train.paths import as_path
 
     path = as_path('PATH', options.path)
-    several = options.step is None and path.exists() and find_place(path) is None
-    if several and (steps := list_steps(path)):
+    if steps := _list_steps(path, options.step):
         rows = [summarize_step(step) for step in steps]
         _print(options, [dataclasses.asdict(row) for row in rows], tables.steps_table(path, rows))
         return 0
@@ -147,20 +144,14 @@ def diff(options: argparse.Namespace) -> int:
 
 def verify(options: argparse.Namespace) -> int:
     """Compares the files of a checkpoint, or of all steps of a run, with their checksums."""
-    from train.checkpoints.formats.opening import (
-        choose_place,
-        examine_place,
-        find_place,
-        list_steps,
-    )
+    from train.checkpoints.formats.opening import choose_place, examine_place
     from train.checkpoints.steps.verifying import all_good, size_to_read, verify
     from train.cli import checkpoint_tables as tables
     from train.paths import as_path
 
     path = as_path('PATH', options.path)
-    steps = list_steps(path) if path.is_dir() and find_place(path) is None else []
-    if not steps or options.step is not None:
-        steps = [examine_place(choose_place(path, options.step)[0])]
+    steps = _list_steps(path, options.step)
+    steps = steps or [examine_place(choose_place(path, options.step)[0])]
     started, results = time.perf_counter(), []
     with tables.progress('verifying', sum(size_to_read(step) for step in steps)) as report:
         for step in steps:
@@ -225,6 +216,14 @@ def _parse_rename(text: str) -> tuple[str, str]:
         )
     check_renames('--renames', [(pattern, name)])
     return pattern, name
+
+
+def _list_steps(path: epath.Path, step: int | None) -> list[FoundStep]:
+    """The steps of a folder with several, unless one of them is asked for."""
+    from train.checkpoints.formats.opening import find_place, list_steps
+
+    several = step is None and path.is_dir() and find_place(path) is None
+    return list_steps(path) if several else []
 
 
 def _open(path: str, step: int | None) -> Checkpoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -62,22 +63,33 @@ def read_orbax(folder: epath.Path) -> dict[str, StoredArray]:
     paths = {name: f'{folder.name}/{part}' for name, part in folders.items()}
     checked.check_together(f'{path}/{_DESCRIPTIONS[driver]}' for path in paths.values())
 
+    described = dict[str, Any]()  # the metadata of each array, which many pieces need
+
+    def describe(name: str, store: Any) -> Any:
+        if name not in described:
+            described[name] = store.spec().to_json()['metadata']
+        return described[name]
+
+    def list_files(name: str, store: Any, bounds: Bounds) -> list[str]:
+        chunk = store.chunk_layout.write_chunk.shape or ()
+        files = _chunk_files(describe(name, store), chunk, bounds)
+        return [f'{paths[name]}/{file}' for file in files]
+
     def check(name: str, store: Any, bounds: Bounds) -> None:
-        checked.check(f'{paths[name]}/{file}' for file in _chunk_files(store, bounds))
+        checked.check(list_files(name, store, bounds))
 
     def read_file(name: str, store: Any, bounds: Bounds, out: np.ndarray) -> bool:
-        if not _is_plain_chunk(store, bounds):
+        chunk = store.chunk_layout.write_chunk.shape or ()
+        if not _is_plain_chunk(describe(name, store), chunk, bounds):
             return False
-        [file] = _chunk_files(store, bounds)
-        return checked.read_into(f'{paths[name]}/{file}', out)
+        [file] = list_files(name, store, bounds)
+        return checked.read_into(file, out)
 
     return open_stores(specs, check, read_file)
 
 
-def _is_plain_chunk(store: Any, bounds: Bounds) -> bool:
+def _is_plain_chunk(metadata: Any, chunk: Sequence[int], bounds: Bounds) -> bool:
     """Whether a slice is one whole chunk, whose file has its values in order and nothing else."""
-    metadata = store.spec().to_json()['metadata']
-    chunk = store.chunk_layout.write_chunk.shape or ()
     return (
         metadata.get('zarr_format', 2) == 2
         and metadata.get('compressor') is None
@@ -91,10 +103,8 @@ def _is_plain_chunk(store: Any, bounds: Bounds) -> bool:
     )
 
 
-def _chunk_files(store: Any, bounds: Bounds) -> list[str]:
+def _chunk_files(metadata: Any, chunk: Sequence[int], bounds: Bounds) -> list[str]:
     """The files of the chunks that a slice needs, below the folder of the array."""
-    metadata = store.spec().to_json()['metadata']
-    chunk = store.chunk_layout.write_chunk.shape or ()
     numbers = [
         range(first // size, -(-last // size))
         for (first, last), size in zip(bounds, chunk, strict=True)

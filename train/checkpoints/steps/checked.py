@@ -12,14 +12,12 @@ import xxhash
 from etils import epath
 
 from train.checkpoints.steps.manifest import (
-    DamagedCheckpoint,
     FileRecord,
     Manifest,
     check_content,
     is_array_file,
     read_manifest,
 )
-from train.errors import first_line
 from train.paths import is_remote
 
 NUM_THREADS = 4
@@ -89,13 +87,8 @@ class CheckedFiles:
         record = self._manifest.files.get(name)
         if record is None or record.size != out.nbytes or is_remote(self._folder):
             return False
-        problem = 'does not have the content that was written'
-        try:
-            if _read(os.fspath(self._folder / name), out) == record:
-                return True
-        except OSError as error:
-            problem = f'cannot be read ({first_line(error)})'
-        raise DamagedCheckpoint(f'checkpoint {self._folder} is damaged: {name} {problem}')
+        check_content(self._folder, name, record, lambda path: _read(os.fspath(path), out))
+        return True
 
     def check_together(self, names: Iterable[str]) -> None:
         """Checks many small files in several threads."""

@@ -11,7 +11,7 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -165,19 +165,25 @@ def list_differences(folder: epath.Path, manifest: Manifest) -> Iterator[str]:
             yield f'checkpoint {folder} is damaged: {name} has been added to it'
 
 
-def check_content(folder: epath.Path, name: str, record: FileRecord) -> None:
+def check_content(
+    folder: epath.Path,
+    name: str,
+    record: FileRecord,
+    read: Callable[[epath.Path], FileRecord] | None = None,
+) -> None:
     """Checks one file against its checksum.
 
     Args:
       folder: the folder of the step.
       name: the path of the file below it.
       record: what the manifest says.
+      read: reads the file and returns its size and checksum, by default `record_file`.
 
     Raises:
       DamagedCheckpoint: if the file cannot be read, or has another size or content.
     """
     try:
-        found = record_file(folder / name)
+        found = (read or record_file)(folder / name)
     except OSError as error:
         raise DamagedCheckpoint(
             f'checkpoint {folder} is damaged: {name} cannot be read ({first_line(error)})'
