@@ -197,9 +197,9 @@ ROWS = (
 
 def measure(row: Row) -> dict[str, Any]:
     """Compiles a row, and returns its figures."""
+    from partitioning.aot.traced.flops import count_jaxpr_flops
     from train.gin_config import find_config, load_config
     from train.precompiling import compile_step
-    from train.runtime.flops import count_jaxpr_flops
 
     started = time.perf_counter()
     load_config(row.files, row.all_bindings)

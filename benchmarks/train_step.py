@@ -155,7 +155,7 @@ def describe_work() -> dict[str, float | None]:
     import jax.numpy as jnp
     from plain_transformer import compute_logits, init_params
 
-    from train.runtime.flops import count_flops
+    from partitioning.aot.traced.flops import count_flops
     from train.runtime.meter import peak_flops
 
     sizes, batch_size, length = choose_sizes()

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from partitioning import TrainState
+from partitioning.aot.traced.flops import count_flops
 from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
 from train.checkpoints import Checkpoints, DamagedCheckpoint, RestoreConfig
@@ -23,7 +24,6 @@ from train.optimizers import learning_rate_of
 from train.paths import replacing
 from train.run import Run, initialize_some
 from train.runtime.compiling import describe_options
-from train.runtime.flops import count_flops
 from train.runtime.gin_text import beside, write_gin_text
 from train.runtime.machine import check_same_step
 from train.runtime.memory import check_fits, memory_advice

@@ -1,27 +1,26 @@
-"""Compiled programs, also for machines that are not here: what they cost on each device.
+"""Programs and steps on machines that are not here: what they need, and how long they take.
 
-`hlo_text` parses the text of a program, and `visits` lists what it runs and how often.
-`device_groups` knows which devices exchange data. `collectives` and `operations` find what a
-program exchanges and computes, `peak_memory` which arrays fill the memory, and `costs` puts it
-together.
+`compiled` reads the text of a compiled program, and `traced` a function that was only traced.
+`timing` knows how long the work takes that they found. `blame` finds the line and the rule that an
+exchange or a buffer comes from. `report` has the type of a forecast.
 """
 
-from partitioning.aot.collectives import (
+from partitioning.aot.compiled.collectives import (
     Collective as Collective,
     MeshAxes as MeshAxes,
 )
-from partitioning.aot.costs import (
+from partitioning.aot.compiled.costs import (
     MemoryUse as MemoryUse,
     ProgramCosts as ProgramCosts,
     costs_of_text as costs_of_text,
     mesh_axes as mesh_axes,
     read_costs as read_costs,
 )
-from partitioning.aot.operations import (
+from partitioning.aot.compiled.operations import (
     Kernel as Kernel,
     Operation as Operation,
 )
-from partitioning.aot.peak_memory import (
+from partitioning.aot.compiled.peak_memory import (
     LiveArray as LiveArray,
     PeakMemory as PeakMemory,
 )

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.aot import MeshAxes, costs_of_text, mesh_axes, read_costs
-from partitioning.aot.device_groups import axes_of_groups, parse_groups
+from partitioning.aot.compiled.device_groups import axes_of_groups, parse_groups
 from partitioning.hardware import CHIPS
 
 # Short programs as the compiler writes them for TPUs.

@@ -10,8 +10,8 @@ from jax.experimental import pallas
 from jax.sharding import Mesh, PartitionSpec
 from small import partitioner, small_config
 
+from partitioning.aot.traced.flops import count_flops
 from train.runtime import meter
-from train.runtime.flops import count_flops
 
 pytestmark = pytest.mark.core
 

@@ -7,9 +7,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 
-from partitioning.aot.device_groups import Groups, axes_of_groups, parse_groups
-from partitioning.aot.hlo_text import Computation, HloProgram, Instruction
-from partitioning.aot.visits import Visit
+from partitioning.aot.compiled.device_groups import Groups, axes_of_groups, parse_groups
+from partitioning.aot.compiled.hlo_text import Computation, HloProgram, Instruction
+from partitioning.aot.compiled.visits import Visit
 
 # The bytes that a device sends in a ring of n devices, as a multiple of its operand: the share of
 # the whole array that gathers and scatters move is (n - 1) / n.

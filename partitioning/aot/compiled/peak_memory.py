@@ -7,14 +7,14 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from partitioning.aot.hlo_text import (
+from partitioning.aot.compiled.hlo_text import (
     DEVICE_MEMORY,
     ArrayType,
     Computation,
     HloProgram,
     Instruction,
 )
-from partitioning.aot.operations import opcodes_of
+from partitioning.aot.compiled.operations import opcodes_of
 
 # The results of these are (parts of) their operands.
 _SAME = ('tuple', 'get-tuple-element', 'bitcast', 'while', 'optimization-barrier')

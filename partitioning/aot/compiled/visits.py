@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from partitioning.aot.hlo_text import Computation, HloProgram, Instruction
+from partitioning.aot.compiled.hlo_text import Computation, HloProgram, Instruction
 
 
 class Visit(NamedTuple):

@@ -6,8 +6,8 @@ import collections
 import dataclasses
 from collections.abc import Iterator
 
-from partitioning.aot.hlo_text import HloProgram, Instruction
-from partitioning.aot.visits import Visit, cycles_of
+from partitioning.aot.compiled.hlo_text import HloProgram, Instruction
+from partitioning.aot.compiled.visits import Visit, cycles_of
 
 # What an operation is called, by the first of these opcodes that it contains.
 _KINDS = {

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.aot.collectives import Collective, MeshAxes, find_collectives
-from partitioning.aot.hlo_text import parse_hlo
-from partitioning.aot.operations import Kernel, Operation, find_kernels, find_operations
-from partitioning.aot.peak_memory import PeakMemory, find_peak
-from partitioning.aot.visits import visit_program
+from partitioning.aot.compiled.collectives import Collective, MeshAxes, find_collectives
+from partitioning.aot.compiled.hlo_text import parse_hlo
+from partitioning.aot.compiled.operations import Kernel, Operation, find_kernels, find_operations
+from partitioning.aot.compiled.peak_memory import PeakMemory, find_peak
+from partitioning.aot.compiled.visits import visit_program
 from partitioning.hardware import CHIPS, chip_of, slice_of
 
 

@@ -1,0 +1,3 @@
+"""Which line of Python, which array and which rule an exchange or a buffer comes from."""
+
+from partitioning.aot.blame.cause import Cause as Cause

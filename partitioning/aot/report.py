@@ -1,0 +1,141 @@
+"""The forecast of a function on one machine: memory, exchanged data, and time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from partitioning.aot.blame import Cause
+from partitioning.aot.compiled.collectives import Collective
+from partitioning.aot.compiled.peak_memory import LiveArray
+from partitioning.aot.timing import StepTime
+from partitioning.hardware import Chip
+
+# The compiler that the figures come from. 'cpu' compiles for virtual CPU devices in place of the
+# machine. 'none' compiles nothing: the figures are derived from the traced function.
+BackEnd = Literal['tpu', 'gpu', 'cpu', 'none']
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryForecast:
+    """The memory of a device, in bytes.
+
+    Attributes:
+      limit: what a program can use on a device, or None for chips without data.
+      peak: the most that is in use at any time.
+      arguments: all arguments; the next four are its parts.
+      parameters: the parameters.
+      optimizer: the optimizer state.
+      batch: the batch.
+      other: all other arguments.
+      temporaries: everything that the compiler allocates besides arguments and results; parts of it
+        are in use at different times. None without a compiler.
+      gradients: the gradients of the parameters, by formula.
+      activations: what the forward pass keeps for the backward pass, by formula.
+      analytic_peak: the peak by formula, without a compiler.
+      buffers: the largest arrays at the peak besides the arguments, each with its cause.
+    """
+
+    limit: int | None
+    peak: int
+    arguments: int
+    parameters: int
+    optimizer: int
+    batch: int
+    other: int
+    temporaries: int | None
+    gradients: int
+    activations: int
+    analytic_peak: int
+    buffers: tuple[tuple[LiveArray, Cause | None], ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether a device has the memory; None if its limit is not known."""
+        return None if self.limit is None else self.peak <= self.limit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Replicated:
+    """An array that several devices hold in full.
+
+    Attributes:
+      path: its path in the state.
+      nbytes: its size on each device, in bytes.
+      axes: the mesh axes along which its copies are equal.
+      reason: why.
+    """
+
+    path: str
+    nbytes: int
+    axes: tuple[str, ...]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """What the forecast itself took, which differs from run to run.
+
+    Attributes:
+      seconds: the time of tracing and compiling.
+      peak_rss: the most memory that the process had in use, in bytes.
+    """
+
+    seconds: float
+    peak_rss: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The forecast of one call of a function on one machine. Figures are per device and call.
+
+    Attributes:
+      function: the name of the function.
+      topology: the machine, 'v5p:4x4x4'.
+      num_slices: its number of slices.
+      chip: its chip, or None for chips without data.
+      num_devices: its number of devices.
+      mesh: the size of each mesh axis.
+      back_end: the compiler that the figures come from.
+      back_end_version: its name and version: 'libtpu 0.0.52'.
+      memory: the memory, and whether it suffices.
+      model_flops: the FLOPs of the function without recomputation, from its jaxpr.
+      program_flops: the FLOPs that the function executes, with recomputation.
+      time: the time, or None if the chip has no model.
+      collectives: the exchanges of data, those with the most bytes first, each with its cause.
+      replicated: the arrays of the arguments that several devices hold in full, the largest first.
+      warnings: what the compiler warned about, such as involuntary full rematerialization.
+      notes: what is exact in this forecast and what is not.
+      compilation: what the forecast took.
+    """
+
+    function: str
+    topology: str
+    num_slices: int
+    chip: Chip | None
+    num_devices: int
+    mesh: Mapping[str, int]
+    back_end: BackEnd
+    back_end_version: str
+    memory: MemoryForecast
+    model_flops: float
+    program_flops: float
+    time: StepTime | None
+    collectives: tuple[tuple[Collective, Cause | None], ...]
+    replicated: tuple[Replicated, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+    compilation: Compilation
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the function fits into the memory of a device; None if its limit is not known."""
+        return self.memory.fits
+
+    @property
+    def mfu(self) -> float | None:
+        """The share of the chip's peak rate that the model's FLOPs make up."""
+        if self.time is None or self.chip is None:
+            return None
+        return self.model_flops / (self.time.seconds * self.chip.peak_flops_per_device)

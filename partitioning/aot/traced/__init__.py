@@ -1,0 +1,1 @@
+"""What a traced function says without a compiler: its floating-point operations."""
