@@ -11,6 +11,8 @@ from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.peak_memory import LiveArray
 from partitioning.aot.timing import StepTime
 from partitioning.hardware import Chip
+from partitioning.mesh import AxisRing, Placement
+from partitioning.plan import PlanRow
 
 # The compiler that the figures come from. 'cpu' compiles for virtual CPU devices in place of the
 # machine. 'none' compiles nothing: the figures are derived from the traced function.
@@ -108,6 +110,9 @@ class Forecast:
       warnings: what the compiler warned about, such as involuntary full rematerialization.
       notes: what is exact in this forecast and what is not.
       compilation: what the forecast took.
+      arrays: the arrays of the arguments, in their order, each with its layout and reasons.
+      rings: the network and the distances along each axis of the mesh.
+      placement: where the devices of the mesh are in the machine; None if the mesh has no devices.
     """
 
     function: str
@@ -127,6 +132,9 @@ class Forecast:
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     compilation: Compilation
+    arrays: tuple[PlanRow, ...] = ()
+    rings: tuple[AxisRing, ...] = ()
+    placement: Placement | None = None
 
     @property
     def fits(self) -> bool | None:

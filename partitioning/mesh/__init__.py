@@ -12,6 +12,10 @@ from partitioning.mesh.aliases import (
 from partitioning.mesh.config import (
     MeshConfig as MeshConfig,
 )
+from partitioning.mesh.placement import (
+    Placement as Placement,
+    find_placement as find_placement,
+)
 from partitioning.mesh.rings import (
     AxisRing as AxisRing,
     axis_rings as axis_rings,
