@@ -151,7 +151,8 @@ def check_meshwright(*words):
     if names[0] == 'train' and not theirs:
         parser = launch.CommandParser('', '', '')
         parser.add_argument('runs', nargs='*')
-        options = parser.read(word for word in rest if not word.startswith('--profile_steps'))
+        own = ('--profile_steps', '--expect_plan')
+        options = parser.read(word for word in rest if not word.startswith(own))
         files = [training.find_gin_file(AS_IF.get(run, run)) for run in options.runs]
         launch.configure(options, files)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import closing
 from typing import cast
@@ -26,6 +27,7 @@ from train.loop import (
 from train.run import prepare, report
 from train.runtime import signals
 from train.runtime.console import RunConsole
+from train.runtime.expected_plan import check_plan
 from train.runtime.machine import collect_garbage, must_wait_for_steps
 from train.runtime.meter import Meter, format_figures
 from train.runtime.profile import Profiler
@@ -43,17 +45,23 @@ from train.start import (
 from train.stopping import StopConditions
 
 
-def train(config: TrainConfig) -> TrainState:
+def train(config: TrainConfig, *, expect_plan: str | os.PathLike[str] | None = None) -> TrainState:
     """Trains a model, or resumes an earlier run in `config.model_dir`.
 
     Usage:
       state = train(TrainConfig(model_dir='runs/mine', objective=NextToken(model=model), ...))
 
+    Args:
+      config: the settings of the run.
+      expect_plan: a plan file or the folder of a run, whose layout this run must have. By default,
+        any layout is trained.
+
     Returns:
       The state after the last step.
 
     Raises:
-      ConfigError, ValueError: if a setting cannot be honoured. Nothing has been written then.
+      ConfigError, ValueError: if a setting cannot be honoured, or if the layout differs from that
+        of `expect_plan`. Nothing has been compiled or written then.
       FloatingPointError: if a step is not finite and `config.not_finite` stops the run then. The
         newest checkpoint is kept.
       Interrupted: if SIGTERM, SIGINT or SIGHUP ends the run with work left. It is a
@@ -66,14 +74,18 @@ def train(config: TrainConfig) -> TrainState:
         signals.handle(alone=jax.process_count() == 1),
         Watchdog(limits, console.activity, config.model_dir, log_every=config.log_every),
     ):
-        return _train(config, console)
+        return _train(config, console, expect_plan)
 
 
-def _train(config: TrainConfig, console: RunConsole) -> TrainState:
+def _train(
+    config: TrainConfig, console: RunConsole, expect_plan: str | os.PathLike[str] | None
+) -> TrainState:
     # ---- mesh, data, and the layout of every array, before any of them exists
     clock = StartClock()
     prepared = prepare(config, console)
     plan, directory = prepared.plan, prepared.directory
+    if expect_plan is not None:
+        check_plan(plan, expect_plan)
     saved = config.checkpoints.open(directory)
     start = find_start(prepared, saved)
     run = prepared.from_step(start.step)

@@ -64,10 +64,14 @@ class PlanDiff:
         """How many more bytes a device holds after than before."""
         return self.after.bytes_per_device - self.before.bytes_per_device
 
-    def __bool__(self) -> bool:
+    @property
+    def changes_layout(self) -> bool:
+        """Whether the meshes or the arrays differ, and not only the options of the compiler."""
         before, after = (list(axis_sizes(p.mesh).items()) for p in (self.before, self.after))
-        of_layout = self.added or self.removed or self.changed or before != after
-        return bool(of_layout or self._option_changes())
+        return bool(self.added or self.removed or self.changed or before != after)
+
+    def __bool__(self) -> bool:
+        return self.changes_layout or bool(self._option_changes())
 
     def __str__(self) -> str:
         if not self:

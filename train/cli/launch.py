@@ -127,6 +127,8 @@ def run(command: Callable[[], Any], options: argparse.Namespace) -> int:
         if line is None:
             raise
         print(f'error: {printable(line)}', file=sys.stderr)
+        for detail in getattr(error, 'details', '').splitlines():
+            print(printable(detail), file=sys.stderr)
         return 2
     return 0
 

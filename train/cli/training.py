@@ -38,6 +38,12 @@ def train(arguments: Sequence[str], prog: str) -> int:
         metavar='FIRST,LAST',
         help='write a trace of these steps to MODEL_DIR/profile, for TensorBoard or Perfetto',
     )
+    parser.add_argument(
+        '--expect_plan',
+        metavar='PLAN',
+        help='a plan file, or the folder of a run: end with an error, before anything is compiled '
+        'or written, if this run would be laid out differently',
+    )
     options = parser.read(arguments)
     return run(lambda: _start(options), options)
 
@@ -64,19 +70,23 @@ def _start(options: argparse.Namespace) -> None:
     from train.gin_config import find_entry
     from train.runtime.start_up import note_start_of_process
 
-    profile = options.profile_steps
+    profile, expected = options.profile_steps, options.expect_plan
     if profile is not None:
         setting = f'TrainConfig.profile_steps=({profile})'
         options.gin_bindings = [*options.gin_bindings, setting]
     configure(options, [find_gin_file(run) for run in options.runs])
     entry = find_entry()
-    if profile is not None and entry.__module__ != 'train.train':
-        raise ConfigError(
-            f'--profile_steps needs a run of train.train, but the gin files configure '
-            f'{entry.__module__}: remove the flag'
-        )
+    for flag, value in (('--profile_steps', profile), ('--expect_plan', expected)):
+        if value is not None and entry.__module__ != 'train.train':
+            raise ConfigError(
+                f'{flag} needs a run of train.train, but the gin files configure '
+                f'{entry.__module__}: remove the flag'
+            )
     note_start_of_process()
-    entry()
+    if expected is None:
+        entry()
+    else:
+        entry(expect_plan=expected)
 
 
 def known_runs() -> list[str]:
