@@ -121,6 +121,7 @@ def test_an_asynchronous_gather_counts_once_per_iteration():
         ('all-gather', ('data',), 128 * 16 * 2 * 3, 16),
         ('all-gather', ('model',), 32 * 4, 16),
     ]
+    assert all(c.asynchronous for c in costs.collectives)
     assert costs.collectives[0].source == 'source/model.py:24'
     assert costs.cycles == 16 * 1000 + 500
     assert costs.compute_seconds == pytest.approx(16_500 / 1.75e9)
@@ -135,6 +136,7 @@ def test_a_reduce_scatter_is_a_fusion_and_its_padding_does_not_count():
     costs = costs_of_text(TEXTS['scatter'], mesh=AXES, chip='v5p')
     assert moved(costs) == [('reduce-scatter', ('data', 'model'), 60 * 128 * 2 * 7 / 8, 1)]
     assert costs.collectives[0].source == 'model.py:3'
+    assert not costs.collectives[0].asynchronous
     assert [(k.name, k.count) for k in costs.kernels] == [('splash_mha', 1)]
     assert costs.compute_seconds is None
 
@@ -144,6 +146,7 @@ def test_the_network_between_slices_is_counted_apart():
     axes = MeshAxes(sizes={'data': 4, 'model': 2}, slices={'data': 2})
     costs = costs_of_text(TEXTS['slices'], mesh=axes)
     dcn, ici = costs.collectives
+    assert dcn.asynchronous and not ici.asynchronous
     assert (dcn.kind, dcn.network, dcn.axes, dcn.group_size) == ('all-reduce', 'dcn', ('data',), 2)
     assert costs.wire_bytes('dcn') == 2 * 64 * 128 * 2 / 2
     assert (ici.axes, costs.wire_bytes()) == (('data',), 64 * 128 * 2)

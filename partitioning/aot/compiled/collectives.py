@@ -40,6 +40,7 @@ class Collective:
       count: the number of executions in one call of the program.
       op_name: the path of the jax operation.
       source: the 'file:line' of the Python code.
+      asynchronous: whether the program computes while it runs.
     """
 
     kind: str
@@ -51,6 +52,7 @@ class Collective:
     count: int
     op_name: str
     source: str
+    asynchronous: bool = False
 
     @property
     def total_bytes(self) -> float:
@@ -93,6 +95,12 @@ def find_collectives(
       mesh: the mesh that it was compiled for, which names the axes.
     """
     found, chains = [], set[tuple[str, str, str]]()
+    started = {
+        name
+        for visit in visits
+        if visit.instruction.opcode == 'async-start'
+        for name in visit.instruction.called('calls')
+    }
     for visit in visits:
         for instruction, inside in _exchanging(program, visit.instruction, visit.computation):
             # An asynchronous collective appears in all fusions that it overlaps with.
@@ -100,7 +108,8 @@ def find_collectives(
             key = (visit.computation.name, instruction.opcode, chain)
             if not chain or key not in chains:
                 chains.add(key)
-                found.append(_describe(program, instruction, inside, visit, mesh))
+                overlaps = bool(chain) or visit.computation.name in started
+                found.append(_describe(program, instruction, inside, visit, mesh, overlaps))
     return tuple(found)
 
 
@@ -143,6 +152,7 @@ def _describe(
     inside: Computation,
     visit: Visit,
     mesh: MeshAxes | None,
+    overlaps: bool,
 ) -> Collective:
     names = instruction.operands
     if instruction.opcode == 'send':
@@ -167,6 +177,8 @@ def _describe(
         count=visit.times,
         op_name=instruction.op_name or visit.instruction.op_name,
         source=program.source_of(instruction) or program.source_of(visit.instruction),
+        # A transfer between slices is started by a send and awaited by its send-done.
+        asynchronous=overlaps or instruction.opcode.endswith('-start') or network == 'dcn',
     )
 
 
