@@ -122,10 +122,15 @@ def _exchanging(
             inside = program.computations[name]
             for inner in inside.instructions.values():
                 yield from _exchanging(program, inner, inside)
-    elif _kind(instruction) in _RING or (
+    elif is_exchange(instruction.opcode) or (
         instruction.opcode == 'send' and '_xla_megascale_target' in instruction.attributes
     ):
         yield instruction, computation
+
+
+def is_exchange(opcode: str) -> bool:
+    """Whether instructions with this opcode exchange data with other devices."""
+    return opcode.removesuffix('-start') in _RING
 
 
 def _kind(instruction: Instruction) -> str:

@@ -14,6 +14,7 @@ from partitioning.aot.compiled.collectives import Collective, MeshAxes, find_col
 from partitioning.aot.compiled.hlo_text import parse_hlo
 from partitioning.aot.compiled.operations import Kernel, Operation, find_kernels, find_operations
 from partitioning.aot.compiled.peak_memory import PeakMemory, find_peak
+from partitioning.aot.compiled.traffic import find_traffic
 from partitioning.aot.compiled.visits import visit_program
 from partitioning.hardware import CHIPS, chip_of, slice_of
 
@@ -55,6 +56,9 @@ class ProgramCosts:
         first.
       kernels: the kernels, which have no estimate.
       collectives: the exchanges of data, in the order in which they run.
+      device_bytes: what operations other than matrix products, kernels and exchanges read and write
+        in the memory of the device, in bytes.
+      host_bytes: what is copied between the memories of the device and of the host, in bytes.
     """
 
     memory: MemoryUse | None
@@ -65,6 +69,8 @@ class ProgramCosts:
     operations: tuple[Operation, ...]
     kernels: tuple[Kernel, ...]
     collectives: tuple[Collective, ...]
+    device_bytes: float = 0.0
+    host_bytes: float = 0.0
 
     def wire_bytes(self, network: str = 'ici') -> float:
         """The bytes that a device sends over a network in one call: 'ici' or 'dcn'."""
@@ -111,6 +117,7 @@ def costs_of_text(
     operations = find_operations(program, visits)
     cycles = sum(operation.cycles for operation in operations)
     clock = CHIPS[chip].clock_hz if chip else None
+    traffic = find_traffic(program, visits)
     return ProgramCosts(
         memory=None,
         at_peak=find_peak(program),
@@ -120,6 +127,8 @@ def costs_of_text(
         operations=operations,
         kernels=find_kernels(program, visits),
         collectives=find_collectives(program, visits, mesh),
+        device_bytes=traffic.device_bytes,
+        host_bytes=traffic.host_bytes,
     )
 
 

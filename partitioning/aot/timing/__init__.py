@@ -1,12 +1,19 @@
 """How long a step takes: what a device has to do, and how fast its chip and its links are.
 
-`work` says what a device has to do. `links` knows how devices are connected, `exchanges` how long
+`work` says what a device has to do, which `compiled_work` reads from a compiled program and
+`kernels` from a jaxpr. `links` knows how devices are connected, `exchanges` how long
 one exchange takes, `constants` has the constants of the chips, and `step_model` adds it up.
 """
 
+from partitioning.aot.timing.compiled_work import (
+    read_work as read_work,
+)
 from partitioning.aot.timing.constants import (
     ChipConstants as ChipConstants,
     constants_of as constants_of,
+)
+from partitioning.aot.timing.kernels import (
+    find_kernel_work as find_kernel_work,
 )
 from partitioning.aot.timing.links import (
     Machine as Machine,

@@ -22,13 +22,20 @@ def count_flops(function: Any, *args: Any) -> float:
     return count_jaxpr_flops(jax.make_jaxpr(function)(*args).jaxpr)
 
 
-def count_jaxpr_flops(jaxpr: Any) -> float:
-    """Counts the FLOPs of a jaxpr as `count_flops` does, on all devices together."""
-    return math.fsum(_count_equation(equation) for equation in jaxpr.eqns)
+def count_jaxpr_flops(jaxpr: Any, *, kernels: bool = True) -> float:
+    """Counts the FLOPs of a jaxpr as `count_flops` does, on all devices together.
+
+    Args:
+      jaxpr: the jaxpr.
+      kernels: whether to count the matrix products of Pallas kernels, with blocks that they skip.
+    """
+    return math.fsum(_count_equation(equation, kernels) for equation in jaxpr.eqns)
 
 
-def _count_equation(equation: Any) -> float:
+def _count_equation(equation: Any, kernels: bool) -> float:
     params, name = equation.params, equation.primitive.name
+    if name == 'pallas_call' and not kernels:
+        return 0.0
     if name == 'dot_general':
         (contracted, _), _ = params['dimension_numbers']
         lhs = equation.invars[0].aval.shape
@@ -37,7 +44,11 @@ def _count_equation(equation: Any) -> float:
         kernel, output = equation.invars[1].aval, equation.outvars[0].aval
         features = kernel.shape[params['dimension_numbers'].rhs_spec[0]]
         return 2.0 * output.size * kernel.size / features
-    inner = [count_jaxpr_flops(body) for value in params.values() for body in _bodies(value)]
+    inner = [
+        count_jaxpr_flops(body, kernels=kernels)
+        for value in params.values()
+        for body in _bodies(value)
+    ]
     if name == 'cond':
         return max(inner, default=0.0)
     return math.fsum(inner) * _repetitions(name, params)
