@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.hardware import has_coords, places_of, slice_of
+from partitioning.mesh.placement import Placement, find_placement
 from partitioning.mesh.rings import AxisRing, axis_rings
 
 _GAP = 0.6  # the space between planes, slices and hosts, in devices
@@ -113,22 +113,38 @@ def places_on_paper(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, fl
       The x and y of every device, of shape `(*mesh, 2)`; the ratio of a device's width to its
       height; and the captions with their x and y.
     """
-    devices = mesh.devices.ravel()
-    slices = np.array([slice_of(d) for d in devices])
-    if not all(has_coords(d) for d in devices):
-        row, column = places_of(devices.tolist()).T
-        places = np.stack([column, row + _GAP * slices], axis=-1)
-        return places.reshape(*mesh.devices.shape, 2), 1.0, []
-    x, y, z = np.array([tuple(d.coords) for d in devices]).T
-    core = np.array([d.core_on_chip for d in devices])
+    places, ratio, captions = arrange(find_placement(mesh))
+    return places.reshape(*mesh.devices.shape, 2), ratio, captions
+
+
+def arrange(
+    placement: Placement, across: int | None = None
+) -> tuple[np.ndarray, float, list[tuple[float, float, str]]]:
+    """Returns where to draw the devices of a placement, and captions.
+
+    Args:
+      placement: the placement.
+      across: the number of planes of equal z that are next to each other, by default all if they
+        are few.
+
+    Returns:
+      The x and y of every device, of shape `(devices, 2)`; the ratio of a device's width to its
+      height; and the captions with their x and y.
+    """
+    found = np.array(placement.places)
+    if not placement.bounds:
+        domain, row, column = found.T
+        return np.stack([column, row + _GAP * domain], axis=-1), 1.0, []
+    slices, x, y, z, core = found.T
     cores = int(core.max()) + 1
-    planes = int(z.max()) + 1
-    across = math.ceil(math.sqrt(planes)) if planes > 8 else planes
+    planes = placement.bounds[2]
+    if across is None:
+        across = math.ceil(math.sqrt(planes)) if planes > 8 else planes
     down = math.ceil(planes / across)
-    wide, high = int(x.max()) + 1 + _GAP, int(y.max()) + 1 + _GAP
-    plane_x, plane_y = z % across * wide, (z // across + (slices - slices.min()) * down) * high
+    wide, high = placement.bounds[0] + _GAP, placement.bounds[1] + _GAP
+    plane_x, plane_y = z % across * wide, (z // across + slices * down) * high
     places = np.stack([x + (core + 0.5) / cores - 0.5 + plane_x, y + plane_y], axis=-1)
-    several = {'slice': len(set(slices.tolist())) > 1, 'z': planes > 1}
+    several = {'slice': bool(slices.max()), 'z': planes > 1}
     captions = {
         (
             float(left) - 0.46,
@@ -137,4 +153,4 @@ def places_on_paper(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, fl
         )
         for left, top, s, depth in zip(plane_x, plane_y, slices, z, strict=True)
     }
-    return places.reshape(*mesh.devices.shape, 2), 1 / cores, sorted(captions)
+    return places, 1 / cores, sorted(captions)

@@ -1,0 +1,49 @@
+"""Amounts as people read them: bytes, times, FLOPs and shares."""
+
+from __future__ import annotations
+
+_PREFIXES = ((1e18, 'E'), (1e15, 'P'), (1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k'))
+
+
+def bytes_str(count: float) -> str:
+    """A number of bytes: '768 bytes', '98.3 kB', '3.6 MB' or '2.30 GiB'."""
+    if count < 1000:
+        return f'{count:.0f} byte{"" if round(count) == 1 else "s"}'
+    if count >= 2**30:
+        return f'{count / 2**30:,.2f} GiB'
+    return f'{count / 1e6:,.1f} MB' if count >= 1e6 else f'{count / 1e3:,.1f} kB'
+
+
+def seconds_str(seconds: float) -> str:
+    """A time: '12 µs', '640 ms' or '1.23 s'."""
+    if seconds >= 1:
+        return f'{seconds:,.2f} s'
+    if seconds >= 1e-3:
+        return f'{seconds * 1e3:.3g} ms'
+    return f'{seconds * 1e6:.3g} µs'
+
+
+def flops_str(flops: float) -> str:
+    """A number of floating-point operations: '1.25 PFLOP'."""
+    for size, prefix in _PREFIXES:
+        if flops >= size:
+            return f'{flops / size:.3g} {prefix}FLOP'
+    return f'{flops:.0f} FLOP'
+
+
+def share_str(share: float) -> str:
+    """A share as a percentage: '54%', '7.6%' or '<0.1%'."""
+    if 0 < share < 0.001:
+        return '<0.1%'
+    return f'{share:.0%}' if share >= 0.1 or share == 0 else f'{share:.1%}'
+
+
+def value_str(value: float, unit: str) -> str:
+    """The value of a constant with its unit: '1.75 GHz', '50 GB/s', '0.82'."""
+    base = {'Hz': 'Hz', 'bytes/s': 'B/s', 'B/s': 'B/s', 'FLOP/s': 'FLOP/s'}.get(unit)
+    if base is None:
+        return f'{value:,.4g} {unit}'.strip()
+    for size, prefix in _PREFIXES:
+        if value >= size:
+            return f'{value / size:.4g} {prefix}{base}'
+    return f'{value:.4g} {base}'

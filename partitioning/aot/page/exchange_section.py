@@ -1,0 +1,118 @@
+"""What devices exchange: the bytes over each axis, and every collective with its cause."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+
+from partitioning.aot.blame import Cause
+from partitioning.aot.compiled.collectives import Collective
+from partitioning.aot.page.amounts import bytes_str
+from partitioning.aot.page.bars import Part, color_of, legend, stacked_bar
+from partitioning.aot.page.causes import cause_markup
+from partitioning.aot.page.markup import Html, tag
+from partitioning.aot.page.tables import Cell, Column, sortable_table
+from partitioning.aot.report import Forecast
+
+_COLUMNS = (
+    Column(key='exchange', title='exchange'),
+    Column(key='axes', title='over'),
+    Column(key='bytes', title='bytes sent', number=True),
+    Column(key='count', title='times', number=True),
+    Column(key='overlap', title='overlap'),
+    Column(key='cause', title='where it comes from', wide=True),
+)
+# The names of the fast and the slow network of a TPU and of other machines.
+_NETWORKS = {
+    'tpu': {'ici': 'ICI', 'dcn': 'DCN'},
+    'gpu': {'ici': 'NVLink', 'dcn': 'network'},
+}
+
+_Exchange = tuple[Collective, Cause | None]
+
+
+def exchange_section(forecast: Forecast, name: str) -> Html:
+    """Returns the bytes by network and axis, and a table of the collectives.
+
+    Args:
+      forecast: the forecast.
+      name: the name of the table within the page.
+    """
+    heading = tag('h3', 'Exchanged data')
+    if not forecast.collectives:
+        nothing = tag('p', 'Devices exchange nothing.', class_='none')
+        return tag('section', heading, nothing, class_='exchanges')
+    total = sum(collective.total_bytes for collective, _ in forecast.collectives)
+    caption = 'collectives, with the bytes that a device sends in one call'
+    rows = [_row(forecast, group) for group in _alike(forecast.collectives)]
+    return tag(
+        'section',
+        heading,
+        tag('p', f'Each device sends {bytes_str(total)} per call.', class_='words'),
+        _by_axis(forecast),
+        sortable_table(name, caption, _COLUMNS, rows),
+        class_='exchanges',
+    )
+
+
+def network_name(forecast: Forecast, network: str) -> str:
+    """The name of a network of the machine: 'ICI', 'DCN', 'NVLink' or 'network'."""
+    platform = 'tpu' if forecast.chip is None else forecast.chip.platform
+    return _NETWORKS[platform].get(network, network)
+
+
+def _by_axis(forecast: Forecast) -> Html:
+    totals: dict[tuple[str, str], dict[str, float]] = {}
+    for c, _ in forecast.collectives:
+        kinds = totals.setdefault((c.network, _axes(c)), collections.defaultdict(float))
+        kinds[c.kind] += c.total_bytes
+    kinds = sorted({kind for held in totals.values() for kind in held})
+    most = max(sum(held.values()) for held in totals.values()) or 1.0
+    drawn = []
+    for (network, axes), held in sorted(totals.items(), key=lambda t: -sum(t[1].values())):
+        parts = [
+            Part(name=kind, size=held[kind], figure=bytes_str(held[kind]), color=color_of(number))
+            for number, kind in enumerate(kinds)
+            if kind in held
+        ]
+        sent = bytes_str(sum(held.values()))
+        drawn += [
+            tag('h4', axes, tag('small', f' {network_name(forecast, network)}, {sent}')),
+            stacked_bar(parts, most, f'{sent} over {axes}'),
+            legend(parts),
+        ]
+    return tag('div', *drawn, class_='axes')
+
+
+def _alike(exchanges: Iterable[_Exchange]) -> list[list[_Exchange]]:
+    """Groups exchanges that only differ in their arrays, those with the most bytes first."""
+    groups: dict[object, list[_Exchange]] = collections.defaultdict(list)
+    for collective, cause in exchanges:
+        c = collective
+        groups[c.kind, c.network, c.axes, c.source, c.asynchronous, cause].append((c, cause))
+    return sorted(groups.values(), key=lambda group: -sum(c.total_bytes for c, _ in group))
+
+
+def _row(forecast: Forecast, group: Sequence[_Exchange]) -> list[Cell]:
+    collective, cause = group[0]
+    sent = sum(c.total_bytes for c, _ in group)
+    times = sum(c.count for c, _ in group)
+    arrays = ', '.join(dict.fromkeys(array for c, _ in group for array in c.arrays))
+    network = network_name(forecast, collective.network)
+    hidden = 'asynchronous' if collective.asynchronous else 'synchronous'
+    return [
+        Cell(content=[tag('b', collective.kind), tag('small', _shortened(arrays), class_='code')]),
+        Cell(content=[_axes(collective), tag('small', f'{network}, {collective.group_size} each')]),
+        Cell(content=bytes_str(sent), value=sent),
+        Cell(content=f'{times:,}', value=times),
+        Cell(content=hidden),
+        Cell(content=cause_markup(cause, collective.source, collective.op_name)),
+    ]
+
+
+def _shortened(text: str, most: int = 120) -> str:
+    return text if len(text) <= most else f'{text[: most - 1]}…'
+
+
+def _axes(collective: Collective) -> str:
+    return ' × '.join(collective.axes) or 'unnamed axes'

@@ -1,0 +1,78 @@
+"""The time of a step: its parts, its range, and the constants that it is computed with."""
+
+from __future__ import annotations
+
+from partitioning.aot.page.amounts import flops_str, seconds_str, share_str, value_str
+from partitioning.aot.page.bars import Part, color_of, legend, span, stacked_bar
+from partitioning.aot.page.markup import Html, tag
+from partitioning.aot.page.tables import plain_table
+from partitioning.aot.report import Forecast
+from partitioning.aot.timing import StepTime
+
+
+def time_section(forecast: Forecast) -> Html:
+    """Returns the parts of the time of a call, with its range and the constants of the model."""
+    heading = tag('h3', 'Time of a step')
+    time = forecast.time
+    if time is None:
+        chip = 'this chip' if forecast.chip is None else forecast.chip.name
+        missing = tag('p', f'There is no step-time model of {chip}.', class_='none')
+        return tag('section', heading, missing, class_='time')
+    return tag(
+        'section',
+        heading,
+        tag('p', _words(forecast, time), class_='words'),
+        _bar(time),
+        legend(_parts(time)),
+        _constants(time),
+        class_='time',
+    )
+
+
+def _words(forecast: Forecast, time: StepTime) -> str:
+    words = (
+        f'{seconds_str(time.seconds)} per step, between {seconds_str(time.low)} and '
+        f'{seconds_str(time.high)}'
+    )
+    if forecast.mfu is not None:
+        words += f'; MFU {share_str(forecast.mfu)} of {flops_str(forecast.model_flops)} per device'
+    return words
+
+
+def _bar(time: StepTime) -> Html:
+    whole = max(time.high, time.seconds) or 1.0
+    low, high = time.low / whole, time.high / whole
+    title = f'range: {seconds_str(time.low)} to {seconds_str(time.high)}'
+    return stacked_bar(_parts(time), whole, 'the parts of the time', span(low, high, title))
+
+
+def _parts(time: StepTime) -> list[Part]:
+    parts = []
+    for number, part in enumerate(time.parts):
+        hidden = part.seconds - part.exposed
+        notes = [share_str(part.exposed / time.seconds)] if time.seconds else []
+        if hidden > 0.005 * part.seconds:
+            notes.append(f'{seconds_str(hidden)} more is hidden behind other work')
+        parts.append(
+            Part(
+                name=part.name,
+                size=part.exposed,
+                figure=seconds_str(part.exposed),
+                color=color_of(number),
+                note=', '.join(notes),
+            )
+        )
+    return parts
+
+
+def _constants(time: StepTime) -> Html | None:
+    if not time.constants:
+        return None
+    rows = [[c.name, value_str(c.value, c.unit), c.source] for c in time.constants]
+    table = plain_table(('constant', 'value', 'source'), rows)
+    count = len(time.constants)
+    return tag(
+        'details',
+        tag('summary', f'{count} constant{"s" if count > 1 else ""} of the model, with sources'),
+        table,
+    )
