@@ -24,3 +24,7 @@ from partitioning.aot.compiled.peak_memory import (
     LiveArray as LiveArray,
     PeakMemory as PeakMemory,
 )
+from partitioning.aot.page import (
+    render_page as render_page,
+    write_page as write_page,
+)

@@ -118,7 +118,7 @@ def places_on_paper(mesh: Mesh) -> tuple[np.ndarray, float, list[tuple[float, fl
 
 
 def arrange(
-    placement: Placement, across: int | None = None
+    placement: Placement, across: int | None = None, gap: float = _GAP
 ) -> tuple[np.ndarray, float, list[tuple[float, float, str]]]:
     """Returns where to draw the devices of a placement, and captions.
 
@@ -126,6 +126,7 @@ def arrange(
       placement: the placement.
       across: the number of planes of equal z that are next to each other, by default all if they
         are few.
+      gap: the space between planes and between slices, in devices.
 
     Returns:
       The x and y of every device, of shape `(devices, 2)`; the ratio of a device's width to its
@@ -134,14 +135,14 @@ def arrange(
     found = np.array(placement.places)
     if not placement.bounds:
         domain, row, column = found.T
-        return np.stack([column, row + _GAP * domain], axis=-1), 1.0, []
+        return np.stack([column, row + gap * domain], axis=-1), 1.0, []
     slices, x, y, z, core = found.T
     cores = int(core.max()) + 1
     planes = placement.bounds[2]
     if across is None:
         across = math.ceil(math.sqrt(planes)) if planes > 8 else planes
     down = math.ceil(planes / across)
-    wide, high = placement.bounds[0] + _GAP, placement.bounds[1] + _GAP
+    wide, high = placement.bounds[0] + gap, placement.bounds[1] + gap
     plane_x, plane_y = z % across * wide, (z // across + slices * down) * high
     places = np.stack([x + (core + 0.5) / cores - 0.5 + plane_x, y + plane_y], axis=-1)
     several = {'slice': bool(slices.max()), 'z': planes > 1}

@@ -151,7 +151,13 @@ def make_forecast(**changes):
         ),
     )
     gather = collective(
-        'all-gather', ('fsdp',), 16, ('bf16[4096,14336]',), 5e8, 96, 'train/models/transformer.py:88'
+        'all-gather',
+        ('fsdp',),
+        16,
+        ('bf16[4096,14336]',),
+        5e8,
+        96,
+        'train/models/transformer.py:88',
     )
     reduce = collective(
         'all-reduce',

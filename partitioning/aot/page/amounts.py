@@ -9,7 +9,7 @@ def bytes_str(count: float) -> str:
     """A number of bytes: '768 bytes', '98.3 kB', '3.6 MB' or '2.30 GiB'."""
     if count < 1000:
         return f'{count:.0f} byte{"" if round(count) == 1 else "s"}'
-    if count >= 2**30:
+    if count >= 1e9:
         return f'{count / 2**30:,.2f} GiB'
     return f'{count / 1e6:,.1f} MB' if count >= 1e6 else f'{count / 1e3:,.1f} kB'
 

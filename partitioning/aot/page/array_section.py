@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from partitioning.aot.page.amounts import bytes_str
-from partitioning.aot.page.causes import cause_markup
+from partitioning.aot.page.cause_lines import cause_markup
+from partitioning.aot.page.html_tables import Cell, Column, sortable_table
 from partitioning.aot.page.markup import Html, tag
-from partitioning.aot.page.tables import Cell, Column, sortable_table
 from partitioning.aot.report import Forecast
 from partitioning.plan import PlanRow
 from partitioning.plan.tables import count, shape_str, spec_or_padded_str
@@ -32,7 +32,7 @@ _REPLICATED = (
 )
 
 
-def array_section(forecast: Forecast, name: str) -> Html | None:
+def show_arrays(forecast: Forecast, name: str) -> Html | None:
     """Returns the table of the arguments' arrays; `name` is that of the table."""
     if not forecast.arrays:
         return None
@@ -48,7 +48,7 @@ def array_section(forecast: Forecast, name: str) -> Html | None:
     )
 
 
-def replicated_section(forecast: Forecast, name: str) -> Html | None:
+def show_replicated(forecast: Forecast, name: str) -> Html | None:
     """Returns the table of the arrays that several devices hold in full."""
     if not forecast.replicated:
         return None
@@ -72,7 +72,7 @@ def replicated_section(forecast: Forecast, name: str) -> Html | None:
     )
 
 
-def buffer_section(forecast: Forecast, name: str) -> Html | None:
+def show_buffers(forecast: Forecast, name: str) -> Html | None:
     """Returns the table of the largest arrays at the peak besides the arguments."""
     if not forecast.memory.buffers:
         return None

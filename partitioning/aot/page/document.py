@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from partitioning.aot.page.amounts import bytes_str, seconds_str
-from partitioning.aot.page.array_section import array_section, buffer_section, replicated_section
-from partitioning.aot.page.exchange_section import exchange_section
+from partitioning.aot.page.array_section import show_arrays, show_buffers, show_replicated
+from partitioning.aot.page.exchange_section import show_exchanges
 from partitioning.aot.page.markup import Html, tag
-from partitioning.aot.page.memory_section import memory_section
-from partitioning.aot.page.mesh_section import mesh_section
+from partitioning.aot.page.memory_section import show_memory
+from partitioning.aot.page.mesh_section import show_machine
 from partitioning.aot.page.overview import comparison, machine_name, tiles, verdict
-from partitioning.aot.page.time_section import time_section
+from partitioning.aot.page.time_section import show_time
 from partitioning.aot.report import Forecast
 from partitioning.rules import describe_axes
 
@@ -86,13 +86,13 @@ def _machine(forecast: Forecast, name: str) -> Html:
         ),
         tiles(forecast),
         _warnings(forecast),
-        memory_section(forecast),
-        time_section(forecast),
-        exchange_section(forecast, f'{name}-exchanges'),
-        mesh_section(forecast, f'{name}-mesh'),
-        buffer_section(forecast, f'{name}-buffers'),
-        array_section(forecast, f'{name}-arrays'),
-        replicated_section(forecast, f'{name}-replicated'),
+        show_memory(forecast),
+        show_time(forecast),
+        show_exchanges(forecast, f'{name}-exchanges'),
+        show_machine(forecast, f'{name}-mesh'),
+        show_buffers(forecast, f'{name}-buffers'),
+        show_arrays(forecast, f'{name}-arrays'),
+        show_replicated(forecast, f'{name}-replicated'),
         _notes(forecast),
         id=name,
         data_title=machine_name(forecast),

@@ -9,9 +9,9 @@ from partitioning.aot.blame import Cause
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.page.amounts import bytes_str
 from partitioning.aot.page.bars import Part, color_of, legend, stacked_bar
-from partitioning.aot.page.causes import cause_markup
+from partitioning.aot.page.cause_lines import cause_markup
+from partitioning.aot.page.html_tables import Cell, Column, sortable_table
 from partitioning.aot.page.markup import Html, tag
-from partitioning.aot.page.tables import Cell, Column, sortable_table
 from partitioning.aot.report import Forecast
 
 _COLUMNS = (
@@ -31,7 +31,7 @@ _NETWORKS = {
 _Exchange = tuple[Collective, Cause | None]
 
 
-def exchange_section(forecast: Forecast, name: str) -> Html:
+def show_exchanges(forecast: Forecast, name: str) -> Html:
     """Returns the bytes by network and axis, and a table of the collectives.
 
     Args:
@@ -64,8 +64,8 @@ def network_name(forecast: Forecast, network: str) -> str:
 def _by_axis(forecast: Forecast) -> Html:
     totals: dict[tuple[str, str], dict[str, float]] = {}
     for c, _ in forecast.collectives:
-        kinds = totals.setdefault((c.network, _axes(c)), collections.defaultdict(float))
-        kinds[c.kind] += c.total_bytes
+        sent = totals.setdefault((c.network, _axes(c)), collections.defaultdict(float))
+        sent[c.kind] += c.total_bytes
     kinds = sorted({kind for held in totals.values() for kind in held})
     most = max(sum(held.values()) for held in totals.values()) or 1.0
     drawn = []
@@ -75,10 +75,10 @@ def _by_axis(forecast: Forecast) -> Html:
             for number, kind in enumerate(kinds)
             if kind in held
         ]
-        sent = bytes_str(sum(held.values()))
+        figure = bytes_str(sum(held.values()))
         drawn += [
-            tag('h4', axes, tag('small', f' {network_name(forecast, network)}, {sent}')),
-            stacked_bar(parts, most, f'{sent} over {axes}'),
+            tag('h4', axes, tag('small', f' {network_name(forecast, network)}, {figure}')),
+            stacked_bar(parts, most, f'{figure} over {axes}'),
             legend(parts),
         ]
     return tag('div', *drawn, class_='axes')
@@ -115,4 +115,4 @@ def _shortened(text: str, most: int = 120) -> str:
 
 
 def _axes(collective: Collective) -> str:
-    return ' × '.join(collective.axes) or 'unnamed axes'
+    return ' x '.join(collective.axes) or 'unnamed axes'

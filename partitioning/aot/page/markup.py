@@ -18,19 +18,19 @@ class Html(str):
 Child = str | None | Iterable['Child']
 
 
-def tag(name: str, *children: Child, **attributes: str | float | bool | None) -> Html:
+def tag(element: str, /, *children: Child, **attributes: str | float | bool | None) -> Html:
     """Returns an element.
 
     Args:
-      name: its name, such as 'td'.
+      element: its name, such as 'td'.
       children: its content: `Html` as it is, other text escaped; None is left out.
       attributes: its attributes. `class_` becomes class and `data_value` data-value. True gives an
         attribute without a value; None and False leave it out.
     """
     given = ''.join(_attribute(key, value) for key, value in attributes.items())
-    if name in _VOID and not children:
-        return Html(f'<{name}{given}>' if name in _VOID[:3] else f'<{name}{given}/>')
-    return Html(f'<{name}{given}>{join(children)}</{name}>')
+    if element in _VOID and not children:
+        return Html(f'<{element}{given}>' if element in _VOID[:3] else f'<{element}{given}/>')
+    return Html(f'<{element}{given}>{join(children)}</{element}>')
 
 
 def join(children: Iterable[Child]) -> Html:

@@ -12,7 +12,7 @@ _PARAMETERS, _OPTIMIZER, _BATCH, _OTHER, _GRADIENTS, _ACTIVATIONS, _TEMPORARIES 
 _LARGE = 0.7
 
 
-def memory_section(forecast: Forecast) -> Html:
+def show_memory(forecast: Forecast) -> Html:
     """Returns the bars of the memory, against the limit of the chip."""
     memory = forecast.memory
     compiled = forecast.back_end != 'none'

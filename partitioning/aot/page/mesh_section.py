@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from partitioning.aot.page.axis_picture import MOST_LINKED, picture_axis
 from partitioning.aot.page.markup import Html, tag
-from partitioning.aot.page.mesh_picture import picture_axis
 from partitioning.aot.report import Forecast
 from partitioning.mesh import AxisRing, Placement
 from partitioning.plan.tables import count
 
 
-def mesh_section(forecast: Forecast, name: str) -> Html:
+def show_machine(forecast: Forecast, name: str) -> Html:
     """Returns the pictures of the mesh, one for each axis of more than one device.
 
     Args:
@@ -59,8 +59,8 @@ def _key(placement: Placement | None) -> Html | None:
     if placement is None:
         return None
     words = (
-        'Colors and numbers show the position of a device along the axis. The thick line is the '
-        'ring of the axis through the first device. '
+        'Colors and numbers show the position of a device along the axis. The thick line, where '
+        'there is one, is the ring of the axis through the first device. '
     )
     if placement.bounds:
         rings = [axis for axis, closed in zip('xyz', placement.wrap, strict=True) if closed]
@@ -72,4 +72,6 @@ def _key(placement: Placement | None) -> Html | None:
             words += 'Diagonal ends lead to the same place in the planes before and behind.'
     else:
         words += 'Each row is a host, whose devices the fast network joins.'
+    if len(placement.places) > MOST_LINKED:
+        words += f' Links between more than {MOST_LINKED:,} devices are not drawn.'
     return tag('p', words.strip(), class_='key')

@@ -88,7 +88,7 @@ def _tile(name: str, figure: str, note: str, origin: str) -> Html:
 def _time_tile(forecast: Forecast) -> Html:
     time = forecast.time
     if time is None:
-        return _tile('step time', '–', 'there is no model of this chip', 'model')
+        return _tile('step time', '-', 'there is no model of this chip', 'model')
     note = f'{seconds_str(time.low)} to {seconds_str(time.high)}'
     if forecast.mfu is not None:
         note += f', MFU {share_str(forecast.mfu)}'
@@ -121,7 +121,7 @@ def _peak_cell(forecast: Forecast) -> Child:
 def _time_cell(forecast: Forecast) -> Child:
     time = forecast.time
     if time is None:
-        return '–'
+        return '-'
     return [
         seconds_str(time.seconds),
         tag('small', f'{seconds_str(time.low)} to {seconds_str(time.high)}'),
@@ -129,16 +129,16 @@ def _time_cell(forecast: Forecast) -> Child:
 
 
 def _mfu_cell(forecast: Forecast) -> str:
-    return '–' if forecast.mfu is None else share_str(forecast.mfu)
+    return '-' if forecast.mfu is None else share_str(forecast.mfu)
 
 
 def _temporaries_cell(forecast: Forecast) -> str:
     size = forecast.memory.temporaries
-    return '–' if size is None else bytes_str(size)
+    return '-' if size is None else bytes_str(size)
 
 
 def _limit_cell(forecast: Forecast) -> str:
-    return '–' if forecast.memory.limit is None else bytes_str(forecast.memory.limit)
+    return '-' if forecast.memory.limit is None else bytes_str(forecast.memory.limit)
 
 
 _ROWS: tuple[tuple[str, Callable[[Forecast], Child]], ...] = (

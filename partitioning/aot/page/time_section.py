@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from partitioning.aot.page.amounts import flops_str, seconds_str, share_str, value_str
 from partitioning.aot.page.bars import Part, color_of, legend, span, stacked_bar
+from partitioning.aot.page.html_tables import plain_table
 from partitioning.aot.page.markup import Html, tag
-from partitioning.aot.page.tables import plain_table
 from partitioning.aot.report import Forecast
 from partitioning.aot.timing import StepTime
 
 
-def time_section(forecast: Forecast) -> Html:
+def show_time(forecast: Forecast) -> Html:
     """Returns the parts of the time of a call, with its range and the constants of the model."""
     heading = tag('h3', 'Time of a step')
     time = forecast.time

@@ -15,10 +15,12 @@ from partitioning.pictures.mesh_drawing import arrange
 _SHADES = 16  # p0 to p15 in page.css
 _DARK_SHADES = 9  # white numbers up to here
 _NUMBERED = 256  # the most devices that have numbers, and a text for the mouse
-_LINKED = 2048  # the most devices between which links are drawn
+MOST_LINKED = 2048  # the most devices between which links are drawn
 _LONGEST_RING = 64  # longer rings would cover the picture
+_GAP = 1.1  # the space between planes, in devices
 _HALF = 0.34  # half the side of a device; neighbours are 1 apart
-_END = 0.42  # the length of the end of a link that leads out of a plane, from the outer chips
+_END = 0.58  # the length of the end of a link that closes a ring
+_ASIDE = 0.46  # the length of the end of a link to another plane, along x and y
 
 
 def picture_axis(placement: Placement, mesh: Mapping[str, int], axis: str, name: str) -> Html:
@@ -30,17 +32,23 @@ def picture_axis(placement: Placement, mesh: Mapping[str, int], axis: str, name:
       axis: the axis.
       name: the beginning of the ids of its parts within the page.
     """
-    places, ratio, captions = arrange(placement, _planes_across(placement))
+    places, ratio, captions = arrange(placement, _planes_across(placement), _GAP)
     positions = np.indices(tuple(mesh.values())).reshape(len(mesh), -1)
-    along = positions[[*mesh].index(axis)]
     width = ratio * _HALF
-    parts: list[Html | None] = [
-        _links(placement, places) if len(places) <= _LINKED else None,
-        *_devices(placement, places, width, along, positions, [*mesh]),
-        _ring(places, mesh, axis),
-        *(tag('text', text, x=x, y=y - 0.12, class_='caption') for x, y, text in captions if text),
-    ]
     (left, top), (right, bottom) = places.min(axis=0) - 1, places.max(axis=0) + 1
+    large = max(0.42, (right - left) / 48)  # so that captions of large machines can be read
+    parts: list[Html | None] = [
+        _links(placement, places) if len(places) <= MOST_LINKED else None,
+        _ring(places, mesh, axis) if len(places) <= _NUMBERED else None,
+        *_devices(placement, places, width, positions, [*mesh], axis),
+        _ring(places, mesh, axis) if len(places) > _NUMBERED else None,
+        *(
+            tag('text', text, x=x, y=y - 0.2, font_size=large, class_='caption')
+            for x, y, text in captions
+            if text
+        ),
+    ]
+    top -= large - 0.42
     return tag(
         'svg',
         *parts,
@@ -53,21 +61,30 @@ def picture_axis(placement: Placement, mesh: Mapping[str, int], axis: str, name:
 
 
 def _planes_across(placement: Placement) -> int | None:
-    """How many planes are next to each other, so that the picture is about 1.6 times as wide."""
+    """How many planes are next to each other, for a picture that is a little wider than high."""
     if not placement.bounds:
         return None
     x, y, planes = placement.bounds
-    return min(planes, max(1, round(math.sqrt(1.6 * planes * (y + 1) / (x + 1)))))
+    slices = 1 + max(place[0] for place in placement.places)
+
+    def distance(across: int) -> float:
+        wide, high = across * (x + 1), -(-planes // across) * (y + 1) * slices
+        return abs(math.log(wide / (1.4 * high)))
+
+    return min((n for n in range(1, planes + 1) if planes % n == 0), key=distance)
 
 
 def _devices(
     placement: Placement,
     places: np.ndarray,
     width: float,
-    along: np.ndarray,
     positions: np.ndarray,
     axes: list[str],
+    axis: str,
 ) -> Iterable[Html]:
+    along = positions[axes.index(axis)]
+    others = np.delete(positions, axes.index(axis), axis=0)
+    ring = np.flatnonzero(~others.any(axis=0)).tolist() if along.max() else []
     shades = along * (_SHADES - 1) // max(int(along.max()), 1)
     if len(places) > _NUMBERED:
         for shade in np.unique(shades).tolist():
@@ -91,7 +108,8 @@ def _devices(
         )
         label = tag('text', f'{along[number]}', x=x, y=y, font_size=size)
         ink = 'light' if shade < _DARK_SHADES else 'dark'
-        yield tag('g', title, square, label, class_=f'chip p{shade} {ink}')
+        on = ' on' if number in ring else ''
+        yield tag('g', title, square, label, class_=f'chip p{shade} {ink}{on}')
 
 
 def _place_str(placement: Placement, place: tuple[int, ...]) -> str:
@@ -145,9 +163,9 @@ def _links(placement: Placement, places: np.ndarray) -> Html:
                 ends.append(f'M{x:.5g} {y:.5g}l{-_END * right:.3g} {-_END * down:.3g}')
         if placement.bounds[2] > 1:
             if placement.wrap[2] or chip[2] > 0:
-                ends.append(f'M{x:.5g} {y:.5g}l-{_END} {_END}')
+                ends.append(f'M{x:.5g} {y:.5g}l-{_ASIDE} {_ASIDE}')
             if placement.wrap[2] or chip[2] + 1 < placement.bounds[2]:
-                ends.append(f'M{x:.5g} {y:.5g}l{_END} -{_END}')
+                ends.append(f'M{x:.5g} {y:.5g}l{_ASIDE} -{_ASIDE}')
     drawn = [tag('path', d=''.join(d), class_=c) for d, c in ((links, 'link'), (ends, 'end')) if d]
     return tag('g', *drawn, _between_slices([p[0] for p in placement.places], places))
 
