@@ -41,30 +41,49 @@ from train.runtime.reports import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """A configuration with its data and the layout of its state.
+class PlannedRun:
+    """A configuration with the layout of its state and of its batches: all that its steps need.
 
     Attributes:
       config: the settings of the run.
-      console: prints its progress.
-      directory: its folder.
-      data: the training data.
-      evaluated: the data of each evaluator that reads any, by the name of the evaluator.
-      rows: the training rows, endless and with random access.
       batch: the ShapeDtypeStructs of a training batch, each [batch, ...].
       tx: the optimizer.
       plan: the layout of the state.
     """
 
     config: TrainConfig
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+    tx: optax.GradientTransformation
+    plan: Plan
+
+    @property
+    def compiler_options(self) -> dict[str, OptionValue]:
+        """The options with which its programs are compiled, as `partition` takes them."""
+        return option_values(self.plan.compiler_options)
+
+    @property
+    def key(self) -> jax.Array:
+        """The key of the initial parameters and of the random numbers of the steps."""
+        return make_key(self.config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(PlannedRun):
+    """A planned run with its data.
+
+    Attributes:
+      console: prints its progress.
+      directory: its folder.
+      data: the training data.
+      evaluated: the data of each evaluator that reads any, by the name of the evaluator.
+      rows: the training rows, endless and with random access.
+    """
+
     console: RunConsole
     directory: epath.Path
     data: OpenTask
     evaluated: Mapping[str, OpenTask]
     rows: Any
-    batch: Mapping[str, jax.ShapeDtypeStruct]
-    tx: optax.GradientTransformation
-    plan: Plan
 
     @functools.cached_property
     def record(self) -> dict[str, Any]:
@@ -79,16 +98,6 @@ class Run:
             random_seed=c.seed,
             prng_impl=c.prng_impl,
         )
-
-    @property
-    def compiler_options(self) -> dict[str, OptionValue]:
-        """The options with which its programs are compiled, as `partition` takes them."""
-        return option_values(self.plan.compiler_options)
-
-    @property
-    def key(self) -> jax.Array:
-        """The key of the initial parameters and of the random numbers of the steps."""
-        return make_key(self.config)
 
     def from_step(self, step: int) -> Run:
         """Returns the run with the last step that follows from its first one."""
@@ -120,7 +129,35 @@ def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
         data, evaluated = open_tasks(config, progress)
         config = with_seed(config, directory, console)
         rows = data.training(data_seed(config))
-    batch = abstract_batch(rows[0], config.batch_size, config)
+    with console.phase('planning the layout'):
+        planned = plan_run(config, rows[0])
+    run = Run(
+        **vars(planned),
+        console=console,
+        directory=directory,
+        data=data,
+        evaluated=evaluated,
+        rows=rows,
+    )
+    record.check_same_everywhere(run.record)
+    if isinstance(config.objective, TokenLoss) and config.objective.vocab_size is None:
+        num_logits = config.objective.count_logits(run.plan.abstract_state, run.batch)
+        check_vocabulary(config.objective, config.task.num_tokens, num_logits)
+    return run
+
+
+def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
+    """Decides the layout of the state and of the batches of a run. No array is created.
+
+    Args:
+      config: the settings of the run.
+      row: a row of its training data, or any row with the same arrays.
+
+    Raises:
+      ConfigError, ValueError: if the objective is malformed, or the rules do not fit the state.
+    """
+    partitioner = config.partitioner
+    batch = abstract_batch(row, config.batch_size, config)
     made: list[optax.GradientTransformation] = []
 
     def init(key: jax.Array) -> TrainState:
@@ -137,27 +174,11 @@ def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
         made.append(as_transformation(config.optimizer, variables, overrides))
         return TrainState.create(variables, made[-1])
 
-    with console.phase('planning the layout'):
-        plan = dataclasses.replace(
-            partitioner.plan(init, make_key(config)),
-            compiler_options=choose_options(config.compiler_options, partitioner.mesh),
-        )
-    run = Run(
-        config=config,
-        console=console,
-        directory=directory,
-        data=data,
-        evaluated=evaluated,
-        rows=rows,
-        batch=batch,
-        tx=made[-1],
-        plan=plan,
+    plan = dataclasses.replace(
+        partitioner.plan(init, make_key(config)),
+        compiler_options=choose_options(config.compiler_options, partitioner.mesh),
     )
-    record.check_same_everywhere(run.record)
-    if isinstance(config.objective, TokenLoss) and config.objective.vocab_size is None:
-        num_logits = config.objective.count_logits(plan.abstract_state, batch)
-        check_vocabulary(config.objective, config.task.num_tokens, num_logits)
-    return run
+    return PlannedRun(config=config, batch=batch, tx=made[-1], plan=plan)
 
 
 def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:

@@ -22,7 +22,7 @@ from train.data import Feed, LocalBatches, record
 from train.errors import ConfigError
 from train.optimizers import learning_rate_of
 from train.paths import replacing
-from train.run import Run, initialize_some
+from train.run import PlannedRun, Run, initialize_some
 from train.runtime.compiling import describe_options
 from train.runtime.gin_text import beside, write_gin_text
 from train.runtime.machine import check_same_step
@@ -293,7 +293,7 @@ def _count_flops(run: Run) -> float | None:
     return 3 * count_flops(forward, state.params, state.flax_mutables, dict(run.batch))
 
 
-def partition_train_step(run: Run) -> PartitionedCallable:
+def partition_train_step(run: PlannedRun) -> PartitionedCallable:
     """The function (state, batch) -> (state, metrics) of a run, laid out as its plan says."""
     config, plan, data_spec = run.config, run.plan, run.config.partitioner.data_partition_spec
     return config.partitioner.partition(

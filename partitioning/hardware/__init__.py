@@ -29,6 +29,7 @@ from partitioning.hardware.devices import (
     places_of as places_of,
     slice_bounds as slice_bounds,
     slice_of as slice_of,
+    stand_in_devices as stand_in_devices,
 )
 from partitioning.hardware.granules import (
     granules_of as granules_of,

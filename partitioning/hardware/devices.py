@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import contextvars
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,17 +19,43 @@ OtherMesh: TypeAlias = tuple[int, int]  # (processes, devices per process)
 HardwareMesh: TypeAlias = TpuMesh | OtherMesh
 
 
+_stand_ins: contextvars.ContextVar[tuple[JaxDevice, ...] | None] = contextvars.ContextVar(
+    'stand_ins', default=None
+)
+
+
+@contextlib.contextmanager
+def stand_in_devices(devices: Iterable[JaxDevice]) -> Iterator[None]:
+    """Inside, meshes are made of these devices wherever no devices or machine are named.
+
+    So a configuration that was written for the machine that it runs on can be laid out on another.
+
+    Args:
+      devices: the devices, such as those of `describe_topology`.
+    """
+    token = _stand_ins.set(tuple(devices))
+    try:
+        yield
+    finally:
+        _stand_ins.reset(token)
+
+
 def check_devices(
     devices: Sequence[JaxDevice] | None, backend: str | None = None
 ) -> list[JaxDevice]:
     """Returns the devices to make a mesh of, by default all devices of `backend`.
+
+    Inside `stand_in_devices`, those take the place of all devices.
 
     Raises:
       ValueError: if there is no device, or they are not distinct devices of one kind.
     """
     if devices is not None and backend is not None:
         raise ValueError(f'backend={backend!r} and devices each decide the devices: keep one')
-    given = jax.devices(backend) if devices is None else devices
+    given: Any = devices
+    if devices is None:
+        stand_ins = _stand_ins.get()
+        given = jax.devices(backend) if stand_ins is None else stand_ins
     found = list(given) if isinstance(given, Iterable) else [given]
     if not found:
         raise ValueError('devices is empty: a mesh needs at least one device')

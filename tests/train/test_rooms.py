@@ -32,6 +32,7 @@ FLOORS = [
     {'run'},
     {'start', 'evaluation'},
     {'loop'},
+    {'forecasting'},
     {'train', 'precompiling'},
     {'__init__'},
     {'configurables'},

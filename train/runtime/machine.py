@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from partitioning.hardware import check_devices
 from train.errors import ConfigError, first_line
 
 DEFAULT_CPU_DEVICES = 8
@@ -195,4 +196,4 @@ def num_partitions_that_fit(maximum: int) -> int:
 
     It is the size of a model axis that fits any machine: 1 on one GPU, for example.
     """
-    return math.gcd(maximum, jax.device_count())
+    return math.gcd(maximum, len(check_devices(None)))

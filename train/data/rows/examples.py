@@ -62,6 +62,11 @@ class Examples(Task):
         held_out = None if self.held_out is None else _as_rows('held_out', self.held_out)
         return OpenExamples(training, held_out, self.name, self.version)
 
+    def blank_row(self, length: Lengths = None) -> Row:
+        # The examples are in memory, or the user's own object reads them.
+        row = self.open(length).training_rows[0]
+        return {name: np.zeros_like(value) for name, value in row.items()}
+
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:

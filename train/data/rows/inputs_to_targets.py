@@ -10,6 +10,7 @@ from typing import Any
 
 from train.data.rows.lengths import FEATURES, Lengths, pair_lengths
 from train.data.rows.open_task import OpenText, Part, Rows
+from train.data.rows.packing import Row
 from train.data.rows.pair_tasks import MakeRow, PairTask, check_padding
 from train.data.rows.pairs import Ending, PairRows, Pairs
 from train.data.rows.tasks import no_progress
@@ -98,6 +99,17 @@ class InputsToTargets(PairTask):
             f'InputsToTargets.{name} is {str(value)[:60]}: it must be a Source or a list of pairs; '
             'in a gin file write @JsonLines(), with the parentheses'
         )
+
+    def blank_row(self, length: Lengths = None) -> Row:
+        if self.inputs is None and isinstance(length, int):
+            length = {'targets': length}
+        inputs, targets = pair_lengths(length)
+        if targets is None or (inputs is None and self.inputs is not None):
+            raise ConfigError(
+                f'sequence_length is {length}, so rows are as long as the longest text of the '
+                "data: write both numbers of tokens, such as {'inputs': 512, 'targets': 114}"
+            )
+        return self.make_row_of(inputs or 0, targets, self.inputs is not None)([])
 
     def open(self, length: Lengths = None, progress: Progress = no_progress) -> OpenText:
         for tokenizer in self._tokenizers:

@@ -96,6 +96,15 @@ class PackedRows:
         }
 
 
+def blank_tokens(length: int, packed: bool = False) -> Row:
+    """A row of zeros, with the arrays of `SplitRows` or of `PackedRows`."""
+    tokens, weights = np.zeros(length, np.int32), np.zeros(length, np.float32)
+    names = ['decoder_input_tokens', 'decoder_target_tokens']
+    if packed:
+        names += ['decoder_segment_ids', 'decoder_positions']
+    return dict.fromkeys(names, tokens) | {'decoder_loss_weights': weights}
+
+
 def check_within(index: int, rows: Sized) -> None:
     """Raises an IndexError if there is no row with this index, which ends a loop over the rows."""
     if not 0 <= index < len(rows):

@@ -9,7 +9,7 @@ import numpy as np
 
 from train.data.rows.examples import OpenExamples
 from train.data.rows.lengths import Lengths, target_length
-from train.data.rows.packing import Row, check_within
+from train.data.rows.packing import Row, blank_tokens, check_within
 from train.data.rows.tasks import Task, no_progress
 from train.data.text.token_index import Progress
 from train.errors import check_counts
@@ -39,6 +39,9 @@ class RandomTokens(Task):
     @property
     def num_tokens(self) -> int:
         return self.vocab_size
+
+    def blank_row(self, length: Lengths = None) -> Row:
+        return blank_tokens(target_length(length))
 
     def open(self, length: Lengths = None, progress: Progress = no_progress) -> OpenExamples:
         def rows(part: int) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 from train.data.rows.lengths import Lengths
 from train.data.rows.open_task import EvaluationSet, OpenText, Part
 from train.data.rows.order import mix
+from train.data.rows.packing import Row
 from train.data.rows.tasks import TextTask, no_progress
 from train.data.text.token_index import Progress
 from train.errors import ConfigError, check_counts
@@ -62,6 +63,9 @@ class Subset(TextTask):
     @property
     def tokenizer(self) -> Any:
         return getattr(self.task, 'tokenizer', None)
+
+    def blank_row(self, length: Lengths = None) -> Row:
+        return self.task.blank_row(length)
 
     def open(self, length: Lengths = None, progress: Progress = no_progress) -> OpenSubset:
         opened = self.task.open(length, progress)

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from train.data.rows.lengths import Lengths, target_length
 from train.data.rows.open_task import OpenTask, OpenText, Part, Rows
-from train.data.rows.packing import SplitRows, pack
+from train.data.rows.packing import Row, SplitRows, blank_tokens, pack
 from train.data.text.sources import Source
 from train.data.text.stream import Stream
 from train.data.text.token_index import Progress, open_index
@@ -59,6 +59,20 @@ class Task(abc.ABC):
         Raises:
           ConfigError: if a source or a tokenizer cannot be read, or if the settings conflict.
         """
+
+    def blank_row(self, length: Lengths = None) -> Row:
+        """A row of zeros, with the arrays of the rows of this task. No data is opened.
+
+        Args:
+          length: as for `open`.
+
+        Raises:
+          ConfigError: if only the data says how long rows are, or which arrays they have.
+        """
+        raise ConfigError(
+            f'{type(self).__name__} does not say without its data which arrays its rows have: '
+            'define its method blank_row(length), or set the task RandomTokens'
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,6 +159,9 @@ class CausalLM(SourceTask):
     def num_tokens(self) -> int:
         return self.tokenizer.num_tokens
 
+    def blank_row(self, length: Lengths = None) -> Row:
+        return blank_tokens(target_length(length), packed=self.packing == 'pack')
+
     def _rows(self, lengths: Lengths) -> Callable[[Stream], Rows]:
         length, separator = target_length(lengths), self.tokenizer.separator
         if self.packing == 'pack':
@@ -182,6 +199,9 @@ class Mixture(TextTask):
     @property
     def num_tokens(self) -> int:
         return max(task.num_tokens for task in self.tasks)
+
+    def blank_row(self, length: Lengths = None) -> Row:
+        return self.tasks[0].blank_row(length)
 
     def open(self, length: Lengths = None, progress: Progress = no_progress) -> OpenText:
         opened = [task.open(length, progress) for task in self.tasks]

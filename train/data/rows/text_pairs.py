@@ -50,6 +50,10 @@ class TextPairTask(SourceTask, PairTask):
         SourceTask.__post_init__(self)
         PairTask.__post_init__(self)
 
+    def blank_row(self, length: Lengths = None) -> Row:
+        _, inputs, targets = self._row_lengths(length)
+        return self.make_row_of(inputs, targets)([])
+
     def _rows(self, lengths: Lengths) -> Callable[[Stream], Rows]:
         check_padding(self.tokenizer)
         text_length, inputs, targets = self._row_lengths(lengths)

@@ -1,0 +1,15 @@
+"""Forecasts of runs: their train step on machines that are not here, without data."""
+
+from train.forecasting.machines import (
+    Machine as Machine,
+    move_to as move_to,
+    parse_machine as parse_machine,
+    stand_in as stand_in,
+)
+from train.forecasting.runs import (
+    forecast_run as forecast_run,
+)
+from train.forecasting.step import (
+    PlannedStep as PlannedStep,
+    plan_step as plan_step,
+)

@@ -1,0 +1,91 @@
+"""Machines by their names on a command line, and runs that are moved to them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from jax.sharding import Mesh
+
+from partitioning import MeshConfig
+from partitioning.hardware import Topology, describe_topology, parse_topology, stand_in_devices
+from train.config import TrainConfig
+from train.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """A machine that need not be here.
+
+    Attributes:
+      topology: one slice: a chip and its arrangement, 'v5p:4x4x4' or 'h100:2x8'.
+      num_slices: the number of slices, which the data centre network joins.
+    """
+
+    topology: str
+    num_slices: int = 1
+
+    def __str__(self) -> str:
+        """The name as `parse_machine` reads it."""
+        return f'{self.num_slices}x{self.topology}' if self.num_slices > 1 else self.topology
+
+    def describe(self) -> Topology:
+        """Returns its devices; raises as `partitioning.describe_topology`."""
+        return describe_topology(self.topology, num_slices=self.num_slices)
+
+
+def parse_machine(text: str) -> Machine:
+    """Returns the machine of a name such as 'v5p:4x4x4', or '2xv5e:16x16' for two slices.
+
+    Raises:
+      ValueError: if the chip is unknown, or its machines are written in another way.
+    """
+    slices, topology = '1', text
+    if found := re.fullmatch(r'(\d+)x(\D.*)', text):
+        slices, topology = found.groups()
+    if int(slices) < 1:
+        raise ConfigError(f'topology {text!r} has 0 slices: write {topology!r} for one slice')
+    parse_topology(topology)
+    return Machine(topology, int(slices))
+
+
+@contextlib.contextmanager
+def stand_in(machine: Machine) -> Iterator[None]:
+    """Inside, settings without devices of their own are made for the machine.
+
+    So the sizes in gin files are checked against the machine, not against this computer.
+    """
+    try:
+        devices = machine.describe().devices
+    except RuntimeError as error:  # the compiler of the machine is not installed
+        raise ConfigError(f'{machine}: {error}') from error
+    with stand_in_devices(devices):
+        yield
+
+
+def move_to(config: TrainConfig, machine: Machine) -> TrainConfig:
+    """Returns the settings of a run with its mesh on another machine, and without evaluations.
+
+    Sizes of -1 take what the machine has. Whatever the mesh was made for is replaced.
+
+    Raises:
+      ConfigError, ValueError: if the mesh, the state or the batch cannot be divided there, or if
+        the partitioner does not say how its mesh was made.
+    """
+    partitioner = config.partitioner
+    source, with_mesh = partitioner._mesh_source, getattr(partitioner, 'with_mesh', None)
+    if isinstance(source, Mesh):
+        source = MeshConfig(axes=dict(source.shape))
+    if not isinstance(source, MeshConfig) or with_mesh is None:
+        raise ConfigError(
+            f'the mesh of {type(partitioner).__name__} cannot be moved to {machine}: describe it '
+            'with mesh=MeshConfig(...) of a PjitPartitioner'
+        )
+    changes: dict[str, Any] = {'devices': None, 'backend': None, 'process_is_granule': None}
+    there = dataclasses.replace(
+        source, topology=machine.topology, num_slices=machine.num_slices, **changes
+    )
+    return dataclasses.replace(config, partitioner=with_mesh(there), evaluators={})
