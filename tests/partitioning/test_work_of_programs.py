@@ -177,3 +177,27 @@ def test_attention_by_cudnn(monkeypatch):
     works = find_kernel_work(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, k))
     product = 2 * 2 * 8 * 512 * 512 * 64 / 2  # half of the positions are seen
     assert [work.flops for work in works] == [2 * product, 5 * product]
+
+
+def test_layers_that_choose_between_kernels_count_what_they_run():
+    """Of 6 layers, every third multiplies 64 rows, and the others 16."""
+
+    def multiply(x_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], x_ref[...].T)
+
+    def kernel(size):
+        rows = pl.BlockSpec((size, size), lambda: (0, 0))
+        shape = jax.ShapeDtypeStruct((size, size), jnp.float32)
+        return pl.pallas_call(multiply, in_specs=[rows], out_specs=rows, out_shape=shape)
+
+    def run(x):
+        def layer(total, index):
+            large = (index + 1) % 3 == 0
+            wide, narrow = (lambda size=size: kernel(size)(x[:size, :size]) for size in (64, 16))
+            return total + jax.lax.cond(large, lambda: wide().sum(), lambda: narrow().sum()), None
+
+        return jax.lax.scan(layer, 0.0, jnp.arange(6))[0]
+
+    (work,) = find_kernel_work(jax.make_jaxpr(run)(np.zeros((64, 64), np.float32)))
+    assert work.flops == 2 * (2 * 64**3) + 4 * (2 * 16**3)
+    assert work.count == 6

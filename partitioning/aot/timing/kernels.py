@@ -1,24 +1,29 @@
 """The work of hand-written kernels, from the jaxpr of a function.
 
-Compilers estimate neither kernels of Pallas nor those of cuDNN. Kernels that skip blocks of a mask
-say so in an argument, which is a constant of the jaxpr.
+Compilers estimate neither kernels of Pallas nor those of cuDNN. Kernels of splash attention skip
+the blocks that their mask rules out. The mask of blocks is one of their arguments and almost always
+a constant, and so is the number of a layer, which decides between kinds of attention. The search
+therefore follows constants through the jaxpr.
 """
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from partitioning.aot.timing.jaxpr_constants import Values, bodies_of, evaluate, value_of
 from partitioning.aot.timing.work import KernelWork
 from partitioning.aot.traced.flops import count_jaxpr_flops
 
 # The matrix products of attention: two forward; backward five, two of which are recomputed scores.
 _FORWARD, _BACKWARD = 2, 5
 _HEADS_FIRST = 1  # jax's number of the layout (batch, heads, length, size) of cuDNN's arrays
+# Of a mask that is computed in the step, half of the blocks count: that of causal attention.
+_SHARE_OF_UNKNOWN_MASKS = 0.5
 
 
 def find_kernel_work(jaxpr: Any) -> tuple[KernelWork, ...]:
@@ -30,11 +35,9 @@ def find_kernel_work(jaxpr: Any) -> tuple[KernelWork, ...]:
     Args:
       jaxpr: the ClosedJaxpr of a function, such as `traced.jaxpr`.
     """
-    groups: dict[str, list[KernelWork]] = collections.defaultdict(list)
+    search = _Search()
     inner = getattr(jaxpr, 'jaxpr', jaxpr)
-    known = dict(zip(inner.constvars, getattr(jaxpr, 'consts', ()), strict=False))
-    for kernel in _find(inner, known, 1):
-        groups[kernel.name].append(kernel)
+    search.run(jaxpr, [None] * len(inner.invars), 1)
     return tuple(
         KernelWork(
             name=name,
@@ -42,77 +45,122 @@ def find_kernel_work(jaxpr: Any) -> tuple[KernelWork, ...]:
             nbytes=math.fsum(kernel.nbytes for kernel in kernels),
             count=sum(kernel.count for kernel in kernels),
         )
-        for name, kernels in groups.items()
+        for name, kernels in search.found.items()
     )
 
 
-def _find(jaxpr: Any, known: dict[Any, Any], times: int) -> Iterator[KernelWork]:
-    """Yields the kernels of a jaxpr that runs some times; `known` are variables with a value."""
-    for equation in jaxpr.eqns:
+class _Search:
+    """A walk through a jaxpr that notes the kernels."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[KernelWork]] = collections.defaultdict(list)
+        self._has_kernels: dict[int, tuple[Any, bool]] = {}
+
+    def run(self, body: Any, given: Sequence[Any], times: int) -> list[Any]:
+        """Walks through a jaxpr that runs some times; returns its results, None if unknown.
+
+        Args:
+          body: a Jaxpr or a ClosedJaxpr.
+          given: the values of its arguments, None if unknown.
+          times: the number of times that it runs.
+        """
+        jaxpr = getattr(body, 'jaxpr', body)
+        values: Values = dict(zip(jaxpr.constvars, getattr(body, 'consts', ()), strict=False))
+        values |= {v: x for v, x in zip(jaxpr.invars, given, strict=True) if _fits(v, x)}
+        for equation in jaxpr.eqns:
+            arguments = [value_of(atom, values) for atom in equation.invars]
+            results = self._equation(equation, arguments, times)
+            values |= dict(zip(equation.outvars, results, strict=False))
+        return [value_of(atom, values) for atom in jaxpr.outvars]
+
+    def _equation(self, equation: Any, arguments: Sequence[Any], times: int) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
-        values = [_value(atom, known) for atom in equation.invars]
         if name == 'pallas_call':
-            flops = count_jaxpr_flops(params['jaxpr']) * math.prod(_grid(params))
-            flops *= _share_of_blocks(params, values)
-            yield _work(params['name'], equation, flops, times)
-        elif name.startswith('dot_product_attention_') and not _bodies(params):
-            yield _work(name, equation, _attention_flops(equation), times)
+            flops = count_jaxpr_flops(params['jaxpr']) * _blocks(params)
+            flops *= _share_of_blocks(params, arguments)
+            self._note(params['name'], equation, flops, times)
+        elif name.startswith('dot_product_attention_'):
+            self._note(name, equation, _attention_flops(equation), times)
+        elif name == 'scan':
+            self._scan(params, arguments, times)
+        elif name == 'cond':
+            return self._cond(params, arguments, times)
+        elif bodies := bodies_of(params):
+            for body in bodies:
+                count = len(getattr(body, 'jaxpr', body).invars)
+                fits = count == len(arguments)
+                results = self.run(body, arguments if fits else [None] * count, times)
+            return results if len(results) == len(equation.outvars) else ()
         else:
-            inner_times = times * (params['length'] if name == 'scan' else 1)
-            found = [list(_find(*body, inner_times)) for body in _enter(params, values)]
-            if name == 'cond':  # one of the branches runs
-                found = [max(found, key=lambda works: sum(work.flops for work in works))]
-            for works in found:
-                yield from works
-        if name in ('convert_element_type', 'broadcast_in_dim', 'copy', 'sharding_constraint'):
-            known.update(zip(equation.outvars, values[:1], strict=False))
+            return evaluate(equation, arguments)
+        return ()
 
+    def _scan(self, params: Mapping[str, Any], arguments: Sequence[Any], times: int) -> None:
+        """A loop whose iterations differ only in a `cond` runs once for each iteration."""
+        body, length = params['jaxpr'], params['length']
+        constants, carried = params['num_consts'], params['num_carry']
+        fixed = [*arguments[:constants], *[None] * carried]
+        rows = arguments[constants + carried :]
+        if not self._chooses_kernels(body):
+            self.run(body, [*fixed, *[None] * len(rows)], times * length)
+            return
+        for i in range(length):
+            self.run(body, [*fixed, *[None if row is None else row[i] for row in rows]], times)
 
-def _enter(params: Any, values: Sequence[Any]) -> Iterator[tuple[Any, dict[Any, Any]]]:
-    """The jaxprs in the parameters of an equation, each with the values of its variables."""
-    for body in _bodies(params):
-        inner = getattr(body, 'jaxpr', body)
-        known = dict(zip(inner.constvars, getattr(body, 'consts', ()), strict=False))
-        # The last arguments are those of the body: `cond` has the index of the branch before them.
-        given = values[len(values) - len(inner.invars) :]
-        pairs = zip(inner.invars, given, strict=False) if len(given) == len(inner.invars) else ()
-        yield inner, known | {v: x for v, x in pairs if x is not None and _fits(v, x)}
+    def _cond(
+        self, params: Mapping[str, Any], arguments: Sequence[Any], times: int
+    ) -> Sequence[Any]:
+        """Of branches that no constant decides between, the one with the most FLOPs runs."""
+        branches, chosen = params['branches'], arguments[0]
+        if chosen is None:
+            chosen = int(np.argmax([count_jaxpr_flops(branch.jaxpr) for branch in branches]))
+        branch = branches[min(int(chosen), len(branches) - 1)]
+        return self.run(branch, arguments[1:], times)
 
+    def _chooses_kernels(self, body: Any, inside: bool = False) -> bool:
+        """Whether a jaxpr has a `cond` with a kernel in it."""
+        if not inside and id(body) in self._has_kernels:
+            return self._has_kernels[id(body)][1]
+        found = False
+        for equation in getattr(body, 'jaxpr', body).eqns:
+            name = equation.primitive.name
+            if name == 'pallas_call' or name.startswith('dot_product_attention_'):
+                found |= inside
+            else:
+                within = inside or name == 'cond'
+                found |= any(self._chooses_kernels(b, within) for b in bodies_of(equation.params))
+        if not inside:
+            self._has_kernels[id(body)] = body, found
+        return found
 
-def _bodies(params: Any) -> list[Any]:
-    def find(value: Any) -> Iterator[Any]:
-        if hasattr(value, 'eqns') or hasattr(getattr(value, 'jaxpr', None), 'eqns'):
-            yield value
-        elif isinstance(value, tuple | list):
-            for one in value:
-                yield from find(one)
-
-    return [body for value in params.values() for body in find(value)]
+    def _note(self, name: Any, equation: Any, flops: float, times: int) -> None:
+        arrays = [atom.aval for atom in (*equation.invars, *equation.outvars)]
+        nbytes = sum(a.size * a.dtype.itemsize for a in arrays if hasattr(a, 'size'))
+        self.found[str(name)].append(
+            KernelWork(name=str(name), flops=flops * times, nbytes=nbytes * times, count=times)
+        )
 
 
 def _fits(variable: Any, value: Any) -> bool:
-    return getattr(variable.aval, 'shape', None) == np.shape(value)
+    """Whether a value is whole inside of a body: a `shard_map` gives each device a part."""
+    return value is not None and getattr(variable.aval, 'shape', None) == np.shape(value)
 
 
-def _value(atom: Any, known: dict[Any, Any]) -> Any:
-    if hasattr(atom, 'val'):
-        return atom.val
-    return known.get(atom)
+def _blocks(params: Mapping[str, Any]) -> int:
+    return math.prod(n for n in params['grid_mapping'].grid if isinstance(n, int))
 
 
-def _grid(params: Any) -> list[int]:
-    return [n for n in params['grid_mapping'].grid if isinstance(n, int)]
-
-
-def _share_of_blocks(params: Any, values: Sequence[Any]) -> float:
+def _share_of_blocks(params: Mapping[str, Any], arguments: Sequence[Any]) -> float:
     """The share of the blocks of a kernel's grid that its mask does not rule out.
 
     Splash attention takes the mask of its blocks as its second argument, with 0 for blocks that it
     skips.
     """
-    if not str(params['name']).startswith('splash') or len(values) < 2 or values[1] is None:
+    if not str(params['name']).startswith('splash'):
         return 1.0
-    return float(np.mean(np.asarray(values[1]) != 0))
+    if arguments[1] is None:
+        return _SHARE_OF_UNKNOWN_MASKS
+    return float(np.mean(np.asarray(arguments[1]) != 0))
 
 
 def _attention_flops(equation: Any) -> float:
@@ -128,9 +176,3 @@ def _attention_flops(equation: Any) -> float:
         seen = min(seen, window)
     products = _BACKWARD if '_bwd' in equation.primitive.name else _FORWARD
     return products * 2.0 * batch * heads * queries * seen * size
-
-
-def _work(name: str, equation: Any, flops: float, times: int) -> KernelWork:
-    arrays = [atom.aval for atom in (*equation.invars, *equation.outvars)]
-    nbytes = sum(a.size * a.dtype.itemsize for a in arrays if hasattr(a, 'size'))
-    return KernelWork(name=str(name), flops=flops * times, nbytes=nbytes * times, count=times)
