@@ -24,6 +24,13 @@ from partitioning.aot.compiled.peak_memory import (
     LiveArray as LiveArray,
     PeakMemory as PeakMemory,
 )
+from partitioning.aot.golden import (
+    check_golden as check_golden,
+    golden_path as golden_path,
+)
+from partitioning.aot.golden_file import (
+    Tolerances as Tolerances,
+)
 from partitioning.aot.page import (
     render_page as render_page,
     write_page as write_page,

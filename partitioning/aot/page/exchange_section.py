@@ -5,9 +5,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 
+from partitioning.aot.amounts import bytes_str
 from partitioning.aot.blame import Cause
 from partitioning.aot.compiled.collectives import Collective
-from partitioning.aot.page.amounts import bytes_str
 from partitioning.aot.page.bars import Part, color_of, legend, stacked_bar
 from partitioning.aot.page.cause_lines import cause_markup
 from partitioning.aot.page.html_tables import Cell, Column, sortable_table
