@@ -98,7 +98,7 @@ class _Search:
     def _scan(self, params: Mapping[str, Any], arguments: Sequence[Any], times: int) -> None:
         """A loop whose iterations differ only in a `cond` runs once for each iteration."""
         body, length = params['jaxpr'], params['length']
-        constants, carried = params['num_consts'], params['num_carry']
+        constants, carried = _count_constants_and_carried(params)
         fixed = [*arguments[:constants], *[None] * carried]
         rows = arguments[constants + carried :]
         if not self._chooses_kernels(body):
@@ -139,6 +139,14 @@ class _Search:
         self.found[str(name)].append(
             KernelWork(name=str(name), flops=flops * times, nbytes=nbytes * times, count=times)
         )
+
+
+def _count_constants_and_carried(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many arguments of a `scan` all iterations share, and how many they pass on."""
+    if 'num_consts' in params:
+        return params['num_consts'], params['num_carry']
+    constants, carried, _ = params['ft_in'].unpack()  # from jax 0.12 on
+    return len(constants), len(carried)
 
 
 def _fits(variable: Any, value: Any) -> bool:
