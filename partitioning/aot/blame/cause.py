@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from partitioning.aot.blame.changes import Change
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cause:
@@ -18,6 +20,8 @@ class Cause:
       reason: one sentence that says why the exchange or the buffer is there.
       change: the change of one line that removes it or makes it smaller; '' if none is known.
       confirmed: whether compiling with the change showed that it does; None if nobody compiled it.
+      avoidable: whether it is not what the layout needs, such as the gathering of an activation.
+      candidates: the changes that may help, the most promising first; `change` is the first of them.
     """
 
     source: str
@@ -27,3 +31,5 @@ class Cause:
     reason: str
     change: str = ''
     confirmed: bool | None = None
+    avoidable: bool = False
+    candidates: tuple[Change, ...] = ()

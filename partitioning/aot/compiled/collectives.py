@@ -41,6 +41,7 @@ class Collective:
       op_name: the path of the jax operation.
       source: the 'file:line' of the Python code.
       asynchronous: whether the program computes while it runs.
+      instruction: its name in the program.
     """
 
     kind: str
@@ -53,6 +54,7 @@ class Collective:
     op_name: str
     source: str
     asynchronous: bool = False
+    instruction: str = ''
 
     @property
     def total_bytes(self) -> float:
@@ -184,6 +186,7 @@ def _describe(
         source=program.source_of(instruction) or program.source_of(visit.instruction),
         # A transfer between slices is started by a send and awaited by its send-done.
         asynchronous=overlaps or instruction.opcode.endswith('-start') or network == 'dcn',
+        instruction=instruction.name,
     )
 
 

@@ -116,6 +116,7 @@ class HloProgram:
       num_partitions: the number of devices that run it.
       header: the first line, with the aliases of arguments and outputs.
       sources: the 'file:line' of each stack frame, by its number.
+      callers: the number of the frame that called each stack frame, 0 for the outermost.
     """
 
     entry: Computation
@@ -123,6 +124,7 @@ class HloProgram:
     num_partitions: int
     header: str
     sources: Mapping[int, str]
+    callers: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def source_of(self, instruction: Instruction) -> str:
         """The 'file:line' of the Python code that an instruction comes from, or ''."""
@@ -131,6 +133,18 @@ class HloProgram:
             return self.sources.get(int(frame[1]), '')
         found = re.search(r'source_file="([^"]*)" source_line=(\d+)', attributes)
         return f'{found[1]}:{found[2]}' if found else ''
+
+    def stack_of(self, instruction: Instruction) -> tuple[str, ...]:
+        """The 'file:line' of the code that an instruction comes from, and of all its callers."""
+        frame = re.search(r'stack_frame_id=(\d+)', instruction.attributes)
+        if frame is None:
+            source = self.source_of(instruction)
+            return (source,) if source else ()
+        stack, number = [], int(frame[1])
+        while number in self.sources and len(stack) < len(self.sources):
+            stack.append(self.sources[number])
+            number = self.callers.get(number, 0)
+        return tuple(stack)
 
 
 def parse_hlo(text: str) -> HloProgram:
@@ -157,12 +171,14 @@ def parse_hlo(text: str) -> HloProgram:
             'give compiled.as_text()'
         )
     partitions = re.search(r'num_partitions=(\d+)', header)
+    sources, callers = _parse_sources(text)
     return HloProgram(
         entry=computations[entry],
         computations=computations,
         num_partitions=int(partitions[1]) if partitions else 1,
         header=header,
-        sources=_parse_sources(text),
+        sources=sources,
+        callers=callers,
     )
 
 
@@ -243,8 +259,8 @@ def _operand_names(text: str) -> tuple[str, ...]:
     return tuple(word.split()[-1] for word in words if word.strip())
 
 
-def _parse_sources(text: str) -> dict[int, str]:
-    """The 'file:line' of each stack frame, from the tables at the start of the text."""
+def _parse_sources(text: str) -> tuple[dict[int, str], dict[int, int]]:
+    """The 'file:line' and the caller of each stack frame, from the tables at the start."""
     head = text[: text.find('\n%')]
     tables: dict[str, dict[int, str]] = {}
     for title, body in re.findall(r'^(File\w+|StackFrames)\n((?:\d+ .*\n)*)', head, re.MULTILINE):
@@ -261,4 +277,8 @@ def _parse_sources(text: str) -> dict[int, str]:
         for number, row in tables.get('FileLocations', {}).items()
     }
     frames = tables.get('StackFrames', {})
-    return {n: places.get(field(row, 'file_location_id'), '') for n, row in frames.items()}
+    parents = {number: field(row, 'parent_frame_id') for number, row in frames.items()}
+    # XLA writes the number of the parent plus one: the outermost frame 1 has the parent 1.
+    shift = 1 if parents.get(1) == 1 else 0
+    sources = {n: places.get(field(row, 'file_location_id'), '') for n, row in frames.items()}
+    return sources, {number: parent - shift for number, parent in parents.items()}

@@ -34,6 +34,7 @@ class LiveArray:
       count: the number of them.
       op_name: the path of the jax operation that makes them.
       source: the 'file:line' of the Python code.
+      instruction: the name in the program of the first instruction that makes one.
     """
 
     array: str
@@ -41,6 +42,7 @@ class LiveArray:
     count: int
     op_name: str
     source: str
+    instruction: str = ''
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,14 +97,21 @@ def find_peak(program: HloProgram) -> PeakMemory:
     for output, number in re.findall(r'\{(\d*)\}: \((\d+)', aliases[1] if aliases else ''):
         results[int(output or 0)] = numbered[int(number)][0]
     live = _Schedule(program, entry, given, results).peak()
-    groups: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
+    groups: dict[tuple[str, str, str], list[_Buffer]] = collections.defaultdict(list)
     for buffer in live:
         assert buffer.maker is not None
         source = program.source_of(buffer.maker)
-        groups[str(buffer.array), buffer.maker.op_name, source].append(buffer.nbytes)
+        groups[str(buffer.array), buffer.maker.op_name, source].append(buffer)
     arrays = [
-        LiveArray(array=array, nbytes=sum(sizes), count=len(sizes), op_name=name, source=source)
-        for (array, name, source), sizes in groups.items()
+        LiveArray(
+            array=array,
+            nbytes=sum(buffer.nbytes for buffer in buffers),
+            count=len(buffers),
+            op_name=name,
+            source=source,
+            instruction=buffers[0].maker.name if buffers[0].maker else '',
+        )
+        for (array, name, source), buffers in groups.items()
     ]
     in_memory = [a for i in arguments for a in i.outputs if a.memory_space == DEVICE_MEMORY]
     return PeakMemory(

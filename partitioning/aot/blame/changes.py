@@ -1,0 +1,98 @@
+"""Changes of one line that can remove an exchange of data or make a buffer smaller."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from partitioning.rules import MeshAxes, from_tuple
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleChange:
+    """Other mesh axes for one or two logical axes.
+
+    Attributes:
+      before: the rules that are replaced; a name that has none has no entry.
+      after: the rules in their place.
+    """
+
+    before: tuple[tuple[str, MeshAxes], ...]
+    after: tuple[tuple[str, MeshAxes], ...]
+
+    def __str__(self) -> str:
+        new = ' and '.join(repr(rule) for rule in self.after)
+        if not self.before:
+            return f'add {new} to the rules'
+        old = ' and '.join(repr(rule) for rule in self.before)
+        verb = 'swap: ' if len(self.after) > 1 else ''
+        return f'{verb}write {new} in place of {old} in the rules'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConstraintChange:
+    """A constraint on the value that a line makes, new or in place of one that is there.
+
+    Attributes:
+      source: the 'file:line' that makes the value, or of the constraint that is replaced.
+      stack: the 'file:line' of the operation and of its callers.
+      shape: the global shape of the value.
+      names: its logical axes.
+      layout: the mesh axes of each dimension.
+      replaces: whether a constraint is there already.
+    """
+
+    source: str
+    stack: tuple[str, ...]
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    layout: tuple[tuple[str, ...], ...]
+    replaces: bool
+
+    def __str__(self) -> str:
+        if any(self.names):
+            written = f'constrain(x, {self.names!r})'
+        else:
+            axes = ', '.join(repr(from_tuple(a)) for a in self.layout)
+            written = f'with_sharding_constraint(x, PartitionSpec({axes}))'
+        if self.replaces:
+            return f'write {written} at {self.source}'
+        return f'add {written} for the result of {self.source}'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutChange:
+    """Another layout of an argument or a result of the function.
+
+    Attributes:
+      path: the path of the array.
+      layout: the mesh axes of each dimension.
+      is_result: whether it is a result.
+    """
+
+    path: str
+    layout: tuple[tuple[str, ...], ...]
+    is_result: bool
+
+    def __str__(self) -> str:
+        axes = ', '.join(repr(from_tuple(a)) for a in self.layout)
+        kind = 'result' if self.is_result else 'argument'
+        return f'lay out the {kind} {self.path} as PartitionSpec({axes})'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodeChange:
+    """A change of the code in words, which only its author can make.
+
+    Attributes:
+      source: the 'file:line'.
+      text: what to write.
+    """
+
+    source: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+Change = RuleChange | ConstraintChange | LayoutChange | CodeChange

@@ -1,0 +1,161 @@
+"""What the rules and the arguments of a function say about the layout of any value."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+from partitioning.aot.blame.changes import RuleChange
+from partitioning.plan.rows import PlanRow
+from partitioning.rules import (
+    STANDARD_MESH_AXES,
+    AxisRules,
+    LogicalAxisRules,
+    ResolvedDimension,
+    as_tuple,
+    from_tuple,
+    sharding_axes,
+    standard_logical_axis_rules,
+)
+from partitioning.rules.resolve import try_resolve
+
+Axes = tuple[str, ...]
+
+
+class KnownLayouts:
+    """The rules, the mesh, and the layout of the arguments.
+
+    Args:
+      rules: the logical axis rules.
+      sizes: the size of each mesh axis.
+      rows: the layout of each argument, or None where it is not known.
+    """
+
+    def __init__(
+        self,
+        rules: LogicalAxisRules,
+        sizes: Mapping[str, int],
+        rows: Sequence[PlanRow | None],
+    ):
+        self.rules, self.sizes = AxisRules(rules), dict(sizes)
+        self.rows = {row.path: row for row in rows if row is not None}
+
+    @functools.cached_property
+    def batch_axes(self) -> Axes:
+        """The mesh axes over which the rows of the batch are sharded, or should be."""
+        axes = [as_tuple(rule[1]) for rule in self.rules if rule[0] == 'batch']
+        for row in self.rows.values():
+            if row.role == 'other' and row.dimensions:
+                axes.append(sharding_axes(row.dimensions[0].mesh_axes))
+        found = tuple(dict.fromkeys(a for one in axes for a in one if self.sizes.get(a, 1) > 1))
+        return found or self.standard.get('batch', ())
+
+    @functools.cached_property
+    def standard(self) -> dict[str, Axes]:
+        """The mesh axes that the standard rules give to each name, where the mesh has them."""
+        known = [a for a in self.sizes if a in STANDARD_MESH_AXES]
+        if not known:
+            return {}
+        found: dict[str, Axes] = {}
+        for name, axes in standard_logical_axis_rules(mesh_axes=known):
+            split = tuple(a for a in as_tuple(axes) if self.sizes[a] > 1)
+            if name not in found or not found[name]:
+                found[name] = split
+        return found
+
+    @functools.cached_property
+    def names_by_axes(self) -> dict[Axes, str]:
+        """A logical axis for dimensions that only have mesh axes."""
+        found: dict[Axes, str] = {}
+        for name, axes in sorted(self.rules, key=lambda rule: rule[0] != 'batch'):
+            if as_tuple(axes):
+                found.setdefault(as_tuple(axes), name)
+        return found
+
+    def resolve(
+        self, names: Sequence[str | None], shape: Sequence[int]
+    ) -> tuple[ResolvedDimension, ...]:
+        """The layout that the rules give to an array of these names."""
+        rules = AxisRules(self.rules, 'replicate', 'drop_axis')
+        kept = [n if names.index(n) == i else None for i, n in enumerate(names)]
+        resolved, _ = try_resolve(kept, rules, mesh=self.sizes, shape=shape)
+        return resolved
+
+    def wanted(self, names: Sequence[str | None], shape: Sequence[int]) -> tuple[Axes, ...]:
+        """The mesh axes of each dimension that the rules give to an array of these names."""
+        resolved = self.resolve(names, shape)
+        return tuple(
+            tuple(a for a in sharding_axes(d.mesh_axes) if self.sizes.get(a, 1) > 1)
+            for d in resolved
+        )
+
+    def rule_for(self, name: str | None) -> str:
+        """The rule that decides a name, as it is written, or ''."""
+        if name is None:
+            return ''
+        rules = [tuple(rule) for rule in self.rules if rule[0] == name]
+        used = [rule for rule in rules if rule[1]] or rules
+        return repr(used[0]) if used else f'no rule for {name!r}'
+
+    def axes_of(self, name: str) -> Axes:
+        """The mesh axes of all rules of a name."""
+        return tuple(
+            dict.fromkeys(
+                axis
+                for rule in self.rules
+                if rule[0] == name
+                for axis in as_tuple(rule[1])
+                if self.sizes.get(axis, 1) > 1
+            )
+        )
+
+    def is_unusual(self, name: str | None) -> bool:
+        """Whether a name has other mesh axes than the standard rules would give it."""
+        if name is None or not self.standard.get(name):
+            return False
+        mine, theirs = self.axes_of(name), self.standard[name]
+        return not set(theirs) <= set(mine)
+
+    def to_standard(self, name: str) -> RuleChange:
+        """The change that gives a name its standard axes; swaps, if another name has taken them.
+
+        A swap is suggested if the other name is unusual as well, and would get what this one has.
+        """
+        wanted = self.standard[name]
+        mine = self.axes_of(name)
+        for other in self.standard:
+            if other in (name, 'batch') or not mine or not self.has_rule(other):
+                continue
+            if set(self.axes_of(other)) & set(wanted) and self._may_have(other, mine):
+                if self.is_unusual(other) or not self.standard[other]:
+                    return self.change({name: wanted, other: mine})
+        return self.change({name: wanted})
+
+    def change(self, axes: Mapping[str, Axes]) -> RuleChange:
+        """The change of the rules that gives mesh axes to names."""
+        before = tuple(
+            (name, from_tuple(self.axes_of(name))) for name in axes if self.has_rule(name)
+        )
+        return RuleChange(
+            before=before, after=tuple((name, from_tuple(a)) for name, a in axes.items())
+        )
+
+    def has_rule(self, name: str) -> bool:
+        """Whether any rule names a logical axis."""
+        return any(rule[0] == name for rule in self.rules)
+
+    def unused_axes(self, layout: Sequence[Sequence[str]]) -> Axes:
+        """The mesh axes of more than one device over which a layout shards nothing."""
+        used = {a for axes in layout for a in axes}
+        return tuple(a for a, size in self.sizes.items() if size > 1 and a not in used)
+
+    def divides(self, axes: Sequence[str], size: int) -> bool:
+        """Whether a dimension can be sharded over mesh axes."""
+        return size % math.prod(self.sizes[a] for a in axes) == 0
+
+    def _may_have(self, name: str, axes: Axes) -> bool:
+        """Whether the standard rules allow a name on mesh axes; 'embed' may be on data axes."""
+        if set(axes) <= set(self.batch_axes):
+            return name == 'embed' or set(self.standard.get(name, ())) == set(axes)
+        return set(self.standard.get(name, ())) == set(axes)

@@ -1,0 +1,58 @@
+"""Which line of a call stack is the user's: not that of a library, and not that of this package."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Packages whose lines say nothing about the program that calls them.
+_LIBRARIES = (
+    'jax',
+    'jaxlib',
+    'flax',
+    'optax',
+    'chex',
+    'numpy',
+    'einops',
+    'equinox',
+    'haiku',
+    'jaxtyping',
+    'absl',
+)
+_IN_LIBRARY = re.compile(rf'/(?:site|dist)-packages/(?:{"|".join(_LIBRARIES)})/')
+_OF_JAX = re.compile(r'/(?:site|dist)-packages/(?:jax|jaxlib)/')
+_PLUMBING = f'{Path(__file__).parents[2]}/'
+_STANDARD = sysconfig.get_paths()['stdlib']
+
+
+def user_line(stack: Sequence[str]) -> str:
+    """Returns the innermost 'file:line' of the user's code or of the model's, or ''.
+
+    Lines of jax, flax, optax and the like are skipped, and so are those of `partitioning`. If a
+    stack has no other lines, its innermost one is returned.
+
+    Args:
+      stack: the 'file:line' of the code, and those of its callers.
+    """
+    return next((line for line in stack if not _is_library(line)), stack[0] if stack else '')
+
+
+def stack_of_traceback(traceback: Any) -> tuple[str, ...]:
+    """Returns the 'file:line' of each frame of an equation, the innermost first.
+
+    The frames of jax are left out, as XLA leaves them out of the text of a program.
+    """
+    if traceback is None:
+        return ()
+    places = (f'{frame.file_name}:{frame.line_num}' for frame in traceback.frames)
+    return tuple(place for place in places if not _OF_JAX.search(place))
+
+
+def _is_library(line: str) -> bool:
+    path = line.rpartition(':')[0]
+    if path.startswith(_PLUMBING) or _IN_LIBRARY.search(path):
+        return True
+    return path.startswith(_STANDARD) and '-packages' not in path

@@ -1,0 +1,361 @@
+"""The values of a traced function: what each is, its dimensions, and the line that makes it.
+
+Names travel with the dimensions of the arguments through the operations of a jaxpr, so that an
+activation, too, has logical axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from partitioning.aot.blame.moved_dimensions import Dim, Dims, better, contracted_dims, result_dims
+from partitioning.aot.blame.user_lines import stack_of_traceback
+from partitioning.plan.rows import PlanRow
+from partitioning.rules import as_tuple, sharding_axes
+
+# Operations that change neither what an array is nor, apart from the dtype, its elements.
+MOVES = frozenset(
+    'convert_element_type copy copy_p slice dynamic_slice squeeze reshape transpose device_put '
+    'sharding_constraint reduce_precision stop_gradient optimization_barrier expand_dims '
+    'reshard mesh_cast pvary pbroadcast name'.split()
+)
+# Operations on several arrays of one shape, element by element.
+_ARITHMETIC = frozenset('add add_any sub mul div max min select_n pow square sqrt neg'.split())
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A value of a traced function.
+
+    Attributes:
+      shape: its global shape.
+      dtype: its dtype.
+      dims: for each dimension its name and mesh axes, or None if nothing is known.
+      primitive: the operation that makes it; '' for arguments.
+      stack: the 'file:line' of the code that makes it, and of its callers.
+      scope: the words of the path of the operation.
+      backward: whether it is part of a backward pass.
+      operands: the values that the operation takes.
+      contracted: the dimensions that the operation sums over.
+      argument: the path of the argument that it is, cast, sliced or moved; '' for others.
+      gradient_of: the path of the parameter that it is a gradient of; '' for others.
+      update_of: the path of the array of the state that it updates; '' for others.
+      layout: the mesh axes of each dimension, if a constraint fixes them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    dims: Dims
+    primitive: str = ''
+    stack: tuple[str, ...] = ()
+    scope: frozenset[str] = frozenset()
+    backward: bool = False
+    operands: tuple[Value, ...] = ()
+    contracted: Dims = ()
+    argument: str = ''
+    gradient_of: str = ''
+    update_of: str = ''
+    layout: tuple[tuple[str, ...], ...] | None = None
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def names(self) -> tuple[str | None, ...]:
+        """The logical axes of its dimensions."""
+        return tuple(d.name if d else None for d in self.dims)
+
+
+class TracedValues(NamedTuple):
+    """All values of a function.
+
+    Attributes:
+      arguments: its arguments.
+      values: what its operations make, in their order.
+      results: what it returns.
+    """
+
+    arguments: tuple[Value, ...]
+    values: tuple[Value, ...]
+    results: tuple[Value, ...]
+
+
+def trace_values(jaxpr: Any, rows: Sequence[PlanRow | None], names_of: Mapping[Any, str]) -> Any:
+    """Finds the values of a traced function.
+
+    Args:
+      jaxpr: its ClosedJaxpr.
+      rows: the layout of each argument, or None where it is not known.
+      names_of: the logical axis of dimensions that have mesh axes and no name, by these axes.
+    """
+    arguments = [
+        _argument(variable.aval, row)
+        for variable, row in zip(
+            jaxpr.jaxpr.invars, [*rows, *[None] * len(jaxpr.jaxpr.invars)], strict=False
+        )
+    ]
+    walk = _Walk(names_of)
+    results = walk.run(jaxpr.jaxpr, arguments, frozenset(), backward=False)
+    return TracedValues(tuple(arguments), tuple(walk.values), tuple(results))
+
+
+def _argument(aval: Any, row: PlanRow | None) -> Value:
+    shape = tuple(getattr(aval, 'shape', ()))
+    dims: Dims = (None,) * len(shape)
+    if row is not None and len(row.dimensions) == len(shape):
+        dims = tuple(
+            Dim(d.name if isinstance(d.name, str) else None, sharding_axes(d.mesh_axes), row.path)
+            for d in row.dimensions
+        )
+    return Value(shape, str(getattr(aval, 'dtype', '')), dims, argument=row.path if row else '')
+
+
+class _Walk:
+    """Goes through a jaxpr in the order of its operations."""
+
+    def __init__(self, names_of: Mapping[Any, str]):
+        self.values: list[Value] = []
+        self._names_of = names_of
+        # The arguments that forward operations take, by stack and by sizes of the dimensions.
+        self._taken: dict[tuple[Any, ...], list[Value]] = {}
+
+    def run(
+        self,
+        jaxpr: Any,
+        arguments: Sequence[Value],
+        scope: frozenset[str],
+        *,
+        backward: bool,
+        caller: tuple[str, ...] = (),
+    ) -> list[Value]:
+        """Returns the results of a jaxpr, and keeps the values of all its operations."""
+        known: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(atom: Any) -> Value:
+            if hasattr(atom, 'val') or atom not in known:  # a literal or a constant
+                shape = _shape_of(atom)
+                return Value(shape, str(getattr(atom.aval, 'dtype', '')), (None,) * len(shape))
+            return known[atom]
+
+        for equation in jaxpr.eqns:
+            operands = [read(atom) for atom in equation.invars]
+            stack = str(equation.source_info.name_stack)
+            inside = scope | _words(stack)
+            is_backward = backward or 'transpose(' in stack
+            line = stack_of_traceback(equation.source_info.traceback) or caller
+            results = self._apply(equation, operands, inside, is_backward, line)
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _apply(
+        self,
+        equation: Any,
+        operands: list[Value],
+        scope: frozenset[str],
+        backward: bool,
+        stack: tuple[str, ...],
+    ) -> list[Value]:
+        name, params = equation.primitive.name, equation.params
+        if name == 'scan':
+            return self._scan(equation, operands, scope, backward, stack)
+        for body, given, stays in _inner(equation, operands):
+            words = scope | {str(params.get('name', ''))}
+            results = self.run(body, given, words, backward=backward, caller=stack)
+            if stays:
+                pairs = zip(results, equation.outvars, strict=True)
+                return [dataclasses.replace(r, shape=_shape_of(v)) for r, v in pairs]
+        results = []
+        for number, variable in enumerate(equation.outvars):
+            shape = _shape_of(variable)
+            value = Value(
+                shape,
+                str(getattr(variable.aval, 'dtype', '')),
+                result_dims(equation, operands, number, shape),
+                primitive=name,
+                stack=stack,
+                scope=scope,
+                backward=backward,
+                operands=tuple(operands),
+                contracted=contracted_dims(equation, operands),
+            )
+            self._inherit(value, equation)
+            results.append(value)
+        self.values += results
+        return results
+
+    def _scan(
+        self,
+        equation: Any,
+        operands: list[Value],
+        scope: frozenset[str],
+        backward: bool,
+        stack: tuple[str, ...],
+    ) -> list[Value]:
+        inner = equation.params['jaxpr']
+        body = getattr(inner, 'jaxpr', inner)
+        # What is scanned or stacked has one dimension more outside than inside.
+        num_scanned = _num_of_other_rank(equation.invars, body.invars)
+        num_carry = len(body.outvars) - _num_of_other_rank(equation.outvars, body.outvars)
+        num_consts = len(operands) - num_carry - num_scanned
+        scanned = [_first_of(x) for x in operands[num_consts + num_carry :]]
+        carry = operands[num_consts : num_consts + num_carry]
+        leading = next((x.dims[0] for x in operands[num_consts + num_carry :] if x.dims), None)
+        kept = len(self.values)
+        for _ in range(2):  # what the body learns about its carry holds for its next iteration
+            del self.values[kept:]
+            inside = [*operands[:num_consts], *carry, *scanned]
+            results = self.run(body, inside, scope, backward=backward, caller=stack)
+            carry = [_merge(a, b) for a, b in zip(carry, results, strict=False)]
+        stacked = [
+            dataclasses.replace(
+                value,
+                shape=tuple(variable.aval.shape),
+                dims=(leading, *value.dims),
+                layout=None if value.layout is None else ((), *value.layout),
+                operands=(value,),
+                primitive='scan',
+                stack=value.stack or stack,
+                backward=backward,
+            )
+            for value, variable in zip(
+                results[num_carry:], equation.outvars[num_carry:], strict=True
+            )
+        ]
+        self.values += stacked
+        return [*results[:num_carry], *stacked]
+
+    def _inherit(self, value: Value, equation: Any) -> None:
+        """Notes what a value is, from what its operands are, and its layout if that is fixed."""
+        first, name = (value.operands or (None,))[0], value.primitive
+        if first is not None and name in MOVES:
+            value.argument, value.gradient_of = first.argument, first.gradient_of
+            value.update_of = first.update_of
+        elif name in _ARITHMETIC:
+            equal = [x for x in value.operands if x.size == value.size]
+            kept = [x.gradient_of or x.update_of or x.argument for x in equal]
+            changed = next((x.gradient_of or x.update_of for x in equal), '')
+            if not changed and not value.backward and value.shape and all(kept):
+                changed = kept[0]
+            if name == 'add_any' and value.backward:
+                value.gradient_of = changed
+            else:
+                value.update_of = changed
+        if not value.backward:
+            for operand in value.operands:
+                if operand.argument:
+                    key = value.stack, tuple(sorted(operand.shape))
+                    self._taken.setdefault(key, []).append(operand)
+        elif not value.gradient_of and name not in (*MOVES, 'broadcast_in_dim', 'select_n'):
+            if (parameter := self._find_parameter(value)) is not None:
+                value.gradient_of = parameter.argument
+                if value.shape == parameter.shape:
+                    pairs = zip(value.dims, parameter.dims, strict=True)
+                    value.dims = tuple(better(mine, theirs) for mine, theirs in pairs)
+        if name in ('sharding_constraint', 'reshard'):
+            sharding = equation.params.get('sharding', equation.params.get('dst_sharding'))
+            spec = getattr(sharding, 'spec', None)
+            if spec is not None:
+                entries = [*spec, *[None] * (len(value.shape) - len(spec))]
+                value.layout = tuple(as_tuple(e) if isinstance(e, str | tuple) else () for e in entries)
+                value.dims = self._named(value.dims, value.layout)
+
+    def _find_parameter(self, value: Value) -> Value | None:
+        """The parameter that a value of a backward pass is the gradient of.
+
+        The backward operation of a line has the stack of the forward one, and the gradient of a
+        parameter has its shape, up to the order of dimensions.
+        """
+        found = self._taken.get((value.stack, tuple(sorted(value.shape))), ())
+        near = [x for x in found if value.scope >= x.scope] or found
+        return near[0] if near else None
+
+    def _named(self, dims: Dims, layout: Sequence[tuple[str, ...]]) -> Dims:
+        """Names dimensions that a constraint shards and that have no name yet."""
+        used = {d.name for d in dims if d}
+        named = []
+        for dim, axes in zip(dims, layout, strict=True):
+            name = self._names_of.get(axes)
+            if axes and (dim is None or dim.name is None) and name not in used:
+                dim = Dim(name, axes, '')
+            named.append(dim)
+        return tuple(named)
+
+
+# Operations that run one jaxpr on their last operands.
+_CALLS = frozenset(
+    'jit pjit closed_call core_call call checkpoint remat remat2 custom_jvp_call custom_vjp_call '
+    'custom_vjp_call_jaxpr custom_lin named_call shard_map eval_jaxpr hijax_call'.split()
+)
+
+
+def _inner(equation: Any, operands: list[Value]) -> Iterator[tuple[Any, list[Value], bool]]:
+    """Yields the jaxprs that an operation runs, their arguments, and whether it returns theirs."""
+    name, params = equation.primitive.name, equation.params
+    if name == 'while':
+        inner = params['body_jaxpr']
+        body = getattr(inner, 'jaxpr', inner)
+        yield body, operands[len(operands) - len(body.invars) :], True
+    elif name == 'cond':
+        for number, branch in enumerate(params['branches']):
+            body = getattr(branch, 'jaxpr', branch)
+            yield body, operands[1:], number == len(params['branches']) - 1
+    elif name in _CALLS and (inner := next(bodies_of(params), None)) is not None:
+        body = getattr(inner, 'jaxpr', inner)
+        given = operands[len(operands) - len(body.invars) :]
+        if len(given) == len(body.invars) and len(body.outvars) == len(equation.outvars):
+            # Inside of a shard_map, shapes are those of one shard.
+            pairs = zip(given, body.invars, strict=True)
+            yield body, [dataclasses.replace(g, shape=_shape_of(v)) for g, v in pairs], True
+
+
+def _shape_of(variable: Any) -> tuple[int, ...]:
+    return tuple(getattr(variable.aval, 'shape', ()))
+
+
+def bodies_of(params: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields the jaxprs among the parameters of an equation."""
+    for value in params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(one, 'eqns'):
+                yield one
+
+
+def _words(path: str) -> frozenset[str]:
+    """The words of the path of an operation, without those of transformations."""
+    text = path
+    for bracket in '()/:':
+        text = text.replace(bracket, ' ')
+    return frozenset(text.split()) - {'jvp', 'transpose', 'vmap', 'jit'}
+
+
+words_of = _words
+
+
+def _num_of_other_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    pairs = zip(outside, inside, strict=True)
+    return sum(len(_shape_of(o)) != len(_shape_of(i)) for o, i in pairs)
+
+
+def _first_of(value: Value) -> Value:
+    """One element along the first dimension."""
+    return dataclasses.replace(
+        value,
+        shape=value.shape[1:],
+        dims=value.dims[1:],
+        layout=None if value.layout is None else value.layout[1:],
+    )
+
+
+def _merge(before: Value, after: Value) -> Value:
+    """A carry of a loop, with what is known before and after an iteration."""
+    dims = tuple(a or b for a, b in zip(before.dims, after.dims, strict=True))
+    return dataclasses.replace(
+        before,
+        dims=dims,
+        argument=before.argument if before.argument == after.argument else '',
+        gradient_of=after.gradient_of or before.gradient_of,
+    )
