@@ -1,3 +1,7 @@
 """Which line of Python, which array and which rule an exchange or a buffer comes from."""
 
 from partitioning.aot.blame.cause import Cause as Cause
+from partitioning.aot.blame.explaining import (
+    Explanation as Explanation,
+    explain_program as explain_program,
+)

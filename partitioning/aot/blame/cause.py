@@ -21,7 +21,7 @@ class Cause:
       change: the change of one line that removes it or makes it smaller; '' if none is known.
       confirmed: whether compiling with the change showed that it does; None if nobody compiled it.
       avoidable: whether it is not what the layout needs, such as the gathering of an activation.
-      candidates: the changes that may help, the most promising first; `change` is the first of them.
+      candidates: the changes that may help, the most promising first; `change` is the first.
     """
 
     source: str

@@ -10,11 +10,37 @@ from partitioning.aot.compiled.hlo_text import Computation, HloProgram, Instruct
 
 # The results of these have the elements of their first operand.
 _MOVES = frozenset(
-    'bitcast copy convert transpose reshape dynamic-slice slice optimization-barrier copy-start '
-    'copy-done slice-start slice-done async-start async-update async-done pad reduce-precision '
-    'all-gather all-gather-start all-gather-done all-to-all collective-permute '
-    'collective-permute-start collective-permute-done all-reduce-done bitcast-convert '
-    'reduce-scatter all-reduce all-reduce-start'.split()
+    [
+        'bitcast',
+        'copy',
+        'convert',
+        'transpose',
+        'reshape',
+        'dynamic-slice',
+        'slice',
+        'optimization-barrier',
+        'copy-start',
+        'copy-done',
+        'slice-start',
+        'slice-done',
+        'async-start',
+        'async-update',
+        'async-done',
+        'pad',
+        'reduce-precision',
+        'all-gather',
+        'all-gather-start',
+        'all-gather-done',
+        'all-to-all',
+        'collective-permute',
+        'collective-permute-start',
+        'collective-permute-done',
+        'all-reduce-done',
+        'bitcast-convert',
+        'reduce-scatter',
+        'all-reduce',
+        'all-reduce-start',
+    ]
 )
 _MOVED_BY_CALLS = ('ConcatBitcast', 'Sharding', 'SPMDFullToShardShape', 'SPMDShardToFullShape')
 _EXCHANGES = frozenset(o for o in _MOVES if o.startswith(('all-', 'collective-', 'reduce-scatter')))
@@ -29,16 +55,16 @@ class Place(NamedTuple):
     Attributes:
       instruction: the instruction.
       computation: the computation that it is part of.
-      index: the number of the array in a tuple, or None for the whole result.
+      part: the number of the array in a tuple, or None for the whole result.
     """
 
     instruction: Instruction
     computation: Computation
-    index: int | None = None
+    part: int | None = None
 
     @property
     def key(self) -> tuple[str, str, int | None]:
-        return self.computation.name, self.instruction.name, self.index
+        return self.computation.name, self.instruction.name, self.part
 
 
 class DataFlow:
@@ -73,7 +99,9 @@ class DataFlow:
         """
         return list(self._search(place, self._sources))
 
-    def operand_makers(self, instruction: Instruction, computation: Computation) -> list[list[Place]]:
+    def operand_makers(
+        self, instruction: Instruction, computation: Computation
+    ) -> list[list[Place]]:
         """For each operand of an instruction, what `makers` finds."""
         return [
             self.makers(Place(computation.instructions[name], computation))
@@ -105,13 +133,13 @@ class DataFlow:
         if opcode == 'tuple':
             return operands if index is None else [operands[index]] if index < len(operands) else []
         if opcode == 'get-tuple-element':
-            return [operands[0]._replace(index=_index_of(instruction))]
+            return [operands[0]._replace(part=_index_of(instruction))]
         if opcode == 'fusion':
             body = self._program.computations[instruction.called('calls')[0]]
             return [Place(body.root, body, index)]
         if opcode == 'while':
             body = self._program.computations[instruction.called('body')[0]]
-            return [operands[0]._replace(index=index), Place(body.root, body, index)]
+            return [operands[0]._replace(part=index), Place(body.root, body, index)]
         if opcode == 'call':
             body = self._program.computations[instruction.called('to_apply')[0]]
             return [Place(body.root, body, index)]

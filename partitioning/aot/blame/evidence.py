@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from partitioning.aot.blame.data_flow import Place
 from partitioning.aot.blame.known_layouts import Axes, KnownLayouts
-from partitioning.aot.blame.matching import Matcher
 from partitioning.aot.blame.moved_dimensions import Dim
-from partitioning.aot.blame.user_lines import user_line
+from partitioning.aot.blame.shard_shapes import likely_axes, shard_counts, shard_dimensions
+from partitioning.aot.blame.value_matching import Matcher
 from partitioning.aot.blame.values import Value
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.hlo_text import ArrayType, Instruction
@@ -75,14 +75,14 @@ def find_evidence(
     makers = matcher.flow.makers(Place(operands[number], computation))
     value, maker = _held(makers, instruction, array, matcher)
     index = number if len(operands) > 1 else None
-    takers = matcher.flow.takers(place._replace(index=index))
+    takers = matcher.flow.takers(place._replace(part=index))
     taken_by = [
         found[0]
         for taker in takers
         if taker.instruction.opcode not in ('tuple', 'parameter')
         and (found := matcher.values_of(taker.instruction))
     ]
-    layout = layout_of(value, array, layouts, collective, gathered=False) if value else ()
+    layout = layout_of(value, array, layouts) if value else ()
     own_line = matcher.source_of(instruction)
     used_at = next((line for t in takers if (line := matcher.source_of(t.instruction))), '')
     return Evidence(
@@ -91,9 +91,9 @@ def find_evidence(
         value=value,
         array=array,
         layout=layout,
-        dim=_gathered(instruction, value, array, layout, collective, matcher),
+        dim=_gathered(instruction, array, layout, collective.axes),
         taken_by=tuple(taken_by),
-        returned=any(t.instruction.is_root and t.index != -1 for t in takers),
+        returned=any(t.instruction.is_root and t.part != -1 for t in takers),
         made_at=(matcher.source_of(maker.instruction) if maker else '') or own_line,
         used_at=used_at or own_line,
         path=collective.op_name,
@@ -135,46 +135,30 @@ def _without_layers(argument: Value, array: ArrayType, matcher: Matcher) -> Valu
     return None
 
 
-def layout_of(
-    value: Value,
-    array: ArrayType,
-    layouts: KnownLayouts,
-    collective: Collective | None = None,
-    *,
-    gathered: bool = False,
-) -> tuple[Axes, ...]:
-    """The mesh axes of each dimension of a value of which a device holds an array.
-
-    The sizes tell how many shards there are. Where several axes are possible, those that the
-    dimension has elsewhere are preferred.
-    """
-    del collective, gathered
-    order = Matcher_order(layouts, array.shape, value.shape)
-    if order is None:
+def layout_of(value: Value, array: ArrayType, layouts: KnownLayouts) -> tuple[Axes, ...]:
+    """The mesh axes of each dimension of a value of which each device holds an array."""
+    counts = shard_counts(layouts.sizes)
+    shards = shard_dimensions(array.shape, value.shape, counts)
+    if shards is None:
         return ((),) * len(value.shape)
-    kept = [i for i, n in enumerate(value.shape) if n > 1]
-    shards = {
-        dim: value.shape[dim] // (array.shape[part] if part >= 0 else 1)
-        for dim, part in zip(kept, order, strict=True)
-    }
-    names = value.names
-    wanted = layouts.wanted(names, value.shape) if any(names) else ((),) * len(names)
-    free = [a for a, n in layouts.sizes.items() if n > 1]
-    found: list[Axes] = [()] * len(value.shape)
-    for dim, count in shards.items():
-        mine = value.dims[dim]
-        for axes in (wanted[dim], mine.axes if mine else (), *_choices(free, layouts)):
-            size = 1
-            for axis in axes:
-                size *= layouts.sizes.get(axis, 1)
-            if count > 1 and size == count and set(axes) <= set(free):
-                found[dim] = tuple(axes)
-                free = [a for a in free if a not in axes]
-                break
-    return tuple(found)
+    wanted = layouts.wanted(value.names, value.shape)
+    preferred = [
+        (by_rules, dim.axes if dim else ())
+        for by_rules, dim in zip(wanted, value.dims, strict=True)
+    ]
+    return likely_axes(shards, preferred, layouts.sizes)
 
 
-def Matcher_order(
-    layouts: KnownLayouts, shape: Sequence[int], whole: Sequence[int]
-) -> tuple[int, ...] | None:
-    raise NotImplementedError
+def _gathered(
+    instruction: Instruction, array: ArrayType, layout: Sequence[Axes], axes: Axes
+) -> int | None:
+    """The dimension of the value that an exchange gathers or divides anew."""
+    found = [dim for dim, mine in enumerate(layout) if set(mine) & set(axes)]
+    if len(found) == 1 or not instruction.opcode.startswith('all-gather'):
+        return found[0] if found else None
+    listed = re.search(r'dimensions=\{(\d+)', instruction.attributes)
+    if listed is None or not found:
+        return found[0] if found else None
+    # The dimensions of 1 are not those of the value, so the sharded ones are counted.
+    before = sum(n > 1 for n in array.shape[: int(listed[1])])
+    return min(found, key=lambda dim: abs(dim - before))

@@ -45,9 +45,9 @@ class KnownLayouts:
     def batch_axes(self) -> Axes:
         """The mesh axes over which the rows of the batch are sharded, or should be."""
         axes = [as_tuple(rule[1]) for rule in self.rules if rule[0] == 'batch']
-        for row in self.rows.values():
-            if row.role == 'other' and row.dimensions:
-                axes.append(sharding_axes(row.dimensions[0].mesh_axes))
+        if not any(axes):
+            rows = [r for r in self.rows.values() if r.role == 'other' and r.dimensions]
+            axes = [sharding_axes(row.dimensions[0].mesh_axes) for row in rows]
         found = tuple(dict.fromkeys(a for one in axes for a in one if self.sizes.get(a, 1) > 1))
         return found or self.standard.get('batch', ())
 
@@ -127,9 +127,9 @@ class KnownLayouts:
         for other in self.standard:
             if other in (name, 'batch') or not mine or not self.has_rule(other):
                 continue
-            if set(self.axes_of(other)) & set(wanted) and self._may_have(other, mine):
-                if self.is_unusual(other) or not self.standard[other]:
-                    return self.change({name: wanted, other: mine})
+            has_mine = set(self.axes_of(other)) & set(wanted) and self._may_have(other, mine)
+            if has_mine and (self.is_unusual(other) or not self.standard[other]):
+                return self.change({name: wanted, other: mine})
         return self.change({name: wanted})
 
     def change(self, axes: Mapping[str, Axes]) -> RuleChange:

@@ -24,18 +24,14 @@ class Dim(NamedTuple):
 Dims = tuple[Dim | None, ...]
 
 
-def result_dims(
-    equation: Any, operands: Sequence[Any], number: int, shape: tuple[int, ...]
-) -> Dims:
+def result_dims(equation: Any, operands: Sequence[Any], shape: tuple[int, ...]) -> Dims:
     """Returns the dimensions of a result of an operation.
 
     Args:
       equation: the operation.
       operands: its operands, with `dims` and `shape`.
-      number: which of its results.
       shape: the shape of the result.
     """
-    del number
     name, params = equation.primitive.name, equation.params
     unknown: Dims = (None,) * len(shape)
     if not operands:

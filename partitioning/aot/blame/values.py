@@ -14,16 +14,49 @@ from typing import Any, NamedTuple
 from partitioning.aot.blame.moved_dimensions import Dim, Dims, better, contracted_dims, result_dims
 from partitioning.aot.blame.user_lines import stack_of_traceback
 from partitioning.plan.rows import PlanRow
-from partitioning.rules import as_tuple, sharding_axes
+from partitioning.rules import sharding_axes
 
 # Operations that change neither what an array is nor, apart from the dtype, its elements.
 MOVES = frozenset(
-    'convert_element_type copy copy_p slice dynamic_slice squeeze reshape transpose device_put '
-    'sharding_constraint reduce_precision stop_gradient optimization_barrier expand_dims '
-    'reshard mesh_cast pvary pbroadcast name'.split()
+    [
+        'convert_element_type',
+        'copy',
+        'copy_p',
+        'slice',
+        'dynamic_slice',
+        'squeeze',
+        'reshape',
+        'transpose',
+        'device_put',
+        'sharding_constraint',
+        'reduce_precision',
+        'stop_gradient',
+        'optimization_barrier',
+        'expand_dims',
+        'reshard',
+        'mesh_cast',
+        'pvary',
+        'pbroadcast',
+        'name',
+    ]
 )
 # Operations on several arrays of one shape, element by element.
-_ARITHMETIC = frozenset('add add_any sub mul div max min select_n pow square sqrt neg'.split())
+_ARITHMETIC = frozenset(
+    [
+        'add',
+        'add_any',
+        'sub',
+        'mul',
+        'div',
+        'max',
+        'min',
+        'select_n',
+        'pow',
+        'square',
+        'sqrt',
+        'neg',
+    ]
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -44,6 +77,7 @@ class Value:
       gradient_of: the path of the parameter that it is a gradient of; '' for others.
       update_of: the path of the array of the state that it updates; '' for others.
       layout: the mesh axes of each dimension, if a constraint fixes them.
+      loop: for what a loop stacks, the 'file:line' of the loop and of its callers.
     """
 
     shape: tuple[int, ...]
@@ -59,6 +93,7 @@ class Value:
     gradient_of: str = ''
     update_of: str = ''
     layout: tuple[tuple[str, ...], ...] | None = None
+    loop: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -84,7 +119,9 @@ class TracedValues(NamedTuple):
     results: tuple[Value, ...]
 
 
-def trace_values(jaxpr: Any, rows: Sequence[PlanRow | None], names_of: Mapping[Any, str]) -> Any:
+def trace_values(
+    jaxpr: Any, rows: Sequence[PlanRow | None], names_of: Mapping[Any, str]
+) -> TracedValues:
     """Finds the values of a traced function.
 
     Args:
@@ -93,7 +130,7 @@ def trace_values(jaxpr: Any, rows: Sequence[PlanRow | None], names_of: Mapping[A
       names_of: the logical axis of dimensions that have mesh axes and no name, by these axes.
     """
     arguments = [
-        _argument(variable.aval, row)
+        _argument(variable.aval, row, names_of)
         for variable, row in zip(
             jaxpr.jaxpr.invars, [*rows, *[None] * len(jaxpr.jaxpr.invars)], strict=False
         )
@@ -103,15 +140,24 @@ def trace_values(jaxpr: Any, rows: Sequence[PlanRow | None], names_of: Mapping[A
     return TracedValues(tuple(arguments), tuple(walk.values), tuple(results))
 
 
-def _argument(aval: Any, row: PlanRow | None) -> Value:
+def _argument(aval: Any, row: PlanRow | None, names_of: Mapping[Any, str]) -> Value:
     shape = tuple(getattr(aval, 'shape', ()))
     dims: Dims = (None,) * len(shape)
     if row is not None and len(row.dimensions) == len(shape):
         dims = tuple(
-            Dim(d.name if isinstance(d.name, str) else None, sharding_axes(d.mesh_axes), row.path)
+            Dim(
+                d.name if isinstance(d.name, str) else _name_of(d.mesh_axes, row, names_of),
+                sharding_axes(d.mesh_axes),
+                row.path,
+            )
             for d in row.dimensions
         )
     return Value(shape, str(getattr(aval, 'dtype', '')), dims, argument=row.path if row else '')
+
+
+def _name_of(axes: Any, row: PlanRow, names_of: Mapping[Any, str]) -> str | None:
+    """The name of a dimension of the batch, which has mesh axes only."""
+    return names_of.get(sharding_axes(axes)) if row.role == 'other' else None
 
 
 class _Walk:
@@ -144,7 +190,7 @@ class _Walk:
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
             stack = str(equation.source_info.name_stack)
-            inside = scope | _words(stack)
+            inside = scope | words_of(stack)
             is_backward = backward or 'transpose(' in stack
             line = stack_of_traceback(equation.source_info.traceback) or caller
             results = self._apply(equation, operands, inside, is_backward, line)
@@ -167,14 +213,14 @@ class _Walk:
             results = self.run(body, given, words, backward=backward, caller=stack)
             if stays:
                 pairs = zip(results, equation.outvars, strict=True)
-                return [dataclasses.replace(r, shape=_shape_of(v)) for r, v in pairs]
+                return [_of_shape(r, _shape_of(v)) for r, v in pairs]
         results = []
-        for number, variable in enumerate(equation.outvars):
+        for variable in equation.outvars:
             shape = _shape_of(variable)
             value = Value(
                 shape,
                 str(getattr(variable.aval, 'dtype', '')),
-                result_dims(equation, operands, number, shape),
+                result_dims(equation, operands, shape),
                 primitive=name,
                 stack=stack,
                 scope=scope,
@@ -220,6 +266,7 @@ class _Walk:
                 primitive='scan',
                 stack=value.stack or stack,
                 backward=backward,
+                loop=stack,
             )
             for value, variable in zip(
                 results[num_carry:], equation.outvars[num_carry:], strict=True
@@ -250,18 +297,27 @@ class _Walk:
                     key = value.stack, tuple(sorted(operand.shape))
                     self._taken.setdefault(key, []).append(operand)
         elif not value.gradient_of and name not in (*MOVES, 'broadcast_in_dim', 'select_n'):
-            if (parameter := self._find_parameter(value)) is not None:
-                value.gradient_of = parameter.argument
-                if value.shape == parameter.shape:
-                    pairs = zip(value.dims, parameter.dims, strict=True)
-                    value.dims = tuple(better(mine, theirs) for mine, theirs in pairs)
+            self._adopt(value)
         if name in ('sharding_constraint', 'reshard'):
             sharding = equation.params.get('sharding', equation.params.get('dst_sharding'))
             spec = getattr(sharding, 'spec', None)
             if spec is not None:
                 entries = [*spec, *[None] * (len(value.shape) - len(spec))]
-                value.layout = tuple(as_tuple(e) if isinstance(e, str | tuple) else () for e in entries)
+                value.layout = tuple(sharding_axes(entry) for entry in entries)
                 value.dims = self._named(value.dims, value.layout)
+
+    def _adopt(self, value: Value) -> None:
+        """Notes of which parameter a value is the gradient, if it is one."""
+        parameter = self._find_parameter(value)
+        if parameter is None:
+            return
+        value.gradient_of = parameter.argument
+        theirs = parameter.dims
+        if value.shape != parameter.shape and len(set(value.shape)) == len(value.shape):
+            theirs = tuple(theirs[parameter.shape.index(n)] for n in value.shape)
+        if value.shape == parameter.shape or len(set(value.shape)) == len(value.shape):
+            pairs = zip(value.dims, theirs, strict=True)
+            value.dims = tuple(better(mine, other) for mine, other in pairs)
 
     def _find_parameter(self, value: Value) -> Value | None:
         """The parameter that a value of a backward pass is the gradient of.
@@ -287,8 +343,24 @@ class _Walk:
 
 # Operations that run one jaxpr on their last operands.
 _CALLS = frozenset(
-    'jit pjit closed_call core_call call checkpoint remat remat2 custom_jvp_call custom_vjp_call '
-    'custom_vjp_call_jaxpr custom_lin named_call shard_map eval_jaxpr hijax_call'.split()
+    [
+        'jit',
+        'pjit',
+        'closed_call',
+        'core_call',
+        'call',
+        'checkpoint',
+        'remat',
+        'remat2',
+        'custom_jvp_call',
+        'custom_vjp_call',
+        'custom_vjp_call_jaxpr',
+        'custom_lin',
+        'named_call',
+        'shard_map',
+        'eval_jaxpr',
+        'hijax_call',
+    ]
 )
 
 
@@ -309,7 +381,11 @@ def _inner(equation: Any, operands: list[Value]) -> Iterator[tuple[Any, list[Val
         if len(given) == len(body.invars) and len(body.outvars) == len(equation.outvars):
             # Inside of a shard_map, shapes are those of one shard.
             pairs = zip(given, body.invars, strict=True)
-            yield body, [dataclasses.replace(g, shape=_shape_of(v)) for g, v in pairs], True
+            yield body, [_of_shape(g, _shape_of(v)) for g, v in pairs], True
+
+
+def _of_shape(value: Value, shape: tuple[int, ...]) -> Value:
+    return value if value.shape == shape else dataclasses.replace(value, shape=shape)
 
 
 def _shape_of(variable: Any) -> tuple[int, ...]:
@@ -324,15 +400,12 @@ def bodies_of(params: Mapping[str, Any]) -> Iterator[Any]:
                 yield one
 
 
-def _words(path: str) -> frozenset[str]:
+def words_of(path: str) -> frozenset[str]:
     """The words of the path of an operation, without those of transformations."""
     text = path
     for bracket in '()/:':
         text = text.replace(bracket, ' ')
     return frozenset(text.split()) - {'jvp', 'transpose', 'vmap', 'jit'}
-
-
-words_of = _words
 
 
 def _num_of_other_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:

@@ -140,7 +140,8 @@ class HloProgram:
         if frame is None:
             source = self.source_of(instruction)
             return (source,) if source else ()
-        stack, number = [], int(frame[1])
+        stack: list[str] = []
+        number = int(frame[1])
         while number in self.sources and len(stack) < len(self.sources):
             stack.append(self.sources[number])
             number = self.callers.get(number, 0)

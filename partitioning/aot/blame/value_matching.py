@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import collections
-import itertools
-import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from partitioning.aot.blame.data_flow import DataFlow, Place
+from partitioning.aot.blame.shard_shapes import shard_counts, shard_dimensions
 from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.values import TracedValues, Value, words_of
 from partitioning.aot.compiled.hlo_text import HloProgram, Instruction
 
-_ARGUMENT = re.compile(r'^[\w.]+(\[.*)?$')
+# What the compiler calls the operations that keep an array per iteration of a loop.
+_STACKING = {'broadcast_in_dim', 'dynamic_update_slice', 'while', 'scan', 'squeeze'}
 _TRANSFORMED = re.compile(r'\b(transpose)\(')
 
 
@@ -28,10 +28,10 @@ class Matcher:
 
     def __init__(self, program: HloProgram, traced: TracedValues, sizes: Mapping[str, int]):
         self._program, self._traced = program, traced
-        self._ratios = shard_counts(sizes)
+        self._counts = shard_counts(sizes)
         self._by_line: dict[str, list[Value]] = collections.defaultdict(list)
         for value in traced.values:
-            for line in value.stack[:1]:
+            for line in {*value.stack[:1], *value.loop[:1]}:
                 self._by_line[line].append(value)
         self._arguments = self._match_arguments()
         self.flow = DataFlow(program)
@@ -68,8 +68,9 @@ class Matcher:
         best_score = 0.0
         for value in self._by_line.get(stack[0], ()):
             score = 0.0
-            score += 6 if value.stack == stack else 0
-            score += 4 if value.primitive in primitives else 0
+            stacked = value.primitive == 'scan' and bool(primitives & _STACKING)
+            score += 6 if stack in (value.stack, value.loop) else 0
+            score += 4 if value.primitive in primitives or stacked else 0
             score += 2 if value.backward == backward else 0
             score += min(len(value.scope & words), 8) / 2
             score += 5 if self.is_shard(shape, value.shape) else 0
@@ -81,28 +82,7 @@ class Matcher:
 
     def is_shard(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
         """Whether an array of one shape can be a shard of one of another, up to dimensions of 1."""
-        return self.order_of(shape, whole) is not None
-
-    def order_of(self, shape: Sequence[int], whole: Sequence[int]) -> tuple[int, ...] | None:
-        """For each dimension of more than 1 of a whole array, that of its shard, or None."""
-        kept = [i for i, n in enumerate(whole) if n > 1]
-        parts = [i for i, n in enumerate(shape) if n > 1]
-        if len(kept) < len(parts) or len(kept) > 6:
-            return None
-        if math.prod(whole) % max(math.prod(shape), 1):
-            return None
-        if len(kept) == len(parts):
-            same = [(shape[i], whole[j]) for i, j in zip(parts, kept, strict=True)]
-            if all(self._divides(small, large) for small, large in same):
-                return tuple(parts)
-        wanted = [shape[i] for i in parts] + [1] * (len(kept) - len(parts))
-        for order in itertools.permutations(range(len(wanted))):
-            if all(self._divides(wanted[i], whole[j]) for i, j in zip(order, kept, strict=True)):
-                return tuple(parts[i] if i < len(parts) else -1 for i in order)
-        return None
-
-    def _divides(self, small: int, large: int) -> bool:
-        return large % small == 0 and large // small in self._ratios
+        return shard_dimensions(shape, whole, self._counts) is not None
 
     def _match_arguments(self) -> dict[int, Value]:
         """The argument of each parameter of the program, which lacks those that are not used."""
@@ -125,27 +105,8 @@ class Matcher:
         return found
 
 
-def shard_counts(sizes: Mapping[str, int]) -> frozenset[int]:
-    """The numbers of shards that a dimension can have over the axes of a mesh."""
-    axes = [n for n in sizes.values() if n > 1]
-    chosen = itertools.chain.from_iterable(
-        itertools.combinations(axes, r) for r in range(len(axes) + 1)
-    )
-    return frozenset(math.prod(c) for c in chosen)
-
-
 def _primitives(path: str) -> set[str]:
     """The operations at the end of a path, which has several where XLA has combined them."""
     last = path.rpartition(')')[0] if path.endswith(')') and ':' in path else path
     names = {part.rpartition('/')[2].strip('()') for part in re.split(r'[:]', last)}
     return {*names, path.rpartition('/')[2]}
-
-
-def is_argument_name(path: str) -> bool:
-    """Whether the path of an operation is the name of an argument, such as "state['w']"."""
-    return bool(path) and '/' not in path and bool(_ARGUMENT.match(path))
-
-
-def unique(values: Iterable[str]) -> list[str]:
-    """The texts without repetitions, in their order."""
-    return [v for v in dict.fromkeys(values) if v]

@@ -1,0 +1,206 @@
+"""Which changes may help: other rules, other constraints, other layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from partitioning.aot.blame.changes import Change, ConstraintChange, LayoutChange, RuleChange
+from partitioning.aot.blame.evidence import Evidence
+from partitioning.aot.blame.known_layouts import Axes, KnownLayouts
+from partitioning.aot.blame.user_lines import user_line
+from partitioning.aot.blame.value_graph import ValueGraph
+from partitioning.aot.blame.values import Value
+from partitioning.plan.rows import PlanRow
+from partitioning.rules import sharding_axes
+
+# Logical axes that are sharded last, because they are small or scanned over.
+_RARELY = ('layers', 'kv', 'stack', 'relpos_buckets', 'abspos_buckets', 'length')
+
+
+class Advisor:
+    """Knows the rules, the layouts and the constraints of a function.
+
+    Args:
+      layouts: the rules and the layouts of the arguments.
+      graph: the values of the function and their uses.
+    """
+
+    def __init__(self, layouts: KnownLayouts, graph: ValueGraph):
+        self.layouts, self.graph = layouts, graph
+
+    def saves(self, changes: Sequence[Change]) -> bool:
+        """Whether a change does more than to trade memory for exchanges over axes of the batch."""
+        batch = set(self.layouts.batch_axes)
+        for change in changes:
+            if isinstance(change, RuleChange):
+                axes = {a for _, new in change.after for a in sharding_axes(new)}
+                named = {name for name, _ in change.after}
+                if not axes <= batch or 'batch' in named:
+                    return True
+            elif isinstance(change, ConstraintChange):
+                return True
+            elif isinstance(change, LayoutChange):
+                row = self.layouts.rows.get(change.path)
+                if row is None or not {a for one in change.layout for a in one} <= batch:
+                    return True
+        return False
+
+    def unused_by(self, row: PlanRow | None) -> Axes:
+        """The mesh axes over which an argument is not sharded."""
+        if row is None:
+            return ()
+        return self.layouts.unused_axes([sharding_axes(d.mesh_axes) for d in row.dimensions])
+
+    def whole_name(self, path: str, axes: Sequence[str]) -> str | None:
+        """The logical axis of an argument that would be the one to shard over mesh axes."""
+        changes = list(self.shard_more(path, only=axes))
+        return next((c.after[0][0] for c in changes if isinstance(c, RuleChange)), None)
+
+    def shard_more(
+        self, path: str, *, but: Sequence[str] = (), only: Sequence[str] = ()
+    ) -> Iterator[Change]:
+        """Changes that shard an argument over mesh axes that it does not use.
+
+        Axes of the batch come last: sharding a parameter over them trades memory for exchanges.
+
+        Args:
+          path: the path of the argument.
+          but: axes that are left out if they are axes of the batch.
+          only: the axes to use; by default all.
+        """
+        row = self.layouts.rows.get(path)
+        if row is None:
+            return
+        unused = [a for a in self.unused_by(row) if not only or a in only]
+        unused = [a for a in unused if not (a in but and a in self.layouts.batch_axes)]
+        for axis in sorted(unused, key=self.layouts.batch_axes.__contains__):
+            yield from self._shard_over(row, axis)
+
+    def _shard_over(self, row: PlanRow, axis: str) -> Iterator[Change]:
+        layouts = self.layouts
+        names = row.logical_axes
+        free = [
+            (name, size)
+            for name, size, d in zip(names, row.shape, row.dimensions, strict=True)
+            if not sharding_axes(d.mesh_axes) and size % layouts.sizes[axis] == 0
+        ]
+        if not any(isinstance(name, str) for name in names):
+            yield from self._shard_nameless(row, axis)
+            return
+        usual = [n for n, _ in free if n and axis in layouts.standard.get(n, ())]
+        if axis in layouts.batch_axes and any(n == 'embed' for n, _ in free):
+            usual.append('embed')
+        # A name that the standard rules put on this axis may be on another one.
+        wrong = [n for n in names if n and n not in usual and axis in layouts.standard.get(n, ())]
+        for name in usual:
+            yield layouts.change({name: (axis,)})
+        for name in wrong:
+            yield layouts.to_standard(name)
+        rest = [n for n, _ in free if n and n not in usual and n not in _RARELY]
+        for name in rest:
+            if not layouts.axes_of(name):
+                yield layouts.change({name: (axis,)})
+
+    def _shard_nameless(self, row: PlanRow, axis: str) -> Iterator[Change]:
+        """The change for an array without names: its layout, with its largest dimension sharded."""
+        fits = [
+            d
+            for d, size in enumerate(row.shape)
+            if size % self.layouts.sizes[axis] == 0
+            and not sharding_axes(row.dimensions[d].mesh_axes)
+        ]
+        if fits:
+            best = max(fits, key=lambda d: row.shape[d])
+            layout = [sharding_axes(d.mesh_axes) for d in row.dimensions]
+            layout[best] = (axis,)
+            yield LayoutChange(path=row.path, layout=tuple(layout), is_result=False)
+
+    def shard_value(self, value: Value, layout: Sequence[Axes]) -> Iterator[Change]:
+        """Changes that shard an activation over mesh axes that its layout does not use."""
+        layouts = self.layouts
+        wanted = layouts.wanted(value.names, value.shape)
+        unused = layouts.unused_axes(layout)
+        if {a for axes in wanted for a in axes} & {*unused}:
+            yield from self.lay_out(value, layout)
+        for axis in unused:
+            for name, size in zip(value.names, value.shape, strict=True):
+                usual = name is not None and axis in layouts.standard.get(name, ())
+                fits = size % layouts.sizes[axis] == 0
+                if usual and fits and name and axis not in layouts.axes_of(name):
+                    yield layouts.to_standard(name)
+
+    def like_parameter(self, path: str) -> list[Change]:
+        """The change that lays out an array as its names say, if it is laid out differently."""
+        row = self.layouts.rows.get(path)
+        if row is None:
+            return []
+        return list(self.shard_more(path))
+
+    def other_rules(self, name: str) -> list[Change]:
+        """Other mesh axes for a name: those of the standard rules, or none."""
+        layouts = self.layouts
+        found: list[Change] = []
+        if layouts.is_unusual(name):
+            found.append(layouts.to_standard(name))
+        if layouts.axes_of(name):
+            found.append(layouts.change({name: ()}))
+        return found
+
+    def lay_out(self, value: Value, layout: Sequence[Axes]) -> Iterator[ConstraintChange]:
+        """Constraints by its names for a value, or for the nearest value around it with names."""
+        for near in self._around(value):
+            wanted = self.layouts.wanted(near.names, near.shape)
+            if any(wanted) and (near is not value or wanted != tuple(layout)):
+                yield constraint_of(near, wanted)
+
+    def relax(self, evidence: Evidence) -> list[Change]:
+        """Constraints on what is computed from the result of an exchange, by its names."""
+        found: list[Change] = []
+        for user in evidence.taken_by:
+            conflicting = [
+                c
+                for c in self.graph.constraints_after(user)
+                if c.layout != self.layouts.wanted(c.names, c.shape) and any(c.names)
+            ]
+            found += self.replace_constraints(conflicting, user)
+            if not user.backward and not conflicting:
+                wanted = self.layouts.wanted(user.names, user.shape)
+                if any(wanted) and len(user.shape) > 1:
+                    found.append(constraint_of(user, wanted))
+        return found
+
+    def replace_constraints(
+        self, constraints: Sequence[Value], value: Value
+    ) -> list[ConstraintChange]:
+        """Constraints by the names of the arrays, in place of constraints that say otherwise."""
+        found = []
+        for constraint in constraints:
+            names = constraint.names if any(constraint.names) else value.names
+            wanted = self.layouts.wanted(names, constraint.shape)
+            found.append(constraint_of(constraint, wanted, replaces=True))
+        return found
+
+    def _around(self, value: Value) -> Iterator[Value]:
+        """The value, then forward values near it that have names."""
+        twin = self.graph.forward_twin(value)
+        value = value if twin is None else twin
+        named = [value] if value.shape and not value.argument else []
+        named += [u for u in self.graph.users(value) if u.shape == value.shape]
+        named += [o for o in value.operands if o.shape and not o.argument and o.primitive]
+        for near in named:
+            if any(near.names) and not near.backward and len(near.shape) > 1:
+                yield near
+
+
+def constraint_of(
+    value: Value, layout: Sequence[Axes], *, replaces: bool = False
+) -> ConstraintChange:
+    """The change that constrains a value."""
+    return ConstraintChange(
+        source=user_line(value.stack),
+        stack=value.stack,
+        shape=value.shape,
+        names=value.names,
+        layout=tuple(layout),
+        replaces=replaces,
+    )

@@ -1,0 +1,57 @@
+"""What is computed from a value of a traced function, and the constraints around it."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from partitioning.aot.blame.known_layouts import Axes
+from partitioning.aot.blame.values import TracedValues, Value
+
+_CONSTRAINTS = ('sharding_constraint', 'reshard')
+_STEPS = 12  # how many operations away a constraint still matters
+
+
+class ValueGraph:
+    """The uses of each value.
+
+    Args:
+      traced: the values of the function.
+    """
+
+    def __init__(self, traced: TracedValues):
+        self._users: dict[int, list[Value]] = collections.defaultdict(list)
+        for value in traced.values:
+            for operand in value.operands:
+                self._users[id(operand)].append(value)
+        self._forward: dict[tuple[Any, ...], Value] = {}
+        for value in traced.values:
+            if not value.backward:
+                self._forward.setdefault((value.stack, value.shape), value)
+
+    def users(self, value: Value) -> Sequence[Value]:
+        """The values that are computed from a value."""
+        return self._users.get(id(value), ())
+
+    def forward_twin(self, value: Value) -> Value | None:
+        """The value of the forward pass of which a value is the gradient, by line and shape."""
+        return self._forward.get((value.stack, value.shape)) if value.backward else None
+
+    def constraints_after(self, value: Value) -> Iterator[Value]:
+        """The constraints of the value itself, and of values of its shape made from it."""
+        pending, seen = [value], {id(value)}
+        while pending and len(seen) < 8 * _STEPS:
+            current = pending.pop(0)
+            if current.primitive in _CONSTRAINTS and current.layout is not None:
+                yield current
+            for user in self.users(current):
+                if id(user) not in seen and user.shape == value.shape:
+                    seen.add(id(user))
+                    pending.append(user)
+
+
+def lacks(constraint: Value, axes: Axes) -> bool:
+    """Whether a constraint shards no dimension over one of some mesh axes."""
+    used = {axis for entry in constraint.layout or () for axis in entry}
+    return not set(axes) <= used
