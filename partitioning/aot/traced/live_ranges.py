@@ -1,0 +1,162 @@
+"""Which arrays of a traced function are in memory when it needs the most."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from partitioning.aot.traced.factors import ELEMENTWISE
+from partitioning.aot.traced.fusion import IN_PLACE, VIEWS, Fusion
+from partitioning.aot.traced.steps import Block, Step, Value, carries
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Buffer:
+    """A place in memory.
+
+    Attributes:
+      value: the array that it was made for.
+      maker: the step that makes it.
+      nbytes: its size on a device in bytes; 0 if it is in a place that exists anyway.
+      last: the number of the last step that reads it.
+    """
+
+    value: Value
+    maker: Step | None
+    nbytes: int
+    last: int = -1
+
+
+def find_peak(
+    block: Block,
+    size_of: Callable[[Value], int],
+    results: Sequence[Value | None] = (),
+) -> list[Buffer]:
+    """Finds the buffers that are in memory when a block needs the most, besides what it is given.
+
+    Args:
+      block: the steps, in the order in which they run.
+      size_of: the size of an array on a device in bytes.
+      results: for each result, the input whose place it takes if that is free by then, or None.
+
+    Returns:
+      The buffers.
+    """
+    return _Run(block, size_of, results).peak()
+
+
+class _Run:
+    """The run of one block: the buffers of its arrays, and until when they are read."""
+
+    def __init__(
+        self,
+        block: Block,
+        size_of: Callable[[Value], int],
+        results: Sequence[Value | None],
+    ):
+        self._block, self._size_of = block, size_of
+        self._fusion = Fusion(block)
+        self._buffers: dict[int, Buffer] = {}
+        self._made: dict[int, list[Buffer]] = {}
+        self._inner: dict[int, list[Buffer]] = {}
+        self._given = {id(value) for value in block.inputs}
+        self._reads = [self._reads_of(step) for step in block.steps]
+        self._last = self._last_reads()
+        self._place(results)
+
+    def _reads_of(self, step: Step) -> tuple[Value, ...]:
+        """The arrays in memory that a step reads; none if it is computed elsewhere."""
+        if step.name in VIEWS or not any(map(self._fusion.in_memory, step.outputs)):
+            return ()
+        return self._fusion.roots(step.inputs)
+
+    def _last_reads(self) -> dict[int, int]:
+        last: dict[int, int] = {}
+        for time, reads in enumerate(self._reads):
+            for value in reads:
+                last[id(value)] = time
+        for value in self._fusion.roots(self._block.outputs):
+            last[id(value)] = len(self._reads)
+        return last
+
+    def _place(self, results: Sequence[Value | None]) -> None:
+        """Decides where each array is: in a new buffer, or in the place of another."""
+        kept = {}
+        for value, place in zip(self._block.outputs, results, strict=False):
+            if place is not None:
+                kept[id(self._fusion.base(value))] = place
+        for time, step in enumerate(self._block.steps):
+            if step.name in VIEWS:
+                continue
+            self._made[time] = []
+            for number, value in enumerate(step.outputs):
+                if not self._fusion.in_memory(value):
+                    continue
+                last = self._last.get(id(value), time)
+                buffer = Buffer(value, step, self._size_of(value), last)
+                place = kept.get(id(value))
+                if place is not None and self._last.get(id(place), -1) <= time:
+                    buffer.nbytes = 0
+                elif (old := self._replaced(step, number, time, buffer)) is not None:
+                    old.last = max(old.last, buffer.last)
+                    self._buffers[id(value)] = old
+                    continue
+                self._buffers[id(value)] = buffer
+                self._made[time].append(buffer)
+
+    def _replaced(self, step: Step, number: int, time: int, new: Buffer) -> Buffer | None:
+        """The buffer of an operand that is not read any more, whose place a result can take."""
+        candidates: Sequence[Value] = ()
+        if step.name in IN_PLACE:
+            candidates = self._fusion.roots(step.inputs[:1])
+        elif step.name in ELEMENTWISE:
+            candidates = self._reads[time]
+        elif step.bodies:
+            loop = [given for given, _ in _outer_carries(step)]
+            candidates = [self._fusion.base(loop[number])] if number < len(loop) else ()
+        for value in candidates:
+            old = self._buffers.get(id(value))
+            if old is not None and old.last <= time and old.nbytes >= new.nbytes > 0:
+                if step.bodies or step.name in IN_PLACE or old.nbytes == new.nbytes:
+                    return old
+        return None
+
+    def peak(self) -> list[Buffer]:
+        live: dict[int, Buffer] = {}
+        best: list[Buffer] = []
+        size, most = 0, -1
+        for time, step in enumerate(self._block.steps):
+            if step.name in VIEWS:
+                continue
+            for buffer in self._made[time]:
+                live[id(buffer)] = buffer
+                size += buffer.nbytes
+            inner = self._peak_inside(step)
+            total = size + sum(buffer.nbytes for buffer in inner)
+            if total > most:
+                most, best = total, [*live.values(), *inner]
+            for key in [key for key, buffer in live.items() if buffer.last <= time]:
+                size -= live.pop(key).nbytes
+        return [buffer for buffer in best if buffer.nbytes > 0]
+
+    def _peak_inside(self, step: Step) -> list[Buffer]:
+        """The buffers of a loop or a branch, in the iteration that needs the most."""
+        best: list[Buffer] = []
+        for body in step.bodies:
+            places: list[Value | None] = [None] * len(body.outputs)
+            for i, (given, _) in enumerate(carries(step)):
+                places[i] = given
+            found = find_peak(body, self._size_of, places)
+            if sum(b.nbytes for b in found) > sum(b.nbytes for b in best):
+                best = found
+        return best
+
+
+def _outer_carries(step: Step) -> list[tuple[Value, Value]]:
+    if step.name == 'scan':
+        first, count = step.params['num_consts'], step.params['num_carry']
+    elif step.name == 'while':
+        first, count = step.params['body_nconsts'], len(step.outputs)
+    else:
+        return []
+    return list(zip(step.inputs[first : first + count], step.outputs[:count], strict=True))

@@ -1,0 +1,316 @@
+"""A traced function as steps on arrays: calls are written out, and what nothing uses is left out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core, source_info_util
+
+Axes = tuple[str, ...]
+
+# Steps at the border of a shard_map: the array as a whole <-> the part of it in one shard.
+TO_LOCAL, TO_GLOBAL = 'to_local', 'to_global'
+# The parameters that hold the body of a primitive that calls a function once.
+_CALLED = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
+# Each result belongs to the operand of the same number, and to no other: one step per pair.
+_PAIRWISE = {'optimization_barrier', 'psum', 'psum_invariant', 'pmax', 'pmin', 'device_put', 'copy'}
+_NOT_CALLS = {'scan', 'while', 'cond', 'shard_map', 'pallas_call', 'custom_partitioning'}
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Value:
+    """An array of a traced function.
+
+    Attributes:
+      shape: its shape; inside a shard_map, that of one shard.
+      dtype: its type.
+      dims: the mesh axes of each dimension; None while nothing shards it.
+      fixed: the dimensions that keep their layout, because the program says so.
+      manual: the mesh axes of the shard_maps around it, over which its shape is already divided.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    dims: list[Axes | None]
+    fixed: list[bool]
+    manual: frozenset[str] = frozenset()
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the whole array in bytes."""
+        return math.prod(self.shape) * item_size(self.dtype)
+
+    def shard_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape on one device, for a mesh with axes of these sizes."""
+        return tuple(
+            -(-n // math.prod(sizes[axis] for axis in axes or ()))
+            for n, axes in zip(self.shape, self.dims, strict=True)
+        )
+
+    def shard_bytes(self, sizes: Mapping[str, int]) -> int:
+        """The size on one device in bytes."""
+        return math.prod(self.shard_shape(sizes)) * item_size(self.dtype)
+
+    def fix(self, dims: Sequence[Axes | None]) -> None:
+        """Keeps the layout of all dimensions but those that are None."""
+        for d, axes in enumerate(dims):
+            if axes is not None:
+                self.dims[d], self.fixed[d] = axes, True
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Step:
+    """One operation.
+
+    Attributes:
+      name: the name of the primitive.
+      params: its parameters.
+      inputs, outputs: its arrays.
+      bodies: what it executes itself: the body of a loop, the branches of a `cond`.
+      times: how often it executes them.
+      equation: where it comes from, or None.
+    """
+
+    name: str
+    params: Mapping[str, Any]
+    inputs: list[Value]
+    outputs: list[Value]
+    bodies: tuple[Block, ...] = ()
+    times: int = 1
+    equation: Any = None
+
+    @property
+    def source(self) -> str:
+        """The 'file:line' of the user's Python code, or ''."""
+        return source_of(self.equation) if self.equation is not None else ''
+
+    @property
+    def op_name(self) -> str:
+        """The path of the jax operation."""
+        stack = str(self.equation.source_info.name_stack) if self.equation is not None else ''
+        return f'{stack}/{self.name}' if stack else self.name
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Block:
+    """Steps in their order, with the arrays that they are given and that they return."""
+
+    inputs: list[Value]
+    steps: list[Step]
+    outputs: list[Value]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tie:
+    """Two arrays that are the same inside and outside of a body.
+
+    Attributes:
+      outer, inner: the arrays.
+      stacked: whether `outer` has the values of all iterations along its first dimension.
+      output: whether it is a result of the body.
+    """
+
+    outer: Value
+    inner: Value
+    stacked: bool
+    output: bool
+
+
+def ties(step: Step) -> Iterator[Tie]:
+    """The arrays that the bodies of a step share with its surroundings."""
+    for body in step.bodies:
+        inputs, first = step.inputs, 0
+        if step.name == 'cond':
+            inputs = inputs[1:]
+        elif step.name == 'scan':
+            first = step.params['num_consts'] + step.params['num_carry']
+        for i, (outer, inner) in enumerate(zip(inputs, body.inputs, strict=True)):
+            yield Tie(outer=outer, inner=inner, stacked=0 < first <= i, output=False)
+        first = step.params.get('num_carry', len(body.outputs))
+        for i, (outer, inner) in enumerate(zip(step.outputs, body.outputs, strict=True)):
+            yield Tie(outer=outer, inner=inner, stacked=i >= first, output=True)
+
+
+def carries(step: Step) -> Iterator[tuple[Value, Value]]:
+    """What a loop passes from one iteration to the next: what it is given, and what it returns."""
+    if step.name in ('scan', 'while'):
+        (body,) = step.bodies
+        first = step.params['num_consts'] if step.name == 'scan' else step.params['body_nconsts']
+        count = step.params['num_carry'] if step.name == 'scan' else len(body.outputs)
+        yield from zip(body.inputs[first : first + count], body.outputs[:count], strict=True)
+
+
+def write_out(jaxpr: Any, sizes: Mapping[str, int]) -> Block:
+    """Turns a ClosedJaxpr into steps. Called functions and shard_maps are written out in place.
+
+    Args:
+      jaxpr: the function.
+      sizes: the size of each mesh axis. Those of size 1 divide nothing, and are left out.
+    """
+    block = _Writer(sizes, frozenset()).block(jaxpr)
+    remove_unused(block)
+    return block
+
+
+def remove_unused(block: Block) -> None:
+    """Removes the steps whose results nothing uses, as compilers do, also from the bodies."""
+    used = set(map(id, block.outputs))
+    kept = []
+    for step in reversed(block.steps):
+        if not any(id(output) in used for output in step.outputs) and not _has_effects(step):
+            continue
+        if step.name == 'scan':
+            _drop_unused_stacks(step, used)
+        for body in step.bodies:
+            remove_unused(body)
+        used.update(map(id, step.inputs))
+        kept.append(step)
+    block.steps = kept[::-1]
+
+
+def _drop_unused_stacks(step: Step, used: set[int]) -> None:
+    """Removes the stacked results of a scan that nothing uses."""
+    (body,) = step.bodies
+    count = step.params['num_carry']
+    keep = [i for i, output in enumerate(step.outputs) if i < count or id(output) in used]
+    step.outputs = [step.outputs[i] for i in keep]
+    body.outputs = [body.outputs[i] for i in keep]
+
+
+def _has_effects(step: Step) -> bool:
+    return step.equation is not None and bool(getattr(step.equation, 'effects', None))
+
+
+class _Writer:
+    """Writes out the equations of a jaxpr.
+
+    Args:
+      sizes: the size of each mesh axis.
+      manual: the mesh axes of the shard_maps around them.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], manual: frozenset[str]):
+        self._sizes, self._manual = sizes, manual
+
+    def block(self, jaxpr: Any) -> Block:
+        inner, consts = _open(jaxpr)
+        inputs = [self._new(var.aval) for var in inner.invars]
+        steps: list[Step] = []
+        outputs = self._write(inner, consts, inputs, steps)
+        return Block(inputs, steps, outputs)
+
+    def _write(
+        self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], steps: list[Step]
+    ) -> list[Value]:
+        values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var in jaxpr.constvars:
+            values[var] = self._new(var.aval)
+
+        def read(atom: Any) -> Value:
+            return self._new(atom.aval) if isinstance(atom, core.Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            given = [read(atom) for atom in equation.invars]
+            results = self._step(equation, given, steps)
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _step(self, equation: Any, given: list[Value], steps: list[Step]) -> list[Value]:
+        name, params = equation.primitive.name, equation.params
+        if name == 'shard_map':
+            return self._shard_map(equation, given, steps)
+        called = next((params[key] for key in _CALLED if key in params), None)
+        if called is not None and name not in _NOT_CALLS:
+            inner, consts = _open(called)
+            if len(inner.invars) == len(given):
+                return self._write(inner, consts, given, steps)
+        outputs = [self._new(var.aval) for var in equation.outvars]
+        if name == 'sharding_constraint' and hasattr(params['sharding'], 'spec'):
+            rank = len(outputs[0].shape)
+            outputs[0].fix(spec_dims(params['sharding'].spec, rank, self._sizes))
+        if name in _PAIRWISE:
+            for one, other in zip(given, outputs, strict=True):
+                steps.append(Step(name, params, [one], [other], equation=equation))
+            return outputs
+        bodies: tuple[Block, ...] = ()
+        times = 1
+        if name == 'scan':
+            bodies, times = (self.block(params['jaxpr']),), params['length']
+        elif name == 'while':
+            # The condition is a comparison: only the body matters.
+            given = given[params['cond_nconsts'] :]
+            bodies = (self.block(params['body_jaxpr']),)
+        elif name == 'cond':
+            bodies = tuple(map(self.block, params['branches']))
+        steps.append(Step(name, params, given, outputs, bodies, times, equation))
+        return outputs
+
+    def _shard_map(self, equation: Any, given: list[Value], steps: list[Step]) -> list[Value]:
+        params = equation.params
+        manual = frozenset(params['newly_manual_axes'])
+        inner, consts = _open(params['jaxpr'])
+        inside = _Writer(self._sizes, self._manual | manual)
+        inputs = []
+        for value, spec, var in zip(given, params['in_specs'], inner.invars, strict=True):
+            whole, local = self._new(var.aval, value.shape), inside._new(var.aval)
+            whole.fix(self._border(spec, len(whole.shape), params))
+            steps.append(Step('sharding_constraint', {}, [value], [whole], equation=equation))
+            steps.append(Step(TO_LOCAL, {'axes': manual}, [whole], [local], equation=equation))
+            inputs.append(local)
+        outputs = []
+        results = inside._write(inner, consts, inputs, steps)
+        for local, spec, var in zip(results, params['out_specs'], equation.outvars, strict=True):
+            whole = self._new(var.aval)
+            whole.fix(self._border(spec, len(whole.shape), params))
+            steps.append(Step(TO_GLOBAL, {'axes': manual}, [local], [whole], equation=equation))
+            outputs.append(whole)
+        return outputs
+
+    def _border(self, spec: Any, rank: int, params: Mapping[str, Any]) -> list[Axes | None]:
+        """The layout of an array at the border of a shard_map, whose other axes stay open."""
+        inside = self._manual | frozenset(params['newly_manual_axes'])
+        dims = spec_dims(spec, rank, self._sizes)
+        whole = inside >= set(params['mesh'].axis_names)
+        return dims if whole else [axes or None for axes in dims]
+
+    def _new(self, aval: Any, shape: tuple[int, ...] | None = None) -> Value:
+        shape = tuple(getattr(aval, 'shape', ())) if shape is None else shape
+        dtype = getattr(aval, 'dtype', np.dtype('bool'))  # tokens have none
+        return Value(shape, dtype, [None] * len(shape), [False] * len(shape), self._manual)
+
+
+def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr in a ClosedJaxpr and its constants; a Jaxpr has none."""
+    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, 'jaxpr') else (jaxpr, ())
+
+
+def spec_dims(spec: Any, rank: int, sizes: Mapping[str, int]) -> list[Axes | None]:
+    """The mesh axes of each dimension in a PartitionSpec; None for those that it leaves open."""
+    found: list[Axes | None] = []
+    for entry in [*spec, *(None,) * (rank - len(spec))]:
+        if entry is None or isinstance(entry, str | tuple):
+            axes = (entry,) if isinstance(entry, str) else entry or ()
+            found.append(tuple(axis for axis in axes if sizes.get(axis, 1) > 1))
+        else:
+            found.append(None)  # UNCONSTRAINED
+    return found
+
+
+def item_size(dtype: Any) -> float:
+    """The size of an element in bytes; types of 4 bits have half a byte."""
+    name = str(dtype)
+    if name in ('int4', 'uint4', 'float4_e2m1fn'):
+        return 0.5
+    return getattr(dtype, 'itemsize', 4)
+
+
+def source_of(equation: Any) -> str:
+    """The 'file:line' of the user's Python code that an equation comes from, or ''."""
+    text = source_info_util.summarize(equation.source_info)
+    place = text.split(' ')[0]
+    parts = place.split(':')
+    return ':'.join(parts[:2]) if len(parts) > 1 and parts[1].isdigit() else ''
