@@ -1,1 +1,11 @@
-"""What a traced function says without a compiler: its floating-point operations."""
+"""What a traced function says without a compiler: its operations, layouts, exchanges and memory."""
+
+from partitioning.aot.traced.memory_estimate import (
+    MemoryEstimate as MemoryEstimate,
+    estimate_memory as estimate_memory,
+)
+from partitioning.aot.traced.tracing import (
+    TracedProgram as TracedProgram,
+    lay_out_trace as lay_out_trace,
+    trace_function as trace_function,
+)

@@ -10,32 +10,31 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable
 
-from partitioning.aot.traced.exchanges import KINDS, SLICE
-from partitioning.aot.traced.factors import ELEMENTWISE
+from partitioning.aot.traced.implied_exchanges import SLICE
+from partitioning.aot.traced.primitives import (
+    ELEMENTWISE,
+    PRODUCTS,
+    REDUCTIONS,
+    SCATTERS,
+    names_in,
+)
 from partitioning.aot.traced.steps import TO_GLOBAL, TO_LOCAL, Block, Step, Value
 
 # The result is the operand, or has its elements in another order that its readers can follow.
-VIEWS = frozenset(
+VIEWS = names_in(
     'name sharding_constraint optimization_barrier stop_gradient copy copy_p reshape squeeze '
-    'transpose bitcast_convert_type pvary pcast random_wrap random_unwrap'.split()
+    'transpose bitcast_convert_type pvary pcast random_wrap random_unwrap'
 ) | {TO_LOCAL, TO_GLOBAL}
 _FUSED = (
     ELEMENTWISE
-    | {'broadcast_in_dim', 'iota', 'slice', 'pad', 'dynamic_slice', 'rev', 'concatenate', 'split'}
-    | {SLICE, 'stack', 'expand_dims'}
+    | names_in('broadcast_in_dim iota slice pad dynamic_slice rev concatenate split stack')
+    | {SLICE}
 ) - VIEWS
-REDUCTIONS = frozenset(
-    'reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin'
-    .split()
-)
 # Results that take the place of their first operand.
-IN_PLACE = frozenset(
-    'dynamic_update_slice scatter scatter-add scatter_add scatter-mul scatter-min scatter-max'
-    .split()
-)
-# Computed at once if that is all that is needed of something large.
-_SHRINKING = frozenset({'slice', 'dynamic_slice'})
-_PRODUCTS = frozenset({'dot_general', 'ragged_dot', 'conv_general_dilated'})
+IN_PLACE = SCATTERS | {'dynamic_update_slice'}
+_SLICES = names_in('slice dynamic_slice')
+# A slice of less than this share of an array is computed at once, to free the array.
+_MUCH_LESS = 4
 
 
 class Fusion:
@@ -43,15 +42,17 @@ class Fusion:
 
     Args:
       block: the steps, with their exchanges.
-      in_place: results that must be in memory even though nothing in the block reads them.
+      fuses_products: whether a product is computed in one loop with what is computed from its
+        elements, if that is one array.
     """
 
-    def __init__(self, block: Block):
+    def __init__(self, block: Block, *, fuses_products: bool = False):
+        self._fuses_products = fuses_products
         self._readers: dict[int, list[Step]] = collections.defaultdict(list)
         self._maker: dict[int, Step] = {}
         self._viewed: dict[int, Value] = {}
+        self._in_memory: dict[int, bool] = {}
         self._roots: dict[int, tuple[Value, ...]] = {}
-        self._returned = {id(self.base(value)) for value in block.outputs}
         for step in block.steps:
             for value in step.outputs:
                 self._maker[id(value)] = step
@@ -75,20 +76,45 @@ class Fusion:
 
     def in_memory(self, value: Value) -> bool:
         """Whether an array, which is no view, is in memory."""
+        known = self._in_memory.get(id(value))
+        if known is None:
+            known = self._in_memory[id(value)] = self._decide(value)
+        return known
+
+    def _decide(self, value: Value) -> bool:
         maker = self._maker.get(id(value))
-        if maker is None or maker.name not in _FUSED:
-            return True
-        if id(value) in self._returned:
+        if maker is None or id(value) in self._returned:
             return True
         readers = self._readers[id(value)]
-        products = sum(reader.name in _PRODUCTS for reader in readers)
-        if any(not _fuses(reader) for reader in readers):
+        if maker.name in PRODUCTS and self._fuses_products:
+            return not self._continued(value, readers)
+        if maker.name not in _FUSED or not all(map(_fuses, readers)):
             return True
-        if products > 1:
-            return True
-        return maker.name in _SHRINKING and 4 * value.nbytes <= sum(
-            root.nbytes for root in self.roots(maker.inputs)
-        )
+        if maker.name in _SLICES:
+            read = sum(root.nbytes for root in self.roots(maker.inputs))
+            return _MUCH_LESS * value.nbytes <= read
+        return sum(reader.name in PRODUCTS for reader in readers) > 1
+
+    def _continued(self, value: Value, readers: list[Step]) -> bool:
+        """Whether all that is read of a product is one array that its elements are turned into."""
+        if not all(reader.name in ELEMENTWISE for reader in readers):
+            return False
+        ends = self._ends(value, set())
+        return len(ends) == 1 and all(end.shape == value.shape for end in ends.values())
+
+    def _ends(self, value: Value, seen: set[int]) -> dict[int, Value]:
+        """The arrays in memory that are computed from an array."""
+        found: dict[int, Value] = {}
+        for reader in self._readers[id(value)]:
+            for output in reader.outputs:
+                if id(output) in seen:
+                    continue
+                seen.add(id(output))
+                if reader.name in ELEMENTWISE and not self.in_memory(output):
+                    found |= self._ends(output, seen)
+                else:
+                    found[id(output)] = output
+        return found
 
     def roots(self, values: Iterable[Value]) -> tuple[Value, ...]:
         """The arrays in memory that are read to compute arrays."""
@@ -112,14 +138,4 @@ class Fusion:
 
 def _fuses(reader: Step) -> bool:
     """Whether a step can compute what it reads by itself."""
-    return (
-        reader.name in _FUSED
-        or reader.name in REDUCTIONS
-        or reader.name in _PRODUCTS
-        or reader.name in ('dynamic_update_slice', 'scatter', 'scatter-add')
-    )
-
-
-def is_exchange(step: Step) -> bool:
-    """Whether a step exchanges data with other devices."""
-    return step.name in KINDS
+    return reader.name in _FUSED | REDUCTIONS | PRODUCTS | IN_PLACE

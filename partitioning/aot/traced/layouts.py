@@ -11,12 +11,9 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from partitioning.aot.traced.factors import (
-    ELEMENTWISE,
-    Dimension,
-    Factors,
-    find_factors,
-)
+from partitioning.aot.traced.factor_rules import find_factors
+from partitioning.aot.traced.factors import Dimension, Factors
+from partitioning.aot.traced.primitives import ELEMENTWISE
 from partitioning.aot.traced.steps import (
     TO_GLOBAL,
     TO_LOCAL,
@@ -95,7 +92,11 @@ def _sweep(
 
 
 def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> Division:
-    """Decides how a step is divided: each axis goes to the factor with the most bytes for it."""
+    """Decides how a step is divided: each axis goes to the factor with the most bytes for it.
+
+    As in XLA, a sum is divided if all of its operands are, and only then: otherwise, what is
+    divided along the sum is gathered.
+    """
     votes: dict[str, dict[int, float]] = {}
     orders: list[list[str]] = [[] for _ in factors.sizes]
     for value, array in _arrays(step, factors):
@@ -105,12 +106,28 @@ def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> Division:
                 counts[factor] = counts.get(factor, 0.0) + max(value.nbytes, 1)
                 if axis not in orders[factor]:
                     orders[factor].append(axis)
-    winner = {axis: max(counts, key=lambda f: (counts[f], -f)) for axis, counts in votes.items()}
-    axes = tuple(
+    winner = {axis: _choose(axis, counts, step, factors) for axis, counts in votes.items()}
+    divided = tuple(
         tuple(axis for axis in order if winner[axis] == factor)
         for factor, order in enumerate(orders)
     )
-    return Division(axes, factors)
+    return Division(divided, factors)
+
+
+def _choose(axis: str, votes: Mapping[int, float], step: Step, factors: Factors) -> int:
+    """The factor that an axis divides."""
+    sums = [f for f in votes if f in factors.summed]
+    for f in sums:
+        given = zip(step.inputs, factors.inputs, strict=True)
+        if all(_divides(axis, f, v, array) for v, array in given if any(f in d for d in array)):
+            return f
+    others = [f for f in votes if f not in sums] or sums
+    return max(others, key=lambda f: (votes[f], -f))
+
+
+def _divides(axis: str, factor: int, value: Value, array: Sequence[Dimension]) -> bool:
+    pairs = zip(array, value.dims, strict=True)
+    return any(factor in dim and axis in (axes or ()) for dim, axes in pairs)
 
 
 def _arrays(step: Step, factors: Factors) -> Iterator[tuple[Value, tuple[Dimension, ...]]]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from partitioning.aot.traced.factors import ELEMENTWISE
 from partitioning.aot.traced.fusion import IN_PLACE, VIEWS, Fusion
-from partitioning.aot.traced.steps import Block, Step, Value, carries
+from partitioning.aot.traced.primitives import ELEMENTWISE
+from partitioning.aot.traced.steps import Block, Step, Value, carries, loop_counts
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -31,6 +31,8 @@ def find_peak(
     block: Block,
     size_of: Callable[[Value], int],
     results: Sequence[Value | None] = (),
+    *,
+    fuses_products: bool = False,
 ) -> list[Buffer]:
     """Finds the buffers that are in memory when a block needs the most, besides what it is given.
 
@@ -38,11 +40,12 @@ def find_peak(
       block: the steps, in the order in which they run.
       size_of: the size of an array on a device in bytes.
       results: for each result, the input whose place it takes if that is free by then, or None.
+      fuses_products: whether what is computed from the elements of a product is fused with it.
 
     Returns:
       The buffers.
     """
-    return _Run(block, size_of, results).peak()
+    return _Run(block, size_of, results, fuses_products).peak()
 
 
 class _Run:
@@ -53,9 +56,10 @@ class _Run:
         block: Block,
         size_of: Callable[[Value], int],
         results: Sequence[Value | None],
+        fuses_products: bool,
     ):
-        self._block, self._size_of = block, size_of
-        self._fusion = Fusion(block)
+        self._block, self._size_of, self._fuses_products = block, size_of, fuses_products
+        self._fusion = Fusion(block, fuses_products=fuses_products)
         self._buffers: dict[int, Buffer] = {}
         self._made: dict[int, list[Buffer]] = {}
         self._inner: dict[int, list[Buffer]] = {}
@@ -116,9 +120,10 @@ class _Run:
             candidates = [self._fusion.base(loop[number])] if number < len(loop) else ()
         for value in candidates:
             old = self._buffers.get(id(value))
-            if old is not None and old.last <= time and old.nbytes >= new.nbytes > 0:
-                if step.bodies or step.name in IN_PLACE or old.nbytes == new.nbytes:
-                    return old
+            if old is None or old.last > time or not old.nbytes >= new.nbytes > 0:
+                continue
+            if step.bodies or step.name in IN_PLACE or old.nbytes == new.nbytes:
+                return old
         return None
 
     def peak(self) -> list[Buffer]:
@@ -146,17 +151,13 @@ class _Run:
             places: list[Value | None] = [None] * len(body.outputs)
             for i, (given, _) in enumerate(carries(step)):
                 places[i] = given
-            found = find_peak(body, self._size_of, places)
+            found = find_peak(body, self._size_of, places, fuses_products=self._fuses_products)
             if sum(b.nbytes for b in found) > sum(b.nbytes for b in best):
                 best = found
         return best
 
 
 def _outer_carries(step: Step) -> list[tuple[Value, Value]]:
-    if step.name == 'scan':
-        first, count = step.params['num_consts'], step.params['num_carry']
-    elif step.name == 'while':
-        first, count = step.params['body_nconsts'], len(step.outputs)
-    else:
-        return []
-    return list(zip(step.inputs[first : first + count], step.outputs[:count], strict=True))
+    """What a loop is given to begin with, and what it returns in the end."""
+    consts, carry = loop_counts(step)
+    return list(zip(step.inputs[consts:][:carry], step.outputs[:carry], strict=True))

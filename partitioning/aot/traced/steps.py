@@ -1,4 +1,4 @@
-"""A traced function as steps on arrays: calls are written out, and what nothing uses is left out."""
+"""A traced function as steps on arrays: calls are written out, unused results are left out."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Value:
     @property
     def nbytes(self) -> int:
         """The size of the whole array in bytes."""
-        return math.prod(self.shape) * item_size(self.dtype)
+        return math.ceil(math.prod(self.shape) * item_size(self.dtype))
 
     def shard_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape on one device, for a mesh with axes of these sizes."""
@@ -53,7 +53,7 @@ class Value:
 
     def shard_bytes(self, sizes: Mapping[str, int]) -> int:
         """The size on one device in bytes."""
-        return math.prod(self.shard_shape(sizes)) * item_size(self.dtype)
+        return math.ceil(math.prod(self.shard_shape(sizes)) * item_size(self.dtype))
 
     def fix(self, dims: Sequence[Axes | None]) -> None:
         """Keeps the layout of all dimensions but those that are None."""
@@ -73,6 +73,7 @@ class Step:
       bodies: what it executes itself: the body of a loop, the branches of a `cond`.
       times: how often it executes them.
       equation: where it comes from, or None.
+      stack: the names of the transformations and scopes around it.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Step:
     bodies: tuple[Block, ...] = ()
     times: int = 1
     equation: Any = None
+    stack: str = ''
 
     @property
     def source(self) -> str:
@@ -91,8 +93,12 @@ class Step:
     @property
     def op_name(self) -> str:
         """The path of the jax operation."""
-        stack = str(self.equation.source_info.name_stack) if self.equation is not None else ''
-        return f'{stack}/{self.name}' if stack else self.name
+        return f'{self.stack}/{self.name}' if self.stack else self.name
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it is a part of a backward pass."""
+        return 'transpose(' in self.stack
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -122,26 +128,35 @@ class Tie:
 
 def ties(step: Step) -> Iterator[Tie]:
     """The arrays that the bodies of a step share with its surroundings."""
+    consts, carry = loop_counts(step)
     for body in step.bodies:
-        inputs, first = step.inputs, 0
-        if step.name == 'cond':
-            inputs = inputs[1:]
-        elif step.name == 'scan':
-            first = step.params['num_consts'] + step.params['num_carry']
-        for i, (outer, inner) in enumerate(zip(inputs, body.inputs, strict=True)):
-            yield Tie(outer=outer, inner=inner, stacked=0 < first <= i, output=False)
-        first = step.params.get('num_carry', len(body.outputs))
+        given = step.inputs[len(step.inputs) - len(body.inputs) :]  # not the index of a `cond`
+        for i, (outer, inner) in enumerate(zip(given, body.inputs, strict=True)):
+            stacked = step.name == 'scan' and i >= consts + carry
+            yield Tie(outer=outer, inner=inner, stacked=stacked, output=False)
         for i, (outer, inner) in enumerate(zip(step.outputs, body.outputs, strict=True)):
-            yield Tie(outer=outer, inner=inner, stacked=i >= first, output=True)
+            stacked = step.name == 'scan' and i >= carry
+            yield Tie(outer=outer, inner=inner, stacked=stacked, output=True)
 
 
 def carries(step: Step) -> Iterator[tuple[Value, Value]]:
     """What a loop passes from one iteration to the next: what it is given, and what it returns."""
-    if step.name in ('scan', 'while'):
-        (body,) = step.bodies
-        first = step.params['num_consts'] if step.name == 'scan' else step.params['body_nconsts']
-        count = step.params['num_carry'] if step.name == 'scan' else len(body.outputs)
-        yield from zip(body.inputs[first : first + count], body.outputs[:count], strict=True)
+    consts, carry = loop_counts(step)
+    for body in step.bodies if carry else ():
+        yield from zip(body.inputs[consts:][:carry], body.outputs[:carry], strict=True)
+
+
+def loop_counts(step: Step) -> tuple[int, int]:
+    """The number of constants of a loop, and of arrays that it passes on; (0, 0) if it is none."""
+    params = step.params
+    if step.name == 'while':
+        return params['body_nconsts'], len(step.outputs)
+    if step.name != 'scan':
+        return 0, 0
+    if 'num_carry' in params:
+        return params['num_consts'], params['num_carry']
+    consts, carry, _ = params['ft_in'].unpack()  # from jax 0.12 on
+    return len(consts), len(carry)
 
 
 def write_out(jaxpr: Any, sizes: Mapping[str, int]) -> Block:
@@ -175,7 +190,7 @@ def remove_unused(block: Block) -> None:
 def _drop_unused_stacks(step: Step, used: set[int]) -> None:
     """Removes the stacked results of a scan that nothing uses."""
     (body,) = step.bodies
-    count = step.params['num_carry']
+    _, count = loop_counts(step)
     keep = [i for i, output in enumerate(step.outputs) if i < count or id(output) in used]
     step.outputs = [step.outputs[i] for i in keep]
     body.outputs = [body.outputs[i] for i in keep]
@@ -191,10 +206,11 @@ class _Writer:
     Args:
       sizes: the size of each mesh axis.
       manual: the mesh axes of the shard_maps around them.
+      stack: the names of the transformations and scopes around them.
     """
 
-    def __init__(self, sizes: Mapping[str, int], manual: frozenset[str]):
-        self._sizes, self._manual = sizes, manual
+    def __init__(self, sizes: Mapping[str, int], manual: frozenset[str], stack: str = ''):
+        self._sizes, self._manual, self._stack = sizes, manual, stack
 
     def block(self, jaxpr: Any) -> Block:
         inner, consts = _open(jaxpr)
@@ -221,52 +237,60 @@ class _Writer:
 
     def _step(self, equation: Any, given: list[Value], steps: list[Step]) -> list[Value]:
         name, params = equation.primitive.name, equation.params
+        own = str(equation.source_info.name_stack)
+        stack = '/'.join(filter(None, (self._stack, own)))
+        inside = _Writer(self._sizes, self._manual, stack)
         if name == 'shard_map':
-            return self._shard_map(equation, given, steps)
+            return self._shard_map(equation, given, steps, stack)
         called = next((params[key] for key in _CALLED if key in params), None)
         if called is not None and name not in _NOT_CALLS:
             inner, consts = _open(called)
             if len(inner.invars) == len(given):
-                return self._write(inner, consts, given, steps)
+                return inside._write(inner, consts, given, steps)
         outputs = [self._new(var.aval) for var in equation.outvars]
         if name == 'sharding_constraint' and hasattr(params['sharding'], 'spec'):
             rank = len(outputs[0].shape)
             outputs[0].fix(spec_dims(params['sharding'].spec, rank, self._sizes))
         if name in _PAIRWISE:
             for one, other in zip(given, outputs, strict=True):
-                steps.append(Step(name, params, [one], [other], equation=equation))
+                steps.append(Step(name, params, [one], [other], (), 1, equation, stack))
             return outputs
         bodies: tuple[Block, ...] = ()
         times = 1
         if name == 'scan':
-            bodies, times = (self.block(params['jaxpr']),), params['length']
+            bodies, times = (inside.block(params['jaxpr']),), params['length']
         elif name == 'while':
             # The condition is a comparison: only the body matters.
             given = given[params['cond_nconsts'] :]
-            bodies = (self.block(params['body_jaxpr']),)
+            bodies = (inside.block(params['body_jaxpr']),)
         elif name == 'cond':
-            bodies = tuple(map(self.block, params['branches']))
-        steps.append(Step(name, params, given, outputs, bodies, times, equation))
+            bodies = tuple(map(inside.block, params['branches']))
+        steps.append(Step(name, params, given, outputs, bodies, times, equation, stack))
         return outputs
 
-    def _shard_map(self, equation: Any, given: list[Value], steps: list[Step]) -> list[Value]:
+    def _shard_map(
+        self, equation: Any, given: list[Value], steps: list[Step], stack: str
+    ) -> list[Value]:
         params = equation.params
         manual = frozenset(params['newly_manual_axes'])
         inner, consts = _open(params['jaxpr'])
-        inside = _Writer(self._sizes, self._manual | manual)
+        inside = _Writer(self._sizes, self._manual | manual, stack)
         inputs = []
         for value, spec, var in zip(given, params['in_specs'], inner.invars, strict=True):
             whole, local = self._new(var.aval, value.shape), inside._new(var.aval)
             whole.fix(self._border(spec, len(whole.shape), params))
-            steps.append(Step('sharding_constraint', {}, [value], [whole], equation=equation))
-            steps.append(Step(TO_LOCAL, {'axes': manual}, [whole], [local], equation=equation))
+            border = (), 1, equation, stack
+            steps.append(Step('sharding_constraint', {}, [value], [whole], *border))
+            steps.append(Step(TO_LOCAL, {'axes': manual}, [whole], [local], *border))
             inputs.append(local)
         outputs = []
         results = inside._write(inner, consts, inputs, steps)
         for local, spec, var in zip(results, params['out_specs'], equation.outvars, strict=True):
             whole = self._new(var.aval)
             whole.fix(self._border(spec, len(whole.shape), params))
-            steps.append(Step(TO_GLOBAL, {'axes': manual}, [local], [whole], equation=equation))
+            steps.append(
+                Step(TO_GLOBAL, {'axes': manual}, [local], [whole], (), 1, equation, stack)
+            )
             outputs.append(whole)
         return outputs
 

@@ -10,8 +10,9 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from partitioning.aot.compiled.costs import mesh_axes
-from partitioning.aot.traced.exchanges import insert_exchanges
+from partitioning.aot.traced.implied_exchanges import insert_exchanges
 from partitioning.aot.traced.layouts import propagate
+from partitioning.aot.traced.merging import merge_exchanges
 from partitioning.aot.traced.steps import Block, Step, Value, spec_dims, write_out
 
 
@@ -69,7 +70,7 @@ def lay_out_trace(
 ) -> TracedProgram:
     """Lays out the arrays of a function that has been traced; see `trace_function`."""
     # jax has no public name for these.
-    params: Mapping[str, Any] = traced._params  # type: ignore[attr-defined]
+    params: Mapping[str, Any] = traced._params
     leaves = jax.tree.leaves(abstract_args)
     given = [getattr(leaf, 'sharding', None) for leaf in leaves]
     stated = list(params['in_shardings'])
@@ -90,6 +91,7 @@ def lay_out_trace(
     _state_results(block, params['out_shardings'], sizes)
     propagate(block, sizes)
     unknown = insert_exchanges(block, sizes)
+    merge_exchanges(block)
     if slices is None:
         slices = mesh_axes(mesh).slices if isinstance(mesh, Mesh) else {}
     return TracedProgram(

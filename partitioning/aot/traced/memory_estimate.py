@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+import math
+from collections.abc import Callable
 
 from partitioning.aot.compiled.peak_memory import LiveArray
 from partitioning.aot.traced.live_ranges import Buffer, find_peak
-from partitioning.aot.traced.steps import Block, Step, Value
+from partitioning.aot.traced.padding import kernel_ratios, padded_bytes
+from partitioning.aot.traced.passes import find_kept
+from partitioning.aot.traced.steps import Value
 from partitioning.aot.traced.tracing import TracedProgram
+from partitioning.hardware import Chip
 
 _SHORT_NAMES = {'float': 'f', 'bfloat': 'bf', 'int': 's', 'uint': 'u', 'bool': 'pred'}
 
@@ -37,29 +41,48 @@ class MemoryEstimate:
     unknown: tuple[str, ...]
 
 
-def estimate_memory(traced: TracedProgram) -> MemoryEstimate:
+def estimate_memory(traced: TracedProgram, chip: Chip | None = None) -> MemoryEstimate:
     """Estimates the memory of a device from the live ranges of the arrays of a traced function.
 
     Steps run in the order of the program, loops are fused as XLA fuses them, and results take the
     place of donated arguments.
+
+    Args:
+      traced: the function.
+      chip: the chip. TPUs keep arrays in tiles, and compute on the results of products before
+        they write them.
     """
-    sizes = traced.axis_sizes
-
-    def size_of(value: Value) -> int:
-        return int(value.shard_bytes(sizes))
-
-    live = find_peak(traced.block, size_of, _donations(traced))
-    arguments = traced.argument_bytes
-    gradients, activations = _between_passes(traced, size_of)
+    on_tpu = chip is not None and chip.platform == 'tpu'
+    size_of = _tiled_sizes(traced) if on_tpu else _exact_sizes(traced)
+    live = find_peak(traced.block, size_of, _donations(traced), fuses_products=on_tpu)
+    arguments = tuple(map(size_of, traced.block.inputs))
+    kept = find_kept(traced.block, traced.donated, size_of)
     return MemoryEstimate(
         peak=sum(arguments) + sum(buffer.nbytes for buffer in live),
         arguments=sum(arguments),
         argument_bytes=arguments,
-        gradients=gradients,
-        activations=activations,
+        gradients=kept.gradients,
+        activations=kept.activations,
         buffers=_describe(live, traced),
         unknown=traced.unknown,
     )
+
+
+def _exact_sizes(traced: TracedProgram) -> Callable[[Value], int]:
+    return lambda value: math.ceil(value.shard_bytes(traced.axis_sizes))
+
+
+def _tiled_sizes(traced: TracedProgram) -> Callable[[Value], int]:
+    """The sizes of arrays in the tiles of TPUs."""
+    sizes = traced.axis_sizes
+    ratios = kernel_ratios(traced.block, sizes)
+
+    def size_of(value: Value) -> int:
+        if (ratio := ratios.get(id(value))) is not None:
+            return math.ceil(value.shard_bytes(sizes) * ratio)
+        return padded_bytes(value.shard_shape(sizes), value.dtype)
+
+    return size_of
 
 
 def _donations(traced: TracedProgram) -> list[Value | None]:
@@ -97,7 +120,3 @@ def _short_name(value: Value) -> str:
     name = str(value.dtype)
     letters = name.rstrip('0123456789')
     return _SHORT_NAMES.get(letters, letters) + name[len(letters) :]
-
-
-def _between_passes(traced: TracedProgram, size_of) -> tuple[int, int]:
-    return 0, 0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from partitioning.aot.traced.factors import find_factors
+from partitioning.aot.traced.factor_rules import find_factors
 from partitioning.aot.traced.layouts import divide
 from partitioning.aot.traced.steps import (
     TO_GLOBAL,
@@ -93,7 +93,7 @@ class _Exchanges:
             self.unknown.add(step.name)
         division = divide(step, factors, self._sizes)
         step.inputs = [
-            self._move(value, division.layout(array), step, out, moved, keep_finer=False)
+            self._move(value, division.layout(array), step, out, moved)
             for value, array in zip(step.inputs, factors.inputs, strict=True)
         ]
         out.append(step)
@@ -109,8 +109,9 @@ class _Exchanges:
         """Moves what a loop or a branch is given and returns to where it is needed."""
         for body in step.bodies:
             self.rewrite(body)
+        offset = len(step.inputs) - len(step.bodies[0].inputs)
         for i, tie in enumerate(t for t in ties(step) if not t.output):
-            index = i % max(len(step.bodies[0].inputs), 1) + (step.name == 'cond')
+            index = offset + i % max(len(step.bodies[0].inputs), 1)
             lead = [tie.outer.dims[0]] if tie.stacked else []
             wanted = [*lead, *tie.inner.dims]
             step.inputs[index] = self._move(tie.outer, wanted, step, out, moved)
@@ -129,7 +130,6 @@ class _Exchanges:
         step: Step,
         out: list[Step],
         moved: dict,
-        keep_finer: bool = False,
     ) -> Value:
         """Returns an array in the layout that a step needs. Equal moves happen once."""
         target = tuple(axes or () for axes in wanted)
@@ -147,12 +147,12 @@ class _Exchanges:
         """Adds the steps that bring an array into the layout of another."""
         for kind, axes, dims in plan_moves(source.dims, target.dims, partial):
             made = _like(source, dims)
-            out.append(Step(kind, {'axes': axes}, [source], [made], equation=step.equation))
+            out.append(_between(kind, axes, source, made, step))
             source = made
         if out[-1].outputs == [source]:
             out[-1].outputs = [target]
         else:
-            out.append(Step('sharding_constraint', {}, [source], [target], equation=step.equation))
+            out.append(_between('sharding_constraint', (), source, target, step))
 
 
 def plan_moves(
@@ -209,6 +209,11 @@ def _same(a: Sequence[Axes | None], b: Sequence[Axes | None]) -> bool:
 def _like(value: Value, dims: Sequence[Axes | None]) -> Value:
     fixed = [True] * len(value.shape)
     return Value(value.shape, value.dtype, [axes or () for axes in dims], fixed, value.manual)
+
+
+def _between(kind: str, axes: Axes, source: Value, target: Value, step: Step) -> Step:
+    """A step that another one needs."""
+    return Step(kind, {'axes': axes}, [source], [target], (), 1, step.equation, step.stack)
 
 
 def group_size(axes: Axes, sizes: Mapping[str, int]) -> int:
