@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any
 
 from partitioning.aot.blame import Cause
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.peak_memory import LiveArray
+from partitioning.aot.plain_values import from_plain, to_plain
+from partitioning.aot.preparing.target import BackEnd
 from partitioning.aot.timing import StepTime
+from partitioning.aot.timing.work import Origin
 from partitioning.hardware import Chip
 from partitioning.mesh import AxisRing, Placement
 from partitioning.plan import PlanRow
+from partitioning.plan.plan_file import row_from_json, row_to_json
+from partitioning.untrusted_text import parse_json
 
-# The compiler that the figures come from. 'cpu' compiles for virtual CPU devices in place of the
-# machine. 'none' compiles nothing: the figures are derived from the traced function.
-BackEnd = Literal['tpu', 'gpu', 'cpu', 'none']
+FORMAT = 'meshwright forecast 1'
+# What the JSON of a forecast has in addition to its fields.
+_DERIVED = ('format', 'fits', 'mfu')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,6 +43,8 @@ class MemoryForecast:
       activations: what the forward pass keeps for the backward pass, by formula.
       analytic_peak: the peak by formula, without a compiler.
       buffers: the largest arrays at the peak besides the arguments, each with its cause.
+      buffers_from: whether the buffers are from the compiled program, or by formula, as if the
+        compiler finds that the memory does not suffice and makes no program.
     """
 
     limit: int | None
@@ -51,6 +59,7 @@ class MemoryForecast:
     activations: int
     analytic_peak: int
     buffers: tuple[tuple[LiveArray, Cause | None], ...]
+    buffers_from: Origin = 'compiler'
 
     @property
     def fits(self) -> bool | None:
@@ -73,6 +82,23 @@ class Replicated:
     nbytes: int
     axes: tuple[str, ...]
     reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remedy:
+    """A setting with which a function needs less memory.
+
+    Attributes:
+      setting: what to write, such as "TransformerConfig.remat = 'full'".
+      peak: the most memory of a device that is in use with it, in bytes.
+      fits: whether that suffices; None if the limit is not known.
+      peak_from: whether the peak is from the compiler, or by formula.
+    """
+
+    setting: str
+    peak: int
+    fits: bool | None
+    peak_from: Origin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,6 +139,7 @@ class Forecast:
       arrays: the arrays of the arguments, in their order, each with its layout and reasons.
       rings: the network and the distances along each axis of the mesh.
       placement: where the devices of the mesh are in the machine; None if the mesh has no devices.
+      remedies: what would make the function fit, if it does not.
     """
 
     function: str
@@ -135,6 +162,7 @@ class Forecast:
     arrays: tuple[PlanRow, ...] = ()
     rings: tuple[AxisRing, ...] = ()
     placement: Placement | None = None
+    remedies: tuple[Remedy, ...] = ()
 
     @property
     def fits(self) -> bool | None:
@@ -147,3 +175,50 @@ class Forecast:
         if self.time is None or self.chip is None:
             return None
         return self.model_flops / (self.time.seconds * self.chip.peak_flops_per_device)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The forecast as values that JSON can hold, with "fits" and "mfu" next to its fields.
+
+        `placement`, which is long and only for pictures, is left out.
+        """
+        derived = {'format': FORMAT, 'fits': self.fits, 'mfu': self.mfu}
+        held = to_plain(dataclasses.replace(self, arrays=(), placement=None))
+        del held['placement']
+        return derived | held | {'arrays': [row_to_json(row) for row in self.arrays]}
+
+    def to_json(self) -> str:
+        """The text of a file, with a line for each part and each array.
+
+        Two forecasts of one program differ only in "compilation".
+        """
+        return _to_lines(self.as_dict())
+
+    @classmethod
+    def from_json(cls, text: str) -> Forecast:
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ValueError: if the text is not a forecast.
+        """
+        try:
+            held = parse_json(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f'the file is not JSON: {error}') from error
+        if not isinstance(held, dict) or held.get('format') != FORMAT:
+            found = held.get('format') if isinstance(held, dict) else held
+            raise ValueError(f'the file must have "format": "{FORMAT}", not {found!r}')
+        fields = {k: v for k, v in held.items() if k not in (*_DERIVED, 'arrays')}
+        made = from_plain(cls, fields, 'forecast')
+        rows = tuple(row_from_json(row, made.mesh) for row in held.get('arrays', ()))
+        return dataclasses.replace(made, arrays=rows)
+
+
+def _to_lines(held: Mapping[str, Any]) -> str:
+    """JSON in which each entry of the object, and each object in a list in it, has its own line."""
+    lines = []
+    for key, value in held.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = '[\n' + ',\n'.join(f'  {json.dumps(x)}' for x in value) + '\n ]'
+        lines.append(f' {json.dumps(key)}: {text}')
+    return '{\n' + ',\n'.join(lines) + '\n}\n'

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from partitioning.hardware.chips import CHIPS, Chip, torus_wrap
+from partitioning.hardware.cloud_names import from_cloud_name
 from partitioning.hardware.devices import JaxDevice
 from partitioning.hardware.gpu_targets import target_config
 from partitioning.rules import is_count, nearest
@@ -77,7 +78,7 @@ def describe_topology(
 
     Args:
       name: a chip and its arrangement: 'v5e:4x4' (x, y), 'v5p:4x4x8' (x, y, z), or 'h100:2x8'
-        (hosts, GPUs per host).
+        (hosts, GPUs per host). The names of clouds, such as 'v5p-128', are accepted too.
       num_slices: the number of TPU slices, or of NVLink domains of the hosts in `name`, which the
         data centre network joins. With 1, each GPU host is a separate domain.
       wrap: for each dimension of a TPU slice, whether its links close to a ring; by default as in
@@ -93,6 +94,7 @@ def describe_topology(
       RuntimeError: if the compiler of the platform is not installed.
     """
     chip, shape = parse_topology(name)
+    name = f'{chip.name}:{_by(shape)}'
     if not is_count(num_slices):
         raise ValueError(f'num_slices={num_slices!r} must be an integer >= 1')
     if chip.platform == 'gpu':
@@ -119,7 +121,13 @@ def describe_topology(
 
 
 def parse_topology(name: str) -> tuple[Chip, tuple[int, ...]]:
-    """Returns the chip and the arrangement of 'v5p:4x4x8'; raises ValueError for other names."""
+    """Returns the chip and the arrangement of 'v5p:4x4x8' or 'v5p-256'.
+
+    Raises:
+      ValueError: for other names.
+    """
+    if isinstance(name, str):
+        name = from_cloud_name(name) or name
     kind, _, arrangement = name.partition(':') if isinstance(name, str) else ('', '', '')
     if kind not in CHIPS:
         raise ValueError(

@@ -86,7 +86,7 @@ def from_json(
     options = held.get('compiler_options', [])
     if not isinstance(options, list):
         raise ValueError(f'"compiler_options" must be a list, not {options!r}')
-    made = tuple(_row_from_json(row, mesh) for row in rows)
+    made = tuple(row_from_json(row, mesh) for row in rows)
     return made, dict(mesh), tuple(map(_option_from_json, options))
 
 
@@ -139,8 +139,16 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return held
 
 
-def _row_from_json(row: Any, mesh: Mapping[str, int]) -> PlanRow:
-    """Makes a row, computes its figures, and compares them with the figures in the file."""
+def row_from_json(row: Any, mesh: Mapping[str, int]) -> PlanRow:
+    """Makes a row, computes its figures, and compares them with the figures in the file.
+
+    Args:
+      row: what `row_to_json` made of it.
+      mesh: the sizes of the mesh axes.
+
+    Raises:
+      ValueError: if it is malformed, or if a figure contradicts its axes.
+    """
     if not isinstance(row, Mapping) or not isinstance(row.get('path'), str):
         raise ValueError(f'a row must be an object with a "path", not {row!r}')
     path = row['path']

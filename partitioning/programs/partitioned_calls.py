@@ -17,6 +17,7 @@ from partitioning.programs.partitioned import PartitionedCallable
 from partitioning.programs.partitioned_methods import PartitionedMethods
 from partitioning.programs.recompilation import OnRecompile, TraceLog, observe
 from partitioning.programs.resources import check_entries, check_not_both, to_shardings
+from partitioning.programs.settings import PartitionSettings
 from partitioning.rules import LogicalAxisRules
 
 
@@ -75,6 +76,15 @@ def partition_function(
     methods += ['clear_cache', 'num_traces', 'num_compilations']
     call.__dict__.update({name: getattr(partitioned, name) for name in methods})
     call.__dict__['_partitioned'] = partitioned
+    call.__dict__['_settings'] = PartitionSettings(
+        fn=fn,
+        in_axis_resources=in_resources,
+        out_axis_resources=out_resources,
+        static_argnums=static_argnums,
+        donate_argnums=donate_argnums,
+        on_recompile=on_recompile,
+        compiler_options=compiler_options,
+    )
     return cast(PartitionedCallable, call)
 
 

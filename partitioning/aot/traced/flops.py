@@ -8,6 +8,9 @@ from typing import Any
 
 import jax
 
+# The name scope in which jax traces what the backward pass of `jax.checkpoint` computes again.
+RECOMPUTED = 'rematted_computation'
+
 
 def count_flops(function: Any, *args: Any) -> float:
     """Counts the FLOPs of all matrix products and convolutions of a function.
@@ -22,19 +25,23 @@ def count_flops(function: Any, *args: Any) -> float:
     return count_jaxpr_flops(jax.make_jaxpr(function)(*args).jaxpr)
 
 
-def count_jaxpr_flops(jaxpr: Any, *, kernels: bool = True) -> float:
+def count_jaxpr_flops(jaxpr: Any, *, kernels: bool = True, recomputed: bool = True) -> float:
     """Counts the FLOPs of a jaxpr as `count_flops` does, on all devices together.
 
     Args:
       jaxpr: the jaxpr.
       kernels: whether to count the matrix products of Pallas kernels, with blocks that they skip.
+      recomputed: whether what the backward pass computes again counts: the parts of
+        `jax.checkpoint`, and others that are traced in `jax.named_scope(RECOMPUTED)`.
     """
-    return math.fsum(_count_equation(equation, kernels) for equation in jaxpr.eqns)
+    return math.fsum(_count_equation(equation, kernels, recomputed) for equation in jaxpr.eqns)
 
 
-def _count_equation(equation: Any, kernels: bool) -> float:
+def _count_equation(equation: Any, kernels: bool, recomputed: bool) -> float:
     params, name = equation.params, equation.primitive.name
     if name == 'pallas_call' and not kernels:
+        return 0.0
+    if not recomputed and RECOMPUTED in str(equation.source_info.name_stack):
         return 0.0
     if name == 'dot_general':
         (contracted, _), _ = params['dimension_numbers']
@@ -45,7 +52,7 @@ def _count_equation(equation: Any, kernels: bool) -> float:
         features = kernel.shape[params['dimension_numbers'].rhs_spec[0]]
         return 2.0 * output.size * kernel.size / features
     inner = [
-        count_jaxpr_flops(body, kernels=kernels)
+        count_jaxpr_flops(body, kernels=kernels, recomputed=recomputed)
         for value in params.values()
         for body in _bodies(value)
     ]

@@ -1,0 +1,205 @@
+"""The forecast of a partitioned function on a machine, which need not be here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from partitioning.aot.compiled.costs import (
+    MemoryUse,
+    ProgramCosts,
+    costs_of_text,
+    mesh_axes,
+    read_memory,
+)
+from partitioning.aot.preparing.compiling import (
+    Program,
+    Progress,
+    Stopwatch,
+    compile_traced,
+    trace,
+)
+from partitioning.aot.preparing.held import (
+    HeldArray,
+    bytes_by_role,
+    find_held,
+    free_axes,
+    reasons,
+)
+from partitioning.aot.preparing.target import (
+    Target,
+    target_of_mesh,
+    target_of_topology,
+    version_of,
+)
+from partitioning.aot.preparing.moving import move_arguments, move_function, move_partitioner
+from partitioning.aot.report import Compilation, Forecast, MemoryForecast, Replicated
+from partitioning.aot.traced.flops import count_jaxpr_flops
+from partitioning.hardware import OptionValue
+from partitioning.mesh import axis_rings, find_placement
+from partitioning.partitioner import BasePartitioner
+from partitioning.programs import PartitionedCallable
+from partitioning.programs.boundary import Boundary
+
+_LARGEST = 20  # the buffers of a forecast
+
+
+def forecast(
+    partitioner: BasePartitioner,
+    fn: PartitionedCallable,
+    *abstract_args: Any,
+    topology: str | None = None,
+    num_slices: int = 1,
+    axes: Mapping[str, int] | None = None,
+    compile: bool = True,
+    compiler_options: Mapping[str, OptionValue] | None = None,
+    on_cpu: bool = False,
+    progress: Progress | None = None,
+) -> Forecast:
+    """Forecasts a call of a partitioned function: memory, exchanged data, FLOPs and time.
+
+    Nothing is allocated. A function that needs too much memory is an answer and not an error.
+
+    Usage:
+      step = partitioner.partition(train_step, (plan.specs, data_spec), (plan.specs, None))
+      print(forecast(partitioner, step, plan.abstract_state, batch, topology='v5p:4x4x4'))
+
+    Args:
+      partitioner: the partitioner of the function.
+      fn: what `partitioner.partition` returned.
+      *abstract_args: the arguments of a call, as ShapeDtypeStructs, arrays or static values.
+      topology: a machine, such as 'v5p:4x4x4', 'v5p-128' or 'h100:2x8', to which the function is
+        moved; by default, the machine of the partitioner's mesh. The mesh has the same axes there.
+      num_slices: the number of slices of `topology`.
+      axes: the sizes of the mesh axes on `topology`, such as {'data': -1, 'model': 8}, if they are
+        not those of the partitioner's mesh.
+      compile: whether to compile. Without, all figures are by formula, and come within seconds.
+      compiler_options: options of the compiler in addition to those of the function.
+      on_cpu: whether to compile for virtual CPU devices in place of the machine. This happens in
+        any case if the compiler of the machine is not installed.
+      progress: receives a text when a stage begins.
+
+    Raises:
+      ValueError: if there is no such machine, if the mesh or the layouts do not fit it, or if an
+        argument does not fit the function.
+    """
+    say = progress or (lambda text: None)
+    watch = Stopwatch()
+    if topology is None:
+        target = target_of_mesh(partitioner.mesh)
+    else:
+        say(f'describing {topology}')
+        target = target_of_topology(
+            topology, _mesh_of(partitioner), num_slices=num_slices, axes=axes, on_cpu=on_cpu
+        )
+        original = _mesh_of(partitioner)
+        partitioner = move_partitioner(partitioner, target.mesh)
+        same = not target.is_stand_in
+        fn = move_function(partitioner, fn, original, with_options=same)
+        compiler_options = compiler_options if same else None
+    abstract_args = move_arguments(abstract_args, target.mesh)
+    boundary: Boundary = fn._partitioned.boundary  # type: ignore[attr-defined]
+    name = boundary.arguments.function
+    say(f'tracing {name}')
+    program = trace(fn, abstract_args)
+    held = find_held(boundary, abstract_args, partitioner)
+    if compile:
+        say(f'compiling {name} for {target.topology} with {target.version}')
+        program = compile_traced(program, name, target.mesh, compiler_options)
+    else:
+        target = dataclasses.replace(target, back_end='none', version=version_of('none'))
+    costs = _read(program, target)
+    jaxpr = program.traced.jaxpr.jaxpr
+    memory = _memory(program, target, costs, held)
+    return Forecast(
+        function=name,
+        topology=target.topology,
+        num_slices=target.num_slices,
+        chip=target.chip,
+        num_devices=target.mesh.size,
+        mesh=dict(target.mesh.shape),
+        back_end=target.back_end,
+        back_end_version=target.version,
+        memory=memory,
+        model_flops=count_jaxpr_flops(jaxpr, recomputed=False) / target.mesh.size,
+        program_flops=count_jaxpr_flops(jaxpr) / target.mesh.size,
+        time=None,
+        collectives=tuple((c, None) for c in _largest_first(costs)),
+        replicated=_replicated(held, target.mesh),
+        warnings=program.warnings,
+        notes=tuple(_notes(program, target, costs, memory)),
+        compilation=Compilation(seconds=watch.seconds, peak_rss=watch.peak_rss),
+        arrays=tuple(array.row for array in held),
+        rings=() if target.is_stand_in else tuple(axis_rings(target.mesh)),
+        placement=None if target.is_stand_in else find_placement(target.mesh),
+    )
+
+
+def _mesh_of(partitioner: BasePartitioner) -> Any:
+    """The mesh of a partitioner, or its description, which need not fit the devices that are here."""
+    return partitioner._mesh_source
+
+
+def _read(program: Program, target: Target) -> ProgramCosts | None:
+    """What the compiled program says."""
+    if program.compiled is None:
+        return None
+    axes = mesh_axes(target.mesh)
+    axes = dataclasses.replace(axes, slices=axes.slices or target.slices)
+    chip = target.chip.name if target.chip else None
+    costs = costs_of_text(program.compiled.as_text() or '', mesh=axes, chip=chip)
+    platform = target.mesh.devices.flat[0].platform
+    return dataclasses.replace(costs, memory=read_memory(program.compiled, platform))
+
+
+def _memory(
+    program: Program, target: Target, costs: ProgramCosts | None, held: Sequence[HeldArray]
+) -> MemoryForecast:
+    roles = bytes_by_role(held)
+    arguments = sum(roles.values())
+    limit = None if target.chip is None else target.chip.hbm_bytes_per_device
+    use: MemoryUse | None = costs.memory if costs else None
+    peak = arguments if use is None else use.peak
+    if (exceeded := program.out_of_memory) is not None:
+        peak, limit = exceeded.needed, exceeded.available
+    buffers = costs.at_peak.arrays[:_LARGEST] if costs else ()
+    return MemoryForecast(
+        limit=limit,
+        peak=peak,
+        arguments=arguments,
+        **roles,
+        temporaries=None if use is None else use.temporaries,
+        gradients=roles['parameters'] if roles['optimizer'] else 0,
+        activations=0,
+        analytic_peak=0,
+        buffers=tuple((array, None) for array in buffers),
+        buffers_from='jaxpr' if costs is None else 'compiler',
+    )
+
+
+def _largest_first(costs: ProgramCosts | None) -> list[Any]:
+    found = [] if costs is None else costs.collectives
+    return sorted(found, key=lambda c: (-c.total_bytes, c.kind, c.op_name, c.source))
+
+
+def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]:
+    """The arrays that devices along some axes hold in full, the largest first."""
+    why = reasons([array.row for array in held], mesh)
+    found = [
+        Replicated(
+            path=array.row.path,
+            nbytes=array.nbytes,
+            axes=free_axes(array.row, mesh),
+            reason=why[array.row.path],
+        )
+        for array in held
+        if array.row.path in why and array.nbytes
+    ]
+    return tuple(sorted(found, key=lambda r: (-r.nbytes, r.path)))
+
+
+def _notes(program, target, costs, memory):
+    return ()

@@ -1,0 +1,89 @@
+"""Frozen dataclasses as values that JSON can hold, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from partitioning.hardware import CHIPS, Chip
+
+
+def to_plain(value: Any) -> Any:
+    """A dataclass as a dict of its fields, a tuple as a list, and a chip as its name."""
+    if isinstance(value, Chip):
+        return value.name
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return {field.name: to_plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(x) for key, x in value.items()}
+    return [to_plain(x) for x in value] if isinstance(value, tuple | list) else value
+
+
+def from_plain(kind: Any, value: Any, path: str) -> Any:
+    """The value of a type from what `to_plain` made of it.
+
+    Args:
+      kind: the type: a dataclass, a union with None, or what their fields are annotated with.
+      value: the plain value.
+      path: where it stands in the file, for messages.
+
+    Raises:
+      ValueError: if the value is not of this type.
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        (inner,) = (a for a in arguments if a is not type(None))
+        return None if value is None else from_plain(inner, value, path)
+    if kind is Chip:
+        return _checked(value, lambda x: x in CHIPS, 'the name of a chip', path, CHIPS.get)
+    if dataclasses.is_dataclass(kind):
+        return _object(kind, value, path)
+    if origin is tuple:
+        _checked(value, lambda x: isinstance(x, list), 'a list', path)
+        kinds = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
+        if len(kinds) != len(value):
+            raise ValueError(f'{path} must have {len(kinds)} entries, not {len(value)}')
+        pairs = enumerate(zip(kinds, value, strict=True))
+        return tuple(from_plain(a, x, f'{path}[{i}]') for i, (a, x) in pairs)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        _checked(value, lambda x: isinstance(x, dict), 'an object', path)
+        return {key: from_plain(arguments[1], x, f'{path}.{key}') for key, x in value.items()}
+    if origin is typing.Literal:
+        return _checked(value, lambda x: x in arguments, f'one of {arguments}', path)
+    accepted = (int, float) if kind is float else kind
+    is_kind = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+    return _checked(value, lambda x: is_kind, f'of type {kind.__name__}', path)
+
+
+def _object(kind: Any, value: Any, path: str) -> Any:
+    _checked(value, lambda x: isinstance(x, dict), 'an object', path)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for name in value:
+        if name not in fields:
+            raise ValueError(f'{path} has an unknown entry {name!r}')
+    for name, field in fields.items():
+        without = field.default is field.default_factory is dataclasses.MISSING
+        if name not in value and without:
+            raise ValueError(f'{path} lacks {name!r}')
+    hints = _hints(kind)
+    return kind(**{name: from_plain(hints[name], x, f'{path}.{name}') for name, x in value.items()})
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _checked(value: Any, is_valid: Any, expected: str, path: str, convert: Any = None) -> Any:
+    try:
+        valid = is_valid(value)
+    except TypeError:  # a list is not a key of a dict
+        valid = False
+    if not valid:
+        raise ValueError(f'{path} must be {expected}, not {value!r}')
+    return value if convert is None else convert(value)

@@ -1,0 +1,201 @@
+"""What each device holds of the arguments of a function, from their layouts alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from partitioning.partitioner import BasePartitioner
+from partitioning.plan import Plan, PlanRow
+from partitioning.plan.rows import make_row
+from partitioning.programs.boundary import Argument, Boundary
+from partitioning.rules import (
+    MeshLike,
+    ResolvedDimension,
+    as_tuple,
+    axis_sizes,
+    boundary_spec,
+    dimension_axes,
+    from_tuple,
+    sharding_axes,
+    spec_str,
+)
+from partitioning.state import key_names, shape_of
+
+ArgumentRole = Literal['parameters', 'optimizer', 'batch', 'other']
+ROLES: tuple[ArgumentRole, ...] = get_args(ArgumentRole)
+
+# What programs call these parts of a state and these arguments.
+_PARAMETERS = {'params', 'parameters', 'param', 'target', 'weights', 'variables'}
+_OPTIMIZER = {'opt_state', 'param_states', 'optimizer', 'optimizer_state', 'opt'}
+_BATCH = {'batch', 'inputs', 'examples', 'data', 'minibatch', 'tokens', 'microbatch'}
+_ON_HOST = ('pinned_host', 'unpinned_host')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeldArray:
+    """An array of the arguments.
+
+    Attributes:
+      row: its layout, with reasons. The path of an array outside of a state begins with the name of
+        its argument.
+      role: what it is for.
+      nbytes: what a device holds of it in its own memory, in bytes.
+    """
+
+    row: PlanRow
+    role: ArgumentRole
+    nbytes: int
+
+
+def find_held(
+    boundary: Boundary, args: Sequence[Any], partitioner: BasePartitioner
+) -> tuple[HeldArray, ...]:
+    """Lists the arrays of the arguments of a function.
+
+    Args:
+      boundary: the arguments of the function, with their layouts.
+      args: the arguments of a call, abstract or not.
+      partitioner: the partitioner that knows the names of states.
+
+    Raises:
+      TreeMismatchError: if the arguments do not have the structure of their layouts.
+    """
+    dynamic = boundary.dynamic(args)
+    data_axes = _data_axes(partitioner)
+    held: list[HeldArray] = []
+    for argument in dynamic:
+        held += _arrays_of(argument, partitioner, data_axes, boundary.mesh)
+    return tuple(held)
+
+
+def bytes_by_role(held: Sequence[HeldArray]) -> dict[ArgumentRole, int]:
+    """What a device holds for each role, in bytes."""
+    return {role: sum(a.nbytes for a in held if a.role == role) for role in ROLES}
+
+
+def free_axes(row: PlanRow, mesh: MeshLike) -> tuple[str, ...]:
+    """The mesh axes along which all devices have the same part of an array."""
+    used = {axis for entry in boundary_spec(row.spec) for axis in sharding_axes(entry)}
+    return tuple(a for a, size in axis_sizes(mesh).items() if size > 1 and a not in used)
+
+
+def _arrays_of(
+    argument: Argument, partitioner: BasePartitioner, data_axes: tuple[str, ...], mesh: MeshLike
+) -> Iterator[HeldArray]:
+    leaves = [
+        (key_names(path), entry, x) for path, entry, x in argument.pairs() if _is_array(x)
+    ]
+    is_batch = _is_batch(argument.name, leaves, data_axes)
+    plan = None if is_batch else _plan_of(argument.value, partitioner)
+    rows = {} if plan is None else {row.path: row for row in plan.rows}
+    for path, entry, x in leaves:
+        known = rows.get('/'.join(path))
+        role = 'batch' if is_batch else _role(argument.name, path, known)
+        sharding = _sharding(entry, x)
+        name = '/'.join(path) if known is not None else '/'.join((argument.name, *path))
+        row = _row(name, x, sharding, known, mesh)
+        on_host = getattr(sharding, 'memory_kind', None) in _ON_HOST
+        yield HeldArray(row=row, role=role, nbytes=0 if on_host else row.bytes_per_device)
+
+
+def _row(
+    path: str, x: Any, sharding: Sharding | None, known: PlanRow | None, mesh: MeshLike
+) -> PlanRow:
+    """The row of an array: that of the plan if it is laid out as planned."""
+    shape = shape_of(x)
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    axes = [() if a is None else a for a in dimension_axes(spec, len(shape))]
+    if known is not None:
+        planned = dimension_axes(boundary_spec(known.spec), len(shape))
+        if [() if a is None else a for a in planned] == axes:
+            return known
+    given = 'None' if not any(axes) else f'{spec_str(spec)}'
+    why = f'the function was partitioned with {given}'
+    names = (None,) * len(shape) if known is None else tuple(known.logical_axes)
+    dimensions = [
+        ResolvedDimension(name, from_tuple(a) if a else None, None, (), why)
+        for name, a in zip(names, axes, strict=True)
+    ]
+    row = make_row(path, x, mesh, dimensions, 'other' if known is None else known.role)
+    if sharding is None or isinstance(sharding, NamedSharding):
+        return row
+    return row._replace(shard_shape=tuple(sharding.shard_shape(shape)))
+
+
+def _sharding(entry: Any, x: Any) -> Sharding | None:
+    """The sharding of an array: that of its argument, or else its own."""
+    found = entry if isinstance(entry, Sharding) else getattr(x, 'sharding', None)
+    return found if isinstance(found, Sharding) else None
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, 'shape') or isinstance(x, bool | int | float | complex)
+
+
+def _plan_of(value: Any, partitioner: BasePartitioner) -> Plan | None:
+    """The plan of an argument that is a state, or None."""
+    try:
+        plan = partitioner.resolve(value)
+    except Exception:  # whatever a partitioner says about something that is not a state of its own
+        return None
+    return plan if any(row.role == 'parameters' for row in plan.rows) else None
+
+
+def _role(name: str, path: Sequence[str], known: PlanRow | None) -> ArgumentRole:
+    """The role of an array: by its plan, or by the names of what contains it."""
+    if known is not None and known.role != 'other':
+        return known.role
+    parts = {name, *path}
+    if parts & _OPTIMIZER:
+        return 'optimizer'
+    return 'parameters' if known is None and parts & _PARAMETERS else 'other'
+
+
+def _is_batch(
+    name: str, leaves: Sequence[tuple[Sequence[str], Any, Any]], data_axes: tuple[str, ...]
+) -> bool:
+    """Whether an argument is the batch: by its name, or because its rows are sharded like one."""
+    if name in _BATCH:
+        return True
+    arrays = [(entry, x) for _, entry, x in leaves if shape_of(x)]
+    parts = {part for path, _, _ in leaves for part in path} | {name}
+    if not arrays or not data_axes or parts & (_PARAMETERS | _OPTIMIZER):
+        return False
+    return all(_first_axes(_sharding(entry, x)) == data_axes for entry, x in arrays) and any(
+        jax.numpy.issubdtype(x.dtype, jax.numpy.integer) for _, x in arrays if hasattr(x, 'dtype')
+    )
+
+
+def _first_axes(sharding: Sharding | None) -> tuple[str, ...]:
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+    return as_tuple(spec[0]) if len(spec) else ()
+
+
+def _data_axes(partitioner: BasePartitioner) -> tuple[str, ...]:
+    """The mesh axes of the batch; empty if the partitioner has none."""
+    try:
+        spec = partitioner.data_partition_spec
+    except ValueError:
+        return ()
+    return as_tuple(spec[0]) if len(spec) else ()
+
+
+def reasons(plan_rows: Sequence[PlanRow], mesh: MeshLike) -> Mapping[str, str]:
+    """Why the arrays of rows are replicated, by their paths."""
+    from partitioning.plan.audit import audit_rows
+
+    if not plan_rows:
+        return {}
+    costs = audit_rows(plan_rows, mesh).replicated
+    return {cost.row.path: cost.reason.partition(': ')[2] for cost in costs}
+
+
+def elements(row: PlanRow) -> int:
+    """The number of elements of the global array."""
+    return math.prod(row.shape)
