@@ -24,6 +24,9 @@ from partitioning.aot.compiled.peak_memory import (
     LiveArray as LiveArray,
     PeakMemory as PeakMemory,
 )
+from partitioning.aot.forecasting import (
+    forecast as forecast,
+)
 from partitioning.aot.golden import (
     check_golden as check_golden,
     golden_path as golden_path,
@@ -34,4 +37,14 @@ from partitioning.aot.golden_file import (
 from partitioning.aot.page import (
     render_page as render_page,
     write_page as write_page,
+)
+from partitioning.aot.report import (
+    Compilation as Compilation,
+    Forecast as Forecast,
+    MemoryForecast as MemoryForecast,
+    Remedy as Remedy,
+    Replicated as Replicated,
+)
+from partitioning.aot.tables import (
+    forecast_table as forecast_table,
 )

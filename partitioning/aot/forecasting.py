@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -29,14 +29,15 @@ from partitioning.aot.preparing.held import (
     free_axes,
     reasons,
 )
+from partitioning.aot.preparing.moving import move_arguments, move_function, move_partitioner
 from partitioning.aot.preparing.target import (
     Target,
     target_of_mesh,
     target_of_topology,
     version_of,
 )
-from partitioning.aot.preparing.moving import move_arguments, move_function, move_partitioner
 from partitioning.aot.report import Compilation, Forecast, MemoryForecast, Replicated
+from partitioning.aot.timing import StepTime, estimate_step_time, find_kernel_work, read_work
 from partitioning.aot.traced.flops import count_jaxpr_flops
 from partitioning.hardware import OptionValue
 from partitioning.mesh import axis_rings, find_placement
@@ -112,7 +113,7 @@ def forecast(
     else:
         target = dataclasses.replace(target, back_end='none', version=version_of('none'))
     costs = _read(program, target)
-    jaxpr = program.traced.jaxpr.jaxpr
+    model_flops, program_flops = _count_flops(program, target.mesh.size)
     memory = _memory(program, target, costs, held)
     return Forecast(
         function=name,
@@ -124,9 +125,9 @@ def forecast(
         back_end=target.back_end,
         back_end_version=target.version,
         memory=memory,
-        model_flops=count_jaxpr_flops(jaxpr, recomputed=False) / target.mesh.size,
-        program_flops=count_jaxpr_flops(jaxpr) / target.mesh.size,
-        time=None,
+        model_flops=model_flops,
+        program_flops=program_flops,
+        time=_estimate_time(program, target, costs),
         collectives=tuple((c, None) for c in _largest_first(costs)),
         replicated=_replicated(held, target.mesh),
         warnings=program.warnings,
@@ -139,7 +140,7 @@ def forecast(
 
 
 def _mesh_of(partitioner: BasePartitioner) -> Any:
-    """The mesh of a partitioner, or its description, which need not fit the devices that are here."""
+    """The mesh of a partitioner, or its description, which may not fit the devices here."""
     return partitioner._mesh_source
 
 
@@ -201,5 +202,65 @@ def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]
     return tuple(sorted(found, key=lambda r: (-r.nbytes, r.path)))
 
 
-def _notes(program, target, costs, memory):
-    return ()
+def _count_flops(program: Program, num_devices: int) -> tuple[float, float]:
+    """The FLOPs of each device without recomputation, and with it.
+
+    Kernels count without the blocks that their masks rule out. In the backward pass they compute
+    some products again, so without recomputation it counts as twice the forward pass.
+    """
+    jaxpr = program.traced.jaxpr
+    kernels = sum(k.flops for k in find_kernel_work(jaxpr))
+    forward = sum(k.flops for k in find_kernel_work(jaxpr, backward=False))
+    needed = 3 * forward if kernels > forward else forward
+    without = count_jaxpr_flops(jaxpr.jaxpr, kernels=False, recomputed=False)
+    everything = count_jaxpr_flops(jaxpr.jaxpr, kernels=False)
+    return without / num_devices + needed, everything / num_devices + kernels
+
+
+def _estimate_time(program: Program, target: Target, costs: ProgramCosts | None) -> StepTime | None:
+    """The time of a call on the devices of the target, or None if it has no model."""
+    if costs is None or costs.chip is None or target.is_stand_in:
+        return None
+    work = read_work(costs, program.traced.jaxpr, target.mesh.size)
+    return estimate_step_time(work, target.mesh)
+
+
+def _notes(
+    program: Program, target: Target, costs: ProgramCosts | None, memory: MemoryForecast
+) -> Iterator[str]:
+    """What is exact in the forecast, and what is not."""
+    if target.chip is None:
+        yield (
+            f'no data about {target.topology} devices: their memory limit and their speed are not '
+            'known'
+        )
+    if target.is_stand_in and costs is not None:
+        yield from _STAND_IN
+    if program.out_of_memory is not None:
+        yield (
+            'the compiler stops where the memory does not suffice: there is no program, so its '
+            'buffers are by formula, and exchanges and time are not known'
+        )
+    if costs is None or costs.memory is None:
+        return
+    if difference := costs.memory.arguments - memory.arguments:
+        how = 'more' if difference > 0 else 'less'
+        why = (
+            'it pads arrays to whole tiles of the chip'
+            if difference > 0
+            else 'it leaves out arguments that the function does not use'
+        )
+        yield (
+            f'the program holds {abs(difference):,} bytes of arguments {how} than their layouts '
+            f'say: {why}'
+        )
+
+
+# What virtual CPU devices get right of the program of another machine, and what not.
+_STAND_IN = (
+    'compiled for virtual CPU devices: the bytes of arguments and the FLOPs are exact',
+    'compiled for virtual CPU devices: temporaries and the peak were seen 12 to 43% above those of '
+    'TPUs; kernels that the model chooses by device are those of CPUs',
+    'compiled for virtual CPU devices: exchanges of bfloat16 have twice their bytes, '
+    'reduce-scatters appear as all-reduces, and there is no estimate of time',
+)

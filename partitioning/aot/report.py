@@ -11,7 +11,7 @@ from partitioning.aot.blame import Cause
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.peak_memory import LiveArray
 from partitioning.aot.plain_values import from_plain, to_plain
-from partitioning.aot.preparing.target import BackEnd
+from partitioning.aot.preparing.target import BackEnd as BackEnd
 from partitioning.aot.timing import StepTime
 from partitioning.aot.timing.work import Origin
 from partitioning.hardware import Chip

@@ -1,7 +1,7 @@
 """Names under which clouds rent machines, such as 'v5p-128', as names of topologies.
 
-TPUs by the tables of the Cloud TPU documentation (docs.cloud.google.com/tpu/docs/v2 to tpu7x), which
-names v2 to v5p by the number of TensorCores, two per chip, and v5e, v6e and 7x by that of chips.
+TPUs by the tables of the Cloud TPU documentation (docs.cloud.google.com/tpu/docs/v2 to tpu7x). It
+counts the TensorCores of v2 to v5p and of 7x, two per chip, and the chips of v5e and v6e.
 GPUs by the tables of Compute Engine's accelerator-optimized machines. Tools for clusters also write
 'v5p-4x4x4' and 'h100-80gb-8'.
 """

@@ -1,4 +1,4 @@
-"""The settings of a partitioned function, with which it can be partitioned again on another mesh."""
+"""The settings of a partitioned function, to partition it again on another mesh."""
 
 from __future__ import annotations
 

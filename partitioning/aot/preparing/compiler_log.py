@@ -13,7 +13,12 @@ from collections.abc import Iterator
 _LINE = re.compile(rb'^([IWEF])\d{4} \d\d:\d\d:\d\d')
 _PREFIX = re.compile(r'^[IWEF]\d{4} \S+\s+\d+ [^\]]*\] ?')
 # Warnings that say something about the host, not about the program.
-_NOT_ABOUT_PROGRAMS = ('slow_operation_alarm', 'cpu_feature_guard', 'TfrtCpuClient', 'computation_p')
+_NOT_ABOUT_PROGRAMS = (
+    'slow_operation_alarm',
+    'cpu_feature_guard',
+    'TfrtCpuClient',
+    'computation_p',
+)
 _MOST = 300  # characters of a warning
 
 

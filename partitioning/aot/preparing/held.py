@@ -88,9 +88,7 @@ def free_axes(row: PlanRow, mesh: MeshLike) -> tuple[str, ...]:
 def _arrays_of(
     argument: Argument, partitioner: BasePartitioner, data_axes: tuple[str, ...], mesh: MeshLike
 ) -> Iterator[HeldArray]:
-    leaves = [
-        (key_names(path), entry, x) for path, entry, x in argument.pairs() if _is_array(x)
-    ]
+    leaves = [(key_names(path), entry, x) for path, entry, x in argument.pairs() if _is_array(x)]
     is_batch = _is_batch(argument.name, leaves, data_axes)
     plan = None if is_batch else _plan_of(argument.value, partitioner)
     rows = {} if plan is None else {row.path: row for row in plan.rows}

@@ -76,9 +76,8 @@ def target_of_mesh(mesh: Mesh | AbstractMesh) -> Target:
             "as topology='v5p:4x4x4'"
         )
     devices = mesh.devices.ravel().tolist()
-    back_end = devices[0].platform if devices[0].platform in _PACKAGES else 'cpu'
-    if devices[0].platform in ('cuda', 'rocm'):
-        back_end = 'gpu'
+    platform = devices[0].platform
+    back_end: BackEnd = platform if platform in ('tpu', 'gpu') else 'cpu'
     return Target(
         topology=_name_of(devices),
         num_slices=count_slices(devices) if has_coords(devices[0]) else 1,
@@ -150,22 +149,18 @@ def version_of(back_end: BackEnd) -> str:
     return f'jax {jax.__version__}, not compiled' if back_end == 'none' else f'{jaxlib} for CPUs'
 
 
-def _config(
-    source: Any, name: str, num_slices: int, axes: Mapping[str, int] | None
-) -> MeshConfig:
+def _config(source: Any, name: str, num_slices: int, axes: Mapping[str, int] | None) -> MeshConfig:
     """The description of a mesh on a machine, with the axes of another one."""
-    machine: dict[str, Any] = {'topology': name, 'num_slices': num_slices}
+    changes: dict[str, Any] = {'topology': name, 'num_slices': num_slices}
+    if axes is not None:
+        changes['axes'] = axes
     if isinstance(source, MeshConfig):
-        others = {'devices': None, 'backend': None, 'granule_size': None}
-        sizes = {} if axes is None else {'axes': axes}
-        return dataclasses.replace(source, **machine, **others, **sizes)
-    sizes = dict(source.shape) if axes is None else dict(axes)
-    return MeshConfig(axes=sizes, axis_types=source.axis_types, **machine)
+        changes |= {'devices': None, 'backend': None, 'granule_size': None}
+        return dataclasses.replace(source, **changes)
+    return MeshConfig(**{'axes': dict(source.shape), 'axis_types': source.axis_types, **changes})
 
 
-def _stand_in(
-    config: MeshConfig, count: int, num_slices: int
-) -> tuple[Mesh, dict[str, int]]:
+def _stand_in(config: MeshConfig, count: int, num_slices: int) -> tuple[Mesh, dict[str, int]]:
     """A mesh of virtual CPU devices, and the number of slices along its axes.
 
     Raises:
@@ -203,7 +198,8 @@ def _cpu_devices(count: int) -> list[JaxDevice]:
     if len(here) >= count:
         return list(here[:count])
     if count not in _CLIENTS:
-        from jax._src.lib import xla_client  # jax has no public way to make a second client
+        # jax has no public way to make a second client.
+        from jax._src.lib import xla_client  # type: ignore[attr-defined]
 
         _CLIENTS[count] = xla_client.make_cpu_client(num_devices=count)
     return list(_CLIENTS[count].devices())

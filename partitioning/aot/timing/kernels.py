@@ -17,7 +17,7 @@ import numpy as np
 
 from partitioning.aot.timing.jaxpr_constants import Values, bodies_of, evaluate, value_of
 from partitioning.aot.timing.work import KernelWork
-from partitioning.aot.traced.flops import count_jaxpr_flops
+from partitioning.aot.traced.flops import RECOMPUTED, count_jaxpr_flops
 
 # The matrix products of attention: two forward; backward five, two of which are recomputed scores.
 _FORWARD, _BACKWARD = 2, 5
@@ -26,7 +26,7 @@ _HEADS_FIRST = 1  # jax's number of the layout (batch, heads, length, size) of c
 _SHARE_OF_UNKNOWN_MASKS = 0.5
 
 
-def find_kernel_work(jaxpr: Any) -> tuple[KernelWork, ...]:
+def find_kernel_work(jaxpr: Any, *, backward: bool = True) -> tuple[KernelWork, ...]:
     """Finds the kernels of a function and what one device computes and moves in them.
 
     Kernels in a `shard_map` have the shapes of one device; those outside count with the shapes that
@@ -34,8 +34,9 @@ def find_kernel_work(jaxpr: Any) -> tuple[KernelWork, ...]:
 
     Args:
       jaxpr: the ClosedJaxpr of a function, such as `traced.jaxpr`.
+      backward: whether to find those of the backward pass too.
     """
-    search = _Search()
+    search = _Search(backward)
     inner = getattr(jaxpr, 'jaxpr', jaxpr)
     search.run(jaxpr, [None] * len(inner.invars), 1)
     return tuple(
@@ -50,9 +51,10 @@ def find_kernel_work(jaxpr: Any) -> tuple[KernelWork, ...]:
 
 
 class _Search:
-    """A walk through a jaxpr that notes the kernels."""
+    """A walk through a jaxpr that notes the kernels, with or without those of a backward pass."""
 
-    def __init__(self) -> None:
+    def __init__(self, backward: bool) -> None:
+        self._backward = backward
         self.found: dict[str, list[KernelWork]] = collections.defaultdict(list)
         self._has_kernels: dict[int, tuple[Any, bool]] = {}
 
@@ -68,6 +70,8 @@ class _Search:
         values: Values = dict(zip(jaxpr.constvars, getattr(body, 'consts', ()), strict=False))
         values |= {v: x for v, x in zip(jaxpr.invars, given, strict=True) if _fits(v, x)}
         for equation in jaxpr.eqns:
+            if not self._backward and _is_backward(equation):
+                continue
             arguments = [value_of(atom, values) for atom in equation.invars]
             results = self._equation(equation, arguments, times)
             values |= dict(zip(equation.outvars, results, strict=False))
@@ -139,6 +143,12 @@ class _Search:
         self.found[str(name)].append(
             KernelWork(name=str(name), flops=flops * times, nbytes=nbytes * times, count=times)
         )
+
+
+def _is_backward(equation: Any) -> bool:
+    """Whether the backward pass runs an equation."""
+    stack = str(equation.source_info.name_stack)
+    return 'transpose(' in stack or RECOMPUTED in stack
 
 
 def _count_constants_and_carried(params: Mapping[str, Any]) -> tuple[int, int]:
