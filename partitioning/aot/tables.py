@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from partitioning.aot.page.amounts import bytes_str, flops_str, seconds_str, share_str
+from partitioning.aot.amounts import bytes_str, flops_str, seconds_str, share_str
 from partitioning.aot.report import Forecast, MemoryForecast
 from partitioning.aot.timing.work import Origin
 
