@@ -27,7 +27,7 @@ from partitioning.aot.preparing.held import (
     bytes_by_role,
     find_held,
     free_axes,
-    reasons,
+    why_replicated,
 )
 from partitioning.aot.preparing.moving import move_arguments, move_function, move_partitioner
 from partitioning.aot.preparing.target import (
@@ -188,7 +188,7 @@ def _largest_first(costs: ProgramCosts | None) -> list[Any]:
 
 def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]:
     """The arrays that devices along some axes hold in full, the largest first."""
-    why = reasons([array.row for array in held], mesh)
+    why = why_replicated([array.row for array in held], mesh)
     found = [
         Replicated(
             path=array.row.path,

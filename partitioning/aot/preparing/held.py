@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -12,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from partitioning.partitioner import BasePartitioner
 from partitioning.plan import Plan, PlanRow
+from partitioning.plan.audit import audit_rows
 from partitioning.plan.rows import make_row
 from partitioning.programs.boundary import Argument, Boundary
 from partitioning.rules import (
@@ -184,16 +184,9 @@ def _data_axes(partitioner: BasePartitioner) -> tuple[str, ...]:
     return as_tuple(spec[0]) if len(spec) else ()
 
 
-def reasons(plan_rows: Sequence[PlanRow], mesh: MeshLike) -> Mapping[str, str]:
+def why_replicated(plan_rows: Sequence[PlanRow], mesh: MeshLike) -> Mapping[str, str]:
     """Why the arrays of rows are replicated, by their paths."""
-    from partitioning.plan.audit import audit_rows
-
     if not plan_rows:
         return {}
     costs = audit_rows(plan_rows, mesh).replicated
     return {cost.row.path: cost.reason.partition(': ')[2] for cost in costs}
-
-
-def elements(row: PlanRow) -> int:
-    """The number of elements of the global array."""
-    return math.prod(row.shape)
