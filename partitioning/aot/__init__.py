@@ -24,6 +24,9 @@ from partitioning.aot.compiled.peak_memory import (
     LiveArray as LiveArray,
     PeakMemory as PeakMemory,
 )
+from partitioning.aot.forecast_tables import (
+    forecast_table as forecast_table,
+)
 from partitioning.aot.forecasting import (
     forecast as forecast,
 )
@@ -44,7 +47,4 @@ from partitioning.aot.report import (
     MemoryForecast as MemoryForecast,
     Remedy as Remedy,
     Replicated as Replicated,
-)
-from partitioning.aot.tables import (
-    forecast_table as forecast_table,
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from partitioning.aot.preparing.compiler_log import read_compiler_log
+from partitioning.aot.preparing.compiler_warnings import read_compiler_log
 from partitioning.hardware import OptionValue, check_options
 from partitioning.programs import PartitionedCallable
 from partitioning.programs.compiler_errors import own_compiler_errors
