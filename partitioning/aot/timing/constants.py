@@ -23,16 +23,15 @@ class ChipConstants:
       cycles_factor: the time of operations, as a multiple of the compiler's estimate.
       kernel_efficiency: the share of the peak rate that hand-written kernels reach.
       memory_efficiency: the share of the memory's bandwidth that other operations reach.
-      link_efficiency: the share of the bandwidth of the links that exchanges reach.
+      link_efficiency: the share of the bandwidth of fast links that exchanges reach.
       network_efficiency: the same for the network between slices or hosts.
       hidden_share: the share of the exchanges over fast links that computation hides.
       hidden_network_share: the same for exchanges between slices or hosts.
-      hidden_host_share: the same for copies to and from the host.
       host_bandwidth: the bandwidth between a chip and the memory of its host.
       step_overhead: what a step takes in addition.
       exchange_latency: what each exchange takes in addition.
-      slice_delay: the share by which a step grows when the number of slices doubles, because all
-        wait for the slowest.
+      slice_delay: the share by which a step grows when the number of slices or hosts doubles,
+        because all wait for the slowest.
       error: the relative error on measured steps that nine in ten forecasts stay below.
     """
 
@@ -44,7 +43,6 @@ class ChipConstants:
     network_efficiency: float
     hidden_share: float
     hidden_network_share: float
-    hidden_host_share: float
     host_bandwidth: float
     step_overhead: float
     exchange_latency: float
@@ -62,7 +60,6 @@ _TPU = ChipConstants(
     network_efficiency=0.8,
     hidden_share=0.8,
     hidden_network_share=0.5,
-    hidden_host_share=0.8,
     host_bandwidth=15e9,
     step_overhead=1e-3,
     exchange_latency=10e-6,
@@ -80,11 +77,10 @@ def constants_of(chip: Chip) -> ChipConstants:
     return _FITTED.get(chip.name, _GPU if chip.platform == 'gpu' else _TPU)
 
 
-def list_constants(chip: Chip) -> tuple[Constant, ...]:
+def list_constants(chip: Chip, constants: ChipConstants) -> tuple[Constant, ...]:
     """Lists the constants of a chip with their sources."""
     source = 'a usual value, not fitted'
-    figures = dataclasses.asdict(constants_of(chip))
     return tuple(
         Constant(name=name, value=value, unit=_UNITS.get(name, ''), source=source)
-        for name, value in figures.items()
+        for name, value in dataclasses.asdict(constants).items()
     )

@@ -1,15 +1,15 @@
-"""The time of a step: its computation, and what it does not hide of everything else."""
+"""The time of a step: its computation, and what that does not hide of everything else."""
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterable
+import math
+from collections.abc import Iterator
 
 from jax.sharding import Mesh
 
 from partitioning.aot.timing.constants import ChipConstants, constants_of, list_constants
-from partitioning.aot.timing.exchanges import links_of, time_exchange
 from partitioning.aot.timing.links import Machine, describe_machine
+from partitioning.aot.timing.loads import Loads, find_loads
 from partitioning.aot.timing.step_time import StepTime, TimePart
 from partitioning.aot.timing.work import Work
 from partitioning.hardware import CHIPS
@@ -30,79 +30,63 @@ def estimate_step_time(
         if described is None:
             return None
         machine = described
-    chip = machine.chip
-    constants = constants or constants_of(chip)
-    computing = _time_computing(work, constants)
-    available = sum(part.seconds for part in computing)
-    parts = list(computing)
-    # What computation hides does not hide anything else.
-    for part, share in _time_moving(work, machine, constants):
-        hidden = min(part.seconds * share, available)
-        available -= hidden
-        exposed = part.seconds - hidden
-        parts.append(TimePart(name=part.name, seconds=part.seconds, exposed=exposed))
-    latency = constants.exchange_latency * sum(c.count for c in work.collectives)
-    overhead = constants.step_overhead + latency
-    busy = sum(part.exposed for part in parts) + overhead
-    waiting = busy * (constants.slice_delay * (machine.num_granules - 1).bit_length())
-    parts.append(TimePart(name='fixed overheads', seconds=overhead, exposed=overhead))
-    parts.append(TimePart(name='waiting for other slices', seconds=waiting, exposed=waiting))
+    loads = find_loads(work, machine)
+    chosen = constants or constants_of(machine.chip)
+    parts = add_up(loads, chosen)
     kept = sorted((p for p in parts if p.seconds > 0), key=lambda part: -part.exposed)
-    seconds = sum(part.exposed for part in kept)
+    seconds = math.fsum(part.exposed for part in kept)
     return StepTime(
         seconds=seconds,
-        low=seconds / (1 + constants.error),
-        high=seconds * (1 + constants.error),
+        low=seconds / (1 + chosen.error),
+        high=seconds * (1 + chosen.error),
         parts=tuple(kept),
-        constants=list_constants(chip),
+        constants=list_constants(machine.chip, chosen),
     )
 
 
-def _time_computing(work: Work, constants: ChipConstants) -> list[TimePart]:
+def add_up(loads: Loads, constants: ChipConstants) -> list[TimePart]:
+    """Returns the parts of a step, whose exposed times add up to it."""
+    parts = [*_computing(loads, constants)]
+    computing = math.fsum(part.exposed for part in parts)
+    parts += _moving(loads, computing, constants)
+    count = sum(exchange.count for exchange in loads.exchanges)
+    overhead = constants.step_overhead + constants.exchange_latency * count
+    parts.append(TimePart(name='fixed overheads', seconds=overhead, exposed=overhead))
+    busy = math.fsum(part.exposed for part in parts)
+    waiting = busy * constants.slice_delay * math.log2(loads.num_granules)
+    name = 'waiting for other slices or hosts'
+    parts.append(TimePart(name=name, seconds=waiting, exposed=waiting))
+    return parts
+
+
+def _computing(loads: Loads, constants: ChipConstants) -> Iterator[TimePart]:
     """The parts that occupy the compute units of a device."""
-    chip = CHIPS[work.chip]
-    peak, bandwidth = chip.peak_flops_per_device, chip.hbm_bandwidth / chip.devices
-    matmul = work.matmul_flops / (peak * constants.matmul_efficiency)
-    other = work.other_bytes / (bandwidth * constants.memory_efficiency)
-    if work.matmul_seconds is not None:
-        matmul = work.matmul_seconds * constants.cycles_factor
-    if work.other_seconds is not None:
-        other = work.other_seconds * constants.cycles_factor
-    kernels = sum(
-        max(
-            kernel.flops / (peak * constants.kernel_efficiency),
-            kernel.nbytes / (bandwidth * constants.memory_efficiency),
-        )
-        for kernel in work.kernels
+    products = loads.products / constants.matmul_efficiency
+    others = loads.memory / constants.memory_efficiency
+    if loads.estimated_products is not None:
+        products = loads.estimated_products * constants.cycles_factor
+    if loads.estimated_others is not None:
+        others = loads.estimated_others * constants.cycles_factor
+    kernels = max(
+        loads.kernels / constants.kernel_efficiency,
+        loads.kernel_memory / constants.memory_efficiency,
     )
-    times = {'matrix products': matmul, 'other operations': other, 'kernels': kernels}
-    return [TimePart(name=name, seconds=s, exposed=s) for name, s in times.items()]
+    times = {'matrix products': products, 'other operations': others, 'kernels': kernels}
+    for name, seconds in times.items():
+        yield TimePart(name=name, seconds=seconds, exposed=seconds)
 
 
-def _time_moving(
-    work: Work, machine: Machine, constants: ChipConstants
-) -> Iterable[tuple[TimePart, float]]:
-    """The parts that move data, each with the share of it that computation can hide."""
-    seconds: dict[tuple[str, bool], float] = collections.defaultdict(float)
-    for collective in work.collectives:
-        links = links_of(collective, machine)
-        slow = links.granules > 1
-        efficiency = constants.network_efficiency if slow else constants.link_efficiency
-        once = time_exchange(
-            collective,
-            links,
-            machine.chip,
-            network_bandwidth=machine.network_bandwidth,
-            efficiency=efficiency,
-        )
-        fast = 'ICI' if machine.chip.platform == 'tpu' else 'NVLink'
-        network = ('DCN' if machine.chip.platform == 'tpu' else 'network') if slow else fast
-        axes = ', '.join(collective.axes) or f'{collective.group_size} devices'
-        seconds[f'{collective.kind} over {axes} ({network})', slow] += once * collective.count
-    for (name, slow), total in seconds.items():
-        share = constants.hidden_network_share if slow else constants.hidden_share
-        yield TimePart(name=name, seconds=total, exposed=total), share
-    if work.host_bytes:
-        total = work.host_bytes / (constants.host_bandwidth / machine.chip.devices)
-        part = TimePart(name='copies to and from the host', seconds=total, exposed=total)
-        yield part, constants.hidden_host_share
+def _moving(loads: Loads, computing: float, constants: ChipConstants) -> Iterator[TimePart]:
+    """The parts that move data, of which computation hides a share.
+
+    Copies to and from the host are hidden as a whole as long as they take less time.
+    """
+    for exchange in loads.exchanges:
+        efficiency, hidden = constants.link_efficiency, constants.hidden_share
+        if exchange.slow:
+            efficiency, hidden = constants.network_efficiency, constants.hidden_network_share
+        seconds = exchange.seconds / efficiency
+        yield TimePart(name=exchange.name, seconds=seconds, exposed=seconds * (1 - hidden))
+    copying = loads.host_bytes * CHIPS[loads.chip].devices / constants.host_bandwidth
+    exposed = max(0.0, copying - computing)
+    yield TimePart(name='copies to and from the host', seconds=copying, exposed=exposed)
