@@ -13,6 +13,7 @@ WIDTH = 100  # columns of a terminal
 _LABEL = 30  # characters of the labels, and of the column of a machine, at least
 _LEAST = 20
 _GAP = 2
+_FEW = 5  # exchanges
 _LISTED = 8  # replicated arrays, buffers and warnings
 
 Row = tuple[str, list[str]]
@@ -131,8 +132,8 @@ def _wire(forecasts: Sequence[Forecast]) -> Iterator[Row]:
     for key in sorted(total, key=lambda k: (-total[k], k)):
         network, axes, kind = key
         cells = [table.get(key, (0.0, 0.0)) for table in tables]
-        yield f'  {kind}', [_sent(*cell) for cell in cells]
-        yield f'    {axes or "all"} ({network})', ['' for _ in cells]
+        over = f' over {axes}' if axes else ''
+        yield f'  {kind}{over} ({network})', [_sent(*cell) for cell in cells]
     sums = [[sum(c[i] for c in t.values()) for i in (0, 1)] for t in tables]
     yield '  asynchronous', [_share(hidden, waited + hidden) for waited, hidden in sums]
     yield '  all', [_size(round(sum(both)) or None) for both in sums]
@@ -216,9 +217,10 @@ def _lists(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
         where = f' on {_machine_name(forecast)}' if len(forecasts) > 1 else ''
         for title, lines in (
             (f'replicated{where}', list(_replicated(forecast))),
+            (f'largest exchanges{where}', list(_exchanges(forecast))[:_FEW]),
             (_buffer_title(forecast) + where, list(_buffers(forecast))),
             (f'what would make it fit{where}', list(_remedies(forecast))),
-            (f'warnings of the compiler{where}', list(forecast.warnings)),
+            (f'warnings of the compiler{where}', [_shortened(w, 300) for w in forecast.warnings]),
             (f'notes{where}', list(forecast.notes)),
         ):
             if lines:
@@ -242,6 +244,16 @@ def _replicated(forecast: Forecast) -> Iterator[str]:
     for array in forecast.replicated:
         axes = ', '.join(array.axes)
         yield f'{bytes_str(array.nbytes):>10}  {array.path} over {axes}: {array.reason}'
+
+
+def _exchanges(forecast: Forecast) -> Iterator[str]:
+    for collective, cause in forecast.collectives:
+        axes = ', '.join(collective.axes)
+        line = f'{bytes_str(collective.total_bytes):>10}  {collective.kind} over {axes}'
+        if cause is not None:
+            line += f' of {cause.array}, {cause.source.rpartition("/")[2]}: {cause.reason}'
+            line += f' {cause.change}' if cause.change else ''
+        yield line
 
 
 def _buffer_title(forecast: Forecast) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
+from partitioning.aot.blame import Cause, Explanation, explain_program
+from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.costs import (
     MemoryUse,
     ProgramCosts,
@@ -30,6 +32,7 @@ from partitioning.aot.preparing.held import (
     why_replicated,
 )
 from partitioning.aot.preparing.moving import move_arguments, move_function, move_partitioner
+from partitioning.aot.preparing.notes import find_notes
 from partitioning.aot.preparing.target import (
     Target,
     target_of_mesh,
@@ -37,8 +40,9 @@ from partitioning.aot.preparing.target import (
     version_of,
 )
 from partitioning.aot.report import Compilation, Forecast, MemoryForecast, Replicated
-from partitioning.aot.timing import StepTime, estimate_step_time, find_kernel_work, read_work
-from partitioning.aot.traced.flops import count_jaxpr_flops
+from partitioning.aot.timing import StepTime, estimate_step_time, read_work
+from partitioning.aot.timing.model_flops import count_device_flops
+from partitioning.aot.traced import MemoryEstimate, estimate_memory, lay_out_trace
 from partitioning.hardware import OptionValue
 from partitioning.mesh import axis_rings, find_placement
 from partitioning.partitioner import BasePartitioner
@@ -113,8 +117,12 @@ def forecast(
     else:
         target = dataclasses.replace(target, back_end='none', version=version_of('none'))
     costs = _read(program, target)
-    model_flops, program_flops = _count_flops(program, target.mesh.size)
-    memory = _memory(program, target, costs, held)
+    jaxpr = program.traced.jaxpr
+    model_flops, program_flops = count_device_flops(jaxpr, target.mesh.size)
+    say('estimating the memory by formula')
+    estimate = _estimate_memory(program, target, abstract_args)
+    explained = _explain(program, target, costs, held, partitioner)
+    memory = _memory(program, target, costs, held, estimate, explained)
     return Forecast(
         function=name,
         topology=target.topology,
@@ -128,10 +136,10 @@ def forecast(
         model_flops=model_flops,
         program_flops=program_flops,
         time=_estimate_time(program, target, costs),
-        collectives=tuple((c, None) for c in _largest_first(costs)),
+        collectives=_largest_first(explained),
         replicated=_replicated(held, target.mesh),
         warnings=program.warnings,
-        notes=tuple(_notes(program, target, costs, memory)),
+        notes=tuple(find_notes(program, target, costs.memory if costs else None, memory.arguments)),
         compilation=Compilation(seconds=watch.seconds, peak_rss=watch.peak_rss),
         arrays=tuple(array.row for array in held),
         rings=() if target.is_stand_in else tuple(axis_rings(target.mesh)),
@@ -156,34 +164,68 @@ def _read(program: Program, target: Target) -> ProgramCosts | None:
     return dataclasses.replace(costs, memory=read_memory(program.compiled, platform))
 
 
+def _estimate_memory(program: Program, target: Target, args: Sequence[Any]) -> MemoryEstimate:
+    """The memory by formula, for devices of the target."""
+    laid_out = lay_out_trace(program.traced, args, target.mesh, target.slices or None)
+    return estimate_memory(laid_out, target.chip)
+
+
+def _explain(
+    program: Program,
+    target: Target,
+    costs: ProgramCosts | None,
+    held: Sequence[HeldArray],
+    partitioner: BasePartitioner,
+) -> Explanation | None:
+    """The causes of the exchanges and of the buffers of a compiled program."""
+    if costs is None or program.compiled is None:
+        return None
+    return explain_program(
+        program.compiled.as_text() or '',
+        program.traced.jaxpr,
+        costs,
+        mesh=target.mesh,
+        rows=[array.row for array in held],
+        rules=partitioner.logical_axis_rules,
+        log='\n'.join(program.warnings),
+    )
+
+
 def _memory(
-    program: Program, target: Target, costs: ProgramCosts | None, held: Sequence[HeldArray]
+    program: Program,
+    target: Target,
+    costs: ProgramCosts | None,
+    held: Sequence[HeldArray],
+    estimate: MemoryEstimate,
+    explained: Explanation | None,
 ) -> MemoryForecast:
     roles = bytes_by_role(held)
     arguments = sum(roles.values())
     limit = None if target.chip is None else target.chip.hbm_bytes_per_device
     use: MemoryUse | None = costs.memory if costs else None
-    peak = arguments if use is None else use.peak
+    peak = estimate.peak if use is None else use.peak
     if (exceeded := program.out_of_memory) is not None:
         peak, limit = exceeded.needed, exceeded.available
-    buffers = costs.at_peak.arrays[:_LARGEST] if costs else ()
+    by_formula = tuple((array, None) for array in estimate.buffers[:_LARGEST])
     return MemoryForecast(
         limit=limit,
         peak=peak,
         arguments=arguments,
         **roles,
         temporaries=None if use is None else use.temporaries,
-        gradients=roles['parameters'] if roles['optimizer'] else 0,
-        activations=0,
-        analytic_peak=0,
-        buffers=tuple((array, None) for array in buffers),
+        gradients=estimate.gradients,
+        activations=estimate.activations,
+        analytic_peak=estimate.peak,
+        buffers=explained.buffers if explained else by_formula,
         buffers_from='jaxpr' if costs is None else 'compiler',
     )
 
 
-def _largest_first(costs: ProgramCosts | None) -> list[Any]:
-    found = [] if costs is None else costs.collectives
-    return sorted(found, key=lambda c: (-c.total_bytes, c.kind, c.op_name, c.source))
+def _largest_first(
+    explained: Explanation | None,
+) -> tuple[tuple[Collective, Cause | None], ...]:
+    found = explained.collectives if explained else ()
+    return tuple(sorted(found, key=lambda c: (-c[0].total_bytes, c[0].kind, c[0].instruction)))
 
 
 def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]:
@@ -202,65 +244,9 @@ def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]
     return tuple(sorted(found, key=lambda r: (-r.nbytes, r.path)))
 
 
-def _count_flops(program: Program, num_devices: int) -> tuple[float, float]:
-    """The FLOPs of each device without recomputation, and with it.
-
-    Kernels count without the blocks that their masks rule out. In the backward pass they compute
-    some products again, so without recomputation it counts as twice the forward pass.
-    """
-    jaxpr = program.traced.jaxpr
-    kernels = sum(k.flops for k in find_kernel_work(jaxpr))
-    forward = sum(k.flops for k in find_kernel_work(jaxpr, backward=False))
-    needed = 3 * forward if kernels > forward else forward
-    without = count_jaxpr_flops(jaxpr.jaxpr, kernels=False, recomputed=False)
-    everything = count_jaxpr_flops(jaxpr.jaxpr, kernels=False)
-    return without / num_devices + needed, everything / num_devices + kernels
-
-
 def _estimate_time(program: Program, target: Target, costs: ProgramCosts | None) -> StepTime | None:
     """The time of a call on the devices of the target, or None if it has no model."""
     if costs is None or costs.chip is None or target.is_stand_in:
         return None
     work = read_work(costs, program.traced.jaxpr, target.mesh.size)
     return estimate_step_time(work, target.mesh)
-
-
-def _notes(
-    program: Program, target: Target, costs: ProgramCosts | None, memory: MemoryForecast
-) -> Iterator[str]:
-    """What is exact in the forecast, and what is not."""
-    if target.chip is None:
-        yield (
-            f'no data about {target.topology} devices: their memory limit and their speed are not '
-            'known'
-        )
-    if target.is_stand_in and costs is not None:
-        yield from _STAND_IN
-    if program.out_of_memory is not None:
-        yield (
-            'the compiler stops where the memory does not suffice: there is no program, so its '
-            'buffers are by formula, and exchanges and time are not known'
-        )
-    if costs is None or costs.memory is None:
-        return
-    if difference := costs.memory.arguments - memory.arguments:
-        how = 'more' if difference > 0 else 'less'
-        why = (
-            'it pads arrays to whole tiles of the chip'
-            if difference > 0
-            else 'it leaves out arguments that the function does not use'
-        )
-        yield (
-            f'the program holds {abs(difference):,} bytes of arguments {how} than their layouts '
-            f'say: {why}'
-        )
-
-
-# What virtual CPU devices get right of the program of another machine, and what not.
-_STAND_IN = (
-    'compiled for virtual CPU devices: the bytes of arguments and the FLOPs are exact',
-    'compiled for virtual CPU devices: temporaries and the peak were seen 12 to 43% above those of '
-    'TPUs; kernels that the model chooses by device are those of CPUs',
-    'compiled for virtual CPU devices: exchanges of bfloat16 have twice their bytes, '
-    'reduce-scatters appear as all-reduces, and there is no estimate of time',
-)

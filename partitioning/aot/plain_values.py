@@ -11,14 +11,17 @@ from typing import Any
 
 from partitioning.hardware import CHIPS, Chip
 
+# Fields that only the process uses that made them: the changes that blame may try.
+_LEFT_OUT = ('candidates',)
+
 
 def to_plain(value: Any) -> Any:
     """A dataclass as a dict of its fields, a tuple as a list, and a chip as its name."""
     if isinstance(value, Chip):
         return value.name
     if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        return {field.name: to_plain(getattr(value, field.name)) for field in fields}
+        fields = [f.name for f in dataclasses.fields(value) if f.name not in _LEFT_OUT]
+        return {name: to_plain(getattr(value, name)) for name in fields}
     if isinstance(value, Mapping):
         return {str(key): to_plain(x) for key, x in value.items()}
     return [to_plain(x) for x in value] if isinstance(value, tuple | list) else value

@@ -19,7 +19,6 @@ _NOT_ABOUT_PROGRAMS = (
     'TfrtCpuClient',
     'computation_p',
 )
-_MOST = 300  # characters of a warning
 
 
 @contextlib.contextmanager
@@ -75,4 +74,4 @@ def _sort(line: bytes, original: int, found: list[str]) -> None:
     elif level[1] != b'I':
         text = _PREFIX.sub('', line.decode(errors='replace').strip())
         if text and not any(word in line.decode(errors='replace') for word in _NOT_ABOUT_PROGRAMS):
-            found.append(text if len(text) <= _MOST else text[: _MOST - 3] + '...')
+            found.append(text)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +39,14 @@ class Program:
     compiled: jax.stages.Compiled | None
     out_of_memory: OutOfMemoryError | None
     warnings: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def _without_cache_warnings() -> Iterator[None]:
+    """Hides that jax cannot read programs for described devices from its persistent cache."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings('ignore', 'Error reading persistent compilation cache')
+        yield
 
 
 class Stopwatch:
@@ -78,7 +88,7 @@ def compile_traced(
     """
     checked: Any = check_options(options)
     compiled, exceeded = None, None
-    with read_compiler_log() as warnings:
+    with read_compiler_log() as found, _without_cache_warnings():
         lowered = program.traced.lower()
         try:
             with own_compiler_errors(name, mesh):
@@ -86,5 +96,5 @@ def compile_traced(
         except OutOfMemoryError as error:
             exceeded = error
     return dataclasses.replace(
-        program, compiled=compiled, out_of_memory=exceeded, warnings=tuple(warnings)
+        program, compiled=compiled, out_of_memory=exceeded, warnings=tuple(found)
     )
