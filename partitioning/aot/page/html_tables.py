@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from partitioning.aot.page.markup import Child, Html, tag
 
+_FEW = 5  # rows that need no filter
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Column:
@@ -103,6 +105,7 @@ def _filter(name: str, caption: str, count: int) -> Html:
         tag('span', f'{count:,} of {count:,}', class_='shown', role='status'),
         class_='filter',
         hidden=True,  # until the script runs
+        data_few=count <= _FEW,
     )
 
 

@@ -60,7 +60,7 @@ const shortName = (table) => table.dataset.table.replace(/^machine-\d+-/, '');
 
 for (const table of tables) {
   const filter = table.querySelector('.filter');
-  filter.hidden = false;
+  filter.hidden = 'few' in filter.dataset;
   const field = filter.querySelector('input');
   field.addEventListener('input', () => {
     filterBy(table, field.value);
