@@ -31,6 +31,7 @@ from partitioning.aot.forecasting import (
     forecast as forecast,
 )
 from partitioning.aot.golden import (
+    assert_forecast_unchanged as assert_forecast_unchanged,
     check_golden as check_golden,
     golden_path as golden_path,
 )

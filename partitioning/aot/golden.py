@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from partitioning.aot.forecasting import forecast
 from partitioning.aot.golden_file import (
     Golden,
     Tolerances,
@@ -17,10 +18,55 @@ from partitioning.aot.golden_file import (
     golden_to_text,
 )
 from partitioning.aot.report import Forecast
+from partitioning.partitioner import BasePartitioner
+from partitioning.programs import PartitionedCallable
 
 UPDATE_VARIABLE = 'MESHWRIGHT_UPDATE_FORECASTS'
 
 OnMissing = Literal['write', 'error']
+
+
+def assert_forecast_unchanged(
+    fn: PartitionedCallable,
+    args: Sequence[Any],
+    *,
+    partitioner: BasePartitioner,
+    topologies: Sequence[str | tuple[str, int]],
+    golden: str | os.PathLike[str] = 'forecasts',
+    name: str | None = None,
+    tolerances: Tolerances = Tolerances(),  # noqa: B008  (it is frozen)
+    update: bool | None = None,
+    on_missing: OnMissing | None = None,
+    **settings: Any,
+) -> None:
+    """Asserts that the forecasts of a function are those of its golden files.
+
+    Usage:
+      def test_the_step_on_a_pod():
+          assert_forecast_unchanged(
+              step, (state, batch), partitioner=partitioner, topologies=['v5p:4x4x4']
+          )
+
+    Args:
+      fn: what `partitioner.partition` returned.
+      args: the arguments of a call; abstract ones suffice.
+      partitioner: the partitioner of the function.
+      topologies: the machines: 'v5p:4x4x4', or ('v5e:16x16', 2) for two slices.
+      golden, name, tolerances, update, on_missing: as in `check_golden`.
+      **settings: more arguments of `forecast`, such as compile=False.
+
+    Raises:
+      AssertionError: if a forecast differs, or if a golden file is missing, as in `check_golden`.
+      ValueError: if a golden file is malformed, if two forecasts share one, or as in `forecast`.
+    """
+    machines = [(t, 1) if isinstance(t, str) else t for t in topologies]
+    made = [
+        forecast(partitioner, fn, *args, topology=topology, num_slices=slices, **settings)
+        for topology, slices in machines
+    ]
+    check_golden(
+        made, golden, name=name, tolerances=tolerances, update=update, on_missing=on_missing
+    )
 
 
 def check_golden(

@@ -4,10 +4,13 @@ import dataclasses
 import json
 import re
 
+import jax
 import pytest
 from forecasts_by_hand import ARRAYS, EMBED, GIB, MESH, collective, make_forecast, rows
+from jax.sharding import PartitionSpec as P
 
-from partitioning.aot.golden import check_golden, golden_path
+from partitioning import MeshConfig, PjitPartitioner
+from partitioning.aot.golden import assert_forecast_unchanged, check_golden, golden_path
 from partitioning.aot.golden_file import Tolerances
 
 
@@ -154,3 +157,31 @@ def test_a_malformed_file_is_named(folder, change, message):
     with pytest.raises(ValueError, match=message) as raised:
         check_golden([make_forecast()], folder)
     assert str(file) in str(raised.value) and 'MESHWRIGHT_UPDATE_FORECASTS=1' in str(raised.value)
+
+
+def test_the_forecast_of_a_function_is_compared(tmp_path):
+    """A product whose result is whole on every device gathers the other seven rows of 32 bytes."""
+    mesh = MeshConfig(axes={'data': 8})
+
+    def layout_of(*results):
+        partitioner = PjitPartitioner(mesh=mesh, logical_axis_rules=[('batch', 'data')])
+        double = partitioner.partition(lambda x: x * 2, (P('data'),), P(*results))
+        return double, (jax.ShapeDtypeStruct((8, 8), 'float32'),), partitioner
+
+    def check(fn, args, partitioner):
+        assert_forecast_unchanged(
+            fn,
+            args,
+            partitioner=partitioner,
+            topologies=['v5e:2x4'],
+            golden=tmp_path,
+            name='double',
+            on_cpu=True,
+        )
+
+    check(*layout_of('data'))
+    held = json.loads((tmp_path / 'double.v5e-2x4.json').read_text())
+    assert held['collectives'] == [] and held['mesh'] == {'data': 8}
+    check(*layout_of('data'))
+    with pytest.raises(AssertionError, match=r'\+ all-gather over data .*: 224 bytes in 1'):
+        check(*layout_of())

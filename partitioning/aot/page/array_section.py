@@ -86,9 +86,12 @@ def show_buffers(forecast: Forecast, name: str) -> Html | None:
         for buffer, cause in forecast.memory.buffers
     ]
     caption = 'the largest arrays in memory at the peak, besides the arguments'
+    by_formula = forecast.memory.buffers_from == 'jaxpr'
+    origin = 'By formula, from the traced function.' if by_formula else 'From the compiled program.'
     return tag(
         'section',
         tag('h3', 'Largest buffers at the peak'),
+        tag('p', origin, class_='words'),
         sortable_table(name, caption, _BUFFERS, rows),
     )
 

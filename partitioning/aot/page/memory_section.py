@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from partitioning.aot.amounts import bytes_str, share_str
 from partitioning.aot.page.bars import Part, legend, lens, mark, stacked_bar
+from partitioning.aot.page.html_tables import plain_table
 from partitioning.aot.page.markup import Html, tag
 from partitioning.aot.report import Forecast, MemoryForecast
 
@@ -30,7 +31,24 @@ def show_memory(forecast: Forecast) -> Html:
             stacked_bar(formula, whole, 'the memory by formula'),
             legend(formula),
         ]
+    if forecast.remedies:
+        blocks.append(_remedies(forecast))
     return tag('section', tag('h3', 'Memory of a device'), *blocks, class_='memory')
+
+
+def _remedies(forecast: Forecast) -> Html:
+    """The settings with which less memory is needed."""
+    rows = [
+        (
+            tag('code', remedy.setting),
+            bytes_str(remedy.peak),
+            {True: 'fits', False: 'does not fit', None: 'limit not known'}[remedy.fits],
+            'compiler' if remedy.peak_from == 'compiler' else 'formula',
+        )
+        for remedy in forecast.remedies
+    ]
+    heading = tag('h4', 'Settings that need less')
+    return tag('div', heading, plain_table(('setting', 'peak', '', 'figure from'), rows))
 
 
 def meter(memory: MemoryForecast) -> Html:
