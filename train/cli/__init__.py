@@ -20,6 +20,11 @@ _COMMANDS = {
         'compile the train step of a run, and say what it costs',
         'pretrain forecast',
     ),
+    'forecast': (
+        'forecast.forecast',
+        'say whether a run fits into machines that are not here, and how fast',
+        'pretrain --topology=v5e:4x4',
+    ),
     'eval': ('scoring.evaluate', 'score a run on held-out data', 'runs/quickstart'),
     'predict': (
         'scoring.predict',

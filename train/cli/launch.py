@@ -116,12 +116,12 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
 
 
 def run(command: Callable[[], Any], options: argparse.Namespace) -> int:
-    """Runs a command, and returns its exit status."""
+    """Runs a command, and returns its exit status: what it returns, if that is an integer, or 0."""
     logging.use_absl_handler()
     logging.set_verbosity(logging.WARNING)
     try:
         with signals.handle():
-            command()
+            status = command()
     except Exception as error:
         line = None if options.traceback else explain(error)
         if line is None:
@@ -130,7 +130,7 @@ def run(command: Callable[[], Any], options: argparse.Namespace) -> int:
         for detail in getattr(error, 'details', '').splitlines():
             print(printable(detail), file=sys.stderr)
         return 2
-    return 0
+    return status if isinstance(status, int) else 0
 
 
 def explain(error: Exception) -> str | None:

@@ -7,7 +7,10 @@ from train.forecasting.machines import (
     stand_in as stand_in,
 )
 from train.forecasting.runs import (
+    Progress as Progress,
     forecast_run as forecast_run,
+    forecast_step as forecast_step,
+    plan_on as plan_on,
 )
 from train.forecasting.step import (
     PlannedStep as PlannedStep,

@@ -2,82 +2,79 @@
 
 from __future__ import annotations
 
-import resource
-import time
+from collections.abc import Callable
 
-from partitioning.aot import read_costs
-from partitioning.aot.report import BackEnd, Compilation, Forecast, MemoryForecast
-from partitioning.aot.traced.flops import count_flops
-from partitioning.hardware import chip_of
-from partitioning.programs.memory_limits import needed_memory
+from partitioning.aot.forecasting import forecast
+from partitioning.aot.report import Forecast
 from train.config import TrainConfig
-from train.forecasting.machines import Machine, move_to
+from train.errors import ConfigError
+from train.forecasting.machines import Machine, move_to, stand_in
 from train.forecasting.step import PlannedStep, plan_step
-from train.steps import make_eval_step
+
+# Receives a text when a stage begins.
+Progress = Callable[[str], None]
 
 
-def forecast_run(config: TrainConfig, machine: Machine) -> Forecast:
-    """Compiles the train step of a run for a machine. No data is opened, and no array is created.
+def forecast_run(
+    config: TrainConfig,
+    machine: Machine,
+    *,
+    compile: bool = True,
+    progress: Progress | None = None,
+) -> Forecast:
+    """Forecasts the train step of a run. No data is opened, and no array is created.
+
+    Usage:
+      forecast_run(config, parse_machine('v5p:4x4x4')).fits
 
     Args:
       config: the settings of the run. Its mesh is moved to the machine.
-      machine: the machine, as `parse_machine` returns it.
+      machine: the machine.
+      compile: whether to compile. Without, all figures are by formula, and come within seconds.
+      progress: receives a text when a stage begins.
 
     Raises:
       ConfigError, ValueError: if a setting cannot be honoured there.
     """
     planned = plan_step(move_to(config, machine))
-    return _forecast(planned, machine)
+    return forecast_step(planned, compile=compile, progress=progress)
 
 
-def _forecast(planned: PlannedStep, machine: Machine) -> Forecast:
-    run, mesh = planned.run, planned.run.config.partitioner.mesh
-    started = time.monotonic()
-    compiled = planned.step.lower(*planned.arguments).compile()
-    costs = read_costs(compiled, mesh)
-    device = mesh.devices.flat[0]
-    chip = chip_of(device.device_kind)
-    sizes = {'parameters': 0, 'optimizer': 0, 'other': 0}
-    for row in run.plan.rows:
-        sizes[row.role] += row.bytes_per_device
-    assert costs.memory is not None
-    memory = MemoryForecast(
-        limit=chip.hbm_bytes_per_device if chip else None,
-        peak=needed_memory(compiled, mesh),
-        arguments=costs.memory.arguments,
-        parameters=sizes['parameters'],
-        optimizer=sizes['optimizer'],
-        batch=costs.memory.arguments - sum(sizes.values()),
-        other=sizes['other'],
-        temporaries=costs.memory.temporaries,
-        gradients=0,
-        activations=0,
-        analytic_peak=0,
-        buffers=tuple((array, None) for array in costs.at_peak.arrays),
-    )
-    forward = make_eval_step(run.config.objective)
-    state = run.plan.abstract_state
-    flops = 3 * count_flops(forward, state.params, state.flax_mutables, dict(run.batch))
-    back_end: BackEnd = device.platform
-    return Forecast(
-        function='train_step',
-        topology=machine.topology,
-        num_slices=machine.num_slices,
-        chip=chip,
-        num_devices=mesh.size,
-        mesh=dict(mesh.shape),
-        back_end=back_end,
-        back_end_version='',
-        memory=memory,
-        model_flops=flops / mesh.size,
-        program_flops=flops / mesh.size,
-        time=None,
-        collectives=tuple((one, None) for one in costs.collectives),
-        replicated=(),
-        warnings=(),
-        notes=(),
-        compilation=Compilation(
-            seconds=time.monotonic() - started,
-            peak_rss=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-        ),
+def plan_on(machine: Machine, make_config: Callable[[], TrainConfig]) -> PlannedStep:
+    """Plans the train step of a run whose settings are made for the machine.
+
+    Args:
+      machine: the machine.
+      make_config: makes the settings, such as `train.gin_config.find_config`. Whatever in them
+        depends on the devices of this computer depends on those of the machine instead.
+
+    Raises:
+      ConfigError, ValueError: if a setting cannot be honoured there.
+    """
+    with stand_in(machine):
+        config = make_config()
+    try:
+        return plan_step(move_to(config, machine))
+    except ValueError as error:
+        if str(machine) in str(error):
+            raise
+        raise ConfigError(f'{machine}: {error}') from error
+
+
+def forecast_step(
+    planned: PlannedStep, *, compile: bool = True, progress: Progress | None = None
+) -> Forecast:
+    """Forecasts a planned train step on the machine that it was planned for.
+
+    Args:
+      planned: the step.
+      compile: as for `forecast_run`.
+      progress: as for `forecast_run`.
+    """
+    return forecast(
+        planned.run.config.partitioner,
+        planned.step,
+        *planned.arguments,
+        compile=compile,
+        progress=progress,
     )

@@ -52,6 +52,11 @@ def find_config() -> TrainConfig:
     settings, name = gin.get_bindings(entry), f'{entry.__module__}.{entry.__name__}'
     if 'config' in settings:
         return settings['config']
+    if name == ENTRY_POINTS[0]:
+        raise ConfigError(
+            'the gin files describe no run, and so no model: begin with a run, such as '
+            'configs/runs/pretrain.gin, or write train.config = @TrainConfig()'
+        )
     # A run with T5X's settings.
     translate = getattr(sys.modules[entry.__module__], 'translate', None)
     if translate is None:

@@ -1,0 +1,105 @@
+"""`meshwright forecast`: the train step of a run on machines that are not here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from train.cli.launch import CommandParser, configure, run
+from train.cli.training import find_gin_file, known_runs
+
+if TYPE_CHECKING:
+    from partitioning.aot.report import Forecast
+    from train.forecasting import Machine
+
+_DESCRIPTION = """\
+Says whether the train step of a run fits into the memory of machines that are not here, what its
+devices exchange, and how long a step takes. No data is opened, and nothing is trained:
+
+  {prog} pretrain configs/models/8b.gin configs/partitioning/fsdp.gin --topology=v5p:4x4x4
+  {prog} pretrain configs/models/1b.gin --topology=v5e:4x4 --topology=v6e-16 --json
+  {prog} my_run.gin --topology=2xv5e:16x16 --out=forecasts --gin.BATCH_SIZE=1024
+
+A TOPOLOGY is a chip and its arrangement (v5e:16x16, v5p:4x4x4; hosts and GPUs per host, h100:2x8),
+or a cloud's name of it (v5p-128, v5litepod-16). 2xv5e:16x16 has two slices. Every RUN is a run of
+this package, a gin file, or the folder of a run; the mesh of the run is moved to the machine.
+
+The exit status is 0 if the step fits everywhere, 1 if it does not fit somewhere, 2 after an error.
+"""
+
+
+def forecast(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright forecast`, and returns its exit status."""
+    parser = CommandParser(prog, 'RUN ... --topology=TOPOLOGY [...]', _DESCRIPTION)
+    known = ', '.join(known_runs())
+    parser.add_argument('runs', metavar='RUN', nargs='*', help=f'{known}, or a path')
+    add_topologies(parser)
+    parser.add_argument(
+        '--json', action='store_true', help='print exact figures as JSON, and nothing else'
+    )
+    parser.add_argument('--out', metavar='DIR', help='write the forecasts and programs to DIR')
+    parser.add_argument(
+        '--no_compile',
+        action='store_true',
+        help='compile nothing: figures by formula, within seconds',
+    )
+    options = parser.read(arguments)
+
+    def command() -> int:
+        leave_devices_alone()
+        from train.errors import ConfigError
+        from train.forecasting import parse_machine
+        from train.forecasting.output import prepare_folder, to_json, to_text, write_files
+
+        if not options.runs and not options.gin_file:
+            raise ConfigError(f'no run: name one, such as `{prog} pretrain --topology=v5p:4x4x4`')
+        machines = [parse_machine(name) for name in options.topology]
+        folder = prepare_folder(options.out) if options.out else None
+        configure(options, [_DEFAULTS, *(find_gin_file(one) for one in options.runs)])
+        forecasts = _forecast_all(machines, options)
+        print(to_json(forecasts) if options.json else to_text(forecasts))
+        if folder is not None:
+            write_files(forecasts, folder)
+        return int(any(one.fits is False for one in forecasts))
+
+    return run(command, options)
+
+
+_DEFAULTS = 'configs/forecasting/defaults.gin'
+
+
+def add_topologies(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that names the machines."""
+    parser.add_argument(
+        '--topology',
+        action='append',
+        required=True,
+        metavar='TOPOLOGY',
+        help='a machine, such as v5p:4x4x4; repeat the flag for more',
+    )
+
+
+def leave_devices_alone() -> None:
+    """Keeps jax from using the accelerators of this computer. Call it before jax finds devices."""
+    os.environ['JAX_PLATFORMS'] = 'cpu'
+    if 'jax' in sys.modules:
+        import jax
+
+        jax.config.update('jax_platforms', 'cpu')
+
+
+def _forecast_all(machines: Sequence[Machine], options: argparse.Namespace) -> list[Forecast]:
+    """The forecasts of the run that gin has loaded. All are planned before the first compiles."""
+    from train.forecasting import forecast_step, plan_on
+    from train.forecasting.progress import show_progress
+    from train.gin_config import find_config
+
+    planned = [plan_on(machine, find_config) for machine in machines]
+    forecasts = []
+    for machine, step in zip(machines, planned, strict=True):
+        with show_progress(str(machine)) as progress:
+            forecasts.append(forecast_step(step, compile=not options.no_compile, progress=progress))
+    return forecasts
