@@ -217,6 +217,7 @@ def _memory(
         activations=estimate.activations,
         analytic_peak=estimate.peak,
         buffers=explained.buffers if explained else by_formula,
+        live=costs.at_peak.nbytes if costs else None,
         buffers_from='jaxpr' if costs is None else 'compiler',
     )
 

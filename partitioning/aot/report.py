@@ -37,6 +37,8 @@ class MemoryForecast:
       optimizer: the optimizer state.
       batch: the batch.
       other: all other arguments.
+      live: the arguments, and all arrays that were found in memory at the peak in the text of the
+        program. An estimate of the peak; None without a program.
       temporaries: everything that the compiler allocates besides arguments and results; parts of it
         are in use at different times. None without a compiler.
       gradients: the gradients of the parameters, by formula.
@@ -60,6 +62,7 @@ class MemoryForecast:
     analytic_peak: int
     buffers: tuple[tuple[LiveArray, Cause | None], ...]
     buffers_from: Origin = 'compiler'
+    live: int | None = None
 
     @property
     def fits(self) -> bool | None:

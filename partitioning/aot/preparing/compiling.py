@@ -7,11 +7,11 @@ import dataclasses
 import resource
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from partitioning.aot.preparing.compiler_warnings import read_compiler_log
 from partitioning.hardware import OptionValue, check_options
@@ -42,11 +42,23 @@ class Program:
 
 
 @contextlib.contextmanager
-def _without_cache_warnings() -> Iterator[None]:
-    """Hides that jax cannot read programs for described devices from its persistent cache."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings('ignore', 'Error reading persistent compilation cache')
+def _without_cache() -> Iterator[None]:
+    """Compiles inside without jax's folder of programs, from which no warning of a compiler comes.
+
+    Besides, programs for described devices can be kept there, but not read.
+    """
+    config: Any = jax.config  # whose types lack the folder in some versions of jax
+    folder = config.jax_compilation_cache_dir
+    if folder is None:
         yield
+        return
+    jax.config.update('jax_compilation_cache_dir', None)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update('jax_compilation_cache_dir', folder)
+        compilation_cache.reset_cache()
 
 
 class Stopwatch:
@@ -88,7 +100,7 @@ def compile_traced(
     """
     checked: Any = check_options(options)
     compiled, exceeded = None, None
-    with read_compiler_log() as found, _without_cache_warnings():
+    with read_compiler_log() as found, _without_cache():
         lowered = program.traced.lower()
         try:
             with own_compiler_errors(name, mesh):
