@@ -39,6 +39,7 @@ from partitioning.aot.preparing.target import (
     target_of_topology,
     version_of,
 )
+from partitioning.aot.remedies import Alternative, Call, find_remedies, general_alternatives
 from partitioning.aot.report import Compilation, Forecast, MemoryForecast, Replicated
 from partitioning.aot.timing import StepTime, estimate_step_time, read_work
 from partitioning.aot.timing.model_flops import count_device_flops
@@ -47,7 +48,6 @@ from partitioning.hardware import OptionValue
 from partitioning.mesh import axis_rings, find_placement
 from partitioning.partitioner import BasePartitioner
 from partitioning.programs import PartitionedCallable
-from partitioning.programs.boundary import Boundary
 
 _LARGEST = 20  # the buffers of a forecast
 
@@ -62,6 +62,8 @@ def forecast(
     compile: bool = True,
     compiler_options: Mapping[str, OptionValue] | None = None,
     on_cpu: bool = False,
+    alternatives: Sequence[Alternative] = (),
+    confirm: bool = False,
     progress: Progress | None = None,
 ) -> Forecast:
     """Forecasts a call of a partitioned function: memory, exchanged data, FLOPs and time.
@@ -85,6 +87,9 @@ def forecast(
       compiler_options: options of the compiler in addition to those of the function.
       on_cpu: whether to compile for virtual CPU devices in place of the machine. This happens in
         any case if the compiler of the machine is not installed.
+      alternatives: settings to try if the function does not fit, in addition to a smaller batch and
+        more devices.
+      confirm: whether to compile those that fit by formula, to confirm it.
       progress: receives a text when a stage begins.
 
     Raises:
@@ -93,43 +98,77 @@ def forecast(
     """
     say = progress or (lambda text: None)
     watch = Stopwatch()
+    call = Call(partitioner, fn, abstract_args)
     if topology is None:
         target = target_of_mesh(partitioner.mesh)
+        call = dataclasses.replace(call, args=move_arguments(abstract_args, target.mesh))
     else:
         say(f'describing {topology}')
+        source = partitioner._mesh_source  # it may be too large for the devices that are here
         target = target_of_topology(
-            topology, _mesh_of(partitioner), num_slices=num_slices, axes=axes, on_cpu=on_cpu
+            topology, source, num_slices=num_slices, axes=axes, on_cpu=on_cpu
         )
-        original = _mesh_of(partitioner)
-        partitioner = move_partitioner(partitioner, target.mesh)
-        same = not target.is_stand_in
-        fn = move_function(partitioner, fn, original, with_options=same)
-        compiler_options = compiler_options if same else None
-    abstract_args = move_arguments(abstract_args, target.mesh)
-    boundary: Boundary = fn._partitioned.boundary  # type: ignore[attr-defined]
-    name = boundary.arguments.function
-    say(f'tracing {name}')
-    program = trace(fn, abstract_args)
-    held = find_held(boundary, abstract_args, partitioner)
+        call = _move(call, source, target)
+        compiler_options = None if target.is_stand_in else compiler_options
+    say(f'tracing {call.name}')
+    program = trace(call.fn, call.args)
+    held = find_held(call.boundary, call.args, call.partitioner)
     if compile:
-        say(f'compiling {name} for {target.topology} with {target.version}')
-        program = compile_traced(program, name, target.mesh, compiler_options)
+        say(f'compiling {call.name} for {target.topology} with {target.version}')
+        program = compile_traced(program, call.name, target.mesh, compiler_options)
     else:
         target = dataclasses.replace(target, back_end='none', version=version_of('none'))
+    made = _assemble(call, target, program, held)
+    if made.fits is False and target.chip is not None:
+        limit = made.memory.limit or 0
+        general = general_alternatives(call, held, target.chip, limit)
+        remedies = find_remedies(
+            [*alternatives, *general],
+            target.chip,
+            limit,
+            compile_peak=_compile_peak if confirm else None,
+            progress=progress,
+        )
+        made = dataclasses.replace(made, remedies=remedies)
+    taken = Compilation(seconds=watch.seconds, peak_rss=watch.peak_rss)
+    return dataclasses.replace(made, compilation=taken)
+
+
+def _move(call: Call, source: Any, target: Target) -> Call:
+    """A call on the mesh of a target."""
+    partitioner = move_partitioner(call.partitioner, target.mesh)
+    with_options = not target.is_stand_in
+    fn = move_function(partitioner, call.fn, source, with_options=with_options)
+    return Call(partitioner, fn, move_arguments(call.args, target.mesh))
+
+
+def _compile_peak(call: Call) -> int:
+    """The peak of a call by the compiler, in bytes."""
+    target = target_of_mesh(call.partitioner.mesh)
+    program = compile_traced(trace(call.fn, call.args), call.name, target.mesh, None)
+    if program.out_of_memory is not None:
+        return program.out_of_memory.needed
     costs = _read(program, target)
-    jaxpr = program.traced.jaxpr
-    model_flops, program_flops = count_device_flops(jaxpr, target.mesh.size)
-    say('estimating the memory by formula')
-    estimate = _estimate_memory(program, target, abstract_args)
-    explained = _explain(program, target, costs, held, partitioner)
+    assert costs is not None and costs.memory is not None
+    return costs.memory.peak
+
+
+def _assemble(call: Call, target: Target, program: Program, held: Sequence[HeldArray]) -> Forecast:
+    """The forecast of a program, without remedies and without what it took."""
+    costs = _read(program, target)
+    mesh, jaxpr = target.mesh, program.traced.jaxpr
+    model_flops, program_flops = count_device_flops(jaxpr, mesh.size)
+    estimate = _estimate_memory(program, target, call.args)
+    explained = _explain(program, target, costs, held, call.partitioner)
     memory = _memory(program, target, costs, held, estimate, explained)
+    used = costs.memory if costs else None
     return Forecast(
-        function=name,
+        function=call.name,
         topology=target.topology,
         num_slices=target.num_slices,
         chip=target.chip,
-        num_devices=target.mesh.size,
-        mesh=dict(target.mesh.shape),
+        num_devices=mesh.size,
+        mesh=dict(mesh.shape),
         back_end=target.back_end,
         back_end_version=target.version,
         memory=memory,
@@ -137,19 +176,14 @@ def forecast(
         program_flops=program_flops,
         time=_estimate_time(program, target, costs),
         collectives=_largest_first(explained),
-        replicated=_replicated(held, target.mesh),
+        replicated=_replicated(held, mesh),
         warnings=program.warnings,
-        notes=tuple(find_notes(program, target, costs.memory if costs else None, memory.arguments)),
-        compilation=Compilation(seconds=watch.seconds, peak_rss=watch.peak_rss),
+        notes=tuple(find_notes(program, target, used, memory.arguments)),
+        compilation=Compilation(seconds=0.0, peak_rss=0),
         arrays=tuple(array.row for array in held),
-        rings=() if target.is_stand_in else tuple(axis_rings(target.mesh)),
-        placement=None if target.is_stand_in else find_placement(target.mesh),
+        rings=() if target.is_stand_in else tuple(axis_rings(mesh)),
+        placement=None if target.is_stand_in else find_placement(mesh),
     )
-
-
-def _mesh_of(partitioner: BasePartitioner) -> Any:
-    """The mesh of a partitioner, or its description, which may not fit the devices here."""
-    return partitioner._mesh_source
 
 
 def _read(program: Program, target: Target) -> ProgramCosts | None:
