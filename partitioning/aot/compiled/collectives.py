@@ -130,6 +130,11 @@ def _exchanging(
         yield instruction, computation
 
 
+def ring_share(kind: str, size: int) -> float:
+    """The bytes that a device sends in a ring of `size` devices, as a multiple of its operand."""
+    return _RING[kind](size)
+
+
 def is_exchange(opcode: str) -> bool:
     """Whether instructions with this opcode exchange data with other devices."""
     return opcode.removesuffix('-start') in _RING
@@ -180,7 +185,7 @@ def _describe(
         axes=axes,
         group_size=size,
         arrays=tuple(map(str, arrays)),
-        wire_bytes=_RING[kind](size) * sum(array.nbytes for array in arrays),
+        wire_bytes=ring_share(kind, size) * sum(array.nbytes for array in arrays),
         count=visit.times,
         op_name=instruction.op_name or visit.instruction.op_name,
         source=program.source_of(instruction) or program.source_of(visit.instruction),

@@ -1,8 +1,9 @@
 """How long a step takes: what a device has to do, and how fast its chip and its links are.
 
 `work` says what a device has to do, which `compiled_work` reads from a compiled program and
-`kernels` from a jaxpr. `links` knows how devices are connected, `exchanges` how long
-one exchange takes, `constants` has the constants of the chips, and `step_model` adds it up.
+`traced_work` estimates from a jaxpr; `kernels` knows the kernels in one. `links` knows how devices
+are connected, `exchanges` how long one exchange takes, `constants` has the constants of the chips,
+and `step_model` adds it up.
 """
 
 from partitioning.aot.timing.compiled_work import (
@@ -26,6 +27,9 @@ from partitioning.aot.timing.step_time import (
     Constant as Constant,
     StepTime as StepTime,
     TimePart as TimePart,
+)
+from partitioning.aot.timing.traced_work import (
+    estimate_work as estimate_work,
 )
 from partitioning.aot.timing.work import (
     KernelWork as KernelWork,

@@ -1,5 +1,8 @@
 """What a traced function says without a compiler: its operations, layouts, exchanges and memory."""
 
+from partitioning.aot.traced.exchange_list import (
+    list_collectives as list_collectives,
+)
 from partitioning.aot.traced.memory_estimate import (
     MemoryEstimate as MemoryEstimate,
     estimate_memory as estimate_memory,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -71,6 +70,7 @@ class _Exchanges:
     def __init__(self, sizes: Mapping[str, int]):
         self._sizes = sizes
         self.unknown = set[str]()
+        self._same: dict[int, Value] = {}  # the array that a constraint leaves as it is
 
     def rewrite(self, block: Block) -> None:
         steps, block.steps = block.steps, []
@@ -86,6 +86,8 @@ class _Exchanges:
     def _step(self, step: Step, out: list[Step], moved: dict) -> None:
         if step.name == 'sharding_constraint':
             step.inputs = [self._move(step.inputs[0], step.outputs[0].dims, step, out, moved)]
+            given = step.inputs[0]
+            self._same[id(step.outputs[0])] = self._same.get(id(given), given)
             out.append(step)
             return
         factors = find_factors(step)
@@ -135,6 +137,7 @@ class _Exchanges:
         target = tuple(axes or () for axes in wanted)
         if _same(target, value.dims):
             return value
+        value = self._same.get(id(value), value)
         key = id(value), target
         if key not in moved:
             moved[key] = _like(value, target)
@@ -208,14 +211,10 @@ def _same(a: Sequence[Axes | None], b: Sequence[Axes | None]) -> bool:
 
 def _like(value: Value, dims: Sequence[Axes | None]) -> Value:
     fixed = [True] * len(value.shape)
-    return Value(value.shape, value.dtype, [axes or () for axes in dims], fixed, value.manual)
+    laid_out: list[Axes | None] = [axes or () for axes in dims]
+    return Value(value.shape, value.dtype, laid_out, fixed, value.manual, value.on_host)
 
 
 def _between(kind: str, axes: Axes, source: Value, target: Value, step: Step) -> Step:
     """A step that another one needs."""
     return Step(kind, {'axes': axes}, [source], [target], (), 1, step.equation, step.stack)
-
-
-def group_size(axes: Axes, sizes: Mapping[str, int]) -> int:
-    """The number of devices in a group along axes."""
-    return math.prod(sizes[axis] for axis in axes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from partitioning.aot.compiled.peak_memory import LiveArray
 from partitioning.aot.traced.live_ranges import Buffer, find_peak
@@ -69,7 +69,7 @@ def estimate_memory(traced: TracedProgram, chip: Chip | None = None) -> MemoryEs
 
 
 def _exact_sizes(traced: TracedProgram) -> Callable[[Value], int]:
-    return lambda value: math.ceil(value.shard_bytes(traced.axis_sizes))
+    return lambda value: 0 if value.on_host else value.shard_bytes(traced.axis_sizes)
 
 
 def _tiled_sizes(traced: TracedProgram) -> Callable[[Value], int]:
@@ -78,6 +78,8 @@ def _tiled_sizes(traced: TracedProgram) -> Callable[[Value], int]:
     ratios = kernel_ratios(traced.block, sizes)
 
     def size_of(value: Value) -> int:
+        if value.on_host:
+            return 0
         if (ratio := ratios.get(id(value))) is not None:
             return math.ceil(value.shard_bytes(sizes) * ratio)
         return padded_bytes(value.shard_shape(sizes), value.dtype)
@@ -103,8 +105,7 @@ def _like(value: Value) -> tuple:
 def _describe(live: list[Buffer], traced: TracedProgram) -> tuple[LiveArray, ...]:
     groups: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
     for buffer in live:
-        shape = ','.join(map(str, buffer.value.shard_shape(traced.axis_sizes)))
-        array = f'{_short_name(buffer.value)}[{shape}]'
+        array = array_name(buffer.value, traced.axis_sizes)
         maker = buffer.maker
         name, source = (maker.op_name, maker.source) if maker else ('', '')
         groups[array, name, source].append(buffer.nbytes)
@@ -115,8 +116,8 @@ def _describe(live: list[Buffer], traced: TracedProgram) -> tuple[LiveArray, ...
     return tuple(sorted(arrays, key=lambda a: -a.nbytes))
 
 
-def _short_name(value: Value) -> str:
-    """The name of a type in the text of compiled programs: 'bf16' for bfloat16."""
-    name = str(value.dtype)
+def array_name(value: Value, sizes: Mapping[str, int]) -> str:
+    """The type of an array on one device, as compiled programs write it: 'bf16[16,128]'."""
+    name, shape = str(value.dtype), ','.join(map(str, value.shard_shape(sizes)))
     letters = name.rstrip('0123456789')
-    return _SHORT_NAMES.get(letters, letters) + name[len(letters) :]
+    return f'{_SHORT_NAMES.get(letters, letters)}{name[len(letters) :]}[{shape}]'

@@ -31,6 +31,7 @@ class Value:
       dims: the mesh axes of each dimension; None while nothing shards it.
       fixed: the dimensions that keep their layout, because the program says so.
       manual: the mesh axes of the shard_maps around it, over which its shape is already divided.
+      on_host: whether it is in the memory of the host.
     """
 
     shape: tuple[int, ...]
@@ -38,6 +39,7 @@ class Value:
     dims: list[Axes | None]
     fixed: list[bool]
     manual: frozenset[str] = frozenset()
+    on_host: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -304,7 +306,9 @@ class _Writer:
     def _new(self, aval: Any, shape: tuple[int, ...] | None = None) -> Value:
         shape = tuple(getattr(aval, 'shape', ())) if shape is None else shape
         dtype = getattr(aval, 'dtype', np.dtype('bool'))  # tokens have none
-        return Value(shape, dtype, [None] * len(shape), [False] * len(shape), self._manual)
+        on_host = 'host' in str(getattr(aval, 'memory_space', '')).lower()
+        rank = len(shape)
+        return Value(shape, dtype, [None] * rank, [False] * rank, self._manual, on_host)
 
 
 def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:

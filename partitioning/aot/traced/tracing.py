@@ -13,7 +13,14 @@ from partitioning.aot.compiled.costs import mesh_axes
 from partitioning.aot.traced.implied_exchanges import insert_exchanges
 from partitioning.aot.traced.layouts import propagate
 from partitioning.aot.traced.merging import merge_exchanges
-from partitioning.aot.traced.steps import Block, Step, Value, spec_dims, write_out
+from partitioning.aot.traced.steps import (
+    Block,
+    Step,
+    Value,
+    remove_unused,
+    spec_dims,
+    write_out,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +28,7 @@ class TracedProgram:
     """A traced function whose arrays are laid out over a mesh.
 
     Attributes:
+      jaxpr: its ClosedJaxpr.
       block: its steps, with the exchanges of data that its layouts imply.
       axis_sizes: the size of each mesh axis.
       slices: the number of slices along axes that span several.
@@ -29,6 +37,7 @@ class TracedProgram:
         operands where the shapes are equal, and else to be whole on every device.
     """
 
+    jaxpr: Any
     block: Block
     axis_sizes: Mapping[str, int]
     slices: Mapping[str, int]
@@ -91,10 +100,12 @@ def lay_out_trace(
     _state_results(block, params['out_shardings'], sizes)
     propagate(block, sizes)
     unknown = insert_exchanges(block, sizes)
+    remove_unused(block)
     merge_exchanges(block)
     if slices is None:
         slices = mesh_axes(mesh).slices if isinstance(mesh, Mesh) else {}
     return TracedProgram(
+        jaxpr=traced.jaxpr,
         block=block,
         axis_sizes=sizes,
         slices=slices,
