@@ -12,6 +12,7 @@ from forecasts_by_hand import ARRAYS, GIB, make_forecast, mesh_of
 from mock_devices import gpus, tpus
 
 from partitioning.aot.page import render_page, write_page
+from partitioning.aot.page.cause_lines import short_source
 from partitioning.hardware import CHIPS
 from partitioning.mesh import axis_rings, find_placement
 
@@ -199,9 +200,22 @@ def test_what_is_not_known_is_left_out():
         )
     )
     assert 'limit not known' in page and 'the limit of this chip is not known' in page
-    assert 'There is no step-time model of this chip.' in page
-    assert 'Devices exchange nothing.' in page
+    assert 'Not forecast: nothing was compiled for this machine.' in page
+    assert 'Not known: nothing was compiled.' in page
     assert 'Largest buffers' not in page and 'Replicated' not in page
+
+
+@pytest.mark.parametrize(
+    ('source', 'shown'),
+    [
+        ('/opt/venv/lib/python3.11/site-packages/flax/nn.py:7', 'flax/nn.py:7'),
+        ('/home/someone/code/lm/models/mlp.py:30', 'lm/models/mlp.py:30'),
+        ('train/models/mlp.py:30', 'train/models/mlp.py:30'),
+        ('', ''),
+    ],
+)
+def test_folders_of_one_computer_are_left_out(source, shown):
+    assert short_source(source) == shown
 
 
 def test_a_page_of_nothing_is_refused(tmp_path):

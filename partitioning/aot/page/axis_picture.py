@@ -16,7 +16,7 @@ _SHADES = 16  # p0 to p15 in page.css
 _DARK_SHADES = 9  # white numbers up to here
 _NUMBERED = 256  # the most devices that have numbers, and a text for the mouse
 MOST_LINKED = 2048  # the most devices between which links are drawn
-_LONGEST_RING = 64  # longer rings would cover the picture
+_LONGEST_RING = 16  # longer rings would cover the picture
 _GAP = 1.1  # the space between planes, in devices
 _HALF = 0.34  # half the side of a device; neighbours are 1 apart
 _END = 0.58  # the length of the end of a link that closes a ring
@@ -84,7 +84,7 @@ def _devices(
 ) -> Iterable[Html]:
     along = positions[axes.index(axis)]
     others = np.delete(positions, axes.index(axis), axis=0)
-    ring = np.flatnonzero(~others.any(axis=0)).tolist() if along.max() else []
+    ring = np.flatnonzero(~others.any(axis=0)).tolist() if 0 < along.max() < _LONGEST_RING else []
     shades = along * (_SHADES - 1) // max(int(along.max()), 1)
     if len(places) > _NUMBERED:
         for shade in np.unique(shades).tolist():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from partitioning.aot.blame import Cause
 from partitioning.aot.page.markup import Html, join, tag
 
@@ -21,17 +23,31 @@ def cause_markup(cause: Cause | None, source: str, op_name: str) -> Html:
       op_name: the path of the jax operation, or ''.
     """
     if cause is None:
-        return join([_code(source), tag('small', op_name, class_='code') if op_name else None])
+        operation = tag('small', op_name, class_='code') if op_name else None
+        return join([_code(short_source(source)), operation])
     axes = ', '.join('None' if name is None else name for name in cause.logical_axes)
     array = f'{cause.array} ({axes})' if axes else cause.array
+    line, separator = short_source(cause.source or source), ' · '
     return join(
         [
             cause.reason,
-            tag('small', _code(cause.source or source), ' · ', _code(array)) if array else None,
+            tag('small', _code(line), separator if line and array else None, _code(array)),
             tag('small', 'rule ', _code(cause.rule)) if cause.rule else None,
             _change(cause),
         ]
     )
+
+
+def short_source(source: str) -> str:
+    """A 'file:line' without the folders above the package or the current folder.
+
+    Pages are shared, and the folders of one computer say nothing on another.
+    """
+    _, installed, rest = source.rpartition('site-packages/')
+    if installed:
+        return rest
+    path = source.removeprefix(f'{os.getcwd()}/')
+    return '/'.join(path.split('/')[-3:]) if os.path.isabs(path) else path
 
 
 def _change(cause: Cause) -> Html | None:

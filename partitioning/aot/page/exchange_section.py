@@ -40,7 +40,9 @@ def show_exchanges(forecast: Forecast, name: str) -> Html:
     """
     heading = tag('h3', 'Exchanged data')
     if not forecast.collectives:
-        nothing = tag('p', 'Devices exchange nothing.', class_='none')
+        known = forecast.back_end != 'none' or forecast.num_devices == 1
+        words = 'Devices exchange nothing.' if known else 'Not known: nothing was compiled.'
+        nothing = tag('p', words, class_='none')
         return tag('section', heading, nothing, class_='exchanges')
     total = sum(collective.total_bytes for collective, _ in forecast.collectives)
     caption = 'collectives, with the bytes that a device sends in one call'

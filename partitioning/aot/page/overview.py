@@ -8,6 +8,7 @@ from partitioning.aot.amounts import bytes_str, flops_str, seconds_str, share_st
 from partitioning.aot.page.exchange_section import network_name
 from partitioning.aot.page.markup import Child, Html, tag
 from partitioning.aot.page.memory_section import meter
+from partitioning.aot.page.time_section import no_time
 from partitioning.aot.report import Forecast
 from partitioning.rules import describe_axes
 
@@ -88,7 +89,7 @@ def _tile(name: str, figure: str, note: str, origin: str) -> Html:
 def _time_tile(forecast: Forecast) -> Html:
     time = forecast.time
     if time is None:
-        return _tile('step time', '-', 'there is no model of this chip', 'model')
+        return _tile('step time', '-', no_time(forecast), 'model')
     note = f'{seconds_str(time.low)} to {seconds_str(time.high)}'
     if forecast.mfu is not None:
         note += f', MFU {share_str(forecast.mfu)}'
@@ -103,6 +104,8 @@ def _free(forecast: Forecast) -> str:
 
 
 def _sent_str(forecast: Forecast) -> str:
+    if not forecast.collectives and forecast.back_end == 'none':
+        return '-'
     return bytes_str(sum(c.total_bytes for c, _ in forecast.collectives))
 
 

@@ -15,8 +15,7 @@ def show_time(forecast: Forecast) -> Html:
     heading = tag('h3', 'Time of a step')
     time = forecast.time
     if time is None:
-        chip = 'this chip' if forecast.chip is None else forecast.chip.name
-        missing = tag('p', f'There is no step-time model of {chip}.', class_='none')
+        missing = tag('p', f'Not forecast: {no_time(forecast)}.', class_='none')
         return tag('section', heading, missing, class_='time')
     return tag(
         'section',
@@ -27,6 +26,13 @@ def show_time(forecast: Forecast) -> Html:
         _constants(time),
         class_='time',
     )
+
+
+def no_time(forecast: Forecast) -> str:
+    """Why a forecast has no time."""
+    if forecast.back_end in ('none', 'cpu'):
+        return 'nothing was compiled for this machine'
+    return 'there is no step-time model of this chip'
 
 
 def _words(forecast: Forecast, time: StepTime) -> str:
