@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.cli.launch import CommandParser, configure, run
@@ -27,7 +28,8 @@ A TOPOLOGY is a chip and its arrangement (v5e:16x16, v5p:4x4x4; hosts and GPUs p
 or a cloud's name of it (v5p-128, v5litepod-16). 2xv5e:16x16 has two slices. Every RUN is a run of
 this package, a gin file, or the folder of a run; the mesh of the run is moved to the machine.
 
-The exit status is 0 if the step fits everywhere, 1 if it does not fit somewhere, 2 after an error.
+The exit status is 0 if the step fits everywhere, 1 if it does not fit somewhere or differs from its
+golden forecast, and 2 after an error.
 """
 
 
@@ -46,6 +48,7 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         action='store_true',
         help='compile nothing: figures by formula, within seconds',
     )
+    add_golden(parser)
     options = parser.read(arguments)
 
     def command() -> int:
@@ -54,6 +57,8 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         from train.forecasting import parse_machine
         from train.forecasting.output import prepare_folder, to_json, to_text, write_files
 
+        if options.update and not options.golden:
+            raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
         if not options.runs and not options.gin_file:
             raise ConfigError(f'no run: name one, such as `{prog} pretrain --topology=v5p:4x4x4`')
         machines = [parse_machine(name) for name in options.topology]
@@ -63,7 +68,8 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         print(to_json(forecasts) if options.json else to_text(forecasts))
         if folder is not None:
             write_files(forecasts, folder)
-        return int(any(one.fits is False for one in forecasts))
+        unchanged = options.golden is None or _is_unchanged(forecasts, options)
+        return int(not unchanged or any(one.fits is False for one in forecasts))
 
     return run(command, options)
 
@@ -79,6 +85,19 @@ def add_topologies(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar='TOPOLOGY',
         help='a machine, such as v5p:4x4x4; repeat the flag for more',
+    )
+
+
+def add_golden(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that compare forecasts with golden ones."""
+    parser.add_argument(
+        '--golden',
+        metavar='DIR',
+        help='compare with the golden forecasts in DIR; missing ones are written, but not in '
+        'continuous integration, where CI is set',
+    )
+    parser.add_argument(
+        '--update', action='store_true', help='with --golden: replace the golden forecasts'
     )
 
 
@@ -103,3 +122,18 @@ def _forecast_all(machines: Sequence[Machine], options: argparse.Namespace) -> l
         with show_progress(str(machine)) as progress:
             forecasts.append(forecast_step(step, compile=not options.no_compile, progress=progress))
     return forecasts
+
+
+def _is_unchanged(forecasts: Sequence[Forecast], options: argparse.Namespace) -> bool:
+    """Compares forecasts with their golden files, and says on stderr what differs."""
+    from partitioning.aot import check_golden
+
+    runs = '-'.join(Path(one).stem for one in [*options.runs, *options.gin_file])
+    try:
+        written = check_golden(forecasts, options.golden, name=runs, update=options.update or None)
+    except AssertionError as difference:
+        print(difference, file=sys.stderr)
+        return False
+    for file in written:
+        print(f'wrote {file}', file=sys.stderr)
+    return True
