@@ -58,37 +58,46 @@ def propagate(block: Block, sizes: Mapping[str, int]) -> None:
       block: the steps. Dimensions that are `fixed` keep their layout.
       sizes: the size of each mesh axis.
     """
-    factors: dict[int, Factors] = {}
+    sweeps = _Sweeps(sizes)
     for everything in (False, True):
         for _ in range(_ROUNDS):
-            changed = _sweep(block, sizes, everything, factors, forward=True)
-            changed |= _sweep(block, sizes, everything, factors, forward=False)
+            changed = sweeps.sweep(block, everything, forward=True)
+            changed |= sweeps.sweep(block, everything, forward=False)
             if not changed:
                 break
 
 
-def _sweep(
-    block: Block,
-    sizes: Mapping[str, int],
-    everything: bool,
-    factors: dict[int, Factors],
-    *,
-    forward: bool,
-) -> bool:
-    changed = False
-    for step in block.steps if forward else reversed(block.steps):
-        if step.bodies:
-            changed |= _tie(step)
-            for body in step.bodies:
-                changed |= _sweep(body, sizes, everything, factors, forward=forward)
-            changed |= _tie(step)
-        elif step.name in (TO_LOCAL, TO_GLOBAL):
-            changed |= _tie_border(step)
-        elif everything or step.name in _KEEPING:
-            if (found := factors.get(id(step))) is None:
-                found = factors[id(step)] = find_factors(step)
-            changed |= _spread(step, found, sizes)
-    return changed
+class _Sweeps:
+    """Sweeps over steps, which pass by those around which nothing has changed."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self._sizes = sizes
+        self._factors: dict[int, Factors] = {}
+        self._seen: dict[int, list[list[Axes | None]]] = {}
+
+    def sweep(self, block: Block, everything: bool, *, forward: bool) -> bool:
+        changed = False
+        for step in block.steps if forward else reversed(block.steps):
+            if step.bodies:
+                changed |= _tie(step)
+                for body in step.bodies:
+                    changed |= self.sweep(body, everything, forward=forward)
+                changed |= _tie(step)
+            elif step.name in (TO_LOCAL, TO_GLOBAL):
+                changed |= _tie_border(step)
+            elif everything or step.name in _KEEPING:
+                changed |= self._visit(step)
+        return changed
+
+    def _visit(self, step: Step) -> bool:
+        before = [list(value.dims) for value in (*step.inputs, *step.outputs)]
+        if self._seen.get(id(step)) == before:
+            return False
+        if (found := self._factors.get(id(step))) is None:
+            found = self._factors[id(step)] = find_factors(step)
+        changed = _spread(step, found, self._sizes)
+        self._seen[id(step)] = [list(value.dims) for value in (*step.inputs, *step.outputs)]
+        return changed
 
 
 def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> Division:
