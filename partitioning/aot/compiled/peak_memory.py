@@ -142,7 +142,9 @@ class _Schedule:
         self._made: list[list[_Buffer]] = []
         for time, instruction in enumerate(self._instructions):
             self._made.append(self._place(instruction))
-            for name in (*instruction.operands, instruction.name):
+            # What takes one element of a tuple does not use the others.
+            takes_one = instruction.opcode == 'get-tuple-element'
+            for name in (*(() if takes_one else instruction.operands), instruction.name):
                 for buffer in self._leaves[name]:
                     buffer.last = time
         root = self._leaves[computation.root.name]
