@@ -37,6 +37,7 @@ FLOORS = [
     {'__init__'},
     {'configurables'},
     {'gin_config'},
+    {'searching'},
     {'cli', 't5x'},
     {'__main__', 't5x.__main__'},
 ]
