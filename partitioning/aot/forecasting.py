@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from partitioning.aot.blame import Cause, explain_estimate, explain_program
+from partitioning.aot.blame import Cause, Explanation, explain_program
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.costs import (
     MemoryUse,
@@ -17,7 +17,6 @@ from partitioning.aot.compiled.costs import (
     mesh_axes,
     read_memory,
 )
-from partitioning.aot.compiled.peak_memory import LiveArray
 from partitioning.aot.preparing.compiling import (
     Program,
     Progress,
@@ -51,9 +50,6 @@ from partitioning.partitioner import BasePartitioner
 from partitioning.programs import PartitionedCallable
 
 _LARGEST = 20  # the buffers of a forecast
-
-Exchanges = tuple[tuple[Collective, Cause | None], ...]
-Buffers = tuple[tuple[LiveArray, Cause | None], ...]
 
 
 def forecast(
@@ -163,8 +159,8 @@ def _assemble(call: Call, target: Target, program: Program, held: Sequence[HeldA
     mesh, jaxpr = target.mesh, program.traced.jaxpr
     model_flops, program_flops = count_device_flops(jaxpr, mesh.size)
     estimate = _estimate_memory(program, target, call.args)
-    collectives, buffers = _explain(call, target, program, costs, held, estimate)
-    memory = _memory(program, target, costs, held, estimate, buffers)
+    explained = _explain(program, target, costs, held, call.partitioner)
+    memory = _memory(program, target, costs, held, estimate, explained)
     used = costs.memory if costs else None
     return Forecast(
         function=call.name,
@@ -179,7 +175,7 @@ def _assemble(call: Call, target: Target, program: Program, held: Sequence[HeldA
         model_flops=model_flops,
         program_flops=program_flops,
         time=_estimate_time(program, target, costs),
-        collectives=collectives,
+        collectives=_largest_first(explained),
         replicated=_replicated(held, mesh),
         warnings=program.warnings,
         notes=tuple(find_notes(program, target, used, memory.arguments)),
@@ -209,31 +205,24 @@ def _estimate_memory(program: Program, target: Target, args: Sequence[Any]) -> M
 
 
 def _explain(
-    call: Call,
-    target: Target,
     program: Program,
+    target: Target,
     costs: ProgramCosts | None,
     held: Sequence[HeldArray],
-    estimate: MemoryEstimate,
-) -> tuple[Exchanges, Buffers]:
-    """The exchanges of a compiled program and its largest buffers, each with its cause.
-
-    Without a program there are no exchanges, and the buffers are by formula.
-    """
-    known: dict[str, Any] = {
-        'mesh': target.mesh,
-        'rows': [array.row for array in held],
-        'rules': call.partitioner.logical_axis_rules,
-    }
+    partitioner: BasePartitioner,
+) -> Explanation | None:
+    """The causes of the exchanges and of the buffers of a compiled program."""
     if costs is None or program.compiled is None:
-        largest = estimate.buffers[:_LARGEST]
-        return (), explain_estimate(largest, program.traced.jaxpr, **known)
-    text, log = program.compiled.as_text() or '', '\n'.join(program.warnings)
-    explained = explain_program(text, program.traced.jaxpr, costs, **known, log=log)
-    ordered = sorted(
-        explained.collectives, key=lambda c: (-c[0].total_bytes, c[0].kind, c[0].instruction)
+        return None
+    return explain_program(
+        program.compiled.as_text() or '',
+        program.traced.jaxpr,
+        costs,
+        mesh=target.mesh,
+        rows=[array.row for array in held],
+        rules=partitioner.logical_axis_rules,
+        log='\n'.join(program.warnings),
     )
-    return tuple(ordered), explained.buffers
 
 
 def _memory(
@@ -242,7 +231,7 @@ def _memory(
     costs: ProgramCosts | None,
     held: Sequence[HeldArray],
     estimate: MemoryEstimate,
-    buffers: Buffers,
+    explained: Explanation | None,
 ) -> MemoryForecast:
     roles = bytes_by_role(held)
     arguments = sum(roles.values())
@@ -251,6 +240,7 @@ def _memory(
     peak = estimate.peak if use is None else use.peak
     if (exceeded := program.out_of_memory) is not None:
         peak, limit = exceeded.needed, exceeded.available
+    by_formula = tuple((array, None) for array in estimate.buffers[:_LARGEST])
     return MemoryForecast(
         limit=limit,
         peak=peak,
@@ -260,10 +250,17 @@ def _memory(
         gradients=estimate.gradients,
         activations=estimate.activations,
         analytic_peak=estimate.peak,
-        buffers=buffers,
+        buffers=explained.buffers if explained else by_formula,
         live=costs.at_peak.nbytes if costs else None,
         buffers_from='jaxpr' if costs is None else 'compiler',
     )
+
+
+def _largest_first(
+    explained: Explanation | None,
+) -> tuple[tuple[Collective, Cause | None], ...]:
+    found = explained.collectives if explained else ()
+    return tuple(sorted(found, key=lambda c: (-c[0].total_bytes, c[0].kind, c[0].instruction)))
 
 
 def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]:

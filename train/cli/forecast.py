@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from train.cli import search
 from train.cli.launch import CommandParser, configure, run
 from train.cli.training import find_gin_file, known_runs
 
@@ -23,6 +24,7 @@ devices exchange, and how long a step takes. No data is opened, and nothing is t
   {prog} pretrain configs/models/8b.gin configs/partitioning/fsdp.gin --topology=v5p:4x4x4
   {prog} pretrain configs/models/1b.gin --topology=v5e:4x4 --topology=v6e-16 --json
   {prog} my_run.gin --topology=2xv5e:16x16 --out=forecasts --gin.BATCH_SIZE=1024
+  {prog} pretrain configs/models/8b.gin --topology=v5p:4x4x4 --search --out=search
 
 A TOPOLOGY is a chip and its arrangement (v5e:16x16, v5p:4x4x4; hosts and GPUs per host, h100:2x8),
 or a cloud's name of it (v5p-128, v5litepod-16). 2xv5e:16x16 has two slices. Every RUN is a run of
@@ -49,6 +51,7 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         help='compile nothing: figures by formula, within seconds',
     )
     add_golden(parser)
+    search.add_flags(parser)
     options = parser.read(arguments)
 
     def command() -> int:
@@ -61,6 +64,8 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
             raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
         if not options.runs and not options.gin_file:
             raise ConfigError(f'no run: name one, such as `{prog} pretrain --topology=v5p:4x4x4`')
+        if options.search:
+            return search.search(options, _DEFAULTS)
         machines = [parse_machine(name) for name in options.topology]
         folder = prepare_folder(options.out) if options.out else None
         configure(options, [_DEFAULTS, *(find_gin_file(one) for one in options.runs)])

@@ -1,0 +1,332 @@
+"""How good the winner of a search is: next to the best of all candidates, all of them compiled.
+
+Each case is a run, a described machine and a space of at most 60 candidates. First, every candidate
+is compiled, each in a process of its own, which takes 30 s to several minutes; results are added to
+a file with what the compiler has said, so a campaign can be resumed. Then the search of
+`meshwright forecast --search` runs over the same space. It may look up a quarter of the results, in
+the order in which it asks for them. Step times are forecasts, computed anew from what is stored, so
+a change of the step-time model needs no compilation.
+
+Usage:
+  python benchmarks/search.py [--cases=1b,8b] [--results=FILE] [--pictures=DIR] [--no_compile]
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+
+RESULTS = 'benchmarks/search_results.json'
+_WINDOWED = (('xla_jf_spmd_threshold_for_windowed_einsum_mib', None),)
+_SHARE = 4  # a search may compile one in this many candidates
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run, a machine and a space.
+
+    Attributes:
+      name: its name.
+      topology: the described machine.
+      batch: the number of sequences of a step, of 2,048 tokens.
+      layouts: the presets with their sizes, as 'NAME SIZE'.
+      num_microbatches, windowed: the values of these settings.
+    """
+
+    name: str
+    topology: str
+    batch: int
+    layouts: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+    num_microbatches: tuple[int, ...] = (1,)
+    windowed: tuple[bool, ...] = (False,)
+    remats: tuple[str, ...] = ('full', 'dots', 'none')
+
+    @property
+    def files(self) -> list[str]:
+        """The gin files of the run."""
+        return [f'configs/{name}.gin' for name in ('runs/pretrain', f'models/{self.name}')]
+
+    @property
+    def bindings(self) -> list[str]:
+        """The gin bindings of the run."""
+        return ["TEXT = 'no-data-is-read'", f'BATCH_SIZE = {self.batch}']
+
+
+_FSDP: tuple[str, tuple[tuple[str, int], ...]] = ('fsdp', ())
+CASES = (
+    Case(
+        name='1b',
+        topology='v5e:4x4',
+        batch=64,
+        layouts=(
+            _FSDP,
+            ('fsdp_tensor', (('NUM_PARTITIONS', 2),)),
+            ('three_d', (('FSDP_PARTITIONS', 4), ('NUM_PARTITIONS', 1))),
+            ('zero', ()),
+        ),
+        num_microbatches=(1, 2),
+    ),
+    Case(
+        name='8b',
+        topology='v5p:4x4x4',
+        batch=128,
+        layouts=(
+            _FSDP,
+            ('fsdp_tensor', (('NUM_PARTITIONS', 2),)),
+            ('fsdp_tensor', (('NUM_PARTITIONS', 4),)),
+            ('three_d', (('FSDP_PARTITIONS', 16), ('NUM_PARTITIONS', 1))),
+        ),
+        windowed=(False, True),
+    ),
+)
+
+
+def space_of(case: Case) -> Any:
+    """Returns the space of a case."""
+    from train.searching import Choices, Layout, list_space
+
+    choices = Choices(
+        layouts=[Layout(preset, sizes) for preset, sizes in case.layouts],
+        num_microbatches=case.num_microbatches,
+        remats=case.remats,  # type: ignore[arg-type]
+        output_chunks=(None,),
+        compiler_options=[_WINDOWED if windowed else () for windowed in case.windowed],
+    )
+    return list_space(run_of(case), choices)
+
+
+def run_of(case: Case) -> Any:
+    """Returns what the run of a case decides about its candidates."""
+    from train.forecasting import parse_machine
+    from train.searching.predicting import Source, read_config
+    from train.searching.run_sizes import sizes_of
+
+    machine = parse_machine(case.topology)
+    config = read_config(Source(files=case.files, bindings=case.bindings), machine)
+    return sizes_of(config, len(machine.describe().devices))
+
+
+def plan(case: Case, candidate: Any) -> Any:
+    """Lays out the train step of a candidate."""
+    from train.forecasting import parse_machine
+    from train.searching.gin_file import write_gin
+    from train.searching.predicting import Source, plan_candidate, read_config
+
+    machine = parse_machine(case.topology)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / 'candidate.gin'
+        file.write_text(write_gin(candidate, run_of(case), case.files, case.bindings))
+        config = read_config(Source(files=[str(file)]), machine)
+        return plan_candidate(config, machine)
+
+
+def measure(case: Case, number: int) -> dict[str, Any]:
+    """Compiles a candidate, and returns what the compiler says about it."""
+    from partitioning.aot import read_costs
+    from partitioning.aot.timing import read_work
+    from train.errors import first_line
+
+    candidate = space_of(case).candidates[number]
+    step, arguments = (planned := plan(case, candidate)).step, planned.arguments
+    mesh = planned.run.config.partitioner.mesh
+    jaxpr = step.trace(*arguments).jaxpr
+    started = time.monotonic()
+    found: dict[str, Any] = {'candidate': str(candidate)}
+    try:
+        compiled = step.lower(*arguments).compile()
+    except Exception as error:
+        if 'memory' not in str(error).lower() and 'RESOURCE_EXHAUSTED' not in str(error):
+            raise
+        return found | {'error': first_line(error), 'seconds': time.monotonic() - started}
+    costs = read_costs(compiled, mesh)
+    return found | {
+        'peak': costs.memory.peak,
+        'arguments': costs.memory.arguments,
+        'cycles_by_kind': cycles_by_kind(costs.operations),
+        'work': dataclasses.asdict(shorten(read_work(costs, jaxpr, mesh.size))),
+        'seconds': time.monotonic() - started,
+        'versions': {name: metadata.version(name) for name in ('jax', 'libtpu')},
+    }
+
+
+def cycles_by_kind(operations: Sequence[Any]) -> dict[str, int]:
+    """Returns the estimated cycles of each kind of operation."""
+    cycles = collections.Counter[str]()
+    for operation in operations:
+        cycles[operation.kind] += operation.cycles
+    return dict(cycles.most_common())
+
+
+def shorten(work: Any) -> Any:
+    """Returns the work with one exchange for all of a kind over the same axes, for short files."""
+    groups: dict[Any, list[Any]] = collections.defaultdict(list)
+    for one in work.collectives:
+        key = (one.kind, one.network, one.axes, one.group_size, one.asynchronous)
+        groups[key].append(one)
+    merged = []
+    for together in groups.values():
+        count = sum(one.count for one in together)
+        size = sum(one.total_bytes for one in together) / count
+        merged.append(
+            dataclasses.replace(
+                together[0], count=count, wire_bytes=size, arrays=(), op_name='', source=''
+            )
+        )
+    return dataclasses.replace(work, collectives=tuple(merged))
+
+
+def read_stored_work(stored: Mapping[str, Any]) -> Any:
+    """Returns the `Work` of a result."""
+    from partitioning.aot.compiled.collectives import Collective
+    from partitioning.aot.timing import KernelWork, Work
+
+    kernels = tuple(KernelWork(**kernel) for kernel in stored['kernels'])
+    collectives = tuple(
+        Collective(**one | {name: tuple(one[name]) for name in ('axes', 'arrays')})
+        for one in stored['collectives']
+    )
+    return Work(**stored | {'kernels': kernels, 'collectives': collectives})
+
+
+def outcome_of(stored: Mapping[str, Any], mesh: Any, limit: int) -> Any:
+    """Returns what a search is told about a candidate: the step time by today's model."""
+    from partitioning.aot.timing import estimate_step_time
+    from train.searching import Outcome
+
+    if 'error' in stored:
+        return Outcome(fits=False, compile_seconds=stored['seconds'], error=stored['error'])
+    step = estimate_step_time(read_stored_work(stored['work']), mesh)
+    assert step is not None
+    return Outcome(
+        fits=stored['peak'] <= limit,
+        peak=stored['peak'],
+        seconds=step.seconds,
+        low=step.low,
+        high=step.high,
+        compile_seconds=stored['seconds'],
+    )
+
+
+def compile_all(case: Case, path: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Compiles the candidates that the results lack, and adds them to the file."""
+    candidates = space_of(case).candidates
+    own = results.setdefault(case.name, {})
+    for number, candidate in enumerate(candidates):
+        if str(candidate) in own:
+            continue
+        command = [sys.executable, __file__, f'--measure={case.name}:{number}']
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ['no message']
+            print(f'{case.name}, {candidate} failed: {lines[-1][:400]}', flush=True)
+            continue
+        stored = json.loads(done.stdout.splitlines()[-1])
+        own[stored.pop('candidate')] = stored
+        path.write_text(json.dumps(results, indent=1) + '\n')
+        print(f'{case.name} {number + 1}/{len(candidates)}: {candidate}', flush=True)
+
+
+def search_case(case: Case, stored: Mapping[str, Any], pictures: Path | None) -> None:
+    """Searches the space of a case, and prints the winner next to the best of all candidates."""
+    from partitioning.hardware import CHIPS
+    from train.searching import Prediction, search
+    from train.searching.frontier import draw_search
+    from train.searching.predicting import predict_step
+    from train.searching.tables import summary_lines
+
+    space = space_of(case)
+    limit = CHIPS[case.topology.partition(':')[0]].hbm_bytes_per_device
+    planned: dict[Any, Any] = {}
+    predictions: dict[Any, Prediction] = {}
+    started = time.monotonic()
+    for candidate in space.candidates:
+        if candidate.program not in planned:
+            planned[candidate.program] = plan(case, candidate.program)
+            predictions[candidate.program] = predict_step(planned[candidate.program])
+    predicting = time.monotonic() - started
+    meshes = {c: planned[c.program].run.config.partitioner.mesh for c in space.candidates}
+    outcomes = {
+        c: outcome_of(stored[str(c)], meshes[c], limit)
+        for c in space.candidates
+        if str(c) in stored
+    }
+    best = len(space.candidates) // _SHARE
+    print_all(case, space.candidates, outcomes, predictions)
+    if len(outcomes) < len(space.candidates):
+        print(f'{case.name}: {len(outcomes)} of {len(space.candidates)} candidates are compiled')
+        return
+    result = search(
+        space, lambda c: predictions[c.program], lambda c: outcomes[c], limit=limit, best=best
+    )
+    compiling = sum(f.outcome.compile_seconds for f in result.found if f.outcome)
+    optimum = min((o.seconds, str(c)) for c, o in outcomes.items() if o.fits)
+    winner = result.winner
+    print(f'{case.name} on {case.topology}, batch {case.batch}: {len(outcomes)} candidates')
+    print(f'  best of all: {optimum[0]:.4f} s, {optimum[1]}')
+    print(
+        f'  the search: {winner.seconds:.4f} s, {winner.candidate}: '
+        f'{winner.seconds / optimum[0] - 1:.1%} above the best, {result.num_compiled} compiled; '
+        f'{predicting:.0f} s of formulas and {compiling:.0f} s of compilation'
+    )
+    print(f'  {summary_lines(result)[-1]}')
+    if pictures is not None:
+        file = pictures / f'search_{case.name}.png'
+        draw_search(result, file, title=f'{case.name} on {case.topology}, batch {case.batch}')
+        print(f'  {file}')
+
+
+def print_all(
+    case: Case, candidates: Sequence[Any], outcomes: Mapping[Any, Any], predictions: Any
+) -> None:
+    """Prints what the compiler and the formulas say about each candidate."""
+    print(f'{case.name:<52}{"step":>9}{"GiB":>8}{"formulas":>10}{"GiB":>8}{"bound":>9}{"took":>7}')
+    for candidate in candidates:
+        formula = predictions[candidate.program]
+        text, found = f'{str(candidate)[:50]:<52}', outcomes.get(candidate)
+        if found is None:
+            text += f'{"-":>9}{"-":>8}'
+        elif found.peak is None:
+            text += f'{"-":>9}{"OOM":>8}'
+        else:
+            text += f'{found.seconds:>9.4f}{found.peak / 2**30:>8.2f}'
+        took = '' if found is None else f'{found.compile_seconds:.0f} s'
+        text += f'{formula.seconds:>10.4f}{formula.peak / 2**30:>8.2f}{formula.bound:>9.4f}'
+        print(f'{text}{took:>7}')
+
+
+def main() -> None:
+    known = {case.name: case for case in CASES}
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--cases', default=','.join(known), help='(all)')
+    parser.add_argument('--results', type=Path, default=Path(RESULTS), help=f'({RESULTS})')
+    parser.add_argument('--pictures', type=Path, help='the folder for pictures of the searches')
+    parser.add_argument('--no_compile', action='store_true', help='only what the file has')
+    parser.add_argument('--measure', help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.measure:
+        name, _, number = arguments.measure.partition(':')
+        print(json.dumps(measure(known[name], int(number))))
+        return
+    path = arguments.results
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for name in arguments.cases.split(','):
+        if not arguments.no_compile:
+            compile_all(known[name], path, results)
+        search_case(known[name], results.get(name, {}), arguments.pictures)
+
+
+if __name__ == '__main__':
+    main()
