@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from measured_steps.program import Axes, Rules
-from measured_steps.rows import MeasuredRow
+from .program import Axes, Rules
+from .rows import MeasuredRow
 from partitioning.hardware import CHIPS, DEFAULT_OPTIONS
 
 _VECTOR_MEMORY = 'xla_tpu_scoped_vmem_limit_kib'

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from measured_steps.rows import MeasuredRow
+from .rows import MeasuredRow
 from train.attention import AttentionSettings, SplashBlocks
 from train.models.remat import Remat
 from train.models.transformer import TransformerConfig
@@ -131,15 +131,28 @@ def _translate(names: list[str]) -> list[Any]:
 
 
 def _choose_attention(row: MeasuredRow) -> AttentionSettings:
-    """The blocks of the measured kernels, but with at most 512 x 512 scores at a time.
+    """The blocks of the measured kernels, of which fewer scores are computed at a time.
 
-    Larger ones take the compiler many minutes, and nothing that is read from the program depends
-    on them: the keys that are fetched at a time decide how many masked blocks are left out, and
-    the compiler does not estimate kernels.
+    Large ones take the compiler many minutes, and nothing that is read from the program depends on
+    them: the compiler does not estimate kernels, and the larger side of a block, which is kept,
+    decides how many blocks the mask leaves out.
     """
     blocks = row['attention']['blocks']
     sizes = {ours: blocks[name] for name, ours in _BLOCKS.items() if name in blocks}
-    if not sizes and row['hardware']['topology']:
-        sizes = {'queries': 512}  # the kernels of before splash attention: 512 throughout
-    capped = {n: size if n in ('keys', 'dkv_keys') else min(size, 512) for n, size in sizes.items()}
-    return AttentionSettings(splash_blocks=SplashBlocks(**capped) if capped else None)
+    if not row['hardware']['topology']:
+        return AttentionSettings()
+    return AttentionSettings(splash_blocks=_smaller(SplashBlocks(**sizes)))
+
+
+def _smaller(blocks: SplashBlocks) -> SplashBlocks:
+    least = 128
+    return SplashBlocks(
+        queries=least,
+        keys=max(blocks.queries, blocks.keys),
+        keys_compute=least,
+        dkv_queries=least,
+        dkv_keys=max(blocks.dkv_queries, blocks.dkv_keys),
+        dkv_keys_compute=least,
+        dq_queries=least,
+        dq_keys=max(blocks.dq_queries, blocks.dq_keys),
+    )

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax
 
-from measured_steps.machines import (
+from .machines import (
     choose_options,
     choose_rules,
     dcn_axes,
@@ -17,9 +17,9 @@ from measured_steps.machines import (
     ici_axes,
     machine_problems,
 )
-from measured_steps.models import describe_model, model_problems
-from measured_steps.program import Program
-from measured_steps.rows import MeasuredRow, load_rows
+from .models import describe_model, model_problems
+from .program import Program
+from .rows import MeasuredRow, load_rows
 from partitioning.hardware import CHIPS
 from train.models.parameters import list_parameters
 from train.models.transformer import TransformerConfig
