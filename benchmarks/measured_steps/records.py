@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .compiling import read_text, stored
+from .compiling import read_all, read_text
 from partitioning.aot.compiled.collectives import Collective, MeshAxes
 from partitioning.aot.compiled.costs import ProgramCosts, costs_of_text
 
