@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from partitioning.hardware import CHIPS, DEFAULT_OPTIONS
+
 from .program import Axes, Rules
 from .rows import MeasuredRow
-from partitioning.hardware import CHIPS, DEFAULT_OPTIONS
 
 _VECTOR_MEMORY = 'xla_tpu_scoped_vmem_limit_kib'
 # In ascending order of traffic. Axes of other names are not expressed.
@@ -23,7 +24,7 @@ def machine_problems(row: MeasuredRow) -> Iterator[str]:
     for name in (*parallelism['ici'], *parallelism['dcn']):
         if name not in _AXES:
             yield f'its mesh has the axis {name!r}, for which no rules are written here'
-    if not row.num_devices == math.prod(size for _, size in (*ici_axes(row), *dcn_axes(row))):
+    if row.num_devices != math.prod(size for _, size in (*ici_axes(row), *dcn_axes(row))):
         yield 'the sizes of its mesh axes do not multiply to its devices'
 
 

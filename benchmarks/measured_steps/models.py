@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from .rows import MeasuredRow
 from train.attention import AttentionSettings, SplashBlocks
 from train.models.remat import Remat
 from train.models.transformer import TransformerConfig
+
+from .rows import MeasuredRow
 
 # What MaxText and axlearn call the arrays of a layer -> our names.
 _NAMES = {

@@ -9,6 +9,10 @@ from collections.abc import Iterator
 
 import jax
 
+from partitioning.hardware import CHIPS
+from train.models.parameters import list_parameters
+from train.models.transformer import TransformerConfig
+
 from .machines import (
     choose_options,
     choose_rules,
@@ -20,9 +24,6 @@ from .machines import (
 from .models import describe_model, model_problems
 from .program import Program
 from .rows import MeasuredRow, load_rows
-from partitioning.hardware import CHIPS
-from train.models.parameters import list_parameters
-from train.models.transformer import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .compiling import read_all, read_text
 from partitioning.aot.compiled.collectives import Collective, MeshAxes
 from partitioning.aot.compiled.costs import ProgramCosts, costs_of_text
+
+from .compiling import read_text
 
 RECORDS = Path(__file__).with_name('compiled_steps.json')
 # The settings of a program that a reader looks for; the others follow from the row.
@@ -41,7 +42,7 @@ _KEPT = (
 
 def make_records(store: Path) -> dict[str, dict[str, Any]]:
     """Returns the compact record of each program of a store, by name."""
-    return {found['name']: make_record(found, store) for found in stored(store)}
+    return {found['name']: make_record(found, store) for found in read_all(store)}
 
 
 def make_record(found: Mapping[str, Any], store: Path) -> dict[str, Any]:
@@ -60,7 +61,7 @@ def make_record(found: Mapping[str, Any], store: Path) -> dict[str, Any]:
     if 'memory' not in found:
         return record
     mesh = MeshAxes(sizes=found['mesh'], slices=found['slices'])
-    costs = costs_of_text(read_text(found['name'], store), mesh=mesh, chip=found['chip'])
+    costs = costs_of_text(read_text(found['stored_as'], store), mesh=mesh, chip=found['chip'])
     return record | {
         'cycles': _cycles(costs),
         'device_bytes': costs.device_bytes,
@@ -99,9 +100,7 @@ def with_copies(collectives: Iterator[Collective], from_copies: int, copies: int
     for one in collectives:
         if one.network == 'dcn' and copies != from_copies:
             factor = (1 - 1 / copies) / (1 - 1 / from_copies)
-            one = dataclasses.replace(
-                one, group_size=copies, wire_bytes=one.wire_bytes * factor
-            )
+            one = dataclasses.replace(one, group_size=copies, wire_bytes=one.wire_bytes * factor)
         yield one
 
 
