@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from partitioning.aot.traced.fusion import IN_PLACE, VIEWS, Fusion
-from partitioning.aot.traced.primitives import ELEMENTWISE
+from partitioning.aot.traced.implied_exchanges import KINDS
+from partitioning.aot.traced.primitives import ELEMENTWISE, PRODUCTS
 from partitioning.aot.traced.steps import Block, Step, Value, carries, loop_counts
 
 
@@ -97,6 +98,8 @@ class _Run:
                 if not self._fusion.in_memory(value):
                     continue
                 last = self._last.get(id(value), time)
+                if step.name in KINDS:
+                    last = self._after_next_product(last)
                 buffer = Buffer(value, step, self._size_of(value), last)
                 place = kept.get(id(value))
                 if place is not None and self._last.get(id(place), -1) <= time:
@@ -107,6 +110,16 @@ class _Run:
                     continue
                 self._buffers[id(value)] = buffer
                 self._made[time].append(buffer)
+
+    def _after_next_product(self, time: int) -> int:
+        """The next product after a step: what is exchanged is kept while products run on.
+
+        Compilers let exchanges overlap with products, and so neither begin nor free what they
+        exchange at the last moment.
+        """
+        steps = self._block.steps
+        following = range(time + 1, len(steps))
+        return next((t for t in following if steps[t].name in PRODUCTS), time)
 
     def _replaced(self, step: Step, number: int, time: int, new: Buffer) -> Buffer | None:
         """The buffer of an operand that is not read any more, whose place a result can take."""
