@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
-from partitioning.aot.blame import Cause, Explanation, explain_program
+from partitioning.aot.blame import Cause, explain_estimate, explain_program
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.costs import (
     MemoryUse,
@@ -17,6 +17,7 @@ from partitioning.aot.compiled.costs import (
     mesh_axes,
     read_memory,
 )
+from partitioning.aot.compiled.peak_memory import LiveArray
 from partitioning.aot.preparing.compiling import (
     Program,
     Progress,
@@ -41,15 +42,23 @@ from partitioning.aot.preparing.target import (
 )
 from partitioning.aot.remedies import Alternative, Call, find_remedies, general_alternatives
 from partitioning.aot.report import Compilation, Forecast, MemoryForecast, Replicated
-from partitioning.aot.timing import StepTime, estimate_step_time, read_work
+from partitioning.aot.timing import Work, estimate_step_time, estimate_work, read_work
 from partitioning.aot.timing.model_flops import count_device_flops
-from partitioning.aot.traced import MemoryEstimate, estimate_memory, lay_out_trace
+from partitioning.aot.traced import (
+    MemoryEstimate,
+    TracedProgram,
+    estimate_memory,
+    lay_out_trace,
+)
 from partitioning.hardware import OptionValue
 from partitioning.mesh import axis_rings, find_placement
 from partitioning.partitioner import BasePartitioner
 from partitioning.programs import PartitionedCallable
 
 _LARGEST = 20  # the buffers of a forecast
+
+Exchanges = tuple[tuple[Collective, Cause | None], ...]
+Buffers = tuple[tuple[LiveArray, Cause | None], ...]
 
 
 def forecast(
@@ -62,8 +71,9 @@ def forecast(
     compile: bool = True,
     compiler_options: Mapping[str, OptionValue] | None = None,
     on_cpu: bool = False,
-    alternatives: Sequence[Alternative] = (),
+    alternatives: Sequence[Alternative] | None = (),
     confirm: bool = False,
+    on_program: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> Forecast:
     """Forecasts a call of a partitioned function: memory, exchanged data, FLOPs and time.
@@ -88,8 +98,9 @@ def forecast(
       on_cpu: whether to compile for virtual CPU devices in place of the machine. This happens in
         any case if the compiler of the machine is not installed.
       alternatives: settings to try if the function does not fit, in addition to a smaller batch and
-        more devices.
-      confirm: whether to compile those that fit by formula, to confirm it.
+        more devices. None tries nothing.
+      confirm: whether to compile those that fit by formula, until the compiler confirms one.
+      on_program: receives the text of the compiled program, if there is one.
       progress: receives a text when a stage begins.
 
     Raises:
@@ -118,8 +129,10 @@ def forecast(
         program = compile_traced(program, call.name, target.mesh, compiler_options)
     else:
         target = dataclasses.replace(target, back_end='none', version=version_of('none'))
+    if on_program is not None and program.compiled is not None:
+        on_program(program.compiled.as_text() or '')
     made = _assemble(call, target, program, held)
-    if made.fits is False and target.chip is not None:
+    if made.fits is False and target.chip is not None and alternatives is not None:
         limit = made.memory.limit or 0
         general = general_alternatives(call, held, target.chip, limit)
         remedies = find_remedies(
@@ -158,9 +171,14 @@ def _assemble(call: Call, target: Target, program: Program, held: Sequence[HeldA
     costs = _read(program, target)
     mesh, jaxpr = target.mesh, program.traced.jaxpr
     model_flops, program_flops = count_device_flops(jaxpr, mesh.size)
-    estimate = _estimate_memory(program, target, call.args)
-    explained = _explain(program, target, costs, held, call.partitioner)
-    memory = _memory(program, target, costs, held, estimate, explained)
+    laid_out = lay_out_trace(program.traced, call.args, mesh, target.slices or None)
+    estimate = estimate_memory(laid_out, target.chip)
+    work = _find_work(program, target, costs, laid_out)
+    collectives, buffers = _explain(call, target, program, costs, held, estimate)
+    if costs is None and work is not None:
+        ordered = sorted(work.collectives, key=lambda c: (-c.total_bytes, c.kind))
+        collectives = tuple((c, None) for c in ordered)
+    memory = _memory(program, target, costs, held, estimate, buffers)
     used = costs.memory if costs else None
     return Forecast(
         function=call.name,
@@ -174,8 +192,8 @@ def _assemble(call: Call, target: Target, program: Program, held: Sequence[HeldA
         memory=memory,
         model_flops=model_flops,
         program_flops=program_flops,
-        time=_estimate_time(program, target, costs),
-        collectives=_largest_first(explained),
+        time=None if work is None else estimate_step_time(work, mesh),
+        collectives=collectives,
         replicated=_replicated(held, mesh),
         warnings=program.warnings,
         notes=tuple(find_notes(program, target, used, memory.arguments)),
@@ -198,31 +216,32 @@ def _read(program: Program, target: Target) -> ProgramCosts | None:
     return dataclasses.replace(costs, memory=read_memory(program.compiled, platform))
 
 
-def _estimate_memory(program: Program, target: Target, args: Sequence[Any]) -> MemoryEstimate:
-    """The memory by formula, for devices of the target."""
-    laid_out = lay_out_trace(program.traced, args, target.mesh, target.slices or None)
-    return estimate_memory(laid_out, target.chip)
-
-
 def _explain(
-    program: Program,
+    call: Call,
     target: Target,
+    program: Program,
     costs: ProgramCosts | None,
     held: Sequence[HeldArray],
-    partitioner: BasePartitioner,
-) -> Explanation | None:
-    """The causes of the exchanges and of the buffers of a compiled program."""
+    estimate: MemoryEstimate,
+) -> tuple[Exchanges, Buffers]:
+    """The exchanges of a compiled program and its largest buffers, each with its cause.
+
+    Without a program there are no exchanges, and the buffers are by formula.
+    """
+    known: dict[str, Any] = {
+        'mesh': target.mesh,
+        'rows': [array.row for array in held],
+        'rules': call.partitioner.logical_axis_rules,
+    }
     if costs is None or program.compiled is None:
-        return None
-    return explain_program(
-        program.compiled.as_text() or '',
-        program.traced.jaxpr,
-        costs,
-        mesh=target.mesh,
-        rows=[array.row for array in held],
-        rules=partitioner.logical_axis_rules,
-        log='\n'.join(program.warnings),
+        largest = estimate.buffers[:_LARGEST]
+        return (), explain_estimate(largest, program.traced.jaxpr, **known)
+    text, log = program.compiled.as_text() or '', '\n'.join(program.warnings)
+    explained = explain_program(text, program.traced.jaxpr, costs, **known, log=log)
+    ordered = sorted(
+        explained.collectives, key=lambda c: (-c[0].total_bytes, c[0].kind, c[0].instruction)
     )
+    return tuple(ordered), explained.buffers
 
 
 def _memory(
@@ -231,7 +250,7 @@ def _memory(
     costs: ProgramCosts | None,
     held: Sequence[HeldArray],
     estimate: MemoryEstimate,
-    explained: Explanation | None,
+    buffers: Buffers,
 ) -> MemoryForecast:
     roles = bytes_by_role(held)
     arguments = sum(roles.values())
@@ -240,7 +259,6 @@ def _memory(
     peak = estimate.peak if use is None else use.peak
     if (exceeded := program.out_of_memory) is not None:
         peak, limit = exceeded.needed, exceeded.available
-    by_formula = tuple((array, None) for array in estimate.buffers[:_LARGEST])
     return MemoryForecast(
         limit=limit,
         peak=peak,
@@ -250,17 +268,10 @@ def _memory(
         gradients=estimate.gradients,
         activations=estimate.activations,
         analytic_peak=estimate.peak,
-        buffers=explained.buffers if explained else by_formula,
+        buffers=buffers,
         live=costs.at_peak.nbytes if costs else None,
         buffers_from='jaxpr' if costs is None else 'compiler',
     )
-
-
-def _largest_first(
-    explained: Explanation | None,
-) -> tuple[tuple[Collective, Cause | None], ...]:
-    found = explained.collectives if explained else ()
-    return tuple(sorted(found, key=lambda c: (-c[0].total_bytes, c[0].kind, c[0].instruction)))
 
 
 def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]:
@@ -279,9 +290,15 @@ def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]
     return tuple(sorted(found, key=lambda r: (-r.nbytes, r.path)))
 
 
-def _estimate_time(program: Program, target: Target, costs: ProgramCosts | None) -> StepTime | None:
-    """The time of a call on the devices of the target, or None if it has no model."""
-    if costs is None or costs.chip is None or target.is_stand_in:
+def _find_work(
+    program: Program, target: Target, costs: ProgramCosts | None, laid_out: TracedProgram
+) -> Work | None:
+    """What a device has to do, by the compiler, or by formula if nothing was to be compiled.
+
+    It is None where nothing is known about the chip, or where its compiler made no program.
+    """
+    if target.chip is None or target.is_stand_in or program.out_of_memory is not None:
         return None
-    work = read_work(costs, program.traced.jaxpr, target.mesh.size)
-    return estimate_step_time(work, target.mesh)
+    if costs is None:
+        return estimate_work(laid_out, target.chip)
+    return read_work(costs, program.traced.jaxpr, target.mesh.size)

@@ -78,26 +78,32 @@ def find_remedies(
       alternatives: the settings.
       chip: the chip.
       limit: what a program can use on a device, in bytes.
-      compile_peak: compiles a call and returns its peak in bytes, for those that fit by formula; by
-        default all peaks are by formula.
+      compile_peak: compiles a call and returns its peak in bytes, for those that fit by formula,
+        until one of them fits by the compiler, too; by default all peaks are by formula.
       progress: receives a text when a setting is tried.
     """
-    found = []
+    found, confirmed = [], False
     for alternative in alternatives:
         with contextlib.suppress(ValueError):  # the setting is not possible here
             if progress is not None:
                 progress(f'trying {alternative.setting}')
             call = alternative.build()
             peak = analytic_peak(call, chip)
-            compiled = peak <= limit and isinstance(call.partitioner.mesh, Mesh)
+            compiled = (
+                compile_peak is not None
+                and not confirmed
+                and peak <= limit
+                and isinstance(call.partitioner.mesh, Mesh)
+            )
             if compile_peak is not None and compiled:
                 peak = compile_peak(call)
+                confirmed = peak <= limit
             found.append(
                 Remedy(
                     setting=alternative.setting,
                     peak=peak,
                     fits=peak <= limit,
-                    peak_from='compiler' if compile_peak and compiled else 'jaxpr',
+                    peak_from='compiler' if compiled else 'jaxpr',
                 )
             )
     return tuple(sorted(found, key=lambda remedy: not remedy.fits))

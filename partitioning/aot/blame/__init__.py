@@ -1,6 +1,9 @@
 """Which line of Python, which array and which rule an exchange or a buffer comes from."""
 
 from partitioning.aot.blame.cause import Cause as Cause
+from partitioning.aot.blame.estimated_buffers import (
+    explain_estimate as explain_estimate,
+)
 from partitioning.aot.blame.explaining import (
     Explanation as Explanation,
     explain_program as explain_program,

@@ -285,7 +285,7 @@ class _Walk:
             equal = [x for x in value.operands if x.size == value.size]
             kept = [x.gradient_of or x.update_of or x.argument for x in equal]
             changed = next((x.gradient_of or x.update_of for x in equal), '')
-            if not changed and not value.backward and value.shape and all(kept):
+            if kept and not changed and not value.backward and value.shape and all(kept):
                 changed = kept[0]
             if name == 'add_any' and value.backward:
                 value.gradient_of = changed
