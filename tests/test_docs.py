@@ -132,7 +132,7 @@ def flags_in_help(*command):
 def test_the_reference_has_every_flag_of_the_trainer():
     page = (ROOT / 'docs/reference/command_line.md').read_text()
     shown = {*re.findall(r'^\| `(--\w+)', page, re.M), '--help'}
-    for command in ('train', 'forecast', 'eval', 'predict', 'generate'):
+    for command in ('train', 'forecast', 'fits', 'eval', 'predict', 'generate'):
         assert flags_in_help(command) <= shown
     for verb in ('inspect', 'diff', 'verify', 'convert'):
         assert flags_in_help('checkpoint', verb) <= shown

@@ -1,4 +1,4 @@
-"""`meshwright forecast`: its output, its files, its exit status, and its errors."""
+"""`meshwright forecast` and `fits`: their output, files, exit status, and errors."""
 
 import json
 import sys
@@ -11,8 +11,6 @@ from train.forecasting import machines
 from train.runtime import machine
 
 pytestmark = pytest.mark.core
-
-GIB = 2**30
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +25,10 @@ def _own_process(monkeypatch, tmp_path):
     gin.clear_config()
 
 
-def forecast(capsys, *arguments):
+def forecast(capsys, *arguments, command='forecast'):
     """Returns the exit status, what is on standard output, and what is on standard error."""
     try:
-        status = main(['forecast', *arguments])
+        status = main([command, *arguments])
     except SystemExit as exit_:
         status = exit_.code
     return status, *capsys.readouterr()
@@ -94,3 +92,69 @@ def test_a_compiler_that_is_not_installed(capsys, monkeypatch):
     status, out, err = forecast(capsys, 'pretrain', '--topology=v5e:4x4')
     assert (status, out) == (2, '')
     assert err == "error: v5e:4x4: describing TPUs needs libtpu: pip install 'meshwright[aot]'\n"
+
+
+SMALL = {
+    'model_type': 'qwen2',
+    'vocab_size': 1024,
+    'hidden_size': 256,
+    'num_hidden_layers': 2,
+    'num_attention_heads': 4,
+    'num_key_value_heads': 2,
+    'intermediate_size': 512,
+}
+
+
+def test_what_would_make_a_run_fit(capsys):
+    """Data parallel, each device holds 8 B parameters with two moments: 96 GB, of 16.9 GB."""
+    status, out, _ = forecast(
+        capsys,
+        *('pretrain', 'configs/models/8b.gin', 'configs/partitioning/data_parallel.gin'),
+        *('--gin.BATCH_SIZE=64', '--topology=v5e:8x8', '--no_compile', '--json'),
+    )
+    [one] = json.loads(out)['forecasts']
+    assert status == 1 and one['fits'] is False
+    assert one['memory']['peak'] > 12 * 8_030_261_248 > one['memory']['limit']
+    fitting = [remedy['setting'] for remedy in one['remedies'] if remedy['fits']]
+    assert "include 'configs/partitioning/fsdp.gin'" in fitting
+    assert {remedy['peak_from'] for remedy in one['remedies']} == {'jaxpr'}
+
+
+def test_the_machines_that_a_model_fits_into(capsys, tmp_path):
+    (tmp_path / 'config.json').write_text(json.dumps(SMALL))
+    flags = ('--topology=v5e:2x2', '--batch_tokens=8K', '--sequence_length=128', '--json')
+    status, out, _ = forecast(
+        capsys, str(tmp_path), *flags, f'--out={tmp_path}/run.gin', command='fits'
+    )
+    held = json.loads(out)
+    assert (status, held['batch_tokens'], held['model']) == (0, 8192, 'qwen2')
+    [row] = held['machines']
+    assert row['fits'] and row['layout'] == 'fsdp, remat none' and row['back_end'] == 'none'
+    assert row['low'] < row['seconds'] < row['high']
+    assert row['tokens_per_second'] == pytest.approx(8192 / row['seconds'])
+    assert held['smallest']['v5e']['machine'] == 'v5e:1x1'
+    assert (tmp_path / 'run.gin').read_text() == held['gin']
+    arguments = (f'{tmp_path}/run.gin', '--topology=v5e:2x2', '--no_compile', '--json')
+    gin.clear_config()
+    [again] = json.loads(forecast(capsys, *arguments)[1])['forecasts']
+    # Biases are replicated; everything else is divided over the 4 devices.
+    assert again['memory']['parameters'] == pytest.approx(held['num_parameters'], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'words'),
+    [
+        (['no.json', '--topology=v5e:4x4'], ['no.json cannot be read']),
+        (['.', '--topology=v5q:4x4'], ["unknown topology 'v5q:4x4'"]),
+        (['.', '--topology=v5e:4x4', '--batch_tokens=-4M'], ["'-4M'", '512K']),
+        (['.'], ['required: --topology']),
+        (['unknown.json', '--topology=v5e:4x4'], ["'mamba'", 'llama', 'The known ones are']),
+    ],
+)
+def test_errors_of_fits_are_one_line(capsys, tmp_path, arguments, words):
+    (tmp_path / 'config.json').write_text(json.dumps(SMALL))
+    (tmp_path / 'unknown.json').write_text('{"model_type": "mamba"}')
+    status, out, err = forecast(capsys, *arguments, command='fits')
+    assert (status, out) == (2, '')
+    assert err.startswith('error: ') and err.count('\n') == 1
+    assert not [word for word in words if word not in err]

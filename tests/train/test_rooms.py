@@ -38,6 +38,7 @@ FLOORS = [
     {'configurables'},
     {'gin_config'},
     {'searching'},
+    {'fitting'},
     {'cli', 't5x'},
     {'__main__', 't5x.__main__'},
 ]

@@ -22,8 +22,13 @@ _COMMANDS = {
     ),
     'forecast': (
         'forecast.forecast',
-        'say whether a run fits into machines that are not here, and how fast',
+        'say whether a run fits into any machine, and how fast it is there',
         'pretrain --topology=v5e:4x4',
+    ),
+    'fits': (
+        'fits.fits',
+        'say on which machines a model of Hugging Face can be trained',
+        'config.json --topology=v5e:4x4',
     ),
     'eval': ('scoring.evaluate', 'score a run on held-out data', 'runs/quickstart'),
     'predict': (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,11 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         action='store_true',
         help='compile nothing: figures by formula, within seconds',
     )
+    parser.add_argument(
+        '--confirm',
+        action='store_true',
+        help='where it does not fit, compile what would make it fit, until the compiler agrees',
+    )
     add_golden(parser)
     search.add_flags(parser)
     options = parser.read(arguments)
@@ -69,10 +75,10 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         machines = [parse_machine(name) for name in options.topology]
         folder = prepare_folder(options.out) if options.out else None
         configure(options, [_DEFAULTS, *(find_gin_file(one) for one in options.runs)])
-        forecasts = _forecast_all(machines, options)
+        forecasts, programs = _forecast_all(machines, options)
         print(to_json(forecasts) if options.json else to_text(forecasts))
         if folder is not None:
-            write_files(forecasts, folder)
+            write_files(forecasts, programs, folder)
         unchanged = options.golden is None or _is_unchanged(forecasts, options)
         return int(not unchanged or any(one.fits is False for one in forecasts))
 
@@ -115,18 +121,33 @@ def leave_devices_alone() -> None:
         jax.config.update('jax_platforms', 'cpu')
 
 
-def _forecast_all(machines: Sequence[Machine], options: argparse.Namespace) -> list[Forecast]:
-    """The forecasts of the run that gin has loaded. All are planned before the first compiles."""
+def _forecast_all(
+    machines: Sequence[Machine], options: argparse.Namespace
+) -> tuple[list[Forecast], dict[str, str]]:
+    """The forecasts of the run that gin has loaded, and the programs by machine.
+
+    The run is planned on all machines before it is compiled for the first.
+    """
+    from train.fitting.remedies import helping, list_remedies
     from train.forecasting import forecast_step, plan_on
     from train.forecasting.progress import show_progress
     from train.gin_config import find_config
 
     planned = [plan_on(machine, find_config) for machine in machines]
+    source, programs = search.source_of(options, _DEFAULTS), dict[str, str]()
     forecasts = []
     for machine, step in zip(machines, planned, strict=True):
         with show_progress(str(machine)) as progress:
-            forecasts.append(forecast_step(step, compile=not options.no_compile, progress=progress))
-    return forecasts
+            one = forecast_step(
+                step,
+                compile=not options.no_compile,
+                alternatives=list(list_remedies(source, machine, step)),
+                confirm=options.confirm,
+                on_program=functools.partial(programs.__setitem__, str(machine)),
+                progress=progress,
+            )
+        forecasts.append(helping(one))
+    return forecasts, programs
 
 
 def _is_unchanged(forecasts: Sequence[Forecast], options: argparse.Namespace) -> bool:

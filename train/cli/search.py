@@ -8,8 +8,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from train.cli.training import find_gin_file
+
+if TYPE_CHECKING:
+    from train.searching.predicting import Source
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +47,6 @@ def search(options: argparse.Namespace, defaults: str) -> int:
     from train.errors import ConfigError, check_counts
     from train.forecasting import parse_machine
     from train.paths import as_folder
-    from train.searching.predicting import Source
     from train.searching.runs import search_run
     from train.searching.tables import search_table
 
@@ -54,17 +57,7 @@ def search(options: argparse.Namespace, defaults: str) -> int:
         raise ConfigError(
             f'--search is given {len(options.topology)} topologies: search on one at a time'
         )
-    folders, packages = (
-        [entry for value in values for entry in value.split(',') if entry]
-        for values in (options.gin_search_paths, options.gin_allow)
-    )
-    source = Source(
-        files=[*(find_gin_file(one) for one in options.runs), *options.gin_file],
-        bindings=options.gin_bindings,
-        defaults=[defaults],
-        search_paths=[os.path.abspath(folder) for folder in folders],
-        allow=packages,
-    )
+    source = source_of(options, defaults)
     with _folder(options.out) as out:
         found = search_run(
             source,
@@ -84,6 +77,28 @@ def search(options: argparse.Namespace, defaults: str) -> int:
             for name, file in found.files.items():
                 print(f'{name}: {file}')
     return int(found.result.winner is None)
+
+
+def source_of(options: argparse.Namespace, defaults: str) -> Source:
+    """The gin settings of the runs in `options`.
+
+    Args:
+      options: the flags of `meshwright forecast`.
+      defaults: a gin file that is read before those of the run.
+    """
+    from train.searching.predicting import Source
+
+    folders, packages = (
+        [entry for value in values for entry in value.split(',') if entry]
+        for values in (options.gin_search_paths, options.gin_allow)
+    )
+    return Source(
+        files=[*(find_gin_file(one) for one in options.runs), *options.gin_file],
+        bindings=options.gin_bindings,
+        defaults=[defaults],
+        search_paths=[os.path.abspath(folder) for folder in folders],
+        allow=packages,
+    )
 
 
 @contextlib.contextmanager

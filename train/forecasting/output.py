@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from etils import epath
 
@@ -48,8 +48,15 @@ def prepare_folder(path: str) -> epath.Path:
     return folder
 
 
-def write_files(forecasts: Sequence[Forecast], folder: epath.Path) -> None:
-    """Writes `forecast.json` and `forecast.html`.
+def write_files(
+    forecasts: Sequence[Forecast], programs: Mapping[str, str], folder: epath.Path
+) -> None:
+    """Writes `forecast.json`, `forecast.html`, and the compiled programs as `*.hlo.txt`.
+
+    Args:
+      forecasts: the forecasts.
+      programs: the text of the compiled program for each machine.
+      folder: the folder, which exists.
 
     Raises:
       ConfigError: if the folder cannot be written.
@@ -57,5 +64,7 @@ def write_files(forecasts: Sequence[Forecast], folder: epath.Path) -> None:
     try:
         (folder / JSON).write_text(to_json(forecasts) + '\n')
         write_page(forecasts, folder / PAGE)
+        for machine, text in programs.items():
+            (folder / f'{machine.replace(":", "-")}.hlo.txt').write_text(text)
     except OSError as error:
         raise ConfigError(f'{folder} cannot be written: {error.strerror or error}') from error

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from partitioning.aot.forecasting import forecast
+from partitioning.aot.remedies import Alternative
 from partitioning.aot.report import Forecast
 from train.config import TrainConfig
 from train.errors import ConfigError
@@ -62,13 +63,19 @@ def plan_on(machine: Machine, make_config: Callable[[], TrainConfig]) -> Planned
 
 
 def forecast_step(
-    planned: PlannedStep, *, compile: bool = True, progress: Progress | None = None
+    planned: PlannedStep,
+    *,
+    compile: bool = True,
+    alternatives: Sequence[Alternative] | None = (),
+    confirm: bool = False,
+    on_program: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Forecast:
     """Forecasts a planned train step on the machine that it was planned for.
 
     Args:
       planned: the step.
-      compile: as for `forecast_run`.
+      compile, alternatives, confirm, on_program: as for `partitioning.aot.forecast`.
       progress: as for `forecast_run`.
     """
     return forecast(
@@ -76,5 +83,8 @@ def forecast_step(
         planned.step,
         *planned.arguments,
         compile=compile,
+        alternatives=alternatives,
+        confirm=confirm,
+        on_program=on_program,
         progress=progress,
     )

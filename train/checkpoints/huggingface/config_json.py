@@ -78,15 +78,7 @@ def read_config(folder: epath.Path) -> ConfigJson:
                 'model.merge_and_unload(), and save that'
             )
         raise ConfigError(f'{folder} has no {FILE}: a model of Hugging Face has one')
-    try:
-        if (size := file.stat().length) > MAX_BYTES:
-            raise ValueError(f'it has {size:,} bytes, and at most {MAX_BYTES:,} are read')
-        values = parse_json(file.read_bytes())
-        if not isinstance(values, dict):
-            raise ValueError('it contains no JSON object')
-    except ValueError as error:
-        raise ConfigError(f'{file} cannot be read: {first_line(error)}') from error
-    config = ConfigJson(values, str(file))
+    config = read_config_file(file)
     quantized = config.get('quantization_config')
     if quantized is not None:
         method = quantized.get('quant_method') if isinstance(quantized, dict) else quantized
@@ -95,3 +87,21 @@ def read_config(folder: epath.Path) -> ConfigJson:
             'use the weights from which it was made, in float32, bfloat16 or float16'
         )
     return config
+
+
+def read_config_file(file: epath.Path) -> ConfigJson:
+    """Reads the settings of a model from a file.
+
+    Raises:
+      ConfigError: if the file is missing or malformed.
+    """
+    try:
+        if (size := file.stat().length) > MAX_BYTES:
+            raise ValueError(f'it has {size:,} bytes, and at most {MAX_BYTES:,} are read')
+        values = parse_json(file.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError('it contains no JSON object')
+    except (ValueError, OSError) as error:
+        reason = getattr(error, 'strerror', None) or first_line(error)
+        raise ConfigError(f'{file} cannot be read: {reason}') from error
+    return ConfigJson(values, str(file))

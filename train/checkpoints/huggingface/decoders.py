@@ -33,7 +33,7 @@ def read_llama(c: ConfigJson) -> Settings:
     """Llama 1 to 3.x."""
     c.require('hidden_act', 'silu', default='silu')
     biases = ('qkv', 'out') if c.get('attention_bias') else ()
-    return _read_common(c) | {'biases': (*biases, *(('mlp',) if c.get('mlp_bias') else ()))}
+    return read_common(c) | {'biases': (*biases, *(('mlp',) if c.get('mlp_bias') else ()))}
 
 
 def write_llama(m: TransformerConfig) -> Settings:
@@ -48,7 +48,7 @@ def read_mistral(c: ConfigJson) -> Settings:
     """Mistral 7B and later, whose layers are all local or all global."""
     c.require('hidden_act', 'silu', default='silu')
     window = c.values.get('sliding_window', 4096)
-    return _read_common(c) | _windows(c, window, lambda i: True)
+    return read_common(c) | read_windows(c, window, lambda i: True)
 
 
 def write_mistral(m: TransformerConfig) -> Settings:
@@ -58,7 +58,7 @@ def write_mistral(m: TransformerConfig) -> Settings:
 def read_qwen2(c: ConfigJson) -> Settings:
     """Qwen 2 and 2.5."""
     c.require('hidden_act', 'silu', default='silu')
-    return _read_common(c) | _qwen_windows(c) | {'biases': ('qkv',)}
+    return read_common(c) | _qwen_windows(c) | {'biases': ('qkv',)}
 
 
 def write_qwen2(m: TransformerConfig) -> Settings:
@@ -69,7 +69,7 @@ def read_qwen3(c: ConfigJson) -> Settings:
     """Qwen 3 without experts."""
     c.require('hidden_act', 'silu', default='silu')
     biases = ('qkv', 'out') if c.get('attention_bias') else ()
-    settings = _read_common(c) | _qwen_windows(c)
+    settings = read_common(c) | _qwen_windows(c)
     return settings | {'qk_norm': True, 'biases': biases, 'head_dim': c.get('head_dim', 128)}
 
 
@@ -81,7 +81,7 @@ def read_gemma(c: ConfigJson) -> Settings:
     """Gemma 1. Its first files name another activation than the one it was trained with."""
     c.require('hidden_activation', GELU_TANH, default=GELU_TANH)
     c.require('hidden_act', 'gelu', GELU_TANH, default=GELU_TANH)
-    return _read_common(c, is_tied=True) | GEMMA | {'head_dim': c.get('head_dim', 256)}
+    return read_common(c, is_tied=True) | GEMMA | {'head_dim': c.get('head_dim', 256)}
 
 
 def write_gemma(m: TransformerConfig) -> Settings:
@@ -91,7 +91,7 @@ def write_gemma(m: TransformerConfig) -> Settings:
 def read_gemma2(c: ConfigJson) -> Settings:
     """Gemma 2, of whose layers every second one is global."""
     window = c.values.get('sliding_window', 4096)
-    settings = _read_gemma2(c) | _windows(c, window, lambda i: i % 2 == 0)
+    settings = _read_gemma2(c) | read_windows(c, window, lambda i: i % 2 == 0)
     return settings | {
         'attention_soft_cap': c.values.get('attn_logit_softcapping', 50.0),
         'logit_soft_cap': c.values.get('final_logit_softcapping', 30.0),
@@ -119,7 +119,7 @@ def read_gemma3(c: ConfigJson) -> Settings:
     c.require('use_bidirectional_attention', False, default=False)
     every = c.get('sliding_window_pattern', c.get('_sliding_window_pattern', 6))
     window = c.values.get('sliding_window', 4096)
-    settings = _read_gemma2(c) | _windows(c, window, lambda i: (i + 1) % every != 0)
+    settings = _read_gemma2(c) | read_windows(c, window, lambda i: (i + 1) % every != 0)
     by_kind = c.get('rope_parameters', {})
     local = by_kind.get(LOCAL, {}).get('rope_theta', c.get('rope_local_base_freq', 10_000.0))
     return settings | {
@@ -177,7 +177,7 @@ def write_gpt2(m: TransformerConfig) -> Settings:
     }
 
 
-def _read_common(c: ConfigJson, is_tied: bool = False) -> Settings:
+def read_common(c: ConfigJson, is_tied: bool = False) -> Settings:
     """The settings that all models after Llama have.
 
     Args:
@@ -228,7 +228,7 @@ def _read_gemma2(c: ConfigJson) -> Settings:
     head_dim, scalar = c.get('head_dim', 256), c.get('query_pre_attn_scalar', 256)
     biases = ('qkv', 'out') if c.get('attention_bias') else ()
     return (
-        _read_common(c, is_tied=True)
+        read_common(c, is_tied=True)
         | GEMMA
         | {
             'head_dim': head_dim,
@@ -273,10 +273,10 @@ def _rope(c: ConfigJson, default: float = 10_000.0) -> tuple[float, RopeScaling 
 def _qwen_windows(c: ConfigJson) -> Settings:
     window = c.get('sliding_window', 4096) if c.get('use_sliding_window') else None
     first = c.get('max_window_layers', 28)
-    return _windows(c, window, lambda i: i >= first)
+    return read_windows(c, window, lambda i: i >= first)
 
 
-def _windows(c: ConfigJson, window: int | None, is_local: Callable[[int], bool]) -> Settings:
+def read_windows(c: ConfigJson, window: int | None, is_local: Callable[[int], bool]) -> Settings:
     """The window of local layers, and which layers are local.
 
     Args:

@@ -1,0 +1,235 @@
+"""Models of Hugging Face: their parameters, their gin files, and the machines they fit into."""
+
+import gin
+import pytest
+from etils import epath
+
+from partitioning.hardware import CHIPS
+from train.checkpoints.huggingface.config_json import ConfigJson
+from train.errors import ConfigError
+from train.fitting import find_model, fit_machine, make_task, parse_tokens, read_model, write_fit
+from train.fitting.fits import plan_candidate
+from train.fitting.smallest import list_machines
+from train.forecasting import parse_machine
+from train.gin_config import find_config, load_config
+
+pytestmark = pytest.mark.core
+
+# The settings that models of Hugging Face have, by their published config.json, and the number of
+# parameters that their model cards state.
+_8B = {
+    'hidden_size': 4096,
+    'num_hidden_layers': 32,
+    'num_attention_heads': 32,
+    'num_key_value_heads': 8,
+    'intermediate_size': 14336,
+}
+
+
+_SCALING = {
+    'rope_type': 'llama3',
+    'factor': 8.0,
+    'low_freq_factor': 1.0,
+    'high_freq_factor': 4.0,
+    'original_max_position_embeddings': 8192,
+}
+
+
+def sizes(width, layers, heads, kv_heads, mlp, vocab, **others):
+    return {
+        'hidden_size': width,
+        'num_hidden_layers': layers,
+        'num_attention_heads': heads,
+        'num_key_value_heads': kv_heads,
+        'intermediate_size': mlp,
+        'vocab_size': vocab,
+        **others,
+    }
+
+
+MODELS = {
+    'Llama-3.1-8B': (
+        {'model_type': 'llama', **_8B, 'vocab_size': 128256, 'rope_theta': 500000.0}
+        | {'max_position_embeddings': 131072, 'rope_scaling': _SCALING},
+        8_030_261_248,
+    ),
+    'Mistral-7B-v0.1': ({'model_type': 'mistral', **_8B, 'vocab_size': 32000}, 7_241_732_096),
+    'Qwen2.5-7B': (
+        sizes(3584, 28, 28, 4, 18944, 152064, model_type='qwen2'),
+        7_615_616_512,
+    ),
+    'Qwen3-8B': (sizes(4096, 36, 32, 8, 12288, 151936, model_type='qwen3'), 8_190_735_360),
+    'gemma-7b': (
+        sizes(3072, 28, 16, 16, 24576, 256000, model_type='gemma', head_dim=256),
+        8_537_680_896,
+    ),
+    'gemma-2-9b': (
+        sizes(3584, 42, 16, 8, 14336, 256000, model_type='gemma2', head_dim=256),
+        9_241_705_984,
+    ),
+    'gemma-3-1b': (
+        sizes(1152, 26, 4, 1, 6912, 262144, model_type='gemma3_text', head_dim=256),
+        999_885_952,
+    ),
+    'gpt2': (
+        {'model_type': 'gpt2', 'vocab_size': 50257, 'n_embd': 768, 'n_layer': 12, 'n_head': 12},
+        124_439_808,
+    ),
+    'Phi-3-mini-128k': (
+        sizes(3072, 32, 32, 32, 8192, 32064, model_type='phi3')
+        | {'rope_scaling': {'type': 'longrope', 'short_factor': [1.0], 'long_factor': [2.0]}},
+        3_821_079_552,
+    ),
+    'starcoder2-3b': (
+        sizes(3072, 30, 24, 2, 12288, 49152, model_type='starcoder2')
+        | {'hidden_act': 'gelu_pytorch_tanh', 'sliding_window': 4096},
+        3_030_371_328,
+    ),
+    'pythia-6.9b': (
+        sizes(4096, 32, 32, None, 16384, 50432, model_type='gpt_neox', rotary_pct=0.25),
+        6_857_302_016,
+    ),
+    'stablelm-3b-4e1t': (
+        sizes(2560, 32, 32, 32, 6912, 50304, model_type='stablelm', partial_rotary_factor=0.25),
+        2_795_443_200,
+    ),
+    'SmolLM3-3B': (
+        sizes(2048, 36, 16, 4, 11008, 128256, model_type='smollm3', tie_word_embeddings=True),
+        3_075_098_624,
+    ),
+    'Nemotron-Mini-4B': (
+        sizes(3072, 32, 24, 8, 9216, 256000, model_type='nemotron', head_dim=128),
+        4_190_509_056,
+    ),
+    'falcon-40b': (
+        sizes(8192, 60, 128, None, None, 65024, model_type='falcon', num_kv_heads=8)
+        | {'new_decoder_architecture': True},
+        41_303_293_952,
+    ),
+    'starcoder': (
+        {'model_type': 'gpt_bigcode', 'vocab_size': 49152, 'n_embd': 6144, 'n_layer': 40}
+        | {'n_head': 48, 'n_positions': 8192, 'n_inner': 24576, 'multi_query': True},
+        15_517_456_384,
+    ),
+    'opt-125m': (
+        sizes(768, 12, 12, None, None, 50272, model_type='opt', ffn_dim=3072)
+        | {'max_position_embeddings': 2048, 'word_embed_proj_dim': 768},
+        125_239_296,
+    ),
+    'flan-t5-base': (
+        {'model_type': 't5', 'vocab_size': 32128, 'd_model': 768, 'num_heads': 12, 'd_kv': 64}
+        | {'d_ff': 2048, 'num_layers': 12, 'feed_forward_proj': 'gated-gelu'}
+        | {'tie_word_embeddings': False, 'is_encoder_decoder': True},
+        247_577_856,
+    ),
+}
+
+
+def model_of(name, **settings):
+    return read_model(ConfigJson(MODELS[name][0], f'{name}/config.json'), **settings)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_a_model_has_as_many_parameters_as_its_model_card_says(name):
+    assert model_of(name).num_parameters == MODELS[name][1]
+
+
+def test_what_our_model_computes_in_another_way_is_said():
+    assert model_of('Llama-3.1-8B').differs == ()
+    assert model_of('Phi-3-mini-128k').differs == ('rotary positions are not scaled (longrope)',)
+    partial, parallel = model_of('pythia-6.9b').differs
+    assert 'rotary' in partial and 'one after the other' in parallel
+    images = {'model_type': 'llava', 'text_config': MODELS['Mistral-7B-v0.1'][0]}
+    found = read_model(ConfigJson(images, 'config.json'))
+    assert found.kind == 'mistral' and 'not of images' in found.differs[0]
+
+
+@pytest.fixture
+def task_of(tmp_path):
+    def make(model, tokens, length=None):
+        return make_task(model, tokens, length, epath.Path(tmp_path))
+
+    return make
+
+
+@pytest.mark.parametrize('name', ['Llama-3.1-8B', 'gpt2', 'gemma-2-9b', 'flan-t5-base'])
+def test_the_gin_file_trains_the_model_of_the_file(name, task_of, tmp_path, monkeypatch):
+    model = model_of(name, dtype='bfloat16')
+    (tmp_path / 'run.gin').write_text(task_of(model, 16 * 512, 512).text)
+    gin.clear_config()
+    load_config([str(tmp_path / 'run.gin')], ["TEXT = 'corpus/*.txt'"])
+    config = find_config()
+    assert config.objective.model.config == model.config
+    assert config.batch_size == 16
+    row = config.task.blank_row(config.sequence_length)
+    longest = row.get('encoder_input_tokens', row['decoder_input_tokens'])
+    assert longest.shape == (512,)
+    gin.clear_config()
+
+
+def test_a_small_model_fits_with_everything_kept(task_of):
+    """And the written file plans the step that was forecast."""
+    small = sizes(256, 2, 4, 4, 512, 1024, model_type='llama')
+    model = read_model(ConfigJson(small, 'config.json'), dtype='bfloat16')
+    task = task_of(model, 64 * 128, 128)
+    fit = fit_machine(task, parse_machine('v5e:2x2'))
+    assert fit.fits and str(fit.candidate) == 'fsdp, remat none'
+    # Parameters and two moments in float32, over 4 devices: 12 bytes for each.
+    memory = fit.forecast.memory
+    count = 2 * 1024 * 256 + 2 * (4 * 256**2 + 3 * 256 * 512 + 2 * 256) + 256
+    assert model.num_parameters == count
+    assert memory.parameters == count
+    assert memory.optimizer == pytest.approx(2 * count, rel=1e-4)
+    text = write_fit(task, fit)
+    (task.folder / 'written.gin').write_text(text)
+    planned = plan_candidate(task, fit.sizes, fit.candidate, fit.machine)
+    gin.clear_config()
+    load_config([str(task.folder / 'written.gin')], ["TEXT = 'corpus/*.txt'"])
+    assert find_config().objective.model.config == planned.run.config.objective.model.config
+    gin.clear_config()
+
+
+def test_the_machines_that_can_hold_a_state():
+    """16 bytes for each of 8 B parameters are more than 7 chips of 15.75 GiB hold, and fit in 8."""
+    state = 16 * 8_030_261_248
+    names = [str(machine) for machine in list_machines(CHIPS['v5e'], state)]
+    assert names == ['v5e:2x4', 'v5e:4x4', 'v5e:4x8', 'v5e:8x8', 'v5e:8x16', 'v5e:16x16']
+    assert next(map(str, list_machines(CHIPS['v5p'], state))) == 'v5p:2x2x1'
+    assert next(map(str, list_machines(CHIPS['h100'], state))) == 'h100:1x2'
+
+
+def test_tokens_of_a_batch(task_of):
+    assert [parse_tokens(text) for text in ('4M', '512K', '65536')] == [4194304, 524288, 65536]
+    for text in ('-4M', '0', '4.5M', '4m', '', '1G'):
+        with pytest.raises(ValueError, match='number of tokens, such as 4M'):
+            parse_tokens(text)
+    model = model_of('gpt2')
+    assert task_of(model, 65536).sequence_length == 1024
+    with pytest.raises(ConfigError, match=r'65000 is not a multiple of the 1024.*write 64512'):
+        task_of(model, 65000)
+    with pytest.raises(ConfigError, match='--sequence_length=2048, but the gpt2 has 1024'):
+        task_of(model, 65536, 2048)
+    with pytest.raises(ConfigError, match='--sequence_length is -1'):
+        task_of(model, 65536, -1)
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('{"model_type": "lama"}', ["'lama'", "Did you mean 'llama'?", 'starcoder2']),
+        ('{"model_type": "mamba"}', ["'mamba'", 'The known ones are', 'gpt_neox']),
+        ('{"hidden_size": 4096}', ['model_type is None']),
+        ('[1, 2]', ['no JSON object']),
+        ('{"model_type": ', ['cannot be read']),
+        ('[' * 100_000, ['cannot be read']),
+        ('{"model_type": "opt", "hidden_size": "wide"}', ['config.json']),
+        ('{"model_type": "phi3", "hidden_size": 64}', ['config.json has no', 'phi3 needs it']),
+        ('{"model_type": {"a": 1}}', ['model_type is']),
+    ],
+)
+def test_a_malformed_config_is_refused_in_one_line(tmp_path, text, words):
+    (tmp_path / 'config.json').write_text(text)
+    with pytest.raises(ConfigError) as error:
+        find_model(str(tmp_path))
+    message = str(error.value)
+    assert '\n' not in message and not [word for word in words if word not in message]

@@ -1,0 +1,147 @@
+"""`meshwright fits`: on which machines a model of Hugging Face can be trained, and how fast."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from train.cli.forecast import add_topologies, leave_devices_alone
+from train.cli.launch import OneLineParser, run
+
+if TYPE_CHECKING:
+    from train.fitting import Fit, Task
+    from train.forecasting import Machine
+
+_DESCRIPTION = """\
+Says on which machines the model of a Hugging Face config.json can be trained from scratch, with
+which layout, and how long a step takes. Nothing is compiled: all figures are by formula.
+
+  {prog} config.json --topology=v5e:4x4 --topology=v6e:8x8 --topology=h100:2x8 --batch_tokens=4M
+  {prog} Llama-3.1-8B --topology=v5p-128 --batch_tokens=1M --out=run.gin
+
+--out writes the gin file of the fastest machine that fits, for `meshwright train` and `forecast`.
+The exit status is 0 if the model fits everywhere, 1 if it does not fit somewhere, 2 after an error.
+"""
+
+
+def fits(arguments: Sequence[str], prog: str) -> int:
+    """Runs `meshwright fits`, and returns its exit status."""
+    parser = OneLineParser(
+        prog,
+        f'{prog} CONFIG --topology=TOPOLOGY [...]',
+        _DESCRIPTION.format(prog=prog),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument('config', metavar='CONFIG', help='a config.json, or its folder')
+    add_topologies(parser)
+    parser.add_argument(
+        '--batch_tokens', default='4M', metavar='N', help='tokens in a batch; 4M is 4 * 2**20 (4M)'
+    )
+    parser.add_argument(
+        '--sequence_length',
+        type=int,
+        metavar='N',
+        help='tokens in a row (what the model was made for, up to 4096)',
+    )
+    parser.add_argument('--json', action='store_true', help='print exact figures as JSON')
+    parser.add_argument('--out', metavar='FILE', help='the gin file to write (printed)')
+    parser.add_argument(
+        '--compile', action='store_true', help='confirm the layouts by compiling their steps'
+    )
+    parser.add_argument('--traceback', action='store_true', help='show the traceback of an error')
+    options = parser.parse_args(arguments)
+    return run(lambda: _fits(options), options)
+
+
+def _fits(options: argparse.Namespace) -> int:
+    leave_devices_alone()
+    import tempfile
+
+    from etils import epath
+
+    from train.fitting import find_model, make_task, parse_tokens
+    from train.forecasting import parse_machine
+
+    machines = [parse_machine(name) for name in options.topology]
+    tokens = parse_tokens(options.batch_tokens)
+    model = find_model(options.config, dtype='bfloat16')
+    with tempfile.TemporaryDirectory() as folder:
+        task = make_task(model, tokens, options.sequence_length, epath.Path(folder))
+        return _answer(task, machines, options)
+
+
+def _answer(task: Task, machines: Sequence[Machine], options: argparse.Namespace) -> int:
+    from partitioning.hardware import CHIPS, parse_topology
+    from train.fitting import confirm, find_smallest, fit_machine
+    from train.forecasting.progress import show_progress
+
+    found: list[Fit] = []
+    for machine in machines:
+        with show_progress(str(machine)) as progress:
+            fit = fit_machine(task, machine, progress)
+            found.append(confirm(task, fit, progress) if options.compile else fit)
+    chips = list(dict.fromkeys(parse_topology(machine.topology)[0].name for machine in machines))
+    smallest: dict[str, Fit | None] = {}
+    for name in chips:
+        with show_progress(f'the smallest {name}') as progress:
+            smallest[name] = find_smallest(task, CHIPS[name], progress)
+    _show(task, found, smallest, options)
+    return int(not all(fit.fits for fit in found))
+
+
+def _show(
+    task: Task,
+    found: Sequence[Fit],
+    smallest: dict[str, Fit | None],
+    options: argparse.Namespace,
+) -> None:
+    """Prints the answer, and writes or prints the gin file."""
+    from train.errors import ConfigError
+    from train.fitting import fastest, write_fit
+    from train.fitting.tables import as_dict, describe_task, fits_table
+    from train.runtime.console import SafeConsole
+
+    best = fastest([*found, *(fit for fit in smallest.values() if fit is not None)])
+    text = None if best is None else write_fit(task, best)
+    if options.out and text is not None:
+        try:
+            with open(options.out, 'w', encoding='utf-8') as file:
+                file.write(text)
+        except OSError as error:
+            raise ConfigError(f'--out={options.out} cannot be written: {error.strerror}') from error
+    if options.json:
+        held = {
+            'model': task.model.kind,
+            'num_parameters': task.model.num_parameters,
+            'differs': list(task.model.differs),
+            'batch_tokens': task.batch_tokens,
+            'sequence_length': task.sequence_length,
+            'machines': [as_dict(fit, task) for fit in found],
+            'smallest': {k: None if x is None else as_dict(x, task) for k, x in smallest.items()},
+            'gin': text,
+        }
+        print(json.dumps(held, indent=1))
+        return
+    console = SafeConsole()
+    if not console.is_terminal:
+        console.width = 160
+    for line in describe_task(task):
+        console.print(line, soft_wrap=True)
+    console.print()
+    console.print(fits_table(found, task))
+    console.print('\nthe smallest machine of each chip that fits:')
+    fitting = [fit for fit in smallest.values() if fit is not None]
+    console.print(fits_table(fitting, task))
+    for name in (name for name, fit in smallest.items() if fit is None):
+        console.print(f'{name}: none')
+    if text is None or best is None:
+        print('error: no machine fits, so there is no gin file', file=sys.stderr)
+    elif options.out:
+        console.print(f'\nwrote {options.out}, the run on {best.machine}', soft_wrap=True)
+    else:
+        console.print(f'\nthe gin file of the run on {best.machine}:\n')
+        console.print(text, soft_wrap=True)

@@ -1,0 +1,128 @@
+"""The model that a `config.json` of Hugging Face describes, as one of our models."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from partitioning.rules import nearest
+from train.checkpoints.huggingface.architectures import ARCHITECTURES, ModelConfig, model_config
+from train.checkpoints.huggingface.config_json import FILE, ConfigJson, read_config_file
+from train.errors import ConfigError
+from train.fitting.architectures import PARTIAL, SIMILAR
+from train.models.config import TransformerConfig
+from train.models.parameters import Parameter, list_parameters
+from train.models.t5 import T5
+from train.paths import as_path
+
+# Kinds of scaling of rotary positions that our models have.
+_SCALINGS = ('default', 'linear', 'llama3')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FoundModel:
+    """A model of Hugging Face, as one of ours.
+
+    Attributes:
+      kind: its `model_type`.
+      config: the settings of our model.
+      max_length: the longest text that it was made for, in tokens, or None.
+      differs: what our model computes in another way.
+    """
+
+    kind: str
+    config: ModelConfig
+    max_length: int | None
+    differs: tuple[str, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters of our model."""
+        if isinstance(self.config, TransformerConfig):
+            listed = list_parameters(self.config)
+            leaves = jax.tree.leaves(listed, is_leaf=lambda x: isinstance(x, Parameter))
+        else:
+            tokens = jnp.zeros((1, 1), jnp.int32)
+            made = jax.eval_shape(T5(self.config).init, jax.random.key(0), tokens, tokens, tokens)
+            leaves = jax.tree.leaves(made['params'])
+        return sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+def find_model(path: str, **settings: Any) -> FoundModel:
+    """Reads a `config.json`.
+
+    Args:
+      path: the file, or the folder that has it.
+      **settings: settings of our model that the file does not have, such as `dtype`.
+
+    Raises:
+      ConfigError: if the file cannot be read, or if our models have no such architecture.
+    """
+    file = as_path('config.json', path)
+    return read_model(read_config_file(file / FILE if file.is_dir() else file), **settings)
+
+
+def read_model(config: ConfigJson, **settings: Any) -> FoundModel:
+    """Finds our model for the settings of a model of Hugging Face; see `find_model`."""
+    config, differs = _text_model(config)
+    kind = config.get('model_type')
+    if not isinstance(kind, str) or kind not in (*ARCHITECTURES, *SIMILAR):
+        known = sorted((*ARCHITECTURES, *SIMILAR))
+        raise ConfigError(
+            f'{config.where}: model_type is {kind!r}, which is not known.'
+            f'{nearest(str(kind), known)} The known ones are {", ".join(known)}'
+        )
+    config, simpler = _without_details(config, kind)
+    differs += simpler
+    if kind in ARCHITECTURES:
+        ours = model_config(config, **settings)
+    else:
+        ours, differs = _read_similar(config, kind, settings), differs + SIMILAR[kind].differs
+    longest = config.get('max_position_embeddings', config.get('n_positions'))
+    if longest is not None and (not isinstance(longest, int) or longest < 1):
+        raise config.cannot('max_position_embeddings', longest, 'integers >= 1')
+    if isinstance(ours, TransformerConfig) and ours.max_positions:
+        longest = ours.max_positions
+    return FoundModel(kind=kind, config=ours, max_length=longest, differs=differs)
+
+
+def _read_similar(config: ConfigJson, kind: str, settings: Mapping[str, Any]) -> TransformerConfig:
+    try:
+        return TransformerConfig(**{**SIMILAR[kind].read(config), **settings})
+    except ConfigError as error:
+        if config.where in str(error):
+            raise
+        raise ConfigError(f'{config.where}: {error}') from error
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f'{config.where} is malformed: {error!r}') from error
+
+
+def _text_model(config: ConfigJson) -> tuple[ConfigJson, tuple[str, ...]]:
+    """The part of a model of texts and images that reads texts."""
+    text = config.get('text_config')
+    if config.get('model_type') in (*ARCHITECTURES, *SIMILAR) or not isinstance(text, dict):
+        return config, ()
+    return ConfigJson(text, config.where), ('only the model of texts is computed, not of images',)
+
+
+def _without_details(config: ConfigJson, kind: str) -> tuple[ConfigJson, tuple[str, ...]]:
+    """The settings without those of rotary positions that cost nothing, and what they are."""
+    values = dict(config.values)
+    differs: tuple[str, ...] = ()
+    for key in ('rope_scaling', 'rope_parameters'):
+        scaling = values.get(key)
+        known = scaling.get('rope_type', scaling.get('type')) if isinstance(scaling, dict) else None
+        if isinstance(known, str) and known not in _SCALINGS:
+            del values[key]
+            differs = (f'rotary positions are not scaled ({known})',)
+    for key in ('partial_rotary_factor', 'rotary_pct'):
+        default = {'gpt_neox': 0.25, 'stablelm': 0.25, 'nemotron': 0.5}.get(kind, 1.0)
+        named = kind != 'gpt_neox' if key[0] == 'p' else kind == 'gpt_neox'
+        if named and values.pop(key, default) != 1.0:
+            differs += (PARTIAL,)
+    return dataclasses.replace(config, values=values), differs
