@@ -24,7 +24,7 @@ SITE = {path: uri for uri, path in (PAGES | PICTURES).items()} | {
 }
 # The how-to guides that come first in the menu; the others follow by name.
 FIRST_GUIDES = ('own_linen_model', 'own_nnx_model', 'image_classifier', 'own_loss')
-FIRST_GUIDES += ('auxiliary_loss', 'own_data', 'own_metric', 'choose_a_layout')
+FIRST_GUIDES += ('auxiliary_loss', 'own_data', 'own_metric', 'choose_a_layout', 'forecast')
 LINK = re.compile(r'(\]\()(?!\w+:|#)([^)\s#]+)')
 SECTIONS = re.compile(r'^<!-- sections of (\S+): (.+) -->$', re.M)
 
