@@ -134,6 +134,58 @@ def test_a_step_without_work_is_its_overhead():
     assert step.seconds == pytest.approx(constants_of(CHIPS['v5e']).step_overhead)
 
 
+def test_every_exchange_has_a_latency_for_its_start_and_its_longest_way():
+    """17 starts; the farthest chip of a closed ring of 16 is 8 links away."""
+    constants = constants_of(CHIPS['v5e'])
+    gathers = dataclasses.replace(GATHER, wire_bytes=0.0, count=17)
+    step = estimate_step_time(dataclasses.replace(NOTHING, collectives=(gathers,)), pod())
+    latency = 17 * (constants.exchange_latency + 8 * constants.hop_latency)
+    assert step.seconds == pytest.approx(constants.step_overhead + latency)
+
+
+def test_constants_apply_to_the_parts_they_are_for():
+    """Half of the peak rate doubles the time of products; a hidden exchange takes none."""
+    given = dataclasses.replace(
+        constants_of(CHIPS['v5e']), matmul_efficiency=0.5, hidden_share=1.0, step_overhead=0.25
+    )
+    work = dataclasses.replace(NOTHING, matmul_flops=197e12, collectives=(GATHER,))
+    step = estimate_step_time(work, pod(), given)
+    parts = {part.name: part for part in step.parts}
+    assert parts['matrix products'].exposed == pytest.approx(2.0)
+    gather = parts['all-gather over data (ICI)']
+    assert gather.exposed == 0 and gather.seconds > 0.1
+    assert step.seconds == pytest.approx(2.25, rel=1e-3)
+    sources = {c.name: c.source for c in step.constants}
+    assert sources['matmul_efficiency'] == 'given by the caller'
+    assert 'measured rows' in sources['kernel_efficiency']
+
+
+def test_slices_wait_for_the_slowest():
+    """The same work on 1, 2 and 4 slices: the step grows by a share per doubling."""
+    work = dataclasses.replace(NOTHING, matmul_flops=1e16)
+    seconds = [
+        estimate_step_time(
+            work, mesh_of(tpu_slices(n, (4, 4, 1), 'TPU v5 lite'), data=16 * n)
+        ).seconds
+        for n in (1, 2, 4)
+    ]
+    delay = constants_of(CHIPS['v5e']).slice_delay
+    assert seconds[1] / seconds[0] == pytest.approx(1 + delay)
+    assert seconds[2] / seconds[0] == pytest.approx(1 + 2 * delay)
+
+
+def test_copies_to_the_host_hide_behind_computation():
+    """Only what takes longer than the computation is exposed."""
+    constants = constants_of(CHIPS['v5e'])
+    computing = dataclasses.replace(NOTHING, matmul_flops=197e12 * constants.matmul_efficiency)
+    fits = dataclasses.replace(computing, host_bytes=0.9 * constants.host_bandwidth)
+    longer = dataclasses.replace(computing, host_bytes=3 * constants.host_bandwidth)
+    alone = estimate_step_time(computing, pod()).seconds
+    assert alone == pytest.approx(1 + constants.step_overhead)
+    assert estimate_step_time(fits, pod()).seconds == pytest.approx(alone)
+    assert estimate_step_time(longer, pod()).seconds == pytest.approx(alone + 2)
+
+
 def test_unknown_chips_have_no_step_time():
     mesh = mesh_of(cpus(8, 1), data=8)
     assert estimate_step_time(NOTHING, mesh) is None

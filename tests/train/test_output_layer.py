@@ -82,7 +82,9 @@ def check_equal(ours, expected, tolerance=1e-5):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
 
 
-@pytest.mark.parametrize('vocab, chunks, cap', [(24, 1, None), (25, 3, 2.0), (25, 24, None)])
+@pytest.mark.parametrize(
+    'vocab, chunks, cap', [(24, 1, None), (25, 3, 2.0), (25, 24, None), (200, 1, None)]
+)
 def test_chunks_on_one_device(vocab, chunks, cap):
     settings = OutputSettings(num_chunks=chunks)
     ours = jax.jit(lambda *a: fused(*a, settings, cap, 2.0))(*arrays(vocab))

@@ -94,7 +94,7 @@ def choose_chunks(tokens: Any, columns: int, num_chunks: int | None) -> tuple[in
         size = -(-columns // num_chunks)
         # Whole vector registers: TPUs copy chunks of other sizes.
         size = size if size < LANES else -(-size // LANES) * LANES
-        return -(-columns // size), size
+        return -(-columns // size), min(size, columns)
     most = CHUNK_BYTES // (4 * tokens) if isinstance(tokens, int) else columns
     if most >= columns:
         return 1, columns

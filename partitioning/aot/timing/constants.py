@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
 
 from partitioning.aot.timing.step_time import Constant
 from partitioning.hardware import Chip
 
+# Written by `python benchmarks/forecast_truth.py --fit`.
+FITTED = Path(__file__).with_name('fitted_constants.json')
 _UNITS = {
     'host_bandwidth': 'bytes/s',
     'step_overhead': 's',
     'exchange_latency': 's',
+    'hop_latency': 's',
 }
 
 
@@ -29,7 +36,8 @@ class ChipConstants:
       hidden_network_share: the same for exchanges between slices or hosts.
       host_bandwidth: the bandwidth between a chip and the memory of its host.
       step_overhead: what a step takes in addition.
-      exchange_latency: what each exchange takes in addition.
+      exchange_latency: what the start of each exchange takes in addition.
+      hop_latency: what each link on its way takes in addition.
       slice_delay: the share by which a step grows when the number of slices or hosts doubles,
         because all wait for the slowest.
       error: the relative error on measured steps that nine in ten forecasts stay below.
@@ -46,41 +54,39 @@ class ChipConstants:
     host_bandwidth: float
     step_overhead: float
     exchange_latency: float
+    hop_latency: float
     slice_delay: float
     error: float
 
 
-# Not fitted yet: usual values.
-_TPU = ChipConstants(
-    matmul_efficiency=0.8,
-    cycles_factor=1.0,
-    kernel_efficiency=0.5,
-    memory_efficiency=0.8,
-    link_efficiency=0.9,
-    network_efficiency=0.8,
-    hidden_share=0.8,
-    hidden_network_share=0.5,
-    host_bandwidth=15e9,
-    step_overhead=1e-3,
-    exchange_latency=10e-6,
-    slice_delay=0.01,
-    error=0.3,
-)
-_GPU = dataclasses.replace(
-    _TPU, matmul_efficiency=0.65, link_efficiency=0.75, host_bandwidth=50e9, error=0.4
-)
-_FITTED: dict[str, ChipConstants] = {}
+@functools.cache
+def _read_file() -> dict[str, dict[str, dict[str, Any]]]:
+    return json.loads(FITTED.read_text())
 
 
+@functools.cache
 def constants_of(chip: Chip) -> ChipConstants:
-    """The constants of a chip: those fitted on its rows, or the defaults of its platform."""
-    return _FITTED.get(chip.name, _GPU if chip.platform == 'gpu' else _TPU)
+    """The constants of a chip, fitted on its measured steps or on those of similar chips."""
+    entry = _read_file()[chip.name]
+    return ChipConstants(**{name: figure['value'] for name, figure in entry.items()})
 
 
-def list_constants(chip: Chip, constants: ChipConstants) -> tuple[Constant, ...]:
-    """Lists the constants of a chip with their sources."""
-    source = 'a usual value, not fitted'
+def list_constants(chip: Chip, constants: ChipConstants | None = None) -> tuple[Constant, ...]:
+    """Lists the constants of a chip with their sources.
+
+    Args:
+      chip: the chip.
+      constants: other values than those of `constants_of`, whose source is the caller.
+    """
+    entry = _read_file()[chip.name]
+    own = dataclasses.asdict(constants_of(chip))
+    chosen = dataclasses.asdict(constants) if constants else own
     return tuple(
-        Constant(name=name, value=value, unit=_UNITS.get(name, ''), source=source)
-        for name, value in dataclasses.asdict(constants).items()
+        Constant(
+            name=name,
+            value=value,
+            unit=_UNITS.get(name, ''),
+            source=entry[name]['source'] if value == own[name] else 'given by the caller',
+        )
+        for name, value in chosen.items()
     )

@@ -42,6 +42,11 @@ class Dimension:
         """
         return (2 if self.closed and self.size > 2 else 1) / self.stride
 
+    @property
+    def hops(self) -> int:
+        """The links between the chips that are farthest from each other."""
+        return (self.size // 2 if self.closed else self.size - 1) * self.stride
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Links:
@@ -69,6 +74,11 @@ class Links:
     def lanes(self) -> float:
         """The links over which a chip receives data at the same time, over all dimensions."""
         return sum(dimension.lanes for dimension in self.dimensions)
+
+    @property
+    def hops(self) -> int:
+        """The links between the chips that are farthest from each other, over all dimensions."""
+        return sum(dimension.hops for dimension in self.dimensions)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

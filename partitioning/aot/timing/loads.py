@@ -20,12 +20,14 @@ class ExchangeLoad:
       slow: whether they cross the network between slices or hosts.
       seconds: their time at the peak rate of the links.
       count: the number of executions in one step.
+      hops: the number of links that data passes one after another, in all executions.
     """
 
     name: str
     slow: bool
     seconds: float
     count: int
+    hops: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,7 @@ def _group_exchanges(work: Work, machine: Machine) -> tuple[ExchangeLoad, ...]:
     fast, between = ('ICI', 'DCN') if on_tpus else ('NVLink', 'network')
     seconds: dict[tuple[str, bool], float] = collections.defaultdict(float)
     counts: collections.Counter[tuple[str, bool]] = collections.Counter()
+    hops: collections.Counter[tuple[str, bool]] = collections.Counter()
     for collective in work.collectives:
         links = links_of(collective, machine)
         slow = links.granules > 1
@@ -90,7 +93,10 @@ def _group_exchanges(work: Work, machine: Machine) -> tuple[ExchangeLoad, ...]:
         )
         seconds[key] += once * collective.count
         counts[key] += collective.count
+        hops[key] += links.hops * collective.count
     return tuple(
-        ExchangeLoad(name=name, slow=slow, seconds=seconds[name, slow], count=counts[name, slow])
-        for name, slow in seconds
+        ExchangeLoad(
+            name=key[0], slow=key[1], seconds=seconds[key], count=counts[key], hops=hops[key]
+        )
+        for key in seconds
     )

@@ -49,8 +49,9 @@ def add_up(loads: Loads, constants: ChipConstants) -> list[TimePart]:
     parts = [*_computing(loads, constants)]
     computing = math.fsum(part.exposed for part in parts)
     parts += _moving(loads, computing, constants)
-    count = sum(exchange.count for exchange in loads.exchanges)
-    overhead = constants.step_overhead + constants.exchange_latency * count
+    starts = sum(exchange.count for exchange in loads.exchanges) * constants.exchange_latency
+    ways = sum(exchange.hops for exchange in loads.exchanges) * constants.hop_latency
+    overhead = constants.step_overhead + starts + ways
     parts.append(TimePart(name='fixed overheads', seconds=overhead, exposed=overhead))
     busy = math.fsum(part.exposed for part in parts)
     waiting = busy * constants.slice_delay * math.log2(loads.num_granules)

@@ -1,0 +1,240 @@
+"""The campaign that compiles the programs of the measured rows, one after another.
+
+Each program is compiled in a process of its own, which takes one to several minutes and 1 to 3 GB.
+What the compiler says is kept in a folder outside of the repository, the store, from which the
+committed records are made. Programs that the store has are not compiled again.
+
+The store has three files per program: NAME.json, what is known about it; NAME.hlo.txt.gz, its
+compiled text; and NAME.jaxpr.txt.gz, the traced step. Those of NAME.early are from before the
+compiler generated code: all but the estimated cycles are final there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+os.environ['JAX_PLATFORMS'] = 'cpu'
+
+STORE = Path(os.environ.get('MESHWRIGHT_TRUTH', 'build/forecast_truth'))
+_RECORD, _TEXT, _JAXPR, _EARLY = '.json', '.hlo.txt.gz', '.jaxpr.txt.gz', '.early'
+_PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda13-plugin')
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A traced train step.
+
+    Attributes:
+      found: what is known about it, as in the store.
+      lowered: the program before the compiler.
+      jaxpr: its jaxpr.
+      mesh: the mesh of described devices.
+    """
+
+    found: dict[str, Any]
+    lowered: Any
+    jaxpr: Any
+    mesh: Any
+
+
+def compile_program(name: str, early: bool = False, store: Path = STORE) -> None:
+    """Compiles one program in this process, and stores what the compiler says.
+
+    If the program needs more memory than a device has, it is compiled with as many chunks of the
+    vocabulary as keep the logits small, and the first error is stored too.
+
+    Args:
+      name: the name of the program.
+      early: whether the compiler stops before it generates code. The process then ends.
+      store: the folder of the results.
+    """
+    from .early import ask_for_text
+    from .rebuilding import list_programs
+
+    program, errors = list_programs()[name], {}
+    folder = ask_for_text() if early else None
+    save = functools.partial(_save, store, name + _EARLY * early)
+    for key, chunks in (('error_with_whole_logits', program.output_chunks), ('error', None)):
+        tried = dataclasses.replace(program, output_chunks=chunks)
+        try:
+            _compile(tried, folder, functools.partial(save, errors))
+            return
+        except Exception as error:
+            if not _is_out_of_memory(str(error)):
+                raise
+            errors[key] = str(error)[:4000]
+    traced = trace_program(tried)
+    save(errors, traced, '', {'fits': False})
+    if early:
+        os._exit(0)
+
+
+def _compile(program: Any, folder: Path | None, save: Callable[..., None]) -> None:
+    from partitioning.aot.compiled.costs import read_memory
+
+    from .early import compile_until_scheduled
+
+    started = time.perf_counter()
+    traced = trace_program(program)
+
+    def finish(text: str, memory: dict[str, int]) -> None:
+        limit = traced.found['memory_limit']
+        # The compiler refuses TPU programs that do not fit, and no programs of GPUs.
+        fits = memory['peak'] <= limit or traced.mesh.devices.flat[0].platform == 'tpu'
+        save(
+            traced,
+            text,
+            {
+                'fits': fits,
+                'memory': memory,
+                'compile_seconds': time.perf_counter() - started,
+                'compile_bytes': resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            },
+        )
+
+    if folder is not None:
+        compile_until_scheduled(traced.lowered, folder, finish)
+    compiled = traced.lowered.compile()
+    memory = read_memory(compiled, traced.mesh.devices.flat[0].platform)
+    finish(compiled.as_text() or '', dataclasses.asdict(memory))
+
+
+def trace_program(program: Any) -> Traced:
+    """Traces the train step of a program, and counts what is known without a compiler."""
+    from partitioning.aot.compiled.costs import mesh_axes
+    from partitioning.aot.timing import find_kernel_work
+    from partitioning.aot.traced.flops import count_flops, count_jaxpr_flops
+    from partitioning.hardware import chip_of
+    from train.run import prepare
+    from train.start import partition_train_step
+    from train.steps import make_eval_step
+
+    from .tracing import find_products, find_traced_kernels
+
+    _describe_cudnn()
+    config = program.train_config()
+    with contextlib.redirect_stdout(sys.stderr):
+        run = prepare(config)
+    mesh, state, batch = config.partitioner.mesh, run.plan.abstract_state, dict(run.batch)
+    step, forward = partition_train_step(run), make_eval_step(config.objective)
+    jaxpr, lowered = step.trace(state, batch).jaxpr, step.lower(state, batch)
+    axes, chip = mesh_axes(mesh), chip_of(mesh.devices.flat[0].device_kind)
+    assert chip is not None
+    sizes: dict[str, int] = {}
+    for row in run.plan.rows:
+        sizes[row.role] = sizes.get(row.role, 0) + row.bytes_per_device
+    found = {
+        'program': json.loads(json.dumps(dataclasses.asdict(program))),
+        'chip': chip.name,
+        'mesh': dict(axes.sizes),
+        'slices': dict(axes.slices),
+        'memory_limit': chip.hbm_bytes_per_device,
+        'state_bytes': sizes,
+        'model_flops': 3 * count_flops(forward, state.params, state.flax_mutables, batch),
+        'program_flops': count_jaxpr_flops(jaxpr.jaxpr),
+        'matmul_flops': count_jaxpr_flops(jaxpr.jaxpr, kernels=False) / program.num_devices,
+        'kernel_work': [dataclasses.asdict(k) for k in find_kernel_work(jaxpr)],
+        'products': [dataclasses.asdict(p) for p in find_products(jaxpr.jaxpr)],
+        'kernels': [dataclasses.asdict(k) for k in find_traced_kernels(jaxpr.jaxpr)],
+        'compiler_options': run.compiler_options,
+        'versions': {package: _version(package) for package in _PACKAGES},
+    }
+    return Traced(found, lowered, jaxpr, mesh)
+
+
+def compile_programs(
+    names: Iterable[str], early: bool = False, again: bool = False, store: Path = STORE
+) -> None:
+    """Compiles programs that the store does not have, each in a process of its own."""
+    for name in names:
+        if not again and (store / f'{name}{_EARLY * early}{_RECORD}').exists():
+            continue
+        started = time.perf_counter()
+        print(name, end=' ', flush=True)
+        command = [sys.executable, '-m', 'measured_steps.compiling', name, *(['early'] * early)]
+        path = [str(Path(__file__).parents[1]), os.environ.get('PYTHONPATH', '')]
+        environment = os.environ | {
+            'MESHWRIGHT_TRUTH': str(store),
+            'PYTHONPATH': os.pathsep.join(part for part in path if part),
+        }
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        print(f'{time.perf_counter() - started:.0f} s', flush=True)
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ['no message']
+            print(f'  failed: {lines[-1][:300]}', flush=True)
+            store.mkdir(parents=True, exist_ok=True)
+            (store / f'{name}.failed.txt').write_text(done.stderr[-20_000:])
+
+
+def read_stored(name: str, store: Path = STORE) -> dict[str, Any] | None:
+    """Returns what the store knows about a program, or None.
+
+    The entry 'stored_as' is the name for `read_text`. If it ends with '.early', the text has no
+    estimated cycles.
+    """
+    for stored_as in (name, name + _EARLY):
+        path = store / f'{stored_as}{_RECORD}'
+        if path.exists():
+            return json.loads(path.read_text()) | {'name': name, 'stored_as': stored_as}
+    return None
+
+
+def read_text(stored_as: str, store: Path = STORE) -> str:
+    """Returns the text of a compiled program of the store."""
+    return gzip.decompress((store / f'{stored_as}{_TEXT}').read_bytes()).decode()
+
+
+def read_all(store: Path = STORE) -> Iterator[dict[str, Any]]:
+    """Yields what the store knows about each program."""
+    from .rebuilding import list_programs
+
+    for name in list_programs():
+        if (found := read_stored(name, store)) is not None:
+            yield found
+
+
+def _save(
+    store: Path, name: str, errors: dict[str, str], traced: Traced, text: str, found: dict[str, Any]
+) -> None:
+    store.mkdir(parents=True, exist_ok=True)
+    for ending, content in ((_TEXT, text), (_JAXPR, str(traced.jaxpr))):
+        if content:
+            (store / f'{name}{ending}').write_bytes(gzip.compress(content.encode(), mtime=0))
+    # Last, because its presence says that the program is there.
+    whole = traced.found | found | errors
+    (store / f'{name}{_RECORD}').write_text(json.dumps(whole, indent=1) + '\n')
+
+
+def _is_out_of_memory(message: str) -> bool:
+    return any(word in message for word in ('RESOURCE_EXHAUSTED', 'Ran out of memory', 'HbmOom'))
+
+
+def _describe_cudnn() -> None:
+    """Lets programs use the attention of a cuDNN that is not installed here."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    fused_attention_stablehlo.check_cudnn_version = lambda: 91300
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == '__main__':
+    compile_program(sys.argv[1], early='early' in sys.argv[2:])

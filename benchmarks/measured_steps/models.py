@@ -1,0 +1,159 @@
+"""The models of measured rows, as settings of the built-in transformer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from train.attention import AttentionSettings, SplashBlocks
+from train.models.remat import Remat
+from train.models.transformer import TransformerConfig
+
+from .rows import MeasuredRow
+
+# What MaxText and axlearn call the arrays of a layer -> our names.
+_NAMES = {
+    'decoder_layer_input': ('residual',),
+    'query_proj': ('query',),
+    'key_proj': ('key',),
+    'value_proj': ('value',),
+    'qkv_proj': ('query', 'key', 'value'),
+    'context': ('attended',),
+    'out_proj': ('attention_out',),
+    'mlpwi_0': ('mlp_gate',),
+    'mlpwi_1': ('mlp_up',),
+    'mlpwo': ('mlp_out',),
+    'q_proj': ('query',),
+    'k_proj': ('key',),
+    'v_proj': ('value',),
+    'o_proj': ('attention_out',),
+}
+# Products of four of the seven matrices of a layer, every second in the order of the program.
+_SELECTIVE = Remat(save=('query', 'value', 'attended', 'mlp_gate', 'mlp_out'))
+_POLICIES: dict[str, Remat] = {
+    'full': Remat(),
+    'minimal': Remat(save=('dots',)),
+    'minimal_flash': Remat(save=('dots', 'attended')),
+    'dots_saveable': Remat(save=('dots',)),
+}
+# Sizes of MaxText's splash attention -> those of `SplashBlocks`.
+_BLOCKS = {
+    'sa_block_q': 'queries',
+    'sa_block_kv': 'keys',
+    'sa_block_kv_compute': 'keys_compute',
+    'sa_block_q_dkv': 'dkv_queries',
+    'sa_block_kv_dkv': 'dkv_keys',
+    'sa_block_kv_dkv_compute': 'dkv_keys_compute',
+    'sa_block_q_dq': 'dq_queries',
+    'sa_block_kv_dq': 'dq_keys',
+}
+_ACTIVATIONS = {'silu': 'silu', 'relu': 'relu', 'gelu': 'gelu_tanh'}
+_LLAMA_LIKE = ('llama2', 'mistral', 'llama-like', 'llama-like with q/k norm', None)
+
+
+def model_problems(row: MeasuredRow) -> Iterator[str]:
+    """Yields why the built-in transformer cannot express the model of a row."""
+    m, block = row['model'], row['model'].get('decoder_block')
+    if m['experts']:
+        yield (
+            f'the model has {m["experts"]} experts per layer ({block}), and the built-in '
+            'transformer has no layers of experts'
+        )
+    elif block not in (*_LLAMA_LIKE, 'gemma3', 'gpt3') and not str(block).startswith('maxtext'):
+        yield f'the built-in transformer has no layers like those of {block}'
+    if row['quantization']:
+        yield f'products are quantized ({row["quantization"]}), and ours are computed in bfloat16'
+
+
+def describe_model(row: MeasuredRow) -> TransformerConfig:
+    """Returns the settings of the model of a row, with its dtypes, remat and attention."""
+    m, block = row['model'], row['model'].get('decoder_block')
+    settings: dict[str, Any] = {}
+    if block == 'gemma3':
+        settings |= {
+            'qk_norm': True,
+            'post_norms': True,
+            'norm_scale_offset': True,
+            'scale_embeddings': True,
+            'window': m['sliding_window_size'],
+            'global_every': 6,
+            'rope_max_wavelength': 1e6,
+            'local_rope_max_wavelength': 1e4,
+        }
+    if block == 'gpt3':
+        settings |= {
+            'norm': 'layer',
+            'biases': ('qkv', 'out', 'mlp', 'norm'),
+            'positions': 'learned',
+            'max_positions': m['trainable_position_size'],
+        }
+    if m.get('use_qk_norm'):
+        settings['qk_norm'] = True
+    dtype = row['dtype']
+    return TransformerConfig(
+        **{'scale_embeddings': False} | settings,
+        vocab_size=m['vocab'],
+        num_layers=m['layers'],
+        embed_dim=m['d_model'],
+        num_heads=m['heads'],
+        num_kv_heads=m['kv_heads'],
+        head_dim=m['head_dim'],
+        mlp_dim=m['mlp_dim'],
+        activation=_ACTIVATIONS[m['mlp_activations'][0]],
+        gated_mlp=m['gated_mlp'],
+        tie_embeddings=m['tied_embeddings'],
+        dtype='bfloat16',
+        param_dtype=dtype['params'].split()[0],
+        gradient_dtype='float32' if dtype['gradients'] == 'float32 reduce' else None,
+        remat=choose_remat(row),
+        attention=_choose_attention(row),
+    )
+
+
+def choose_remat(row: MeasuredRow) -> Remat:
+    """Returns what the layers of a row keep for the backward pass."""
+    remat = row['remat']
+    policy = remat['policy']
+    if policy in _POLICIES:
+        return _POLICIES[policy]
+    if policy.startswith('selective'):
+        return _SELECTIVE
+    if remat['saved_on_device'] is None and policy.startswith('offload'):
+        # The names are not known; these are the ones that the same model offloads elsewhere.
+        return Remat(offload=_translate(['q_proj', 'k_proj', 'v_proj', 'o_proj']))
+    save, offload = _translate(remat['saved_on_device']), _translate(remat['offloaded_to_host'])
+    # The input of a layer is kept on the device in any case.
+    return Remat(save=[name for name in save if name != 'residual'], offload=offload)
+
+
+def _translate(names: list[str]) -> list[Any]:
+    """Our names of arrays, each once."""
+    return list(dict.fromkeys(ours for name in names for ours in _NAMES[name]))
+
+
+def _choose_attention(row: MeasuredRow) -> AttentionSettings:
+    """The blocks of the measured kernels, of which fewer scores are computed at a time.
+
+    Large ones take the compiler many minutes, and nothing that is read from the program depends on
+    them: the compiler does not estimate kernels, and the larger side of a block, which is kept,
+    decides how many blocks the mask leaves out.
+    """
+    blocks = row['attention']['blocks']
+    sizes = {ours: blocks[name] for name, ours in _BLOCKS.items() if name in blocks}
+    if not row['hardware']['topology']:
+        return AttentionSettings()
+    return AttentionSettings(splash_blocks=_smaller(SplashBlocks(**sizes)))
+
+
+def _smaller(blocks: SplashBlocks) -> SplashBlocks:
+    least = 128
+    return SplashBlocks(
+        queries=least,
+        keys=max(blocks.queries, blocks.keys),
+        keys_compute=least,
+        dkv_queries=least,
+        dkv_keys=max(blocks.dkv_queries, blocks.dkv_keys),
+        dkv_keys_compute=least,
+        dq_queries=least,
+        dq_keys=max(blocks.dq_queries, blocks.dq_keys),
+    )
