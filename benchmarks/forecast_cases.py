@@ -106,6 +106,7 @@ class Case:
       wire: counts what a device sends; None if the case compares nothing.
       rounds: the sizes of the groups in which gradients are summed and scattered.
       chunks: the columns of the output's chunks: the vocabulary with what fills the last rows.
+      tensor: the devices that share a product, in tensor parallelism.
       sums_to_gather: whether the compiler gathers small arrays by sums.
       fits: whether it fits.
     """
@@ -123,6 +124,7 @@ class Case:
     wire: Callable[[Case], Wire] | None = None
     rounds: tuple[int, ...] = ()
     chunks: int = 0
+    tensor: int = 1
     sums_to_gather: bool = True
     fits: bool = True
 
@@ -209,6 +211,61 @@ def count_fsdp(case: Case) -> Wire:
     return wire | {'all-reduce over data (ICI)': summed(whole, last) + summed(small, n)}
 
 
+def count_fsdp_tensor(case: Case) -> Wire:
+    """FSDP over `data` and tensor parallelism over `model`, with tokens and heads exchanged.
+
+    Between products, a row's tokens lie on the devices of `model`. They are gathered for the two
+    products of the MLP's inputs (forward, again, and for the gradient of its output), and the sums
+    of its results are scattered over the tokens (forward and backward). Attention instead has its
+    weights gathered, and exchanges tokens for heads: queries, keys, values and its result, forward,
+    again and backward.
+    """
+    m, f, t = case.sizes, case.row_shards, case.tensor
+    tokens = case.rows * case.length
+    stream, numbers = BFLOAT * tokens * m.embed, 4 * tokens
+    heads = BFLOAT * tokens * m.head * 2 * (m.heads + m.kv_heads) / t
+    query, keys = (BFLOAT * m.embed * m.head * n for n in (m.heads, 2 * m.kv_heads))
+    mlp, output = BFLOAT * m.feed_forward / t, BFLOAT * m.embed
+    norms = FLOAT * (2 * m.layers + 1) * m.embed
+    again = FLOAT * 2 * m.layers * m.embed
+    layer = mlp + query + (query + keys) / t  # over data: the last weights of attention come first
+    layer_back = mlp + query + keys + query / t
+    return {
+        'all-gather over model (ICI)': gathered(
+            (3 * m.layers + 2) * stream + 2 * m.layers * (query + keys + query / f) + 6 * numbers,
+            t,
+        ),
+        'reduce-scatter over model (ICI)': gathered(
+            (2 * m.layers + 1) * stream + m.layers * (query + (query + keys) / f), t
+        ),
+        'all-to-all over model (ICI)': gathered(3 * m.layers * heads, t),
+        'all-reduce over model (ICI)': summed(stream + 5 * numbers, t),
+        'all-gather over data (ICI)': gathered(
+            2 * m.layers * layer
+            + output * m.vocab / t
+            + 4 * case.batch * case.length
+            + norms
+            + again,
+            f,
+        ),
+        'reduce-scatter over data (ICI)': gathered(m.layers * layer_back + output * case.chunks, f),
+        'all-to-all over data (ICI)': gathered(2 * stream, f),
+        'all-reduce over data, model (ICI)': summed(norms + 6 * FLOAT, f * t),
+    }
+
+
+def count_tensor(case: Case) -> Wire:
+    """Tensor parallelism: the results of two products per layer are summed, forward and backward.
+
+    The sums of the forward pass are kept. The lookup in the embedding is summed, too, and the
+    gradient of the output's input; and five numbers per token, for the loss.
+    """
+    tokens = case.rows * case.length
+    stream = BFLOAT * tokens * case.sizes.embed
+    sums = (4 * case.sizes.layers + 2) * stream + 5 * FLOAT * tokens
+    return {'all-reduce over model (ICI)': summed(sums, case.tensor)}
+
+
 def count_dcn(case: Case) -> Wire:
     """Two slices, each with a shard of all parameters on each device, sum their shards' gradients.
 
@@ -255,6 +312,8 @@ CASES = (
         shards=4,
         norm_shards=1,
         row_shards=1,
+        wire=count_tensor,
+        tensor=4,
         bindings=('NUM_PARTITIONS = 4',),
     ),
     Case(
@@ -291,6 +350,9 @@ CASES = (
         shards=64,
         norm_shards=8,
         row_shards=8,
+        wire=count_fsdp_tensor,
+        tensor=8,
+        chunks=16_384,
         bindings=('NUM_PARTITIONS = 8',),
     ),
     Case(
@@ -302,6 +364,9 @@ CASES = (
         shards=512,
         norm_shards=64,
         row_shards=64,
+        wire=count_fsdp_tensor,
+        tensor=8,
+        chunks=16_384,
     ),
     Case(
         name='70b_v6e',
@@ -312,6 +377,9 @@ CASES = (
         shards=256,
         norm_shards=32,
         row_shards=32,
+        wire=count_fsdp_tensor,
+        tensor=8,
+        chunks=16_384,
     ),
     Case(
         name='8b_two_slices',
