@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from partitioning.aot.blame.changes import Change, ConstraintChange, LayoutChange, RuleChange
 from partitioning.aot.blame.evidence import Evidence
 from partitioning.aot.blame.known_layouts import Axes, KnownLayouts
+from partitioning.aot.blame.linked_dimensions import LinkedDimensions
 from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_graph import ValueGraph
 from partitioning.aot.blame.values import Value
@@ -23,10 +24,11 @@ class Advisor:
     Args:
       layouts: the rules and the layouts of the arguments.
       graph: the values of the function and their uses.
+      links: which dimensions of arguments belong together.
     """
 
-    def __init__(self, layouts: KnownLayouts, graph: ValueGraph):
-        self.layouts, self.graph = layouts, graph
+    def __init__(self, layouts: KnownLayouts, graph: ValueGraph, links: LinkedDimensions):
+        self.layouts, self.graph, self.links = layouts, graph, links
 
     def saves(self, changes: Sequence[Change]) -> bool:
         """Whether a change does more than to trade memory for exchanges over axes of the batch."""
@@ -102,23 +104,53 @@ class Advisor:
                 yield layouts.change({name: (axis,)})
 
     def _shard_nameless(self, row: PlanRow, axis: str) -> Iterator[Change]:
-        """The change for an array without names: its layout, with its largest dimension sharded."""
-        fits = [
-            d
-            for d, size in enumerate(row.shape)
-            if size % self.layouts.sizes[axis] == 0
-            and not sharding_axes(row.dimensions[d].mesh_axes)
+        """Layouts for an array without names: as its uses are laid out, or by its dimensions."""
+        layouts = self.layouts
+        now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
+        yield from self.like_its_uses(row)
+        # The first dimension of three or more is that of layers, which are scanned over.
+        order = range(len(row.shape) - 1, 0 if len(row.shape) > 2 else -1, -1)
+        for number in sorted(order, key=lambda d: -row.shape[d]):
+            if layouts.divides((axis,), row.shape[number]) and not now[number]:
+                new = tuple((axis,) if d == number else axes for d, axes in enumerate(now))
+                yield LayoutChange(path=row.path, layout=new, is_result=False)
+
+    def like_its_uses(self, row: PlanRow) -> Iterator[Change]:
+        """The layout of an argument that fits the constraints on what is computed from it."""
+        now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
+        found = self.links.axes_of(row.path, len(row.shape))
+        kept = [
+            axes if set(axes) <= set(self.layouts.batch_axes) and not used else ()
+            for axes, used in zip(now, found, strict=True)
         ]
-        if fits:
-            best = max(fits, key=lambda d: row.shape[d])
-            layout = [sharding_axes(d.mesh_axes) for d in row.dimensions]
-            layout[best] = (axis,)
-            yield LayoutChange(path=row.path, layout=tuple(layout), is_result=False)
+        taken = {a for axes in found for a in axes}
+        merged = tuple(
+            f or tuple(a for a in k if a not in taken) for f, k in zip(found, kept, strict=True)
+        )
+        for layout in (found, merged):
+            fits = all(self.layouts.divides(a, n) for a, n in zip(layout, row.shape, strict=True))
+            if any(layout) and fits and layout != now:
+                yield LayoutChange(path=row.path, layout=layout, is_result=False)
+
+    def other_layouts(self, path: str) -> list[Change]:
+        """Other layouts of an argument without names, one of whose dimensions is gathered."""
+        row = self.layouts.rows.get(path)
+        if row is None or any(isinstance(n, str) for n in row.logical_axes):
+            return []
+        found = list(self.like_its_uses(row))
+        now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
+        axes = next((a for a in now if a), ())
+        order = range(len(row.shape) - 1, 0 if len(row.shape) > 2 else -1, -1)
+        for number in order:
+            if axes and not now[number] and self.layouts.divides(axes, row.shape[number]):
+                new = tuple(axes if d == number else () for d in range(len(now)))
+                found.append(LayoutChange(path=path, layout=new, is_result=False))
+        return found
 
     def shard_value(self, value: Value, layout: Sequence[Axes]) -> Iterator[Change]:
         """Changes that shard an activation over mesh axes that its layout does not use."""
         layouts = self.layouts
-        wanted = layouts.wanted(value.names, value.shape)
+        wanted = layouts.wanted(value.dims, value.shape)
         unused = layouts.unused_axes(layout)
         if {a for axes in wanted for a in axes} & {*unused}:
             yield from self.lay_out(value, layout)
@@ -149,7 +181,7 @@ class Advisor:
     def lay_out(self, value: Value, layout: Sequence[Axes]) -> Iterator[ConstraintChange]:
         """Constraints by its names for a value, or for the nearest value around it with names."""
         for near in self._around(value):
-            wanted = self.layouts.wanted(near.names, near.shape)
+            wanted = self.layouts.wanted(near.dims, near.shape)
             if any(wanted) and (near is not value or wanted != tuple(layout)):
                 yield constraint_of(near, wanted)
 
@@ -160,11 +192,11 @@ class Advisor:
             conflicting = [
                 c
                 for c in self.graph.constraints_after(user)
-                if c.layout != self.layouts.wanted(c.names, c.shape) and any(c.names)
+                if c.layout != (wanted := self.layouts.wanted(c.dims, c.shape)) and any(wanted)
             ]
             found += self.replace_constraints(conflicting, user)
             if not user.backward and not conflicting:
-                wanted = self.layouts.wanted(user.names, user.shape)
+                wanted = self.layouts.wanted(user.dims, user.shape)
                 if any(wanted) and len(user.shape) > 1:
                     found.append(constraint_of(user, wanted))
         return found
@@ -175,8 +207,8 @@ class Advisor:
         """Constraints by the names of the arrays, in place of constraints that say otherwise."""
         found = []
         for constraint in constraints:
-            names = constraint.names if any(constraint.names) else value.names
-            wanted = self.layouts.wanted(names, constraint.shape)
+            dims = constraint.dims if any(constraint.dims) else value.dims
+            wanted = self.layouts.wanted(dims, constraint.shape)
             found.append(constraint_of(constraint, wanted, replaces=True))
         return found
 
@@ -188,7 +220,7 @@ class Advisor:
         named += [u for u in self.graph.users(value) if u.shape == value.shape]
         named += [o for o in value.operands if o.shape and not o.argument and o.primitive]
         for near in named:
-            if any(near.names) and not near.backward and len(near.shape) > 1:
+            if any(near.dims) and not near.backward and len(near.shape) > 1:
                 yield near
 
 

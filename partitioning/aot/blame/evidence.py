@@ -141,7 +141,7 @@ def layout_of(value: Value, array: ArrayType, layouts: KnownLayouts) -> tuple[Ax
     shards = shard_dimensions(array.shape, value.shape, counts)
     if shards is None:
         return ((),) * len(value.shape)
-    wanted = layouts.wanted(value.names, value.shape)
+    wanted = layouts.wanted(value.dims, value.shape)
     preferred = [
         (by_rules, dim.axes if dim else ())
         for by_rules, dim in zip(wanted, value.dims, strict=True)

@@ -14,6 +14,7 @@ from partitioning.aot.blame.cause import Cause
 from partitioning.aot.blame.compiler_log import Rematerialization, find_rematerializations
 from partitioning.aot.blame.evidence import find_evidence
 from partitioning.aot.blame.known_layouts import KnownLayouts
+from partitioning.aot.blame.linked_dimensions import LinkedDimensions
 from partitioning.aot.blame.memory_causes import explain_buffer, explain_replicated
 from partitioning.aot.blame.reasons import explain_exchange, what_is
 from partitioning.aot.blame.user_lines import user_line
@@ -89,11 +90,11 @@ def explain_program(
     """
     program = parse_hlo(text)
     layouts = KnownLayouts(rules, axis_sizes(mesh), rows)
-    traced = TracedValues((), (), ())
+    traced = TracedValues((), (), (), LinkedDimensions())
     if jaxpr is not None:
         traced = trace_values(jaxpr, rows, layouts.names_by_axes)
     matcher = Matcher(program, traced, layouts.sizes)
-    advisor = Advisor(layouts, ValueGraph(traced))
+    advisor = Advisor(layouts, ValueGraph(traced), traced.links)
     replicated = [(row, explain_replicated(row, advisor)) for row in layouts.rows.values()]
     replicated.sort(key=lambda pair: -pair[0].bytes_per_device)
     return Explanation(
@@ -136,8 +137,8 @@ def _of_warning(
     value = (constrained or near)[0]
     changes = []
     if value.layout is not None:
-        wanted = advisor.layouts.wanted(value.names, value.shape)
-        if any(value.names) and wanted != value.layout:
+        wanted = advisor.layouts.wanted(value.dims, value.shape)
+        if any(wanted) and wanted != value.layout:
             changes = list(advisor.replace_constraints([value], value))
     changes += [] if changes else list(advisor.lay_out(value, value.layout or ()))
     return Cause(

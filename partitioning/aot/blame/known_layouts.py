@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from partitioning.aot.blame.changes import RuleChange
+from partitioning.aot.blame.moved_dimensions import Dim
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import (
     STANDARD_MESH_AXES,
@@ -82,13 +83,24 @@ class KnownLayouts:
         resolved, _ = try_resolve(kept, rules, mesh=self.sizes, shape=shape)
         return resolved
 
-    def wanted(self, names: Sequence[str | None], shape: Sequence[int]) -> tuple[Axes, ...]:
-        """The mesh axes of each dimension that the rules give to an array of these names."""
-        resolved = self.resolve(names, shape)
-        return tuple(
+    def wanted(self, dims: Sequence[Dim | None], shape: Sequence[int]) -> tuple[Axes, ...]:
+        """The mesh axes of each dimension of a value that the rules give to its names.
+
+        A dimension without a name keeps the mesh axes that it has in an argument, if they are free.
+        """
+        resolved = self.resolve([d.name if d else None for d in dims], shape)
+        found = [
             tuple(a for a in sharding_axes(d.mesh_axes) if self.sizes.get(a, 1) > 1)
             for d in resolved
-        )
+        ]
+        taken = {axis for axes in found for axis in axes}
+        for number, dim in enumerate(dims):
+            if dim is None or dim.name is not None or taken & set(dim.axes):
+                continue
+            if dim.axes and self.divides(dim.axes, shape[number]):
+                found[number] = dim.axes
+                taken |= set(dim.axes)
+        return tuple(found)
 
     def rule_for(self, name: str | None) -> str:
         """The rule that decides a name, as it is written, or ''."""

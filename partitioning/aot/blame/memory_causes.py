@@ -130,7 +130,7 @@ def _rule_of(value: Value, changes: list[Change], advisor: Advisor) -> str:
     for change in changes:
         if isinstance(change, RuleChange):
             return advisor.layouts.rule_for(change.after[0][0])
-    wanted = advisor.layouts.wanted(value.names, value.shape)
+    wanted = advisor.layouts.wanted(value.dims, value.shape)
     for name, axes in zip(value.names, wanted, strict=True):
         if axes:
             return advisor.layouts.rule_for(name)

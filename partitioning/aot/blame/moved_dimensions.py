@@ -14,11 +14,13 @@ class Dim(NamedTuple):
       name: its logical axis, or None if it has none.
       axes: the mesh axes that shard it in the argument or the constraint that it comes from.
       argument: the path of that argument, or ''.
+      number: the number of the dimension there.
     """
 
     name: str | None
     axes: tuple[str, ...]
     argument: str
+    number: int = 0
 
 
 Dims = tuple[Dim | None, ...]

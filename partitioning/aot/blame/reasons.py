@@ -12,6 +12,7 @@ from partitioning.aot.blame.known_layouts import Axes
 from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_graph import lacks
 from partitioning.aot.blame.values import Value
+from partitioning.rules import sharding_axes
 
 # Operations by which a program itself asks for an exchange.
 _ASKED = frozenset(
@@ -119,7 +120,10 @@ def _explain_sum(evidence: Evidence, value: Value, advisor: Advisor) -> Cause:
     if tensor:
         reason += ' (tensor parallelism)'
         return _cause(evidence, reason, rule=rule, source=evidence.made_at)
-    changes = list(advisor.lay_out(value, evidence.layout))
+    changes = list(_written_otherwise(value, evidence.made_at))
+    changes += advisor.lay_out(value, evidence.layout)
+    if summed is not None and summed.name is None:
+        changes += advisor.other_layouts(summed.argument)
     if summed is not None and summed.name and set(summed.axes) & set(axes):
         changes += advisor.other_rules(summed.name)
     return _cause(
@@ -145,6 +149,7 @@ def _explain_gathered_argument(evidence: Evidence, value: Value, advisor: Adviso
     if set(axes) <= set(layouts.batch_axes):
         reason = f'expected: {split}, and each device gathers it for use'
         changes = [layouts.to_standard(name)] if unusual and name else []
+        changes += advisor.other_layouts(value.argument) if name is None else []
         if row is not None and row.role == 'other':
             reason = f'{split}, but {evidence.used_at} needs all of it'
             changes += advisor.relax(evidence)
@@ -157,6 +162,7 @@ def _explain_gathered_argument(evidence: Evidence, value: Value, advisor: Adviso
         return _cause(evidence, reason, rule=rule, changes=changes, avoidable=bool(changes))
     reason = f'{split}, but the operation at {evidence.used_at} needs all of it'
     changes = [layouts.to_standard(name)] if unusual and name else []
+    changes += advisor.other_layouts(value.argument) if name is None else []
     changes += advisor.relax(evidence)
     if name:
         changes += advisor.other_rules(name)
@@ -178,10 +184,11 @@ def _explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> 
             if not evidence.returned
             else (f'{split}, but the function returns it in another layout')
         )
+        changes += advisor.other_layouts(path)
         changes += advisor.like_parameter(path)
         row = layouts.rows.get(path)
         if evidence.returned and row is not None:
-            wanted = layouts.wanted(row.logical_axes, row.shape)
+            wanted = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
             changes.insert(0, LayoutChange(path=path, layout=wanted, is_result=True))
         return _cause(evidence, reason, rule=rule, changes=changes, avoidable=True)
     for user in evidence.taken_by:
@@ -203,16 +210,25 @@ def _explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> 
         return _cause(evidence, reason, rule=rule, changes=changes, avoidable=True, source=line)
     if evidence.returned and not evidence.taken_by:
         reason = f'{split}, but the function returns it in another layout'
-        wanted = layouts.wanted(value.names, value.shape)
+        wanted = layouts.wanted(value.dims, value.shape)
         changes.append(LayoutChange(path='', layout=wanted, is_result=True))
         return _cause(evidence, reason, rule=rule, changes=changes, avoidable=True)
     reason = f'{split}, but {evidence.used_at} needs another layout'
+    changes += _written_otherwise(value, evidence.used_at)
     if name and layouts.is_unusual(name):
         changes.append(layouts.to_standard(name))
     changes += advisor.lay_out(value, evidence.layout)
     return _cause(
         evidence, reason, rule=rule, changes=changes, avoidable=True, source=evidence.made_at
     )
+
+
+def _written_otherwise(value: Value, line: str) -> Iterator[Change]:
+    """What to write in place of an operation that needs a dimension whole."""
+    primitive = value.primitive.removeprefix('scatter-').replace('add', 'gather')
+    needed = _WHOLE.get('gather' if value.primitive.startswith('scatter') else primitive)
+    if needed and not value.gradient_of and not any(o.argument for o in value.operands[:1]):
+        yield CodeChange(source=line, text=f'write {needed} at {line}')
 
 
 def _needs_whole(user: Value, value: Value, dim: int | None) -> bool:
@@ -232,8 +248,8 @@ def _conflicts(evidence: Evidence, value: Value, advisor: Advisor) -> Iterator[V
         found += [*advisor.graph.constraints_after(user)] if user.shape == value.shape else []
     for constraint in found:
         if lacks(constraint, evidence.axes) or constraint.layout != evidence.layout:
-            wanted = advisor.layouts.wanted(constraint.names, constraint.shape)
-            if constraint.layout != wanted and any(constraint.names):
+            wanted = advisor.layouts.wanted(constraint.dims, constraint.shape)
+            if constraint.layout != wanted and any(wanted):
                 yield constraint
 
 

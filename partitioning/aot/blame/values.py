@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from partitioning.aot.blame.linked_dimensions import LinkedDimensions, link_operands
 from partitioning.aot.blame.moved_dimensions import Dim, Dims, better, contracted_dims, result_dims
 from partitioning.aot.blame.user_lines import stack_of_traceback
 from partitioning.plan.rows import PlanRow
@@ -112,11 +113,13 @@ class TracedValues(NamedTuple):
       arguments: its arguments.
       values: what its operations make, in their order.
       results: what it returns.
+      links: which dimensions of arguments belong together.
     """
 
     arguments: tuple[Value, ...]
     values: tuple[Value, ...]
     results: tuple[Value, ...]
+    links: LinkedDimensions
 
 
 def trace_values(
@@ -137,7 +140,7 @@ def trace_values(
     ]
     walk = _Walk(names_of)
     results = walk.run(jaxpr.jaxpr, arguments, frozenset(), backward=False)
-    return TracedValues(tuple(arguments), tuple(walk.values), tuple(results))
+    return TracedValues(tuple(arguments), tuple(walk.values), tuple(results), walk.links)
 
 
 def _argument(aval: Any, row: PlanRow | None, names_of: Mapping[Any, str]) -> Value:
@@ -149,8 +152,9 @@ def _argument(aval: Any, row: PlanRow | None, names_of: Mapping[Any, str]) -> Va
                 d.name if isinstance(d.name, str) else _name_of(d.mesh_axes, row, names_of),
                 sharding_axes(d.mesh_axes),
                 row.path,
+                number,
             )
-            for d in row.dimensions
+            for number, d in enumerate(row.dimensions)
         )
     return Value(shape, str(getattr(aval, 'dtype', '')), dims, argument=row.path if row else '')
 
@@ -166,6 +170,7 @@ class _Walk:
     def __init__(self, names_of: Mapping[Any, str]):
         self.values: list[Value] = []
         self._names_of = names_of
+        self.links = LinkedDimensions()
         # The arguments that forward operations take, by stack and by sizes of the dimensions.
         self._taken: dict[tuple[Any, ...], list[Value]] = {}
 
@@ -193,6 +198,8 @@ class _Walk:
             inside = scope | words_of(stack)
             is_backward = backward or 'transpose(' in stack
             line = stack_of_traceback(equation.source_info.traceback) or caller
+            if not is_backward:
+                link_operands(self.links, equation, operands)
             results = self._apply(equation, operands, inside, is_backward, line)
             known.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -304,6 +311,8 @@ class _Walk:
             if spec is not None:
                 entries = [*spec, *[None] * (len(value.shape) - len(spec))]
                 value.layout = tuple(sharding_axes(entry) for entry in entries)
+                if not value.backward:
+                    self.links.constrain(value.dims, value.layout)
                 value.dims = self._named(value.dims, value.layout)
 
     def _adopt(self, value: Value) -> None:
@@ -336,7 +345,7 @@ class _Walk:
         for dim, axes in zip(dims, layout, strict=True):
             name = self._names_of.get(axes)
             if axes and (dim is None or dim.name is None) and name not in used:
-                dim = Dim(name, axes, '')
+                dim = Dim(name, axes, dim.argument if dim else '', dim.number if dim else 0)
             named.append(dim)
         return tuple(named)
 

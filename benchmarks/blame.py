@@ -1,0 +1,324 @@
+"""Seeds faults into three training programs, and asks `explain_program` for their cause.
+
+  python benchmarks/blame.py [--seed 1] [--count 60] [--folder benchmarks/results/blame]
+
+Each fault is a change of one line in the source of a program, or of one rule or layout. Every case
+compiles the program with the fault for 8 virtual CPU devices, takes the exchanges, the buffers and
+the copies that the program without the fault does not have, and looks at the cause of the largest
+avoidable one. The answer is right if it names the line or the rule that was changed. Then the
+suggested change is compiled; it is confirmed if it removes at least 80% of the bytes that the fault
+added to exchanges and to the peak of the memory. Faults that add less than 1% are drawn again.
+
+The results are written as they come, and the command continues where it stopped. The faults of
+seed 0 were used to write the code; those of other seeds were not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import importlib
+import importlib.machinery
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+LEAST = 0.01  # the share of exchanged bytes and peak memory that a fault has to add
+MOST = 3  # the number of suggested changes that are compiled
+FRESH = ('benchmarks.blame_programs', 'train.models', 'train.objectives', 'train.steps')
+ENVIRONMENT = {
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_NUM_CPU_DEVICES': '8',
+    # The layout of a program does not depend on how fast its kernels are.
+    'XLA_FLAGS': '--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true',
+}
+REMOVED = 0.8  # the share of what it added that a confirmed change removes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a program exchanges and holds, in bytes per device."""
+
+    exchanged: float
+    peak: int
+
+
+def run_case(program: str, fault: dict[str, Any] | None, known: dict[str, Any] | None) -> Any:
+    """Compiles a program with a fault, and judges the explanation."""
+    import jax
+
+    function, explanation = explain(program, fault)
+    measured = measure(function.costs)
+    found = list_found(explanation)
+    result: dict[str, Any] = {**dataclasses.asdict(measured), 'jax': jax.__version__}
+    if fault is None:
+        return {**result, 'found': sorted(collections.Counter(key for key, _, _ in found).items())}
+    assert known is not None
+    added = [sum_added(measured, known)]
+    result['added'] = added[0]
+    if added[0] < LEAST * (known['exchanged'] + known['peak']):
+        return {**result, 'harmless': True}
+    left = collections.Counter(dict(map(tuple, known['found'])))
+    new = []
+    for key, nbytes, cause in found:
+        if left[key] > 0:
+            left[key] -= 1
+        elif cause is not None:
+            new.append((nbytes, key, cause))
+    new.sort(key=lambda item: (-item[2].avoidable, -item[0]))
+    result['causes'] = [[nbytes, key, show(cause)] for nbytes, key, cause in new[:6]]
+    if not new or not new[0][2].avoidable:
+        return {**result, 'right': False, 'confirmed': False}
+    cause = new[0][2]
+    result['right'] = is_right(cause, fault)
+    return {**result, **confirm(function, cause, fault, known, measured)}
+
+
+@contextlib.contextmanager
+def edited_source(fault: dict[str, Any] | None) -> Iterator[None]:
+    """Makes Python import the file of a fault with a part of its text replaced."""
+    for name in list(sys.modules):
+        if name.startswith(FRESH) and not name.endswith('.faults'):
+            del sys.modules[name]
+    loader: Any = importlib.machinery.SourceFileLoader
+    original = loader.get_code
+
+    def get_code(self: Any, name: str) -> Any:
+        if fault is None or Path(self.path) != ROOT / fault.get('file', '-'):
+            return original(self, name)
+        path, old = Path(self.path), fault['old']
+        text = path.read_text()
+        if text.count(old) != 1:
+            raise ValueError(f'{path} has {text.count(old)} times {old!r}, not once')
+        return compile(text.replace(old, fault['new']), str(path), 'exec', dont_inherit=True)
+
+    loader.get_code = get_code
+    try:
+        yield
+    finally:
+        loader.get_code = original
+
+
+def explain(program: str, fault: dict[str, Any] | None) -> Any:
+    """Compiles a program, and explains it."""
+    import jax
+
+    from partitioning.aot import read_costs
+    from partitioning.aot.blame import explain_program
+    from partitioning.aot.blame.arguments import describe_arguments
+    from partitioning.aot.blame.confirming import CompiledFunction
+
+    jax.clear_caches()
+    with edited_source(fault):
+        module = importlib.import_module(f'benchmarks.blame_programs.{program}')
+    rules: Any = ()
+    if hasattr(module, 'RULES'):
+        rules = changed(module.RULES, (fault or {}).get('rules', {}))
+
+        def retrace(rules: Any) -> Any:
+            partitioner, step, args = module.build(list(rules))
+            return step.trace(*args)
+
+        partitioner, step, args = module.build(rules)
+        mesh, plan_rows = partitioner.mesh, partitioner.resolve(args[0]).rows
+    else:
+        from jax.sharding import PartitionSpec
+
+        layout = {} if (fault or {}).get('file') else (fault or {}).get('layout', {})
+        specs = {
+            k: PartitionSpec(*(tuple(a) if isinstance(a, list) else a for a in v))
+            for k, v in layout.items()
+        }
+        mesh, step, args = module.build({**module.LAYOUT, **specs})
+        plan_rows, retrace = (), None
+    with jax.set_mesh(mesh) if not rules else contextlib.nullcontext():
+        traced = step.trace(*args)
+        compiled = traced.lower().compile()
+    costs = read_costs(compiled, mesh)
+    rows = describe_arguments(traced, compiled, plan_rows)
+    explanation = explain_program(
+        compiled.as_text(), traced.jaxpr, costs, mesh=mesh, rows=rows, rules=rules
+    )
+    function = CompiledFunction(
+        traced=traced,
+        compiled=compiled,
+        costs=costs,
+        mesh=mesh,
+        rules=rules,
+        rows=rows,
+        retrace=retrace,
+    )
+    return function, explanation
+
+
+def changed(rules: Any, changes: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The rules with other mesh axes for some names."""
+    return [
+        (name, tuple(a) if isinstance(a := changes.get(name, axes), list) else a)
+        for name, axes in rules
+    ]
+
+
+def measure(costs: Any) -> Measured:
+    """What a program exchanges and holds."""
+    exchanged = sum(c.total_bytes for c in costs.collectives)
+    return Measured(exchanged=exchanged, peak=costs.memory.peak)
+
+
+def list_found(explanation: Any) -> list[tuple[str, float, Any]]:
+    """Everything that an explanation is about: a key to compare programs, bytes, and the cause."""
+    found: list[tuple[str, float, Any]] = []
+    for c, cause in explanation.collectives:
+        key = f'{c.kind} {c.axes} {c.arrays} x{c.count}'
+        found.append((key, c.total_bytes, cause))
+    for live, cause in explanation.buffers:
+        found.append((f'buffer {live.array} x{live.count}', live.nbytes, cause))
+    for row, cause in explanation.replicated:
+        found.append((f'copies {row.path} {row.shard_shape}', row.bytes_per_device, cause))
+    return found
+
+
+def sum_added(measured: Measured, known: dict[str, Any]) -> float:
+    """The bytes by which a program exceeds the one without a fault."""
+    exchanged = max(measured.exchanged - known['exchanged'], 0)
+    return exchanged + max(measured.peak - known['peak'], 0)
+
+
+def show(cause: Any) -> dict[str, Any]:
+    source = cause.source.replace(f'{ROOT}/', '')
+    reason = cause.reason.replace(f'{ROOT}/', '')
+    return {
+        'source': source,
+        'array': cause.array,
+        'names': cause.logical_axes,
+        'rule': cause.rule,
+        'reason': reason,
+        'avoidable': cause.avoidable,
+        'changes': [str(c).replace(f'{ROOT}/', '') for c in cause.candidates],
+    }
+
+
+def is_right(cause: Any, fault: dict[str, Any]) -> bool:
+    """Whether a cause names the rule, the layout or the line of a fault."""
+    if 'rules' in fault:
+        names = [name for name in fault['rules'] if f'({name!r}, ' in cause.rule + cause.change]
+        return bool(names)
+    if 'layout' in fault:
+        words = [path.rpartition('/')[2] for path in fault['layout']]
+        return any(word in f'{cause.array} {cause.change}' for word in words)
+    text = (ROOT / fault['file']).read_text()
+    first = text[: text.index(fault['old'])].count('\n') + 1
+    last = first + fault['old'].rstrip('\n').count('\n')
+    path, _, line = cause.source.rpartition(':')
+    return path.endswith(fault['file']) and first <= int(line or 0) <= last
+
+
+def confirm(
+    function: Any, cause: Any, fault: dict[str, Any], known: dict[str, Any], measured: Measured
+) -> dict[str, Any]:
+    """Compiles with the suggested changes, and compares with the program without the fault."""
+    from partitioning.aot.blame.changes import CodeChange
+    from partitioning.aot.blame.confirming import try_change
+
+    added, tried = sum_added(measured, known), []
+    for change in cause.candidates[:MOST]:
+        if isinstance(change, CodeChange):
+            if 'suggested' not in fault:
+                continue
+            # The author of the program writes what the suggestion says.
+            other, _ = explain(fault['program'], {**fault, 'new': fault['suggested']})
+            after = measure(other.costs)
+        else:
+            found = try_change(function, change)
+            if found is None:
+                continue
+            after = Measured(exchanged=found.exchanged[1], peak=found.peak[1])
+        tried.append((sum_added(after, known), after, str(change).replace(f'{ROOT}/', '')))
+    if not tried:
+        return {'confirmed': False, 'tried': []}
+    # The tool keeps the change that saves most of the program's own bytes.
+    best = min(tried, key=lambda t: t[1].exchanged + t[1].peak)
+    return {
+        'confirmed': bool(best[0] <= (1 - REMOVED) * added),
+        'change': best[2],
+        'left': best[0] / added,
+        'tried': [[t[2], t[0] / added] for t in tried],
+    }
+
+
+def main() -> None:
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument('--seed', type=int, default=1)
+    parser.add_argument('--count', type=int, default=60)
+    parser.add_argument('--folder', type=Path, default=HERE / 'results' / 'blame')
+    args = parser.parse_args()
+    run_campaign(args.seed, args.count, args.folder)
+
+
+def run_campaign(seed: int, count: int, folder: Path) -> None:
+    """Runs cases until there are enough that do harm, and prints the table."""
+    from benchmarks.blame_programs.faults import draw_faults
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f'seed_{seed}.json'
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for fault in draw_faults(seed):
+        done = [r for r in results.values() if 'fault' in r and not r.get('harmless')]
+        if len(done) >= count:
+            break
+        program, key = fault['program'], fault['key']
+        if program not in results:
+            results[program] = run_case(program, None, None)
+        if key not in results:
+            results[key] = {'fault': fault, **attempt(fault, results[program])}
+            print(key, flush=True)
+            print(
+                '   ',
+                {k: results[key].get(k) for k in ('harmless', 'right', 'confirmed', 'error')},
+                flush=True,
+            )
+        path.write_text(json.dumps(results, indent=1) + '\n')
+    print(table(results))
+
+
+def attempt(fault: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """Runs a case; an exception counts as a wrong answer."""
+    try:
+        return run_case(fault['program'], fault, known)
+    except Exception as error:  # such as a fault that makes the program invalid
+        text = f'{type(error).__name__}: {error}'.splitlines()[0]
+        return {'error': text[:300], 'right': False, 'confirmed': False}
+
+
+def table(results: dict[str, Any]) -> str:
+    """The number of faults of each kind, of right answers and of confirmed changes."""
+    rows: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0])
+    for result in results.values():
+        if 'fault' in result:
+            for kind in (result['fault']['kind'], 'all'):
+                row = rows[kind]
+                if result.get('harmless'):
+                    row[3] += 1
+                else:
+                    row[0] += 1
+                    row[1] += result['right']
+                    row[2] += result['confirmed']
+    lines = ['| fault | cases | right | confirmed | harmless |', '|---|---|---|---|---|']
+    kinds = sorted(rows, key=lambda kind: (kind == 'all', kind))
+    return '\n'.join([*lines, *(f'| {k} | {" | ".join(map(str, rows[k]))} |' for k in kinds)])
+
+
+if __name__ == '__main__':
+    sys.path.insert(0, str(ROOT))
+    main()

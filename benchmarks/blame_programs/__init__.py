@@ -1,0 +1,1 @@
+"""Three training programs without faults, for `benchmarks/blame.py`."""

@@ -1,0 +1,57 @@
+"""The trainer's own transformer, objective and train step, under rules for 'data' and 'model'."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from partitioning import PjitPartitioner, TrainState
+from partitioning.mesh import MeshConfig
+from train.models.config import TransformerConfig
+from train.models.transformer import Transformer
+from train.objectives.next_token import NextToken
+from train.steps import make_train_step
+
+MESH = {'data': 4, 'model': 2}
+RULES = [
+    ('batch', 'data'),
+    ('vocab', 'model'),
+    ('mlp', 'model'),
+    ('heads', 'model'),
+    ('kv', None),
+    ('embed', 'data'),
+    ('length', None),
+    ('layers', None),
+]
+CONFIG = TransformerConfig(
+    vocab_size=8192,
+    num_layers=4,
+    embed_dim=512,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=64,
+    mlp_dim=2048,
+    remat='full',
+    gated_mlp=True,
+)
+BATCH, LENGTH = 32, 256
+
+
+def build(rules):
+    """The partitioner, the partitioned step, and its arguments."""
+    partitioner = PjitPartitioner(mesh=MeshConfig(axes=MESH), logical_axis_rules=rules)
+    objective, tx = NextToken(model=Transformer(CONFIG)), optax.adamw(1e-3)
+    tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
+    weights = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.float32)
+    batch = {f'decoder_{name}_tokens': tokens for name in ('input', 'target')}
+    batch['decoder_loss_weights'] = weights
+
+    def init(key, batch):
+        return TrainState.create(objective.init(key, batch)['params'], tx)
+
+    plan = partitioner.plan(init, jax.random.key(0), batch)
+    spec = partitioner.data_partition_spec
+    step = make_train_step(objective, tx, key=jax.random.key(0), num_microbatches=1, data_spec=spec)
+    partitioned = partitioner.partition(
+        step, (plan.specs, spec), (plan.specs, None), donate_argnums=0
+    )
+    return partitioner, partitioned, (plan.abstract_state, batch)

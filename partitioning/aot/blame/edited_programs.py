@@ -1,0 +1,140 @@
+"""Traced functions with a constraint more, or with another one, as if their code said so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from partitioning.aot.blame.changes import ConstraintChange
+from partitioning.aot.blame.user_lines import stack_of_traceback
+from partitioning.aot.blame.values import bodies_of
+from partitioning.rules import from_tuple
+
+_CONSTRAINTS = ('sharding_constraint', 'reshard')
+
+
+def with_constraint(jaxpr: Any, change: ConstraintChange, mesh: Any) -> Any:
+    """A ClosedJaxpr with a constraint on the value of a line, and on its gradient.
+
+    Args:
+      jaxpr: the ClosedJaxpr of a traced function.
+      change: the constraint.
+      mesh: the mesh.
+
+    Raises:
+      ValueError: if no operation of the function matches the change.
+    """
+    spec = PartitionSpec(*(from_tuple(axes) for axes in change.layout))
+    editor = _Editor(change, NamedSharding(mesh, spec))
+    edited = jaxpr.replace(jaxpr=editor.edit(jaxpr.jaxpr, backward=False, caller=()))
+    if not editor.count:
+        raise ValueError(f'no operation of {change.source} makes an array of shape {change.shape}')
+    return edited
+
+
+class _Editor:
+    """Edits the equations of a jaxpr and of all jaxprs inside of it."""
+
+    def __init__(self, change: ConstraintChange, sharding: NamedSharding):
+        self._change, self._sharding = change, sharding
+        self.count = 0
+
+    def edit(self, jaxpr: Any, *, backward: bool, caller: tuple[str, ...]) -> Any:
+        equations: list[Any] = []
+        for equation in jaxpr.eqns:
+            is_backward = backward or 'transpose(' in str(equation.source_info.name_stack)
+            stack = stack_of_traceback(equation.source_info.traceback) or caller
+            edited = self._inside(equation, is_backward, stack)
+            if stack != self._change.stack:
+                equations.append(edited)
+            elif self._change.replaces:
+                equations.append(self._replaced(edited))
+            elif is_backward:
+                equations += self._before(edited)
+            else:
+                equations += self._after(edited)
+        return jaxpr.replace(eqns=equations)
+
+    def _inside(self, equation: Any, backward: bool, stack: tuple[str, ...]) -> Any:
+        """The equation, with its own jaxprs edited."""
+        if not any(True for _ in bodies_of(equation.params)):
+            return equation
+        params = {
+            name: self._edit_value(value, backward, stack)
+            for name, value in equation.params.items()
+        }
+        return equation.replace(params=params)
+
+    def _edit_value(self, value: Any, backward: bool, stack: tuple[str, ...]) -> Any:
+        if isinstance(value, tuple | list):
+            kind = type(value)
+            if any(hasattr(x, 'eqns') for x in value):
+                return kind(self._edit_value(x, backward, stack) for x in value)
+            return value
+        if not hasattr(value, 'eqns'):
+            return value
+        if hasattr(value, 'jaxpr') and value.jaxpr is not value:
+            return value.replace(jaxpr=self.edit(value.jaxpr, backward=backward, caller=stack))
+        return self.edit(value, backward=backward, caller=stack)
+
+    def _replaced(self, equation: Any) -> Any:
+        """The constraint of the change in place of another one."""
+        if equation.primitive.name not in _CONSTRAINTS:
+            return equation
+        if tuple(equation.outvars[0].aval.shape) != self._change.shape:
+            return equation
+        self.count += 1
+        ours = self._constraint(equation.outvars[0].aval)
+        return ours.replace(
+            invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info
+        )
+
+    def _after(self, equation: Any) -> Iterator[Any]:
+        """An equation of the forward pass, whose results are constrained."""
+        outvars, added = list(equation.outvars), []
+        for number, variable in enumerate(outvars):
+            if tuple(getattr(variable.aval, 'shape', ())) == self._change.shape:
+                ours = self._constraint(variable.aval)
+                outvars[number] = ours.invars[0]
+                added.append(ours.replace(outvars=[variable], source_info=equation.source_info))
+        self.count += len(added)
+        yield equation.replace(outvars=outvars) if added else equation
+        yield from added
+
+    def _before(self, equation: Any) -> Iterator[Any]:
+        """An equation of the backward pass, whose operands are constrained."""
+        invars = list(equation.invars)
+        for number, variable in enumerate(invars):
+            if hasattr(variable, 'val'):
+                continue
+            if tuple(getattr(variable.aval, 'shape', ())) == self._change.shape:
+                ours = self._constraint(variable.aval)
+                yield ours.replace(invars=[variable], source_info=equation.source_info)
+                invars[number] = ours.outvars[0]
+        yield equation.replace(invars=invars)
+
+    def _constraint(self, aval: Any) -> Any:
+        """The equation of a constraint, with new variables."""
+        abstract = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        constrained = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, self._sharding))(
+            abstract
+        )
+        return constrained.jaxpr.eqns[0]
+
+
+def layouts_of(compiled: jax.stages.Compiled) -> Mapping[str, Any]:
+    """The flat shardings of the arguments and results of a program, as `jax.jit` takes them."""
+    # Arguments that the program does not use have None in place of a sharding.
+    in_tree: Any = compiled.in_tree
+    out_tree: Any = compiled.out_tree
+    inputs = in_tree.flatten_up_to(compiled.input_shardings)
+    outputs = out_tree.flatten_up_to(compiled.output_shardings)
+    donated = [i for i, x in enumerate(jax.tree.leaves(compiled.args_info)) if x.donated]
+    return {
+        'in_shardings': tuple(inputs),
+        'out_shardings': list(outputs),
+        'donate_argnums': tuple(donated),
+    }
