@@ -72,9 +72,9 @@ def run_case(program: str, fault: dict[str, Any] | None, known: dict[str, Any] |
             left[key] -= 1
         elif cause is not None:
             new.append((nbytes, key, cause))
-    new.sort(key=lambda item: (-item[2].avoidable, -item[0]))
+    new.sort(key=lambda item: (-item[2].avoidable, -bool(item[2].candidates), -item[0]))
     result['causes'] = [[nbytes, key, show(cause)] for nbytes, key, cause in new[:6]]
-    if not new or not new[0][2].avoidable:
+    if not new:
         return {**result, 'right': False, 'confirmed': False}
     cause = new[0][2]
     result['right'] = is_right(cause, fault)

@@ -70,7 +70,6 @@ def rule_faults(program: str) -> Iterator[Fault]:
     for name in ('vocab', 'mlp', 'heads'):
         yield fault('swapped axes', **{name: 'data', 'embed': 'model'})
         yield fault('wrong axis', **{name: 'data'})
-    yield fault('swapped axes', batch='model', embed='data', mlp='data', heads='data', vocab='data')
     yield fault('wrong axis', embed='model')
     yield fault('wrong axis', batch='model')
     yield fault('wrong axis', heads=None, kv='model')

@@ -47,6 +47,18 @@ class Advisor:
                     return True
         return False
 
+    def odd_rules(self, *values: Value | None) -> list[RuleChange]:
+        """Changes of the rules of the names around some values that are not as usual."""
+        names: dict[str, None] = {'batch': None}
+        for value in values:
+            if value is not None:
+                dims = (*value.dims, *value.contracted)
+                names.update(dict.fromkeys(d.name for d in dims if d is not None and d.name))
+        odd = [name for name in names if self.layouts.is_unusual(name)]
+        # A name with the wrong axes comes before one without any.
+        odd.sort(key=lambda name: not self.layouts.axes_of(name))
+        return list(dict.fromkeys(self.layouts.to_standard(name) for name in odd))
+
     def unused_by(self, row: PlanRow | None) -> Axes:
         """The mesh axes over which an argument is not sharded."""
         if row is None:
@@ -119,15 +131,23 @@ class Advisor:
         """The layout of an argument that fits the constraints on what is computed from it."""
         now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
         found = self.links.axes_of(row.path, len(row.shape))
-        kept = [
-            axes if set(axes) <= set(self.layouts.batch_axes) and not used else ()
-            for axes, used in zip(now, found, strict=True)
-        ]
+        merged = list(found)
         taken = {a for axes in found for a in axes}
-        merged = tuple(
-            f or tuple(a for a in k if a not in taken) for f, k in zip(found, kept, strict=True)
-        )
-        for layout in (found, merged):
+        for axes in now:
+            # Axes of the batch shard another dimension, if theirs is taken.
+            if axes and set(axes) <= set(self.layouts.batch_axes) and not taken & set(axes):
+                place = next(
+                    (
+                        d
+                        for d in (now.index(axes), *range(len(now) - 1, -1, -1))
+                        if not merged[d] and self.layouts.divides(axes, row.shape[d])
+                    ),
+                    None,
+                )
+                if place is not None:
+                    merged[place] = axes
+                    taken |= set(axes)
+        for layout in (tuple(merged), found):
             fits = all(self.layouts.divides(a, n) for a, n in zip(layout, row.shape, strict=True))
             if any(layout) and fits and layout != now:
                 yield LayoutChange(path=row.path, layout=layout, is_result=False)
@@ -182,7 +202,10 @@ class Advisor:
         """Constraints by its names for a value, or for the nearest value around it with names."""
         for near in self._around(value):
             wanted = self.layouts.wanted(near.dims, near.shape)
-            if any(wanted) and (near is not value or wanted != tuple(layout)):
+            held = {near.layout, *(u.layout for u in self.graph.users(near))}
+            if any(wanted) and wanted not in held:
+                if near is value and wanted == tuple(layout):
+                    continue
                 yield constraint_of(near, wanted)
 
     def relax(self, evidence: Evidence) -> list[Change]:
@@ -195,7 +218,7 @@ class Advisor:
                 if c.layout != (wanted := self.layouts.wanted(c.dims, c.shape)) and any(wanted)
             ]
             found += self.replace_constraints(conflicting, user)
-            if not user.backward and not conflicting:
+            if not user.backward and not user.local and not conflicting:
                 wanted = self.layouts.wanted(user.dims, user.shape)
                 if any(wanted) and len(user.shape) > 1:
                     found.append(constraint_of(user, wanted))
@@ -220,7 +243,7 @@ class Advisor:
         named += [u for u in self.graph.users(value) if u.shape == value.shape]
         named += [o for o in value.operands if o.shape and not o.argument and o.primitive]
         for near in named:
-            if any(near.dims) and not near.backward and len(near.shape) > 1:
+            if any(near.dims) and not near.backward and len(near.shape) > 1 and not near.local:
                 yield near
 
 

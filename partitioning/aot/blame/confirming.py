@@ -90,7 +90,10 @@ def try_change(
     Returns:
       What the change does, or None if it cannot be made here.
     """
-    compiled = _compile(function, change) if changed is None else changed.lower().compile()
+    try:
+        compiled = _compile(function, change) if changed is None else changed.lower().compile()
+    except ValueError:  # the rules, the layout or the constraint do not fit the function
+        return None
     if compiled is None:
         return None
     before, after = function.costs, read_costs(compiled, function.mesh)
@@ -189,8 +192,10 @@ def _with_layout(function: CompiledFunction, change: LayoutChange) -> Any:
         if follows and not change.is_result:
             inputs[number] = sharding
     for number, aval in enumerate(function.traced.jaxpr.out_avals):
-        same = outputs[number] is not None and outputs[number].is_equivalent_to(before, aval.ndim)
-        if aval.shape == rows[0].shape and (same or change.is_result):
+        if aval.shape != rows[0].shape:
+            continue
+        held = outputs[number]
+        if change.is_result or (held is not None and held.is_equivalent_to(before, aval.ndim)):
             outputs[number] = sharding
     layouts['in_shardings'], layouts['out_shardings'] = tuple(inputs), outputs
     return layouts

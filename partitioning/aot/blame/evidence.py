@@ -140,7 +140,7 @@ def layout_of(value: Value, array: ArrayType, layouts: KnownLayouts) -> tuple[Ax
     counts = shard_counts(layouts.sizes)
     shards = shard_dimensions(array.shape, value.shape, counts)
     if shards is None:
-        return ((),) * len(value.shape)
+        return ()
     wanted = layouts.wanted(value.dims, value.shape)
     preferred = [
         (by_rules, dim.axes if dim else ())

@@ -96,11 +96,13 @@ def explain_program(
     matcher = Matcher(program, traced, layouts.sizes)
     advisor = Advisor(layouts, ValueGraph(traced), traced.links)
     replicated = [(row, explain_replicated(row, advisor)) for row in layouts.rows.values()]
+    collectives = tuple((c, _of_collective(c, matcher, advisor)) for c in costs.collectives)
+    exchanges = {c.instruction: cause for c, cause in collectives}
     replicated.sort(key=lambda pair: -pair[0].bytes_per_device)
     return Explanation(
-        collectives=tuple((c, _of_collective(c, matcher, advisor)) for c in costs.collectives),
+        collectives=collectives,
         buffers=tuple(
-            (live, explain_buffer(live, matcher, advisor))
+            (live, explain_buffer(live, matcher, advisor, exchanges))
             for live in costs.at_peak.arrays[:_NUM_BUFFERS]
         ),
         replicated=tuple((row, cause) for row, cause in replicated if cause is not None),

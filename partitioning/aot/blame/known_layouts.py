@@ -67,12 +67,9 @@ class KnownLayouts:
 
     @functools.cached_property
     def names_by_axes(self) -> dict[Axes, str]:
-        """A logical axis for dimensions that only have mesh axes."""
-        found: dict[Axes, str] = {}
-        for name, axes in sorted(self.rules, key=lambda rule: rule[0] != 'batch'):
-            if as_tuple(axes):
-                found.setdefault(as_tuple(axes), name)
-        return found
+        """The name 'batch' for dimensions that only have the mesh axes of its rule."""
+        rules = [as_tuple(axes) for name, axes in self.rules if name == 'batch']
+        return {axes: 'batch' for axes in rules if axes}
 
     def resolve(
         self, names: Sequence[str | None], shape: Sequence[int]
@@ -123,25 +120,32 @@ class KnownLayouts:
         )
 
     def is_unusual(self, name: str | None) -> bool:
-        """Whether a name has other mesh axes than the standard rules would give it."""
-        if name is None or not self.standard.get(name):
+        """Whether a name has other mesh axes than the standard rules would give it.
+
+        Names that the standard rules leave whole may be on axes of the batch, as in fully sharded
+        data parallelism.
+        """
+        if name is None or name not in self.standard or not self.has_rule(name):
             return False
-        mine, theirs = self.axes_of(name), self.standard[name]
-        return not set(theirs) <= set(mine)
+        mine, theirs = set(self.axes_of(name)), set(self.standard[name])
+        if name == 'batch':
+            others = {a for n, _ in self.rules if n != 'batch' for a in self.axes_of(n)}
+            return not theirs <= mine or bool((mine - theirs) & others)
+        if theirs:
+            return not theirs <= mine and not theirs & set(self.batch_axes)
+        return bool(mine - set(self.batch_axes))
 
     def to_standard(self, name: str) -> RuleChange:
-        """The change that gives a name its standard axes; swaps, if another name has taken them.
-
-        A swap is suggested if the other name is unusual as well, and would get what this one has.
-        """
-        wanted = self.standard[name]
-        mine = self.axes_of(name)
-        for other in self.standard:
-            if other in (name, 'batch') or not mine or not self.has_rule(other):
+        """The change that gives a name its standard axes; swaps, if another name has taken them."""
+        wanted, mine = self.standard[name], self.axes_of(name)
+        for other, theirs in self.standard.items():
+            if other in (name, 'batch') or not mine or not self.is_unusual(other):
                 continue
-            has_mine = set(self.axes_of(other)) & set(wanted) and self._may_have(other, mine)
-            if has_mine and (self.is_unusual(other) or not self.standard[other]):
+            now = self.axes_of(other)
+            if wanted and set(now) & set(wanted) and (set(theirs) == set(mine) or not theirs):
                 return self.change({name: wanted, other: mine})
+            if not wanted and theirs and set(theirs) == set(mine) and now:
+                return self.change({name: now, other: mine})
         return self.change({name: wanted})
 
     def change(self, axes: Mapping[str, Axes]) -> RuleChange:
@@ -165,9 +169,3 @@ class KnownLayouts:
     def divides(self, axes: Sequence[str], size: int) -> bool:
         """Whether a dimension can be sharded over mesh axes."""
         return size % math.prod(self.sizes[a] for a in axes) == 0
-
-    def _may_have(self, name: str, axes: Axes) -> bool:
-        """Whether the standard rules allow a name on mesh axes; 'embed' may be on data axes."""
-        if set(axes) <= set(self.batch_axes):
-            return name == 'embed' or set(self.standard.get(name, ())) == set(axes)
-        return set(self.standard.get(name, ())) == set(axes)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from partitioning.aot.blame.advice import Advisor
 from partitioning.aot.blame.cause import Cause
 from partitioning.aot.blame.changes import Change, CodeChange, RuleChange
 from partitioning.aot.blame.data_flow import Place, is_exchange
 from partitioning.aot.blame.evidence import layout_of
-from partitioning.aot.blame.reasons import over, what_is
+from partitioning.aot.blame.reasons import over, what_is, written_otherwise
 from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_matching import Matcher
 from partitioning.aot.blame.values import Value
@@ -18,8 +19,20 @@ from partitioning.aot.compiled.peak_memory import LiveArray
 from partitioning.plan.rows import PlanRow
 
 
-def explain_buffer(live: LiveArray, matcher: Matcher, advisor: Advisor) -> Cause | None:
-    """Says why an array is in memory at the peak, or None if the program does not tell."""
+def explain_buffer(
+    live: LiveArray, matcher: Matcher, advisor: Advisor, exchanges: Mapping[str, Cause | None]
+) -> Cause | None:
+    """Says why an array is in memory at the peak, or None if the program does not tell.
+
+    Args:
+      live: the array.
+      matcher: finds the value that it holds.
+      advisor: knows the rules, the layouts and the constraints.
+      exchanges: the causes of the collectives, by the names of their instructions. The result of a
+        collective has its cause.
+    """
+    if (exchange := exchanges.get(live.instruction)) is not None:
+        return exchange
     place = matcher.flow.place_of(live.instruction)
     if place is None:
         return None
@@ -36,9 +49,10 @@ def explain_buffer(live: LiveArray, matcher: Matcher, advisor: Advisor) -> Cause
         )
     layouts = advisor.layouts
     layout = layout_of(value, array, layouts)
-    unused = layouts.unused_axes(layout)
-    changes: list[Change] = []
+    unused = layouts.unused_axes(layout) if layout else ()
     source = source or user_line(value.stack)
+    changes: list[Change] = [*written_otherwise(value, source)]
+    changes += advisor.odd_rules(value) if unused else []
     reason = f'{what_is(value)}, made by {value.primitive or "the caller"}'
     if value.loop and not value.backward:
         source = user_line(value.stack)
@@ -51,7 +65,7 @@ def explain_buffer(live: LiveArray, matcher: Matcher, advisor: Advisor) -> Cause
     elif value.gradient_of:
         reason = f'the gradient of {value.gradient_of}'
         changes += advisor.shard_more(value.gradient_of)
-    if not value.argument and not value.gradient_of:
+    if not value.argument and not value.gradient_of and unused:
         changes += advisor.shard_value(value, layout)
     if unused and (value.argument or changes):
         reason += f'; each device has all of it along {over(unused)}'
@@ -81,7 +95,7 @@ def explain_replicated(row: PlanRow, advisor: Advisor) -> Cause | None:
         unused = tuple(a for a in unused if a in layouts.batch_axes)
     if not unused or not row.shape:
         return None
-    changes = list(advisor.shard_more(row.path))
+    changes: list[Change] = list(advisor.shard_more(row.path))
     kept = [a for a in unused if a not in layouts.batch_axes]
     reason = f'all devices along {over(unused)} have the same copy: {row.reason}'
     if row.role == 'other' and set(unused) & set(layouts.batch_axes):

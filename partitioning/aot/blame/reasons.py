@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from partitioning.aot.blame.advice import Advisor
@@ -32,6 +33,7 @@ _ASKED = frozenset(
         'pgather',
     ]
 )
+_ASKS = 'the program asks for it with'
 # Operations that need a dimension whole, and what to write instead.
 _WHOLE = {
     'gather': 'a one-hot product, such as jnp.sum(x * jax.nn.one_hot(indices, x.shape[-1]), -1)',
@@ -64,9 +66,7 @@ def explain_exchange(evidence: Evidence, advisor: Advisor) -> Cause:
         )
     if evidence.path.rpartition('/')[2] in _ASKED:
         name = evidence.path.rpartition('/')[2]
-        return _cause(
-            evidence, f'the program asks for it with jax.lax.{name}', source=evidence.made_at
-        )
+        return _cause(advisor, evidence, f'{_ASKS} jax.lax.{name}', source=evidence.made_at)
     if evidence.kind in ('all-reduce', 'reduce-scatter'):
         return _explain_sum(evidence, value, advisor)
     if evidence.kind == 'all-gather' and value.argument:
@@ -94,6 +94,7 @@ def _explain_sum(evidence: Evidence, value: Value, advisor: Advisor) -> Cause:
             reason += f'; it is whole along {over(unused)}: {row.reason if row else ""}'
         rule = layouts.rule_for(advisor.whole_name(value.gradient_of, unused)) if unused else ''
         return _cause(
+            advisor,
             evidence,
             reason,
             rule=rule or layouts.rule_for('batch'),
@@ -108,26 +109,38 @@ def _explain_sum(evidence: Evidence, value: Value, advisor: Advisor) -> Cause:
     rule = layouts.rule_for(name)
     if value.size <= 1 or (by_rows and name in ('batch', 'length', None) and len(value.shape) < 2):
         reason = f'a sum over values on different devices along {over(axes)}'
-        return _cause(evidence, reason, rule=rule, source=evidence.made_at)
+        return _cause(advisor, evidence, reason, rule=rule, source=evidence.made_at)
     what = f'{name!r}' if name else 'a dimension'
     reason = f'the sum over {what} runs over devices along {over(axes)}, which have parts of it'
     if name and name not in ('batch', 'length') and layouts.is_unusual(name):
         standard = layouts.to_standard(name)
         return _cause(
-            evidence, reason, rule=rule, changes=[standard], avoidable=True, source=evidence.made_at
+            advisor,
+            evidence,
+            reason,
+            rule=rule,
+            changes=[standard],
+            avoidable=True,
+            source=evidence.made_at,
         )
     tensor = name in _OF_TENSORS and not by_rows
     if tensor:
         reason += ' (tensor parallelism)'
-        return _cause(evidence, reason, rule=rule, source=evidence.made_at)
-    changes = list(_written_otherwise(value, evidence.made_at))
+        return _cause(advisor, evidence, reason, rule=rule, source=evidence.made_at)
+    changes = list(written_otherwise(value, evidence.made_at))
     changes += advisor.lay_out(value, evidence.layout)
     if summed is not None and summed.name is None:
         changes += advisor.other_layouts(summed.argument)
     if summed is not None and summed.name and set(summed.axes) & set(axes):
         changes += advisor.other_rules(summed.name)
     return _cause(
-        evidence, reason, rule=rule, changes=changes, avoidable=True, source=evidence.made_at
+        advisor,
+        evidence,
+        reason,
+        rule=rule,
+        changes=changes,
+        avoidable=True,
+        source=evidence.made_at,
     )
 
 
@@ -140,11 +153,11 @@ def _explain_gathered_argument(evidence: Evidence, value: Value, advisor: Adviso
     if evidence.returned and not evidence.taken_by:
         change = LayoutChange(path=value.argument, layout=evidence.layout, is_result=True)
         reason = f'{split}, but the function returns it whole'
-        return _cause(evidence, reason, rule=rule, changes=[change], avoidable=True)
+        return _cause(advisor, evidence, reason, rule=rule, changes=[change], avoidable=True)
     if row is not None and row.role == 'optimizer':
         reason = f'{split}, but the update of its parameter is computed whole'
         changes = advisor.like_parameter(value.argument)
-        return _cause(evidence, reason, rule=rule, changes=changes, avoidable=True)
+        return _cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
     unusual = layouts.is_unusual(name)
     if set(axes) <= set(layouts.batch_axes):
         reason = f'expected: {split}, and each device gathers it for use'
@@ -153,20 +166,22 @@ def _explain_gathered_argument(evidence: Evidence, value: Value, advisor: Adviso
         if row is not None and row.role == 'other':
             reason = f'{split}, but {evidence.used_at} needs all of it'
             changes += advisor.relax(evidence)
-            return _cause(evidence, reason, rule=rule, changes=changes, avoidable=True)
+            return _cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
         unused = [a for a in advisor.unused_by(row) if a not in layouts.batch_axes]
         if unused:
             changes += advisor.shard_more(value.argument, but=axes)
             reason += f'; it is whole along {over(unused)}'
             rule = layouts.rule_for(advisor.whole_name(value.argument, unused))
-        return _cause(evidence, reason, rule=rule, changes=changes, avoidable=bool(changes))
+        return _cause(
+            advisor, evidence, reason, rule=rule, changes=changes, avoidable=bool(changes)
+        )
     reason = f'{split}, but the operation at {evidence.used_at} needs all of it'
     changes = [layouts.to_standard(name)] if unusual and name else []
     changes += advisor.other_layouts(value.argument) if name is None else []
     changes += advisor.relax(evidence)
     if name:
         changes += advisor.other_rules(name)
-    return _cause(evidence, reason, rule=rule, changes=changes, avoidable=True)
+    return _cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
 
 
 def _explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> Cause:
@@ -190,7 +205,7 @@ def _explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> 
         if evidence.returned and row is not None:
             wanted = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
             changes.insert(0, LayoutChange(path=path, layout=wanted, is_result=True))
-        return _cause(evidence, reason, rule=rule, changes=changes, avoidable=True)
+        return _cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
     for user in evidence.taken_by:
         needed = _WHOLE.get(user.primitive)
         if needed and _needs_whole(user, value, evidence.dim):
@@ -198,7 +213,20 @@ def _explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> 
             reason = f'{split}, but {user.primitive} at {line} needs all of it'
             changes.append(CodeChange(source=line, text=f'write {needed} at {line}'))
             changes += advisor.relax(evidence)
-            return _cause(evidence, reason, rule=rule, changes=changes, avoidable=True, source=line)
+            return _cause(
+                advisor, evidence, reason, rule=rule, changes=changes, avoidable=True, source=line
+            )
+    if (parameter := _conflicting_parameter(evidence, value, advisor)) is not None:
+        row = layouts.rows[parameter.argument]
+        reason = (
+            f'{split}, but the dimension of {row.path} that it is multiplied with is not: '
+            f'{row.reason}'
+        )
+        changes = [*advisor.like_its_uses(row), *changes]
+        found = _cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
+        return dataclasses.replace(
+            found, array=row.path, logical_axes=tuple(row.logical_axes), source=evidence.used_at
+        )
     conflicting = list(_conflicts(evidence, value, advisor))
     if conflicting:
         constraint = conflicting[0]
@@ -207,23 +235,54 @@ def _explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> 
         reason = f'{split}, and the constraint at {line} asks for another layout'
         if name and layouts.is_unusual(name):
             changes.append(layouts.to_standard(name))
-        return _cause(evidence, reason, rule=rule, changes=changes, avoidable=True, source=line)
+        return _cause(
+            advisor, evidence, reason, rule=rule, changes=changes, avoidable=True, source=line
+        )
     if evidence.returned and not evidence.taken_by:
         reason = f'{split}, but the function returns it in another layout'
         wanted = layouts.wanted(value.dims, value.shape)
         changes.append(LayoutChange(path='', layout=wanted, is_result=True))
-        return _cause(evidence, reason, rule=rule, changes=changes, avoidable=True)
+        return _cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
     reason = f'{split}, but {evidence.used_at} needs another layout'
-    changes += _written_otherwise(value, evidence.used_at)
+    changes += written_otherwise(value, evidence.used_at)
     if name and layouts.is_unusual(name):
         changes.append(layouts.to_standard(name))
     changes += advisor.lay_out(value, evidence.layout)
     return _cause(
-        evidence, reason, rule=rule, changes=changes, avoidable=True, source=evidence.made_at
+        advisor,
+        evidence,
+        reason,
+        rule=rule,
+        changes=changes,
+        avoidable=True,
+        source=evidence.made_at,
     )
 
 
-def _written_otherwise(value: Value, line: str) -> Iterator[Change]:
+def _conflicting_parameter(evidence: Evidence, value: Value, advisor: Advisor) -> Value | None:
+    """The parameter in a product with a value whose dimension for it is laid out otherwise."""
+    for near in (value, advisor.graph.forward_twin(value)):
+        for one in (near, *advisor.graph.users(near)) if near is not None else ():
+            if one.shape != value.shape:
+                continue
+            for user in advisor.graph.users(one):
+                if user.primitive != 'dot_general':
+                    continue
+                for other in user.operands:
+                    row = advisor.layouts.rows.get(other.argument)
+                    if row is None or row.role != 'parameters':
+                        continue
+                    axes = advisor.links.axes_of(row.path, len(row.shape))
+                    now = [sharding_axes(d.mesh_axes) for d in row.dimensions]
+                    if any(
+                        set(wanted) & set(evidence.axes) and not set(wanted) <= set(mine)
+                        for wanted, mine in zip(axes, now, strict=True)
+                    ):
+                        return other
+    return None
+
+
+def written_otherwise(value: Value, line: str) -> Iterator[Change]:
     """What to write in place of an operation that needs a dimension whole."""
     primitive = value.primitive.removeprefix('scatter-').replace('add', 'gather')
     needed = _WHOLE.get('gather' if value.primitive.startswith('scatter') else primitive)
@@ -247,13 +306,17 @@ def _conflicts(evidence: Evidence, value: Value, advisor: Advisor) -> Iterator[V
     for user in evidence.taken_by:
         found += [*advisor.graph.constraints_after(user)] if user.shape == value.shape else []
     for constraint in found:
-        if lacks(constraint, evidence.axes) or constraint.layout != evidence.layout:
+        same_shape = constraint.shape == value.shape
+        if lacks(constraint, evidence.axes) or (
+            same_shape and constraint.layout != evidence.layout
+        ):
             wanted = advisor.layouts.wanted(constraint.dims, constraint.shape)
             if constraint.layout != wanted and any(wanted):
                 yield constraint
 
 
 def _cause(
+    advisor: Advisor,
     evidence: Evidence,
     reason: str,
     *,
@@ -264,7 +327,12 @@ def _cause(
 ) -> Cause:
     value = evidence.value
     assert value is not None
-    distinct = tuple(dict.fromkeys(changes))
+    odd = [] if reason.startswith(_ASKS) else advisor.odd_rules(value, *evidence.taken_by)
+    if odd:
+        rule = advisor.layouts.rule_for(odd[0].after[0][0])
+        reason += f'; {rule} is not as in the standard rules'
+    distinct = tuple(dict.fromkeys([*odd, *changes]))
+    avoidable = avoidable or bool(odd)
     return Cause(
         source=source or evidence.used_at or evidence.made_at,
         array=what_is(value),

@@ -20,7 +20,8 @@ def shard_dimensions(
 ) -> dict[int, int] | None:
     """For each dimension of a whole array, the number of its shards, if the shapes fit.
 
-    Dimensions of size 1 do not count, and the shard may have its dimensions in another order.
+    Dimensions of size 1 do not count, and the shard may have its dimensions in another order. Those
+    of a shard with two dimensions may be several ones of the whole array.
 
     Args:
       shape: the shape of the shard.
@@ -30,6 +31,24 @@ def shard_dimensions(
     Returns:
       The number of shards of each dimension, or None if one cannot be a shard of the other.
     """
+    found = _exact_dimensions(shape, whole, counts)
+    if found is not None or len(shape) != 2 or len(whole) < 3:
+        return found
+    # Compilers flatten the operands of matrix products: all dimensions but one are merged.
+    for kept in (len(whole) - 1, 0):
+        rest = [d for d in range(len(whole)) if d != kept]
+        first = rest[0]
+        merged = [math.prod(whole[d] for d in rest), whole[kept]]
+        shards = _exact_dimensions(shape, merged if kept else merged[::-1], counts)
+        if shards is not None:
+            ordered = (shards[0], shards[1]) if kept else (shards[1], shards[0])
+            return {**dict.fromkeys(range(len(whole)), 1), first: ordered[0], kept: ordered[1]}
+    return None
+
+
+def _exact_dimensions(
+    shape: Sequence[int], whole: Sequence[int], counts: frozenset[int]
+) -> dict[int, int] | None:
     kept = [i for i, n in enumerate(whole) if n > 1]
     parts = [n for n in shape if n > 1]
     if len(kept) < len(parts) or len(kept) > _MAX_RANK:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from partitioning.aot.blame.known_layouts import Axes
-from partitioning.aot.blame.values import TracedValues, Value
+from partitioning.aot.blame.values import MOVES, TracedValues, Value
 
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
 _STEPS = 12  # how many operations away a constraint still matters
@@ -39,14 +39,15 @@ class ValueGraph:
         return self._forward.get((value.stack, value.shape)) if value.backward else None
 
     def constraints_after(self, value: Value) -> Iterator[Value]:
-        """The constraints of the value itself, and of values of its shape made from it."""
+        """The constraints of the value itself, and of values of its shape or size made from it."""
         pending, seen = [value], {id(value)}
         while pending and len(seen) < 8 * _STEPS:
             current = pending.pop(0)
             if current.primitive in _CONSTRAINTS and current.layout is not None:
                 yield current
             for user in self.users(current):
-                if id(user) not in seen and user.shape == value.shape:
+                moved = user.primitive in MOVES and user.size == value.size
+                if id(user) not in seen and (moved or user.shape == value.shape):
                     seen.add(id(user))
                     pending.append(user)
 

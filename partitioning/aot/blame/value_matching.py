@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import re
 from collections.abc import Mapping, Sequence
 
@@ -28,7 +29,7 @@ class Matcher:
 
     def __init__(self, program: HloProgram, traced: TracedValues, sizes: Mapping[str, int]):
         self._program, self._traced = program, traced
-        self._counts = shard_counts(sizes)
+        self._counts, self._sizes = shard_counts(sizes), dict(sizes)
         self._by_line: dict[str, list[Value]] = collections.defaultdict(list)
         for value in traced.values:
             for line in {*value.stack[:1], *value.loop[:1]}:
@@ -74,6 +75,7 @@ class Matcher:
             score += 2 if value.backward == backward else 0
             score += min(len(value.scope & words), 8) / 2
             score += 5 if self.is_shard(shape, value.shape) else 0
+            score += self._fit(shape, value)
             if score > best_score:
                 best, best_score = [value], score
             elif score == best_score:
@@ -83,6 +85,18 @@ class Matcher:
     def is_shard(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
         """Whether an array of one shape can be a shard of one of another, up to dimensions of 1."""
         return shard_dimensions(shape, whole, self._counts) is not None
+
+    def _fit(self, shape: Sequence[int], value: Value) -> float:
+        """Prefers values whose dimensions have the order and the layout of a device's part."""
+        if len(shape) != len(value.shape):
+            return 0.0
+        pairs = zip(shape, value.shape, strict=True)
+        in_order = all(n % part == 0 for part, n in pairs if part)
+        expected = tuple(
+            n // math.prod(self._sizes[a] for a in (d.axes if d else ()) if a in self._sizes)
+            for n, d in zip(value.shape, value.dims, strict=True)
+        )
+        return 0.5 * in_order + 0.5 * (expected == tuple(shape))
 
     def _match_arguments(self) -> dict[int, Value]:
         """The argument of each parameter of the program, which lacks those that are not used."""

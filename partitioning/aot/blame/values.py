@@ -78,6 +78,7 @@ class Value:
       gradient_of: the path of the parameter that it is a gradient of; '' for others.
       update_of: the path of the array of the state that it updates; '' for others.
       layout: the mesh axes of each dimension, if a constraint fixes them.
+      local: whether its shape is that of one shard, inside of a shard_map.
       loop: for what a loop stacks, the 'file:line' of the loop and of its callers.
     """
 
@@ -94,6 +95,7 @@ class Value:
     gradient_of: str = ''
     update_of: str = ''
     layout: tuple[tuple[str, ...], ...] | None = None
+    local: bool = False
     loop: tuple[str, ...] = ()
 
     @property
@@ -216,8 +218,11 @@ class _Walk:
         if name == 'scan':
             return self._scan(equation, operands, scope, backward, stack)
         for body, given, stays in _inner(equation, operands):
-            words = scope | {str(params.get('name', ''))}
+            words, first = scope | {str(params.get('name', ''))}, len(self.values)
             results = self.run(body, given, words, backward=backward, caller=stack)
+            if name == 'shard_map':
+                for value in self.values[first:]:
+                    value.local = True
             if stays:
                 pairs = zip(results, equation.outvars, strict=True)
                 return [_of_shape(r, _shape_of(v)) for r, v in pairs]
