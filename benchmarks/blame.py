@@ -70,7 +70,7 @@ def run_case(program: str, fault: dict[str, Any] | None, known: dict[str, Any] |
     for key, nbytes, cause in found:
         if left[key] > 0:
             left[key] -= 1
-        elif cause is not None:
+        elif cause is not None and nbytes >= LEAST * added[0]:
             new.append((nbytes, key, cause))
     new.sort(key=lambda item: (-item[2].avoidable, -bool(item[2].candidates), -item[0]))
     result['causes'] = [[nbytes, key, show(cause)] for nbytes, key, cause in new[:6]]
@@ -187,8 +187,7 @@ def list_found(explanation: Any) -> list[tuple[str, float, Any]]:
 
 def sum_added(measured: Measured, known: dict[str, Any]) -> float:
     """The bytes by which a program exceeds the one without a fault."""
-    exchanged = max(measured.exchanged - known['exchanged'], 0)
-    return exchanged + max(measured.peak - known['peak'], 0)
+    return measured.exchanged + measured.peak - known['exchanged'] - known['peak']
 
 
 def show(cause: Any) -> dict[str, Any]:
@@ -207,6 +206,8 @@ def show(cause: Any) -> dict[str, Any]:
 
 def is_right(cause: Any, fault: dict[str, Any]) -> bool:
     """Whether a cause names the rule, the layout or the line of a fault."""
+    if fault['kind'] == 'whole result':
+        return 'returns it' in cause.reason
     if 'rules' in fault:
         names = [name for name in fault['rules'] if f'({name!r}, ' in cause.rule + cause.change]
         return bool(names)

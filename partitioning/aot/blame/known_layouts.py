@@ -138,7 +138,7 @@ class KnownLayouts:
     def to_standard(self, name: str) -> RuleChange:
         """The change that gives a name its standard axes; swaps, if another name has taken them."""
         wanted, mine = self.standard[name], self.axes_of(name)
-        for other, theirs in self.standard.items():
+        for other, theirs in self.standard.items() if name != 'batch' else ():
             if other in (name, 'batch') or not mine or not self.is_unusual(other):
                 continue
             now = self.axes_of(other)

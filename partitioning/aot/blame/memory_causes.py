@@ -52,6 +52,7 @@ def explain_buffer(
     unused = layouts.unused_axes(layout) if layout else ()
     source = source or user_line(value.stack)
     changes: list[Change] = [*written_otherwise(value, source)]
+    needs_whole = bool(changes)
     changes += advisor.odd_rules(value) if unused else []
     reason = f'{what_is(value)}, made by {value.primitive or "the caller"}'
     if value.loop and not value.backward:
@@ -69,7 +70,7 @@ def explain_buffer(
         changes += advisor.shard_value(value, layout)
     if unused and (value.argument or changes):
         reason += f'; each device has all of it along {over(unused)}'
-    avoidable = advisor.saves(changes)
+    avoidable = advisor.saves(changes) or needs_whole
     if value.loop and not value.backward:
         line = user_line(value.loop)
         text = f'recompute it: apply jax.checkpoint to the body of the loop at {line}'

@@ -13,6 +13,7 @@ from partitioning.aot.blame.known_layouts import Axes
 from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_graph import lacks
 from partitioning.aot.blame.values import Value
+from partitioning.plan.rows import PlanRow
 from partitioning.rules import sharding_axes
 
 # Operations by which a program itself asks for an exchange.
@@ -199,11 +200,12 @@ def _explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> 
             if not evidence.returned
             else (f'{split}, but the function returns it in another layout')
         )
+        row = layouts.rows.get(path)
+        changes += advisor.like_its_uses(row) if row is not None else ()
         changes += advisor.other_layouts(path)
         changes += advisor.like_parameter(path)
-        row = layouts.rows.get(path)
-        if evidence.returned and row is not None:
-            wanted = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
+        wanted = () if row is None else tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
+        if evidence.returned and wanted == tuple(evidence.layout):
             changes.insert(0, LayoutChange(path=path, layout=wanted, is_result=True))
         return _cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
     for user in evidence.taken_by:
@@ -261,25 +263,26 @@ def _explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> 
 
 def _conflicting_parameter(evidence: Evidence, value: Value, advisor: Advisor) -> Value | None:
     """The parameter in a product with a value whose dimension for it is laid out otherwise."""
-    for near in (value, advisor.graph.forward_twin(value)):
-        for one in (near, *advisor.graph.users(near)) if near is not None else ():
-            if one.shape != value.shape:
-                continue
-            for user in advisor.graph.users(one):
-                if user.primitive != 'dot_general':
-                    continue
-                for other in user.operands:
-                    row = advisor.layouts.rows.get(other.argument)
-                    if row is None or row.role != 'parameters':
-                        continue
-                    axes = advisor.links.axes_of(row.path, len(row.shape))
-                    now = [sharding_axes(d.mesh_axes) for d in row.dimensions]
-                    if any(
-                        set(wanted) & set(evidence.axes) and not set(wanted) <= set(mine)
-                        for wanted, mine in zip(axes, now, strict=True)
-                    ):
-                        return other
+    for product in advisor.graph.products_of(value):
+        for other in product.operands:
+            row = advisor.layouts.rows.get(other.argument)
+            if (
+                row is not None
+                and row.role == 'parameters'
+                and _conflicts_with_uses(row, evidence.axes, advisor)
+            ):
+                return other
     return None
+
+
+def _conflicts_with_uses(row: PlanRow, axes: Axes, advisor: Advisor) -> bool:
+    """Whether constraints shard a dimension of a parameter over mesh axes, and its layout not."""
+    wanted = advisor.links.axes_of(row.path, len(row.shape))
+    now = [sharding_axes(d.mesh_axes) for d in row.dimensions]
+    return any(
+        set(theirs) & set(axes) and not set(theirs) <= set(mine)
+        for theirs, mine in zip(wanted, now, strict=True)
+    )
 
 
 def written_otherwise(value: Value, line: str) -> Iterator[Change]:

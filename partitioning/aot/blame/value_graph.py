@@ -40,11 +40,23 @@ class ValueGraph:
 
     def constraints_after(self, value: Value) -> Iterator[Value]:
         """The constraints of the value itself, and of values of its shape or size made from it."""
+        for near in self._equals(value):
+            if near.primitive in _CONSTRAINTS and near.layout is not None:
+                yield near
+
+    def products_of(self, value: Value) -> Iterator[Value]:
+        """The products of the value itself, and of values of its shape or size made from it."""
+        for near in self._equals(value):
+            if near is value and near.primitive == 'dot_general':
+                yield near
+            yield from (user for user in self.users(near) if user.primitive == 'dot_general')
+
+    def _equals(self, value: Value) -> Iterator[Value]:
+        """The value, and values of its shape or size that are made from it, the near ones first."""
         pending, seen = [value], {id(value)}
         while pending and len(seen) < 8 * _STEPS:
             current = pending.pop(0)
-            if current.primitive in _CONSTRAINTS and current.layout is not None:
-                yield current
+            yield current
             for user in self.users(current):
                 moved = user.primitive in MOVES and user.size == value.size
                 if id(user) not in seen and (moved or user.shape == value.shape):

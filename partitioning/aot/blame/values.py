@@ -56,6 +56,11 @@ _ARITHMETIC = frozenset(
         'square',
         'sqrt',
         'neg',
+        'integer_pow',
+        'abs',
+        'sign',
+        'rsqrt',
+        'clamp',
     ]
 )
 
