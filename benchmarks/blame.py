@@ -123,7 +123,7 @@ def explain(program: str, fault: dict[str, Any] | None) -> Any:
         rules = changed(module.RULES, (fault or {}).get('rules', {}))
 
         def retrace(rules: Any) -> Any:
-            partitioner, step, args = module.build(list(rules))
+            _, step, args = module.build(list(rules))
             return step.trace(*args)
 
         partitioner, step, args = module.build(rules)

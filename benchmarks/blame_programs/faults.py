@@ -167,7 +167,8 @@ def own_constraint_faults() -> Iterator[Fault]:
         ),
         (
             'train/models/layers.py',
-            "    normed_BLD = constrain(normed_BLD, ('batch', length_name('projection'), 'embed'))\n",
+            "    normed_BLD = constrain(normed_BLD, ('batch', length_name('projection'), "
+            "'embed'))\n",
             '',
             '    normed_BLD = constrain(normed_BLD, (None, None, None))\n',
         ),
@@ -179,7 +180,8 @@ def own_constraint_faults() -> Iterator[Fault]:
         ),
         (
             'train/models/attention.py',
-            "    v_BSKN = named(constrain(v_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv')), 'value')\n",
+            "    v_BSKN = named(constrain(v_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv')), "
+            "'value')\n",
             "    v_BSKN = named(v_BSKN, 'value')\n",
             "    v_BSKN = named(constrain(v_BSKN, ('batch', 'length', None, 'kv')), 'value')\n",
         ),
@@ -219,19 +221,27 @@ def own_constraint_faults() -> Iterator[Fault]:
 
 def loss_faults() -> Iterator[Fault]:
     """Operations in the loss that need the logits of all tokens."""
-    linen_old = '    hot_BLV = jax.nn.one_hot(targets_BL, logits_BLV.shape[-1])\n    found_BL = jnp.sum(logits_BLV * hot_BLV, axis=-1)\n'
-    plain_old = "    hot = jax.nn.one_hot(batch['targets'], VOCAB)\n    found = jnp.sum(logits * hot, axis=-1)\n"
+    linen_old = (
+        '    hot_BLV = jax.nn.one_hot(targets_BL, logits_BLV.shape[-1])\n'
+        '    found_BL = jnp.sum(logits_BLV * hot_BLV, axis=-1)\n'
+    )
+    plain_old = (
+        "    hot = jax.nn.one_hot(batch['targets'], VOCAB)\n"
+        '    found = jnp.sum(logits * hot, axis=-1)\n'
+    )
     linen_z = '    log_z_BL = jax.nn.logsumexp(logits_BLV, axis=-1)\n'
     plain_z = '    log_z = jax.nn.logsumexp(logits, axis=-1)\n'
     taken = [
         (
             'flat index',
-            'jnp.take(logits.reshape(-1), jnp.arange(targets.size) * logits.shape[-1] + targets.reshape(-1)).reshape(targets.shape)',
+            'jnp.take(logits.reshape(-1), jnp.arange(targets.size) * logits.shape[-1] + '
+            'targets.reshape(-1)).reshape(targets.shape)',
         ),
         ('index', 'logits[jnp.arange(BATCH)[:, None], jnp.arange(LENGTH)[None], targets]'),
         (
             'vmap',
-            'jax.vmap(lambda row, n: row[n])(logits.reshape(-1, VOCAB), targets.reshape(-1)).reshape(targets.shape)',
+            'jax.vmap(lambda row, n: row[n])(logits.reshape(-1, VOCAB), '
+            'targets.reshape(-1)).reshape(targets.shape)',
         ),
         ('take_along_axis', 'jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]'),
     ]
