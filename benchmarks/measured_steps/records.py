@@ -16,7 +16,7 @@ from typing import Any
 from partitioning.aot.compiled.collectives import Collective, MeshAxes
 from partitioning.aot.compiled.costs import ProgramCosts, costs_of_text
 
-from .compiling import read_text
+from .compiling import read_all, read_text
 
 RECORDS = Path(__file__).with_name('compiled_steps.json')
 # The settings of a program that a reader looks for; the others follow from the row.

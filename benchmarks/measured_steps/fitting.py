@@ -1,0 +1,185 @@
+"""Fits the constants of the step-time model on measured steps.
+
+The error of a forecast is the logarithm of its ratio to the measurement. Constants are positive and
+vary by their logarithms, around a usual value with a usual spread, which decides where the rows say
+little. Rows with large errors count less than by their squares, as in Huber's loss.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from partitioning.aot.timing.constants import ChipConstants
+from partitioning.aot.timing.loads import Loads
+from partitioning.aot.timing.step_model import add_up
+
+_TYPICAL_ERROR = 0.05  # beyond it, rows count less
+_LEAST_GAIN = 0.01  # of the sum of losses; smaller steps end the fit
+_SOFTWARE_SPREAD = 0.4
+# The bytes of other operations are counted too low, because some are read several times, so that
+# memory_efficiency is not among them.
+_SHARES = ('matmul_efficiency', 'kernel_efficiency', 'link_efficiency', 'network_efficiency')
+
+
+@dataclasses.dataclass(frozen=True)
+class Free:
+    """A constant that is fitted. Several of one name multiply, for example of a kind and a chip.
+
+    Attributes:
+      name: the field of `ChipConstants`.
+      spread: the usual spread of its logarithm.
+      chips: the chips that share it.
+    """
+
+    name: str
+    spread: float
+    chips: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A measured step with the loads of the program that stands for it.
+
+    Attributes:
+      name: the name of the row.
+      chip: its chip.
+      platform: 'tpu' or 'gpu'.
+      group: the group of the row.
+      family: the chip, framework and model, without batch and size of the machine.
+      software: the framework whose programs have a factor of their own, or ''.
+      seconds: the measured time of a step.
+      flops: the model's FLOPs per device.
+      peak: the peak rate of a device, in FLOP/s.
+      loads: the loads.
+      dense: whether it is a dense model in bfloat16.
+      superseded: whether a later measurement takes its place.
+      origin: 'compiler' if the program was compiled, 'jaxpr' if it was traced.
+    """
+
+    name: str
+    chip: str
+    platform: str
+    group: str
+    family: str
+    software: str
+    seconds: float
+    flops: float
+    peak: float
+    loads: Loads
+    dense: bool
+    superseded: bool
+    origin: str = 'compiler'
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Fitted constants.
+
+    Attributes:
+      constants: those of each chip.
+      software: the factor of each framework other than ours, on GPUs.
+    """
+
+    constants: Mapping[str, ChipConstants]
+    software: Mapping[str, float]
+
+    def predict(self, case: Case) -> float:
+        """The forecast of a case in seconds."""
+        parts = add_up(case.loads, self.constants[case.chip])
+        return self.software.get(case.software, 1.0) * math.fsum(part.exposed for part in parts)
+
+
+def fit_constants(
+    cases: Sequence[Case],
+    usual: Mapping[str, ChipConstants],
+    free: Sequence[Free],
+    software: Mapping[str, float],
+    start: np.ndarray | None = None,
+) -> tuple[Fit, np.ndarray]:
+    """Fits constants by damped Gauss-Newton steps.
+
+    Args:
+      cases: the measured steps.
+      usual: the usual constants of each chip.
+      free: the constants to fit.
+      software: the usual factor of each framework other than ours; all are fitted.
+      start: the logarithms of constants to their usual values at the start, by default 0.
+
+    Returns:
+      The constants, and their logarithms to the usual values.
+    """
+    spreads = np.array([f.spread for f in free] + [_SOFTWARE_SPREAD] * len(software))
+    affected = [np.array([case.chip in f.chips for case in cases]) for f in free]
+    affected += [np.array([case.software == name for case in cases]) for name in software]
+
+    def residuals(x: np.ndarray, chosen: np.ndarray | None = None) -> np.ndarray:
+        fit = _apply(x, usual, free, software)
+        return np.array(
+            [
+                math.log(fit.predict(case) / case.seconds)
+                for i, case in enumerate(cases)
+                if chosen is None or chosen[i]
+            ]
+        )
+
+    def cost(x: np.ndarray, errors: np.ndarray) -> float:
+        scaled = errors / _TYPICAL_ERROR
+        lost = 4 * (np.sqrt(1 + scaled**2 / 2) - 1)
+        return float(np.sum(lost) + np.sum((x / spreads) ** 2))
+
+    x = np.zeros(len(spreads)) if start is None else start.copy()
+    errors = residuals(x)
+    best, damping, gain = cost(x, errors), 1.0, math.inf
+    while gain > _LEAST_GAIN:
+        slopes = np.zeros((len(cases), len(x)))
+        for i, chosen in enumerate(affected):
+            if chosen.any():
+                moved = x.copy()
+                moved[i] += 1e-4
+                slopes[chosen, i] = (residuals(moved, chosen) - errors[chosen]) / 1e-4
+        weights = 1 / np.sqrt(1 + (errors / _TYPICAL_ERROR) ** 2 / 2) / _TYPICAL_ERROR**2
+        matrix = slopes.T @ (weights[:, None] * slopes) + np.diag(1 / spreads**2)
+        gradient = slopes.T @ (weights * errors) + x / spreads**2
+        gain = -1.0
+        while damping < 1e8 and gain <= 0:
+            step = np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), -gradient)
+            moved = x + np.clip(step, -0.5, 0.5)
+            errors_there = residuals(moved)
+            gain = best - cost(moved, errors_there)
+            damping = damping / 5 if gain > 0 else damping * 4
+        if gain > 0:
+            x, errors, best = moved, errors_there, best - gain
+    return _apply(x, usual, free, software), x
+
+
+def _apply(
+    x: np.ndarray,
+    usual: Mapping[str, ChipConstants],
+    free: Sequence[Free],
+    software: Mapping[str, float],
+) -> Fit:
+    moves: dict[tuple[str, str], float] = collections.defaultdict(float)
+    for value, constant in zip(x, free, strict=False):
+        for chip in constant.chips:
+            moves[chip, constant.name] += float(value)
+    constants = dict(usual)
+    for (chip, name), by in moves.items():
+        moved = _move(name, getattr(usual[chip], name), by)
+        constants[chip] = dataclasses.replace(constants[chip], **{name: moved})
+    factors = {
+        name: factor * math.exp(value)
+        for (name, factor), value in zip(software.items(), x[len(free) :], strict=True)
+    }
+    return Fit(constants, factors)
+
+
+def _move(name: str, usual: float, by: float) -> float:
+    """A constant, some logarithms away. Of a hidden share, the rest varies: what is exposed."""
+    if name.startswith('hidden'):
+        return 1 - min(1.0, (1 - usual) * math.exp(by))
+    return min(1.0, usual * math.exp(by)) if name in _SHARES else usual * math.exp(by)
