@@ -131,6 +131,16 @@ def test_an_asynchronous_gather_counts_once_per_iteration():
     assert (add.kind, add.op_name) == ('elementwise', 'jit(step)/add')
 
 
+def test_computations_of_other_cores_have_their_own_end():
+    """Programs for v5p and tpu7x have computations that their SparseCores run."""
+    text = TEXTS['gathers']
+    others = text.replace('\n}\n', '\n}, execution_thread="sparsecore"\n', 2)
+    assert others != text
+    assert costs_of_text(others, mesh=AXES, chip='v5p') == costs_of_text(
+        text, mesh=AXES, chip='v5p'
+    )
+
+
 def test_a_reduce_scatter_is_a_fusion_and_its_padding_does_not_count():
     """60 rows are padded to 64 for 8 devices. The attributes of a kernel span several lines."""
     costs = costs_of_text(TEXTS['scatter'], mesh=AXES, chip='v5p')

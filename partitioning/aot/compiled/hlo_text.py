@@ -19,6 +19,8 @@ DEVICE_MEMORY, HOST_MEMORY = 0, 5
 
 _INSTRUCTION = re.compile(r'^\s+(ROOT )?%?([\w.\-]+) = ')
 _COMPUTATION = re.compile(r'^(ENTRY )?%?([\w.\-]+) \(.*\{$')
+# Computations of other cores than the main one, such as SparseCores, say so at their end.
+_END = re.compile(r'^\}(, execution_thread=.*)?$')
 _ARRAY = re.compile(r'(\w+)\[([\d,<= ]*)\](\{[^{}]*\})?')
 _ORDER = re.compile(r'\{([\d,]*)')
 _TILE = re.compile(r'T\(([\d,]+)\)')
@@ -161,7 +163,7 @@ def parse_hlo(text: str) -> HloProgram:
         if start := _COMPUTATION.match(line):
             name, instructions = start[2], {}
             entry = name if start[1] else entry
-        elif line == '}':
+        elif _END.match(line):
             computations[name] = Computation(name=name, instructions=instructions)
         elif _INSTRUCTION.match(line):
             instruction = _parse_instruction(line)
@@ -187,7 +189,7 @@ def _logical_lines(text: str) -> Iterator[str]:
     """The lines of all computations, where the lines of one instruction are joined."""
     pending = ''
     for line in text.splitlines():
-        starts = _INSTRUCTION.match(line) or line == '}' or _COMPUTATION.match(line)
+        starts = _INSTRUCTION.match(line) or _END.match(line) or _COMPUTATION.match(line)
         if starts or not line:
             if pending:
                 yield pending

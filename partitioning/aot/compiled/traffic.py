@@ -92,8 +92,10 @@ def _copied_to_or_from_host(instruction: Instruction, computation: Computation) 
     if name == 'dynamic-update-slice':
         return operands[1].nbytes
     if name == 'dynamic-slice':
-        whole = operands[0].shape
-        return next(a.nbytes for a in results if len(a.shape) == len(whole) and a.shape != whole)
+        arrays = (*results, *operands)
+        whole = next(array.shape for array in arrays if array.memory_space == HOST_MEMORY)
+        slices = [array.nbytes for array in arrays if len(array.shape) == len(whole)]
+        return min(slices)
     return max(array.nbytes for array in operands)
 
 
