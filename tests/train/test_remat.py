@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from small import Steps, model
 
+from partitioning.aot.traced.flops import count_jaxpr_flops
 from partitioning.state.boxes import unbox
 from train.attention import AttentionSettings
 from train.models.parameters import list_parameters
@@ -130,3 +131,29 @@ def test_losses_do_not_depend_on_what_is_kept(four_layers, data, model_axis, cha
 @pytest.fixture(scope='module')
 def four_layers():
     return Steps(1, 1, net=model(num_layers=4)).losses(3)
+
+
+FULLY_SHARDED = [
+    ('batch', ('data', 'model')),
+    ('embed', ('data', 'model')),
+    *((name, None) for name in ('vocab', 'heads', 'kv_heads', 'mlp', 'kv', 'length', 'layers')),
+]
+
+
+def test_kept_products_are_not_computed_again_where_their_gradients_are_scattered():
+    """Full recomputation has one more product per weight matrix of a layer, 'dots' none of them.
+
+    Counted by hand: per layer and token, 4 projections of 64 x 64 and the first 2 of the 3 products
+    of 64 x 96 in the MLP, because the backward pass does not need the result of the last one.
+    Attention has 2 products of 16 x 64, which both may compute again.
+    """
+    flops = {}
+    for remat in ('dots', 'full'):
+        run = Steps(
+            4, 2, net=model(remat=remat), partitioning={'logical_axis_rules': FULLY_SHARDED}
+        )
+        flops[remat] = count_jaxpr_flops(run.step.trace(run.state, run.batch(0)).jaxpr)
+    tokens, layers = 8 * 16, 2
+    products = 2 * (4 * 64 * 64 + 2 * 64 * 96) * tokens * layers
+    attention = 2 * (2 * 16 * 64) * tokens * layers
+    assert products <= flops['full'] - flops['dots'] <= products + attention

@@ -30,6 +30,16 @@ Name = Literal[
 ]
 NAMES: tuple[Name, ...] = get_args(Name)
 PRODUCTS: Literal['dots'] = 'dots'
+# The results of products with parameters.
+_RESULTS: tuple[Name, ...] = (
+    'query',
+    'key',
+    'value',
+    'attention_out',
+    'mlp_gate',
+    'mlp_up',
+    'mlp_out',
+)
 # TPUs, GPUs and CPUs all have this kind of host memory.
 HOST = 'pinned_host'
 
@@ -82,8 +92,13 @@ class Remat:
         """The policy of `jax.checkpoint`; None recomputes everything."""
         if not self.save and not self.offload:
             return None
+        saved = {name for name in self.save if name != PRODUCTS}
+        if PRODUCTS in self.save:
+            # jax does not see products in functions with gradients of their own, such as those
+            # that scatter their gradients. Their results have names.
+            saved |= {*_RESULTS} - {*self.offload}
         by_name = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[name for name in self.save if name != PRODUCTS],
+            names_which_can_be_saved=sorted(saved),
             names_which_can_be_offloaded=list(self.offload),
             offload_src='device',
             offload_dst=HOST,
