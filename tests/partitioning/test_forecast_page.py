@@ -8,11 +8,12 @@ import shutil
 import subprocess
 
 import pytest
-from forecasts_by_hand import ARRAYS, GIB, make_forecast, mesh_of
+from forecasts_by_hand import ARRAYS, GIB, collective, make_forecast, mesh_of
 from mock_devices import gpus, tpus
 
 from partitioning.aot.page import render_page, write_page
 from partitioning.aot.page.cause_lines import short_source
+from partitioning.aot.timing import StepTime, TimePart
 from partitioning.hardware import CHIPS
 from partitioning.mesh import axis_rings, find_placement
 
@@ -140,6 +141,23 @@ def test_the_page_has_the_figures():
         'libtpu 0.0.52',
     ):
         assert figure in page, figure
+
+
+def test_what_is_too_small_to_see_is_added_up():
+    """Of 1 s, parts of 3 ms and 1 ms are below half a percent; 1 kB is far below 45 GiB."""
+    parts = [('matrix products', 0.996), ('exchange', 0.003), ('overhead', 0.001)]
+    time = StepTime(
+        seconds=1.0,
+        low=0.9,
+        high=1.1,
+        parts=tuple(TimePart(name=n, seconds=t, exposed=t) for n, t in parts),
+        constants=(),
+    )
+    tiny = collective('all-reduce', ('fsdp', 'tensor'), 64, ('f32[]',), 1000.0, 1, 'train/a.py:1')
+    known = make_forecast().collectives
+    page = render_page(make_forecast(time=time, collectives=(*known, (tiny, None))))
+    assert re.search('2 smaller parts</span><span class="figure">4 ms', page)
+    assert 'In addition, over fsdp x tensor 1.0 kB.' in page
 
 
 def test_the_policy_allows_exactly_the_style_and_the_script_of_the_page():

@@ -28,6 +28,8 @@ _NETWORKS = {
     'gpu': {'ici': 'NVLink', 'dcn': 'network'},
 }
 
+_SMALL = 0.001  # smaller shares of the largest axis have no bar
+
 _Exchange = tuple[Collective, Cause | None]
 
 
@@ -70,8 +72,12 @@ def _by_axis(forecast: Forecast) -> Html:
         sent[c.kind] += c.total_bytes
     kinds = sorted({kind for held in totals.values() for kind in held})
     most = max(sum(held.values()) for held in totals.values()) or 1.0
-    drawn = []
+    drawn: list[Html] = []
+    small = []
     for (network, axes), held in sorted(totals.items(), key=lambda t: -sum(t[1].values())):
+        if sum(held.values()) < _SMALL * most:
+            small.append(f'{axes} {bytes_str(sum(held.values()))}')
+            continue
         parts = [
             Part(name=kind, size=held[kind], figure=bytes_str(held[kind]), color=color_of(number))
             for number, kind in enumerate(kinds)
@@ -83,6 +89,8 @@ def _by_axis(forecast: Forecast) -> Html:
             stacked_bar(parts, most, f'{figure} over {axes}'),
             legend(parts),
         ]
+    if small:
+        drawn.append(tag('p', f'In addition, over {", over ".join(small)}.', class_='key'))
     return tag('div', *drawn, class_='axes')
 
 
@@ -101,10 +109,19 @@ def _row(forecast: Forecast, group: Sequence[_Exchange]) -> list[Cell]:
     times = sum(c.count for c, _ in group)
     arrays = ', '.join(dict.fromkeys(array for c, _ in group for array in c.arrays))
     network = network_name(forecast, collective.network)
+    within = f'{network}, {collective.group_size} each'
     hidden = 'asynchronous' if collective.asynchronous else 'synchronous'
     return [
         Cell(content=[tag('b', collective.kind), tag('small', _shortened(arrays), class_='code')]),
-        Cell(content=[_axes(collective), tag('small', f'{network}, {collective.group_size} each')]),
+        Cell(
+            content=[
+                _axes(collective),
+                tag(
+                    'small',
+                    f'{network},\N{NO-BREAK SPACE}{collective.group_size}\N{NO-BREAK SPACE}each',
+                ),
+            ]
+        ),
         Cell(content=bytes_str(sent), value=sent),
         Cell(content=f'{times:,}', value=times),
         Cell(content=hidden),

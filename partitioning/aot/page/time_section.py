@@ -7,7 +7,9 @@ from partitioning.aot.page.bars import Part, color_of, legend, span, stacked_bar
 from partitioning.aot.page.html_tables import plain_table
 from partitioning.aot.page.markup import Html, tag
 from partitioning.aot.report import Forecast
-from partitioning.aot.timing import StepTime
+from partitioning.aot.timing import StepTime, TimePart
+
+_SMALL = 0.005  # smaller shares of the time are added up
 
 
 def show_time(forecast: Forecast) -> Html:
@@ -53,22 +55,30 @@ def _bar(time: StepTime) -> Html:
 
 
 def _parts(time: StepTime) -> list[Part]:
-    parts = []
-    for number, part in enumerate(time.parts):
-        hidden = part.seconds - part.exposed
-        notes = [share_str(part.exposed / time.seconds)] if time.seconds else []
-        if hidden > 0.005 * part.seconds:
-            notes.append(f'{seconds_str(hidden)} more is hidden behind other work')
-        parts.append(
-            Part(
-                name=part.name,
-                size=part.exposed,
-                figure=seconds_str(part.exposed),
-                color=color_of(number),
-                note=', '.join(notes),
-            )
+    shown = [part for part in time.parts if part.exposed >= _SMALL * time.seconds]
+    parts = [
+        Part(
+            name=part.name,
+            size=part.exposed,
+            figure=seconds_str(part.exposed),
+            color=color_of(number),
+            note=_note(part, time),
         )
+        for number, part in enumerate(shown)
+    ]
+    rest = [part.exposed for part in time.parts if part not in shown]
+    if rest:
+        name, color = f'{len(rest)} smaller parts', color_of(len(parts))
+        parts.append(Part(name=name, size=sum(rest), figure=seconds_str(sum(rest)), color=color))
     return parts
+
+
+def _note(part: TimePart, time: StepTime) -> str:
+    hidden = part.seconds - part.exposed
+    share = share_str(part.exposed / time.seconds) if time.seconds else ''
+    if hidden > 0.005 * part.seconds:
+        return f'{share}, {seconds_str(hidden)} more is hidden behind other work'
+    return share
 
 
 def _constants(time: StepTime) -> Html | None:
