@@ -1,0 +1,66 @@
+"""Forecasts for described machines, by the compilers of TPUs and GPUs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from described_machines import needs_cuda_plugin, needs_libtpu
+from forecast_programs import BATCH, HIDDEN, PRODUCT, ROWS, WIDTH, partitioned
+
+from partitioning.aot import forecast, forecast_table
+
+
+@pytest.fixture(scope='module')
+def program():
+    return partitioned({'data': 4, 'model': 2})
+
+
+@pytest.fixture(
+    scope='module',
+    params=[
+        pytest.param('v5litepod-8', marks=needs_libtpu),
+        pytest.param('a3-highgpu-8g', marks=needs_cuda_plugin),
+    ],
+)
+def described(request, program):
+    partitioner, step, state = program
+    with pytest.MonkeyPatch.context() as patch:  # the fixture of each test comes later
+        patch.delenv('XLA_FLAGS', raising=False)
+        return forecast(partitioner, step, state, BATCH, 3, topology=request.param)
+
+
+def test_a_step_on_a_described_machine(described):
+    memory, on_tpu = described.memory, described.back_end == 'tpu'
+    assert described.topology == ('v5e:2x4' if on_tpu else 'h100:1x8')
+    assert described.back_end_version.startswith('libtpu 0' if on_tpu else 'jax-cuda')
+    assert memory.parameters == 2 * 4 * WIDTH * HIDDEN // 8 + 4 * WIDTH
+    assert memory.arguments == 2 * memory.parameters + 4 * ROWS * WIDTH // 4 + 4
+    assert memory.peak >= memory.arguments and described.fits
+    assert described.model_flops == 6 * PRODUCT / 8
+    assert described.time.low < described.time.seconds < described.time.high
+    assert 0 < described.mfu < 1
+    assert {ring.network for ring in described.rings} == {'ICI' if on_tpu else 'NVLink'}
+    sent = {(c.kind, c.axes) for c, _ in described.collectives}
+    assert {axes for _, axes in sent} >= {('data',), ('model',)}
+    assert ('NVLink)' in forecast_table([described])) is not on_tpu
+
+
+@pytest.mark.parametrize(
+    'topology',
+    [
+        pytest.param('v5e:2x4', marks=needs_libtpu),
+        pytest.param('h100:1x8', marks=needs_cuda_plugin),
+    ],
+)
+def test_out_of_memory_is_an_answer(program, topology):
+    """Each device has a quarter of the rows, and their hidden layer is as large as they are."""
+    partitioner, step, state = program
+    rows = 2**26 if topology.startswith('v5e') else 2**28
+    batch = {'x': jax.ShapeDtypeStruct((rows, WIDTH), jnp.float32)}
+    made = forecast(partitioner, step, state, batch, 3, topology=topology)
+    memory = made.memory
+    assert made.fits is False
+    assert memory.peak > memory.limit > 0 and memory.peak > 2 * (4 * rows * WIDTH // 4)
+    assert memory.buffers_from == ('jaxpr' if made.back_end == 'tpu' else 'compiler')
+    assert memory.buffers[0][0].nbytes >= 4 * rows * WIDTH // 4
+    assert [remedy.fits for remedy in made.remedies] == [True] * len(made.remedies) != []
+    assert 'NO, lacks' in forecast_table([made])
