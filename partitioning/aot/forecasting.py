@@ -134,7 +134,7 @@ def forecast(
     made = _assemble(call, target, program, held)
     if made.fits is False and target.chip is not None and alternatives is not None:
         limit = made.memory.limit or 0
-        general = general_alternatives(call, held, target.chip, limit)
+        general = general_alternatives(call, held, made.memory.gradients, target.chip, limit)
         remedies = find_remedies(
             [*alternatives, *general],
             target.chip,

@@ -20,7 +20,7 @@ from partitioning.hardware import Chip
 from partitioning.partitioner import BasePartitioner
 from partitioning.programs import PartitionedCallable
 from partitioning.programs.boundary import Boundary
-from partitioning.rules import as_tuple, num_shards
+from partitioning.rules import as_tuple, boundary_spec, num_shards, sharding_axes
 
 _MOST_DOUBLINGS = 6  # of the devices, and halvings of the batch
 
@@ -116,23 +116,37 @@ def analytic_peak(call: Call, chip: Chip | None) -> int:
 
 
 def general_alternatives(
-    call: Call, held: Sequence[HeldArray], chip: Chip, limit: int
+    call: Call, held: Sequence[HeldArray], gradients: int, chip: Chip, limit: int
 ) -> Iterator[Alternative]:
     """The smallest number of devices and the largest batch with which a function fits.
 
     They need no knowledge of the function: its batch becomes shorter, or the axes of the batch
-    longer. Nothing is yielded if the state alone is too large in either case.
+    longer. Nothing is yielded if the state and its gradients are too large in either case.
 
     Args:
       call: a call that does not fit.
       held: the arrays of its arguments.
+      gradients: the gradients of the parameters on a device, in bytes.
       chip: the chip.
       limit: what a program can use on a device, in bytes.
     """
     state = sum(array.nbytes for array in held if array.role != 'batch')
-    if state <= limit:
+    if state + gradients <= limit:
         yield from _first_that_fits(_smaller_batches(call, held), chip, limit)
-    yield from _first_that_fits(_more_devices(call), chip, limit)
+    if state + gradients <= limit or _is_sharded(held, call):
+        yield from _first_that_fits(_more_devices(call), chip, limit)
+
+
+def _is_sharded(held: Sequence[HeldArray], call: Call) -> bool:
+    """Whether the state becomes smaller on more devices along the first axis of the batch."""
+    axes = _batch_axes(call)[:1]
+    specs = [boundary_spec(array.row.spec) for array in held if array.role != 'batch']
+    return any(axis in sharding_axes(entry) for axis in axes for s in specs for entry in s)
+
+
+def _batch_axes(call: Call) -> tuple[str, ...]:
+    spec = call.partitioner.data_partition_spec
+    return as_tuple(spec[0]) if len(spec) else ()
 
 
 def _first_that_fits(
@@ -165,8 +179,7 @@ def _smaller_batches(call: Call, held: Sequence[HeldArray]) -> Iterator[Alternat
         return
     (count,) = rows
     names = {array.row.path.split('/')[0] for array in held if array.role == 'batch'}
-    spec = call.partitioner.data_partition_spec
-    shards = num_shards(as_tuple(spec[0]) if len(spec) else (), call.partitioner.mesh)
+    shards = num_shards(_batch_axes(call), call.partitioner.mesh)
     for halvings in range(1, _MOST_DOUBLINGS + 1):
         smaller, rest = divmod(count, 2**halvings)
         if rest or smaller < shards or smaller % shards:
@@ -193,9 +206,7 @@ def _with_rows(call: Call, names: set[str], count: int, smaller: int) -> Call:
 
 def _more_devices(call: Call) -> Iterator[Alternative]:
     """Meshes with twice as many devices along the first axis of the batch, and so on."""
-    mesh = call.partitioner.mesh
-    spec = call.partitioner.data_partition_spec
-    axes = as_tuple(spec[0]) if len(spec) else ()
+    mesh, axes = call.partitioner.mesh, _batch_axes(call)
     if not axes:
         return
     for doublings in range(1, _MOST_DOUBLINGS + 1):
