@@ -113,15 +113,7 @@ def _row(forecast: Forecast, group: Sequence[_Exchange]) -> list[Cell]:
     hidden = 'asynchronous' if collective.asynchronous else 'synchronous'
     return [
         Cell(content=[tag('b', collective.kind), tag('small', _shortened(arrays), class_='code')]),
-        Cell(
-            content=[
-                _axes(collective),
-                tag(
-                    'small',
-                    f'{network},\N{NO-BREAK SPACE}{collective.group_size}\N{NO-BREAK SPACE}each',
-                ),
-            ]
-        ),
+        Cell(content=[_axes(collective), tag('small', within, class_='short')]),
         Cell(content=bytes_str(sent), value=sent),
         Cell(content=f'{times:,}', value=times),
         Cell(content=hidden),
