@@ -196,8 +196,10 @@ ROWS = (
 
 
 def measure(row: Row) -> dict[str, Any]:
-    """Compiles a row, and returns its figures."""
+    """Compiles a row, and returns its figures, with those that are estimated without a compiler."""
+    from partitioning.aot.traced import estimate_memory, lay_out_trace, list_collectives
     from partitioning.aot.traced.flops import count_jaxpr_flops
+    from partitioning.hardware import CHIPS
     from train.gin_config import find_config, load_config
     from train.precompiling import compile_step
 
@@ -208,7 +210,13 @@ def measure(row: Row) -> dict[str, Any]:
         step = compile_step(config)
     seconds = time.perf_counter() - started
     run, costs = step.run, step.costs
-    jaxpr = step.step.trace(run.plan.abstract_state, dict(run.batch)).jaxpr
+    started_tracing = time.perf_counter()
+    trace = step.step.trace(run.plan.abstract_state, dict(run.batch))
+    traced = lay_out_trace(trace)
+    estimated = estimate_memory(traced, CHIPS[costs.chip])
+    estimated_wire = sum(c.total_bytes for c in list_collectives(traced))
+    estimate_seconds = time.perf_counter() - started_tracing
+    jaxpr = trace.jaxpr
     wire = {
         ' '.join((network, '+'.join(axes), kind)): size / 1e9
         for (network, axes, kind), size in costs.wire_table().items()
@@ -220,6 +228,9 @@ def measure(row: Row) -> dict[str, Any]:
         'peak': costs.memory.peak / 1e9,
         'arguments': costs.memory.arguments / 1e9,
         'temporaries': costs.memory.temporaries / 1e9,
+        'estimated_peak': estimated.peak / 1e9,
+        'estimated_wire': estimated_wire / 1e9,
+        'estimate_seconds': estimate_seconds,
         'compute': costs.compute_seconds * 1e3,
         'wire': costs.wire_bytes() / 1e9,
         'dcn': costs.wire_bytes('dcn') / 1e9,
@@ -274,6 +285,11 @@ def print_table(results: Mapping[str, Mapping[str, Any]]) -> None:
             f'  arguments {found["arguments"]:.2f} GB, temporaries {found["temporaries"]:.2f} GB; '
             + ', '.join(f'{key} {size:.2f} GB' for key, size in _largest(found['wire_by_axes']))
         )
+        if 'estimated_peak' in found:
+            print(
+                f'  without a compiler: peak {found["estimated_peak"]:.2f} GB, wire '
+                f'{found["estimated_wire"]:.1f} GB, in {found["estimate_seconds"]:.1f} s'
+            )
 
 
 def _show(figures: Mapping[str, float | None], marks: Mapping[str, float | None] = {}) -> str:

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from partitioning.aot.traced import estimate_memory, trace_function
+from partitioning.hardware import CHIPS
 
 pytestmark = pytest.mark.core
 
@@ -123,3 +124,17 @@ def test_the_largest_buffers_name_their_line(mesh):
 def test_a_function_without_a_mesh_is_refused():
     with pytest.raises(ValueError, match=r'no mesh.*pass mesh='):
         trace_function(jax.jit(jnp.sin), shape(8))
+
+
+def test_a_long_chain_of_operations_takes_the_memory_of_one_array(mesh):
+    def chain(x):
+        y = x @ jnp.ones((WIDTH, WIDTH))
+        for _ in range(700):
+            y = y * 1.5
+        return y
+
+    jitted = jax.jit(chain, in_shardings=NamedSharding(mesh, BY_ROWS))
+    found = estimate_memory(trace_function(jitted, shape(ROWS, WIDTH)), CHIPS['v5p'])
+    # The constant is part of the product. Tiles of 128 columns would be half empty, but a layout
+    # with the rows last wastes nothing.
+    assert found.peak == 2 * KEPT

@@ -63,6 +63,8 @@ class Fusion:
             if step.name not in VIEWS:
                 for key in {id(self.base(value)): None for value in step.inputs}:
                     self._readers[key].append(step)
+        for step in block.steps:  # in this order, no chain of operations is followed twice
+            self.roots(step.outputs)
 
     def base(self, value: Value) -> Value:
         """The array that another one is a view of."""
@@ -99,21 +101,21 @@ class Fusion:
         """Whether all that is read of a product is one array that its elements are turned into."""
         if not all(reader.name in ELEMENTWISE for reader in readers):
             return False
-        ends = self._ends(value, set())
+        ends = self._ends(value)
         return len(ends) == 1 and all(end.shape == value.shape for end in ends.values())
 
-    def _ends(self, value: Value, seen: set[int]) -> dict[int, Value]:
+    def _ends(self, value: Value) -> dict[int, Value]:
         """The arrays in memory that are computed from an array."""
         found: dict[int, Value] = {}
-        for reader in self._readers[id(value)]:
-            for output in reader.outputs:
-                if id(output) in seen:
-                    continue
-                seen.add(id(output))
-                if reader.name in ELEMENTWISE and not self.in_memory(output):
-                    found |= self._ends(output, seen)
-                else:
-                    found[id(output)] = output
+        seen, waiting = {id(value)}, [value]
+        while waiting:
+            for reader in self._readers[id(waiting.pop())]:
+                for output in reader.outputs:
+                    if reader.name not in ELEMENTWISE or self.in_memory(output):
+                        found[id(output)] = output
+                    elif id(output) not in seen:
+                        seen.add(id(output))
+                        waiting.append(output)
         return found
 
     def roots(self, values: Iterable[Value]) -> tuple[Value, ...]:
