@@ -144,7 +144,7 @@ def _choose_ranges(
     slowest, largest = _MOST_TIMES * result.winner.seconds, 1.5 * result.limit / _GIB
     inside = [p for p in points if p.seconds <= slowest and p.memory <= largest]
     bottom = min(result.bound or result.winner.seconds, *(p.seconds for p in inside))
-    top = max(p.seconds for p in inside)
+    top = max(1.05 * bottom, *(p.seconds for p in inside))
     axes.set_ylim(bottom - 0.16 * (top - bottom), top + 0.06 * (top - bottom))
     right = max(result.limit / _GIB, *(p.memory for p in inside))
     axes.set_xlim(0, 1.05 * right)

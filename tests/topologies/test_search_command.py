@@ -1,0 +1,69 @@
+"""`meshwright forecast --search`, with a compiler that is made up."""
+
+import json
+import sys
+
+import gin
+import pytest
+from described_machines import needs_libtpu
+
+from train.cli import main
+from train.gin_config.load import find_config_root
+from train.searching import Choices, Layout, Outcome, runs
+
+ARGUMENTS = [
+    'forecast',
+    'pretrain',
+    'configs/models/tiny.gin',
+    '--gin.BATCH_SIZE=16',
+    '--gin.SEQUENCE_LENGTH=256',
+    '--search',
+]
+
+
+@pytest.fixture(autouse=True)
+def _own_process(monkeypatch):
+    monkeypatch.chdir(find_config_root())
+    monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
+    monkeypatch.setattr(sys, 'path', [*sys.path])
+    yield
+    gin.clear_config()
+
+
+@needs_libtpu
+def test_a_search_prints_its_winner_and_writes_it(capsys, monkeypatch, tmp_path):
+    """A batch of 16 on 4 devices has no 8 microbatches; the candidate that is left is compiled."""
+    outcome = Outcome(fits=True, peak=2**30, seconds=0.5, low=0.4, high=0.6, compile_seconds=3)
+    layouts = [Layout('fsdp')]
+    choices = Choices(
+        layouts=layouts, num_microbatches=(1, 8), remats=('full',), output_chunks=(None,)
+    )
+    monkeypatch.setattr(runs, 'choices_for', lambda chip: choices)
+    monkeypatch.setattr(runs, 'compile_in_new_process', lambda folder: lambda text: outcome)
+    out = tmp_path / 'out'
+    assert main([*ARGUMENTS, '--topology=v5e:2x2', f'--out={out}']) == 0
+    printed, progress = capsys.readouterr()
+    assert 'fsdp, remat full' in printed and '0.500 s' in printed and '1.00 GiB' in printed
+    assert 'within 0.0% of the best possible in this space' in printed
+    assert f'winner: {out}/best.gin' in printed
+    assert 'compiling 1 of at most 8: fsdp, remat full' in progress
+    assert "TransformerConfig.remat = 'full'" in (out / 'best.gin').read_text()
+
+    assert main([*ARGUMENTS, '--topology=v5e:2x2', f'--out={out}', '--json']) == 0
+    assert json.loads(capsys.readouterr().out)['num_compiled'] == 1
+
+
+@pytest.mark.parametrize(
+    ('flags', 'words'),
+    [
+        (['--topology=v5e:2x2', '--topology=v5e:4x4'], 'given 2 topologies: search on one'),
+        (['--topology=v5e:2x2', '--no_compile'], 'remove --no_compile'),
+        (['--topology=v5e:2x2', '--best=0'], '--best is 0: it must be an integer >= 1'),
+        (['--topology=v9:2x2'], "unknown topology 'v9:2x2'"),
+    ],
+)
+def test_a_search_that_cannot_be_made(capsys, flags, words):
+    assert main([*ARGUMENTS, *flags]) == 2
+    printed, error = capsys.readouterr()
+    assert (printed, error.count('\n')) == ('', 1)
+    assert error.startswith('error: ') and words in error
