@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from partitioning.aot import Forecast
 from partitioning.aot.remedies import Alternative, Call
+from partitioning.hardware import chip_of
+from train.config import TrainConfig
 from train.forecasting import Machine, PlannedStep, plan_on
 from train.searching import Candidate, Choices, Layout, RunSizes, list_space
 from train.searching.gin_file import bindings_of, files_of
@@ -28,7 +30,12 @@ def list_remedies(source: Source, machine: Machine, planned: PlannedStep) -> Ite
     """
     config = planned.run.config
     sizes = sizes_of(config, config.partitioner.mesh.size, machine.num_slices)
-    for candidate in _list_candidates(sizes, config.num_microbatches):
+    candidates = list(_list_presets(sizes, _is_recomputed(config)))
+    limit = _memory_limit(planned)
+    if limit is None or planned.run.plan.bytes_per_device < limit:
+        same_layout = _list_settings(sizes, config.num_microbatches, _is_recomputed(config))
+        candidates = [*same_layout, *candidates]
+    for candidate in candidates:
         lines = bindings_of(candidate, sizes)
         files = files_of(candidate)
         setting = '; '.join([*(f'include {file!r}' for file in files), *lines])
@@ -51,22 +58,31 @@ def helping(forecast: Forecast) -> Forecast:
     return dataclasses.replace(forecast, remedies=tuple(ordered))
 
 
-def _list_candidates(sizes: RunSizes, num_microbatches: int) -> Iterator[Candidate]:
-    """The settings to try, in addition to a smaller batch and more devices."""
-    if sizes.model:
+def _is_recomputed(config: TrainConfig) -> bool:
+    """Whether the layers of a model recompute everything already."""
+    model = getattr(getattr(config.objective, 'model', None), 'config', None)
+    return getattr(model, 'remat', None) == 'full'
+
+
+def _memory_limit(planned: PlannedStep) -> int | None:
+    """What a program can use on a device of the machine, in bytes, if it is known."""
+    chip = chip_of(planned.run.config.partitioner.mesh.devices.flat[0].device_kind)
+    return None if chip is None else chip.hbm_bytes_per_device
+
+
+def _list_settings(sizes: RunSizes, num_microbatches: int, recomputed: bool) -> Iterator[Candidate]:
+    """Settings that leave the layout as it is. They help only if a device can hold the state."""
+    if sizes.model and not recomputed:
         yield Candidate(layout=_AS_IT_IS, remat='full')
+    if sizes.model:
         yield Candidate(layout=_AS_IT_IS, remat='offload')
     if sizes.output:
         yield Candidate(layout=_AS_IT_IS, output_chunks=_CHUNKS)
     for factor in (2, 4):
         yield Candidate(layout=_AS_IT_IS, num_microbatches=num_microbatches * factor)
-    for layout in _list_presets(sizes):
-        yield Candidate(layout=layout)
-        if sizes.model:
-            yield Candidate(layout=layout, remat='full')
 
 
-def _list_presets(sizes: RunSizes) -> Iterator[Layout]:
+def _list_presets(sizes: RunSizes, recomputed: bool) -> Iterator[Candidate]:
     """One layout of each preset that divides the run."""
     if not sizes.model:
         return
@@ -75,4 +91,7 @@ def _list_presets(sizes: RunSizes) -> Iterator[Layout]:
     for preset in ('fsdp', 'fsdp_tensor', 'few_kv_heads'):
         fitting = [x for x in found if x.preset == preset]
         small = [x for x in fitting if dict(x.sizes).get('NUM_PARTITIONS', 1) <= _MOST_TENSOR]
-        yield from (small or fitting)[-1:]
+        for layout in (small or fitting)[-1:]:
+            yield Candidate(layout=layout)
+            if not recomputed:
+                yield Candidate(layout=layout, remat='full')
