@@ -3,11 +3,15 @@
 Each row of `measured_steps/measured_steps.json` that the models of this project can express is
 rebuilt as a train step. What the steps have to do is in `measured_steps/traced_steps.json`, from
 their jaxprs, and for those that were compiled in `measured_steps/compiled_steps.json`, from the
-compiler. Nothing is compiled here; describing the machines needs libtpu and JAX's CUDA plugin.
+compiler. By default, nothing is compiled. Describing the machines needs libtpu and JAX's CUDA
+plugin.
 
     python benchmarks/forecast_truth.py           # forecasts with the constants as they are
     python benchmarks/forecast_truth.py --fit     # fits the constants and writes them first
     python benchmarks/forecast_truth.py --trace   # traces all steps again first, in some minutes
+    python benchmarks/forecast_truth.py --compile [--rows=v5e-256-maxtext-16b] [--early]
+
+The last one compiles the steps that `build/forecast_truth` does not have yet.
 
 A third of the groups of rows is left out of the fit (`scoring.is_left_out`). In addition, each
 family of rows, which is a model on a chip, is left out once and forecast by all other families.
@@ -20,6 +24,7 @@ import collections
 from collections.abc import Sequence
 
 from measured_steps.cases import list_cases
+from measured_steps.compiling import run_campaign
 from measured_steps.constants_to_fit import fit_all
 from measured_steps.fitted_files import read_fit, write_fit
 from measured_steps.fitting import Fit
@@ -70,7 +75,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--fit', action='store_true', help='fit the constants first')
     parser.add_argument('--trace', action='store_true', help='trace all steps again first')
+    parser.add_argument('--compile', action='store_true', help='compile programs first (an hour)')
+    parser.add_argument('--early', action='store_true', help='only until their memory is known')
+    parser.add_argument('--rows', help='the programs to compile, separated by commas (all)')
     options = parser.parse_args()
+    if options.compile:
+        run_campaign(options.rows.split(',') if options.rows else None, options.early)
     if options.trace:
         write_traced(dict(trace_all()))
     cases, reasons = list_cases(read_traced(), read_records() if RECORDS.exists() else {})

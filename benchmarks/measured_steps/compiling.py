@@ -179,6 +179,19 @@ def compile_programs(
             (store / f'{name}.failed.txt').write_text(done.stderr[-20_000:])
 
 
+def run_campaign(names: Iterable[str] | None = None, early: bool = False) -> None:
+    """Compiles programs, by default all, and writes the committed records of the whole store."""
+    from .rebuilding import list_programs
+    from .records import make_records, write_records
+
+    known = list_programs()
+    chosen = list(known if names is None else names)
+    if unknown := [name for name in chosen if name not in known]:
+        raise SystemExit(f'no program {unknown[0]!r}: the programs are {", ".join(known)}')
+    compile_programs(chosen, early)
+    write_records(make_records(STORE))
+
+
 def read_stored(name: str, store: Path = STORE) -> dict[str, Any] | None:
     """Returns what the store knows about a program, or None.
 

@@ -51,6 +51,10 @@ def make_record(found: Mapping[str, Any], store: Path) -> dict[str, Any]:
     Args:
       found: what the store has about the program.
       store: the store, which also has its text.
+
+    Returns:
+      The record. Without code for the devices there are no estimates, and exchanges that overlap
+      with others appear several times in the text, so the record then has only the memory.
     """
     program = found['program']
     record = {name: program[name] for name in _SETTINGS}
@@ -58,7 +62,8 @@ def make_record(found: Mapping[str, Any], store: Path) -> dict[str, Any]:
     for name in ('error', 'error_with_whole_logits'):
         if name in found:
             record[name] = _first_line(found[name])
-    if 'memory' not in found:
+    record['has_estimates'] = found['stored_as'] == found['name'] and 'memory' in found
+    if not record['has_estimates']:
         return record
     mesh = MeshAxes(sizes=found['mesh'], slices=found['slices'])
     costs = costs_of_text(read_text(found['stored_as'], store), mesh=mesh, chip=found['chip'])

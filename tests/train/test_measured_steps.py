@@ -18,7 +18,9 @@ from benchmarks.measured_steps.rebuilding import (
     list_programs,
     rebuild,
 )
+from benchmarks.measured_steps.records import read_records, with_copies
 from benchmarks.measured_steps.rows import load_rows
+from partitioning.aot.compiled.collectives import Collective
 from partitioning.hardware import CHIPS
 from partitioning.hardware.chips import torus_wrap
 from train.models.remat import Remat
@@ -154,3 +156,35 @@ def test_superseded_rows_share_programs():
     assert find_stand(ROWS['v6e-256-mixtral-8x7b']) is None
     for name in REBUILT:
         assert find_stand(ROWS[name]).program in list_programs()
+
+
+def test_the_state_of_compiled_programs_is_that_of_a_hand_count():
+    """Parameters and two moments in float32, over the devices that share them."""
+    records = read_records()
+    shares = {'v5e-256-maxtext-16b': 256, 'v5p-64-maxtext-32b-s1': 64, 'v6e-8-llama3.1-8b': 8}
+    for name, devices in shares.items():
+        count = 12 * ROWS[name].params_total / devices
+        assert sum(records[name]['state_bytes'].values()) == pytest.approx(count, rel=0.005), name
+        assert records[name]['memory']['arguments'] == pytest.approx(count, rel=0.01), name
+    assert set(records) <= set(list_programs())
+
+
+def test_more_copies_send_more_between_slices():
+    """Of an all-reduce by a ring of n, each of n slices sends 2 (n - 1) / n of its bytes."""
+    two = [
+        Collective(
+            kind='all-reduce',
+            network=network,
+            axes=('data',),
+            group_size=2,
+            arrays=('f32[100]',),
+            wire_bytes=400.0,
+            count=1,
+            op_name='',
+            source='',
+        )
+        for network in ('dcn', 'ici')
+    ]
+    between, within = with_copies(iter(two), from_copies=2, copies=16)
+    assert (between.group_size, between.wire_bytes) == (16, 2 * 15 / 16 * 400)
+    assert within == two[1]
