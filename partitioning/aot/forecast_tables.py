@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from partitioning.aot.amounts import bytes_str, flops_str, seconds_str, share_str
-from partitioning.aot.report import Forecast, MemoryForecast
+from partitioning.aot.report import Forecast, MemoryForecast, Replicated
 from partitioning.aot.timing.work import Origin
 
 WIDTH = 100  # columns of a terminal
@@ -241,9 +241,21 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def _replicated(forecast: Forecast) -> Iterator[str]:
+    """A line for all arrays that are replicated for the same reason; the largest sum first."""
+    groups: dict[tuple[str, str], list[Replicated]] = {}
     for array in forecast.replicated:
-        axes = ', '.join(array.axes)
-        yield f'{bytes_str(array.nbytes):>10}  {array.path} over {axes}: {array.reason}'
+        groups.setdefault((', '.join(array.axes), array.reason), []).append(array)
+    sums = {key: sum(a.nbytes for a in arrays) for key, arrays in groups.items()}
+    for key in sorted(groups, key=lambda k: -sums[k]):
+        (axes, reason), arrays = key, groups[key]
+        others = f' and {len(arrays) - 1} more' if len(arrays) > 1 else ''
+        size = f'{bytes_str(sums[key]):>10}'
+        yield f'{size}  {_shortest(arrays)}{others} over {axes}: {reason}'
+
+
+def _shortest(arrays: Sequence[Replicated]) -> str:
+    """The path that says most about arrays: that of a parameter, not of what follows it."""
+    return min((array.path for array in arrays), key=lambda path: (path.count('/'), path))
 
 
 def _exchanges(forecast: Forecast) -> Iterator[str]:
@@ -269,7 +281,8 @@ def _buffers(forecast: Forecast) -> Iterator[str]:
     for array, cause in forecast.memory.buffers:
         several = f'{array.count} x ' if array.count > 1 else ''
         operation = array.op_name.rpartition('/')[2]
-        names = [f'[{", ".join(map(str, cause.logical_axes))}]'] if cause is not None else []
+        axes = cause.logical_axes if cause is not None else ()
+        names = [f'[{", ".join(map(str, axes))}]'] if any(axes) else []
         source = array.source.rpartition('/')[2]
         parts = [p for p in (*names, operation, source) if p]
         yield f'{bytes_str(array.nbytes):>10}  {several}{array.array} {", ".join(parts)}'.rstrip()

@@ -11,6 +11,7 @@ import pytest
 from small import RULES, Bigram, Steps, batch, model
 
 from partitioning import constrain
+from partitioning.aot.traced.flops import count_jaxpr_flops
 from partitioning.mesh import MeshConfig
 from partitioning.rules import AxisRules
 from train import NextToken
@@ -80,6 +81,16 @@ def plain(x, w, targets, cap=None, divisor=1.0):
 def check_equal(ours, expected, tolerance=1e-5):
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * np.abs(b).max())
+
+
+@pytest.mark.parametrize('num_chunks, executed', [(1, 3), (2, 4)])
+def test_logits_that_are_computed_again_are_not_work_of_the_model(num_chunks, executed):
+    """One product forward and two backward; with chunks, the logits are computed a second time."""
+    settings = OutputSettings(num_chunks=num_chunks)
+    traced = jax.make_jaxpr(lambda *a: fused(*a, settings))(*arrays(24)).jaxpr
+    product = 2 * ROWS * LENGTH * WIDTH * 24
+    assert count_jaxpr_flops(traced) == executed * product
+    assert count_jaxpr_flops(traced, recomputed=False) == 3 * product
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from partitioning.products.recomputed import computed_again
 from train.attention.block_pairs import Arrays, BlockPairs, Blocks, block, multiply, with_block
 from train.attention.settings import ATTENDED
 from train.attention.sight import Sight
@@ -161,7 +162,8 @@ def find_gradients(
         dq_BKGLN, dk_BKSN, dv_BKSN = state
         q_BKGLN, k_BKSN, v_BKSN = block(blocks_q, i), block(blocks_k, j), block(blocks_v, j)
         d_BKGLN = block(blocks_d, i)
-        scores = pairs.scores(q_BKGLN, k_BKSN, i, j)
+        with computed_again():
+            scores = pairs.scores(q_BKGLN, k_BKSN, i, j)
         weights = jnp.exp(scores - block(blocks_sums, i))
         d_scores = multiply('BKGLN,BKSN->BKGLS', d_BKGLN, v_BKSN) - block(blocks_dots, i)
         d_scores *= weights * blocks.scale

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from partitioning.products.recomputed import computed_again
 from train.attention.dot import masked_scores
 from train.attention.settings import SplashBlocks
 from train.attention.sight import Sight
@@ -104,7 +105,8 @@ def part_gradients(
         found = splash_part_gradients(*kept, gradient_BLHN, sight, soft_cap, settings.blocks)
     else:
         grouped = (*q_BLHN.shape[:2], k_BSKN.shape[2], -1, q_BLHN.shape[3])
-        scores, slope = masked_scores(scaled, k_BSKN, sight, soft_cap)
+        with computed_again():
+            scores, slope = masked_scores(scaled, k_BSKN, sight, soft_cap)
         weights = jnp.exp(scores - log_sum_BHL.reshape(*scores.shape[:-1], 1))
         gradient = gradient_BLHN.astype(jnp.float32).reshape(grouped)
         dv = jnp.einsum('BKGLS,BLKGN->BSKN', weights, gradient)

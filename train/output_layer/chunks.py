@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from partitioning.products.recomputed import computed_again
 from train.errors import ConfigError
 from train.output_layer.deferred import finish, multiply
 
@@ -184,7 +185,10 @@ def differentiate_chunks(
 
     def one(index: Any) -> tuple[_Chunk, jax.Array, jax.Array]:
         chunk = _take(c, w_DV, index, first_token)
-        logits_BLC = _logits(c, x_BLD, chunk) if logits_BLV is None else logits_BLV
+        logits_BLC = logits_BLV
+        if logits_BLC is None:
+            with computed_again():
+                logits_BLC = _logits(c, x_BLD, chunk)
         d_BLC = cotangents.log_z_BL[..., None] * jnp.exp(logits_BLC - log_z_BL[..., None])
         is_target_BLC = targets_BL[..., None] == chunk.tokens_C
         d_BLC += jnp.where(is_target_BLC, cotangents.logit_BL[..., None], 0.0)

@@ -8,8 +8,7 @@ from typing import Any
 
 import jax
 
-# The name scope in which jax traces what the backward pass of `jax.checkpoint` computes again.
-RECOMPUTED = 'rematted_computation'
+from partitioning.products.recomputed import RECOMPUTED as RECOMPUTED
 
 
 def count_flops(function: Any, *args: Any) -> float:
@@ -32,7 +31,7 @@ def count_jaxpr_flops(jaxpr: Any, *, kernels: bool = True, recomputed: bool = Tr
       jaxpr: the jaxpr.
       kernels: whether to count the matrix products of Pallas kernels, with blocks that they skip.
       recomputed: whether what the backward pass computes again counts: the parts of
-        `jax.checkpoint`, and others that are traced in `jax.named_scope(RECOMPUTED)`.
+        `jax.checkpoint`, and others inside of `computed_again`.
     """
     return math.fsum(_count_equation(equation, kernels, recomputed) for equation in jaxpr.eqns)
 
