@@ -15,6 +15,7 @@ The last one compiles the steps that `build/forecast_truth` does not have yet.
 
 A third of the groups of rows is left out of the fit (`scoring.is_left_out`). In addition, each
 family of rows, which is a model on a chip, is left out once and forecast by all other families.
+The output is committed as `measured_steps/forecast_truth.txt`.
 """
 
 from __future__ import annotations
