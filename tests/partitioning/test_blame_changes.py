@@ -1,5 +1,8 @@
 """Suggested changes are tried by compiling, and warnings of the compiler lead to lines."""
 
+import functools
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +10,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.blame_programs.faults import ROOT, all_faults, draw_faults
+from partitioning import PjitPartitioner, constrain
 from partitioning.aot import read_costs
-from partitioning.aot.blame import explain_program
+from partitioning.aot.blame import compile_partitioned, explain_program
 from partitioning.aot.blame.arguments import describe_arguments
 from partitioning.aot.blame.changes import RuleChange
 from partitioning.aot.blame.compiler_log import find_rematerializations
@@ -18,6 +22,7 @@ from partitioning.aot.blame.confirming import (
     confirm_change,
     try_change,
 )
+from partitioning.mesh import MeshConfig
 
 # What XLA writes for a gradient that it cannot move from one layout to another.
 WARNING = (
@@ -146,3 +151,45 @@ def test_seeded_faults_change_lines_that_exist():
     keys = [[fault['key'] for fault in draw_faults(seed)] for seed in (0, 1)]
     assert not {*keys[0]} & {*keys[1]}, 'the code was written with the first'
     assert len(keys[0]) + len(keys[1]) == len(faults)
+
+
+def test_rules_of_a_partitioner_are_swapped_and_confirmed():
+    """The hidden layer is sharded over the axis of the batch, and 'embed' over the other one."""
+    right = [('batch', 'data'), ('embed', 'data'), ('mlp', 'model')]
+    wrong = [('batch', 'data'), ('embed', 'model'), ('mlp', 'data')]
+    mesh = MeshConfig(axes={'data': 4, 'model': 2})
+    batch = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+
+    def init():
+        kernel = functools.partial(nn.LogicallyPartitioned, jnp.zeros((128, 256)))
+        return {
+            'params': {
+                'down': nn.LogicallyPartitioned(jnp.zeros((256, 128)), ('mlp', 'embed')),
+                'up': kernel(('embed', 'mlp')),
+            }
+        }
+
+    def step(state, x):
+        def loss(params):
+            hidden = constrain(jnp.tanh(x @ params['up']), ('batch', 'mlp'))
+            return jnp.mean(constrain(hidden @ params['down'], ('batch', 'embed')) ** 2)
+
+        gradient = jax.grad(loss)(state['params'])
+        return {'params': jax.tree.map(lambda p, g: p - g, state['params'], gradient)}
+
+    functions = []
+    for rules in (right, wrong):
+        partitioner = PjitPartitioner(mesh=mesh, logical_axis_rules=rules)
+        plan = partitioner.plan(init)
+        partitioned = partitioner.partition(
+            step, (plan.specs, partitioner.data_partition_spec), plan.specs
+        )
+        functions.append(compile_partitioned(partitioner, partitioned, plan.abstract_state, batch))
+    healthy, swapped = functions
+    cause = confirm_change(swapped.explain().avoidable[0], swapped)
+    assert cause.confirmed
+    assert "('embed', 'data') and ('mlp', 'model')" in cause.change
+    found = try_change(swapped, cause.candidates[0])
+    # With the rules swapped back, it is the program that was never wrong.
+    assert found.exchanged[1] == sum(c.total_bytes for c in healthy.costs.collectives)
+    assert found.peak[1] == healthy.costs.memory.peak

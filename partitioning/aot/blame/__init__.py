@@ -16,3 +16,4 @@ from partitioning.aot.blame.explaining import (
     Explanation as Explanation,
     explain_program as explain_program,
 )
+from partitioning.aot.blame.recompiling import compile_partitioned as compile_partitioned

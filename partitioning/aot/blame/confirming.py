@@ -18,6 +18,7 @@ from partitioning.aot.blame.changes import (
     RuleChange,
 )
 from partitioning.aot.blame.edited_programs import layouts_of, with_constraint
+from partitioning.aot.blame.explaining import Explanation, explain_program
 from partitioning.aot.compiled.costs import ProgramCosts, read_costs
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import AxisRules, LogicalAxisRules, MeshAxes, from_tuple
@@ -50,6 +51,22 @@ class CompiledFunction:
     rules: LogicalAxisRules = ()
     rows: Sequence[PlanRow | None] = ()
     retrace: Retrace | None = None
+
+    def explain(self, log: str = '') -> Explanation:
+        """The cause of every exchange, of the largest buffers and of every copy.
+
+        Args:
+          log: what the compiler wrote to the standard error of the process.
+        """
+        return explain_program(
+            self.compiled.as_text() or '',
+            self.traced.jaxpr,
+            self.costs,
+            mesh=self.mesh,
+            rows=self.rows,
+            rules=self.rules,
+            log=log,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

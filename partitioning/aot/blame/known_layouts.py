@@ -150,11 +150,11 @@ class KnownLayouts:
 
     def change(self, axes: Mapping[str, Axes]) -> RuleChange:
         """The change of the rules that gives mesh axes to names."""
-        before = tuple(
-            (name, from_tuple(self.axes_of(name))) for name in axes if self.has_rule(name)
-        )
+        order = [rule[0] for rule in self.rules]
+        names = sorted(axes, key=lambda name: order.index(name) if name in order else len(order))
         return RuleChange(
-            before=before, after=tuple((name, from_tuple(a)) for name, a in axes.items())
+            before=tuple((n, from_tuple(self.axes_of(n))) for n in names if self.has_rule(n)),
+            after=tuple((n, from_tuple(axes[n])) for n in names),
         )
 
     def has_rule(self, name: str) -> bool:
