@@ -125,7 +125,7 @@ class Advisor:
         for number in sorted(order, key=lambda d: -row.shape[d]):
             if layouts.divides((axis,), row.shape[number]) and not now[number]:
                 new = tuple((axis,) if d == number else axes for d, axes in enumerate(now))
-                yield LayoutChange(path=row.path, layout=new, is_result=False)
+                yield LayoutChange(path=row.path, layout=new)
 
     def like_its_uses(self, row: PlanRow) -> Iterator[Change]:
         """The layout of an argument that fits the constraints on what is computed from it."""
@@ -147,10 +147,12 @@ class Advisor:
                 if place is not None:
                     merged[place] = axes
                     taken |= set(axes)
+        if all(set(f) <= set(n) for f, n in zip(found, now, strict=True)):
+            return
         for layout in (tuple(merged), found):
             fits = all(self.layouts.divides(a, n) for a, n in zip(layout, row.shape, strict=True))
             if any(layout) and fits and layout != now:
-                yield LayoutChange(path=row.path, layout=layout, is_result=False)
+                yield LayoutChange(path=row.path, layout=layout)
 
     def other_layouts(self, path: str) -> list[Change]:
         """Other layouts of an argument without names, one of whose dimensions is gathered."""
@@ -164,7 +166,7 @@ class Advisor:
         for number in order:
             if axes and not now[number] and self.layouts.divides(axes, row.shape[number]):
                 new = tuple(axes if d == number else () for d in range(len(now)))
-                found.append(LayoutChange(path=path, layout=new, is_result=False))
+                found.append(LayoutChange(path=path, layout=new))
         return found
 
     def shard_value(self, value: Value, layout: Sequence[Axes]) -> Iterator[Change]:
@@ -253,7 +255,6 @@ def constraint_of(
     """The change that constrains a value."""
     return ConstraintChange(
         source=user_line(value.stack),
-        stack=value.stack,
         shape=value.shape,
         names=value.names,
         layout=tuple(layout),

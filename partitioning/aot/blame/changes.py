@@ -34,7 +34,6 @@ class ConstraintChange:
 
     Attributes:
       source: the 'file:line' that makes the value, or of the constraint that is replaced.
-      stack: the 'file:line' of the operation and of its callers.
       shape: the global shape of the value.
       names: its logical axes.
       layout: the mesh axes of each dimension.
@@ -42,7 +41,6 @@ class ConstraintChange:
     """
 
     source: str
-    stack: tuple[str, ...]
     shape: tuple[int, ...]
     names: tuple[str | None, ...]
     layout: tuple[tuple[str, ...], ...]
@@ -64,19 +62,20 @@ class LayoutChange:
     """Another layout of an argument or a result of the function.
 
     Attributes:
-      path: the path of the array.
+      path: the path of the argument that is laid out or replaced; '' for other results.
       layout: the mesh axes of each dimension.
-      is_result: whether it is a result.
+      result: the number of the result, or None for an argument.
     """
 
     path: str
     layout: tuple[tuple[str, ...], ...]
-    is_result: bool
+    result: int | None = None
 
     def __str__(self) -> str:
         axes = ', '.join(repr(from_tuple(a)) for a in self.layout)
-        kind = 'result' if self.is_result else 'argument'
-        return f'lay out the {kind} {self.path} as PartitionSpec({axes})'
+        if self.result is None:
+            return f'lay out the argument {self.path} as PartitionSpec({axes})'
+        return f'lay out result {self.result} of the function as PartitionSpec({axes})'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

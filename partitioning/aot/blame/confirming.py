@@ -189,12 +189,15 @@ def _with_layout(function: CompiledFunction, change: LayoutChange) -> Any:
 
     The optimizer state of a parameter follows it, and so do the results that replace them.
     """
-    rows = [row for row in function.rows if row is not None and row.path == change.path]
-    if not rows or len(function.rows) != len(function.traced.jaxpr.in_avals):
-        return None
     layouts = dict(layouts_of(function.compiled))
     spec = PartitionSpec(*(from_tuple(axes) for axes in change.layout))
     sharding = NamedSharding(function.mesh, spec)
+    if change.result is not None:
+        layouts['out_shardings'][change.result] = sharding
+        return layouts
+    rows = [row for row in function.rows if row is not None and row.path == change.path]
+    if not rows or len(function.rows) != len(function.traced.jaxpr.in_avals):
+        return None
     inputs, outputs = list(layouts['in_shardings']), list(layouts['out_shardings'])
     tail = f'/{change.path.partition("/")[2]}'
     before = next(s for s, r in zip(inputs, function.rows, strict=True) if r is rows[0])
@@ -206,13 +209,13 @@ def _with_layout(function: CompiledFunction, change: LayoutChange) -> Any:
             and row.shape == rows[0].shape
             and inputs[number] == before
         )
-        if follows and not change.is_result:
+        if follows:
             inputs[number] = sharding
     for number, aval in enumerate(function.traced.jaxpr.out_avals):
         if aval.shape != rows[0].shape:
             continue
         held = outputs[number]
-        if change.is_result or (held is not None and held.is_equivalent_to(before, aval.ndim)):
+        if held is not None and held.is_equivalent_to(before, aval.ndim):
             outputs[number] = sharding
     layouts['in_shardings'], layouts['out_shardings'] = tuple(inputs), outputs
     return layouts

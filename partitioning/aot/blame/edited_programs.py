@@ -9,7 +9,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from partitioning.aot.blame.changes import ConstraintChange
-from partitioning.aot.blame.user_lines import stack_of_traceback
+from partitioning.aot.blame.user_lines import stack_of_traceback, user_line
 from partitioning.aot.blame.values import bodies_of
 from partitioning.rules import from_tuple
 
@@ -48,7 +48,7 @@ class _Editor:
             is_backward = backward or 'transpose(' in str(equation.source_info.name_stack)
             stack = stack_of_traceback(equation.source_info.traceback) or caller
             edited = self._inside(equation, is_backward, stack)
-            if stack != self._change.stack:
+            if user_line(stack) != self._change.source:
                 equations.append(edited)
             elif self._change.replaces:
                 equations.append(self._replaced(edited))

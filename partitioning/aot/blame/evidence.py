@@ -29,7 +29,7 @@ class Evidence:
         tell.
       dim: the number of the dimension of the value that it gathers, or None.
       taken_by: the values that are computed from the result.
-      returned: whether the result is a result of the function.
+      result: the number of the result of the function that it becomes, or None.
       made_at: the user's line that makes the value.
       used_at: the user's line that needs the result.
       path: the path of the jax operation.
@@ -42,7 +42,7 @@ class Evidence:
     layout: tuple[Axes, ...] = ()
     dim: int | None = None
     taken_by: tuple[Value, ...] = ()
-    returned: bool = False
+    result: int | None = None
     made_at: str = ''
     used_at: str = ''
     path: str = ''
@@ -93,7 +93,7 @@ def find_evidence(
         layout=layout,
         dim=_gathered(instruction, array, layout, collective.axes),
         taken_by=tuple(taken_by),
-        returned=any(t.instruction.is_root and t.part != -1 for t in takers),
+        result=next((t.part or 0 for t in takers if t.instruction.is_root and t.part != -1), None),
         made_at=(matcher.source_of(maker.instruction) if maker else '') or own_line,
         used_at=used_at or own_line,
         path=collective.op_name,

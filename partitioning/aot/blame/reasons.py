@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 
 from partitioning.aot.blame.advice import Advisor
@@ -34,6 +35,7 @@ _ASKED = frozenset(
         'pgather',
     ]
 )
+_NEAR = 8  # the number of products that are looked at
 _ASKS = 'the program asks for it with'
 # Operations that need a dimension whole, and what to write instead.
 _WHOLE = {
@@ -151,8 +153,9 @@ def _explain_gathered_argument(evidence: Evidence, value: Value, advisor: Adviso
     name = moved.name if moved else None
     rule = layouts.rule_for(name)
     split = f'{value.argument} is sharded over {over(axes)}' + (f' along {name!r}' if name else '')
-    if evidence.returned and not evidence.taken_by:
-        change = LayoutChange(path=value.argument, layout=evidence.layout, is_result=True)
+    if evidence.result is not None and not evidence.taken_by:
+        wanted = layouts.wanted(value.dims, value.shape)
+        change = LayoutChange(path=value.argument, layout=wanted, result=evidence.result)
         reason = f'{split}, but the function returns it whole'
         return _cause(advisor, evidence, reason, rule=rule, changes=[change], avoidable=True)
     if row is not None and row.role == 'optimizer':
@@ -197,7 +200,7 @@ def _explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> 
         path = value.gradient_of or value.update_of
         reason = (
             f'{split}, but its array is not'
-            if not evidence.returned
+            if evidence.result is None
             else (f'{split}, but the function returns it in another layout')
         )
         row = layouts.rows.get(path)
@@ -205,8 +208,9 @@ def _explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> 
         changes += advisor.other_layouts(path)
         changes += advisor.like_parameter(path)
         wanted = () if row is None else tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
-        if evidence.returned and wanted == tuple(evidence.layout):
-            changes.insert(0, LayoutChange(path=path, layout=wanted, is_result=True))
+        if evidence.result is not None and _is_within(evidence.layout, wanted):
+            change = LayoutChange(path=path, layout=wanted, result=evidence.result)
+            changes.insert(0, change)
         return _cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
     for user in evidence.taken_by:
         needed = _WHOLE.get(user.primitive)
@@ -240,10 +244,10 @@ def _explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> 
         return _cause(
             advisor, evidence, reason, rule=rule, changes=changes, avoidable=True, source=line
         )
-    if evidence.returned and not evidence.taken_by:
+    if evidence.result is not None and not evidence.taken_by:
         reason = f'{split}, but the function returns it in another layout'
         wanted = layouts.wanted(value.dims, value.shape)
-        changes.append(LayoutChange(path='', layout=wanted, is_result=True))
+        changes.append(LayoutChange(path='', layout=wanted, result=evidence.result))
         return _cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
     reason = f'{split}, but {evidence.used_at} needs another layout'
     changes += written_otherwise(value, evidence.used_at)
@@ -275,6 +279,13 @@ def _conflicting_parameter(evidence: Evidence, value: Value, advisor: Advisor) -
     return None
 
 
+def _is_within(layout: Sequence[Axes], wanted: Sequence[Axes]) -> bool:
+    """Whether one layout shards no dimension over axes that another does not use for it."""
+    if len(layout) != len(wanted):
+        return False
+    return all(set(mine) <= set(theirs) for mine, theirs in zip(layout, wanted, strict=True))
+
+
 def _conflicts_with_uses(row: PlanRow, axes: Axes, advisor: Advisor) -> bool:
     """Whether constraints shard a dimension of a parameter over mesh axes, and its layout not."""
     wanted = advisor.links.axes_of(row.path, len(row.shape))
@@ -287,8 +298,8 @@ def _conflicts_with_uses(row: PlanRow, axes: Axes, advisor: Advisor) -> bool:
 
 def written_otherwise(value: Value, line: str) -> Iterator[Change]:
     """What to write in place of an operation that needs a dimension whole."""
-    primitive = value.primitive.removeprefix('scatter-').replace('add', 'gather')
-    needed = _WHOLE.get('gather' if value.primitive.startswith('scatter') else primitive)
+    scatters = value.primitive.startswith('scatter')
+    needed = _WHOLE.get('gather' if scatters else value.primitive)
     if needed and not value.gradient_of and not any(o.argument for o in value.operands[:1]):
         yield CodeChange(source=line, text=f'write {needed} at {line}')
 
@@ -306,8 +317,10 @@ def _needs_whole(user: Value, value: Value, dim: int | None) -> bool:
 def _conflicts(evidence: Evidence, value: Value, advisor: Advisor) -> Iterator[Value]:
     """Constraints that fix another layout than the value has before the exchange."""
     found = [*advisor.graph.constraints_after(value)]
-    for user in evidence.taken_by:
-        found += [*advisor.graph.constraints_after(user)] if user.shape == value.shape else []
+    products = itertools.islice(advisor.graph.products_of(value), _NEAR)
+    for user in (*evidence.taken_by, *products):
+        if user.shape == value.shape or (evidence.moved and evidence.moved in user.dims):
+            found += advisor.graph.constraints_after(user)
     for constraint in found:
         same_shape = constraint.shape == value.shape
         if lacks(constraint, evidence.axes) or (

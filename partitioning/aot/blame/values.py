@@ -331,10 +331,9 @@ class _Walk:
         if parameter is None:
             return
         value.gradient_of = parameter.argument
-        theirs = parameter.dims
-        if value.shape != parameter.shape and len(set(value.shape)) == len(value.shape):
-            theirs = tuple(theirs[parameter.shape.index(n)] for n in value.shape)
-        if value.shape == parameter.shape or len(set(value.shape)) == len(value.shape):
+        # Where two dimensions have the same size, their order is not known.
+        if len(set(value.shape)) == len(value.shape):
+            theirs = [parameter.dims[parameter.shape.index(n)] for n in value.shape]
             pairs = zip(value.dims, theirs, strict=True)
             value.dims = tuple(better(mine, other) for mine, other in pairs)
 
