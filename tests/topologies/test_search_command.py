@@ -33,7 +33,9 @@ def _own_process(monkeypatch):
 @needs_libtpu
 def test_a_search_prints_its_winner_and_writes_it(capsys, monkeypatch, tmp_path):
     """A batch of 16 on 4 devices has no 8 microbatches; the candidate that is left is compiled."""
-    outcome = Outcome(fits=True, peak=2**30, seconds=0.5, low=0.4, high=0.6, compile_seconds=3)
+    outcome = Outcome(
+        fits=True, peak=2**30, seconds=500.0, low=400.0, high=600.0, compile_seconds=3
+    )
     layouts = [Layout('fsdp')]
     choices = Choices(
         layouts=layouts, num_microbatches=(1, 8), remats=('full',), output_chunks=(None,)
@@ -43,7 +45,7 @@ def test_a_search_prints_its_winner_and_writes_it(capsys, monkeypatch, tmp_path)
     out = tmp_path / 'out'
     assert main([*ARGUMENTS, '--topology=v5e:2x2', f'--out={out}']) == 0
     printed, progress = capsys.readouterr()
-    assert 'fsdp, remat full' in printed and '0.500 s' in printed and '1.00 GiB' in printed
+    assert 'fsdp, remat full' in printed and '500.000 s' in printed and '1.00 GiB' in printed
     assert 'within 0.0% of the best possible in this space' in printed
     assert f'winner: {out}/best.gin' in printed
     assert 'compiling 1 of at most 8: fsdp, remat full' in progress
