@@ -32,7 +32,7 @@ def run(monkeypatch, capsys):
     def start(peak, *flags):
         memory = dataclasses.replace(make_forecast().memory, peak=peak)
         made = make_forecast(memory=memory)
-        monkeypatch.setattr(command, '_forecast_all', lambda machines, options: [made])
+        monkeypatch.setattr(command, '_forecast_all', lambda machines, options: ([made], []))
         arguments = ['forecast', 'pretrain', 'configs/models/8b.gin', '--topology=v5p:4x4x4']
         gin.clear_config()
         status = main([*arguments, *flags])
