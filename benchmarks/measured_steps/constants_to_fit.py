@@ -30,7 +30,7 @@ _TPU = ChipConstants(
     hidden_share=0.5,
     hidden_network_share=0.7,
     host_bandwidth=15e9,
-    step_overhead=0.02,
+    host_delay=0.02,
     exchange_latency=10e-6,
     hop_latency=1e-6,
     slice_delay=0.025,
@@ -46,7 +46,7 @@ _GPU = dataclasses.replace(
     hidden_share=0.6,
     hidden_network_share=0.0,
     host_bandwidth=50e9,
-    step_overhead=0.01,
+    host_delay=0.01,
     slice_delay=0.005,
 )
 _WIDE = dataclasses.replace(
@@ -65,7 +65,7 @@ FREE = (
     Free('memory_efficiency', 0.5, TPUS),
     Free('hidden_share', 0.5, TPUS),
     Free('hidden_network_share', 0.8, TPUS),
-    Free('step_overhead', 0.8, TPUS),
+    Free('host_delay', 0.8, TPUS),
     Free('slice_delay', 0.6, TPUS),
     *(
         Free(name, spread, (chip,))
@@ -82,7 +82,7 @@ FREE = (
     Free('memory_efficiency', 0.5, GPUS),
     Free('hidden_share', 0.5, GPUS),
     Free('network_efficiency', 0.4, GPUS),
-    Free('step_overhead', 0.5, GPUS),
+    Free('host_delay', 0.5, GPUS),
     Free('slice_delay', 0.5, GPUS),
 )
 # What the estimates of the compiler are multiplied by, for which few programs were compiled.

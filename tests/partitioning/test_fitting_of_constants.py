@@ -19,10 +19,10 @@ from partitioning.aot.timing.loads import ExchangeLoad, Loads
 from partitioning.hardware import CHIPS
 
 TRUE = dataclasses.replace(
-    USUAL['v5e'], matmul_efficiency=0.8, hidden_share=0.75, step_overhead=0.05
+    USUAL['v5e'], matmul_efficiency=0.8, hidden_share=0.75, host_delay=0.05
 )
 FREE_OF_V5E = [
-    Free(name, 1.0, ('v5e',)) for name in ('matmul_efficiency', 'hidden_share', 'step_overhead')
+    Free(name, 1.0, ('v5e',)) for name in ('matmul_efficiency', 'hidden_share', 'host_delay')
 ]
 
 
@@ -40,6 +40,7 @@ def a_case(number, products, exchange, *, seconds=None, software=''):
         exchanges=(gather,),
         host_bytes=0.0,
         num_granules=1,
+        num_processes=2,
     )
     # The rate of products, what is not hidden of the exchange at 90% of the links, the overhead.
     true = products / 0.8 + exchange / 0.9 * 0.25 + 0.05
@@ -77,7 +78,7 @@ def test_the_fit_finds_the_constants_of_synthetic_steps():
     constants = found.constants['v5e']
     assert constants.matmul_efficiency == pytest.approx(0.8, rel=0.02)
     assert 1 - constants.hidden_share == pytest.approx(0.25, rel=0.05)
-    assert constants.step_overhead == pytest.approx(0.05, rel=0.1)
+    assert constants.host_delay == pytest.approx(0.05, rel=0.1)
     assert constants.kernel_efficiency == USUAL['v5e'].kernel_efficiency, 'it is not free'
     for case in CASES:
         assert found.predict(case) == pytest.approx(case.seconds, rel=0.02)

@@ -129,9 +129,12 @@ def test_network_between_gpu_hosts():
     assert seconds_of(across, machine, network_bandwidth=50e9) == pytest.approx(8e9 / 50e9)
 
 
-def test_a_step_without_work_is_its_overhead():
-    step = estimate_step_time(NOTHING, pod())
-    assert step.seconds == pytest.approx(constants_of(CHIPS['v5e']).step_overhead)
+def test_a_step_without_work_waits_for_the_hosts():
+    """A pod of 256 chips has 64 hosts of 4 chips: 6 doublings. One host waits for nobody."""
+    delay = constants_of(CHIPS['v5e']).host_delay
+    assert estimate_step_time(NOTHING, pod()).seconds == pytest.approx(6 * delay)
+    alone = mesh_of(tpu_slices(1, (2, 2, 1), 'TPU v5 lite'), data=4)
+    assert estimate_step_time(NOTHING, alone).seconds == 0
 
 
 def test_every_exchange_has_a_latency_for_its_start_and_its_longest_way():
@@ -140,13 +143,13 @@ def test_every_exchange_has_a_latency_for_its_start_and_its_longest_way():
     gathers = dataclasses.replace(GATHER, wire_bytes=0.0, count=17)
     step = estimate_step_time(dataclasses.replace(NOTHING, collectives=(gathers,)), pod())
     latency = 17 * (constants.exchange_latency + 8 * constants.hop_latency)
-    assert step.seconds == pytest.approx(constants.step_overhead + latency)
+    assert step.seconds == pytest.approx(6 * constants.host_delay + latency)
 
 
 def test_constants_apply_to_the_parts_they_are_for():
     """Half of the peak rate doubles the time of products; a hidden exchange takes none."""
     given = dataclasses.replace(
-        constants_of(CHIPS['v5e']), matmul_efficiency=0.5, hidden_share=1.0, step_overhead=0.25
+        constants_of(CHIPS['v5e']), matmul_efficiency=0.5, hidden_share=1.0, host_delay=0.25 / 6
     )
     work = dataclasses.replace(NOTHING, matmul_flops=197e12, collectives=(GATHER,))
     step = estimate_step_time(work, pod(), given)
@@ -163,13 +166,14 @@ def test_constants_apply_to_the_parts_they_are_for():
 def test_slices_wait_for_the_slowest():
     """The same work on 1, 2 and 4 slices: the step grows by a share per doubling."""
     work = dataclasses.replace(NOTHING, matmul_flops=1e16)
+    given = dataclasses.replace(constants_of(CHIPS['v5e']), host_delay=0.0)
     seconds = [
         estimate_step_time(
-            work, mesh_of(tpu_slices(n, (4, 4, 1), 'TPU v5 lite'), data=16 * n)
+            work, mesh_of(tpu_slices(n, (4, 4, 1), 'TPU v5 lite'), data=16 * n), given
         ).seconds
         for n in (1, 2, 4)
     ]
-    delay = constants_of(CHIPS['v5e']).slice_delay
+    delay = given.slice_delay
     assert seconds[1] / seconds[0] == pytest.approx(1 + delay)
     assert seconds[2] / seconds[0] == pytest.approx(1 + 2 * delay)
 
@@ -181,7 +185,7 @@ def test_copies_to_the_host_hide_behind_computation():
     fits = dataclasses.replace(computing, host_bytes=0.9 * constants.host_bandwidth)
     longer = dataclasses.replace(computing, host_bytes=3 * constants.host_bandwidth)
     alone = estimate_step_time(computing, pod()).seconds
-    assert alone == pytest.approx(1 + constants.step_overhead)
+    assert alone == pytest.approx(1 + 6 * constants.host_delay)
     assert estimate_step_time(fits, pod()).seconds == pytest.approx(alone)
     assert estimate_step_time(longer, pod()).seconds == pytest.approx(alone + 2)
 

@@ -15,7 +15,7 @@ from partitioning.hardware import Chip
 FITTED = Path(__file__).with_name('fitted_constants.json')
 _UNITS = {
     'host_bandwidth': 'bytes/s',
-    'step_overhead': 's',
+    'host_delay': 's',
     'exchange_latency': 's',
     'hop_latency': 's',
 }
@@ -35,11 +35,12 @@ class ChipConstants:
       hidden_share: the share of the exchanges over fast links that computation hides.
       hidden_network_share: the same for exchanges between slices or hosts.
       host_bandwidth: the bandwidth between a chip and the memory of its host.
-      step_overhead: what a step takes in addition.
+      host_delay: what a step takes in addition each time that the number of hosts doubles, because
+        all wait for the slowest.
       exchange_latency: what the start of each exchange takes in addition.
       hop_latency: what each link on its way takes in addition.
-      slice_delay: the share by which a step grows when the number of slices or hosts doubles,
-        because all wait for the slowest.
+      slice_delay: the share by which a step grows each time that the number of slices or NVLink
+        domains doubles.
       error: the relative error on measured steps that nine in ten forecasts stay below.
     """
 
@@ -52,7 +53,7 @@ class ChipConstants:
     hidden_share: float
     hidden_network_share: float
     host_bandwidth: float
-    step_overhead: float
+    host_delay: float
     exchange_latency: float
     hop_latency: float
     slice_delay: float

@@ -93,6 +93,7 @@ class Machine:
       granules: the number of the TPU slice or NVLink domain of each device, of the mesh's shape.
       bounds: the chips of a slice along x, y and z.
       wrap: for each of x, y and z, whether links close a slice to a ring.
+      num_processes: the number of hosts.
       network_bandwidth: a chip's share of the network between granules in bytes/s, or None if it is
         not known.
     """
@@ -103,6 +104,7 @@ class Machine:
     granules: np.ndarray
     bounds: tuple[int, ...]
     wrap: tuple[bool, ...]
+    num_processes: int
     network_bandwidth: float | None
 
     @property
@@ -158,6 +160,7 @@ def describe_machine(
       mesh: the mesh, of real or described devices.
       wrap: for each of x, y and z, whether links close a TPU slice to a ring; by default as slices
         of these TPUs do.
+      num_processes: the number of hosts.
       network_bandwidth: a chip's share of the network between slices or hosts in bytes/s; by
         default, what is published of the chip.
     """
@@ -183,5 +186,6 @@ def describe_machine(
         granules=np.array([number[d.id] for d in devices]).reshape(shape),
         bounds=bounds,
         wrap=closed,
+        num_processes=len({d.process_index for d in devices}),
         network_bandwidth=network_bandwidth or chip.dcn_bandwidth,
     )

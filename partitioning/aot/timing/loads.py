@@ -45,6 +45,7 @@ class Loads:
       exchanges: the exchanges with other devices.
       host_bytes: the bytes that are copied to and from the memory of the host.
       num_granules: the number of TPU slices or NVLink domains.
+      num_processes: the number of hosts.
     """
 
     chip: str
@@ -57,6 +58,7 @@ class Loads:
     exchanges: tuple[ExchangeLoad, ...]
     host_bytes: float
     num_granules: int
+    num_processes: int
 
 
 def find_loads(work: Work, machine: Machine) -> Loads:
@@ -74,6 +76,7 @@ def find_loads(work: Work, machine: Machine) -> Loads:
         exchanges=_group_exchanges(work, machine),
         host_bytes=work.host_bytes,
         num_granules=machine.num_granules,
+        num_processes=machine.num_processes,
     )
 
 

@@ -51,7 +51,7 @@ def add_up(loads: Loads, constants: ChipConstants) -> list[TimePart]:
     parts += _moving(loads, computing, constants)
     starts = sum(exchange.count for exchange in loads.exchanges) * constants.exchange_latency
     ways = sum(exchange.hops for exchange in loads.exchanges) * constants.hop_latency
-    overhead = constants.step_overhead + starts + ways
+    overhead = constants.host_delay * math.log2(loads.num_processes) + starts + ways
     parts.append(TimePart(name='fixed overheads', seconds=overhead, exposed=overhead))
     busy = math.fsum(part.exposed for part in parts)
     waiting = busy * constants.slice_delay * math.log2(loads.num_granules)
