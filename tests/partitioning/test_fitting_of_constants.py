@@ -18,9 +18,7 @@ from benchmarks.measured_steps.scoring import (
 from partitioning.aot.timing.loads import ExchangeLoad, Loads
 from partitioning.hardware import CHIPS
 
-TRUE = dataclasses.replace(
-    USUAL['v5e'], matmul_efficiency=0.8, hidden_share=0.75, host_delay=0.05
-)
+TRUE = dataclasses.replace(USUAL['v5e'], matmul_efficiency=0.8, hidden_share=0.75, host_delay=0.05)
 FREE_OF_V5E = [
     Free(name, 1.0, ('v5e',)) for name in ('matmul_efficiency', 'hidden_share', 'host_delay')
 ]
