@@ -20,7 +20,8 @@ from partitioning.aot.blame.reasons import explain_exchange, what_is
 from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_graph import ValueGraph
 from partitioning.aot.blame.value_matching import Matcher
-from partitioning.aot.blame.values import TracedValues, trace_values
+from partitioning.aot.blame.tracing import trace_values
+from partitioning.aot.blame.values import TracedValues
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.costs import ProgramCosts
 from partitioning.aot.compiled.hlo_text import HloProgram, parse_hlo

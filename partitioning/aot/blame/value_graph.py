@@ -24,7 +24,8 @@ class ValueGraph:
         self._users: dict[int, list[Value]] = collections.defaultdict(list)
         for value in traced.values:
             for operand in value.operands:
-                self._users[id(operand)].append(value)
+                for one in _with_origins(operand):
+                    self._users[id(one)].append(value)
         self._forward: dict[tuple[Any, ...], Value] = {}
         for value in traced.values:
             if not value.backward:
@@ -33,6 +34,18 @@ class ValueGraph:
     def users(self, value: Value) -> Sequence[Value]:
         """The values that are computed from a value."""
         return self._users.get(id(value), ())
+
+    def near(self, value: Value) -> Iterator[Value]:
+        """Values that have the data of a value, before or after it, the near ones first."""
+        pending, seen = [value], {id(value)}
+        while pending and len(seen) < 32 * _STEPS:
+            current = pending.pop(0)
+            yield current
+            makers = [o for one in current.operands for o in _with_origins(one)]
+            for other in (*self.users(current), *makers):
+                if id(other) not in seen and other.primitive and len(other.shape) > 1:
+                    seen.add(id(other))
+                    pending.append(other)
 
     def forward_twin(self, value: Value) -> Value | None:
         """The value of the forward pass of which a value is the gradient, by line and shape."""
@@ -62,6 +75,18 @@ class ValueGraph:
                 if id(user) not in seen and (moved or user.shape == value.shape):
                     seen.add(id(user))
                     pending.append(user)
+
+
+def _with_origins(value: Value) -> Iterator[Value]:
+    """The value, and the values outside of loops and functions that it is a copy of."""
+    pending, seen = [value], {id(value)}
+    while pending:
+        current = pending.pop()
+        yield current
+        for one in current.copied_from:
+            if id(one) not in seen:
+                seen.add(id(one))
+                pending.append(one)
 
 
 def lacks(constraint: Value, axes: Axes) -> bool:

@@ -1,21 +1,13 @@
-"""The values of a traced function: what each is, its dimensions, and the line that makes it.
-
-Names travel with the dimensions of the arguments through the operations of a jaxpr, so that an
-activation, too, has logical axes.
-"""
+"""The values of a traced function: what each is, its dimensions, and the line that makes it."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from partitioning.aot.blame.linked_dimensions import LinkedDimensions, link_operands
-from partitioning.aot.blame.moved_dimensions import Dim, Dims, better, contracted_dims, result_dims
-from partitioning.aot.blame.user_lines import stack_of_traceback
-from partitioning.plan.rows import PlanRow
-from partitioning.rules import sharding_axes
+from partitioning.aot.blame.linked_dimensions import LinkedDimensions
+from partitioning.aot.blame.moved_dimensions import Dims
 
 # Operations that change neither what an array is nor, apart from the dtype, its elements.
 MOVES = frozenset(
@@ -41,30 +33,6 @@ MOVES = frozenset(
         'name',
     ]
 )
-# Operations on several arrays of one shape, element by element.
-_ARITHMETIC = frozenset(
-    [
-        'add',
-        'add_any',
-        'sub',
-        'mul',
-        'div',
-        'max',
-        'min',
-        'select_n',
-        'pow',
-        'square',
-        'sqrt',
-        'neg',
-        'integer_pow',
-        'abs',
-        'sign',
-        'rsqrt',
-        'clamp',
-    ]
-)
-
-
 @dataclasses.dataclass(eq=False)
 class Value:
     """A value of a traced function.
@@ -85,6 +53,8 @@ class Value:
       layout: the mesh axes of each dimension, if a constraint fixes them.
       local: whether its shape is that of one shard, inside of a shard_map.
       loop: for what a loop stacks, the 'file:line' of the loop and of its callers.
+      copied_from: the values that it is inside of a loop or of a function: the carry of a loop is
+        what is given and what an iteration results in.
     """
 
     shape: tuple[int, ...]
@@ -102,6 +72,7 @@ class Value:
     layout: tuple[tuple[str, ...], ...] | None = None
     local: bool = False
     loop: tuple[str, ...] = ()
+    copied_from: tuple[Value, ...] = ()
 
     @property
     def size(self) -> int:
@@ -127,326 +98,3 @@ class TracedValues(NamedTuple):
     values: tuple[Value, ...]
     results: tuple[Value, ...]
     links: LinkedDimensions
-
-
-def trace_values(
-    jaxpr: Any, rows: Sequence[PlanRow | None], names_of: Mapping[Any, str]
-) -> TracedValues:
-    """Finds the values of a traced function.
-
-    Args:
-      jaxpr: its ClosedJaxpr.
-      rows: the layout of each argument, or None where it is not known.
-      names_of: the logical axis of dimensions that have mesh axes and no name, by these axes.
-    """
-    arguments = [
-        _argument(variable.aval, row, names_of)
-        for variable, row in zip(
-            jaxpr.jaxpr.invars, [*rows, *[None] * len(jaxpr.jaxpr.invars)], strict=False
-        )
-    ]
-    walk = _Walk(names_of)
-    results = walk.run(jaxpr.jaxpr, arguments, frozenset(), backward=False)
-    return TracedValues(tuple(arguments), tuple(walk.values), tuple(results), walk.links)
-
-
-def _argument(aval: Any, row: PlanRow | None, names_of: Mapping[Any, str]) -> Value:
-    shape = tuple(getattr(aval, 'shape', ()))
-    dims: Dims = (None,) * len(shape)
-    if row is not None and len(row.dimensions) == len(shape):
-        dims = tuple(
-            Dim(
-                d.name if isinstance(d.name, str) else _name_of(d.mesh_axes, row, names_of),
-                sharding_axes(d.mesh_axes),
-                row.path,
-                number,
-            )
-            for number, d in enumerate(row.dimensions)
-        )
-    return Value(shape, str(getattr(aval, 'dtype', '')), dims, argument=row.path if row else '')
-
-
-def _name_of(axes: Any, row: PlanRow, names_of: Mapping[Any, str]) -> str | None:
-    """The name of a dimension of the batch, which has mesh axes only."""
-    return names_of.get(sharding_axes(axes)) if row.role == 'other' else None
-
-
-class _Walk:
-    """Goes through a jaxpr in the order of its operations."""
-
-    def __init__(self, names_of: Mapping[Any, str]):
-        self.values: list[Value] = []
-        self._names_of = names_of
-        self.links = LinkedDimensions()
-        # The arguments that forward operations take, by stack and by sizes of the dimensions.
-        self._taken: dict[tuple[Any, ...], list[Value]] = {}
-
-    def run(
-        self,
-        jaxpr: Any,
-        arguments: Sequence[Value],
-        scope: frozenset[str],
-        *,
-        backward: bool,
-        caller: tuple[str, ...] = (),
-    ) -> list[Value]:
-        """Returns the results of a jaxpr, and keeps the values of all its operations."""
-        known: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
-
-        def read(atom: Any) -> Value:
-            if hasattr(atom, 'val') or atom not in known:  # a literal or a constant
-                shape = _shape_of(atom)
-                return Value(shape, str(getattr(atom.aval, 'dtype', '')), (None,) * len(shape))
-            return known[atom]
-
-        for equation in jaxpr.eqns:
-            operands = [read(atom) for atom in equation.invars]
-            stack = str(equation.source_info.name_stack)
-            inside = scope | words_of(stack)
-            is_backward = backward or 'transpose(' in stack
-            line = stack_of_traceback(equation.source_info.traceback) or caller
-            if not is_backward:
-                link_operands(self.links, equation, operands)
-            results = self._apply(equation, operands, inside, is_backward, line)
-            known.update(zip(equation.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _apply(
-        self,
-        equation: Any,
-        operands: list[Value],
-        scope: frozenset[str],
-        backward: bool,
-        stack: tuple[str, ...],
-    ) -> list[Value]:
-        name, params = equation.primitive.name, equation.params
-        if name == 'scan':
-            return self._scan(equation, operands, scope, backward, stack)
-        for body, given, stays in _inner(equation, operands):
-            words, first = scope | {str(params.get('name', ''))}, len(self.values)
-            results = self.run(body, given, words, backward=backward, caller=stack)
-            if name == 'shard_map':
-                for value in self.values[first:]:
-                    value.local = True
-            if stays:
-                pairs = zip(results, equation.outvars, strict=True)
-                return [_of_shape(r, _shape_of(v)) for r, v in pairs]
-        results = []
-        for variable in equation.outvars:
-            shape = _shape_of(variable)
-            value = Value(
-                shape,
-                str(getattr(variable.aval, 'dtype', '')),
-                result_dims(equation, operands, shape),
-                primitive=name,
-                stack=stack,
-                scope=scope,
-                backward=backward,
-                operands=tuple(operands),
-                contracted=contracted_dims(equation, operands),
-            )
-            self._inherit(value, equation)
-            results.append(value)
-        self.values += results
-        return results
-
-    def _scan(
-        self,
-        equation: Any,
-        operands: list[Value],
-        scope: frozenset[str],
-        backward: bool,
-        stack: tuple[str, ...],
-    ) -> list[Value]:
-        inner = equation.params['jaxpr']
-        body = getattr(inner, 'jaxpr', inner)
-        # What is scanned or stacked has one dimension more outside than inside.
-        num_scanned = _num_of_other_rank(equation.invars, body.invars)
-        num_carry = len(body.outvars) - _num_of_other_rank(equation.outvars, body.outvars)
-        num_consts = len(operands) - num_carry - num_scanned
-        scanned = [_first_of(x) for x in operands[num_consts + num_carry :]]
-        carry = operands[num_consts : num_consts + num_carry]
-        leading = next((x.dims[0] for x in operands[num_consts + num_carry :] if x.dims), None)
-        kept = len(self.values)
-        for _ in range(2):  # what the body learns about its carry holds for its next iteration
-            del self.values[kept:]
-            inside = [*operands[:num_consts], *carry, *scanned]
-            results = self.run(body, inside, scope, backward=backward, caller=stack)
-            carry = [_merge(a, b) for a, b in zip(carry, results, strict=False)]
-        stacked = [
-            dataclasses.replace(
-                value,
-                shape=tuple(variable.aval.shape),
-                dims=(leading, *value.dims),
-                layout=None if value.layout is None else ((), *value.layout),
-                operands=(value,),
-                primitive='scan',
-                stack=value.stack or stack,
-                backward=backward,
-                loop=stack,
-            )
-            for value, variable in zip(
-                results[num_carry:], equation.outvars[num_carry:], strict=True
-            )
-        ]
-        self.values += stacked
-        return [*results[:num_carry], *stacked]
-
-    def _inherit(self, value: Value, equation: Any) -> None:
-        """Notes what a value is, from what its operands are, and its layout if that is fixed."""
-        first, name = (value.operands or (None,))[0], value.primitive
-        if first is not None and name in MOVES:
-            value.argument, value.gradient_of = first.argument, first.gradient_of
-            value.update_of = first.update_of
-        elif name in _ARITHMETIC:
-            equal = [x for x in value.operands if x.size == value.size]
-            kept = [x.gradient_of or x.update_of or x.argument for x in equal]
-            changed = next((x.gradient_of or x.update_of for x in equal), '')
-            if kept and not changed and not value.backward and value.shape and all(kept):
-                changed = kept[0]
-            if name == 'add_any' and value.backward:
-                value.gradient_of = changed
-            else:
-                value.update_of = changed
-        if not value.backward:
-            for operand in value.operands:
-                if operand.argument:
-                    key = value.stack, tuple(sorted(operand.shape))
-                    self._taken.setdefault(key, []).append(operand)
-        elif not value.gradient_of and name not in (*MOVES, 'broadcast_in_dim', 'select_n'):
-            self._adopt(value)
-        if name in ('sharding_constraint', 'reshard'):
-            sharding = equation.params.get('sharding', equation.params.get('dst_sharding'))
-            spec = getattr(sharding, 'spec', None)
-            if spec is not None:
-                entries = [*spec, *[None] * (len(value.shape) - len(spec))]
-                value.layout = tuple(sharding_axes(entry) for entry in entries)
-                if not value.backward:
-                    self.links.constrain(value.dims, value.layout)
-                value.dims = self._named(value.dims, value.layout)
-
-    def _adopt(self, value: Value) -> None:
-        """Notes of which parameter a value is the gradient, if it is one."""
-        parameter = self._find_parameter(value)
-        if parameter is None:
-            return
-        value.gradient_of = parameter.argument
-        # Where two dimensions have the same size, their order is not known.
-        if len(set(value.shape)) == len(value.shape):
-            theirs = [parameter.dims[parameter.shape.index(n)] for n in value.shape]
-            pairs = zip(value.dims, theirs, strict=True)
-            value.dims = tuple(better(mine, other) for mine, other in pairs)
-
-    def _find_parameter(self, value: Value) -> Value | None:
-        """The parameter that a value of a backward pass is the gradient of.
-
-        The backward operation of a line has the stack of the forward one, and the gradient of a
-        parameter has its shape, up to the order of dimensions.
-        """
-        found = self._taken.get((value.stack, tuple(sorted(value.shape))), ())
-        near = [x for x in found if value.scope >= x.scope] or found
-        return near[0] if near else None
-
-    def _named(self, dims: Dims, layout: Sequence[tuple[str, ...]]) -> Dims:
-        """Names dimensions that a constraint shards and that have no name yet."""
-        used = {d.name for d in dims if d}
-        named = []
-        for dim, axes in zip(dims, layout, strict=True):
-            name = self._names_of.get(axes)
-            if axes and (dim is None or dim.name is None) and name not in used:
-                dim = Dim(name, axes, dim.argument if dim else '', dim.number if dim else 0)
-            named.append(dim)
-        return tuple(named)
-
-
-# Operations that run one jaxpr on their last operands.
-_CALLS = frozenset(
-    [
-        'jit',
-        'pjit',
-        'closed_call',
-        'core_call',
-        'call',
-        'checkpoint',
-        'remat',
-        'remat2',
-        'custom_jvp_call',
-        'custom_vjp_call',
-        'custom_vjp_call_jaxpr',
-        'custom_lin',
-        'named_call',
-        'shard_map',
-        'eval_jaxpr',
-        'hijax_call',
-    ]
-)
-
-
-def _inner(equation: Any, operands: list[Value]) -> Iterator[tuple[Any, list[Value], bool]]:
-    """Yields the jaxprs that an operation runs, their arguments, and whether it returns theirs."""
-    name, params = equation.primitive.name, equation.params
-    if name == 'while':
-        inner = params['body_jaxpr']
-        body = getattr(inner, 'jaxpr', inner)
-        yield body, operands[len(operands) - len(body.invars) :], True
-    elif name == 'cond':
-        for number, branch in enumerate(params['branches']):
-            body = getattr(branch, 'jaxpr', branch)
-            yield body, operands[1:], number == len(params['branches']) - 1
-    elif name in _CALLS and (inner := next(bodies_of(params), None)) is not None:
-        body = getattr(inner, 'jaxpr', inner)
-        given = operands[len(operands) - len(body.invars) :]
-        if len(given) == len(body.invars) and len(body.outvars) == len(equation.outvars):
-            # Inside of a shard_map, shapes are those of one shard.
-            pairs = zip(given, body.invars, strict=True)
-            yield body, [_of_shape(g, _shape_of(v)) for g, v in pairs], True
-
-
-def _of_shape(value: Value, shape: tuple[int, ...]) -> Value:
-    return value if value.shape == shape else dataclasses.replace(value, shape=shape)
-
-
-def _shape_of(variable: Any) -> tuple[int, ...]:
-    return tuple(getattr(variable.aval, 'shape', ()))
-
-
-def bodies_of(params: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the jaxprs among the parameters of an equation."""
-    for value in params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(one, 'eqns'):
-                yield one
-
-
-def words_of(path: str) -> frozenset[str]:
-    """The words of the path of an operation, without those of transformations."""
-    text = path
-    for bracket in '()/:':
-        text = text.replace(bracket, ' ')
-    return frozenset(text.split()) - {'jvp', 'transpose', 'vmap', 'jit'}
-
-
-def _num_of_other_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    pairs = zip(outside, inside, strict=True)
-    return sum(len(_shape_of(o)) != len(_shape_of(i)) for o, i in pairs)
-
-
-def _first_of(value: Value) -> Value:
-    """One element along the first dimension."""
-    return dataclasses.replace(
-        value,
-        shape=value.shape[1:],
-        dims=value.dims[1:],
-        layout=None if value.layout is None else value.layout[1:],
-    )
-
-
-def _merge(before: Value, after: Value) -> Value:
-    """A carry of a loop, with what is known before and after an iteration."""
-    dims = tuple(a or b for a, b in zip(before.dims, after.dims, strict=True))
-    return dataclasses.replace(
-        before,
-        dims=dims,
-        argument=before.argument if before.argument == after.argument else '',
-        gradient_of=after.gradient_of or before.gradient_of,
-    )
