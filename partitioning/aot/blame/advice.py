@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from partitioning.aot.blame.changes import Change, ConstraintChange, LayoutChange, RuleChange
@@ -9,7 +10,7 @@ from partitioning.aot.blame.evidence import Evidence
 from partitioning.aot.blame.known_layouts import Axes, KnownLayouts
 from partitioning.aot.blame.linked_dimensions import LinkedDimensions
 from partitioning.aot.blame.user_lines import user_line
-from partitioning.aot.blame.value_graph import ValueGraph
+from partitioning.aot.blame.value_graph import ValueGraph, lacks
 from partitioning.aot.blame.values import Value
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import sharding_axes
@@ -57,7 +58,50 @@ class Advisor:
         odd = [name for name in names if self.layouts.is_unusual(name)]
         # A name with the wrong axes comes before one without any.
         odd.sort(key=lambda name: not self.layouts.axes_of(name))
-        return list(dict.fromkeys(self.layouts.to_standard(name) for name in odd))
+        changes = [self.layouts.to_standard(name) for name in odd]
+        # What the standard rules leave whole is on axes of the batch in fully sharded training.
+        changes += [
+            self.layouts.change({name: self.layouts.batch_axes})
+            for name in odd
+            if not self.layouts.standard[name] and name not in _RARELY
+        ]
+        return list(dict.fromkeys(changes))
+
+    def odd_layouts(self, *values: Value | None) -> list[LayoutChange]:
+        """Changes of arguments around some values whose layout does not fit their uses.
+
+        These are batches whose rows the constraints shard over other mesh axes, and parameters some
+        of whose logical axes have changed places.
+        """
+        paths: dict[str, None] = {}
+        for value in values:
+            if value is not None:
+                dims = (*value.dims, *value.contracted)
+                paths.update(dict.fromkeys((value.argument, value.gradient_of, value.update_of)))
+                paths.update(dict.fromkeys(d.argument for d in dims if d is not None))
+        rows = [self.layouts.rows[path] for path in paths if path in self.layouts.rows]
+        found: list[LayoutChange] = []
+        for row in rows:
+            if row.role == 'other' and not any(row.logical_axes):
+                wanted = self.links.axes_of(row.path, len(row.shape))[:1]
+                now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
+                if wanted and wanted[0] and now[0] != wanted[0]:
+                    found.append(LayoutChange(path=row.path, layout=(*wanted, *now[1:])))
+            elif row.role == 'parameters':
+                found += self._with_names_in_place(row)
+        return found
+
+    def _with_names_in_place(self, row: PlanRow) -> Iterator[LayoutChange]:
+        """The change of a parameter whose names stand at the dimensions of other names."""
+        names = [n if isinstance(n, str) else None for n in row.logical_axes]
+        others = self.links.names_of(row.path, len(row.shape))
+        for number, (mine, theirs) in enumerate(zip(names, others, strict=True)):
+            if mine and theirs and mine != theirs and theirs in names:
+                names[names.index(theirs)], names[number] = mine, theirs
+                resolved = self.layouts.resolve(names, row.shape)
+                layout = tuple(sharding_axes(d.mesh_axes) for d in resolved)
+                yield LayoutChange(path=row.path, layout=layout, names=tuple(names))
+                return
 
     def unused_by(self, row: PlanRow | None) -> Axes:
         """The mesh axes over which an argument is not sharded."""
@@ -98,7 +142,7 @@ class Advisor:
             for name, size, d in zip(names, row.shape, row.dimensions, strict=True)
             if not sharding_axes(d.mesh_axes) and size % layouts.sizes[axis] == 0
         ]
-        if not any(isinstance(name, str) for name in names):
+        if _is_nameless(row):
             yield from self._shard_nameless(row, axis)
             return
         usual = [n for n, _ in free if n and axis in layouts.standard.get(n, ())]
@@ -119,20 +163,31 @@ class Advisor:
         """Layouts for an array without names: as its uses are laid out, or by its dimensions."""
         layouts = self.layouts
         now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
-        yield from self.like_its_uses(row)
+        used = [change.layout for change in self.like_its_uses(row)]
+        yield from (LayoutChange(path=row.path, layout=u) for u in used if axis in sum(u, ()))
         # The first dimension of three or more is that of layers, which are scanned over.
         order = range(len(row.shape) - 1, 0 if len(row.shape) > 2 else -1, -1)
-        for number in sorted(order, key=lambda d: -row.shape[d]):
-            if layouts.divides((axis,), row.shape[number]) and not now[number]:
-                new = tuple((axis,) if d == number else axes for d, axes in enumerate(now))
-                yield LayoutChange(path=row.path, layout=new)
+        for base in dict.fromkeys([*used, now]):
+            for number in sorted(order, key=lambda d: -row.shape[d]):
+                fits = layouts.divides((axis,), row.shape[number])
+                if fits and not base[number] and axis not in sum(base, ()):
+                    new = tuple((axis,) if d == number else axes for d, axes in enumerate(base))
+                    yield LayoutChange(path=row.path, layout=new)
 
-    def like_its_uses(self, row: PlanRow) -> Iterator[Change]:
+    def like_its_uses(self, row: PlanRow) -> Iterator[LayoutChange]:
         """The layout of an argument that fits the constraints on what is computed from it."""
         now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
         found = self.links.axes_of(row.path, len(row.shape))
         merged = list(found)
         taken = {a for axes in found for a in axes}
+        if _is_nameless(row):
+            names = self.links.names_of(row.path, len(row.shape))
+            resolved = self.layouts.resolve(names, row.shape)
+            for number, dimension in enumerate(resolved):
+                axes = sharding_axes(dimension.mesh_axes)
+                if axes and not merged[number] and not taken & set(axes):
+                    merged[number] = axes
+                    taken |= set(axes)
         for axes in now:
             # Axes of the batch shard another dimension, if theirs is taken.
             if axes and set(axes) <= set(self.layouts.batch_axes) and not taken & set(axes):
@@ -147,7 +202,7 @@ class Advisor:
                 if place is not None:
                     merged[place] = axes
                     taken |= set(axes)
-        if all(set(f) <= set(n) for f, n in zip(found, now, strict=True)):
+        if all(set(f) <= set(n) for f, n in zip(merged, now, strict=True)):
             return
         for layout in (tuple(merged), found):
             fits = all(self.layouts.divides(a, n) for a, n in zip(layout, row.shape, strict=True))
@@ -157,7 +212,7 @@ class Advisor:
     def other_layouts(self, path: str) -> list[Change]:
         """Other layouts of an argument without names, one of whose dimensions is gathered."""
         row = self.layouts.rows.get(path)
-        if row is None or any(isinstance(n, str) for n in row.logical_axes):
+        if row is None or not _is_nameless(row):
             return []
         found = list(self.like_its_uses(row))
         now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
@@ -227,15 +282,42 @@ class Advisor:
         return found
 
     def replace_constraints(
-        self, constraints: Sequence[Value], value: Value
+        self, constraints: Sequence[Value], value: Value, kept: tuple[Axes, ...] = ()
     ) -> list[ConstraintChange]:
-        """Constraints by the names of the arrays, in place of constraints that say otherwise."""
+        """Constraints by the names of the arrays, in place of constraints that say otherwise.
+
+        Args:
+          constraints: the constraints.
+          value: the value that has names where a constraint has none.
+          kept: the layout that the value has before the exchange, which a constraint may keep.
+        """
         found = []
         for constraint in constraints:
             dims = constraint.dims if any(constraint.dims) else value.dims
             wanted = self.layouts.wanted(dims, constraint.shape)
             found.append(constraint_of(constraint, wanted, replaces=True))
+            other = kept not in (wanted, constraint.layout)
+            if any(kept) and other and constraint.shape == value.shape:
+                nameless = dataclasses.replace(constraint, dims=(None,) * len(constraint.shape))
+                found.append(constraint_of(nameless, kept, replaces=True))
         return found
+
+    def misplaced_constraints(self, value: Value, axes: Axes) -> list[Value]:
+        """The nearest constraint that does not shard a dimension over mesh axes as its name says.
+
+        One that shards nothing over them comes before one that shards another dimension.
+        """
+        moved = []
+        for near in self.graph.near(value):
+            if near.layout is None or near.primitive == 'scan':
+                continue
+            wanted = self.layouts.wanted(near.dims, near.shape)
+            pairs = zip(wanted, near.layout, strict=True)
+            if any(set(theirs) & set(axes) - set(mine) for theirs, mine in pairs):
+                if lacks(near, axes):
+                    return [near]
+                moved.append(near)
+        return moved[:1]
 
     def _around(self, value: Value) -> Iterator[Value]:
         """The value, then forward values near it that have names."""
@@ -247,6 +329,11 @@ class Advisor:
         for near in named:
             if any(near.dims) and not near.backward and len(near.shape) > 1 and not near.local:
                 yield near
+
+
+def _is_nameless(row: PlanRow) -> bool:
+    """Whether an array has no logical axes, apart from that of the layers it is stacked over."""
+    return not any(isinstance(n, str) and n not in _RARELY for n in row.logical_axes)
 
 
 def constraint_of(

@@ -65,14 +65,18 @@ class LayoutChange:
       path: the path of the argument that is laid out or replaced; '' for other results.
       layout: the mesh axes of each dimension.
       result: the number of the result, or None for an argument.
+      names: the logical axes that have this layout, if those of the argument should be changed.
     """
 
     path: str
     layout: tuple[tuple[str, ...], ...]
     result: int | None = None
+    names: tuple[str | None, ...] = ()
 
     def __str__(self) -> str:
         axes = ', '.join(repr(from_tuple(a)) for a in self.layout)
+        if self.names:
+            return f'name the dimensions of {self.path} {self.names!r}: PartitionSpec({axes})'
         if self.result is None:
             return f'lay out the argument {self.path} as PartitionSpec({axes})'
         return f'lay out result {self.result} of the function as PartitionSpec({axes})'

@@ -187,7 +187,8 @@ def _compile_flat(function: CompiledFunction, jaxpr: Any, layouts: Any) -> jax.s
 def _with_layout(function: CompiledFunction, change: LayoutChange) -> Any:
     """The layouts of a function, where an argument and what follows it have another one.
 
-    The optimizer state of a parameter follows it, and so do the results that replace them.
+    The optimizer state of a parameter follows it, and so do the results that replace them; the
+    arrays of a batch follow each other.
     """
     layouts = dict(layouts_of(function.compiled))
     spec = PartitionSpec(*(from_tuple(axes) for axes in change.layout))
@@ -199,13 +200,11 @@ def _with_layout(function: CompiledFunction, change: LayoutChange) -> Any:
     if not rows or len(function.rows) != len(function.traced.jaxpr.in_avals):
         return None
     inputs, outputs = list(layouts['in_shardings']), list(layouts['out_shardings'])
-    tail = f'/{change.path.partition("/")[2]}'
     before = next(s for s, r in zip(inputs, function.rows, strict=True) if r is rows[0])
     for number, row in enumerate(function.rows):
         follows = row is rows[0] or (
             row is not None
-            and row.role in ('parameters', 'optimizer')
-            and f'/{row.path}'.endswith(tail)
+            and _follows(row, rows[0])
             and row.shape == rows[0].shape
             and inputs[number] == before
         )
@@ -219,6 +218,14 @@ def _with_layout(function: CompiledFunction, change: LayoutChange) -> Any:
             outputs[number] = sharding
     layouts['in_shardings'], layouts['out_shardings'] = tuple(inputs), outputs
     return layouts
+
+
+def _follows(row: PlanRow, changed: PlanRow) -> bool:
+    """Whether an array is laid out like another: one of the same batch, or of its parameter."""
+    if changed.role == 'other':
+        return row.role == 'other' and row.path.partition('/')[0] == changed.path.partition('/')[0]
+    tail = f'/{changed.path.partition("/")[2]}'
+    return row.role in ('parameters', 'optimizer') and f'/{row.path}'.endswith(tail)
 
 
 def _exchanged(costs: ProgramCosts) -> float:

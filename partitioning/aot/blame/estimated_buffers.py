@@ -9,11 +9,11 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from partitioning.aot.blame.cause import Cause
-from partitioning.aot.blame.known_layouts import KnownLayouts
-from partitioning.aot.blame.reasons import what_is
+from partitioning.aot.blame.known_layouts import KnownLayouts, names_by_axes
+from partitioning.aot.blame.making_causes import what_is
 from partitioning.aot.blame.shard_shapes import shard_counts, shard_dimensions
-from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.tracing import trace_values
+from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.values import Value
 from partitioning.aot.compiled.peak_memory import LiveArray
 from partitioning.plan.rows import PlanRow
@@ -35,8 +35,8 @@ def explain_estimate(
       jaxpr: the ClosedJaxpr of the same function.
       mesh, rows, rules: as for `explain_program`.
     """
-    layouts = KnownLayouts(rules, axis_sizes(mesh), rows)
-    values = trace_values(jaxpr, rows, layouts.names_by_axes).values
+    traced = trace_values(jaxpr, rows, names_by_axes(rules))
+    layouts, values = KnownLayouts(rules, axis_sizes(mesh), rows, traced.links), traced.values
     by_line: dict[str, list[Value]] = {}
     for value in values:
         for line in {*value.stack[:1], *value.loop[:1]}:

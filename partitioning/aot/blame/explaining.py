@@ -13,14 +13,15 @@ from partitioning.aot.blame.advice import Advisor
 from partitioning.aot.blame.cause import Cause
 from partitioning.aot.blame.compiler_log import Rematerialization, find_rematerializations
 from partitioning.aot.blame.evidence import find_evidence
-from partitioning.aot.blame.known_layouts import KnownLayouts
+from partitioning.aot.blame.known_layouts import KnownLayouts, names_by_axes
 from partitioning.aot.blame.linked_dimensions import LinkedDimensions
+from partitioning.aot.blame.making_causes import what_is
 from partitioning.aot.blame.memory_causes import explain_buffer, explain_replicated
-from partitioning.aot.blame.reasons import explain_exchange, what_is
+from partitioning.aot.blame.reasons import explain_exchange
+from partitioning.aot.blame.tracing import trace_values
 from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_graph import ValueGraph
 from partitioning.aot.blame.value_matching import Matcher
-from partitioning.aot.blame.tracing import trace_values
 from partitioning.aot.blame.values import TracedValues
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.costs import ProgramCosts
@@ -90,10 +91,10 @@ def explain_program(
       log: what the compiler wrote to the standard error of the process.
     """
     program = parse_hlo(text)
-    layouts = KnownLayouts(rules, axis_sizes(mesh), rows)
     traced = TracedValues((), (), (), LinkedDimensions())
     if jaxpr is not None:
-        traced = trace_values(jaxpr, rows, layouts.names_by_axes)
+        traced = trace_values(jaxpr, rows, names_by_axes(rules))
+    layouts = KnownLayouts(rules, axis_sizes(mesh), rows, traced.links)
     matcher = Matcher(program, traced, layouts.sizes)
     advisor = Advisor(layouts, ValueGraph(traced), traced.links)
     replicated = [(row, explain_replicated(row, advisor)) for row in layouts.rows.values()]

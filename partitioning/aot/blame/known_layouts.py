@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from partitioning.aot.blame.changes import RuleChange
+from partitioning.aot.blame.linked_dimensions import LinkedDimensions
 from partitioning.aot.blame.moved_dimensions import Dim
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import (
@@ -24,6 +25,12 @@ from partitioning.rules.resolve import try_resolve
 Axes = tuple[str, ...]
 
 
+def names_by_axes(rules: LogicalAxisRules) -> dict[Axes, str]:
+    """The name 'batch' for dimensions that only have the mesh axes of its rule."""
+    found = [as_tuple(axes) for name, axes in rules if name == 'batch']
+    return {axes: 'batch' for axes in found if axes}
+
+
 class KnownLayouts:
     """The rules, the mesh, and the layout of the arguments.
 
@@ -31,6 +38,7 @@ class KnownLayouts:
       rules: the logical axis rules.
       sizes: the size of each mesh axis.
       rows: the layout of each argument, or None where it is not known.
+      links: which dimensions of arguments belong together, and the constraints on them.
     """
 
     def __init__(
@@ -38,8 +46,10 @@ class KnownLayouts:
         rules: LogicalAxisRules,
         sizes: Mapping[str, int],
         rows: Sequence[PlanRow | None],
+        links: LinkedDimensions | None = None,
     ):
         self.rules, self.sizes = AxisRules(rules), dict(sizes)
+        self._links = links or LinkedDimensions()
         self.rows = {row.path: row for row in rows if row is not None}
 
     @functools.cached_property
@@ -48,7 +58,11 @@ class KnownLayouts:
         axes = [as_tuple(rule[1]) for rule in self.rules if rule[0] == 'batch']
         if not any(axes):
             rows = [r for r in self.rows.values() if r.role == 'other' and r.dimensions]
-            axes = [sharding_axes(row.dimensions[0].mesh_axes) for row in rows]
+            # Constraints on what is computed from a batch say more than its own layout, which may
+            # be wrong.
+            axes = [self._links.axes_of(row.path, 1)[0] for row in rows]
+            if not any(axes):
+                axes = [sharding_axes(row.dimensions[0].mesh_axes) for row in rows]
         found = tuple(dict.fromkeys(a for one in axes for a in one if self.sizes.get(a, 1) > 1))
         return found or self.standard.get('batch', ())
 
@@ -64,12 +78,6 @@ class KnownLayouts:
             if name not in found or not found[name]:
                 found[name] = split
         return found
-
-    @functools.cached_property
-    def names_by_axes(self) -> dict[Axes, str]:
-        """The name 'batch' for dimensions that only have the mesh axes of its rule."""
-        rules = [as_tuple(axes) for name, axes in self.rules if name == 'batch']
-        return {axes: 'batch' for axes in rules if axes}
 
     def resolve(
         self, names: Sequence[str | None], shape: Sequence[int]

@@ -25,11 +25,13 @@ class LinkedDimensions:
         self._axes: dict[_Key, collections.Counter[Axes]] = collections.defaultdict(
             collections.Counter
         )
+        self._names: dict[_Key, str] = {}
 
     def link(self, one: Dim | None, other: Dim | None) -> None:
         """Notes that two dimensions are paired."""
         if one is not None and other is not None and one.argument and other.argument:
             self._parents[self._root(_key(one))] = self._root(_key(other))
+            self._names.update((_key(dim), dim.name) for dim in (one, other) if dim.name)
 
     def constrain(self, dims: Dims, layout: Sequence[Axes]) -> None:
         """Notes the layout that a constraint gives to a value."""
@@ -47,6 +49,21 @@ class LinkedDimensions:
             sharded = [a for a, _ in votes[self._root((argument, number))].most_common() if a]
             free = sharded and not {a for one in found for a in one} & set(sharded[0])
             found.append(sharded[0] if free else ())
+        return tuple(found)
+
+    def names_of(self, argument: str, rank: int) -> tuple[str | None, ...]:
+        """The logical axis that most linked dimensions of other arguments have, or None."""
+        found: list[str | None] = []
+        for number in range(rank):
+            key = argument, number
+            root = self._root(key)
+            votes = collections.Counter(
+                name
+                for other, name in self._names.items()
+                if other[0] != argument and self._root(other) == root
+            )
+            most = votes.most_common(1)
+            found.append(most[0][0] if most and 2 * most[0][1] > votes.total() else None)
         return tuple(found)
 
     def _root(self, key: _Key) -> _Key:

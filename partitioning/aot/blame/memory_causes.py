@@ -10,10 +10,11 @@ from partitioning.aot.blame.cause import Cause
 from partitioning.aot.blame.changes import Change, CodeChange, RuleChange
 from partitioning.aot.blame.data_flow import Place, is_exchange
 from partitioning.aot.blame.evidence import layout_of
-from partitioning.aot.blame.reasons import over, what_is, written_otherwise
+from partitioning.aot.blame.making_causes import over, what_is
 from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_matching import Matcher
 from partitioning.aot.blame.values import Value
+from partitioning.aot.blame.whole_dimensions import written_otherwise
 from partitioning.aot.compiled.hlo_text import ArrayType
 from partitioning.aot.compiled.peak_memory import LiveArray
 from partitioning.plan.rows import PlanRow
@@ -51,9 +52,9 @@ def explain_buffer(
     layout = layout_of(value, array, layouts)
     unused = layouts.unused_axes(layout) if layout else ()
     source = source or user_line(value.stack)
-    changes: list[Change] = [*written_otherwise(value, source)]
+    changes: list[Change] = [*written_otherwise(value, source, layouts)]
     needs_whole = bool(changes)
-    changes += advisor.odd_rules(value) if unused else []
+    changes += [*advisor.odd_rules(value), *advisor.odd_layouts(value)] if unused else []
     reason = f'{what_is(value)}, made by {value.primitive or "the caller"}'
     if value.loop and not value.backward:
         source = user_line(value.stack)

@@ -57,6 +57,10 @@ def result_dims(equation: Any, operands: Sequence[Any], shape: tuple[int, ...]) 
         return _of_gather(params, operands, shape)
     if name == 'dynamic_update_slice' or name.startswith('scatter'):
         return first.dims
+    if name in ('slice', 'split', 'pad') and len(first.shape) == len(shape):
+        return first.dims
+    if name == 'concatenate':
+        return _of_concatenated(operands)
     return _of_equal_shapes(operands, shape)
 
 
@@ -141,6 +145,13 @@ def _of_gather(params: Any, operands: Sequence[Any], shape: tuple[int, ...]) -> 
     for target, dim in zip(rows, indices.dims, strict=False):
         dims[target] = dim
     return tuple(dims)
+
+
+def _of_concatenated(operands: Sequence[Any]) -> Dims:
+    dims = operands[0].dims
+    for operand in operands[1:]:
+        dims = tuple(better(one, other) for one, other in zip(dims, operand.dims, strict=True))
+    return dims
 
 
 def _of_equal_shapes(operands: Sequence[Any], shape: tuple[int, ...]) -> Dims:

@@ -33,6 +33,8 @@ MOVES = frozenset(
         'name',
     ]
 )
+
+
 @dataclasses.dataclass(eq=False)
 class Value:
     """A value of a traced function.
