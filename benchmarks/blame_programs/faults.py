@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,21 @@ Fault = dict[str, Any]
 DEVELOPMENT = 0.4  # the share of the faults that the code was written with
 
 
-def draw_faults(seed: int) -> Iterator[Fault]:
+def draw_faults(seed: int, faults: Iterable[Fault] | None = None) -> Iterator[Fault]:
     """Yields faults in a random order, in which programs and kinds take turns.
 
-    Seed 0 has two fifths of all faults, and every other seed has the rest: what the code was
-    written with is never part of its figures.
+    Seed 0 has two fifths of all faults, and seed 1 has the rest: what the code was written with
+    is never part of its figures. Other seeds draw from the faults that they are given.
     """
     piles: dict[tuple[str, str], list[Fault]] = {}
-    for fault in all_faults():
+    for fault in all_faults() if faults is None else faults:
         piles.setdefault((fault['program'], fault['kind']), []).append(fault)
     generator = random.Random(seed)
     for key, pile in piles.items():
         random.Random(0).shuffle(pile)
         cut = round(len(pile) * DEVELOPMENT)
-        piles[key] = pile[:cut] if seed == 0 else pile[cut:]
+        if faults is None:
+            piles[key] = pile[:cut] if seed == 0 else pile[cut:]
         generator.shuffle(piles[key])
     order = sorted(piles)
     generator.shuffle(order)

@@ -19,6 +19,7 @@ from partitioning.aot.blame.jaxpr_bodies import (
 from partitioning.aot.blame.linked_dimensions import LinkedDimensions, link_operands
 from partitioning.aot.blame.moved_dimensions import Dim, Dims, better, contracted_dims, result_dims
 from partitioning.aot.blame.user_lines import stack_of_traceback
+from partitioning.aot.blame.value_copies import first_of, merge, of_shape
 from partitioning.aot.blame.values import MOVES, TracedValues, Value
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import sharding_axes
@@ -143,14 +144,14 @@ class _Walk:
         for body, given, stays in bodies_run_by(equation, operands):
             words, first = scope | {str(params.get('name', ''))}, len(self.values)
             # Inside of a shard_map, shapes are those of one shard.
-            inside = [_of_shape(g, shape_of(v)) for g, v in zip(given, body.invars, strict=True)]
+            inside = [of_shape(g, shape_of(v)) for g, v in zip(given, body.invars, strict=True)]
             results = self.run(body, inside, words, backward=backward, caller=stack)
             if name == 'shard_map':
                 for value in self.values[first:]:
                     value.local = True
             if stays:
                 pairs = zip(results, equation.outvars, strict=True)
-                return [_of_shape(r, shape_of(v)) for r, v in pairs]
+                return [of_shape(r, shape_of(v)) for r, v in pairs]
         results = []
         for variable in equation.outvars:
             shape = shape_of(variable)
@@ -184,7 +185,7 @@ class _Walk:
         num_scanned = num_of_other_rank(equation.invars, body.invars)
         num_carry = len(body.outvars) - num_of_other_rank(equation.outvars, body.outvars)
         num_consts = len(operands) - num_carry - num_scanned
-        scanned = [_first_of(x) for x in operands[num_consts + num_carry :]]
+        scanned = [first_of(x) for x in operands[num_consts + num_carry :]]
         carry = operands[num_consts : num_consts + num_carry]
         leading = next((x.dims[0] for x in operands[num_consts + num_carry :] if x.dims), None)
         kept = len(self.values)
@@ -196,7 +197,7 @@ class _Walk:
             for one, first, last in zip(carry, given, results, strict=False):
                 if one is not first:
                     one.copied_from = (first, last)
-            carry = [_merge(a, b) for a, b in zip(carry, results, strict=False)]
+            carry = [merge(a, b) for a, b in zip(carry, results, strict=False)]
         stacked = [
             dataclasses.replace(
                 value,
@@ -282,32 +283,3 @@ class _Walk:
                 dim = Dim(name, axes, dim.argument if dim else '', dim.number if dim else 0)
             named.append(dim)
         return tuple(named)
-
-
-def _of_shape(value: Value, shape: tuple[int, ...]) -> Value:
-    if value.shape == shape:
-        return value
-    return dataclasses.replace(value, shape=shape, copied_from=(value,))
-
-
-def _first_of(value: Value) -> Value:
-    """One element along the first dimension."""
-    return dataclasses.replace(
-        value,
-        copied_from=(value,),
-        shape=value.shape[1:],
-        dims=value.dims[1:],
-        layout=None if value.layout is None else value.layout[1:],
-    )
-
-
-def _merge(before: Value, after: Value) -> Value:
-    """A carry of a loop, with what is known before and after an iteration."""
-    dims = tuple(a or b for a, b in zip(before.dims, after.dims, strict=True))
-    return dataclasses.replace(
-        before,
-        copied_from=(before, after),
-        dims=dims,
-        argument=before.argument if before.argument == after.argument else '',
-        gradient_of=after.gradient_of or before.gradient_of,
-    )
