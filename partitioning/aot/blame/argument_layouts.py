@@ -173,7 +173,7 @@ class ArgumentAdvisor:
         row = self.layouts.rows.get(path)
         if row is None or not _is_nameless(row):
             return []
-        found = list(self.like_its_uses(row))
+        found: list[Change] = list(self.like_its_uses(row))
         now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
         axes = next((a for a in now if a), ())
         order = range(len(row.shape) - 1, 0 if len(row.shape) > 2 else -1, -1)
