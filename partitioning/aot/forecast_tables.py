@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from partitioning.aot.amounts import bytes_str, flops_str, seconds_str, share_str
+from partitioning.aot.blame import Cause
+from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.report import Forecast, MemoryForecast, Replicated
 from partitioning.aot.timing.work import Origin
 
@@ -14,7 +16,8 @@ _LABEL = 30  # characters of the labels, and of the column of a machine, at leas
 _LEAST = 20
 _GAP = 2
 _FEW = 5  # exchanges
-_LISTED = 8  # replicated arrays, buffers and warnings
+_LISTED = 8  # replicated arrays, parts of the time, buffers and warnings
+_SMALL = 0.001  # smaller parts of the time are added up
 
 Row = tuple[str, list[str]]
 
@@ -179,9 +182,28 @@ def _time(forecasts: Sequence[Forecast]) -> Iterator[Row]:
     for t in times:
         for part in t.parts if t else ():
             names[part.name] = names.get(part.name, 0) + part.exposed
-    for name in sorted(names, key=lambda n: (-names[n], n))[:_LISTED]:
+    shown, others = [], []
+    for name in sorted(names, key=lambda n: (-names[n], n)):
         parts = [next((p for p in t.parts if p.name == name), None) if t else None for t in times]
+        is_small = all(
+            p is None or t is None or p.exposed < _SMALL * t.seconds
+            for p, t in zip(parts, times, strict=True)
+        )
+        (others if is_small or len(shown) == _LISTED else shown).append((name, parts))
+    for name, parts in shown:
         yield f'    {name}', [seconds_str(p.exposed) if p else '-' for p in parts]
+    if others:
+        sums = [
+            sum(p.exposed for p in column if p)
+            for column in zip(*(p for _, p in others), strict=True)
+        ]
+        yield '    everything smaller', [_short_time(total) for total in sums]
+
+
+def _short_time(seconds: float) -> str:
+    if seconds == 0:
+        return '-'
+    return seconds_str(seconds) if seconds >= 1e-6 else '<1 µs'
 
 
 def _compilation(forecasts: Sequence[Forecast]) -> Iterator[Row]:
@@ -213,20 +235,32 @@ def _share(part: float, whole: float) -> str:
 
 
 def _lists(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
-    for forecast in forecasts:
-        where = f' on {_machine_name(forecast)}' if len(forecasts) > 1 else ''
-        for title, lines in (
-            (f'replicated{where}', list(_replicated(forecast))),
-            (f'largest exchanges{where}', list(_exchanges(forecast))[:_FEW]),
-            (_buffer_title(forecast) + where, list(_buffers(forecast))),
-            (f'what would make it fit{where}', list(_remedies(forecast))),
-            (f'warnings of the compiler{where}', [_shortened(w, 300) for w in forecast.warnings]),
-            (f'notes{where}', list(forecast.notes)),
-        ):
-            if lines:
-                rest = len(lines) - _LISTED
-                shown = lines[:_LISTED] + ([f'and {rest} more'] if rest > 0 else [])
-                yield '\n'.join([title, *(_wrapped(line, width) for line in shown)])
+    """The lists of each machine, in sections; those that are the same everywhere appear once."""
+    made = [list(_sections(forecast)) for forecast in forecasts]
+    for sections in zip(*made, strict=True):
+        several = len(forecasts) > 1
+        if several and all(section == sections[0] for section in sections):
+            yield from _section(*sections[0], ' on all machines', width)
+            continue
+        for forecast, (title, lines) in zip(forecasts, sections, strict=True):
+            where = f' on {_machine_name(forecast)}' if several else ''
+            yield from _section(title, lines, where, width)
+
+
+def _sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
+    yield 'replicated', list(_replicated(forecast))
+    yield 'largest exchanges', list(_exchanges(forecast))[:_FEW]
+    yield _buffer_title(forecast), list(_buffers(forecast))
+    yield 'what would make it fit', list(_remedies(forecast))
+    yield 'warnings of the compiler', [_shortened(w, 300) for w in forecast.warnings]
+    yield 'notes', list(forecast.notes)
+
+
+def _section(title: str, lines: Sequence[str], where: str, width: int) -> Iterator[str]:
+    if lines:
+        rest = len(lines) - _LISTED
+        shown = [*lines[:_LISTED], *([f'and {rest} more'] if rest > 0 else [])]
+        yield '\n'.join([title + where, *(_wrapped(line, width) for line in shown)])
 
 
 def _wrapped(line: str, width: int) -> str:
@@ -259,13 +293,31 @@ def _shortest(arrays: Sequence[Replicated]) -> str:
 
 
 def _exchanges(forecast: Forecast) -> Iterator[str]:
+    """A line for all exchanges of the same arrays at the same place; the largest sum first."""
+    groups: dict[str, list[Collective]] = {}
     for collective, cause in forecast.collectives:
-        axes = ', '.join(collective.axes)
-        line = f'{bytes_str(collective.total_bytes):>10}  {collective.kind} over {axes}'
-        if cause is not None:
-            line += f' of {cause.array}, {cause.source.rpartition("/")[2]}: {cause.reason}'
-            line += f' {cause.change}' if cause.change else ''
-        yield line
+        groups.setdefault(_exchange(collective, cause), []).append(collective)
+    sums = {text: sum(c.total_bytes for c in group) for text, group in groups.items()}
+    for text in sorted(groups, key=lambda t: -sums[t]):
+        several = f'{len(groups[text])} x ' if len(groups[text]) > 1 else ''
+        yield f'{bytes_str(sums[text]):>10}  {several}{text}'
+
+
+def _exchange(collective: Collective, cause: Cause | None) -> str:
+    """What is exchanged, over which axes and where: by its cause, or by its array and line."""
+    axes = ', '.join(collective.axes)
+    text = f'{collective.kind} over {axes}'
+    source = (cause.source if cause else collective.source).rpartition('/')[2]
+    if cause is not None:
+        found = f'{text} of {cause.array}, {source}: {cause.reason}'
+        return f'{found}; {cause.change}' if cause.change else found
+    arrays = collective.arrays[0] if collective.arrays else ''
+    if len(collective.arrays) > 1:
+        arrays += f' and {len(collective.arrays) - 1} more'
+    operation = collective.op_name.rpartition('/')[2]
+    operation = '' if operation == collective.kind else operation
+    named = f'{text} of {arrays}' if arrays else text
+    return ', '.join(part for part in (named, operation, source) if part)
 
 
 def _buffer_title(forecast: Forecast) -> str:

@@ -73,6 +73,7 @@ def forecast(
     on_cpu: bool = False,
     alternatives: Sequence[Alternative] | None = (),
     confirm: bool = False,
+    explain: bool = True,
     on_program: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> Forecast:
@@ -100,6 +101,7 @@ def forecast(
       alternatives: settings to try if the function does not fit, in addition to a smaller batch and
         more devices. None tries nothing.
       confirm: whether to compile those that fit by formula, until the compiler confirms one.
+      explain: whether to find the causes of exchanges and buffers.
       on_program: receives the text of the compiled program, if there is one.
       progress: receives a text when a stage begins.
 
@@ -131,7 +133,7 @@ def forecast(
         target = dataclasses.replace(target, back_end='none', version=version_of('none'))
     if on_program is not None and program.compiled is not None:
         on_program(program.compiled.as_text() or '')
-    made = _assemble(call, target, program, held)
+    made = _assemble(call, target, program, held, explain=explain)
     if made.fits is False and target.chip is not None and alternatives is not None:
         limit = made.memory.limit or 0
         general = general_alternatives(call, held, made.memory.gradients, target.chip, limit)
@@ -166,7 +168,9 @@ def _compile_peak(call: Call) -> int:
     return costs.memory.peak
 
 
-def _assemble(call: Call, target: Target, program: Program, held: Sequence[HeldArray]) -> Forecast:
+def _assemble(
+    call: Call, target: Target, program: Program, held: Sequence[HeldArray], *, explain: bool
+) -> Forecast:
     """The forecast of a program, without remedies and without what it took."""
     costs = _read(program, target)
     mesh, jaxpr = target.mesh, program.traced.jaxpr
@@ -174,7 +178,10 @@ def _assemble(call: Call, target: Target, program: Program, held: Sequence[HeldA
     laid_out = lay_out_trace(program.traced, call.args, mesh, target.slices or None)
     estimate = estimate_memory(laid_out, target.chip)
     work = _find_work(program, target, costs, laid_out)
-    collectives, buffers = _explain(call, target, program, costs, held, estimate)
+    if explain:
+        collectives, buffers = _explain(call, target, program, costs, held, estimate)
+    else:
+        collectives, buffers = _list_unexplained(costs, estimate)
     if costs is None and work is not None:
         ordered = sorted(work.collectives, key=lambda c: (-c.total_bytes, c.kind))
         collectives = tuple((c, None) for c in ordered)
@@ -242,6 +249,17 @@ def _explain(
         explained.collectives, key=lambda c: (-c[0].total_bytes, c[0].kind, c[0].instruction)
     )
     return tuple(ordered), explained.buffers
+
+
+def _list_unexplained(
+    costs: ProgramCosts | None, estimate: MemoryEstimate
+) -> tuple[Exchanges, Buffers]:
+    """The same without causes."""
+    if costs is None:
+        return (), tuple((array, None) for array in estimate.buffers[:_LARGEST])
+    ordered = sorted(costs.collectives, key=lambda c: (-c.total_bytes, c.kind, c.instruction))
+    largest = sorted(costs.at_peak.arrays, key=lambda array: -array.nbytes)[:_LARGEST]
+    return tuple((c, None) for c in ordered), tuple((array, None) for array in largest)
 
 
 def _memory(

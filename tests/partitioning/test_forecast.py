@@ -1,8 +1,11 @@
 """Forecasts of partitioned functions, with figures that are counted by hand."""
 
+import dataclasses
 import json
 import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +16,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from partitioning import CHIPS, PjitPartitioner
 from partitioning.aot import Forecast, forecast, forecast_table
+from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.preparing.compiler_warnings import read_compiler_log
 from partitioning.aot.remedies import Alternative, Call
+from partitioning.aot.timing import StepTime, TimePart
 
 pytestmark = pytest.mark.core
 
@@ -169,6 +174,9 @@ def test_the_table_fits_into_a_terminal(on_cpus, elsewhere):
         ('computation of a device', 'jaxpr'),
     ):
         assert re.search(f'^{label} +{shown}$', alone, re.MULTILINE), label
+    assert 'on cpu:8' in text  # whose notes differ
+    same = forecast_table([elsewhere, elsewhere])
+    assert 'notes on all machines' in same and 'on v5p:4x4x4' not in same
     replicated = '2.0 kB  params/scale and 1 more over data, model: norm: a rule replicates it'
     assert replicated in text
 
@@ -236,3 +244,47 @@ def test_warnings_of_the_compiler_are_collected_and_other_lines_pass(capfd):
         os.write(2, b'and a progress bar')
     assert warnings == ['[SPMD] Involuntary full']
     assert capfd.readouterr().err == 'a line of the user\nand a progress bar'
+
+
+def test_small_parts_of_the_time_and_equal_exchanges_are_added_up(elsewhere):
+    """Parts below a thousandth of 2 s are one line; two equal exchanges of 3 kB are one of 6 kB."""
+    parts = (('products', 1.9), ('copies', 0.0985), ('sums', 0.001), ('gathers', 0.0005))
+    time = StepTime(
+        seconds=2.0,
+        low=1.8,
+        high=2.2,
+        parts=tuple(TimePart(name=name, seconds=s, exposed=s) for name, s in parts),
+        constants=(),
+    )
+    gather = Collective(
+        kind='all-gather',
+        network='ici',
+        axes=('data',),
+        group_size=8,
+        arrays=('bf16[64,3]', 'f32[5]'),
+        wire_bytes=3000.0,
+        count=1,
+        op_name='jit(step)/dot_general',
+        source='/home/me/run.py:7',
+    )
+    made = dataclasses.replace(elsewhere, time=time, collectives=((gather, None), (gather, None)))
+    text = forecast_table([made])
+    assert re.search(r'^    everything smaller +1.5 ms$', text, re.MULTILINE)
+    assert 'sums' not in text and 'gathers' not in text
+    shown = '6.0 kB  2 x all-gather over data of bf16[64,3] and 1 more, dot_general, run.py:7'
+    assert shown in text
+
+
+def test_a_compiler_that_ends_the_process_says_why_in_one_line():
+    """As libtpu does for an unknown flag."""
+    program = (
+        'import os, time\n'
+        'from partitioning.aot.preparing.compiler_warnings import read_compiler_log\n'
+        'with read_compiler_log():\n'
+        "    os.write(2, b'F0823 12:34:56.789012 1 a.cc:9] Unknown flag in XLA_FLAGS: --x\\n')\n"
+        '    time.sleep(60)\n'
+    )
+    ended = subprocess.run([sys.executable, '-c', program], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith('error: ') and ended.stderr.count('\n') == 1
+    assert 'Unknown flag in XLA_FLAGS: --x' in ended.stderr

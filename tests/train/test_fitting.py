@@ -1,5 +1,7 @@
 """Models of Hugging Face: their parameters, their gin files, and the machines they fit into."""
 
+from types import SimpleNamespace
+
 import gin
 import pytest
 from etils import epath
@@ -7,7 +9,17 @@ from etils import epath
 from partitioning.hardware import CHIPS
 from train.checkpoints.huggingface.config_json import ConfigJson
 from train.errors import ConfigError
-from train.fitting import find_model, fit_machine, make_task, parse_tokens, read_model, write_fit
+from train.fitting import (
+    find_model,
+    find_smallest,
+    fit_machine,
+    fits,
+    make_task,
+    parse_tokens,
+    read_model,
+    write_fit,
+)
+from train.fitting.bounds import bytes_of_batch, expected_peak, least_peak
 from train.fitting.fits import plan_candidate
 from train.fitting.smallest import list_machines
 from train.forecasting import parse_machine
@@ -189,13 +201,82 @@ def test_a_small_model_fits_with_everything_kept(task_of):
     gin.clear_config()
 
 
-def test_the_machines_that_can_hold_a_state():
-    """16 bytes for each of 8 B parameters are more than 7 chips of 15.75 GiB hold, and fit in 8."""
-    state = 16 * 8_030_261_248
-    names = [str(machine) for machine in list_machines(CHIPS['v5e'], state)]
+def test_the_machines_that_can_hold_a_state(task_of):
+    """Of one row of 64 tokens, 14 bytes for each of 8 B parameters are what counts: 104.7 GiB.
+
+    That is more than 6 chips of 15.75 GiB hold, and fits in 7; 14 / 12 of the state of AdamW.
+    """
+    task = task_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 64, 64)
+    names = [str(machine) for machine in list_machines(task, CHIPS['v5e'])]
     assert names == ['v5e:2x4', 'v5e:4x4', 'v5e:4x8', 'v5e:8x8', 'v5e:8x16', 'v5e:16x16']
-    assert next(map(str, list_machines(CHIPS['v5p'], state))) == 'v5p:2x2x1'
-    assert next(map(str, list_machines(CHIPS['h100'], state))) == 'h100:1x2'
+    assert next(map(str, list_machines(task, CHIPS['v5p']))) == 'v5p:2x2x1'
+    assert next(map(str, list_machines(task, CHIPS['h100']))) == 'h100:1x2'
+
+
+def test_the_least_memory_of_a_run(task_of):
+    """Counted by hand: the state, gradients, and the inputs of 32 layers of 4096 in bfloat16."""
+    task = task_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 2**22, 4096)
+    count, tokens = 8_030_261_248, 2**22 // 16
+    sizes = task.sizes_of(16)
+    assert least_peak(task, sizes, 1) == count * 14 / 16 + tokens * 32 * 4096 * 2
+    assert least_peak(task, sizes, 8) == count * 18 / 16 + tokens * 32 * 4096 * 2 / 8
+    kept = least_peak(task, sizes, 1, keeps_products=True)
+    assert kept == count * 14 / 16 + tokens * 32 * (4096 + 2 * 14_336) * 2
+
+
+def test_what_a_batch_needs_is_divided_by_its_microbatches(task_of):
+    """The peaks of 8 and 32 microbatches are on one line over 1 / n: so is the one of 16."""
+    task = task_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 2**22, 4096)
+    fixed, of_batch = 20 * 8_030_261_248 / 16, 100 * 2**30
+    peak = round(fixed + of_batch / 8)
+    assert bytes_of_batch(task, 16, 8, peak) == pytest.approx(of_batch)
+    assert expected_peak(task, 16, 32, of_batch) == pytest.approx(fixed + of_batch / 32)
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """The numbers of microbatches that are tried, of a model whose peaks follow a formula."""
+    numbers = []
+
+    def forecast(planned, **settings):
+        sizes, candidate = planned
+        if candidate.remat != 'full':
+            raise ValueError('not here')
+        number = candidate.num_microbatches
+        numbers.append((sizes.num_devices, number))
+        peak = (14 if number == 1 else 19) * 8_030_261_248 + 1500 * 2**30 / number
+        peak = round(peak / sizes.num_devices)
+        limit = CHIPS['v5e'].hbm_bytes
+        memory = SimpleNamespace(peak=peak, limit=limit)
+        return SimpleNamespace(memory=memory, fits=peak <= limit, time=None)
+
+    monkeypatch.setattr(fits, 'plan_candidate', lambda task, sizes, one, machine: (sizes, one))
+    monkeypatch.setattr(fits, 'forecast_step', forecast)
+    return numbers
+
+
+@pytest.mark.parametrize('devices, shape', [(16, '4x4'), (32, '4x8'), (64, '8x8'), (256, '16x16')])
+def test_the_fewest_microbatches_that_fit_are_found_with_few_tries(tried, task_of, devices, shape):
+    task = task_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 2**22, 4096)
+    found = fit_machine(task, parse_machine(f'v5e:{shape}'))
+    fitting = [
+        n
+        for n in (1, 2, 4, 8, 16, 32, 64)
+        if (14 if n == 1 else 19) * 8_030_261_248 + 1500 * 2**30 / n
+        <= devices * CHIPS['v5e'].hbm_bytes
+    ]
+    assert found.fits and found.candidate.num_microbatches == fitting[0]
+    assert len(tried) <= 3
+
+
+def test_nothing_is_tried_twice(tried, task_of):
+    """The smallest machine that fits is one that was asked about; 2x4 is excluded by its state."""
+    task = task_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 2**22, 4096)
+    known = {}
+    fit = fit_machine(task, parse_machine('v5e:4x4'), None, known)
+    before = list(tried)
+    assert fit.fits and find_smallest(task, CHIPS['v5e'], None, known) is fit
+    assert tried == before
 
 
 def test_tokens_of_a_batch(task_of):

@@ -12,7 +12,7 @@ from train.cli.forecast import add_topologies, leave_devices_alone
 from train.cli.launch import OneLineParser, run
 
 if TYPE_CHECKING:
-    from train.fitting import Fit, Task
+    from train.fitting import Fit, Known, Task
     from train.forecasting import Machine
 
 _DESCRIPTION = """\
@@ -80,15 +80,16 @@ def _answer(task: Task, machines: Sequence[Machine], options: argparse.Namespace
     from train.forecasting.progress import show_progress
 
     found: list[Fit] = []
+    known: Known = {}
     for machine in machines:
         with show_progress(str(machine)) as progress:
-            fit = fit_machine(task, machine, progress)
+            fit = fit_machine(task, machine, progress, known)
             found.append(confirm(task, fit, progress) if options.compile else fit)
     chips = list(dict.fromkeys(parse_topology(machine.topology)[0].name for machine in machines))
     smallest: dict[str, Fit | None] = {}
     for name in chips:
         with show_progress(f'the smallest {name}') as progress:
-            smallest[name] = find_smallest(task, CHIPS[name], progress)
+            smallest[name] = find_smallest(task, CHIPS[name], progress, known)
     _show(task, found, smallest, options)
     return int(not all(fit.fits for fit in found))
 

@@ -2,6 +2,7 @@
 
 from train.fitting.fits import (
     Fit as Fit,
+    Known as Known,
     confirm as confirm,
     fastest as fastest,
     fit_machine as fit_machine,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from partitioning.aot import Forecast
+from partitioning.hardware import parse_topology
 from train.errors import first_line
+from train.fitting.bounds import bytes_of_batch, expected_peak, least_peak
 from train.fitting.tasks import Task
 from train.forecasting import Machine, PlannedStep, forecast_step, move_to, plan_step
 from train.searching import Candidate, Choices, Layout, RunSizes, list_space
@@ -24,6 +25,8 @@ _MICROBATCHES = (2, 4, 8, 16, 32, 64)
 _MOST_LAYOUTS = 4
 # Other layouts are tried where exchanges of data take more than this share of a step.
 _MUCH = 0.1
+# A machine that is expected to need this much more than it has is not tried.
+_FAR = 1.05
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +63,14 @@ class Fit:
         return self.forecast.time.seconds if self.forecast and self.forecast.time else None
 
 
-def fit_machine(task: Task, machine: Machine, progress: Progress | None = None) -> Fit:
+# What has been tried, so that it is not tried again.
+Known = dict[tuple[Machine, Candidate], Fit]
+_Evaluate = Callable[[Candidate], Fit | None]
+
+
+def fit_machine(
+    task: Task, machine: Machine, progress: Progress | None = None, known: Known | None = None
+) -> Fit:
     """Finds the settings with which a run is fastest on a machine, among those that fit.
 
     Nothing is compiled. If nothing fits, it returns the settings that need the least memory.
@@ -69,31 +79,47 @@ def fit_machine(task: Task, machine: Machine, progress: Progress | None = None) 
       task: what is to be trained.
       machine: the machine.
       progress: receives a text when something is tried.
+      known: what has been tried before for this task; it receives what is tried here.
     """
-    say = progress or (lambda text: None)
-    sizes = task.sizes_on(machine)
+    sizes, limit = task.sizes_on(machine), limit_of(machine)
     problems: list[str] = []
-
-    def evaluate(candidate: Candidate) -> Fit | None:
-        say(f'trying {candidate}')
-        try:
-            planned = plan_candidate(task, sizes, candidate, machine)
-            forecast = forecast_step(planned, compile=False, alternatives=None)
-        except ValueError as error:
-            problems.append(first_line(error))
-            return None
-        return Fit(machine=machine, sizes=sizes, candidate=candidate, forecast=forecast)
-
+    known = {} if known is None else known
+    evaluate = _evaluating(task, machine, progress, known, problems)
     layouts, dropped = _list_layouts(sizes)
     best: Fit | None = None
     for layout in layouts[:_MOST_LAYOUTS]:
-        found = _fit_layout(layout, sizes, evaluate)
+        found = _fit_layout(layout, task, machine, evaluate, known)
         best = found if best is None or (found and _is_better(found, best)) else best
         if best is not None and best.fits and not _exchanges_much(best):
+            break
+        if not can_fit(task, sizes, limit):  # one layout is enough to say what is needed
             break
     if best is not None:
         return best
     return Fit(machine=machine, sizes=sizes, problem=(problems or [dropped])[0])
+
+
+def _evaluating(
+    task: Task, machine: Machine, progress: Progress | None, known: Known, problems: list[str]
+) -> _Evaluate:
+    """The function that forecasts a candidate; None and an entry in `problems` if impossible."""
+    sizes = task.sizes_on(machine)
+
+    def evaluate(candidate: Candidate) -> Fit | None:
+        key = machine, candidate
+        if key not in known:
+            if progress is not None:
+                progress(f'trying {candidate}')
+            try:
+                planned = plan_candidate(task, sizes, candidate, machine)
+                forecast = forecast_step(planned, compile=False, alternatives=None, explain=False)
+            except ValueError as error:
+                problems.append(first_line(error))
+                return None
+            known[key] = Fit(machine=machine, sizes=sizes, candidate=candidate, forecast=forecast)
+        return known[key]
+
+    return evaluate
 
 
 def plan_candidate(
@@ -122,64 +148,95 @@ def _list_layouts(sizes: RunSizes) -> tuple[list[Layout], str]:
 
 
 def _fit_layout(
-    layout: Layout, sizes: RunSizes, evaluate: Callable[[Candidate], Fit | None]
+    layout: Layout, task: Task, machine: Machine, evaluate: _Evaluate, known: Known
 ) -> Fit | None:
     """The fastest settings of a layout that fit, or those that need the least memory."""
+    sizes, limit = task.sizes_on(machine), limit_of(machine)
 
     def attempt(remat: RematChoice, microbatches: int) -> Fit | None:
         changes: dict[str, Any] = {'remat': remat} if sizes.model else {}
         return evaluate(Candidate(layout=layout, num_microbatches=microbatches, **changes))
 
-    whole = attempt('full', 1)
-    if whole is None:
-        return None
-    if whole.fits:
-        for remat in ('none', 'dots') if sizes.model else ():
+    numbers = _list_microbatches(layout, sizes)
+    possible = [n for n in numbers if least_peak(task, sizes, n) <= limit] or numbers[-1:]
+    of_batch = _of_similar(layout, task, machine, known)
+    number = _first_enough(possible, task, sizes, limit, of_batch or 0.0)
+    tried: dict[int, Fit] = {}
+    while number not in tried:
+        found = attempt('full', number)
+        if found is None or found.forecast is None:
+            return None
+        tried[number] = found
+        of_batch = bytes_of_batch(task, sizes.num_devices, number, found.forecast.memory.peak)
+        possible = [n for n in possible if (n <= number if found.fits else n > number)] or [number]
+        number = _first_enough(possible, task, sizes, limit, of_batch)
+    fit = tried[number]
+    if not fit.fits or number > 1 or not sizes.model:
+        return fit
+    # What fits is faster if it recomputes less.
+    if least_peak(task, sizes, 1, keeps_products=True) <= limit:
+        for remat in ('none', 'dots'):
             faster = attempt(remat, 1)
             if faster is not None and faster.fits:
                 return faster
-        return whole
-    numbers = list(_possible_microbatches(layout, sizes))
-    least = attempt('full', numbers[-1]) if numbers and not _is_state_too_large(whole) else None
-    if least is None or not least.fits:
-        return least or whole
-    # What the batch needs is divided by the number of microbatches, and the rest stays.
-    one, most, limit = _peak(whole), _peak(least), _limit(whole)
-    of_batch = (one - most) / (1 - 1 / numbers[-1])
-    for number in numbers[:-1]:
-        if one - of_batch * (1 - 1 / number) <= limit:
-            found = attempt('full', number)
-            if found is not None and found.fits:
-                return found
-    return least
+    return fit
 
 
-def _possible_microbatches(layout: Layout, sizes: RunSizes) -> Iterator[int]:
-    """The numbers of microbatches that divide the batch."""
-    for number in _MICROBATCHES:
-        choices = Choices(
-            layouts=(layout,), num_microbatches=(number,), remats=('full',), output_chunks=(None,)
-        )
-        if list_space(sizes, choices).candidates:
-            yield number
+def _first_enough(
+    numbers: Sequence[int], task: Task, sizes: RunSizes, limit: float, of_batch: float
+) -> int:
+    """The smallest number of microbatches that is expected to suffice, or the last."""
+    for number in numbers:
+        if expected_peak(task, sizes.num_devices, number, of_batch) <= limit:
+            return number
+    return numbers[-1]
 
 
-def _is_state_too_large(fit: Fit) -> bool:
-    """Whether a device cannot hold the state and the gradients, which no microbatch changes."""
-    assert fit.forecast is not None
-    memory = fit.forecast.memory
-    return memory.parameters + memory.optimizer + memory.gradients > _limit(fit)
+def _of_similar(layout: Layout, task: Task, machine: Machine, known: Known) -> float | None:
+    """What a device needs for its part of a batch, by what was tried on a machine of its kind."""
+    platform, sizes = parse_topology(machine.topology)[0].platform, task.sizes_on(machine)
+    for (other, candidate), fit in known.items():
+        alike = candidate.layout.preset == layout.preset and candidate.remat in ('full', None)
+        same = parse_topology(other.topology)[0].platform == platform
+        if alike and same and fit.forecast is not None and candidate.num_microbatches:
+            peak, number = fit.forecast.memory.peak, candidate.num_microbatches
+            there = bytes_of_batch(task, fit.sizes.num_devices, number, peak)
+            return there * fit.num_devices / (sizes.num_devices * sizes.num_slices)
+    return None
 
 
-def _peak(fit: Fit) -> int:
-    assert fit.forecast is not None
-    return fit.forecast.memory.peak
+def is_too_small(task: Task, machine: Machine, known: Known) -> bool:
+    """Whether a machine is too small by far, by what was tried on a larger one of its kind."""
+    sizes, limit = task.sizes_on(machine), limit_of(machine)
+    layouts, _ = _list_layouts(sizes)
+    of_batch = _of_similar(layouts[0], task, machine, known) if layouts else None
+    if of_batch is None:
+        return False
+    numbers = _list_microbatches(layouts[0], sizes)
+    least = min(expected_peak(task, sizes.num_devices, n, of_batch) for n in numbers)
+    return least > _FAR * limit
 
 
-def _limit(fit: Fit) -> float:
-    assert fit.forecast is not None
-    limit = fit.forecast.memory.limit
-    return math.inf if limit is None else limit
+def _list_microbatches(layout: Layout, sizes: RunSizes) -> list[int]:
+    """The numbers of microbatches that divide the batch, with 1."""
+    choices = Choices(
+        layouts=(layout,),
+        num_microbatches=_MICROBATCHES,
+        remats=('full',),
+        output_chunks=(None,),
+    )
+    found = [candidate.num_microbatches for candidate in list_space(sizes, choices).candidates]
+    return [1, *(n for n in found if n is not None)]
+
+
+def limit_of(machine: Machine) -> int:
+    """Returns the memory that a program can use on a device of a machine, in bytes."""
+    return parse_topology(machine.topology)[0].hbm_bytes_per_device
+
+
+def can_fit(task: Task, sizes: RunSizes, limit: int) -> bool:
+    """Whether a run may fit by the lower bound, with some number of microbatches."""
+    return any(least_peak(task, sizes, number) <= limit for number in (1, *_MICROBATCHES))
 
 
 def _is_better(one: Fit, other: Fit) -> bool:
@@ -199,21 +256,6 @@ def _exchanges_much(fit: Fit) -> bool:
         return False
     exposed = sum(part.exposed for part in time.parts if ' over ' in part.name)
     return exposed > _MUCH * time.seconds
-
-
-def can_fit(task: Task, machine: Machine, progress: Progress | None = None) -> bool:
-    """Whether a run fits into a machine with the settings that need the least memory."""
-    say, sizes = progress or (lambda text: None), task.sizes_on(machine)
-    for layout in _list_layouts(sizes)[0][:1]:
-        most = max(_possible_microbatches(layout, sizes), default=1)
-        changes: dict[str, Any] = {'remat': 'full'} if sizes.model else {}
-        candidate = Candidate(layout=layout, num_microbatches=most, **changes)
-        say(f'trying {candidate}')
-        with contextlib.suppress(ValueError):
-            planned = plan_candidate(task, sizes, candidate, machine)
-            if forecast_step(planned, compile=False, alternatives=None).fits:
-                return True
-    return False
 
 
 def confirm(task: Task, fit: Fit, progress: Progress | None = None) -> Fit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +41,7 @@ class FoundModel:
     max_length: int | None
     differs: tuple[str, ...]
 
-    @property
+    @functools.cached_property
     def num_parameters(self) -> int:
         """The number of parameters of our model."""
         if isinstance(self.config, TransformerConfig):

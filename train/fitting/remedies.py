@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import jax.numpy as jnp
+
 from partitioning.aot import Forecast
 from partitioning.aot.remedies import Alternative, Call
 from partitioning.hardware import chip_of
@@ -32,7 +34,7 @@ def list_remedies(source: Source, machine: Machine, planned: PlannedStep) -> Ite
     sizes = sizes_of(config, config.partitioner.mesh.size, machine.num_slices)
     candidates = list(_list_presets(sizes, _is_recomputed(config)))
     limit = _memory_limit(planned)
-    if limit is None or planned.run.plan.bytes_per_device < limit:
+    if limit is None or _least_state(planned) < limit:
         same_layout = _list_settings(sizes, config.num_microbatches, _is_recomputed(config))
         candidates = [*same_layout, *candidates]
     for candidate in candidates:
@@ -62,6 +64,13 @@ def _is_recomputed(config: TrainConfig) -> bool:
     """Whether the layers of a model recompute everything already."""
     model = getattr(getattr(config.objective, 'model', None), 'config', None)
     return getattr(model, 'remat', None) == 'full'
+
+
+def _least_state(planned: PlannedStep) -> int:
+    """The state and its gradients on a device, in bytes, if these are in bfloat16."""
+    rows = [row for row in planned.run.plan.rows if row.role == 'parameters']
+    gradients = sum(2 * row.bytes_per_device // jnp.dtype(row.dtype).itemsize for row in rows)
+    return planned.run.plan.bytes_per_device + gradients
 
 
 def _memory_limit(planned: PlannedStep) -> int | None:

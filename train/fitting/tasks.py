@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 from etils import epath
 
+from partitioning.hardware import parse_topology
 from train.errors import ConfigError, check_counts
 from train.fitting.models import FoundModel
 from train.fitting.run_file import write_run
@@ -59,11 +61,16 @@ class Task:
 
     def sizes_on(self, machine: Machine) -> RunSizes:
         """The sizes that a layout must divide on a machine."""
+        chip, shape = parse_topology(machine.topology)
+        return self.sizes_of(math.prod(shape) * chip.devices, machine.num_slices)
+
+    def sizes_of(self, num_devices: int, num_slices: int = 1) -> RunSizes:
+        """The sizes that a layout must divide on slices with a number of devices each."""
         config = self.model.config
         decoder = isinstance(config, TransformerConfig)
         return RunSizes(
-            num_devices=len(machine.describe().devices) // machine.num_slices,
-            num_slices=machine.num_slices,
+            num_devices=num_devices,
+            num_slices=num_slices,
             batch_size=self.batch_size,
             sequence_length=self.sequence_length,
             model={name: getattr(config, name) for name in _SIZES} if decoder else {},

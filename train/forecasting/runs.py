@@ -68,6 +68,7 @@ def forecast_step(
     compile: bool = True,
     alternatives: Sequence[Alternative] | None = (),
     confirm: bool = False,
+    explain: bool = True,
     on_program: Callable[[str], None] | None = None,
     progress: Progress | None = None,
 ) -> Forecast:
@@ -75,7 +76,7 @@ def forecast_step(
 
     Args:
       planned: the step.
-      compile, alternatives, confirm, on_program: as for `partitioning.aot.forecast`.
+      compile, alternatives, confirm, explain, on_program: as for `partitioning.aot.forecast`.
       progress: as for `forecast_run`.
     """
     return forecast(
@@ -85,6 +86,7 @@ def forecast_step(
         compile=compile,
         alternatives=alternatives,
         confirm=confirm,
+        explain=explain,
         on_program=on_program,
         progress=progress,
     )

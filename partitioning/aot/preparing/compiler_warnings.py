@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from partitioning.untrusted_text import printable
+
 # Lines of compilers begin with their level, the date and the time: 'W0823 12:34:56.789012'.
 _LINE = re.compile(rb'^([IWEF])\d{4} \d\d:\d\d:\d\d')
 _PREFIX = re.compile(r'^[IWEF]\d{4} \S+\s+\d+ [^\]]*\] ?')
@@ -71,7 +73,16 @@ def _read(reading: int, original: int, found: list[str]) -> None:
 def _sort(line: bytes, original: int, found: list[str]) -> None:
     if (level := _LINE.match(line)) is None:
         os.write(original, line)
+    elif level[1] == b'F':
+        _end(_PREFIX.sub('', line.decode(errors='replace').strip()), original)
     elif level[1] != b'I':
         text = _PREFIX.sub('', line.decode(errors='replace').strip())
         if text and not any(word in line.decode(errors='replace') for word in _NOT_ABOUT_PROGRAMS):
             found.append(text)
+
+
+def _end(reason: str, original: int) -> None:
+    """Ends the process with the reason for which the compiler is about to end it, in one line."""
+    hint = ': remove them' if 'flag' in reason.lower() else ''
+    os.write(original, f'error: the compiler gave up: {printable(reason)}{hint}\n'.encode())
+    os._exit(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -306,9 +307,15 @@ class _Writer:
     def _new(self, aval: Any, shape: tuple[int, ...] | None = None) -> Value:
         shape = tuple(getattr(aval, 'shape', ())) if shape is None else shape
         dtype = getattr(aval, 'dtype', np.dtype('bool'))  # tokens have none
-        on_host = 'host' in str(getattr(aval, 'memory_space', '')).lower()
+        on_host = _is_on_host(getattr(aval, 'memory_space', None))
         rank = len(shape)
         return Value(shape, dtype, [None] * rank, [False] * rank, self._manual, on_host)
+
+
+@functools.cache
+def _is_on_host(memory_space: Any) -> bool:
+    """Whether a memory space of jax is that of the host. Their names take long to make."""
+    return 'host' in str(memory_space).lower()
 
 
 def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
