@@ -9,6 +9,7 @@ from partitioning.aot.amounts import bytes_str, flops_str, seconds_str, share_st
 from partitioning.aot.blame import Cause
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.report import Forecast, MemoryForecast, Replicated
+from partitioning.aot.timing import TimePart
 from partitioning.aot.timing.work import Origin
 
 WIDTH = 100  # columns of a terminal
@@ -182,7 +183,8 @@ def _time(forecasts: Sequence[Forecast]) -> Iterator[Row]:
     for t in times:
         for part in t.parts if t else ():
             names[part.name] = names.get(part.name, 0) + part.exposed
-    shown, others = [], []
+    shown: list[tuple[str, list[TimePart | None]]] = []
+    others: list[tuple[str, list[TimePart | None]]] = []
     for name in sorted(names, key=lambda n: (-names[n], n)):
         parts = [next((p for p in t.parts if p.name == name), None) if t else None for t in times]
         is_small = all(
@@ -240,7 +242,8 @@ def _lists(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
     for sections in zip(*made, strict=True):
         several = len(forecasts) > 1
         if several and all(section == sections[0] for section in sections):
-            yield from _section(*sections[0], ' on all machines', width)
+            title, lines = sections[0]
+            yield from _section(title, lines, ' on all machines', width)
             continue
         for forecast, (title, lines) in zip(forecasts, sections, strict=True):
             where = f' on {_machine_name(forecast)}' if several else ''
