@@ -34,7 +34,8 @@ from hand_counts.sizes import Case
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
-RESULTS = Path(__file__).parent / 'results' / 'forecast_cases.json'
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / 'benchmarks' / 'results' / 'forecast_cases.json'
 MOST_SECONDS, MOST_BYTES = 90, 3e9
 
 
@@ -61,7 +62,10 @@ def measure(case: Case) -> dict[str, Any]:
         'back_end': made.back_end_version,
         'mesh': dict(made.mesh),
         'memory': {k: v for k, v in held['memory'].items() if k != 'buffers'},
-        'buffers': [[array.array, array.nbytes, array.source] for array, _ in memory.buffers[:5]],
+        'buffers': [
+            [array.array, array.nbytes, array.source.removeprefix(f'{ROOT}/')]
+            for array, _ in memory.buffers[:5]
+        ],
         'wire': {
             f'{kind} over {axes} ({network})': sum(sizes)
             for (network, axes, kind), sizes in sorted(wire_bytes(made).items())
