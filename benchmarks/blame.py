@@ -113,8 +113,8 @@ def explain(program: str, fault: dict[str, Any] | None) -> Any:
 
     from partitioning.aot import read_costs
     from partitioning.aot.blame import explain_program
-    from partitioning.aot.blame.arguments import describe_arguments
     from partitioning.aot.blame.confirming import CompiledFunction
+    from partitioning.aot.blame.described_arguments import describe_arguments
 
     jax.clear_caches()
     with edited_source(fault):

@@ -13,7 +13,6 @@ from benchmarks.blame_programs.faults import ROOT, all_faults, draw_faults
 from partitioning import PjitPartitioner, constrain
 from partitioning.aot import read_costs
 from partitioning.aot.blame import compile_partitioned, explain_program
-from partitioning.aot.blame.arguments import describe_arguments
 from partitioning.aot.blame.changes import RuleChange
 from partitioning.aot.blame.compiler_log import find_rematerializations
 from partitioning.aot.blame.confirming import (
@@ -22,6 +21,7 @@ from partitioning.aot.blame.confirming import (
     confirm_change,
     try_change,
 )
+from partitioning.aot.blame.described_arguments import describe_arguments
 from partitioning.mesh import MeshConfig
 
 # What XLA writes for a gradient that it cannot move from one layout to another.

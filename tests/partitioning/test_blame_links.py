@@ -18,8 +18,8 @@ from partitioning.aot import read_costs
 from partitioning.aot.blame import CompiledFunction, describe_arguments
 from partitioning.aot.blame.advice import Advisor
 from partitioning.aot.blame.known_layouts import KnownLayouts, names_by_axes
-from partitioning.aot.blame.tracing import trace_values
 from partitioning.aot.blame.value_graph import ValueGraph
+from partitioning.aot.blame.value_walk import trace_values
 from partitioning.plan.rows import make_row
 from partitioning.rules import resolve_axes
 

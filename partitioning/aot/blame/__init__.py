@@ -1,6 +1,5 @@
 """Which line of Python, which array and which rule an exchange or a buffer comes from."""
 
-from partitioning.aot.blame.arguments import describe_arguments as describe_arguments
 from partitioning.aot.blame.cause import Cause as Cause
 from partitioning.aot.blame.changes import Change as Change
 from partitioning.aot.blame.confirming import (
@@ -9,6 +8,7 @@ from partitioning.aot.blame.confirming import (
     confirm_change as confirm_change,
     try_change as try_change,
 )
+from partitioning.aot.blame.described_arguments import describe_arguments as describe_arguments
 from partitioning.aot.blame.estimated_buffers import (
     explain_estimate as explain_estimate,
 )

@@ -18,10 +18,10 @@ from partitioning.aot.blame.linked_dimensions import LinkedDimensions
 from partitioning.aot.blame.making_causes import what_is
 from partitioning.aot.blame.memory_causes import explain_buffer, explain_replicated
 from partitioning.aot.blame.reasons import explain_exchange
-from partitioning.aot.blame.tracing import trace_values
 from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_graph import ValueGraph
 from partitioning.aot.blame.value_matching import Matcher
+from partitioning.aot.blame.value_walk import trace_values
 from partitioning.aot.blame.values import TracedValues
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.costs import ProgramCosts

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from partitioning.aot.blame.arguments import describe_arguments
 from partitioning.aot.blame.confirming import CompiledFunction
+from partitioning.aot.blame.described_arguments import describe_arguments
 from partitioning.aot.compiled.costs import read_costs
 from partitioning.partitioner import PjitPartitioner
 from partitioning.plan import Plan, PlanRow
