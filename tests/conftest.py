@@ -5,6 +5,7 @@ up to jax 0.10 without its newer code generator for fused loops. Each halves the
 """
 
 import os
+import signal
 from pathlib import Path
 
 import gin
@@ -21,6 +22,10 @@ if jax.__version_info__ < (0, 11):  # a later XLA does not know the flag and wou
 jax.config.update('jax_platforms', 'cpu')
 jax.config.update('jax_disable_most_optimizations', True)
 jax.config.update('jax_num_cpu_devices', 8)
+
+# nohup and background jobs of shells ignore these, and so would programs that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True, scope='session')
