@@ -20,7 +20,7 @@ import partitioning
 import train
 from partitioning.plan import building
 from tests.code_blocks import ROOT, read_blocks, run_block, run_blocks
-from train.cli import launch, main, training
+from train.cli import command, main, training
 from train.gin_config import load_config
 from train.runtime import machine
 
@@ -132,8 +132,8 @@ def flags_in_help(*command):
 def test_the_reference_has_every_flag_of_the_trainer():
     page = (ROOT / 'docs/reference/command_line.md').read_text()
     shown = {*re.findall(r'^\| `(--\w+)', page, re.M), '--help'}
-    for command in ('train', 'forecast', 'fits', 'eval', 'predict', 'generate'):
-        assert flags_in_help(command) <= shown
+    for name in ('train', 'forecast', 'fits', 'eval', 'predict', 'generate'):
+        assert flags_in_help(name) <= shown
     for verb in ('inspect', 'diff', 'verify', 'convert'):
         assert flags_in_help('checkpoint', verb) <= shown
 
@@ -149,12 +149,12 @@ def check_meshwright(*words):
     theirs = [file for file in files if file.startswith('t5x/')]  # of a T5X checkout
     assert all((ROOT / file).exists() for file in files if file not in [*AS_IF, *theirs])
     if names[0] == 'train' and not theirs:
-        parser = launch.CommandParser('', '', '')
+        parser = command.CommandParser('', '', '')
         parser.add_argument('runs', nargs='*')
         own = ('--profile_steps', '--expect_plan')
         options = parser.read(word for word in rest if not word.startswith(own))
         files = [training.find_gin_file(AS_IF.get(run, run)) for run in options.runs]
-        launch.configure(options, files)
+        command.configure(options, files)
 
 
 @pytest.fixture(scope='module')

@@ -2,7 +2,7 @@
 
 import sys
 
-from train.runtime import signals
+from train.processes import signals
 
 if __name__ == '__main__':
     signals.handle_until_exit()  # before anything that takes time is imported

@@ -22,8 +22,8 @@ from train.health import NotFinitePolicy
 from train.objectives import Objective
 from train.optimizers import Optimizer
 from train.paths import as_path, is_remote
+from train.processes.watchdog import WatchdogConfig
 from train.runtime.compilation_cache import CacheSetting, check_cache_setting
-from train.runtime.watchdog import WatchdogConfig
 from train.runtime.writers import JsonWriter, MetricWriter, TensorBoardWriter
 from train.steps import GradientDType
 from train.stopping import StopCondition, check_conditions

@@ -16,9 +16,9 @@ from train.data import record
 from train.errors import ConfigError
 from train.evaluators import prepare_evaluators, run_evaluators
 from train.paths import as_folder
+from train.processes.together import check_same_step, raise_on_all_processes
 from train.run import Run, initialize_some, prepare
 from train.runtime.gin_text import write_gin_text
-from train.runtime.machine import check_same_step, raise_on_all_processes
 from train.runtime.writers import open_writers
 
 

@@ -26,10 +26,10 @@ from train.errors import ConfigError
 from train.objectives import Objective, TokenLoss
 from train.optimizers import as_transformation
 from train.paths import as_folder
+from train.processes.together import agree_on
 from train.runtime.compilation_cache import use_compilation_cache
 from train.runtime.compiling import choose_options, describe_options
 from train.runtime.console import RunConsole
-from train.runtime.machine import agree_on
 from train.runtime.reports import (
     describe_audit,
     describe_data,

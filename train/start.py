@@ -22,10 +22,10 @@ from train.data import Feed, LocalBatches, record
 from train.errors import ConfigError
 from train.optimizers import learning_rate_of
 from train.paths import replacing
+from train.processes.together import check_same_step
 from train.run import PlannedRun, Run, initialize_some
 from train.runtime.compiling import describe_options
 from train.runtime.gin_text import beside, write_gin_text
-from train.runtime.machine import check_same_step
 from train.runtime.memory import check_fits, memory_advice
 from train.runtime.meter import peak_flops
 from train.runtime.reports import describe_variables

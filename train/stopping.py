@@ -12,7 +12,7 @@ import numpy as np
 
 from partitioning.rules import nearest
 from train.errors import ConfigError, check_counts
-from train.runtime.machine import agree_on
+from train.processes.together import agree_on
 
 
 class StopCondition(Protocol):

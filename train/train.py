@@ -24,15 +24,15 @@ from train.loop import (
     report_results,
     report_skips,
 )
+from train.processes import signals
+from train.processes.watchdog import Watchdog
 from train.run import prepare, report
-from train.runtime import signals
 from train.runtime.console import RunConsole
 from train.runtime.expected_plan import check_plan
 from train.runtime.machine import collect_garbage, must_wait_for_steps
 from train.runtime.meter import Meter, format_figures
 from train.runtime.profile import Profiler
 from train.runtime.start_up import StartClock
-from train.runtime.watchdog import Watchdog
 from train.runtime.writers import open_writers
 from train.start import (
     compile_programs,

@@ -12,7 +12,7 @@ import termios
 import threading
 import time
 
-from train.runtime import signals
+from train.processes import signals
 
 LINE = 'meshwright train mine'
 

@@ -23,7 +23,7 @@ from partitioning import PjitPartitioner
 from train import Supervised, TrainConfig, checkpoints, run as run_module, start, train
 from train.checkpoints import CheckpointConfig, complete_steps
 from train.data import Examples
-from train.runtime import signals
+from train.processes import signals
 from train.runtime.writers import JsonWriter
 
 STEPS = 6

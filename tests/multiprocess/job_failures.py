@@ -13,7 +13,7 @@ from train.checkpoints.steps.manifest import Manifest, write_manifest
 from train.data import CausalLM, Records
 from train.data.record import check_same_everywhere, data_record
 from train.errors import ConfigError
-from train.runtime.machine import check_same_step, raise_on_all_processes
+from train.processes.together import check_same_step, raise_on_all_processes
 
 
 def run(index, folder):

@@ -10,7 +10,7 @@ from job_failures import error_of
 
 from partitioning import TrainState
 from train.checkpoints import CheckpointConfig
-from train.runtime.machine import raise_on_all_processes
+from train.processes.together import raise_on_all_processes
 
 # Shapes, dtypes and specs on a mesh of 4x2. The state of 1 process is on a mesh of 2x4.
 ARRAYS = {

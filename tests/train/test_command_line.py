@@ -11,7 +11,7 @@ import pytest
 
 from partitioning.rules import as_tuple
 from train.cli import main
-from train.cli.launch import CommandParser
+from train.cli.command import CommandParser
 from train.gin_config import find_config, load_config
 from train.gin_config.load import find_config_root
 from train.runtime import machine

@@ -73,10 +73,10 @@ import subprocess | A = @subprocess.check_output()
 import signal | A = @signal.raise_signal()
 import socket | A = @socket.create_connection()
 import urllib.request | A = @urllib.request.urlopen()
-from train import launch | A = @launch.run()
-from train.cli import launch | A = @launch.configure()
+from train import command | A = @command.run()
+from train.cli import command | A = @command.configure()
 import jax.distributed | A = @jax.distributed.initialize()
-from train.runtime import machine | A = @machine.join_processes()
+from train.processes import joining | A = @joining.join_processes()
 
 # imports and evaluated text
 import importlib | A = @importlib.import_module()

@@ -10,6 +10,7 @@ from absl.testing import flagsaver
 
 from train.cli import main
 from train.errors import ConfigError
+from train.processes.joining import join_processes
 from train.runtime import machine
 
 COUNTS = ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')
@@ -62,13 +63,13 @@ def test_the_flags_of_a_process_reach_jax(monkeypatch, capsys):
 def test_the_three_flags_of_a_process_must_be_given_together(given):
     flags = r'--coordinator_address.*--process_count.*--process_index'
     with pytest.raises(ConfigError, match=flags):
-        machine.join_processes(*given, False)
+        join_processes(*given, False)
 
 
 @pytest.mark.parametrize('index', [2, 5, -1])
 def test_a_process_index_out_of_range(index):
     with pytest.raises(ConfigError, match=rf'--process_index={index} .*0 to 1.*count=2'):
-        machine.join_processes('127.0.0.1:1', 2, index, False)
+        join_processes('127.0.0.1:1', 2, index, False)
 
 
 @pytest.mark.parametrize('maximum, size', [(1, 1), (2, 2), (16, 8), (6, 2)])

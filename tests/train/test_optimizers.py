@@ -11,7 +11,7 @@ from small import model, partitioner
 
 from partitioning import unbox
 from train import NextToken, TrainConfig
-from train.cli.launch import explain
+from train.cli.command import explain
 from train.config import KINDS
 from train.data import CausalLM, TextFiles
 from train.errors import ConfigError

@@ -27,7 +27,7 @@ from written_files import documents_of_both_parts, index_of
 from partitioning import PjitPartitioner, Plan, TrainState
 from train import TrainConfig, train
 from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig, complete_steps
-from train.cli.launch import explain
+from train.cli.command import explain
 from train.cli.training import find_gin_file
 from train.data import (
     ArrayRecords,

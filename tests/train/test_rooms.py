@@ -19,6 +19,7 @@ FLOORS = [
     {'errors', 'gin_config.names', 't5x.modules'},
     {'attention', 'decoding', 'output_layer'},
     {'adafactor', 'health', 'paths', 'models', 'objectives', 'optimizers'},
+    {'processes'},
     {'runtime', 'steps', 'data.text'},
     {'checkpoints.arrays'},
     {'checkpoints.steps'},

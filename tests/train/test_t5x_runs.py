@@ -12,7 +12,7 @@ from contextlib import redirect_stdout
 import gin
 import pytest
 
-from train.cli.launch import CommandParser
+from train.cli.command import CommandParser
 from train.gin_config import find_entry, load_config
 from train.gin_config.load import find_config_root
 

@@ -12,7 +12,7 @@ import jax
 import pytest
 
 from train.errors import ConfigError
-from train.runtime.watchdog import Activity, Watchdog, WatchdogConfig
+from train.processes.watchdog import Activity, Watchdog, WatchdogConfig
 
 pytestmark = pytest.mark.core
 
@@ -188,7 +188,7 @@ from pathlib import Path
 from conftest import write_texts
 from small import small_config
 from train import train
-from train.runtime.watchdog import WatchdogConfig
+from train.processes.watchdog import WatchdogConfig
 
 limits = WatchdogConfig(phase_seconds=600)
 

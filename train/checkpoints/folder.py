@@ -22,7 +22,7 @@ from train.checkpoints.steps.hashing import complete_step
 from train.checkpoints.steps.record import StepRecord, read_record, unfinished_file
 from train.errors import ConfigError, describe_error
 from train.paths import absolute, is_remote
-from train.runtime.machine import agree_on, any_process, raise_on_all_processes
+from train.processes.together import agree_on, any_process, raise_on_all_processes
 
 if TYPE_CHECKING:
     from train.checkpoints.orbax.writer import StepWriter

@@ -23,7 +23,7 @@ from train.checkpoints.steps import manifest
 from train.checkpoints.steps.checked import open_checked
 from train.checkpoints.steps.manifest import DamagedCheckpoint
 from train.errors import ConfigError, first_line
-from train.runtime.machine import raise_on_all_processes
+from train.processes.together import raise_on_all_processes
 
 
 class CheckpointReader(abc.ABC):

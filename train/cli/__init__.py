@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from train.cli.interruption import line_of_module, line_of_process, run_until_signal
-from train.runtime import signals
+from train.processes import signals
 
 # The name of a command -> its function in train.cli, what it does, and an example.
 _COMMANDS = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
-from train.cli.launch import OneLineParser, run
+from train.cli.command import OneLineParser, run
 
 if TYPE_CHECKING:
     from etils import epath

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from train.cli.command import OneLineParser, run
 from train.cli.forecast import add_topologies, leave_devices_alone
-from train.cli.launch import OneLineParser, run
 
 if TYPE_CHECKING:
     from train.fitting import Fit, Known, Task

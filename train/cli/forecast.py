@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.cli import search
-from train.cli.launch import CommandParser, configure, run
+from train.cli.command import CommandParser, configure, run
 from train.cli.training import find_gin_file, known_runs
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 
-from train.runtime import signals
+from train.processes import signals
 
 EXIT_CODES = """\
 exit codes: 0 if everything is done, 2 after an error, which is one line, 75 if SIGTERM, SIGHUP or

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from partitioning.mesh import __main__ as meshes
 from partitioning.plan import __main__ as plans
-from train.cli.launch import OneLineParser
+from train.cli.command import OneLineParser
 
 
 def show_mesh(arguments: Sequence[str], prog: str) -> int:

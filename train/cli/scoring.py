@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from train.cli.launch import CommandParser, configure, run
+from train.cli.command import CommandParser, configure, run
 from train.errors import ConfigError
 
 if TYPE_CHECKING:

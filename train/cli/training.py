@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from train.cli.launch import CommandParser, configure, run
+from train.cli.command import CommandParser, configure, run
 
 _DESCRIPTION = """\
 Trains the model that gin files configure, or resumes the run in its MODEL_DIR.

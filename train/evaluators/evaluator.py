@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from partitioning import TrainState
 from train.errors import ConfigError
+from train.processes.signals import interruptible
 from train.runtime.console import RunConsole
 from train.runtime.reports import format_scores
-from train.runtime.signals import interruptible
 
 if TYPE_CHECKING:
     from train.run import Run

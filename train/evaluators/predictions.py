@@ -24,7 +24,8 @@ from train.errors import ConfigError, check_counts
 from train.evaluators.prediction_lines import Mode, describe_function, to_line
 from train.evaluators.references import Reference, references_of
 from train.paths import as_folder
-from train.runtime.machine import agree_on, must_wait_for_steps
+from train.processes.together import agree_on
+from train.runtime.machine import must_wait_for_steps
 from train.runtime.part_files import PartFiles
 from train.runtime.reports import format_seconds
 

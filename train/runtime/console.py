@@ -24,9 +24,9 @@ from rich.segment import Segment
 from rich.text import Text
 
 from partitioning.untrusted_text import printable
-from train.runtime.machine import raise_on_all_processes
+from train.processes.together import raise_on_all_processes
+from train.processes.watchdog import Activity
 from train.runtime.reports import format_seconds
-from train.runtime.watchdog import Activity
 
 # A phase that takes longer is mentioned when it ends, in seconds.
 WORTH_A_LINE = 1.0

@@ -1,4 +1,4 @@
-"""The machine that a run uses: virtual devices, its processes, and how they agree."""
+"""The machine that a run uses: its virtual devices, and what they need of the host."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import gc
 import math
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
-import numpy as np
 
 from partitioning.hardware import check_devices
-from train.errors import ConfigError, first_line
+from train.errors import ConfigError
 
 DEFAULT_CPU_DEVICES = 8
-MAX_MESSAGE_BYTES = 1000
 
 
 def use_virtual_devices(count: int | None) -> None:
@@ -39,122 +36,6 @@ def use_virtual_devices(count: int | None) -> None:
         raise ConfigError(
             f'--cpu_devices={count} conflicts with the number of devices in {where}: remove one'
         )
-
-
-def join_processes(
-    coordinator_address: str | None,
-    process_count: int | None,
-    process_index: int | None,
-    auto_detect: bool,
-) -> None:
-    """Connects this process to the others of a run with several processes.
-
-    Args:
-      coordinator_address: host:port of process 0.
-      process_count: the number of processes.
-      process_index: the index of this process.
-      auto_detect: whether jax reads the three from the environment (TPU pods, Slurm).
-
-    Raises:
-      ConfigError: if only some of the three are given, if the index is out of range, or if the
-        processes cannot connect.
-    """
-    given = [x is not None for x in (coordinator_address, process_count, process_index)]
-    if any(given) and not all(given):
-        raise ConfigError(
-            '--coordinator_address, --process_count and --process_index must be given together'
-        )
-    if process_count is not None and process_index not in range(process_count):
-        raise ConfigError(
-            f'--process_index={process_index} must be from 0 to {process_count - 1}, because '
-            f'--process_count={process_count}'
-        )
-    if all(given) or auto_detect:
-        try:
-            jax.distributed.initialize(coordinator_address, process_count, process_index)
-        except (ValueError, RuntimeError) as error:
-            raise ConfigError(
-                f'this process cannot connect to the others ({first_line(error)}): give '
-                '--coordinator_address, --process_count and --process_index'
-            ) from error
-
-
-@contextlib.contextmanager
-def raise_on_all_processes() -> Iterator[None]:
-    """Raises an error on every process if the body fails on any of them.
-
-    Without it, the other processes would wait forever for the one that failed. All processes must
-    enter the context together. The body must not contain anything that waits for other processes.
-
-    Raises:
-      Exception: the body's own error, on the processes where it failed.
-      ConfigError: on the other processes, with the first process that failed and its message. It is
-        of the same type if that error is a ConfigError.
-    """
-    if jax.process_count() == 1:
-        yield
-        return
-    from jax.experimental import multihost_utils
-
-    message: bytes = b''
-    failure: Exception | None = None
-    try:
-        yield
-    except Exception as error:  # Any error must reach the other processes.
-        message, failure = f'{type(error).__name__}\n{first_line(error)}'.encode(), error
-    padded = np.zeros(MAX_MESSAGE_BYTES, np.uint8)
-    padded[: len(message)] = np.frombuffer(message[:MAX_MESSAGE_BYTES], np.uint8)
-    messages = np.asarray(multihost_utils.process_allgather(padded))
-    if failure is not None:
-        raise failure
-    for process in np.flatnonzero(messages.any(axis=1)).tolist():
-        text = messages[process].tobytes().rstrip(b'\0').decode(errors='replace')
-        name, _, line = text.partition('\n')
-        raise _config_error(name)(f'process {process} failed: {line}')
-
-
-def _config_error(name: str) -> type[ConfigError]:
-    """The type of ConfigError that has a name, or ConfigError itself."""
-    types = [ConfigError]
-    for kind in types:  # It grows by the types that are found.
-        types += kind.__subclasses__()
-    return next((kind for kind in types if kind.__name__ == name), ConfigError)
-
-
-def check_same_step(step: int) -> None:
-    """Checks that all processes start from the same step. All of them must call it together.
-
-    Raises:
-      ConfigError: if they differ, with the step of each process.
-    """
-    if jax.process_count() == 1:
-        return
-    from jax.experimental import multihost_utils
-
-    steps = np.asarray(multihost_utils.process_allgather(np.int32(step))).tolist()
-    if len(set(steps)) > 1:
-        raise ConfigError(
-            f'the processes found checkpoints of different steps: {steps}, in the order of the '
-            'processes (0 means none). MODEL_DIR must be on storage that all hosts share'
-        )
-
-
-def agree_on(value: Any) -> Any:
-    """Returns the value of process 0, a number. All processes must call it together."""
-    if jax.process_count() == 1:
-        return value
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.broadcast_one_to_all(value)
-
-
-def any_process(condition: bool) -> bool:
-    """Whether a condition holds on any process. All processes must call it together."""
-    if jax.process_count() == 1:
-        return condition
-    from jax.experimental import multihost_utils
-
-    return bool(np.asarray(multihost_utils.process_allgather(np.bool_(condition))).any())
 
 
 def must_wait_for_steps() -> bool:

@@ -13,9 +13,9 @@ from etils import epath
 
 from train.errors import ConfigError, FailurePolicy, describe_error, import_optional
 from train.paths import is_remote
+from train.processes.together import raise_on_all_processes
 from train.runtime.appended_file import AppendedFile
 from train.runtime.event_file import EventFile
-from train.runtime.machine import raise_on_all_processes
 
 
 class MetricWriter(Protocol):

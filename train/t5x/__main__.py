@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from train.cli.launch import CommandParser, configure, run
+from train.cli.command import CommandParser, configure, run
 
 _DESCRIPTION = """\
 Lists the settings of T5X's gin files: their values, what they become here, and which of them have

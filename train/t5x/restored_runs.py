@@ -13,7 +13,7 @@ from train.checkpoints import RestoreConfig
 from train.config import TrainConfig
 from train.data import Lengths, Subset, Task, TextTask, record
 from train.errors import ConfigError
-from train.runtime.machine import raise_on_all_processes
+from train.processes.together import raise_on_all_processes
 from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
 from train.t5x.datasets import has_pairs
 from train.t5x.evaluations import reader_of

@@ -14,8 +14,8 @@ from partitioning import BasePartitioner, TrainState
 from train.config import TrainConfig
 from train.data import Task
 from train.errors import check_counts
+from train.processes.together import raise_on_all_processes
 from train.runtime.console import RunConsole
-from train.runtime.machine import raise_on_all_processes
 from train.t5x import seqio
 from train.t5x.configs import CheckpointConfig, DatasetConfig
 from train.t5x.evaluations import DECODED, decoded, held_out, reader_of, tasks_of

@@ -14,7 +14,7 @@ from absl import logging
 from partitioning.untrusted_text import printable
 from train.cli.interruption import EXIT_CODES
 from train.errors import first_line
-from train.runtime import signals
+from train.processes import signals
 
 # The packages whose errors say why gs:// and s3:// cannot be used, such as missing credentials.
 _OF_STORES = ('aiohttp', 'botocore', 'gcsfs', 'google')
@@ -97,12 +97,13 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
     """Finds the devices, and loads gin files, followed by those of the flags."""
     # These import jax, so they wait until the flags have been checked.
     from train.gin_config import load_config
+    from train.processes.joining import join_processes
     from train.runtime import machine
 
     if options.multihost or options.coordinator_address is not None:
         signals.leave_to_others()
     machine.use_virtual_devices(options.cpu_devices)
-    machine.join_processes(
+    join_processes(
         options.coordinator_address,
         options.process_count,
         options.process_index,

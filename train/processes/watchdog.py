@@ -24,7 +24,7 @@ import jax
 from partitioning.untrusted_text import printable
 from train.errors import ConfigError
 from train.paths import is_remote
-from train.runtime.signals import RESTARTABLE
+from train.processes.signals import RESTARTABLE
 
 # Without a limit for steps, a step may take this many times as long as the slowest one so far,
 # and at least so many seconds.
