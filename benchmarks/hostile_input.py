@@ -30,10 +30,10 @@ import pyarrow.parquet
 from array_record.python import array_record_module
 
 from partitioning import Plan
+from partitioning.amounts import bytes_str
 from train import data
 from train.checkpoints.formats.safetensors_files import open_safetensors
 from train.data.text.tf_records import masked_crc
-from train.runtime.reports import format_bytes
 
 LIMIT = 512 << 20
 GIB, MIB = 1 << 30, 1 << 20
@@ -242,7 +242,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f'hostile.{case.ending}'
             case.write(path)
-            size = format_bytes(path.stat().st_size)
+            size = bytes_str(path.stat().st_size)
             command = [sys.executable, __file__, '--read', case.reader, str(path)]
             ran = subprocess.run(command, capture_output=True, text=True)
             if ran.returncode:
@@ -252,7 +252,7 @@ def main() -> int:
             shown = (found['message'] or f'NOT REFUSED {found.get("end", "")}').replace(folder, '')
         if found['message'] is None or found['peak'] > LIMIT:
             failed.append(name)
-        becomes, peak = format_bytes(case.becomes), format_bytes(found['peak'])
+        becomes, peak = bytes_str(case.becomes), bytes_str(found['peak'])
         print(f'{name:<38} {size:>10} {becomes:>16} {peak:>10}  {shown}', flush=True)
     print(f'not refused below 512 MiB: {failed}' if failed else 'all are refused below 512 MiB')
     return bool(failed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from partitioning.aot.amounts import bytes_str, flops_str, seconds_str, share_str
+from partitioning.amounts import bytes_str, flops_str, seconds_str, share_str
 from partitioning.aot.blame import Cause
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.report import Forecast, MemoryForecast, Replicated

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jax.sharding import Mesh
 
+from partitioning.hardware.chips import GIB
 from partitioning.pictures.figures import TICKS, new_figure
 from partitioning.plan.audit import ROLES, Audit, check_bytes
 from partitioning.rules import describe_axes
@@ -21,8 +22,7 @@ _ROLE_COLORS = dict(
     zip((*ROLES, _MISPLACED), ('#31688e', '#35b779', '#c9c9c9', '#d1495b'), strict=True)
 )
 _BUDGET_COLOR = '#b3261e'
-_GIB = 2**30
-_LEAST_GIB = _GIB / 10  # smaller amounts are shown in bytes
+_LEAST_GIB = GIB / 10  # smaller amounts are shown in bytes
 
 
 def draw_audit(
@@ -61,7 +61,7 @@ def draw_audit(
     ids = sorted(audit.bytes_by_device)
     figure = new_figure((min(max(0.3 * len(ids) + 1.2, 5.0), 9.0), 3.4))
     plot = figure.add_subplot()
-    unit, name = (_GIB, 'GiB') if audit.bytes_per_device >= _LEAST_GIB else (1, 'bytes')
+    unit, name = (GIB, 'GiB') if audit.bytes_per_device >= _LEAST_GIB else (1, 'bytes')
     base = np.zeros(len(ids))
     for role, held in bytes_by_role(audit).items():
         top = base + np.array([held[device] for device in ids]) / unit
@@ -131,7 +131,7 @@ def _draw_budget(plot: Any, budget: float, high: float, amount: str) -> None:
 
 
 def _amount(held: float) -> str:
-    return f'{held / _GIB:,.3g} GiB' if held >= _LEAST_GIB else f'{held:,.0f} bytes'
+    return f'{held / GIB:,.3g} GiB' if held >= _LEAST_GIB else f'{held:,.0f} bytes'
 
 
 def _number_devices(axis: Any, ids: Sequence[int]) -> None:

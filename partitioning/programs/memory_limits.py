@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from partitioning.amounts import bytes_str
 from partitioning.hardware import chip_of
 from partitioning.rules import MeshLike
 
@@ -26,8 +27,8 @@ class OutOfMemoryError(ValueError):
 
     def __init__(self, function: str, needed: int, available: int):
         super().__init__(
-            f'{function} needs {needed / 2**30:,.2f} GiB on each device, which has '
-            f'{available / 2**30:,.2f} GiB: use more devices, a layout that shards more, a smaller '
+            f'{function} needs {bytes_str(needed)} on each device, which has '
+            f'{bytes_str(available)}: use more devices, a layout that shards more, a smaller '
             'batch, or recompute more in the backward pass'
         )
         self.needed, self.available = needed, available

@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from partitioning import PjitPartitioner, TrainState
+from partitioning.amounts import bytes_str
 from train.runtime.console import RunConsole, SafeConsole
 from train.runtime.meter import format_figures
 from train.runtime.reports import (
     describe_parameters,
     describe_variables,
-    format_bytes,
     format_seconds,
 )
 
@@ -102,13 +102,14 @@ def test_the_table_shows_logical_axes_with_their_mesh_axes():
         (768, '768 bytes'),
         (98_304, '98.3 kB'),
         (3_609_088, '3.6 MB'),
-        (2**30 - 1, '1,073.7 MB'),
+        (999_949_999, '999.9 MB'),
+        (2**30 - 1, '1.00 GiB'),
         (2.3 * 2**30, '2.30 GiB'),
         (2**42, '4,096.00 GiB'),
     ],
 )
 def test_bytes_for_people(count, text):
-    assert format_bytes(count) == text
+    assert bytes_str(count) == text
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 import jax
 from rich.table import Table
 
+from partitioning.amounts import bytes_str
 from train.checkpoints.arrays.shares import by_size, find_shares
 from train.checkpoints.arrays.stored import Bounds, StoredArray
 from train.checkpoints.matching import Difference, Wanted
 from train.errors import ConfigError
-from train.runtime.reports import format_bytes
 
 MAX_ROWS = 20
 # What differs, and what happens with the array if the settings allow it.
@@ -75,9 +75,9 @@ class Preflight:
 
     def describe(self) -> str:
         """The sizes in one line."""
-        text = f'{self.num_arrays:,} arrays with {format_bytes(self.num_bytes)} to restore'
+        text = f'{self.num_arrays:,} arrays with {bytes_str(self.num_bytes)} to restore'
         if len(self.process_bytes) > 1:
-            least, most = (format_bytes(f(self.process_bytes)) for f in (min, max))
+            least, most = (bytes_str(f(self.process_bytes)) for f in (min, max))
             each = most if least == most else f'{least} to {most}'
             text += f', {each} per process'
         text += f'; read amplification {self.read_amplification:.2f}'

@@ -11,13 +11,14 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 from rich.text import Text
 
+from partitioning.amounts import bytes_str
 from partitioning.untrusted_text import printable
 from train.checkpoints.offline.comparing import ArrayDifference
 from train.checkpoints.offline.converting import Conversion
 from train.checkpoints.offline.grouping import ArrayGroup
 from train.checkpoints.offline.summary import StepSummary, Summary, shorten_reason
 from train.checkpoints.steps.verifying import Verified
-from train.runtime.reports import format_bytes, format_seconds
+from train.runtime.reports import format_seconds
 
 # In a file or a pipe, no row of a table is broken into several lines.
 _WIDTH_OF_A_PIPE = 1000
@@ -96,8 +97,8 @@ def _count(number: int, noun: str) -> str:
 
 def summary_tables(summary: Summary) -> Group:
     """What is in one checkpoint."""
-    roles = [f'{role} {format_bytes(n)}' for role, n in summary.bytes_by_role.items() if n]
-    dtypes = [f'{dtype} {format_bytes(size)}' for dtype, size in summary.bytes_by_dtype.items()]
+    roles = [f'{role} {bytes_str(n)}' for role, n in summary.bytes_by_role.items() if n]
+    dtypes = [f'{dtype} {bytes_str(size)}' for dtype, size in summary.bytes_by_dtype.items()]
     versions = [f'{package} {version}' for package, version in summary.versions.items()]
     facts = _facts(
         {
@@ -105,7 +106,7 @@ def summary_tables(summary: Summary) -> Group:
             'format': summary.format,
             'step': '' if summary.step is None else f'{summary.step:,}',
             'status': summary.status + (f': {summary.reason}' if summary.reason else ''),
-            'files': f'{_count(summary.num_files, "file")}, {format_bytes(summary.bytes_on_disk)}',
+            'files': f'{_count(summary.num_files, "file")}, {bytes_str(summary.bytes_on_disk)}',
             'arrays': f'{_count(summary.num_arrays, "array")}: {", ".join(roles)}',
             'parameters': f'{summary.num_parameters:,}',
             'dtypes': ', '.join(dtypes),
@@ -126,7 +127,7 @@ def _array_table(groups: Sequence[ArrayGroup]) -> Table:
             f'{group.count:,}',
             'various' if group.shape is None else 'x'.join(map(str, group.shape)) or 'scalar',
             group.dtype,
-            format_bytes(group.nbytes),
+            bytes_str(group.nbytes),
             style=None if group.role == 'parameters' else 'dim',
         )
     return table
@@ -146,7 +147,7 @@ def steps_table(path: Any, steps: Sequence[StepSummary]) -> Group:
             _status(step.status),
             step.format,
             f'{step.num_files:,}',
-            format_bytes(step.bytes_on_disk),
+            bytes_str(step.bytes_on_disk),
             _text('; '.join(notes)),
         )
     return Group(_text(f'{_count(len(steps), "step")} in {path}', 'bold'), table)
@@ -177,13 +178,13 @@ def verified_table(results: Sequence[Verified], seconds: float) -> Group:
     lines: list[Text] = []
     for one in results:
         step = f'step {one.found.step:,}: ' if len(results) > 1 else f'{one.found.path}: '
-        size = f'{_count(one.num_files, "file")}, {format_bytes(one.nbytes)}'
+        size = f'{_count(one.num_files, "file")}, {bytes_str(one.nbytes)}'
         status = f'good ({size})' if one.status == 'good' else one.status
         lines.append(Text.assemble(step, (status, _STYLES.get(one.status, ''))))
         lines += [_text(f'  {shorten_reason(one.found.path, reason)}') for reason in one.reasons]
     total = sum(one.nbytes for one in results)
     speed = f'{total / 1e6 / max(seconds, 1e-9):,.0f} MB/s'
-    lines.append(_text(f'read {format_bytes(total)} in {format_seconds(seconds)} ({speed})'))
+    lines.append(_text(f'read {bytes_str(total)} in {format_seconds(seconds)} ({speed})'))
     return Group(*lines)
 
 
@@ -192,7 +193,7 @@ def conversion_lines(conversion: Conversion, seconds: float) -> Group:
     size = conversion.num_bytes
     lines = [
         _text(
-            f'{conversion.folder}: {_count(len(conversion.arrays), "array")}, {format_bytes(size)} '
+            f'{conversion.folder}: {_count(len(conversion.arrays), "array")}, {bytes_str(size)} '
             f'in {format_seconds(seconds)} ({size / 1e6 / max(seconds, 1e-9):,.0f} MB/s)'
         )
     ]

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from partitioning.amounts import bytes_str
 from partitioning.aot import Forecast
 from partitioning.hardware import parse_topology
 from train.errors import first_line
@@ -287,7 +288,7 @@ def write_fit(task: Task, fit: Fit) -> str:
     step = f', {time.seconds:.3g} s per step' if time else ''
     head = [
         f'{name} with {task.model.num_parameters:,} parameters, for {fit.machine}: '
-        f'{memory.peak / 2**30:.2f} GiB per device{step}, by forecast.',
+        f'{bytes_str(memory.peak)} per device{step}, by forecast.',
         '',
         '  meshwright train THIS_FILE --gin.TEXT="\'corpus/**/*.txt\'"',
         f'  meshwright forecast THIS_FILE --topology={fit.machine}',

@@ -7,11 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
-from partitioning.aot.amounts import seconds_str, share_str
+from partitioning.amounts import seconds_str, share_str
+from partitioning.hardware.chips import GIB
 from train.fitting.fits import Fit
 from train.fitting.tasks import Task
-
-_GIB = 2**30
 
 
 def describe_task(task: Task) -> list[str]:
@@ -42,8 +41,8 @@ def _cells(fit: Fit, task: Task) -> list[str]:
     if fit.forecast is None:
         return [*start, 'no', '', '', fit.problem, '', '', '', '']
     memory, time = fit.forecast.memory, fit.forecast.time
-    limit = '?' if memory.limit is None else f'{memory.limit / _GIB:.2f}'
-    shown = [*start, 'yes' if fit.fits else 'no', f'{memory.peak / _GIB:.2f}', limit]
+    limit = '?' if memory.limit is None else f'{memory.limit / GIB:.2f}'
+    shown = [*start, 'yes' if fit.fits else 'no', f'{memory.peak / GIB:.2f}', limit]
     shown.append(str(fit.candidate))
     if time is None or not fit.fits:
         return [*shown, '', '', '', '']

@@ -13,11 +13,11 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from partitioning import BasePartitioner, PjitPartitioner, Plan
+from partitioning.amounts import bytes_str
 from partitioning.hardware import chip_of
 from partitioning.programs.memory_limits import OutOfMemoryError, needed_memory
 from partitioning.rules import axis_sizes, describe_axes
 from train.errors import ConfigError
-from train.runtime.reports import format_bytes
 
 _MOST_MESHES = 24  # the meshes of one number of devices that are tried, the most similar first
 _MOST_DOUBLINGS = 10
@@ -48,17 +48,17 @@ def check_fits(
 def _refuse(plan: Plan, partitioner: BasePartitioner, needed: int, limit: int) -> NoReturn:
     """Raises the ConfigError for a run that needs more memory than a device has."""
     state = plan.bytes_per_device
-    what = f'the state needs {format_bytes(needed)} per device'
+    what = f'the state needs {bytes_str(needed)} per device'
     if needed > state:
         what = (
-            f'the train step needs {format_bytes(needed)} per device, {format_bytes(state)} of '
+            f'the train step needs {bytes_str(needed)} per device, {bytes_str(state)} of '
             'them for the state,'
         )
     way_out = _way_out(plan, partitioner, limit - (needed - state))
     also = 'raise num_microbatches, or ' if needed > state else ''
     raise ConfigError(
         f'{what} on the mesh {describe_axes(partitioner.mesh)}, but a device has '
-        f'{format_bytes(limit)}: {also}{way_out}'
+        f'{bytes_str(limit)}: {also}{way_out}'
     )
 
 
@@ -119,7 +119,7 @@ def _way_out(plan: Plan, partitioner: BasePartitioner, limit: int) -> str:
                 held = layout.with_mesh(mesh).resolve(plan.program.abstract_state).bytes_per_device
                 if held <= limit:
                     use = 'use the mesh' if count == devices else f'use {count:,} devices as'
-                    axes, size = describe_axes(mesh) + words, format_bytes(held)
+                    axes, size = describe_axes(mesh) + words, bytes_str(held)
                     return f'{use} {axes}, where a device holds {size} of the state'
     return 'use a smaller model'
 

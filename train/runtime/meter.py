@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from partitioning.amounts import bytes_str
 from partitioning.hardware import chip_of
-from train.runtime.reports import format_bytes, format_seconds
+from train.runtime.reports import format_seconds
 
 if TYPE_CHECKING:
     from train.run import Run
@@ -95,5 +96,5 @@ def format_figures(metrics: Mapping[str, float]) -> str:
     if 'train/mfu' in metrics:
         parts.append(f'{metrics["train/mfu"]:.1%} MFU')
     if 'train/device_memory_bytes' in metrics:
-        parts.append(format_bytes(metrics['train/device_memory_bytes']))
+        parts.append(bytes_str(metrics['train/device_memory_bytes']))
     return '  '.join([*parts, f'{format_seconds(metrics["train/seconds_left"])} left'])

@@ -9,17 +9,9 @@ from typing import Any
 from jax.sharding import Mesh
 from rich.table import Table
 
+from partitioning.amounts import bytes_str
 from partitioning.plan import Audit, PlanRow
 from partitioning.rules import as_tuple, boundary_spec
-
-
-def format_bytes(count: float) -> str:
-    """Formats a number of bytes for people: '768 bytes', '98.3 kB', '3.6 MB' or '2.30 GiB'."""
-    if count < 1000:
-        return f'{count:.0f} byte{"" if count == 1 else "s"}'
-    if count >= 2**30:
-        return f'{count / 2**30:,.2f} GiB'
-    return f'{count / 1e6:,.1f} MB' if count >= 1e6 else f'{count / 1e3:,.1f} kB'
 
 
 def format_seconds(seconds: float) -> str:
@@ -88,7 +80,7 @@ def describe_data(parts: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         share = '' if len(parts) == 1 else f'{part["source"]} ({part["weight"]:.1%} of the rows): '
         yield (
             f'{share}training on {_count(part["documents"], unit)} '
-            f'({format_bytes(part["bytes"])}), {_count(part["held_out_documents"], unit)} held out'
+            f'({bytes_str(part["bytes"])}), {_count(part["held_out_documents"], unit)} held out'
         )
 
 
@@ -107,8 +99,8 @@ def describe_parameters(rows: Sequence[PlanRow], limit: int = 10) -> tuple[str, 
     """Returns a title with the size of all parameters, and a table of the largest ones."""
     largest = sorted(rows, key=lambda row: -row.bytes_total)[:limit]
     count = sum(math.prod(row.shape) for row in rows)
-    total = format_bytes(sum(row.bytes_total for row in rows))
-    per_device = format_bytes(sum(row.bytes_per_device for row in rows))
+    total = bytes_str(sum(row.bytes_total for row in rows))
+    per_device = bytes_str(sum(row.bytes_per_device for row in rows))
     number = f'{count / 1e6:,.2f} M' if count >= 1e5 else f'{count:,}'
     shown = f'; the {len(largest)} largest:' if len(largest) < len(rows) else ':'
     title = f'{number} parameters in {len(rows)} arrays, {total} ({per_device} per device){shown}'
@@ -122,7 +114,7 @@ def describe_parameters(rows: Sequence[PlanRow], limit: int = 10) -> tuple[str, 
             'x'.join(map(str, row.shape)),
             _axes(row),
             'x'.join(map(str, row.shard_shape)),
-            format_bytes(row.bytes_per_device),
+            bytes_str(row.bytes_per_device),
         )
     return title, table
 
@@ -138,15 +130,15 @@ def _axes(row: PlanRow) -> str:
 
 def describe_audit(audit: Audit) -> Iterator[str]:
     """Yields lines on the bytes of the state per device, and how far they exceed an even split."""
-    roles = ', '.join(f'{role} {format_bytes(size)}' for role, size in audit.by_role.items())
+    roles = ', '.join(f'{role} {bytes_str(size)}' for role, size in audit.by_role.items())
     above = audit.replicated_bytes_per_device
     even = audit.bytes_per_device - above
     split = f'{above / max(even, 1):,.1%} above an even split' if above else 'split evenly'
-    yield f'state: {format_bytes(audit.bytes_per_device)} per device ({roles}), {split}'
+    yield f'state: {bytes_str(audit.bytes_per_device)} per device ({roles}), {split}'
     if audit.replicated:
         worst = audit.replicated[0]
-        extra = format_bytes(worst.bytes_per_device)
+        extra = bytes_str(worst.bytes_per_device)
         yield f'most replicated: {worst.row.path}, {extra} per device ({worst.reason})'
     for cost in audit.policies[:3]:
-        extra = format_bytes(cost.bytes_per_device)
+        extra = bytes_str(cost.bytes_per_device)
         yield f'policy: {cost.row.path} costs {extra} per device: {cost.reason}'

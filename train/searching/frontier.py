@@ -6,13 +6,13 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from partitioning.hardware.chips import GIB
 from partitioning.pictures.figures import new_figure
 from train.searching.search import Found, SearchResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_GIB = 2**30
 _COLORS = ('#31688e', '#35b779', '#e07b39', '#7b5ea7', '#c8a415', '#d1495b', '#4d4d4d')
 _LIMIT_COLOR = '#b3261e'
 _PALE = '#b9b9b9'
@@ -33,9 +33,9 @@ def list_points(found: Iterable[Found]) -> tuple[list[Point], list[Point]]:
     for one in found:
         outcome, prediction = one.outcome, one.prediction
         if outcome and outcome.peak and outcome.seconds:
-            compiled.append(Point(outcome.peak / _GIB, outcome.seconds, one))
+            compiled.append(Point(outcome.peak / GIB, outcome.seconds, one))
         elif prediction is not None:
-            predicted.append(Point(prediction.peak / _GIB, prediction.seconds, one))
+            predicted.append(Point(prediction.peak / GIB, prediction.seconds, one))
     return compiled, predicted
 
 
@@ -127,7 +127,7 @@ def _name(preset: str) -> str:
 
 
 def _draw_limits(axes: Any, result: SearchResult) -> None:
-    limit = result.limit / _GIB
+    limit = result.limit / GIB
     axes.axvline(limit, color=_LIMIT_COLOR, linewidth=1.2, label=f'usable: {limit:.1f} GiB')
     if result.bound is not None:
         label = f'no candidate is below {result.bound:.3f} s'
@@ -141,12 +141,12 @@ def _choose_ranges(
     points = [*compiled, *predicted]
     if not points or result.winner is None or result.winner.seconds is None:
         return
-    slowest, largest = _MOST_TIMES * result.winner.seconds, 1.5 * result.limit / _GIB
+    slowest, largest = _MOST_TIMES * result.winner.seconds, 1.5 * result.limit / GIB
     inside = [p for p in points if p.seconds <= slowest and p.memory <= largest]
     bottom = min(result.bound or result.winner.seconds, *(p.seconds for p in inside))
     top = max(1.05 * bottom, *(p.seconds for p in inside))
     axes.set_ylim(bottom - 0.16 * (top - bottom), top + 0.06 * (top - bottom))
-    right = max(result.limit / _GIB, *(p.memory for p in inside))
+    right = max(result.limit / GIB, *(p.memory for p in inside))
     axes.set_xlim(0, 1.05 * right)
     if outside := len(points) - len(inside):
         text = f'{outside} slower or larger ones are not shown'

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from etils import epath
 
+from partitioning.amounts import bytes_str
 from partitioning.aot.timing import constants_of
 from partitioning.hardware import parse_topology
 from train.errors import ConfigError
@@ -157,10 +158,9 @@ def _write(
 def _comment(result: SearchResult, machine: Machine) -> list[str]:
     winner = result.winner
     assert winner is not None and winner.outcome is not None
-    peak = (winner.outcome.peak or 0) / 2**30
     return [
         f'The fastest of {len(result.found)} candidates for {machine}, by forecast: '
-        f'{winner.seconds:.3f} s per step, {peak:.2f} GiB per device.',
+        f'{winner.seconds:.3f} s per step, {bytes_str(winner.outcome.peak or 0)} per device.',
         f'{winner.candidate}',
         summary_lines(result)[-1] + '.',
     ]

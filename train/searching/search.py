@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
+from partitioning.amounts import bytes_str
 from train.errors import first_line
 from train.searching.candidate import Candidate
 from train.searching.ranking import correct
@@ -228,7 +229,7 @@ def _describe(outcome: Outcome) -> str:
     took = f'compiled in {outcome.compile_seconds:.0f} s'
     if outcome.error:
         return f'  {took}: {outcome.error}'
-    peak = f'{(outcome.peak or 0) / 2**30:.2f} GiB'
+    peak = bytes_str(outcome.peak or 0)
     if not outcome.fits:
         return f'  {took}: {peak} do not fit'
     time = 'no forecast of its time' if outcome.seconds is None else f'{outcome.seconds:.3f} s'

@@ -6,9 +6,9 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from partitioning.amounts import bytes_str
 from train.searching.search import Found, SearchResult, Status
 
-_GIB = 2**30
 _COLUMNS = ('step', 'range', 'memory', 'by formulas', 'compiled in')
 # How many candidates that were not compiled are listed.
 _MOST_OTHERS = 5
@@ -65,12 +65,12 @@ def _row(found: Found) -> list[str]:
     prediction, outcome = found.prediction, found.outcome
     formulas = ''
     if prediction is not None:
-        formulas = f'{prediction.seconds:.3f} s, {prediction.peak / _GIB:.2f} GiB'
+        formulas = f'{prediction.seconds:.3f} s, {bytes_str(prediction.peak)}'
     if outcome is None:
         return [str(found.candidate), '', '', '', formulas, '']
     step = '' if outcome.seconds is None else f'{outcome.seconds:.3f} s'
     spread = '' if outcome.low is None else f'{outcome.low:.3f} to {outcome.high:.3f}'
-    memory = 'too much' if outcome.peak is None else f'{outcome.peak / _GIB:.2f} GiB'
+    memory = 'too much' if outcome.peak is None else bytes_str(outcome.peak)
     if not outcome.fits:
         step, spread = 'does not fit', ''
     took = f'{outcome.compile_seconds:.0f} s'

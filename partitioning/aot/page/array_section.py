@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partitioning.aot.amounts import bytes_str
+from partitioning.amounts import bytes_str
 from partitioning.aot.page.cause_lines import cause_markup
 from partitioning.aot.page.html_tables import Cell, Column, sortable_table
 from partitioning.aot.page.markup import Html, tag

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from partitioning.aot.amounts import bytes_str, seconds_str
+from partitioning.amounts import bytes_str, seconds_str
 from partitioning.aot.page.array_section import show_arrays, show_buffers, show_replicated
 from partitioning.aot.page.exchange_section import show_exchanges
 from partitioning.aot.page.markup import Html, tag

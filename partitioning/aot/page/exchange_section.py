@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Sequence
 
-from partitioning.aot.amounts import bytes_str
+from partitioning.amounts import bytes_str
 from partitioning.aot.blame import Cause
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.page.bars import Part, color_of, legend, stacked_bar

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from partitioning.aot.amounts import bytes_str, flops_str, seconds_str, share_str
+from partitioning.amounts import bytes_str, flops_str, seconds_str, share_str
 from partitioning.aot.page.exchange_section import network_name
 from partitioning.aot.page.markup import Child, Html, tag
 from partitioning.aot.page.memory_section import meter

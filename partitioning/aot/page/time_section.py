@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partitioning.aot.amounts import flops_str, seconds_str, share_str, value_str
+from partitioning.amounts import flops_str, seconds_str, share_str, value_str
 from partitioning.aot.page.bars import Part, color_of, legend, span, stacked_bar
 from partitioning.aot.page.html_tables import plain_table
 from partitioning.aot.page.markup import Html, tag

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from partitioning.amounts import bytes_str
 from train.checkpoints.arrays.stored import StoredArray, in_memory, with_dtype
 from train.checkpoints.formats.opening import Checkpoint, Format, other_content
 from train.checkpoints.formats.safetensors_writer import SafetensorsWriter
@@ -27,7 +28,6 @@ from train.checkpoints.steps.hashing import complete_step
 from train.checkpoints.steps.record import TEMPORARY
 from train.errors import ConfigError, first_line
 from train.paths import is_remote
-from train.runtime.reports import format_bytes
 
 Renames = Sequence[tuple[str, str]]
 
@@ -286,7 +286,7 @@ def write(conversion: Conversion, report: Callable[[int], None]) -> None:
             raise
         reason = first_line(error)
         if (full := os.strerror(errno.ENOSPC)) in reason:  # TensorStore names files, too.
-            reason = f'{full}, and the arrays need {format_bytes(conversion.num_bytes)}'
+            reason = f'{full}, and the arrays need {bytes_str(conversion.num_bytes)}'
         raise ConfigError(f'{conversion.folder} cannot be written: {reason}') from error
 
 
