@@ -1,0 +1,387 @@
+"""The processes of a run, read from environments as clusters make them."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from train.errors import ConfigError
+from train.processes.environment import ProcessAddress, find_processes
+from train.processes.slurm import expand_hosts, tasks_of_host
+
+pytestmark = pytest.mark.core
+
+# srun's variables, by the section OUTPUT ENVIRONMENT VARIABLES of its manual: task 5 of 8 on two
+# hosts. The port is jax's for this job: the highest 4096 ports by the job's number.
+SLURM = {
+    'SLURM_JOB_ID': '4242',
+    'SLURM_JOB_NODELIST': 'gpu[07,09-11]',
+    'SLURM_STEP_ID': '0',
+    'SLURM_STEP_NODELIST': 'gpu[09-10]',
+    'SLURM_STEP_NUM_TASKS': '8',
+    'SLURM_STEP_TASKS_PER_NODE': '4(x2)',
+    'SLURM_NTASKS': '8',
+    'SLURM_PROCID': '5',
+    'SLURM_NODEID': '1',
+    'SLURM_LOCALID': '1',
+}
+SLURM_PORT = 65535 - 4096 + 1 + 4242 % 4096
+
+# What a script of sbatch gets without srun: the numbers of the job, but of no step.
+SBATCH = {
+    'SLURM_JOB_ID': '4242',
+    'SLURM_JOB_NODELIST': 'gpu[09-10]',
+    'SLURM_NTASKS': '2',
+    'SLURM_PROCID': '0',
+    'SLURM_NODEID': '0',
+    'SLURM_LOCALID': '0',
+}
+
+# Of `mpirun -n 4` of version 5.0.11, printed by `env` in rank 3; the hosts have other names.
+OPEN_MPI_5 = {
+    'OMPI_COMM_WORLD_SIZE': '4',
+    'OMPI_COMM_WORLD_RANK': '3',
+    'OMPI_COMM_WORLD_LOCAL_SIZE': '2',
+    'OMPI_COMM_WORLD_LOCAL_RANK': '1',
+    'OMPI_VERSION': '5.0.11',
+    'PMIX_HOSTNAME': 'gpu-node-02',
+    'PMIX_NAMESPACE': 'prterun-gpu-node-01-27183@1',
+    'PMIX_RANK': '3',
+    'PMIX_SERVER_URI4': 'prterun-gpu-node-01-27183@0.1;tcp4://127.0.0.1:44091',
+}
+OPEN_MPI_5_PORT = 61440 + (27183 + 1) % 4096
+
+# Version 4. The two forms of the address are examples in jax's own detection of Open MPI.
+OPEN_MPI_4 = {
+    'OMPI_COMM_WORLD_SIZE': '4',
+    'OMPI_COMM_WORLD_RANK': '1',
+    'OMPI_COMM_WORLD_LOCAL_SIZE': '1',
+    'OMPI_COMM_WORLD_LOCAL_RANK': '0',
+    'OMPI_MCA_orte_hnp_uri': '1531576320.0;tcp://10.96.0.1,10.148.0.1,10.108.0.1:34911',
+}
+OPEN_MPI_4_PORT = 61440 + 23370 % 4096  # 1531576320 is 23370 * 2**16
+IPV6 = '1314521088.0;tcp6://[fe80::b9b:ac5d:9cf0:b858,2620:10d:c083:150e::3000:2]:43370'
+
+# What GKE sets in pods that ask for TPUs ("About TPUs in GKE"), here host 2 of 4 in slice 1 of 2.
+# JobSet sets the variables of slices, with the address of a pod by JobSet's names and no port.
+TPU = {
+    'TPU_WORKER_HOSTNAMES': ','.join(f'train-slice-1-{n}.train' for n in range(4)),
+    'TPU_WORKER_ID': '2',
+    'TPU_TOPOLOGY': '4x4',
+    'JOB_COMPLETION_INDEX': '2',
+    'KUBERNETES_SERVICE_HOST': '34.118.224.1',
+}
+SLICES = {
+    'MEGASCALE_NUM_SLICES': '2',
+    'MEGASCALE_SLICE_ID': '1',
+    'MEGASCALE_COORDINATOR_ADDRESS': 'train-slice-0-0.train',
+}
+
+# An indexed job: Kubernetes sets the first one, and the manifest the others.
+INDEXED_JOB = {
+    'JOB_COMPLETION_INDEX': '3',
+    'JAX_NUM_PROCESSES': '4',
+    'JAX_COORDINATOR_ADDRESS': 'train-0.train:8482',
+}
+# A JobSet on GPUs. Its manifest passes its names; the API of JobSet (Network.enableDNSHostnames)
+# says that a pod is <jobset>-<replicated job>-<job>-<pod>.<subdomain>.
+JOBSET = {
+    'JOB_COMPLETION_INDEX': '1',
+    'JAX_NUM_PROCESSES': '4',
+    'JOBSET_NAME': 'llm',
+    'REPLICATED_JOB_NAME': 'workers',
+}
+JAX = {
+    'JAX_COORDINATOR_ADDRESS': '10.0.0.1:1234',
+    'JAX_NUM_PROCESSES': '4',
+    'JAX_PROCESS_ID': '1',
+}
+
+
+def without(environ, *names):
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ('environ', 'address', 'count', 'index', 'source'),
+    [
+        (SLURM, f'gpu09:{SLURM_PORT}', 8, 5, 'Slurm'),
+        # Two steps of a job at the same time have different ports.
+        (SLURM | {'SLURM_STEP_ID': '1'}, f'gpu09:{SLURM_PORT + 1009}', 8, 5, 'Slurm'),
+        # srun -n 3 in a job of 8 tasks
+        (
+            SLURM | {'SLURM_STEP_NUM_TASKS': '3', 'SLURM_PROCID': '2'},
+            f'gpu09:{SLURM_PORT}',
+            3,
+            2,
+            'Slurm',
+        ),
+        (without(SLURM, 'SLURM_STEP_NODELIST'), f'gpu07:{SLURM_PORT}', 8, 5, 'Slurm'),
+        (without(SLURM, 'SLURM_STEP_NUM_TASKS'), f'gpu09:{SLURM_PORT}', 8, 5, 'Slurm'),
+        (SBATCH | {'SLURM_NTASKS': '1'}, f'127.0.0.1:{SLURM_PORT}', 1, 0, 'Slurm'),
+        (SLURM | {'JAX_COORDINATOR_PORT': '7000'}, 'gpu09:7000', 8, 5, 'Slurm'),
+        (OPEN_MPI_5, f'gpu-node-01:{OPEN_MPI_5_PORT}', 4, 3, 'Open MPI'),
+        (
+            OPEN_MPI_5 | {'OMPI_COMM_WORLD_LOCAL_SIZE': '4'},
+            f'127.0.0.1:{OPEN_MPI_5_PORT}',
+            4,
+            3,
+            'Open MPI',
+        ),
+        (OPEN_MPI_4, f'10.96.0.1:{OPEN_MPI_4_PORT}', 4, 1, 'Open MPI'),
+        (
+            OPEN_MPI_4 | {'OMPI_MCA_orte_hnp_uri': IPV6},
+            f'[fe80::b9b:ac5d:9cf0:b858]:{61440 + (1314521088 >> 16) % 4096}',
+            4,
+            1,
+            'Open MPI',
+        ),
+        # mpirun in a job of Slurm: the tasks of Slurm are mpirun's own.
+        (OPEN_MPI_5 | SBATCH, f'gpu-node-01:{OPEN_MPI_5_PORT}', 4, 3, 'Open MPI'),
+        (OPEN_MPI_4 | SLURM, f'10.96.0.1:{OPEN_MPI_4_PORT}', 4, 1, 'Open MPI'),
+        (TPU, 'train-slice-1-0.train:8482', 4, 2, 'a TPU pod'),
+        (TPU | SLICES, 'train-slice-0-0.train:8482', 8, 1 * 4 + 2, '2 TPU slices'),
+        (
+            TPU | SLICES | {'MEGASCALE_COORDINATOR_ADDRESS': 'train-slice-0-0.train:8080'},
+            'train-slice-0-0.train:8482',
+            8,
+            6,
+            '2 TPU slices',
+        ),
+        # Several processes per host
+        (
+            TPU | {'TPU_PROCESS_ADDRESSES': '10.0.0.1:8476,10.0.0.1:8477,10.0.0.2:8476'},
+            '10.0.0.1:8482',
+            3,
+            2,
+            'a TPU pod',
+        ),
+        # Notebooks with one TPU host
+        (
+            {'TPU_PROCESS_ADDRESSES': 'local', 'TPU_WORKER_ID': '0'},
+            '127.0.0.1:8482',
+            1,
+            0,
+            'a TPU pod',
+        ),
+        (INDEXED_JOB, 'train-0.train:8482', 4, 3, 'a Kubernetes indexed job'),
+        (JOBSET, 'llm-workers-0-0.llm:8482', 4, 1, 'JobSet'),
+        # XPK: two jobs with two pods each
+        (
+            without(JOBSET, 'JAX_NUM_PROCESSES')
+            | {'JAX_PROCESS_COUNT': '4', 'JOB_INDEX': '1', 'PROCESSES_IN_JOB': '2'},
+            'llm-workers-0-0.llm:8482',
+            4,
+            3,
+            'JobSet',
+        ),
+        (JAX, '10.0.0.1:1234', 4, 1, 'the variables of JAX'),
+        (JAX | {'JAX_COORDINATOR_ADDRESS': '[::1]'}, '[::1]:8482', 4, 1, 'the variables of JAX'),
+        # An address next to a system: jax's variable wins.
+        (SLURM | {'JAX_COORDINATOR_ADDRESS': 'ib09:1234'}, 'ib09:1234', 8, 5, 'Slurm'),
+        # Two systems that agree
+        (TPU | JAX | {'JAX_PROCESS_ID': '2'}, '10.0.0.1:1234', 4, 2, 'a TPU pod'),
+        # A process's own index wins over the pod's.
+        (INDEXED_JOB | {'JAX_PROCESS_ID': '0'}, 'train-0.train:8482', 4, 0, 'the variables of JAX'),
+    ],
+)
+def test_environments_of_clusters(environ, address, count, index, source):
+    found = find_processes(environ)
+    assert (found.coordinator_address, found.process_count) == (address, count)
+    assert (found.process_index, found.source) == (index, source)
+
+
+@pytest.mark.parametrize(
+    'environ',
+    [
+        {},
+        {'PATH': '/bin', 'KUBERNETES_SERVICE_HOST': '10.0.0.1', 'SLURM_CONF': '/etc/slurm.conf'},
+        {'MEGASCALE_NUM_SLICES': '2'},  # a Cloud TPU VM, whose server of metadata knows the rest
+        {'TPU_WORKER_HOSTNAMES': '', 'OMPI_COMM_WORLD_SIZE': ''},
+    ],
+)
+def test_an_environment_that_says_nothing(environ):
+    assert find_processes(environ) is None
+
+
+def test_all_processes_agree_on_process_0():
+    sizes = {'OMPI_COMM_WORLD_SIZE': '2', 'OMPI_COMM_WORLD_LOCAL_SIZE': '1'}
+    of_rank = [
+        OPEN_MPI_5 | sizes | {'OMPI_COMM_WORLD_RANK': f'{n}', 'PMIX_HOSTNAME': f'gpu-node-0{n + 1}'}
+        for n in range(2)
+    ]
+    of_slice = [
+        TPU | SLICES | {'TPU_WORKER_ID': str(worker), 'MEGASCALE_SLICE_ID': str(number)}
+        for number, worker in itertools.product(range(2), range(4))
+    ]
+    of_task = [SLURM | {'SLURM_PROCID': str(task)} for task in range(8)]
+    for environments in (of_rank, of_slice, of_task):
+        found = [find_processes(environ) for environ in environments]
+        assert [f.process_index for f in found] == list(range(len(environments)))
+        assert {f.process_count for f in found} == {len(environments)}
+        assert len({f.coordinator_address for f in found}) == 1
+
+
+def test_a_given_address_wins():
+    for environ in (SLURM, OPEN_MPI_4, JAX, INDEXED_JOB):
+        found = find_processes(environ, 'mine:99')
+        assert found.coordinator_address == 'mine:99'
+        assert found.process_count == find_processes(environ).process_count
+
+
+FOUR_GPUS, ONE_GPU = {'CUDA_VISIBLE_DEVICES': '0,1,2,3'}, {'CUDA_VISIBLE_DEVICES': '2'}
+ONE_TASK = {'SLURM_STEP_NUM_TASKS': '2', 'SLURM_PROCID': '1', 'SLURM_LOCALID': '0'}
+ONE_TASK |= {'SLURM_STEP_TASKS_PER_NODE': '1(x2)'}
+
+
+@pytest.mark.parametrize(
+    ('environ', 'devices'),
+    [
+        (SLURM | FOUR_GPUS, (1,)),  # four tasks per host
+        (SLURM | ONE_TASK | FOUR_GPUS, None),  # one task per host uses all GPUs
+        (SLURM | ONE_GPU, None),  # each task sees one GPU only
+        (SLURM | FOUR_GPUS | {'SLURM_GPUS_PER_TASK': '4'}, None),
+        (SLURM | FOUR_GPUS | {'SLURM_STEP_TASKS_PER_NODE': '4,2'}, (2, 3)),
+        (SLURM, (1,)),
+        (OPEN_MPI_5 | FOUR_GPUS, (2, 3)),
+        (OPEN_MPI_4 | FOUR_GPUS, None),
+        (TPU, None),
+        (JAX | FOUR_GPUS, None),
+    ],
+)
+def test_processes_of_a_host_share_its_gpus(environ, devices):
+    assert find_processes(environ).local_device_ids == devices
+
+
+@pytest.mark.parametrize(
+    ('environ', 'words'),
+    [
+        # A count without an index, and the reverse
+        (without(JAX, 'JAX_PROCESS_ID'), ['JAX_NUM_PROCESSES=4', 'JAX_PROCESS_ID is not']),
+        (without(JAX, 'JAX_NUM_PROCESSES'), ['JAX_PROCESS_ID=1', 'JAX_NUM_PROCESSES is not']),
+        ({'JAX_COORDINATOR_ADDRESS': 'a:1'}, ['JAX_NUM_PROCESSES and JAX_PROCESS_ID are not']),
+        (without(OPEN_MPI_4, 'OMPI_COMM_WORLD_RANK'), ['OMPI_COMM_WORLD_RANK is not', 'mpirun']),
+        (without(OPEN_MPI_4, 'OMPI_COMM_WORLD_SIZE'), ['OMPI_COMM_WORLD_SIZE is not', 'mpirun']),
+        (without(TPU, 'TPU_WORKER_ID'), ['TPU_WORKER_HOSTNAMES', '4 hosts', 'TPU_WORKER_ID']),
+        (without(TPU | SLICES, 'MEGASCALE_SLICE_ID'), ['2 TPU slices', 'MEGASCALE_SLICE_ID is']),
+        (
+            without(TPU | SLICES, 'MEGASCALE_COORDINATOR_ADDRESS'),
+            ['2 TPU slices', 'MEGASCALE_COORDINATOR_ADDRESS is not'],
+        ),
+        ({'JOB_COMPLETION_INDEX': '3'}, ['JOB_COMPLETION_INDEX=3', 'JAX_NUM_PROCESSES is not']),
+        (JOBSET | {'JOB_INDEX': '1'}, ['JOB_INDEX=1', 'PROCESSES_IN_JOB is not']),
+        # A job of Slurm without srun
+        (SBATCH, ['srun', 'SLURM_STEP_NUM_TASKS']),
+        ({'SLURM_JOB_ID': '4242', 'SLURM_NTASKS': '4'}, ['srun', 'SLURM_PROCID']),
+        # Where process 0 runs is not known, or is elsewhere
+        (
+            without(OPEN_MPI_4, 'OMPI_MCA_orte_hnp_uri'),
+            ['Open MPI does not say', '--coordinator_address', 'JAX_COORDINATOR_ADDRESS'],
+        ),
+        (
+            OPEN_MPI_5 | {'OMPI_COMM_WORLD_RANK': '0'},
+            ['gpu-node-02', 'mpirun was started on gpu-node-01', '=gpu-node-02:8482'],
+        ),
+        (without(INDEXED_JOB, 'JAX_COORDINATOR_ADDRESS'), ['Kubernetes', 'does not say']),
+        # Out of range
+        (SLURM | {'SLURM_PROCID': '8'}, ['SLURM_PROCID=8', '0 to 7', 'SLURM_STEP_NUM_TASKS=8']),
+        (JAX | {'JAX_PROCESS_ID': '4'}, ['JAX_PROCESS_ID=4', '0 to 3', 'JAX_NUM_PROCESSES=4']),
+        (TPU | {'TPU_WORKER_ID': '4'}, ['TPU_WORKER_ID=4', '0 to 3', 'TPU_WORKER_HOSTNAMES']),
+        (TPU | SLICES | {'MEGASCALE_SLICE_ID': '2'}, ['MEGASCALE_SLICE_ID=2', '0 to 1']),
+        (TPU | without(SLICES, 'MEGASCALE_NUM_SLICES'), ['MEGASCALE_SLICE_ID=1', 'NUM_SLICES=1']),
+        (INDEXED_JOB | {'JOB_COMPLETION_INDEX': '4'}, ['index of the pod=4', '0 to 3']),
+        # Two systems with different answers
+        (SLURM | JAX, ['Slurm (', '5 of 8', 'variables of JAX (', '1 of 4', 'SLURM_PROCID=5']),
+        (TPU | JAX, ['TPU_WORKER_ID=2', '2 of 4', 'JAX_PROCESS_ID=1', '1 of 4', 'unset']),
+        (OPEN_MPI_4 | TPU, ['OMPI_COMM_WORLD_RANK=1', 'TPU_WORKER_ID=2']),
+        # Malformed
+        (SLURM | {'SLURM_PROCID': 'two'}, ["SLURM_PROCID='two'", 'integer >= 0']),
+        (JAX | {'JAX_NUM_PROCESSES': '0'}, ["JAX_NUM_PROCESSES='0'", 'integer >= 1']),
+        (JAX | {'JAX_NUM_PROCESSES': '-4'}, ["'-4'", 'integer >= 1']),
+        (SLURM | {'SLURM_STEP_NODELIST': 'gpu[1-'}, ["'gpu[1-'", 'gpu[08-10,12]']),
+        (JAX | {'JAX_COORDINATOR_ADDRESS': 'a:b'}, ['JAX_COORDINATOR_ADDRESS=a:b', 'HOST:PORT']),
+        (JAX | {'JAX_COORDINATOR_ADDRESS': 'a:70000'}, ['a:70000', 'HOST:PORT']),
+        (SLURM | {'JAX_COORDINATOR_PORT': '70000'}, ['JAX_COORDINATOR_PORT=70000', '65535']),
+        (
+            SLURM | {'CUDA_VISIBLE_DEVICES': '0,1,2'},
+            ['4 processes', '3 GPUs of CUDA_VISIBLE_DEVICES'],
+        ),
+    ],
+)
+def test_an_environment_that_cannot_be_right(environ, words):
+    with pytest.raises(ConfigError) as caught:
+        find_processes(environ)
+    message = str(caught.value)
+    assert '\n' not in message
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_the_flags_help_where_process_0_is_elsewhere():
+    elsewhere = OPEN_MPI_5 | {'OMPI_COMM_WORLD_RANK': '0'}
+    expected = ProcessAddress('gpu-node-02:8482', 4, 0, 'Open MPI', (1,))
+    assert find_processes(elsewhere, 'gpu-node-02:8482') == expected
+
+
+@pytest.mark.parametrize(
+    ('hosts', 'expected'),
+    [
+        # The manual of slurm_hostlist_create, and that of libslurm's Perl interface
+        ('linux[1-3,6]', ['linux1', 'linux2', 'linux3', 'linux6']),
+        ('node1,node[2-5,12]', ['node1', 'node2', 'node3', 'node4', 'node5', 'node12']),
+        ('login', ['login']),
+        ('a[098-101]', ['a098', 'a099', 'a100', 'a101']),
+        ('r[0-1]n[01-02]x,b', ['r0n01x', 'r0n02x', 'r1n01x', 'r1n02x', 'b']),
+        ('n-1.dom[5]', ['n-1.dom5']),
+    ],
+)
+def test_a_list_of_hosts(hosts, expected):
+    assert list(expand_hosts(hosts)) == expected
+
+
+TEXT = st.text('abz-.', min_size=1, max_size=3)
+RANGE = st.tuples(st.integers(0, 120), st.integers(0, 4), st.integers(1, 4))
+NAMES = st.tuples(TEXT, st.lists(st.tuples(st.lists(RANGE, min_size=1, max_size=3), TEXT)))
+
+
+@given(st.lists(NAMES, min_size=1, max_size=3))
+@settings(max_examples=50, deadline=None)
+def test_lists_of_hosts_are_expanded_as_they_were_written(items):
+    """Each list is written from its hosts: every bracket multiplies them, the last one fastest."""
+    written, expected = [], []
+    for prefix, brackets in items:
+        text, hosts = prefix, [prefix]
+        for ranges, after in brackets[:2]:
+            numbers = [
+                f'{n:0{width}d}' for low, more, width in ranges for n in range(low, low + more + 1)
+            ]
+            shown = [
+                f'{low:0{width}d}' + (f'-{low + more:0{width}d}' if more else '')
+                for low, more, width in ranges
+            ]
+            text += f'[{",".join(shown)}]{after}'
+            hosts = [host + number + after for host in hosts for number in numbers]
+        written.append(text)
+        expected += hosts
+    assert list(expand_hosts(','.join(written))) == expected
+
+
+@pytest.mark.parametrize(
+    'hosts', ['', 'a,', ',a', 'a b', 'a[', 'a]', 'a[]', 'a[1-]', 'a[x]', 'a[[1]]']
+)
+def test_a_malformed_list_of_hosts(hosts):
+    with pytest.raises(ConfigError, match='list of hosts'):
+        list(expand_hosts(hosts))
+
+
+def test_a_range_that_goes_down():
+    with pytest.raises(ConfigError, match='9-7'):
+        list(expand_hosts('a[9-7]'))
+
+
+def test_the_tasks_of_each_host():
+    # The manual of srun: "2(x3),1" are two tasks on each of three hosts, and one on the fourth.
+    assert [tasks_of_host('2(x3),1', host) for host in range(4)] == [2, 2, 2, 1]
+    with pytest.raises(ConfigError, match=r'4 hosts, and not of host 4'):
+        tasks_of_host('2(x3),1', 4)
+    with pytest.raises(ConfigError, match='4x2'):
+        tasks_of_host('4x2', 0)
