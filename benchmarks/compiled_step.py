@@ -27,6 +27,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from shipped_runs import ShippedRun
+
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
 RESULTS = 'build/compiled_step.json'
@@ -42,39 +44,16 @@ class Figures:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(ShippedRun):
     """One train step.
 
     Attributes:
-      name: the name of the row.
-      model: the file in configs/models.
-      preset: the file in configs/partitioning.
-      topology: the described machine.
-      batch: the number of sequences of a step.
-      bindings: gin bindings.
       mark: the figures that the row must not exceed.
       peer: those of MaxText.
     """
 
-    name: str
-    model: str
-    preset: str = 'fsdp'
-    topology: str
-    batch: int
-    bindings: tuple[str, ...] = ()
     mark: Figures = Figures()
     peer: Figures = Figures()
-
-    @property
-    def files(self) -> list[str]:
-        """The gin files, in their order."""
-        names = ('runs/pretrain', f'models/{self.model}', f'partitioning/{self.preset}')
-        return [f'configs/{name}.gin' for name in (*names, 'runs/forecast')]
-
-    @property
-    def all_bindings(self) -> list[str]:
-        """The gin bindings, with those of the machine and the batch."""
-        return [f"TOPOLOGY = '{self.topology}'", f'BATCH_SIZE = {self.batch}', *self.bindings]
 
 
 # The compiler's own default: products with gathered weights are computed in pieces.

@@ -46,10 +46,7 @@ def measure(case: Case) -> dict[str, Any]:
     from train.forecasting import plan_step
     from train.gin_config import find_config, load_config
 
-    names = ('runs/pretrain', f'models/{case.model}', f'partitioning/{case.preset}')
-    files = [f'configs/{name}.gin' for name in (*names, 'runs/forecast')]
-    bindings = [f"TOPOLOGY = '{case.topology}'", f'BATCH_SIZE = {case.batch}', *case.bindings]
-    load_config(files, bindings)
+    load_config(case.files, case.all_bindings)
     config = find_config()
     planned = plan_step(config)
     made = forecast(config.partitioner, planned.step, *planned.arguments)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from shipped_runs import ShippedRun
+
 FLOAT, BFLOAT = 4, 2  # bytes
 
 
@@ -60,20 +62,14 @@ Wire = dict[str, float]  # bytes that a device sends, by 'kind over axes (networ
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(ShippedRun):
     """A forecast, and what is counted by hand.
 
     Attributes:
-      name: the name of the case.
-      model: the file in configs/models.
-      preset: the file in configs/partitioning.
-      topology: the machine.
-      batch: the number of rows of a step.
       shards: the devices that share each matrix and its moments.
       norm_shards: the devices that share the scales of norms.
       row_shards: the devices that share the batch.
       length: the tokens of a row.
-      bindings: gin bindings.
       wire: counts what a device sends; None if the case compares nothing.
       rounds: the sizes of the groups in which gradients are summed and scattered.
       chunks: the columns of the output's chunks: the vocabulary with what fills the last rows.
@@ -82,16 +78,10 @@ class Case:
       fits: whether it fits.
     """
 
-    name: str
-    model: str
-    preset: str = 'fsdp'
-    topology: str
-    batch: int
     shards: int
     norm_shards: int
     row_shards: int
     length: int = 2048
-    bindings: tuple[str, ...] = ()
     wire: Callable[[Case], Wire] | None = None
     rounds: tuple[int, ...] = ()
     chunks: int = 0

@@ -117,7 +117,7 @@ def forecast(
         call = dataclasses.replace(call, args=move_arguments(abstract_args, target.mesh))
     else:
         say(f'describing {topology}')
-        source = partitioner._mesh_source  # it may be too large for the devices that are here
+        source = partitioner.mesh_source  # it may be too large for the devices that are here
         target = target_of_topology(
             topology, source, num_slices=num_slices, axes=axes, on_cpu=on_cpu
         )

@@ -26,7 +26,7 @@ from partitioning.partitioner.initialization import trace_init
 from partitioning.partitioner.partitioner_object import (
     AnyMesh,
     PartitionerObject,
-    mesh_source,
+    choose_mesh_source,
     settings_of_t5x,
 )
 from partitioning.partitioner.training_setup import TrainingSetup, partition_step
@@ -91,7 +91,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
             'dcn_mesh_shape': dcn_mesh_shape,
         }
         self._params_on_devices = params_on_devices
-        self._mesh_source = mesh_source(mesh, given)
+        self._mesh_source = choose_mesh_source(mesh, given)
         self._t5x_settings = settings_of_t5x(mesh, given)
 
     def _description(self) -> list[tuple[str, str]]:

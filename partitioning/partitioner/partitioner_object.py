@@ -53,6 +53,23 @@ class PartitionerObject:
     _ici_mesh_shape = T5xSetting()
     _dcn_mesh_shape = T5xSetting()
 
+    @property
+    def mesh_source(self) -> AnyMesh:
+        """What the mesh is made from: a MeshConfig, or the mesh itself.
+
+        A MeshConfig can describe machines that are not here, where `mesh` would raise. If a
+        subclass makes its own mesh, or a mesh was assigned, it is that mesh.
+        """
+        if 'mesh' in self._assigned or self._maker_of_mesh is not None:
+            return self.mesh  # type: ignore[attr-defined]
+        return self._mesh_source
+
+    @property
+    def _maker_of_mesh(self) -> type | None:
+        """The class that makes the mesh, if it is not one of ours."""
+        [by, *_] = (cls for cls in type(self).__mro__ if 'mesh' in vars(cls))
+        return None if by.__module__.startswith('partitioning.') else by
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls._cached_properties = frozenset(
@@ -117,10 +134,9 @@ class PartitionerObject:
         mesh = self._mesh_without_building()
         if mesh is not None:
             return [('mesh', describe_mesh(mesh))]
-        [by, *_] = (cls for cls in type(self).__mro__ if 'mesh' in vars(cls))
-        if by.__module__.startswith('partitioning.'):
-            return [('mesh', f'not built yet: {self._mesh_source!r}')]
-        return [('mesh', f'not built yet: made by {by.__name__}.mesh')]
+        by = self._maker_of_mesh
+        made = repr(self._mesh_source) if by is None else f'made by {by.__name__}.mesh'
+        return [('mesh', f'not built yet: {made}')]
 
     def _mesh_without_building(self) -> Mesh | AbstractMesh | None:
         """The mesh, or None if it has not been built: to build one can take long, or fail."""
@@ -128,7 +144,7 @@ class PartitionerObject:
         return None if isinstance(mesh, MeshConfig) else mesh
 
 
-def mesh_source(mesh: AnyMesh | None, t5x_settings: dict[str, Any]) -> AnyMesh:
+def choose_mesh_source(mesh: AnyMesh | None, t5x_settings: dict[str, Any]) -> AnyMesh:
     """The mesh or its description, from the arguments of a partitioner."""
     if mesh is None:
         settings = {name: value for name, value in t5x_settings.items() if value is not None}

@@ -71,6 +71,25 @@ def test_the_repr_shows_what_decides_layouts():
     assert str(partitioner) == repr(partitioner)
 
 
+def test_the_source_of_a_mesh_needs_no_devices():
+    there = MeshConfig(axes={'data': -1}, topology='v5p:8x8x8')
+    assert PjitPartitioner(mesh=there).mesh_source is there
+    assert dict(PjitPartitioner(num_partitions=3).mesh_source.axes) == {'data': -1, 'model': 3}
+    moved = PjitPartitioner(mesh=there).with_mesh(ABSTRACT)
+    assert moved.mesh_source is moved.mesh is ABSTRACT
+    moved.mesh = SQUARE  # as subclasses of T5X's partitioners do
+    assert moved.mesh_source is SQUARE
+
+
+def test_the_source_of_a_mesh_that_a_subclass_makes_is_that_mesh():
+    class OnSquare(PjitPartitioner):
+        @property
+        def mesh(self):
+            return SQUARE
+
+    assert OnSquare(num_partitions=1).mesh_source is SQUARE
+
+
 def test_the_repr_builds_no_mesh():
     partitioner = PjitPartitioner(num_partitions=3)
     assert "not built yet: MeshConfig(axes={'data': -1, 'model': 3}" in repr(partitioner)

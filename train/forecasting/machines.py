@@ -76,7 +76,7 @@ def move_to(config: TrainConfig, machine: Machine) -> TrainConfig:
         the partitioner does not say how its mesh was made.
     """
     partitioner = config.partitioner
-    source, with_mesh = partitioner._mesh_source, getattr(partitioner, 'with_mesh', None)
+    source, with_mesh = partitioner.mesh_source, getattr(partitioner, 'with_mesh', None)
     if isinstance(source, Mesh):
         source = MeshConfig(axes=dict(source.shape))
     if not isinstance(source, MeshConfig) or with_mesh is None:

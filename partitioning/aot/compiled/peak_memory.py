@@ -15,6 +15,7 @@ from partitioning.aot.compiled.hlo_text import (
     Instruction,
 )
 from partitioning.aot.compiled.operations import opcodes_of
+from partitioning.aot.live_buffers import buffers_at_peak, count_bytes
 
 # The results of these are (parts of) their operands.
 _SAME = ('tuple', 'get-tuple-element', 'bitcast', 'while', 'optimization-barrier')
@@ -72,7 +73,8 @@ class _Buffer:
 
     def __init__(self, array: ArrayType, maker: Instruction | None):
         self.array, self.maker, self.given = array, maker, maker is None
-        self.first = self.last = -1
+        self.is_constant = maker is not None and maker.opcode == 'constant'
+        self.last = -1
 
     @property
     def nbytes(self) -> int:
@@ -152,24 +154,12 @@ class _Schedule:
             buffer.last = len(self._instructions)
             if number in results and buffer.array.shape == results[number].array.shape:
                 buffer.given = True
+        for time in range(len(self._instructions)):
+            self._reuse(time)
 
     def peak(self) -> list[_Buffer]:
         """The buffers at the peak, with those of the loop or call that runs then."""
-        live: dict[int, _Buffer] = {}
-        best: list[_Buffer] = []
-        best_size, size = -1, 0
-        for time, instruction in enumerate(self._instructions):
-            for buffer in self._made[time]:
-                if not self._reuse(instruction, buffer, live, time):
-                    live[id(buffer)] = buffer
-                    size += buffer.nbytes
-            inner = self._inner_peak(instruction)
-            total = size + sum(buffer.nbytes for buffer in inner)
-            if total > best_size:
-                best_size, best = total, [*live.values(), *inner]
-            for key in [key for key, buffer in live.items() if buffer.last <= time]:
-                size -= live.pop(key).nbytes
-        return [buffer for buffer in best if buffer.nbytes]
+        return buffers_at_peak(self._made, self._inner_peak)
 
     def _place(self, instruction: Instruction) -> list[_Buffer]:
         """Decides the buffers of the results, and returns those that are new."""
@@ -186,31 +176,31 @@ class _Schedule:
         self._leaves[instruction.name] = buffers
         return new if instruction.opcode != 'constant' else []
 
-    def _reuse(
-        self, instruction: Instruction, buffer: _Buffer, live: dict[int, _Buffer], time: int
-    ) -> bool:
-        """Puts a new buffer into the place of an operand that is not used any more, if possible."""
-        if buffer.given:
-            return False
-        number = next(i for i, b in enumerate(self._leaves[instruction.name]) if b is buffer)
+    def _reuse(self, time: int) -> None:
+        """Ends operands before an instruction whose results can be in their place."""
+        instruction = self._instructions[time]
         operands = [b for name in instruction.operands for b in self._leaves[name]]
-        for operand in _reusable(self._program, instruction, operands, number):
-            same = operand.array.padded_nbytes == buffer.array.padded_nbytes
-            if same and operand.last == time and id(operand) in live and not operand.given:
-                live.pop(id(operand))
-                live[id(buffer)] = buffer
-                return True
-        return False
+        for buffer in self._made[time]:
+            if buffer.given:
+                continue
+            number = next(i for i, b in enumerate(self._leaves[instruction.name]) if b is buffer)
+            for operand in _reusable(self._program, instruction, operands, number):
+                same = operand.array.padded_nbytes == buffer.array.padded_nbytes
+                kept = operand.last != time or operand.given or operand.is_constant
+                if same and not kept:
+                    operand.last = time - 1
+                    break
 
-    def _inner_peak(self, instruction: Instruction) -> list[_Buffer]:
+    def _inner_peak(self, time: int) -> list[_Buffer]:
         """The buffers at the peak of the loop or call that an instruction runs."""
+        instruction = self._instructions[time]
         names = {
             'while': instruction.called('body'),
             'call': instruction.called('to_apply'),
             'conditional': instruction.called('branch_computations'),
         }.get(instruction.opcode, ())
         peaks = [self._peak_of(self._program.computations[n], instruction) for n in names]
-        return max(peaks, key=lambda peak: sum(b.nbytes for b in peak), default=[])
+        return max(peaks, key=count_bytes, default=[])
 
     def _peak_of(self, computation: Computation, caller: Instruction) -> list[_Buffer]:
         parameters = [i for i in computation.instructions.values() if i.opcode == 'parameter']

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from partitioning.aot.live_buffers import buffers_at_peak, count_bytes
 from partitioning.aot.traced.fusion import IN_PLACE, VIEWS, Fusion
 from partitioning.aot.traced.implied_exchanges import KINDS
 from partitioning.aot.traced.primitives import ELEMENTWISE, PRODUCTS
@@ -62,8 +63,7 @@ class _Run:
         self._block, self._size_of, self._fuses_products = block, size_of, fuses_products
         self._fusion = Fusion(block, fuses_products=fuses_products)
         self._buffers: dict[int, Buffer] = {}
-        self._made: dict[int, list[Buffer]] = {}
-        self._inner: dict[int, list[Buffer]] = {}
+        self._made: list[list[Buffer]] = [[] for _ in block.steps]
         self._given = {id(value) for value in block.inputs}
         self._reads = [self._reads_of(step) for step in block.steps]
         self._last = self._last_reads()
@@ -93,7 +93,6 @@ class _Run:
         for time, step in enumerate(self._block.steps):
             if step.name in VIEWS:
                 continue
-            self._made[time] = []
             for number, value in enumerate(step.outputs):
                 if not self._fusion.in_memory(value):
                     continue
@@ -140,34 +139,18 @@ class _Run:
         return None
 
     def peak(self) -> list[Buffer]:
-        live: dict[int, Buffer] = {}
-        best: list[Buffer] = []
-        size, most = 0, -1
-        for time, step in enumerate(self._block.steps):
-            if step.name in VIEWS:
-                continue
-            for buffer in self._made[time]:
-                live[id(buffer)] = buffer
-                size += buffer.nbytes
-            inner = self._peak_inside(step)
-            total = size + sum(buffer.nbytes for buffer in inner)
-            if total > most:
-                most, best = total, [*live.values(), *inner]
-            for key in [key for key, buffer in live.items() if buffer.last <= time]:
-                size -= live.pop(key).nbytes
-        return [buffer for buffer in best if buffer.nbytes > 0]
+        return buffers_at_peak(self._made, self._peak_inside)
 
-    def _peak_inside(self, step: Step) -> list[Buffer]:
+    def _peak_inside(self, time: int) -> list[Buffer]:
         """The buffers of a loop or a branch, in the iteration that needs the most."""
-        best: list[Buffer] = []
+        step, peaks = self._block.steps[time], []
         for body in step.bodies:
             places: list[Value | None] = [None] * len(body.outputs)
             for i, (given, _) in enumerate(carries(step)):
                 places[i] = given
-            found = find_peak(body, self._size_of, places, fuses_products=self._fuses_products)
-            if sum(b.nbytes for b in found) > sum(b.nbytes for b in best):
-                best = found
-        return best
+            fuses = self._fuses_products
+            peaks.append(find_peak(body, self._size_of, places, fuses_products=fuses))
+        return max(peaks, key=count_bytes, default=[])
 
 
 def _outer_carries(step: Step) -> list[tuple[Value, Value]]:
