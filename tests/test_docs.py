@@ -22,6 +22,7 @@ from partitioning.plan import building
 from tests.code_blocks import ROOT, read_blocks, run_block, run_blocks
 from train.cli import command, main, training
 from train.gin_config import load_config
+from train.processes import joining
 from train.runtime import machine
 
 HAS_LIBTPU = importlib.util.find_spec('libtpu') is not None
@@ -103,7 +104,7 @@ def commands():
 def test_the_commands_are_valid(words, monkeypatch):
     """The names of commands, runs and settings exist, and every flag is in the help."""
     monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)
-    monkeypatch.setattr(machine, 'join_processes', lambda *settings: None)
+    monkeypatch.setattr(joining, 'join_processes', lambda *settings: None)
     monkeypatch.setattr(sys, 'path', [*sys.path])
     program, *rest = words
     if program == 'make':

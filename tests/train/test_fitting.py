@@ -123,6 +123,17 @@ MODELS = {
         | {'n_head': 48, 'n_positions': 8192, 'n_inner': 24576, 'multi_query': True},
         15_517_456_384,
     ),
+    'Mixtral-8x7B-v0.1': (
+        {'model_type': 'mixtral', **_8B, 'vocab_size': 32000, 'rope_theta': 1000000.0}
+        | {'num_local_experts': 8, 'num_experts_per_tok': 2, 'router_aux_loss_coef': 0.02},
+        46_702_792_704,
+    ),
+    'Qwen3-30B-A3B': (
+        sizes(2048, 48, 32, 4, 6144, 151936, model_type='qwen3_moe', head_dim=128)
+        | {'num_experts': 128, 'num_experts_per_tok': 8, 'moe_intermediate_size': 768}
+        | {'norm_topk_prob': True, 'mlp_only_layers': []},
+        30_532_122_624,
+    ),
     'opt-125m': (
         sizes(768, 12, 12, None, None, 50272, model_type='opt', ffn_dim=3072)
         | {'max_position_embeddings': 2048, 'word_embed_proj_dim': 768},
@@ -164,7 +175,9 @@ def task_of(tmp_path):
     return make
 
 
-@pytest.mark.parametrize('name', ['Llama-3.1-8B', 'gpt2', 'gemma-2-9b', 'flan-t5-base'])
+@pytest.mark.parametrize(
+    'name', ['Llama-3.1-8B', 'gpt2', 'gemma-2-9b', 'Mixtral-8x7B-v0.1', 'flan-t5-base']
+)
 def test_the_gin_file_trains_the_model_of_the_file(name, task_of, tmp_path, monkeypatch):
     model = model_of(name, dtype='bfloat16')
     (tmp_path / 'run.gin').write_text(task_of(model, 16 * 512, 512).text)
@@ -305,6 +318,7 @@ def test_tokens_of_a_batch(task_of):
         ('[' * 100_000, ['cannot be read']),
         ('{"model_type": "opt", "hidden_size": "wide"}', ['config.json']),
         ('{"model_type": "phi3", "hidden_size": 64}', ['config.json has no', 'phi3 needs it']),
+        ('{"model_type": "qwen2_moe"}', ['all tokens share', 'use a mixtral or a qwen3_moe']),
         ('{"model_type": {"a": 1}}', ['model_type is']),
     ],
 )

@@ -35,6 +35,16 @@ def gradients(a, b):
     return jax.grad(lambda a, b: (a @ b).sum() ** 2, (0, 1))(a, b)
 
 
+def ragged(a, b):
+    """Six rows of two groups: each meets one of two matrices."""
+    rows, sizes = jnp.concatenate([a, a]), jnp.array([4, 2])
+
+    def total(rows, matrices):
+        return (jax.lax.ragged_dot(rows, matrices, sizes) ** 2).sum()
+
+    return jax.grad(total, (0, 1))(rows, jnp.stack([b, b]))
+
+
 def sharded(a, b):
     """Each of 2 x 2 devices multiplies its rows of 12 by all of b."""
     mesh = Mesh(np.reshape(jax.devices()[:4], (2, 2)), ('x', 'y'))
@@ -79,6 +89,7 @@ def convolution(groups):
         (branches, 3 * MATMUL),
         (sharded, 4 * MATMUL),
         (kernel, 6 * MATMUL),
+        (ragged, 3 * 2 * 6 * 5 * 7),  # forward, and for each factor
         (gradients, 3 * MATMUL),  # the product, and one of the same size for each factor
         (convolution(1), 2 * (2 * 8 * 8 * 6) * (3 * 3 * 3)),
         (convolution(3), 2 * (2 * 8 * 8 * 6) * (3 * 3)),

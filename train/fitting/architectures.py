@@ -17,8 +17,11 @@ from train.checkpoints.huggingface.decoders import (
     read_common,
     read_gpt2,
     read_llama,
+    read_qwen3,
     read_windows,
 )
+from train.errors import ConfigError
+from train.models.experts import ExpertsConfig
 
 Settings = dict[str, Any]
 GELU = {'gelu': 'gelu', 'gelu_new': 'gelu_tanh', 'gelu_fast': 'gelu_tanh', GELU_TANH: 'gelu_tanh'}
@@ -154,6 +157,44 @@ def read_opt(c: ConfigJson) -> Settings:
     }
 
 
+def read_mixtral(c: ConfigJson) -> Settings:
+    """Mixtral, whose layers all have experts."""
+    c.require('hidden_act', 'silu', default='silu')
+    settings = read_common(c) | {'rope_max_wavelength': float(c.get('rope_theta', 1e6))}
+    settings |= read_windows(c, c.get('sliding_window'), lambda i: True)
+    loss = c.get('router_aux_loss_coef', 0.001)
+    return settings | _experts(c.get('num_local_experts', 8), c.get('num_experts_per_tok', 2), loss)
+
+
+def read_qwen3_moe(c: ConfigJson) -> Settings:
+    """Qwen 3 whose layers all have experts."""
+    c.require('decoder_sparse_step', 1, default=1)
+    c.require('mlp_only_layers', [], default=[])
+    loss, normalized = c.get('router_aux_loss_coef', 0.001), c.get('norm_topk_prob', False)
+    count, chosen = c.get('num_experts', 128), c.get('num_experts_per_tok', 8)
+    experts = _experts(count, chosen, loss, normalize_weights=normalized)
+    return read_qwen3(c) | experts | {'mlp_dim': c.get('moe_intermediate_size', 768)}
+
+
+def read_qwen2_moe(c: ConfigJson) -> Settings:
+    """Qwen 2 with experts, which also has an expert that all tokens share."""
+    raise ConfigError(
+        f'{c.where}: a qwen2_moe has an expert that all tokens share, which the model here does '
+        'not: use a mixtral or a qwen3_moe'
+    )
+
+
+def _experts(count: int, chosen: int, loss: float, *, normalize_weights: bool = True) -> Settings:
+    experts = ExpertsConfig(
+        num_experts=count,
+        num_selected_experts=chosen,
+        dropless=True,
+        normalize_weights=normalize_weights,
+        auxiliary_loss_factor=loss,
+    )
+    return {'experts': experts}
+
+
 def _with_layer_norm(c: ConfigJson, epsilon: str) -> Settings:
     return {'norm': 'layer', 'norm_epsilon': c.get(epsilon, 1e-5)}
 
@@ -174,4 +215,7 @@ SIMILAR = {
     'falcon': Similar(read_falcon, (PARALLEL,)),
     'gpt_bigcode': Similar(read_gpt_bigcode),
     'opt': Similar(read_opt),
+    'mixtral': Similar(read_mixtral),
+    'qwen3_moe': Similar(read_qwen3_moe),
+    'qwen2_moe': Similar(read_qwen2_moe),
 }

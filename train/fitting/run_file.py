@@ -9,6 +9,7 @@ from typing import Any
 from train.errors import ConfigError
 from train.fitting.models import FoundModel
 from train.models.config import RopeScaling, TransformerConfig
+from train.models.experts import ExpertsConfig
 from train.models.t5 import T5Config
 
 # The default settings that are written, too, because the run that the file begins with has others.
@@ -50,12 +51,19 @@ def _write_decoder(config: Any, sequence_length: int) -> list[str]:
             value == field.default and field.name not in _OF_PRETRAIN
         ):
             continue
-        if isinstance(value, RopeScaling):
-            lines += ['TransformerConfig.rope_scaling = @RopeScaling()']
-            lines += _bind('RopeScaling', dataclasses.asdict(value))
+        if isinstance(value, RopeScaling | ExpertsConfig):
+            kind = type(value).__name__
+            lines += [f'TransformerConfig.{field.name} = @{kind}()']
+            lines += _bind(kind, _changed(value))
         else:
             lines += _bind('TransformerConfig', {field.name: value})
     return lines
+
+
+def _changed(settings: RopeScaling | ExpertsConfig) -> dict[str, Any]:
+    """The settings that differ from their defaults."""
+    pairs = ((field, getattr(settings, field.name)) for field in dataclasses.fields(settings))
+    return {field.name: value for field, value in pairs if value != field.default}
 
 
 def _write_t5(config: Any, sequence_length: int) -> list[str]:

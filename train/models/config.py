@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from train.attention import AttentionSettings
 from train.errors import ConfigError, check_counts
+from train.models.experts.config import ExpertsConfig
 from train.models.pipeline.settings import Pipeline
 from train.models.remat import Remat, check_placed, list_remats
 
@@ -78,6 +79,8 @@ class TransformerConfig:
       activation: the activation function of the hidden layer, or of its gate. 'gelu' is exact,
         'gelu_tanh' is the approximation that GPT-2 and Gemma use, and 'relu2' is the squared relu.
       gated_mlp: whether the hidden layer is the product of a gate and a linear map.
+      experts: how tokens are routed to experts, which every layer has in place of its MLP. Each of
+        them has a hidden layer of `mlp_dim`. They must be dropless. None for MLPs.
       biases: which layers have a bias: 'qkv', 'out' (of attention), 'mlp', 'norm'.
       norm: 'rms' (RMSNorm) or 'layer' (LayerNorm).
       norm_epsilon: what a norm adds to the variance.
@@ -118,6 +121,7 @@ class TransformerConfig:
     tie_embeddings: bool = False
     activation: Activation = 'silu'
     gated_mlp: bool = True
+    experts: ExpertsConfig | None = None
     biases: Sequence[Bias] = ()
     norm: Literal['rms', 'layer'] = 'rms'
     norm_epsilon: float = 1e-6
@@ -161,7 +165,7 @@ class TransformerConfig:
             object.__setattr__(self, 'remat', tuple(self.remat))
         missing = {} if self.gated_mlp else {'mlp_gate': 'gated_mlp is False'}
         check_placed('remat', self.remats, missing)
-        for problem in self._problems():
+        for problem in (*self._problems(), *self._problems_of_experts()):
             raise ConfigError(problem)
 
     def _problems(self) -> Iterator[str]:
@@ -207,6 +211,33 @@ class TransformerConfig:
             )
         if self.norm == 'rms' and 'norm' in self.biases:
             yield "biases has 'norm', but norm is 'rms', which has no bias: use norm = 'layer'"
+
+    def _problems_of_experts(self) -> Iterator[str]:
+        """Yields what is wrong with settings of experts, and with others next to them."""
+        experts, summed = self.experts, self.gradient_dtype
+        if not isinstance(experts, ExpertsConfig | None):
+            yield f'experts is {experts!r}: it must be an ExpertsConfig, or None'
+            return
+        if experts is None:
+            return
+        if not experts.dropless:
+            yield 'experts that drop tokens are for T5 only: set ExpertsConfig.dropless = True'
+        unused = {'mlp_dim': None, 'dropout_rate': None, 'jitter_noise': 0.0}
+        for name, default in (unused | {'encoder_every': 1, 'decoder_every': 1}).items():
+            if (value := getattr(experts, name)) != default:
+                yield (
+                    f'ExpertsConfig.{name} is {value!r}, which is a setting of T5: remove it; all '
+                    'layers have experts, of the sizes of TransformerConfig'
+                )
+        if self.pipeline:
+            yield 'layers with experts cannot run in a pipeline: remove experts or pipeline'
+        if 'mlp' in self.biases:
+            yield "biases has 'mlp', but experts have no biases: remove 'mlp'"
+        if summed not in (None, self.dtype):
+            yield (
+                f'gradient_dtype is {summed!r}, but the gradients of experts are summed in dtype, '
+                f'{self.dtype!r}: remove gradient_dtype, or use {self.dtype!r}'
+            )
 
     @property
     def remats(self) -> tuple[Remat | None, ...]:

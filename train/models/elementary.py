@@ -57,10 +57,14 @@ def multiply(
 
 
 def cast_matrices(params: Params, dtype: str) -> Params:
-    """Casts the parameters of layers to the dtype of their products; norms stay as they are."""
+    """Casts the parameters of layers to the dtype of their products.
+
+    Norms and routers, which compute in float32, stay as they are.
+    """
 
     def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-        is_norm = any(str(getattr(entry, 'key', '')).endswith('norm') for entry in path)
-        return x if is_norm else x.astype(dtype)
+        names = [str(getattr(entry, 'key', '')) for entry in path]
+        is_kept = any(name.endswith('norm') or name == 'router' for name in names)
+        return x if is_kept else x.astype(dtype)
 
     return jax.tree_util.tree_map_with_path(cast, params)

@@ -17,7 +17,7 @@ from train.models.attention import Cache, Places, cached_names
 from train.models.config import TransformerConfig
 from train.models.elementary import cast_matrices, normalize
 from train.models.embedding import look_up
-from train.models.layers import apply_layer
+from train.models.layers import Sown, apply_layer
 from train.models.parameters import Params, list_parameters
 from train.models.pipeline import find_stages, run_pipeline
 from train.models.remat import Remat, recompute, with_input
@@ -40,7 +40,7 @@ def compute_logits(
     config: TransformerConfig, params: Params, tokens_BL: jax.Array, **settings: Any
 ) -> tuple[jax.Array, Cache | None]:
     """Computes the float32 logits of the next tokens, see `defer_logits`."""
-    deferred, cache = defer_logits(config, params, tokens_BL, **settings)
+    deferred, cache, _ = defer_logits(config, params, tokens_BL, **settings)
     return deferred.logits(), cache
 
 
@@ -53,7 +53,7 @@ def defer_logits(
     segments_BL: jax.Array | None = None,
     dropout_key: jax.Array | None = None,
     cache: Cache | None = None,
-) -> tuple[DeferredLogits, Cache | None]:
+) -> tuple[DeferredLogits, Cache | None, Sown]:
     """Computes the hidden states from which the output layer computes the next tokens' logits.
 
     Args:
@@ -62,13 +62,14 @@ def defer_logits(
       tokens_BL: int tokens, [batch, length].
       positions_BL: int positions, [batch, length]. By default, they are 0, 1, 2, ...
       segments_BL: int segments, [batch, length]. A token attends only to its own segment. By
-        default, a row is one segment.
+        default, a row is one segment. To experts, tokens of segment 0 are padding.
       dropout_key: the random key of the dropout. None disables dropout.
       cache: the tokens before these. It needs the positions and segments of these.
 
     Returns:
       What computes the logits [batch, length, vocab], and None; or with a cache, what computes the
-      logits of the last token, [batch, 1, vocab], and the cache with the new tokens.
+      logits of the last token, [batch, 1, vocab], and the cache with the new tokens. The third
+      entry is what the layers sow, as means over all layers.
 
     Raises:
       ConfigError: if there are more tokens than learned positions.
@@ -100,7 +101,7 @@ def defer_logits(
         places = Places(segments_BL, rotation, local_rotation)
 
     x_BLD = lay_out_residual(x_BLD)
-    x_BLD, cache = _apply_layers(c, params, x_BLD, places, dropout_key, cache)
+    x_BLD, cache, sown = _apply_layers(c, params, x_BLD, places, dropout_key, cache)
     if cache is not None:
         cache, x_BLD = cache._replace(used=cache.used + length), x_BLD[:, -1:]
     x_BLD = normalize(c, params['final_norm'], x_BLD)
@@ -112,7 +113,7 @@ def defer_logits(
         names=residual_names(),
         soft_cap=c.logit_soft_cap,
     )
-    return deferred, cache
+    return deferred, cache, sown
 
 
 def _apply_layers(
@@ -122,13 +123,14 @@ def _apply_layers(
     places: Places,
     dropout_key: jax.Array | None,
     cache: Cache | None,
-) -> tuple[jax.Array, Cache | None]:
+) -> tuple[jax.Array, Cache | None, Sown]:
     if not c.scan_layers:
-        remats, carry = _remats(c, cache), (x_BLD, cache)
+        remats, carry, sown = _remats(c, cache), (x_BLD, cache), list[Sown]()
         for i in range(c.num_layers):
             layer, remat = params[f'layer_{i}'], remats[i % len(remats)]
-            carry = _step(c, layer, i, carry, places, dropout_key, remat, in_loop=False)
-        return carry
+            carry, one = _step(c, layer, i, carry, places, dropout_key, remat, in_loop=False)
+            sown.append(one)
+        return *carry, _average(sown)
 
     # Cast here, the gradients of all layers are stacked in the dtype of the computation, too.
     early = c.gradient_dtype in (None, c.dtype)
@@ -147,9 +149,8 @@ def _apply_layers(
     remat = c.remats[0]
     policy = None if remat is None else with_input(remat).policy
     layers = params['layers']
-    return run_pipeline(
-        stages, apply, layers, names, cast, x_BLD, places, dropout_key, policy
-    ), None
+    done_BLD = run_pipeline(stages, apply, layers, names, cast, x_BLD, places, dropout_key, policy)
+    return done_BLD, None, {}
 
 
 def _scan(
@@ -159,16 +160,18 @@ def _scan(
     carry: tuple[jax.Array, Cache | None],
     places: Places,
     dropout_key: jax.Array | None,
-) -> tuple[jax.Array, Cache | None]:
+) -> tuple[jax.Array, Cache | None, Sown]:
     """Applies stacked layers with these numbers; the first of them has the first entry of remat."""
     remats = _remats(c, carry[1])
     # Of a loop with one iteration, XLA makes straight-line code.
     in_loop = c.layers_per_iteration < len(indices)
 
-    def step_block(carry: Any, block: list[tuple[Params, Any]]) -> tuple[Any, None]:
+    def step_block(carry: Any, block: list[tuple[Params, Any]]) -> tuple[Any, Sown]:
+        sown = list[Sown]()
         for (p, index), remat in zip(block, remats, strict=True):
-            carry = _step(c, p, index, carry, places, dropout_key, remat, in_loop)
-        return carry, None
+            carry, one = _step(c, p, index, carry, places, dropout_key, remat, in_loop)
+            sown.append(one)
+        return carry, _average(sown)
 
     # The arrays of a layer are arguments of the loop: of others, the loop would keep copies.
     def every(first: int) -> tuple[Params, Any]:
@@ -176,7 +179,13 @@ def _scan(
 
     blocks = [every(first) for first in range(len(remats))]
     unroll = c.layers_per_iteration // len(remats)
-    return jax.lax.scan(step_block, carry, blocks, unroll=unroll)[0]
+    carry, sown = jax.lax.scan(step_block, carry, blocks, unroll=unroll)
+    return *carry, jax.tree.map(jnp.mean, sown)
+
+
+def _average(sown: list[Sown]) -> Sown:
+    """The means of what some layers have sown."""
+    return jax.tree.map(lambda *values: sum(values) / len(values), *sown)
 
 
 def _step(
@@ -188,7 +197,7 @@ def _step(
     dropout_key: jax.Array | None,
     remat: Remat | None,
     in_loop: bool,
-) -> tuple[jax.Array, Cache | None]:
+) -> tuple[tuple[jax.Array, Cache | None], Sown]:
     def apply(p: Params, x_BLD: jax.Array, cache: Cache | None) -> Any:
         # XLA would gather slices of the stacked layers before it drops their first dimension, and
         # then copy what it has gathered into another order.
@@ -196,7 +205,9 @@ def _step(
         key = None if dropout_key is None else jax.random.fold_in(dropout_key, index)
         return apply_layer(c, p, x_BLD, places, index, key, cache)
 
-    return recompute(apply, remat, prevent_cse=not in_loop)(params, *carry)
+    applied = recompute(apply, remat, prevent_cse=not in_loop)
+    x_BLD, cache, sown = applied(params, *carry)
+    return (x_BLD, cache), sown
 
 
 def _remats(c: TransformerConfig, cache: Cache | None) -> tuple[Remat | None, ...]:

@@ -1,10 +1,13 @@
 """One layer of the built-in transformer: attention and MLP, each after a norm.
 
-Suffixes of array names: B batch, L length, D embed, F mlp.
+Suffixes of array names: B batch, L length, D embed, F mlp; of experts G groups, T tokens of a
+group, E experts, M embed.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -14,9 +17,15 @@ from partitioning import constrain
 from train.models.attention import Cache, Places, apply_attention
 from train.models.config import TransformerConfig
 from train.models.elementary import multiply, normalize
+from train.models.experts.mixture import Mixture, lay_out, mix
+from train.models.experts.mlp import Mlps
 from train.models.parameters import Params
 from train.models.remat import Name, named
 from train.models.residual import gather_length, lay_out_residual, length_name
+
+# What the layers of a model sow besides their results: 'losses' and 'metrics', each with scalars by
+# name. Layers without experts sow nothing.
+Sown = dict[str, dict[str, jax.Array]]
 
 
 def apply_layer(
@@ -27,7 +36,7 @@ def apply_layer(
     index: Any,
     dropout_key: jax.Array | None = None,
     cache: Cache | None = None,
-) -> tuple[jax.Array, Cache | None]:
+) -> tuple[jax.Array, Cache | None, Sown]:
     """Adds attention and MLP, each after a norm, to the residual stream.
 
     Args:
@@ -38,6 +47,9 @@ def apply_layer(
       index: the number of the layer, an integer or a scalar array.
       dropout_key: the random key of the dropout, or None.
       cache: the earlier tokens, with the segments of all. The result has all keys and values.
+
+    Returns:
+      The residual stream, the cache, and what the experts sow.
     """
 
     def add(x_BLD: jax.Array, branch_BLD: jax.Array, name: str, number: int) -> jax.Array:
@@ -60,21 +72,72 @@ def apply_layer(
     )
     x_BLD = add(x_BLD, branch_BLD, 'attention', 0)
     normed_BLD = gather_length(normalize(config, params['mlp_norm'], x_BLD))
-    return add(x_BLD, _apply_mlp(config, params['mlp'], normed_BLD), 'mlp', 1), cache
+    if config.experts is None:
+        return add(x_BLD, _apply_mlp(config, params['mlp'], normed_BLD), 'mlp', 1), cache, {}
+    decode = cache is not None
+    mixture = _apply_experts(config, params['mlp'], normed_BLD, places.segments_BL, decode)
+    branch_BLD = mixture.y_GTM.reshape(normed_BLD.shape)
+    return add(x_BLD, branch_BLD, 'mlp', 1), cache, _sow(mixture)
 
 
 def _apply_mlp(c: TransformerConfig, p: Params, x_BLD: jax.Array) -> jax.Array:
-    hidden_BLF = _named_product(c, x_BLD, p, 'gate' if c.gated_mlp else 'up')
-    if c.activation.startswith('gelu'):
-        hidden_BLF = jax.nn.gelu(hidden_BLF, approximate=c.activation == 'gelu_tanh')
-    elif c.activation == 'silu':
-        hidden_BLF = jax.nn.silu(hidden_BLF)
-    else:
-        hidden_BLF = jax.nn.relu(hidden_BLF)
-        hidden_BLF = hidden_BLF**2 if c.activation == 'relu2' else hidden_BLF
+    hidden_BLF = _ACTIVATIONS[c.activation](_named_product(c, x_BLD, p, _first_part(c)))
     if c.gated_mlp:
         hidden_BLF *= _named_product(c, x_BLD, p, 'up')
     return multiply(c, 'BLF,FD->BLD', constrain(hidden_BLF, ('batch', 'length', 'mlp')), p, 'down')
+
+
+def _apply_experts(
+    c: TransformerConfig, p: Params, x_BLD: jax.Array, segments_BL: Any, decode: bool
+) -> Mixture:
+    """Applies the router and the experts of a layer. Tokens of segment 0 are padding."""
+    assert c.experts is not None
+    batch, length, width = x_BLD.shape
+    tokens = length if decode else c.experts.group_size(batch, length)
+    x_GTM = lay_out(x_BLD.reshape(-1, tokens, width), ('batch', None, 'embed'), decode)
+    is_token_GT = jnp.ones(x_GTM.shape[:2], bool)
+    if segments_BL is not None:
+        is_token_GT = jnp.broadcast_to(segments_BL != 0, (batch, length)).reshape(-1, tokens)
+    router_ME = p['router'].astype(jnp.float32)
+    logits_GTE = jnp.einsum(
+        'GTM,ME->GTE', x_GTM.astype(jnp.float32), router_ME, precision='float32'
+    )
+    parts = ('gate', 'up') if c.gated_mlp else ('up',)
+    activations = (_ACTIVATIONS[c.activation], *[_keep] * c.gated_mlp)
+    mlps = Mlps(
+        into_hidden=tuple(p[name].astype(c.dtype) for name in parts),
+        out=p['down'].astype(c.dtype),
+        activations=activations,
+        dropout_rate=0.0,
+        dropout_key=None,
+    )
+    return mix(c.experts, mlps, x_GTM, is_token_GT, logits_GTE, training=True, decode=decode)
+
+
+def _sow(mixture: Mixture) -> Sown:
+    metrics = {f'experts/{name}': value for name, value in mixture.metrics.items()}
+    return {'losses': mixture.losses, 'metrics': metrics}
+
+
+def _keep(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _squared_relu(x: jax.Array) -> jax.Array:
+    return jax.nn.relu(x) ** 2
+
+
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    'silu': jax.nn.silu,
+    'gelu': functools.partial(jax.nn.gelu, approximate=False),
+    'gelu_tanh': functools.partial(jax.nn.gelu, approximate=True),
+    'relu': jax.nn.relu,
+    'relu2': _squared_relu,
+}
+
+
+def _first_part(c: TransformerConfig) -> Literal['gate', 'up']:
+    return 'gate' if c.gated_mlp else 'up'
 
 
 def _named_product(

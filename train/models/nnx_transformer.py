@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from train.errors import ConfigError
 from train.models import forward
 from train.models.config import TransformerConfig
 from train.models.transformer import Transformer
@@ -18,9 +19,14 @@ class NnxTransformer(nnx.Module):
 
     It has the parameters of `Transformer(config).init(rngs.params())`, with the same paths, shapes,
     logical axes and values. `train()` and `eval()` turn dropout on and off.
+
+    Raises:
+      ConfigError: if the model has experts, whose losses only the linen form sows.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        if config.experts is not None:
+            raise ConfigError('the nnx form of a model has no experts: use Transformer(config)')
         self.config = config
         self.deterministic = True
         boxes = Transformer(config).init(rngs.params(), method='get_parameters')['params']
@@ -45,7 +51,7 @@ class NnxTransformer(nnx.Module):
         """
         deterministic = self.deterministic if deterministic is None else deterministic
         use_dropout = self.config.dropout_rate and not deterministic
-        deferred, _ = forward.defer_logits(
+        deferred, _, _ = forward.defer_logits(
             self.config,
             nnx.to_pure_dict(nnx.state(self, nnx.Param)),
             tokens_BL,

@@ -83,11 +83,12 @@ def _layer(c: TransformerConfig) -> dict[str, Parameter]:
     if not c.gated_mlp:
         del matrices['mlp/gate']
     table = {}
+    if c.experts is not None:
+        matrices = {k: row for k, row in matrices.items() if not k.startswith('mlp/')}
+        table = _experts(c)
     for path, (names, num_in, bias) in matrices.items():
         shape = tuple(size[name] for name in names)
-        # Each layer adds two residual branches; with this factor, the sum of all branches has the
-        # scale of the embedding.
-        scale = (2 * c.num_layers) ** -0.5 if names[-1] == 'embed' else 1.0
+        scale = _branch_scale(c) if names[-1] == 'embed' else 1.0
         table[path] = Parameter(names, shape, scale * math.prod(shape[:num_in]) ** -0.5)
         if bias in c.biases:
             table[f'{path}_bias'] = Parameter(names[num_in:], shape[num_in:])
@@ -97,6 +98,24 @@ def _layer(c: TransformerConfig) -> dict[str, Parameter]:
     if c.qk_norm:
         table |= _norm(c, 'attention/query_norm', 'kv') | _norm(c, 'attention/key_norm', 'kv')
     return table
+
+
+def _experts(c: TransformerConfig) -> dict[str, Parameter]:
+    """The router and the matrices of the experts of one layer, by path."""
+    assert c.experts is not None
+    d, f, count = c.embed_dim, c.mlp_dim, c.experts.num_experts
+    into = Parameter(('expert', 'embed', 'expert_mlp'), (count, d, f), d**-0.5)
+    table = {'mlp/router': Parameter(('embed', None), (d, count), d**-0.5)}
+    if c.gated_mlp:
+        table['mlp/gate'] = into
+    std = _branch_scale(c) * f**-0.5
+    down = Parameter(('expert', 'expert_mlp', 'embed'), (count, f, d), std)
+    return table | {'mlp/up': into, 'mlp/down': down}
+
+
+def _branch_scale(c: TransformerConfig) -> float:
+    """Each layer adds two branches. With this factor, their sum has the scale of the embedding."""
+    return (2 * c.num_layers) ** -0.5
 
 
 def _norm(c: TransformerConfig, path: str, name: str = 'embed') -> dict[str, Parameter]:

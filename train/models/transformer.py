@@ -49,7 +49,7 @@ class Transformer(nn.Module):
         `train.models.forward.defer_logits` describes the arguments.
         """
         use_dropout = self.config.dropout_rate and not deterministic
-        deferred, _ = forward.defer_logits(
+        deferred, _, sown = forward.defer_logits(
             self.config,
             self.get_parameters(),
             tokens_BL,
@@ -57,6 +57,9 @@ class Transformer(nn.Module):
             segments_BL=segments_BL,
             dropout_key=self.make_rng('dropout') if use_dropout else None,
         )
+        for collection, values in sown.items():
+            for name, value in values.items():
+                self.sow(collection, name, value)
         return deferred if defer_logits else deferred.logits()
 
 

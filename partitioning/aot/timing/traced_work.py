@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from partitioning.aot.timing.kernels import find_kernel_work
 from partitioning.aot.timing.work import Work
 from partitioning.aot.traced import TracedProgram, list_collectives
+from partitioning.aot.traced.flops import ragged_flops
 from partitioning.aot.traced.fusion import IN_PLACE, VIEWS, Fusion
 from partitioning.aot.traced.implied_exchanges import KINDS, SLICE
 from partitioning.aot.traced.primitives import PRODUCTS
@@ -68,8 +69,8 @@ class _Count:
         result = math.prod(step.outputs[0].shard_shape(self._sizes))
         if step.name == 'conv_general_dilated':
             return 2.0 * result * math.prod(rhs) / rhs[step.params['dimension_numbers'].rhs_spec[0]]
-        if step.name == 'ragged_dot':
-            return 2.0 * result * lhs[-1]
+        if step.name == 'ragged_dot_general':
+            return ragged_flops(step.params, tuple(lhs), tuple(rhs))
         (contracted, _), _ = step.params['dimension_numbers']
         return 2.0 * result * math.prod(lhs[d] for d in contracted)
 

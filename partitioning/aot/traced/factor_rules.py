@@ -219,7 +219,7 @@ _SLICING = names_in(
 )
 _RULES: dict[str, Rule] = {
     'dot_general': relate_dot,
-    'ragged_dot': relate_ragged_dot,
+    'ragged_dot_general': relate_ragged_dot,
     'conv_general_dilated': relate_convolution,
     'transpose': _transpose,
     'broadcast_in_dim': _broadcast,

@@ -46,6 +46,8 @@ def _count_equation(equation: Any, kernels: bool, recomputed: bool) -> float:
         (contracted, _), _ = params['dimension_numbers']
         lhs = equation.invars[0].aval.shape
         return 2.0 * equation.outvars[0].aval.size * math.prod(lhs[d] for d in contracted)
+    if name == 'ragged_dot_general':
+        return ragged_flops(equation.params, *(v.aval.shape for v in equation.invars[:2]))
     if name == 'conv_general_dilated':
         kernel, output = equation.invars[1].aval, equation.outvars[0].aval
         features = kernel.shape[params['dimension_numbers'].rhs_spec[0]]
@@ -58,6 +60,22 @@ def _count_equation(equation: Any, kernels: bool, recomputed: bool) -> float:
     if name == 'cond':
         return max(inner, default=0.0)
     return math.fsum(inner) * _repetitions(name, params)
+
+
+def ragged_flops(params: Mapping[str, Any], lhs: tuple[int, ...], rhs: tuple[int, ...]) -> float:
+    """The FLOPs of a product whose rows are of several groups: each row meets its group's matrix.
+
+    All rows count, of whichever group they are.
+
+    Args:
+      params: the parameters of the primitive `ragged_dot_general`.
+      lhs: the shape of the rows.
+      rhs: the shape of the matrices, or of other rows of the same groups.
+    """
+    numbers = params['ragged_dot_dimension_numbers']
+    (_, contracted), (_, batch) = numbers.dot_dimension_numbers
+    seen = {*contracted, *batch, *numbers.rhs_group_dimensions}
+    return 2.0 * math.prod(lhs) * math.prod(n for d, n in enumerate(rhs) if d not in seen)
 
 
 def _repetitions(name: str, params: Mapping[str, Any]) -> int:

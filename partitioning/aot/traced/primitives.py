@@ -20,7 +20,7 @@ ELEMENTWISE = names_in(
 REDUCTIONS = names_in(
     'reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin'
 )
-PRODUCTS = names_in('dot_general ragged_dot conv_general_dilated')
+PRODUCTS = names_in('dot_general ragged_dot_general conv_general_dilated')
 SCATTERS = names_in(
     'scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max '
     'scatter_max scatter_sub'

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 from partitioning.aot.traced.factors import Dimension, Factors, Table
 from partitioning.aot.traced.steps import Step, Value
 
 
 def relate_dot(step: Step) -> Factors:
+    return _relate_product(step, *step.params['dimension_numbers'])
+
+
+def relate_ragged_dot(step: Step) -> Factors:
+    """A product whose rows are of groups, each with its own matrix; no factor is a group."""
+    numbers = step.params['ragged_dot_dimension_numbers']
+    summed, batch = numbers.dot_dimension_numbers
+    found = _relate_product(step, summed, batch, numbers.rhs_group_dimensions)
+    if numbers.rhs_group_dimensions:
+        return found
+    # Of two arrays with the same groups, it makes a matrix for each group.
+    (result,) = found.outputs
+    return dataclasses.replace(found, outputs=(((), *result),))
+
+
+def _relate_product(
+    step: Step,
+    summed: tuple[Sequence[int], Sequence[int]],
+    batch: tuple[Sequence[int], Sequence[int]],
+    groups: Sequence[int] = (),
+) -> Factors:
     table = Table()
-    (summed, batch) = step.params['dimension_numbers']
-    lhs_shape, rhs_shape = step.inputs[0].shape, step.inputs[1].shape
+    lhs_shape, rhs_shape, *others = (value.shape for value in step.inputs)
     lhs: list[Dimension] = table.all(lhs_shape)
-    rhs: list[Dimension | None] = [None] * len(rhs_shape)
+    rhs: list[Dimension | None] = [() if d in groups else None for d in range(len(rhs_shape))]
     for pairs in (summed, batch):
         for a, b in zip(*pairs, strict=True):
             rhs[b] = lhs[a]
@@ -19,10 +42,10 @@ def relate_dot(step: Step) -> Factors:
     taken = [{*pair[0], *pair[1]} for pair in zip(summed, batch, strict=True)]
     result = [lhs[d] for d in batch[0]]
     result += [f for d, f in enumerate(lhs) if d not in taken[0]]
-    result += [f for d, f in enumerate(rhs_dims) if d not in taken[1]]
+    result += [f for d, f in enumerate(rhs_dims) if d not in {*taken[1], *groups}]
     return Factors(
         tuple(table.sizes),
-        (tuple(lhs), tuple(rhs_dims)),
+        (tuple(lhs), tuple(rhs_dims), *(((),) * len(shape) for shape in others)),
         (tuple(result),),
         frozenset(f for d in summed[0] for f in lhs[d]),
     )
@@ -104,13 +127,3 @@ def relate_scatter(step: Step) -> Factors:
         (tuple(dims),),
         frozenset(f for dim in where for f in dim) - shared,
     )
-
-
-def relate_ragged_dot(step: Step) -> Factors:
-    table = Table()
-    m, k = table.all(step.inputs[0].shape)
-    _, _, n = step.inputs[1].shape
-    columns = table.add(n)
-    rhs = ((), k, columns)
-    rest = tuple(((),) * len(v.shape) for v in step.inputs[2:])
-    return Factors(tuple(table.sizes), ((m, k), rhs, *rest), ((m, columns),), frozenset(k))

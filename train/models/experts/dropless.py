@@ -45,10 +45,9 @@ def apply_experts(
       ConfigError: if the rules shard the experts over mesh axes that do not shard the batch.
     """
     ids_NK = jnp.arange(experts_NK.size).reshape(experts_NK.shape)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.manual_axes:
+    mesh, rules = jax.sharding.get_abstract_mesh(), spmd.get_logical_axis_rules()
+    if mesh.empty or mesh.manual_axes or not rules:
         return _apply_local(mlps, x_NM, experts_NK, weights_NK, ids_NK)
-    rules = spmd.get_logical_axis_rules()
 
     def spec(array: jax.Array, *names: str | None) -> P:
         policy: Any = 'replicate' if decode else None

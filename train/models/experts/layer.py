@@ -1,7 +1,7 @@
 """A layer of experts, which replaces the MLP of a network.
 
-Suffixes of array names: B batch, L length, G groups, T tokens of a group, S slots, E experts,
-C capacity, M embed, F mlp.
+Suffixes of array names: B batch, L length, G groups, T tokens of a group, E experts, M embed,
+F mlp.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from partitioning import constrain
-from train.models.experts import dropless, routing
 from train.models.experts.config import ExpertsConfig
+from train.models.experts.mixture import lay_out, mix
 from train.models.experts.mlp import Activation, Mlps
 
 
@@ -72,36 +71,26 @@ class ExpertMlp(nn.Module):
         """
         c, (batch, length, width) = self.config, x_BLM.shape
         tokens = length if decode else c.group_size(batch, length)
-        x_GTM = _lay_out(x_BLM.reshape(-1, tokens, width), ('batch', None, 'embed'), decode)
+        x_GTM = lay_out(x_BLM.reshape(-1, tokens, width), ('batch', None, 'embed'), decode)
         is_token_GT = jnp.ones(x_GTM.shape[:2], bool)
         if is_token_BL is not None:
             is_token_GT = is_token_BL.reshape(-1, tokens)
         router = Router(c, name='router')
         logits_GTE = router(x_GTM, deterministic=deterministic)
-        everything = c.dropless or decode
-        capacity = tokens if everything else c.capacity(tokens, training=not deterministic)
-        routed = routing.route(
-            probabilities_GTE := jax.nn.softmax(logits_GTE),
+        mixture = mix(
+            c,
+            self._mlps(width, deterministic),
+            x_GTM.astype(self.dtype),
             is_token_GT,
-            num_selected=c.num_selected_experts,
-            capacity=capacity,
-            normalize=c.normalize_weights,
+            logits_GTE,
+            training=not deterministic,
+            decode=decode,
         )
-        self._sow(logits_GTE, probabilities_GTE, routed)
-        x_GTM, mlps = x_GTM.astype(self.dtype), self._mlps(width, deterministic)
-        if everything:
-            experts_GTK = jnp.where(is_token_GT[..., None], routed.experts_GTK, c.num_experts)
-            y_GTM = dropless.apply_experts(
-                x_GTM.reshape(-1, width),
-                experts_GTK.reshape(-1, c.num_selected_experts),
-                routed.weights_GTK.reshape(-1, c.num_selected_experts),
-                mlps,
-                decode=decode,
-            ).reshape(x_GTM.shape)
-        else:
-            y_GSM = _apply_experts(routing.dispatch(x_GTM, routed), mlps, decode)
-            y_GTM = routing.combine(y_GSM, routed)
-        return _lay_out(y_GTM, ('batch', None, 'embed'), decode).reshape(x_BLM.shape)
+        for name, value in mixture.losses.items():
+            self.sow('losses', name, value)
+        for name, value in mixture.metrics.items():
+            self.sow('metrics', f'experts/{name}', value)
+        return mixture.y_GTM.reshape(x_BLM.shape)
 
     def _mlps(self, width: int, deterministic: bool) -> Mlps:
         """Creates the parameters of the experts."""
@@ -115,22 +104,6 @@ class ExpertMlp(nn.Module):
             dropout_rate=self.dropout_rate,
             dropout_key=self.make_rng('dropout') if dropped else None,
         )
-
-    def _sow(
-        self, logits_GTE: jax.Array, probabilities_GTE: jax.Array, routed: routing.Routing
-    ) -> None:
-        c, losses = self.config, {}
-        losses['auxiliary_loss'] = routing.load_balance_loss(probabilities_GTE, routed)
-        losses['router_z_loss'] = routing.router_z_loss(logits_GTE, routed.is_token_GT)
-        factors = {'auxiliary_loss': c.auxiliary_loss_factor}
-        factors['router_z_loss'] = c.router_z_loss_factor
-        for name, value in losses.items():
-            self.sow('losses', name, factors[name] * value)
-        reported = losses | routing.routing_metrics(probabilities_GTE, routed)
-        if c.dropless:
-            del reported['expert_usage']  # experts have no slots
-        for name, value in reported.items():
-            self.sow('metrics', f'experts/{name}', jax.lax.stop_gradient(value))
 
 
 class Router(nn.Module):
@@ -192,23 +165,3 @@ class Kernel(nn.Module):
         )
         boxed = nn.with_logical_partitioning(scaling, self.names)
         return self.param('kernel', boxed, self.shape, jnp.float32)
-
-
-def _apply_experts(x_GSM: jax.Array, mlps: Mlps, decode: bool) -> jax.Array:
-    """Sends the slots to the devices of their experts, applies them, and sends them back."""
-    here, there = ('batch', 'unmodeled', None), ('expert_replicas', 'expert', None)
-
-    def multiply(x_GECI: jax.Array, kernels_EIO: jax.Array) -> jax.Array:
-        return jnp.einsum('GECI,EIO->GECO', x_GECI, kernels_EIO)
-
-    shape = (x_GSM.shape[0], mlps.out.shape[0], -1, x_GSM.shape[2])
-    x_GECM = _lay_out(x_GSM.reshape(shape), (*here, 'embed'), decode)
-    x_GECM = _lay_out(x_GECM, (*there, 'embed'), decode)
-    hidden_GECF = _lay_out(mlps.hidden(x_GECM, multiply), (*there, 'expert_mlp'), decode)
-    y_GECM = _lay_out(multiply(hidden_GECF, mlps.out), (*there, 'embed'), decode)
-    return _lay_out(y_GECM, (*here, 'embed'), decode).reshape(x_GSM.shape)
-
-
-def _lay_out(x: jax.Array, names: Sequence[str | None], decode: bool) -> jax.Array:
-    """Lays out an activation. While decoding, sizes that are not divisible are replicated."""
-    return constrain(x, names, on_indivisible='replicate' if decode else None)
