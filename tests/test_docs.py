@@ -20,7 +20,7 @@ import partitioning
 import train
 from partitioning.plan import building
 from tests.code_blocks import ROOT, read_blocks, run_block, run_blocks
-from train.cli import command, main, training
+from train.cli import command, launch, main, training
 from train.gin_config import load_config
 from train.processes import joining
 from train.runtime import machine
@@ -133,7 +133,7 @@ def flags_in_help(*command):
 def test_the_reference_has_every_flag_of_the_trainer():
     page = (ROOT / 'docs/reference/command_line.md').read_text()
     shown = {*re.findall(r'^\| `(--\w+)', page, re.M), '--help'}
-    for name in ('train', 'forecast', 'fits', 'eval', 'predict', 'generate'):
+    for name in ('train', 'launch', 'forecast', 'fits', 'eval', 'predict', 'generate'):
         assert flags_in_help(name) <= shown
     for verb in ('inspect', 'diff', 'verify', 'convert'):
         assert flags_in_help('checkpoint', verb) <= shown
@@ -141,6 +141,9 @@ def test_the_reference_has_every_flag_of_the_trainer():
 
 def check_meshwright(*words):
     """Checks the flags by the help of the command, and the settings of a run by reading them."""
+    if words[0] == 'launch':
+        words, run = words[: words.index('--')], words[words.index('--') + 1 :]
+        check_meshwright(*(run if run[0] in launch.COMMANDS else ['train', *run]))
     names, rest = [word for word in words if not word.startswith('-')], words[1:]
     flags = {word.split('=')[0] for word in words if word.startswith('--')} - {'--help'}
     known = flags_in_help(*names[: 2 if names[0] in ('plan', 'checkpoint') else 1])

@@ -20,6 +20,7 @@ FLOORS = [
     {'attention', 'decoding', 'output_layer'},
     {'adafactor', 'health', 'paths', 'models', 'objectives', 'optimizers'},
     {'processes'},
+    {'launching'},
     {'runtime', 'steps', 'data.text'},
     {'checkpoints.arrays'},
     {'checkpoints.steps'},

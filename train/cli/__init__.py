@@ -13,8 +13,13 @@ from train.cli.interruption import line_of_module, line_of_process, run_until_si
 from train.processes import signals
 
 # The name of a command -> its function in train.cli, what it does, and an example.
-_COMMANDS = {
+COMMANDS = {
     'train': ('training.train', 'train a model, or resume a run', 'quickstart'),
+    'launch': (
+        'launch.launch',
+        'start several processes of a run on this machine',
+        '--processes=2 -- quickstart',
+    ),
     'precompile': (
         'training.precompile',
         'compile the train step of a run, and say what it costs',
@@ -98,15 +103,15 @@ def _run(arguments: Sequence[str]) -> int:
     if name in ('--help', '-h', 'help'):
         print(_help(bold=sys.stdout.isatty()))
         return 0
-    if name not in _COMMANDS:
-        hint = ''.join(f' Did you mean {n!r}?' for n in difflib.get_close_matches(name, _COMMANDS))
-        known = ', '.join(_COMMANDS)
+    if name not in COMMANDS:
+        hint = ''.join(f' Did you mean {n!r}?' for n in difflib.get_close_matches(name, COMMANDS))
+        known = ', '.join(COMMANDS)
         print(f'error: no command {name!r}.{hint} The commands are {known}', file=sys.stderr)
         return 2
     # The packages of --gin_allow may be in the current folder. It comes last, so that a train.py
     # there does not hide this package.
     sys.path.append(os.getcwd())
-    return _find(_COMMANDS[name][0])(rest, f'meshwright {name}')
+    return _find(COMMANDS[name][0])(rest, f'meshwright {name}')
 
 
 def _find(name: str) -> Callable[[Sequence[str], str], int]:
@@ -119,6 +124,6 @@ def _help(bold: bool) -> str:
     """Lists the commands with an example of each."""
     on, off = ('\033[1m', '\033[0m') if bold else ('', '')
     lines = [f'{on}meshwright{off} trains on any mesh, and shows how every array is laid out.', '']
-    for name, (_, text, example) in _COMMANDS.items():
+    for name, (_, text, example) in COMMANDS.items():
         lines += [f'  {on}{name:<12}{off}{text}', f'{"":14}$ meshwright {name} {example}']
     return '\n'.join([*lines, '', 'meshwright COMMAND --help lists the options of a command.'])

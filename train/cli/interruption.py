@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 
+from train.launching.children import command_of_launcher
 from train.processes import signals
 
 EXIT_CODES = """\
@@ -45,11 +46,13 @@ def run_until_signal(command: Callable[[], int], line: str) -> int:
 
 
 def line_of_process(name: str) -> str:
-    """The command of this process as one types it.
+    """The command of this process as one types it, which may be that of its launcher.
 
     Args:
       name: the name of the program.
     """
+    if launcher := command_of_launcher():
+        return launcher
     found = shutil.which(name)
     same = found is not None and os.path.realpath(found) == os.path.realpath(sys.argv[0])
     return shlex.join([name if same else sys.argv[0], *sys.argv[1:]])

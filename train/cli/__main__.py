@@ -1,0 +1,16 @@
+"""`python -m train.cli` is `meshwright`. The launcher starts its processes so."""
+
+import sys
+
+from train.processes import signals
+
+if __name__ == '__main__':
+    signals.handle_until_exit()  # before anything that takes time is imported
+
+    from train.launching.children import end_with_launcher
+
+    end_with_launcher()
+
+    from train.cli import main
+
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""How the processes of a run have ended, which one is the cause, and whether to start again."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Sequence
+
+from train.processes.signals import AFTER_CTRL_C, RESTARTABLE
+
+# What a process does when another one has failed: it ends itself with 75, or jax aborts it.
+_CONSEQUENCES = (RESTARTABLE, -signal.SIGABRT)
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessEnd:
+    """The end of one process.
+
+    Attributes:
+      process: its index.
+      code: its exit code, or the negative number of the signal that killed it.
+      sent: the last signal that the launcher had sent to it in order to end it, if any.
+      lines: its last lines.
+    """
+
+    process: int
+    code: int
+    sent: signal.Signals | None = None
+    lines: tuple[str, ...] = ()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it has failed without the launcher."""
+        return self.code != 0 and self.sent is None
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f'ended with exit code {self.code}'
+        by = ' by the launcher' if self.sent == -self.code else ''
+        return f'was killed by {signal_name(-self.code)}{by}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """How all processes of a run have ended.
+
+    Attributes:
+      ends: the ends in their order.
+      stopped_by: the signal with which the user has stopped the launcher, if any.
+    """
+
+    ends: tuple[ProcessEnd, ...]
+    stopped_by: signal.Signals | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What happens after an attempt.
+
+    Attributes:
+      exit_code: that of the launcher, if it ends.
+      processes: how many processes are started next, or None if the launcher ends.
+      message: what is said about it, without a line end; '' if nothing is.
+    """
+
+    exit_code: int
+    processes: int | None = None
+    message: str = ''
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, such as 'SIGKILL'."""
+    names = {int(s): s.name for s in signal.Signals}
+    return names.get(number, f'signal {number}')
+
+
+def find_cause(ends: Sequence[ProcessEnd]) -> ProcessEnd | None:
+    """Returns the failure from which the others follow, or None if none has failed.
+
+    It is the first one, except that a process which ends because of another one can be faster than
+    the other.
+    """
+    own = [end for end in ends if end.is_own] or [end for end in ends if end.code != 0]
+    return min(own, key=lambda end: end.code in _CONSEQUENCES, default=None)
+
+
+def exit_code_of(end: ProcessEnd) -> int:
+    """Returns the exit code of a launcher whose processes ended because of this end."""
+    if end.code >= 0:
+        return end.code
+    return AFTER_CTRL_C if end.code == -signal.SIGINT else RESTARTABLE
+
+
+def lost_processes(ends: Sequence[ProcessEnd]) -> list[int]:
+    """Returns the processes that were killed from outside or do not answer, by their index.
+
+    Those that ended only because others did, or did not notice that others had ended, would work.
+    """
+    cause = find_cause(ends)
+    if cause is None:
+        return []
+    killed = {end.process for end in ends if end.is_own and end.code == -signal.SIGKILL}
+    if cause.code < 0:
+        killed.add(cause.process)
+    elif cause.code == RESTARTABLE and not killed:
+        killed = {end.process for end in ends if end.sent == signal.SIGKILL}
+    return sorted(killed)
+
+
+def count_after_loss(original: int, remaining: int, minimum: int) -> int | None:
+    """Returns how many processes replace the original ones when only some remain.
+
+    Args:
+      original: the number at the first start. The result divides it, so that what was divided
+        evenly among the processes still is.
+      remaining: how many remain.
+      minimum: how many the user wants at least.
+
+    Returns:
+      The largest such number, or None if there is none.
+    """
+    counts = range(remaining, minimum - 1, -1)
+    return next((count for count in counts if count > 0 and original % count == 0), None)
+
+
+def decide(
+    attempt: Attempt,
+    *,
+    original: int,
+    devices: int,
+    restarts: int,
+    restarted: int,
+    min_processes: int | None,
+) -> Decision:
+    """Decides what happens after all processes have ended.
+
+    Args:
+      attempt: how they have ended.
+      original: the number of processes at the first start.
+      devices: the number of devices of each process.
+      restarts: how often the processes may be started again.
+      restarted: how often they were.
+      min_processes: the fewest processes with which the run may continue after a loss, or None if
+        it always continues with as many as before.
+    """
+    count, cause = len(attempt.ends), find_cause(attempt.ends)
+    if cause is None:
+        return Decision(0)
+    code = exit_code_of(cause)
+    stopped_by = attempt.stopped_by
+    if stopped_by is not None and code in (RESTARTABLE, AFTER_CTRL_C):
+        # A process that ends so has said where its state is saved.
+        has_said = any(end.code in (RESTARTABLE, AFTER_CTRL_C) for end in attempt.ends)
+        code = AFTER_CTRL_C if stopped_by == signal.SIGINT else RESTARTABLE
+        return Decision(code, message='' if has_said else f'stopped by {stopped_by.name}')
+    failure = describe_failure(attempt.ends)
+    if restarts == 0 or stopped_by is not None:
+        return Decision(code, message=failure)
+    if code != RESTARTABLE:
+        hint = f'exit code {code} is not followed by a restart'
+        return Decision(code, message=f'{failure}\n{hint}')
+    if restarted == restarts:
+        return Decision(code, message=f'{failure}\nall {restarts} restarts have been used')
+    why = f'because process {cause.process} {cause}{_because(cause)}'
+    new, lost = count, lost_processes(attempt.ends)
+    if min_processes is not None and lost:
+        remaining = count - len(lost)
+        found = count_after_loss(original, remaining, min_processes)
+        if found is None:
+            hint = f'no restart: {remaining} of {count} processes remain, and --min_processes='
+            return Decision(code, message=f'{failure}\n{hint}{min_processes}')
+        new = found
+    what = f'restart {restarted + 1} of {restarts}'
+    if new != count:
+        what += (
+            f': {new} processes with {new * devices} devices in total instead of {count} with '
+            f'{count * devices}'
+        )
+    return Decision(code, new, f'{what}, {why}')
+
+
+def describe_failure(ends: Sequence[ProcessEnd]) -> str:
+    """Returns what failed first, with its last lines, and how the others ended."""
+    cause = find_cause(ends)
+    assert cause is not None
+    lines = failure_lines(cause.lines)
+    how = f'with exit code {cause.code}' if cause.code >= 0 else str(cause).removeprefix('was ')
+    text = f'error: process {cause.process} failed first, {how}'
+    if lines and lines[0].startswith('error: '):
+        text += f': {lines[0].removeprefix("error: ")}'
+        lines = lines[1:]
+    return '\n'.join([text, *(f'  {line}' for line in lines), *_describe_others(ends, cause)])
+
+
+def failure_lines(lines: Sequence[str]) -> list[str]:
+    """Returns those of the last lines of a process that say why it failed."""
+    starts = [i for i, line in enumerate(lines) if line.startswith(('error: ', 'Traceback '))]
+    return list(lines[starts[-1] if starts else -5 :])
+
+
+def _because(cause: ProcessEnd) -> str:
+    """The last line of a process that ended by itself."""
+    return f' ({cause.lines[-1]})' if cause.code > 0 and cause.lines else ''
+
+
+def _describe_others(ends: Sequence[ProcessEnd], cause: ProcessEnd) -> list[str]:
+    """A line for each way in which the other processes have ended."""
+    ways: dict[str, list[int]] = {}
+    for end in ends:
+        if end is not cause:
+            ways.setdefault(str(end), []).append(end.process)
+    return [
+        f'{"processes" if len(some) > 1 else "process"} {_join(sorted(some))} {_plural(way, some)}'
+        for way, some in ways.items()
+    ]
+
+
+def _plural(way: str, processes: Sequence[int]) -> str:
+    return way.replace('was ', 'were ', 1) if len(processes) > 1 else way
+
+
+def _join(numbers: Sequence[int]) -> str:
+    """Joins numbers as in a sentence: 0, 1 and 3."""
+    *first, last = map(str, numbers)
+    return f'{", ".join(first)} and {last}' if first else last
