@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from partitioning import TrainState
 from train.checkpoints import Checkpoints
 from train.decoding.predict import CanDecode
@@ -156,7 +154,7 @@ def find_newest(saved: Checkpoints) -> int | None:
     All processes must call it together. Process 0 decides, because it completes checkpoints.
     """
     newest = saved.latest_step()
-    step = int(agree_on(np.int32(-1 if newest is None else newest)))
+    step = int(agree_on(-1 if newest is None else newest))
     return None if step < 0 else step
 
 
@@ -198,15 +196,15 @@ def interruption(run: Run, saved: Checkpoints, step: int, pending: Sequence[str]
       step: the last finished step.
       pending: the evaluations of this step that remain to be done.
     """
-    number, newest = signals.received(), saved.latest_step()
+    number, by, newest = signals.received(), signals.receiver(), saved.latest_step()
     assert number is not None
     when = f'after step {step} of {run.config.total_steps}'
     if pending:
         when += f', before its evaluation ({", ".join(pending)})'
     if newest == step:
-        return Interrupted(number, f'{when}, saved in {saved.path(step)}')
+        return Interrupted(number, f'{when}, saved in {saved.path(step)}', by)
     last = 'there is no checkpoint' if newest is None else f'the newest checkpoint is of {newest}'
-    return Interrupted(number, f'{when}, which was not saved ({last})')
+    return Interrupted(number, f'{when}, which was not saved ({last})', by)
 
 
 def report_results(run: Run, saved: Checkpoints, writers: Writers) -> None:

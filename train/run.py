@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from etils import epath
 from jax.sharding import NamedSharding
@@ -209,7 +208,7 @@ def with_seed(config: TrainConfig, directory: epath.Path, console: RunConsole) -
     seed = record.recorded_setting(directory, 'random_seed')
     how = f'of the earlier run in {directory}'
     if seed is None:
-        seed, how = int(agree_on(np.int32(int(time.time()) % 2**31))), 'chosen by the time'
+        seed, how = agree_on(int(time.time()) % 2**31), 'chosen by the time'
     console.say(f'seed {seed}, {how}')
     return dataclasses.replace(config, seed=seed)
 

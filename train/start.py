@@ -15,6 +15,7 @@ from partitioning import TrainState
 from partitioning.aot.traced.flops import count_flops
 from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
+from train.agreements import agree_on_program
 from train.checkpoints import Checkpoints, DamagedCheckpoint, RestoreConfig
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps.finding import t5x_steps
@@ -236,6 +237,7 @@ class Compilation:
         with run.console.phase('tracing the train step'):
             step = partition_train_step(run)
             lowered = step.lower(plan.abstract_state, dict(run.batch))
+        agree_on_program(lowered)
 
         def compile_step() -> CompiledPartitionedCallable:
             with own_compiler_errors('train_step', mesh):

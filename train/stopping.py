@@ -8,8 +8,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-import numpy as np
-
 from partitioning.rules import nearest
 from train.errors import ConfigError, check_counts
 from train.processes.together import agree_on
@@ -143,7 +141,7 @@ class StopConditions:
             else:
                 _check_known(condition.metric, scalars)
         found = next(filter(None, reasons), None)
-        ends = bool(reasons) and bool(agree_on(np.bool_(found is not None)))
+        ends = bool(reasons) and agree_on(found is not None)
         return (found or 'process 0 ends the run') if ends else None
 
 

@@ -10,6 +10,7 @@ from typing import cast
 import jax
 
 from partitioning import TrainState
+from train.agreements import agree_on_layout, agree_on_settings
 from train.config import TrainConfig
 from train.evaluators import prepare_evaluators
 from train.health import Health
@@ -25,6 +26,7 @@ from train.loop import (
     report_skips,
 )
 from train.processes import signals
+from train.processes.together import taking_part
 from train.processes.watchdog import Watchdog
 from train.run import prepare, report
 from train.runtime.console import RunConsole
@@ -64,14 +66,15 @@ def train(config: TrainConfig, *, expect_plan: str | os.PathLike[str] | None = N
         of `expect_plan`. Nothing has been compiled or written then.
       FloatingPointError: if a step is not finite and `config.not_finite` stops the run then. The
         newest checkpoint is kept.
-      Interrupted: if SIGTERM, SIGINT or SIGHUP ends the run with work left. It is a
-        KeyboardInterrupt that says what was saved: the current step, or nothing if no step was
-        finished. The same call resumes the run. A run of several processes, or outside the main
-        thread, does not handle signals.
+      Interrupted: if SIGTERM, SIGINT or SIGHUP ends the run with work left, in a run of several
+        processes to any of them. It is a KeyboardInterrupt that says what was saved: the current
+        step, or nothing if no step was finished. The same call resumes the run. Outside the main
+        thread, signals are not handled.
     """
     console, limits = RunConsole(), config.watchdog
     with (
-        signals.handle(alone=jax.process_count() == 1),
+        signals.handle(),
+        taking_part(console.activity, config.model_dir),
         Watchdog(limits, console.activity, config.model_dir, log_every=config.log_every),
     ):
         return _train(config, console, expect_plan)
@@ -82,7 +85,9 @@ def _train(
 ) -> TrainState:
     # ---- mesh, data, and the layout of every array, before any of them exists
     clock = StartClock()
+    agree_on_settings(config)
     prepared = prepare(config, console)
+    agree_on_layout(prepared)
     plan, directory = prepared.plan, prepared.directory
     if expect_plan is not None:
         check_plan(plan, expect_plan)
@@ -142,7 +147,9 @@ def _train(
             step += 1
             console.activity.begin_step(step)
             profiler.before(step)
-            state, metrics = train_step(state, next(feed))
+            with console.activity.doing(f'the input of step {step}'):
+                batch = next(feed)
+            state, metrics = train_step(state, batch)
             if step == start.step + 1:
                 jax.block_until_ready(metrics)
                 line, starting = clock.report(console.seconds)

@@ -1,6 +1,7 @@
 """Failures before a run starts in only one of two processes, or data that differs between them."""
 
 import dataclasses
+import os
 from pathlib import Path
 
 import flax.linen as nn
@@ -36,10 +37,17 @@ def run(index, folder):
 
 
 def failing_runs(index, folder):
-    """Returns the errors of runs in which one process has a wrong folder or checkpoint."""
-    own = str(folder / f'own {index}')
+    """Returns the errors of runs in which one process has a wrong folder or checkpoint.
+
+    The settings are the same, but each process starts in a folder of its own.
+    """
+    own = folder / f'own {index}'
+    (own / 'restored').parent.mkdir()
+    (own / 'restored').symlink_to(folder if index == 0 else folder / 'none')
+    (own / 'a run').symlink_to(folder / ('a run' if index else 'checkpoints/3/manifest.json'))
+    os.chdir(own)
     config = TrainConfig(
-        model_dir=own,
+        model_dir='a run',
         objective=NextToken(model=nn.Embed(257, 257)),
         partitioner=PjitPartitioner(layout='fsdp'),
         optimizer=optax.sgd(0.1),
@@ -48,14 +56,21 @@ def failing_runs(index, folder):
         batch_size=8,
         sequence_length=8,
     )
-    a_file = dataclasses.replace(
-        config, model_dir=own if index else folder / 'checkpoints/3/manifest.json'
-    )
-    restore = RestoreConfig(path=str(folder if index == 0 else folder / 'none'))
+    restore = RestoreConfig(path='restored')
+    shared = dataclasses.replace(config, model_dir=str(folder / 'shared'), restore=restore)
+    changes = {
+        'other learning rate in a closure': {'optimizer': optax.sgd(0.1 + index)},
+        'other steps': {'total_steps': 4 + index},
+        'folder': {'model_dir': 'own'},
+    }
     return {
-        'folder': error_of(train, a_file),
-        'restore': error_of(train, dataclasses.replace(config, restore=restore)),
-        'evaluation': error_of(evaluate, config, restore=restore, output_dir=own),
+        'a file': error_of(train, config),
+        'restore': error_of(train, shared),
+        'evaluation': error_of(evaluate, config, restore=restore, output_dir='scores'),
+        **{
+            name: error_of(train, dataclasses.replace(shared, restore=None, **change))
+            for name, change in changes.items()
+        },
     }
 
 
@@ -64,7 +79,9 @@ def error_of(function, *args, **kwargs):
     try:
         function(*args, **kwargs)
     except Exception as error:
-        return f'{type(error).__name__}: {error}'
+        return '\n'.join(
+            [f'{type(error).__name__}: {error}', getattr(error, 'details', '')]
+        ).strip()
 
 
 def fail(index, error):

@@ -19,10 +19,11 @@ def reserved_port():
     """Reserves a port, which no other program gets while the context is open.
 
     The socket that reserves it never listens. It allows other sockets of this user on the port,
-    as the socket of jax's coordinator does, so that the coordinator can bind it.
+    as those of process 0 do, so that they can bind it.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(('', 0))
         yield holder.getsockname()[1]

@@ -177,17 +177,32 @@ def test_if_one_process_fails_the_other_names_it(reports_of):
     assert first['second fails'] == 'ConfigError: process 1 failed: no file matches'
     assert second['second fails with an OSError'] == 'OSError: no such thing'
     assert first['second fails with an OSError'] == 'ConfigError: process 1 failed: no such thing'
-    for one in (first, second):
-        assert 'processes [1] and process 0 read different' in one['different data']
-    assert first['different steps'] == second['different steps']
-    assert '[0, 1]' in first['different steps']
+
+
+def test_a_difference_between_processes_is_a_table_on_all_of_them(reports_of):
+    first, second = (report['failures'] for report in reports_of(2))
+    tables = {
+        'different data': ['training data Records', '0', '1'],
+        'different steps': ['newest checkpoint', 'none', 'step 1'],
+        'other learning rate in a closure': ['program of the train step', '0', '1'],
+        'other steps': ['TrainConfig.total_steps', '4', '5'],
+        'folder': ['MODEL_DIR', 'contains what process 0 writes', 'another folder'],
+    }
+    for name, words in tables.items():
+        assert first[name] == second[name]
+        message, header, *table = first[name].splitlines()
+        assert message.startswith('Disagreement: the processes differ in ')
+        assert header.split() == ['item', 'value', 'processes']
+        processes = [line.split()[-1] for line in table]
+        assert processes == ['0', '1'] * (len(processes) // 2) != [], 'of each value'
+        assert all(word in '\n'.join(table) for word in words), first[name]
 
 
 def test_if_one_process_cannot_start_a_run_the_other_stops(reports_of):
     first, second = (report['failures'] for report in reports_of(2))
     kind = 'ConfigError: '
-    assert 'is a file' in first['folder']
-    assert second['folder'] == f'{kind}process 0 failed: {first["folder"].removeprefix(kind)}'
+    assert 'a run is a file' in first['a file']
+    assert second['a file'] == f'{kind}process 0 failed: {first["a file"].removeprefix(kind)}'
     for name in ('restore', 'evaluation'):
         assert second[name].startswith(kind) and 'none does not exist' in second[name]
         assert first[name] == f'{kind}process 1 failed: {second[name].removeprefix(kind)}'

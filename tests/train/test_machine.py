@@ -10,7 +10,9 @@ from absl.testing import flagsaver
 
 from train.cli import main
 from train.errors import ConfigError
+from train.processes import joining
 from train.processes.joining import join_processes
+from train.processes.limits import Limits
 from train.runtime import machine
 
 COUNTS = ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')
@@ -48,15 +50,21 @@ def test_two_device_counts_conflict(monkeypatch):
         machine.use_virtual_devices(2)
 
 
+def fail_to_initialize(*args, **limits):
+    assert args == ('host:1', 2, 1) and limits['initialization_timeout'] == 20
+    raise RuntimeError('no route')
+
+
 def test_the_flags_of_a_process_reach_jax(monkeypatch, capsys):
     given = []
     monkeypatch.setattr(machine, 'use_virtual_devices', given.append)
-    monkeypatch.setattr(jax.distributed, 'initialize', lambda *args: given.extend(args))
+    monkeypatch.setattr(joining, 'open_channel', lambda *args: given.extend(args))
+    monkeypatch.setattr(jax.distributed, 'initialize', fail_to_initialize)
     flags = ['--coordinator_address=host:1', '--process_count=2', '--process_index=1']
     with flagsaver.flagsaver():
-        assert main(['train', '--cpu_devices=4', *flags]) == 2
-    assert 'no gin file' in capsys.readouterr().err
-    assert given == [4, 'host:1', 2, 1]
+        assert main(['train', '--cpu_devices=4', *flags, '--init_seconds=5']) == 75
+    assert 'cannot connect to the others (no route)' in capsys.readouterr().err
+    assert given == [4, 'host:1', 2, 1, Limits(init_seconds=5)]
 
 
 @pytest.mark.parametrize('given', [('host:1', None, None), (None, 2, 0), ('host:1', 2, None)])

@@ -32,6 +32,7 @@ FLOORS = [
     {'evaluators', 'stopping'},
     {'config'},
     {'run'},
+    {'agreements'},
     {'start', 'evaluation'},
     {'loop'},
     {'forecasting'},

@@ -14,7 +14,7 @@ from absl import logging
 from partitioning.untrusted_text import printable
 from train.cli.interruption import EXIT_CODES
 from train.errors import first_line
-from train.processes import signals
+from train.processes import output, signals
 
 # The packages whose errors say why gs:// and s3:// cannot be used, such as missing credentials.
 _OF_STORES = ('aiohttp', 'botocore', 'gcsfs', 'google')
@@ -27,6 +27,11 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seconds(what: str) -> dict[str, Any]:
+    return {'type': float, 'metavar': 'S', 'help': f'how long {what}'}
+
+
+_LIMITS = ('init_seconds', 'heartbeat_seconds', 'watchdog_seconds')
 _MANY: dict[str, Any] = {'action': 'append', 'default': [], 'metavar': '...'}
 _SWITCH: dict[str, Any] = {'action': 'store_true'}
 _FLAGS: dict[str, dict[str, Any]] = {
@@ -46,6 +51,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     'process_count': {'type': _count, 'metavar': 'N', 'help': 'their number'},
     'process_index': {'type': int, 'metavar': 'N', 'help': 'the index of this process'},
+    'init_seconds': _seconds('all processes may take to start (60)'),
+    'heartbeat_seconds': _seconds('a process may give no sign of life (30)'),
+    'watchdog_seconds': _seconds('a process may keep others waiting without progress (120)'),
+    'log_dir': {
+        'metavar': 'DIR',
+        'help': "where several processes put what C++ prints (the system's temporary folder)",
+    },
     'traceback': _SWITCH | {'help': 'show the traceback of every error'},
 }
 
@@ -98,22 +110,44 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
     # These import jax, so they wait until the flags have been checked.
     from train.gin_config import load_config
     from train.processes.joining import join_processes
+    from train.processes.limits import Limits
     from train.runtime import machine
 
-    if options.multihost or options.coordinator_address is not None:
-        signals.leave_to_others()
     machine.use_virtual_devices(options.cpu_devices)
+    is_joining = options.multihost or options.coordinator_address is not None
+    if is_joining and signals.owns_process():
+        _begin_output(options)
     join_processes(
         options.coordinator_address,
         options.process_count,
         options.process_index,
         options.multihost,
+        Limits(
+            **{
+                name: getattr(options, name)
+                for name in _LIMITS
+                if getattr(options, name) is not None
+            }
+        ),
     )
     folders, packages = (
         [entry for value in values for entry in value.split(',') if entry]
         for values in (options.gin_search_paths, options.gin_allow)
     )
     load_config([*files, *options.gin_file], options.gin_bindings, folders, packages)
+
+
+def _begin_output(options: argparse.Namespace) -> None:
+    """Prefixes the lines of a process of several, and sends what C++ prints to a file."""
+    from train.errors import ConfigError
+
+    try:
+        file = output.begin(options.process_index, options.log_dir)
+    except OSError as error:
+        raise ConfigError(
+            f'--log_dir={options.log_dir} cannot be written: {error.strerror}: {error.filename}'
+        ) from error
+    print(f'what C++ libraries print is in {file}')
 
 
 def run(command: Callable[[], Any], options: argparse.Namespace) -> int:
@@ -124,14 +158,27 @@ def run(command: Callable[[], Any], options: argparse.Namespace) -> int:
         with signals.handle():
             status = command()
     except Exception as error:
+        _tell_others(error)
         line = None if options.traceback else explain(error)
         if line is None:
             raise
-        print(f'error: {printable(line)}', file=sys.stderr)
-        for detail in getattr(error, 'details', '').splitlines():
-            print(printable(detail), file=sys.stderr)
-        return 2
+        _print_error(error, line)
+        return getattr(error, 'exit_code', 2)
     return status if isinstance(status, int) else 0
+
+
+def _tell_others(error: Exception) -> None:
+    """Ends the other processes of a run, if this one has joined any and is the only one to fail."""
+    if 'train.processes.together' in sys.modules:
+        from train.processes.together import report_failure
+
+        report_failure(error)
+
+
+def _print_error(error: Exception, line: str) -> None:
+    print(f'error: {printable(line)}', file=sys.stderr)
+    for detail in getattr(error, 'details', '').splitlines():
+        print(printable(detail), file=sys.stderr)
 
 
 def explain(error: Exception) -> str | None:

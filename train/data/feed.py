@@ -14,6 +14,7 @@ import grain
 from partitioning import BasePartitioner
 from train.data.batches import Batch, FiniteBatches, LocalBatches
 from train.errors import check_counts
+from train.processes.channel import tick
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,7 @@ class Feed:
             raise StopIteration
         if self._error is not None:  # the iterator would now yield the batch of a later step
             raise self._error
+        tick()  # All processes ask for equally many batches, so a signal can stop them here.
         started = time.perf_counter()
         try:
             return next(self._iterators[0])

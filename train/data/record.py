@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import numpy as np
 from etils import epath
 
 from partitioning.untrusted_text import parse_json
 from train.data.rows.open_task import OpenTask
 from train.errors import ConfigError
 from train.paths import absolute, replacing
+from train.processes.agreement import digest
+from train.processes.together import check_same
 
 FILE = 'data.json'
 # What else than the rows of later steps depends on a setting.
@@ -67,25 +66,19 @@ def record_of(checkpoints: epath.Path) -> epath.Path:
     return inside if inside.exists() else absolute(checkpoints).parent / FILE
 
 
-def check_same_everywhere(record: dict[str, Any]) -> None:
+def check_same_everywhere(record: Mapping[str, Any]) -> None:
     """Checks that all processes read the same data. Every process must call it.
 
     Raises:
-      ConfigError: if some processes do not read the same data as process 0.
+      Disagreement: if some processes read other data than the others, with a table.
     """
-    if jax.process_count() == 1:
-        return
-    from jax.experimental import multihost_utils
-
-    digest = hashlib.blake2b(json.dumps(record).encode(), digest_size=16).digest()
-    digests = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
-    differing = np.flatnonzero((digests != digests[0]).any(axis=1)).tolist()
-    if differing:
-        raise ConfigError(
-            f'processes {differing} and process 0 read different training or evaluation data: '
-            'all hosts must have the same files and settings; process '
-            f'{jax.process_index()} has {_summary(record)}'
-        )
+    values: dict[str, Any] = {'tokenizer': record['tokenizer'], **record['settings']}
+    parts = {'training data': record['parts'], **record['evaluations']}
+    for name, these in parts.items():
+        for part in these:
+            count = f'{part["documents"]:,} and {part["held_out_documents"]:,} documents'
+            values[f'{name} {part["source"]}'] = f'{count}, hash {digest(part)}'
+    check_same('opening the data', values, 'all hosts must have the same files and settings')
 
 
 def check_same_as_before(directory: epath.Path, record: dict[str, Any], step: int) -> list[str]:

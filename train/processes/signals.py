@@ -5,6 +5,9 @@ the training loop asks for it after each step. A command also has a second threa
 signals, because Python runs handlers between two of its own instructions, so a program of another
 language, such as a compiler, would delay them for minutes.
 
+In a run of several processes, a signal to any of them is forwarded to the hub, which stops all of
+them at the same place; see `member.py`. It is then delivered to each of them there.
+
 This module is imported before all others, so it imports nothing that takes time.
 """
 
@@ -19,6 +22,8 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
+
+from train.processes import output
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The exit codes of a command that a signal has ended with work left. 75 is EX_TEMPFAIL of
@@ -39,16 +44,18 @@ class Interrupted(KeyboardInterrupt):
     Args:
       signum: the signal.
       when: when it ended, and what has been saved.
+      by: the process that received the signal, in a run of several.
 
     Attributes:
       signal: the signal.
       exit_code: the exit code of a command that ends with it.
     """
 
-    def __init__(self, signum: int, when: str = 'with nothing new to save'):
+    def __init__(self, signum: int, when: str = 'with nothing new to save', by: int | None = None):
         self.signal = signal.Signals(signum)
         self.exit_code = AFTER_CTRL_C if signum == signal.SIGINT else RESTARTABLE
-        super().__init__(f'stopped by {self.signal.name} {when}')
+        to = '' if by is None else f' to process {by}'
+        super().__init__(f'stopped by {self.signal.name}{to} {when}')
 
 
 class _Handling:
@@ -59,19 +66,26 @@ class _Handling:
       watched: whether a second thread watches the signals of a command.
       received: the first signal, or None.
       received_at: its time on the clock of `time.monotonic`.
+      receiver: the process that received it, in a run of several.
       saves: whether there is a state to save, so that a signal is only noted.
       interruptible: whether a signal raises `Interrupted` nevertheless.
       lost: whether `Interrupted` was raised where Python ignores errors, so that it comes again.
       terminals: the file descriptors of the output that are terminals.
+      forward: tells the other processes of a run of a signal, and whether it is the second one.
+      leave: waits until all processes of a run are done.
     """
 
     def __init__(self) -> None:
         self.active = self.watched = False
+        self.forward: Callable[[int, bool], None] | None = None
+        self.leave: Callable[[], None] | None = None
         self.reset()
 
     def reset(self) -> None:
         self.received: signal.Signals | None = None
         self.received_at = 0.0
+        self.receiver: int | None = None
+        self.forwarded_at: float | None = None
         self.saves = self.interruptible = self.lost = False
         self.terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
@@ -86,19 +100,15 @@ def received() -> signal.Signals | None:
 
 
 @contextlib.contextmanager
-def handle(alone: bool = True) -> Iterator[None]:
+def handle() -> Iterator[None]:
     """Handles signals in a context, and afterwards leaves them to the earlier handlers.
 
     It has no effect outside the main thread. Another such context may be around it.
 
-    Args:
-      alone: whether this is the only process of the run. With several, signals are left alone:
-        Ctrl-C stops at once, and jax handles SIGTERM.
-
     Raises:
       Interrupted: if a signal arrives while there is nothing to save.
     """
-    if not alone or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     if _handling.active:
@@ -143,8 +153,44 @@ def handle_until_exit() -> None:
     threading.Thread(target=_watch, args=(reader,), name='signals', daemon=True).start()
 
 
+def share(forward: Callable[[int, bool], None], leave: Callable[[], None]) -> None:
+    """Forwards signals from now on, instead of acting on them, in a run of several processes.
+
+    Args:
+      forward: receives the number of a signal, and whether it is the second one.
+      leave: waits until all processes are done, before the process of a command ends.
+    """
+    _handling.forward, _handling.leave = forward, leave
+
+
+def deliver(signum: int, receiver: int) -> None:
+    """Acts on a signal that one of the processes has received. The main thread calls it.
+
+    Args:
+      signum: the signal.
+      receiver: the process that received it.
+
+    Raises:
+      Interrupted: if there is nothing to save, or the caller can be interrupted.
+    """
+    if _handling.active and _handling.received is None:
+        _handling.received, _handling.receiver = signal.Signals(signum), receiver
+    if _handling.interruptible or not _handling.saves:
+        _raise_if_received()
+
+
+def saves() -> bool:
+    """Whether there is a state to save, so that a signal is only noted."""
+    return _handling.active and _handling.saves
+
+
+def receiver() -> int | None:
+    """The process that received the signal, in a run of several."""
+    return _handling.receiver
+
+
 def leave_to_others() -> None:
-    """Ends the handling of signals, in a process that joins others or was forked."""
+    """Ends the handling of signals, in a process that was forked."""
     if _handling.active:
         signal.set_wakeup_fd(-1)
         _handling.active = _handling.watched = False
@@ -197,6 +243,11 @@ def how_to_resume() -> str:
     return f'; resume with: {_command[0]}' if _command else ''
 
 
+def owns_process() -> bool:
+    """Whether this process was started for one command, so that the command may change it."""
+    return _handling.watched
+
+
 def end_process(code: int) -> int:
     """Ends the process of a command with an exit code, or returns the code in any other process.
 
@@ -204,6 +255,8 @@ def end_process(code: int) -> int:
     """
     if not _handling.watched:
         return code
+    if _handling.leave is not None:
+        _handling.leave()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -230,6 +283,11 @@ def _note(signum: int, frame: FrameType | None) -> None:
     now, is_first = time.monotonic(), _handling.received is None
     if signum == signal.SIGHUP:
         _leave_closed_terminals()
+    if _handling.forward is not None:
+        if not _handling.watched:
+            # Another thread, because this one may be interrupted while it sends something else.
+            threading.Thread(target=_forward, args=(signum,), daemon=True).start()
+        return
     if is_first or _handling.lost:
         if is_first:
             _handling.received, _handling.received_at = signal.Signals(signum), now
@@ -261,7 +319,20 @@ def _raise_again(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def _raise_if_received() -> None:
     if _handling.received is not None:
-        raise Interrupted(_handling.received)
+        raise Interrupted(_handling.received, by=_handling.receiver)
+
+
+def _forward(signum: int) -> bool:
+    """Tells the other processes of a signal, and returns whether it is the second one."""
+    assert _handling.forward is not None
+    now, first = time.monotonic(), _handling.forwarded_at
+    if first is None:
+        _handling.forwarded_at = now
+        _handling.forward(signum, False)
+    elif now - first >= SECONDS_OF_ONE_REQUEST:
+        _handling.forward(signum, True)
+        return True
+    return False
 
 
 def _leave_closed_terminals() -> None:
@@ -284,7 +355,12 @@ def _watch(reader: int) -> None:
         signum = os.read(reader, 1)[0]
         if signum not in SIGNALS:
             continue
-        if first_at is None:
+        if _handling.forward is not None:
+            if _forward(signum):
+                # The hub ends all processes, but this one ends in any case.
+                time.sleep(SECONDS_TO_CLEAN_UP)
+                _end_now(signum, _second(signum))
+        elif first_at is None:
             first_at = time.monotonic()
             threading.Thread(target=_end_soon, args=(signum,), daemon=True).start()
         elif time.monotonic() - first_at >= SECONDS_OF_ONE_REQUEST:
@@ -306,6 +382,5 @@ def _end_now(signum: int, line: str) -> NoReturn:
     if 1 in _handling.terminals:
         with contextlib.suppress(OSError):
             os.write(1, b'\x1b[?25h\n')  # A progress bar has hidden the cursor.
-    with contextlib.suppress(OSError):
-        os.write(2, f'{line}{how_to_resume()}\n'.encode())
+    output.print_error(f'{line}{how_to_resume()}')
     os._exit(Interrupted(signum).exit_code)

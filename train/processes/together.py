@@ -1,25 +1,78 @@
-"""What the processes of a run do together: they fail, compare and decide."""
+"""What the processes of a run do together: they fail, compare and decide.
+
+With one process, none of these functions does anything but return its argument. With several, all
+of them must call the same functions in the same order, in their main threads.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
+from etils import epath
 
 from train.errors import ConfigError, first_line
+from train.processes import signals
+from train.processes.agreement import differences, digest, disagreement
+from train.processes.channel import current_member, member
+from train.processes.errors import note_raised_everywhere, raised_everywhere
+from train.processes.watchdog import Activity
 
-MAX_MESSAGE_BYTES = 1000
+_LONGEST_MESSAGE = 1000
+# How long the hub may take to say that another process has died, which is the cause of the error.
+_SECONDS_FOR_THE_HUB = 3.0
 
 
 @contextlib.contextmanager
-def raise_on_all_processes() -> Iterator[None]:
+def taking_part(activity: Activity, folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Tells the other processes what a run does, and that it fails if it fails here alone.
+
+    Args:
+      activity: what the run does.
+      folder: the folder of the run, for the stacks of a process that is stuck.
+    """
+    if jax.process_count() == 1:
+        yield
+        return
+    one = member()
+    one.activity, one.stacks = activity, folder
+    signals.share(one.forward, one.leave)
+    try:
+        yield
+    except Exception as error:
+        report_failure(error)
+        raise
+
+
+def report_failure(error: Exception) -> None:
+    """Ends the other processes because this one has raised an error, unless all raise it."""
+    one = current_member()
+    if one is None or raised_everywhere(error):
+        return
+    if isinstance(error, jax.errors.JaxRuntimeError) or 'Gloo' in str(error):
+        # The connections of collectives break when another process dies. Then the hub ends this
+        # process here.
+        time.sleep(_SECONDS_FOR_THE_HUB)
+    is_explained = isinstance(error, ValueError | OSError | FloatingPointError)
+    line = first_line(error)[:_LONGEST_MESSAGE]
+    text = line if isinstance(error, ConfigError) else f'{type(error).__name__}: {line}'
+    one.fail(text, 2 if is_explained else 1)
+
+
+@contextlib.contextmanager
+def raise_on_all_processes(title: str = 'a part of the run') -> Iterator[None]:
     """Raises an error on every process if the body fails on any of them.
 
-    Without it, the other processes would wait forever for the one that failed. All processes must
-    enter the context together. The body must not contain anything that waits for other processes.
+    Without it, the other processes would wait for the one that failed. All processes must enter the
+    context together. The body must not contain anything that waits for other processes.
+
+    Args:
+      title: what the body does, for the message about a process that is late.
 
     Raises:
       Exception: the body's own error, on the processes where it failed.
@@ -29,23 +82,21 @@ def raise_on_all_processes() -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    from jax.experimental import multihost_utils
-
-    message: bytes = b''
     failure: Exception | None = None
     try:
         yield
     except Exception as error:  # Any error must reach the other processes.
-        message, failure = f'{type(error).__name__}\n{first_line(error)}'.encode(), error
-    padded = np.zeros(MAX_MESSAGE_BYTES, np.uint8)
-    padded[: len(message)] = np.frombuffer(message[:MAX_MESSAGE_BYTES], np.uint8)
-    messages = np.asarray(multihost_utils.process_allgather(padded))
+        failure = error
+    own = None if failure is None else [type(failure).__name__, first_line(failure)]
+    own = own and [text[:_LONGEST_MESSAGE] for text in own]
+    failures = member().gather(title, own)
+    if failure is None and any(failures):
+        process = next(i for i, one in enumerate(failures) if one)
+        name, line = failures[process]
+        failure = _config_error(name)(f'process {process} failed: {line}')
     if failure is not None:
+        note_raised_everywhere(failure)
         raise failure
-    for process in np.flatnonzero(messages.any(axis=1)).tolist():
-        text = messages[process].tobytes().rstrip(b'\0').decode(errors='replace')
-        name, _, line = text.partition('\n')
-        raise _config_error(name)(f'process {process} failed: {line}')
 
 
 def _config_error(name: str) -> type[ConfigError]:
@@ -56,37 +107,87 @@ def _config_error(name: str) -> type[ConfigError]:
     return next((kind for kind in types if kind.__name__ == name), ConfigError)
 
 
-def check_same_step(step: int) -> None:
-    """Checks that all processes start from the same step. All of them must call it together.
+def check_same(title: str, values: Mapping[str, Any], advice: str) -> None:
+    """Checks that all processes have the same values.
+
+    Args:
+      title: what the processes do at this point.
+      values: JSON values by the names of the items. Large ones are sent only if they differ.
+      advice: what to do if they differ.
 
     Raises:
-      ConfigError: if they differ, with the step of each process.
+      Disagreement: if they differ, on all processes, with a table.
     """
     if jax.process_count() == 1:
         return
-    from jax.experimental import multihost_utils
+    digests = member().gather(title, {name: digest(value) for name, value in values.items()})
+    names = differences(digests)
+    if not names:
+        return
+    differing = member().gather(title, {n: v for n, v in values.items() if n in names})
+    error = disagreement(differences(differing), jax.process_count(), advice)
+    note_raised_everywhere(error)
+    raise error
 
-    steps = np.asarray(multihost_utils.process_allgather(np.int32(step))).tolist()
-    if len(set(steps)) > 1:
-        raise ConfigError(
-            f'the processes found checkpoints of different steps: {steps}, in the order of the '
-            'processes (0 means none). MODEL_DIR must be on storage that all hosts share'
+
+def check_same_step(step: int) -> None:
+    """Checks that all processes start from the same step.
+
+    Raises:
+      Disagreement: if they differ, with the step of each process.
+    """
+    check_same(
+        'looking for checkpoints',
+        {'newest checkpoint': f'step {step}' if step else 'none'},
+        'MODEL_DIR must be on storage that all hosts share',
+    )
+
+
+def check_shared_folder(setting: str, folder: epath.Path) -> None:
+    """Checks that all processes see the same folder, by a file that process 0 writes for a moment.
+
+    Args:
+      setting: the name of the setting, for the message.
+      folder: the folder. It is created if it does not exist.
+
+    Raises:
+      Disagreement: if a process does not see what process 0 writes.
+      ConfigError: if process 0 cannot write to it.
+    """
+    if jax.process_count() == 1:
+        return
+    name = f'.seen-by-all-{member().gather("naming a file", secrets.token_hex(4))[0]}'
+    title = f'checking that all processes share {setting}'
+    path = folder / name
+    with raise_on_all_processes(title):
+        if jax.process_index() == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                path.write_text('')
+            except OSError as error:
+                why = error.strerror or error
+                raise ConfigError(f'{setting} {folder} cannot be written: {why}') from error
+    try:
+        seen = 'contains what process 0 writes' if path.exists() else 'another folder'
+        check_same(
+            title,
+            {f'{setting} {folder}': seen},
+            'it must be on storage that all hosts share, under the same path',
         )
+    finally:
+        if jax.process_index() == 0:
+            path.unlink(missing_ok=True)
 
 
 def agree_on(value: Any) -> Any:
-    """Returns the value of process 0, a number. All processes must call it together."""
+    """Returns the value of process 0, a JSON value."""
     if jax.process_count() == 1:
         return value
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.broadcast_one_to_all(value)
+    return member().gather('a decision of process 0', value)[0]
 
 
 def any_process(condition: bool) -> bool:
-    """Whether a condition holds on any process. All processes must call it together."""
+    """Whether a condition holds on any process."""
     if jax.process_count() == 1:
         return condition
-    from jax.experimental import multihost_utils
-
-    return bool(np.asarray(multihost_utils.process_allgather(np.bool_(condition))).any())
+    return any(member().gather('a decision of all processes', bool(condition)))

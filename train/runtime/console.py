@@ -106,7 +106,7 @@ class RunConsole:
         Args:
           title: what the phase does, such as 'compiling the train step'.
         """
-        with self.measuring(title), raise_on_all_processes():
+        with self.measuring(title), raise_on_all_processes(title):
             yield
 
     @contextlib.contextmanager

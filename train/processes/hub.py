@@ -1,0 +1,295 @@
+"""The hub: what process 0 knows of all processes of a run, and when it ends them.
+
+Every process, including process 0, has a connection to the hub. The hub ends all of them, with one
+line that names whoever is the cause, when a process dies, gives no sign of life, fails, or keeps
+others waiting. It collects what the processes decide together, and makes them stop at the same tick
+after a signal; see `member.py` for ticks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from train.processes.limits import Limits
+from train.processes.wire import Connection, Message
+
+# Exit codes, as in `signals.py`.
+RESTARTABLE, AFTER_CTRL_C = 75, 130
+# How long the end of process 0 waits for the others, which would otherwise take it for a death.
+SECONDS_TO_END = 2.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Seen:
+    """What the hub has seen of a process.
+
+    Attributes:
+      connection: its connection.
+      name: what messages call it, such as 'process 3 (host b)'.
+      silent: the seconds since its last message.
+      place: what it said it does.
+      quiet: the seconds for which it has made no progress, by its own clock.
+      waits: whether it waits for others, by its own account.
+      compiles: whether it compiles, which may take any time.
+      passed: the tick that it had passed when the hub asked it to pause, or None.
+      left: whether it has said that it ends.
+      closed: whether its connection is closed.
+    """
+
+    connection: Connection
+    name: str
+    silent: float = 0.0
+    place: str = 'the start'
+    quiet: float = 0.0
+    waits: bool = False
+    compiles: bool = False
+    passed: int | None = None
+    left: bool = False
+    closed: bool = False
+
+
+class Hub:
+    """The hub of a run, in process 0.
+
+    Args:
+      connections: the connection to each process, in the order of their indices.
+      hosts: the name of the host of each.
+      limits: how long it waits.
+      clock: returns the time in seconds.
+    """
+
+    def __init__(
+        self,
+        connections: Mapping[int, Connection],
+        hosts: Mapping[int, str],
+        limits: Limits,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        several = len(set(hosts.values())) > 1
+        self._seen = {
+            index: _Seen(
+                connection=connections[index],
+                name=f'process {index}' + (f' on {hosts[index]}' if several else ''),
+            )
+            for index in sorted(connections)
+        }
+        self._limits, self._clock, self._checked = limits, clock, clock()
+        self._lock = threading.RLock()
+        self._gathered: dict[int, dict[int, Message]] = {}
+        self._signal: tuple[int, int] | None = None  # the signal, and the process that received it
+        self._ending = False
+
+    def start(self) -> None:
+        """Begins to listen to the processes and to watch them."""
+        for index in self._seen:
+            threading.Thread(target=self._listen, args=(index,), daemon=True).start()
+        threading.Thread(target=self._watch, name='hub', daemon=True).start()
+
+    def _listen(self, index: int) -> None:
+        seen = self._seen[index]
+        for message in seen.connection.messages():
+            with self._lock:
+                seen.silent = 0.0
+                self.handle(index, message)
+        with self._lock:
+            seen.closed = True
+            if not seen.left:
+                self.end(f'{seen.name} died at {seen.place!r}', RESTARTABLE, [index])
+            self._end_of_all()
+
+    def _watch(self) -> None:
+        while not self._ending:
+            time.sleep(self._limits.beat_seconds)
+            with self._lock:
+                self.check()
+            for seen in self._seen.values():
+                if not seen.closed:
+                    seen.connection.send('beat')
+
+    # ---- what the processes say
+
+    def handle(self, index: int, message: Message) -> None:
+        """Acts on a message of a process."""
+        match message['kind']:
+            case 'beat':
+                self._note(self._seen[index], message)
+            case 'gather':
+                self._gather(index, message)
+            case 'signal':
+                self._stop_for(index, int(message['signum']), bool(message['again']))
+            case 'passed':
+                self._note_passed(index, message)
+            case 'failed':
+                self._seen[index].left = True
+                line = f'{self._seen[index].name} failed: {message["line"]}'
+                self.end(line, int(message['code']), [index], reason='failed')
+            case 'left':
+                self._seen[index].left = True
+                self._end_of_all()
+                self._check_waiting()
+
+    def _note(self, seen: _Seen, beat: Message) -> None:
+        seen.place, seen.quiet = str(beat['place']), float(beat['quiet'])
+        seen.waits, seen.compiles = bool(beat['waits']), bool(beat['compiles'])
+
+    def _gather(self, index: int, message: Message) -> None:
+        number = int(message['number'])
+        found = self._gathered.setdefault(number, {})
+        found[index] = message
+        self._check_waiting()
+        if len(found) < len(self._seen) or self._ending:
+            return
+        del self._gathered[number]
+        names = {i: str(found[i]['name']) for i in sorted(found)}
+        if len(set(names.values())) > 1:
+            other = next(i for i in names if names[i] != names[0])
+            self.end(
+                f'the processes do different things: process 0 is at {names[0]!r}, and process '
+                f'{other} at {names[other]!r}; start the same command everywhere',
+                2,
+                [other],
+            )
+            return
+        values = [found[i]['value'] for i in sorted(found)]
+        for seen in self._seen.values():
+            seen.connection.send('result', number=number, values=values)
+
+    def _check_waiting(self) -> None:
+        """Ends the run if some processes wait for one that has ended."""
+        for found in self._gathered.values():
+            gone = [i for i, seen in self._seen.items() if seen.left and i not in found]
+            if gone and not self._ending:
+                name = next(iter(found.values()))['name']
+                others = _processes(list(found))
+                self.end(
+                    f'{self._seen[gone[0]].name} has ended, and {others} wait for it at {name!r}',
+                    RESTARTABLE,
+                    gone,
+                )
+
+    # ---- signals
+
+    def _stop_for(self, index: int, signum: int, again: bool) -> None:
+        name = signal.Signals(signum).name
+        if again:
+            why = 'at once, because it is the second signal'
+            self.end(f'stopped by {name} to process {index} {why}', _exit_code(signum), [])
+        elif self._signal is None:
+            self._signal = (signum, index)
+            for seen in self._seen.values():
+                seen.connection.send('pause')
+
+    def _note_passed(self, index: int, message: Message) -> None:
+        """Decides where all processes stop, when all have said how far they are."""
+        assert self._signal is not None
+        signum, by = self._signal
+        if not message['saves']:
+            why = 'with nothing new to save'
+            self.end(
+                f'stopped by {signal.Signals(signum).name} to process {by} {why}',
+                _exit_code(signum),
+                [],
+            )
+            return
+        self._seen[index].passed = int(message['ticks'])
+        passed = [seen.passed for seen in self._seen.values() if not seen.left]
+        known = [ticks for ticks in passed if ticks is not None]
+        if len(known) == len(passed):
+            for seen in self._seen.values():
+                seen.connection.send('stop', tick=max(known) + 1, signum=signum, by=by)
+
+    # ---- what the clock says
+
+    def check(self) -> None:
+        """Ends the run if a process is silent, or keeps others waiting, for too long."""
+        now = self._clock()
+        # If this process itself was stopped for a time, the others were not silent for it.
+        passed = min(now - self._checked, 2 * self._limits.beat_seconds)
+        self._checked = now
+        present = {i: seen for i, seen in self._seen.items() if not seen.left}
+        for index, seen in present.items():
+            seen.silent += passed
+            if seen.silent > self._limits.heartbeat_seconds:
+                self.end(
+                    f'{seen.name} has given no sign of life for {seen.silent:,.0f} s, since it was '
+                    f'at {seen.place!r}: it is stopped, or its host or network has failed '
+                    f'(--heartbeat_seconds={self._limits.heartbeat_seconds:g})',
+                    RESTARTABLE,
+                    [index],
+                )
+                return
+        limit = self._limits.watchdog_seconds
+        waiting = [i for i, seen in present.items() if seen.waits]
+        stuck = [
+            i
+            for i, seen in present.items()
+            if not seen.waits and not seen.compiles and seen.quiet >= limit
+        ]
+        if waiting and stuck:
+            one = present[stuck[0]]
+            places = _list([f'{present[i].name} at {present[i].place!r}' for i in stuck])
+            self.end(
+                f'stuck: {places} {"has" if len(stuck) == 1 else "have"} made no progress for '
+                f'{one.quiet:,.0f} s, and {_processes(waiting)} '
+                f'{"wait" if len(waiting) > 1 else "waits"} for it '
+                f'(--watchdog_seconds={limit:g}: raise it if this is normal)',
+                RESTARTABLE,
+                stuck,
+                reason='stuck',
+            )
+
+    # ---- the end
+
+    def end(self, line: str, code: int, causes: list[int], reason: str = '') -> None:
+        """Ends all processes, once.
+
+        Args:
+          line: why, for all of them.
+          code: their exit code.
+          causes: the processes that are the cause.
+          reason: 'stuck' if the causes must leave their stacks, 'failed' if the others may have
+            failed in the same way and print it themselves.
+        """
+        if self._ending:
+            return
+        self._ending = True
+        message = {'line': line, 'code': code, 'causes': causes, 'reason': reason}
+        for index, seen in self._seen.items():
+            if index != 0:
+                seen.connection.send('end', **message)
+        threading.Thread(target=self._end_own, args=(message,), daemon=True).start()
+
+    def _end_own(self, message: Message) -> None:
+        """Ends process 0 after the others have received why, because its end closes everything."""
+        deadline = time.monotonic() + SECONDS_TO_END
+        others = [s for index, s in self._seen.items() if index not in (0, *message['causes'])]
+        while time.monotonic() < deadline and not all(other.closed for other in others):
+            time.sleep(0.01)
+        self._seen[0].connection.send('end', **message)
+
+    def _end_of_all(self) -> None:
+        """Tells the processes when all of them have said that they end."""
+        if all(seen.left for seen in self._seen.values()):
+            for seen in self._seen.values():
+                seen.connection.send('all left')
+
+
+def _exit_code(signum: int) -> int:
+    return AFTER_CTRL_C if signum == signal.SIGINT else RESTARTABLE
+
+
+def _processes(indices: list[int]) -> str:
+    """Such as 'process 3', or 'processes 0, 1 and 3'."""
+    few = sorted(indices)[:8]
+    more = f' and {len(indices) - len(few)} more' if len(indices) > len(few) else ''
+    return ('process ' if len(indices) == 1 else 'processes ') + _list(few) + more
+
+
+def _list(items: list[Any]) -> str:
+    texts = [str(item) for item in items]
+    return ' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))

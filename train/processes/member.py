@@ -1,0 +1,248 @@
+"""A member: what each process of a run sends to the hub, and what it does when the hub ends it.
+
+A *tick* is a place in the program that all processes pass equally often, such as the request for
+the next batch. A signal to any process stops all of them at the same tick: the hub asks each how
+many ticks it has passed, and each waits at its next one until the hub has answered.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from partitioning.untrusted_text import printable
+from train.processes import signals
+from train.processes.ending import end_process
+from train.processes.limits import Limits
+from train.processes.output import print_error
+from train.processes.watchdog import Activity
+from train.processes.wire import Connection, Message
+
+# How long a process that has raised an error of its own may take to print it.
+SECONDS_TO_FAIL = 3.0
+# How much a process computes between two signs of life if it is busy.
+_LEAST_CPU_SECONDS = 0.02
+# The functions in which jax and Orbax wait for other processes, and those in which jax compiles.
+_WAITING = {
+    'block_until_ready',
+    'device_get',
+    'sync_global_devices',
+    'sync_global_processes',
+    'process_allgather',
+    'broadcast_one_to_all',
+    'wait_at_barrier',
+}
+# Functions in which a thread waits for another one.
+_JOINING = {'join', 'result'}
+_COMPILING = {'backend_compile', 'backend_compile_and_load', 'compile_or_get_cached'}
+
+
+class Member:
+    """One process of a run, connected to the hub.
+
+    Args:
+      connection: the connection to the hub.
+      index: the index of this process.
+      count: the number of processes.
+      limits: how long processes wait for each other.
+
+    Attributes:
+      activity: what the run does, which the hub names when something is wrong.
+      stacks: the folder for the stacks of a process that is stuck.
+    """
+
+    def __init__(self, connection: Connection, index: int, count: int, limits: Limits):
+        self.index, self.count, self.limits = index, count, limits
+        self.activity = self._start = Activity('the start of the process')
+        self.stacks: Any = '.'
+        self._connection = connection
+        self._changed = threading.Condition()
+        self._results: dict[int, list[Any]] = {}
+        self._gathers = 0
+        self._ticks, self._paused = 0, False
+        self._stop: tuple[int, int, int] | None = None  # the tick, the signal, and who received it
+        self._failed = self._told = self._left = self._all_left = False
+        self._code = 0  # the exit code after a failure
+
+    def start(self) -> None:
+        """Begins to send signs of life, and to listen to the hub."""
+        threading.Thread(target=self._listen, name='member', daemon=True).start()
+        threading.Thread(target=self._beat, name='beat', daemon=True).start()
+
+    # ---- the calls of the run, in its main thread
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Returns the values of all processes, in the order of their indices.
+
+        All processes must call it in the same order, with the same names.
+
+        Args:
+          name: what they do, for messages.
+          value: any JSON value. The hub sends all of them to all processes, so it must be small.
+        """
+        with self._changed:
+            self._gathers += 1
+            number = self._gathers
+        with self.activity.waiting():
+            self._connection.send('gather', number=number, name=name, value=value)
+            with self._changed:
+                self._changed.wait_for(lambda: number in self._results)
+                return self._results.pop(number)
+
+    def tick(self) -> None:
+        """Passes a tick: a signal to any process takes effect here, on all of them.
+
+        Raises:
+          Interrupted: if a signal stops the run here and the caller can be interrupted.
+        """
+        with self._changed:
+            self._ticks += 1
+            if not self._paused:
+                return
+            self._changed.wait_for(lambda: self._stop is not None)
+            assert self._stop is not None
+            tick, signum, by = self._stop
+            if self._ticks < tick:
+                return
+        signals.deliver(signum, by)
+
+    def fail(self, line: str, code: int) -> None:
+        """Ends the other processes, because this one has raised an error.
+
+        Args:
+          line: the error.
+          code: the exit code.
+        """
+        if self._failed or self._left:
+            return
+        self._failed, self._code = True, code
+        self._connection.send('failed', line=line, code=code)
+        with self._changed:  # Process 0 must not end before the others have been told.
+            self._changed.wait_for(lambda: self._told, SECONDS_TO_FAIL)
+
+    def leave(self) -> None:
+        """Waits until all processes are done, or until the hub ends them.
+
+        A process that has failed ends at once, because jax would wait for the others.
+        """
+        if self._failed:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._code)
+        if self._left:
+            return
+        self._left = True
+        self.activity.end_loop()
+        self._connection.send('left')
+        with self._changed:
+            self._changed.wait_for(lambda: self._all_left)
+
+    # ---- the threads
+
+    def forward(self, signum: int, again: bool) -> None:
+        """Tells the hub that this process has received a signal."""
+        self._connection.send('signal', signum=signum, again=again)
+
+    def _beat(self) -> None:
+        signs, since, cpu = -1, time.monotonic(), 0.0
+        last = since
+        while True:
+            now, activity = time.monotonic(), self.activity
+            # A process that was stopped and continues has not been stuck in the meantime.
+            since += max(0.0, now - last - 2 * self.limits.beat_seconds)
+            last = now
+            # While the process starts, it imports and reads its configuration without any sign.
+            starts = activity is self._start and time.process_time() - cpu > _LEAST_CPU_SECONDS
+            cpu = time.process_time()
+            if activity.signs != signs or starts:
+                signs, since = activity.signs, now
+            quiet = now - since
+            waits, compiles = activity.is_waiting, activity.is_compiling
+            if quiet > min(1.0, self.limits.watchdog_seconds / 4):
+                running = _running_functions()
+                waits = waits or not running.isdisjoint(_WAITING)
+                compiles = compiles or not running.isdisjoint(_COMPILING)
+            self._connection.send(
+                'beat',
+                place=activity.title,
+                quiet=quiet,
+                waits=waits,
+                compiles=compiles,
+            )
+            time.sleep(self.limits.beat_seconds)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                message = self._connection.receive(self.limits.heartbeat_seconds)
+            except TimeoutError:
+                self._end(
+                    'process 0 has given no sign of life for '
+                    f'{self.limits.heartbeat_seconds:g} s: it is stopped, or its host or network '
+                    f'has failed (--heartbeat_seconds={self.limits.heartbeat_seconds:g})',
+                    signals.RESTARTABLE,
+                    [0],
+                )
+                return
+            if message is None:
+                if not self._all_left:
+                    self._end('process 0 died', signals.RESTARTABLE, [0])
+                return
+            self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        if message['kind'] == 'end':
+            self._end(**{k: message[k] for k in ('line', 'code', 'causes', 'reason')})
+            return
+        with self._changed:
+            match message['kind']:
+                case 'result':
+                    self._results[int(message['number'])] = message['values']
+                case 'pause':
+                    self._paused = True
+                    self._connection.send('passed', ticks=self._ticks, saves=signals.saves())
+                case 'stop':
+                    self._stop = (int(message['tick']), int(message['signum']), int(message['by']))
+                case 'all left':
+                    self._all_left = True
+            self._changed.notify_all()
+
+    def _end(self, line: str, code: int, causes: list[int], reason: str = '') -> None:
+        """Ends this process, whatever its main thread does."""
+        if self._failed:  # It prints its own error, and ends with it.
+            with self._changed:
+                self._told = True
+                self._changed.notify_all()
+            return
+        if self.index in causes and reason == 'stuck':
+            end_process(line, self.stacks, self.index)
+        # An error that all processes have raised is more useful than the news that one has.
+        if reason == 'failed':
+            time.sleep(min(SECONDS_TO_FAIL, self.limits.heartbeat_seconds / 3))
+            if self._failed or self._left:
+                return
+        is_resumable = code in (signals.RESTARTABLE, signals.AFTER_CTRL_C)
+        again = signals.how_to_resume() if is_resumable else ''
+        print_error(printable(f'{line}{again}'))
+        os._exit(code)
+
+
+def _running_functions() -> set[str]:
+    """The names of the functions that the main thread is in, and what it waits for in a thread."""
+    frames = sys._current_frames()
+    names = _functions(frames.get(threading.main_thread().ident or 0))
+    if not names.isdisjoint(_JOINING):
+        names = names.union(*map(_functions, frames.values()))
+    return names
+
+
+def _functions(frame: FrameType | None) -> set[str]:
+    names = set[str]()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return names
