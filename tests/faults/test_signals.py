@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -262,10 +263,9 @@ def handlers_inside():
 
 
 def test_signals_are_left_alone_where_they_cannot_be_handled():
-    """By one of several processes, in another thread than the main one, and under `nohup`."""
+    """In another thread than the main one, and under `nohup`."""
     before = [signal.getsignal(n) for n in signals.SIGNALS]
-    with signals.handle(alone=False), ThreadPoolExecutor(1) as pool:
-        assert [signal.getsignal(n) for n in signals.SIGNALS] == before
+    with ThreadPoolExecutor(1) as pool:
         assert pool.submit(handlers_inside).result() == before
     hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -274,6 +274,27 @@ def test_signals_are_left_alone_where_they_cannot_be_handled():
             assert signal.getsignal(signal.SIGTERM) is not before[1]
     finally:
         signal.signal(signal.SIGHUP, hangup)
+
+
+def test_a_signal_to_one_of_several_processes_takes_effect_where_all_stop(monkeypatch):
+    forwarded, told = [], threading.Event()
+
+    def forward(*signum_and_again):
+        forwarded.append(signum_and_again)
+        told.set()
+
+    monkeypatch.setattr(signals._handling, 'forward', forward)
+    with signals.handle():
+        signals.defer()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told.wait(60)
+        assert forwarded == [(signal.SIGTERM, False)]
+        assert signals.received() is None, 'the others know nothing of it yet'
+        signals.deliver(signal.SIGTERM, 3)
+        assert (signals.received(), signals.receiver()) == (signal.SIGTERM, 3)
+        interrupted = pytest.raises(signals.Interrupted, match='by SIGTERM to process 3 ')
+        with interrupted, signals.interruptible():
+            pytest.fail('nothing is evaluated any more')
 
 
 # Commands, in processes of their own.

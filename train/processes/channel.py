@@ -101,8 +101,8 @@ def _listen(port: int) -> socket.socket:
         )
     except OSError as error:
         raise ConfigError(
-            f'process 0 cannot listen at port {port} ({os.strerror(error.errno or 0)}): use another port in '
-            '--coordinator_address'
+            f'process 0 cannot listen at port {port} ({os.strerror(error.errno or 0)}): use '
+            'another port in --coordinator_address'
         ) from error
 
 

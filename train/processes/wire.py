@@ -75,7 +75,7 @@ class Connection:
             yield message
 
     def is_closed(self) -> bool:
-        """Whether the other end has closed the connection. No other thread may receive meanwhile."""
+        """Whether the other end has closed it. No other thread may receive meanwhile."""
         self._socket.setblocking(False)
         try:
             return self._socket.recv(1, socket.MSG_PEEK) == b''
