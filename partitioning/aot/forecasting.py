@@ -50,7 +50,7 @@ from partitioning.aot.traced import (
     estimate_memory,
     lay_out_trace,
 )
-from partitioning.hardware import OptionValue
+from partitioning.hardware import OptionValue, check_flags, parse_topology
 from partitioning.mesh import axis_rings, find_placement
 from partitioning.partitioner import BasePartitioner
 from partitioning.programs import PartitionedCallable
@@ -106,8 +106,9 @@ def forecast(
       progress: receives a text when a stage begins.
 
     Raises:
-      ValueError: if there is no such machine, if the mesh or the layouts do not fit it, or if an
-        argument does not fit the function.
+      ValueError: if there is no such machine, if the mesh or the layouts do not fit it, if an
+        argument does not fit the function, or if the compiler of the machine does not accept a flag
+        of the environment.
     """
     say = progress or (lambda text: None)
     watch = Stopwatch()
@@ -117,6 +118,8 @@ def forecast(
         call = dataclasses.replace(call, args=move_arguments(abstract_args, target.mesh))
     else:
         say(f'describing {topology}')
+        if compile and not on_cpu:
+            check_flags(parse_topology(topology)[0].platform)
         source = partitioner.mesh_source  # it may be too large for the devices that are here
         target = target_of_topology(
             topology, source, num_slices=num_slices, axes=axes, on_cpu=on_cpu

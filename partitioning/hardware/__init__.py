@@ -6,6 +6,10 @@ from partitioning.hardware.chips import (
     chip_of as chip_of,
     torus_wrap as torus_wrap,
 )
+from partitioning.hardware.compiler_flags import (
+    FLAG_VARIABLES as FLAG_VARIABLES,
+    check_flags as check_flags,
+)
 from partitioning.hardware.compiler_options import (
     DEFAULT_OPTIONS as DEFAULT_OPTIONS,
     CompilerOption as CompilerOption,

@@ -18,6 +18,7 @@ def _own_process(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
     monkeypatch.setattr(sys, 'path', [*sys.path])
+    monkeypatch.delenv('XLA_FLAGS', raising=False)  # other compilers do not know those of conftest
     # jax has its devices already.
     monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)
     gin.clear_config()
@@ -72,6 +73,11 @@ def test_a_run_is_forecast_on_two_machines_without_its_data(capsys, tmp_path):
         (['no_model.gin', '--topology=v5e:4x4'], ['no run, and so no model', 'pretrain.gin']),
         (['--topology=v5e:4x4'], ['no run: name one', 'pretrain']),
         (['pretrain'], ['required: --topology']),
+        (['pretrain', '--topology=0xv5e:4x4'], ["'0xv5e:4x4' has 0 slices", "'v5e:4x4'"]),
+        (['pretrain', '--topology=v5e'], ["'v5e'", '2 dimensions', 'v5e:4x4']),
+        (['pretrain', '--topology=2xv5e:4x4', '--on_cpu'], ['one slice', "'v5e:4x4'", '--on_cpu']),
+        (['pretrain', '--topology=v5e:4x4', '--search'], ['--search', 'remove --no_compile']),
+        (['pretrain', '--topology=v5e:4x4', '--out=file'], ['--out=file cannot be created']),
         (['pretrain', '--topology=v5e:4x4', '--out=file/x'], ['--out=file/x cannot be created']),
     ],
 )
@@ -92,6 +98,19 @@ def test_a_compiler_that_is_not_installed(capsys, monkeypatch):
     status, out, err = forecast(capsys, 'pretrain', '--topology=v5e:4x4')
     assert (status, out) == (2, '')
     assert err == "error: v5e:4x4: describing TPUs needs libtpu: pip install 'meshwright[aot]'\n"
+
+
+def test_virtual_devices_stand_for_a_machine_whose_compiler_is_not_installed(capsys, monkeypatch):
+    monkeypatch.setattr(machines, 'describe_topology', None)
+    arguments = ('pretrain', 'configs/models/tiny.gin', '--topology=v5e:4x4', '--gin.BATCH_SIZE=16')
+    sizes = ('--gin.SEQUENCE_LENGTH=8', '--gin.TransformerConfig.num_layers=1')
+    status, out, _ = forecast(capsys, *arguments, *sizes, '--on_cpu', '--json')
+    [one] = json.loads(out)['forecasts']
+    assert (status, one['back_end'], one['chip'], one['num_devices']) == (0, 'cpu', 'v5e', 16)
+    assert one['memory']['limit'] and any('virtual CPU devices' in note for note in one['notes'])
+    # Embedding, norms, attention and MLP of one layer; the norms' 3 x 128 scales are divided too.
+    count = 384 * 128 + 3 * 128 + 4 * 128 * 128 + 3 * 128 * 256
+    assert one['memory']['parameters'] == 4 * count // 16
 
 
 SMALL = {

@@ -18,6 +18,7 @@ def _own_process(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
     monkeypatch.delenv('CI', raising=False)
+    monkeypatch.delenv('XLA_FLAGS', raising=False)  # other compilers do not know those of conftest
     monkeypatch.delenv('MESHWRIGHT_UPDATE_FORECASTS', raising=False)
     monkeypatch.setattr(sys, 'path', [*sys.path])
     monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)
@@ -66,3 +67,8 @@ def test_a_missing_file_ends_with_one_in_continuous_integration(run, monkeypatch
 def test_an_update_needs_a_folder(run):
     status, error = run(7 * GIB, '--update')
     assert status == 2 and '--golden=DIR' in error and error.count('\n') == 1
+
+
+def test_a_search_is_not_compared_with_golden_forecasts(run):
+    status, error = run(7 * GIB, '--golden=golden', '--search')
+    assert status == 2 and '--golden' in error and '--search' in error and error.count('\n') == 1

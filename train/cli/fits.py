@@ -64,9 +64,11 @@ def _fits(options: argparse.Namespace) -> int:
     from etils import epath
 
     from train.fitting import find_model, make_task, parse_tokens
-    from train.forecasting import parse_machine
+    from train.forecasting import check_compilers, parse_machine
 
     machines = [parse_machine(name) for name in options.topology]
+    if options.compile:
+        check_compilers(machines)
     tokens = parse_tokens(options.batch_tokens)
     model = find_model(options.config, dtype='bfloat16')
     with tempfile.TemporaryDirectory() as folder:

@@ -56,6 +56,12 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         action='store_true',
         help='where it does not fit, compile what would make it fit, until the compiler agrees',
     )
+    parser.add_argument(
+        '--on_cpu',
+        action='store_true',
+        help='compile for virtual CPU devices in place of the machines, whose compilers need not '
+        'be installed',
+    )
     add_golden(parser)
     search.add_flags(parser)
     options = parser.read(arguments)
@@ -63,16 +69,20 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
     def command() -> int:
         leave_devices_alone()
         from train.errors import ConfigError
-        from train.forecasting import parse_machine
+        from train.forecasting import check_compilers, parse_machine
         from train.forecasting.output import prepare_folder, to_json, to_text, write_files
 
         if options.update and not options.golden:
             raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
         if not options.runs and not options.gin_file:
             raise ConfigError(f'no run: name one, such as `{prog} pretrain --topology=v5p:4x4x4`')
+        machines = [parse_machine(name, on_cpu=options.on_cpu) for name in options.topology]
         if options.search:
-            return search.search(options, _DEFAULTS)
-        machines = [parse_machine(name) for name in options.topology]
+            search.check(options)
+        if not options.no_compile:
+            check_compilers(machines)
+        if options.search:
+            return search.search(options, machines[0], _DEFAULTS)
         folder = prepare_folder(options.out) if options.out else None
         configure(options, [_DEFAULTS, *(find_gin_file(one) for one in options.runs)])
         forecasts, programs = _forecast_all(machines, options)
@@ -140,6 +150,7 @@ def _forecast_all(
         with show_progress(str(machine)) as progress:
             one = forecast_step(
                 step,
+                machine,
                 compile=not options.no_compile,
                 alternatives=list(list_remedies(source, machine, step)),
                 confirm=options.confirm,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from train.cli.training import find_gin_file
 
 if TYPE_CHECKING:
+    from train.forecasting import Machine
     from train.searching.predicting import Source
 
 
@@ -33,35 +34,43 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def search(options: argparse.Namespace, defaults: str) -> int:
+def check(options: argparse.Namespace) -> None:
+    """Raises ConfigError if flags of `meshwright forecast` contradict --search."""
+    from train.errors import ConfigError, check_counts
+
+    check_counts(**{'--best': options.best})
+    if options.no_compile:
+        raise ConfigError('--search compiles its best candidates: remove --no_compile')
+    for flag in ('golden', 'confirm', 'on_cpu'):
+        if getattr(options, flag):
+            raise ConfigError(f'--{flag} has no effect on --search: remove one of them')
+    if len(options.topology) != 1:
+        raise ConfigError(
+            f'--search is given {len(options.topology)} topologies: search on one at a time'
+        )
+
+
+def search(options: argparse.Namespace, machine: Machine, defaults: str) -> int:
     """Searches the settings of the runs in `options`, and prints what was found.
 
     Args:
-      options: the flags of `meshwright forecast`.
+      options: the flags of `meshwright forecast`, which `check` accepts.
+      machine: the machine.
       defaults: a gin file that is read before those of the run.
 
     Returns:
       0, or 1 if no compiled candidate fits.
     """
     from train.cli.checkpoint_tables import show
-    from train.errors import ConfigError, check_counts
-    from train.forecasting import parse_machine
     from train.paths import as_folder
     from train.searching.runs import search_run
     from train.searching.tables import search_table
 
-    check_counts(**{'--best': options.best})
-    if options.no_compile:
-        raise ConfigError('--search compiles its best candidates: remove --no_compile')
-    if len(options.topology) != 1:
-        raise ConfigError(
-            f'--search is given {len(options.topology)} topologies: search on one at a time'
-        )
     source = source_of(options, defaults)
     with _folder(options.out) as out:
         found = search_run(
             source,
-            parse_machine(options.topology[0]),
+            machine,
             as_folder('--out', out),
             best=options.best,
             say=lambda text: print(text, file=sys.stderr, flush=True),

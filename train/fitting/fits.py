@@ -113,7 +113,9 @@ def _evaluating(
                 progress(f'trying {candidate}')
             try:
                 planned = plan_candidate(task, sizes, candidate, machine)
-                forecast = forecast_step(planned, compile=False, alternatives=None, explain=False)
+                forecast = forecast_step(
+                    planned, machine, compile=False, alternatives=None, explain=False
+                )
             except ValueError as error:
                 problems.append(first_line(error))
                 return None
@@ -270,7 +272,7 @@ def confirm(task: Task, fit: Fit, progress: Progress | None = None) -> Fit:
     if fit.candidate is None:
         return fit
     planned = plan_candidate(task, fit.sizes, fit.candidate, fit.machine)
-    forecast = forecast_step(planned, alternatives=None, progress=progress)
+    forecast = forecast_step(planned, fit.machine, alternatives=None, progress=progress)
     return dataclasses.replace(fit, forecast=forecast)
 
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
 from partitioning import MeshConfig
-from partitioning.hardware import Topology, describe_topology, parse_topology, stand_in_devices
+from partitioning.aot.preparing.target import target_of_topology
+from partitioning.hardware import (
+    JaxDevice,
+    Topology,
+    check_flags,
+    describe_topology,
+    parse_topology,
+    stand_in_devices,
+)
 from train.config import TrainConfig
 from train.errors import ConfigError
 
@@ -23,22 +31,44 @@ class Machine:
     Attributes:
       topology: one slice: a chip and its arrangement, 'v5p:4x4x4' or 'h100:2x8'.
       num_slices: the number of slices, which the data centre network joins.
+      on_cpu: whether virtual CPU devices stand for its devices, so that its compiler need not be
+        installed.
     """
 
     topology: str
     num_slices: int = 1
+    on_cpu: bool = False
 
     def __str__(self) -> str:
         """The name as `parse_machine` reads it."""
         return f'{self.num_slices}x{self.topology}' if self.num_slices > 1 else self.topology
 
+    @property
+    def platform(self) -> str:
+        """The platform of its devices: 'tpu' or 'gpu'."""
+        return parse_topology(self.topology)[0].platform
+
     def describe(self) -> Topology:
         """Returns its devices; raises as `partitioning.describe_topology`."""
         return describe_topology(self.topology, num_slices=self.num_slices)
 
+    def devices(self) -> Sequence[JaxDevice]:
+        """Returns its devices, or the virtual CPU devices that stand for them."""
+        if self.on_cpu:
+            return self.make_mesh(MeshConfig(axes={'data': -1})).devices.ravel().tolist()
+        return self.describe().devices
 
-def parse_machine(text: str) -> Machine:
+    def make_mesh(self, source: MeshConfig) -> Mesh:
+        """Makes a mesh of virtual CPU devices as `source` says, for a machine that is `on_cpu`."""
+        return target_of_topology(self.topology, source, on_cpu=True).mesh
+
+
+def parse_machine(text: str, *, on_cpu: bool = False) -> Machine:
     """Returns the machine of a name such as 'v5p:4x4x4', or '2xv5e:16x16' for two slices.
+
+    Args:
+      text: the name.
+      on_cpu: whether virtual CPU devices stand for its devices.
 
     Raises:
       ValueError: if the chip is unknown, or its machines are written in another way.
@@ -49,7 +79,22 @@ def parse_machine(text: str) -> Machine:
     if int(slices) < 1:
         raise ConfigError(f'topology {text!r} has 0 slices: write {topology!r} for one slice')
     parse_topology(topology)
-    return Machine(topology, int(slices))
+    if on_cpu and int(slices) > 1:
+        raise ConfigError(
+            f'--on_cpu compiles for one slice, because CPU devices show no data centre network: '
+            f'write {topology!r} in place of {text!r}, or remove --on_cpu'
+        )
+    return Machine(topology, int(slices), on_cpu)
+
+
+def check_compilers(machines: Iterable[Machine]) -> None:
+    """Checks that the compilers of machines accept the flags of the environment.
+
+    Raises:
+      ValueError: if one of them does not, and would end this process.
+    """
+    for platform in sorted({machine.platform for machine in machines if not machine.on_cpu}):
+        check_flags(platform)
 
 
 @contextlib.contextmanager
@@ -59,7 +104,7 @@ def stand_in(machine: Machine) -> Iterator[None]:
     So the sizes in gin files are checked against the machine, not against this computer.
     """
     try:
-        devices = machine.describe().devices
+        devices = machine.devices()
     except RuntimeError as error:  # the compiler of the machine is not installed
         raise ConfigError(f'{machine}: {error}') from error
     with stand_in_devices(devices):
@@ -85,7 +130,8 @@ def move_to(config: TrainConfig, machine: Machine) -> TrainConfig:
             'with mesh=MeshConfig(...) of a PjitPartitioner'
         )
     changes: dict[str, Any] = {'devices': None, 'backend': None, 'process_is_granule': None}
-    there = dataclasses.replace(
+    described = dataclasses.replace(
         source, topology=machine.topology, num_slices=machine.num_slices, **changes
     )
+    there = machine.make_mesh(described) if machine.on_cpu else described
     return dataclasses.replace(config, partitioner=with_mesh(there), evaluators={})

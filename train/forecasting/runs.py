@@ -38,7 +38,7 @@ def forecast_run(
       ConfigError, ValueError: if a setting cannot be honoured there.
     """
     planned = plan_step(move_to(config, machine))
-    return forecast_step(planned, compile=compile, progress=progress)
+    return forecast_step(planned, machine, compile=compile, progress=progress)
 
 
 def plan_on(machine: Machine, make_config: Callable[[], TrainConfig]) -> PlannedStep:
@@ -64,6 +64,7 @@ def plan_on(machine: Machine, make_config: Callable[[], TrainConfig]) -> Planned
 
 def forecast_step(
     planned: PlannedStep,
+    machine: Machine,
     *,
     compile: bool = True,
     alternatives: Sequence[Alternative] | None = (),
@@ -76,6 +77,7 @@ def forecast_step(
 
     Args:
       planned: the step.
+      machine: the machine.
       compile, alternatives, confirm, explain, on_program: as for `partitioning.aot.forecast`.
       progress: as for `forecast_run`.
     """
@@ -83,6 +85,8 @@ def forecast_step(
         planned.run.config.partitioner,
         planned.step,
         *planned.arguments,
+        topology=machine.topology if machine.on_cpu else None,
+        on_cpu=machine.on_cpu,
         compile=compile,
         alternatives=alternatives,
         confirm=confirm,

@@ -8,11 +8,14 @@ from typing import Literal
 
 from jax.sharding import AbstractMesh, Mesh
 
-from partitioning.hardware import CompilerOption, OptionValue, change_options, default_options
+from partitioning.hardware import (
+    FLAG_VARIABLES,
+    CompilerOption,
+    OptionValue,
+    change_options,
+    default_options,
+)
 from train.errors import ConfigError
-
-# Variables of the environment from which compilers read further options.
-ENVIRONMENT = ('XLA_FLAGS', 'LIBTPU_INIT_ARGS')
 
 
 def choose_options(
@@ -42,6 +45,6 @@ def describe_options(options: Sequence[CompilerOption]) -> Iterator[str]:
     """Yields a line for each compiler option, and for each variable from which more are read."""
     for option in options:
         yield f'compiler option {option}'
-    for name in ENVIRONMENT:
+    for name in FLAG_VARIABLES:
         if value := os.environ.get(name, '').strip():
             yield f'compiler options of the environment: {name}={value}'
