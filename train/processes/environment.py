@@ -35,7 +35,8 @@ class ProcessAddress:
       process_index: the index of this process.
       source: what says so, such as 'Slurm' or 'a TPU pod'.
       local_device_ids: the GPUs that this process uses, if it shares those of its host with other
-        processes; None if it uses all that it sees.
+        processes; None if it uses all that it sees. `jax.distributed.initialize` needs
+        cluster_detection_method='deactivate' in addition, or it takes one GPU under Slurm.
     """
 
     coordinator_address: str
@@ -54,8 +55,8 @@ def find_processes(
     of Kubernetes, and the variables JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID.
     Open MPI inside a Slurm job is read, and Slurm is not: it describes the programs of Open MPI.
 
-    On Cloud TPU VMs the variables say nothing, but a server of metadata does, which
-    `jax.distributed.initialize` asks if it is called without arguments.
+    On Cloud TPU VMs the variables say nothing, but a server of metadata does:
+    `find_processes({**read_metadata(), **os.environ})`.
 
     Args:
       environ: the variables, such as os.environ.
