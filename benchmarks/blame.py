@@ -3,11 +3,13 @@
   python benchmarks/blame.py [--seed 1] [--count 60] [--folder benchmarks/results/blame]
 
 Each fault is a change of one line in the source of a program, or of one rule or layout. Every case
-compiles the program with the fault for 8 virtual CPU devices, takes the exchanges, the buffers and
-the copies that the program without the fault does not have, and looks at the cause of the largest
-avoidable one. The answer is right if it names the line or the rule that was changed. Then the
-suggested change is compiled; it is confirmed if it removes at least 80% of the bytes that the fault
-added to exchanges and to the peak of the memory. Faults that add less than 1% are drawn again.
+compiles the program with the fault for 8 virtual CPU devices, and takes the exchanges, the buffers
+and the copies that the program without the fault does not have. `suggest_change` looks at their
+causes, compiles with at most 6 changes, and answers with the one that saves the most. The answer is
+right if it names the line or the rule that was changed. It is confirmed if its change removes at
+least 80% of the bytes that the fault added to exchanges and to the peak of the memory. The column
+'first' counts how often the largest cause is right before anything is compiled again. Faults that
+add less than 1% are drawn again.
 
 The results are written as they come, and the command continues where it stopped. The faults of
 seed 0 were used to write the code. Those of seed 1 are the other ones of the same kinds. Those of
@@ -32,7 +34,6 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 LEAST = 0.01  # the share of exchanged bytes and peak memory that a fault has to add
-MOST = 3  # the number of suggested changes that are compiled
 FRESH = ('benchmarks.blame_programs', 'train.models', 'train.objectives', 'train.steps')
 ENVIRONMENT = {
     'JAX_PLATFORMS': 'cpu',
@@ -62,24 +63,22 @@ def run_case(program: str, fault: dict[str, Any] | None, known: dict[str, Any] |
     if fault is None:
         return {**result, 'found': sorted(collections.Counter(key for key, _, _ in found).items())}
     assert known is not None
-    added = [sum_added(measured, known)]
-    result['added'] = added[0]
-    if added[0] < LEAST * (known['exchanged'] + known['peak']):
+    result['added'] = added = sum_added(measured, known)
+    if added < LEAST * (known['exchanged'] + known['peak']):
         return {**result, 'harmless': True}
     left = collections.Counter(dict(map(tuple, known['found'])))
     new = []
     for key, nbytes, cause in found:
         if left[key] > 0:
             left[key] -= 1
-        elif cause is not None and nbytes >= LEAST * added[0]:
+        elif cause is not None and nbytes >= LEAST * added:
             new.append((nbytes, key, cause))
     new.sort(key=lambda item: (-item[2].avoidable, -bool(item[2].candidates), -item[0]))
     result['causes'] = [[nbytes, key, show(cause)] for nbytes, key, cause in new[:6]]
     if not new:
-        return {**result, 'right': False, 'confirmed': False}
-    cause = new[0][2]
-    result['right'] = is_right(cause, fault)
-    return {**result, **confirm(function, cause, fault, known, measured)}
+        return {**result, 'first': False, 'right': False, 'confirmed': False}
+    result['first'] = is_right(new[0][2], fault)
+    return {**result, **judge(function, [(n, cause) for n, _, cause in new], fault, known, added)}
 
 
 @contextlib.contextmanager
@@ -201,6 +200,7 @@ def show(cause: Any) -> dict[str, Any]:
         'rule': cause.rule,
         'reason': reason,
         'avoidable': cause.avoidable,
+        'change': cause.change.replace(f'{ROOT}/', ''),
         'changes': [str(c).replace(f'{ROOT}/', '') for c in cause.candidates],
     }
 
@@ -215,43 +215,45 @@ def is_right(cause: Any, fault: dict[str, Any]) -> bool:
     if 'layout' in fault:
         words = [path.rpartition('/')[2] for path in fault['layout']]
         return any(word in f'{cause.array} {cause.change}' for word in words)
+    return is_line_of(cause.source, fault)
+
+
+def is_line_of(source: str, fault: dict[str, Any]) -> bool:
+    """Whether a 'file:line' is one of those that a fault has changed."""
     text = (ROOT / fault['file']).read_text()
     first = text[: text.index(fault['old'])].count('\n') + 1
     last = first + fault['old'].rstrip('\n').count('\n')
-    path, _, line = cause.source.rpartition(':')
+    path, _, line = source.rpartition(':')
     return path.endswith(fault['file']) and first <= int(line or 0) <= last
 
 
-def confirm(
-    function: Any, cause: Any, fault: dict[str, Any], known: dict[str, Any], measured: Measured
+def judge(
+    function: Any, found: Any, fault: dict[str, Any], known: dict[str, Any], added: float
 ) -> dict[str, Any]:
-    """Compiles with the suggested changes, and compares with the program without the fault."""
-    from partitioning.aot.blame.changes import CodeChange
-    from partitioning.aot.blame.confirming import try_change
+    """What the tool suggests, and how much of what the fault added is left with the change."""
+    from partitioning.aot.blame import suggest_change
 
-    added, tried = sum_added(measured, known), []
-    for change in cause.candidates[:MOST]:
-        if isinstance(change, CodeChange):
-            if 'suggested' not in fault:
-                continue
-            # The author of the program writes what the suggestion says.
-            other, _ = explain(fault['program'], {**fault, 'new': fault['suggested']})
-            after = measure(other.costs)
-        else:
-            found = try_change(function, change)
-            if found is None:
-                continue
-            after = Measured(exchanged=found.exchanged[1], peak=found.peak[1])
-        tried.append((sum_added(after, known), after, str(change).replace(f'{ROOT}/', '')))
-    if not tried:
-        return {'confirmed': False, 'tried': []}
-    # The tool keeps the change that saves most of the program's own bytes.
-    best = min(tried, key=lambda t: t[1].exchanged + t[1].peak)
+    def rewrite(change: Any) -> Any:
+        """The author of the program writes what the suggestion says, if it is for the line."""
+        if 'suggested' not in fault or not is_line_of(change.source, fault):
+            return None
+        other, _ = explain(fault['program'], {**fault, 'new': fault['suggested']})
+        return other.traced
+
+    def left(tried: Any) -> float:
+        after = Measured(exchanged=tried.exchanged[1], peak=tried.peak[1])
+        return sum_added(after, known) / added
+
+    suggestion = suggest_change(function, found, rewrite=rewrite)
+    if suggestion is None:
+        return {'right': False, 'confirmed': False}
+    rest = None if suggestion.saved is None else left(suggestion.saved)
     return {
-        'confirmed': bool(best[0] <= (1 - REMOVED) * added),
-        'change': best[2],
-        'left': best[0] / added,
-        'tried': [[t[2], t[0] / added] for t in tried],
+        'right': is_right(suggestion.cause, fault),
+        'confirmed': rest is not None and rest <= 1 - REMOVED,
+        'left': rest,
+        'answer': show(suggestion.cause),
+        'tried': [[str(t.change).replace(f'{ROOT}/', ''), left(t)] for t in suggestion.tried],
     }
 
 
@@ -306,18 +308,22 @@ def attempt(fault: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """The number of faults of each kind, of right answers and of confirmed changes."""
-    rows: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0])
+    rows: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0, 0, 0])
     for result in results.values():
         if 'fault' in result:
             for kind in (result['fault']['kind'], 'all'):
                 row = rows[kind]
                 if result.get('harmless'):
-                    row[3] += 1
+                    row[4] += 1
                 else:
                     row[0] += 1
-                    row[1] += result['right']
-                    row[2] += result['confirmed']
-    lines = ['| fault | cases | right | confirmed | harmless |', '|---|---|---|---|---|']
+                    row[1] += result.get('first', False)
+                    row[2] += result['right']
+                    row[3] += result['confirmed']
+    lines = [
+        '| fault | cases | first | right | confirmed | harmless |',
+        '|---|---|---|---|---|---|',
+    ]
     kinds = sorted(rows, key=lambda kind: (kind == 'all', kind))
     return '\n'.join([*lines, *(f'| {k} | {" | ".join(map(str, rows[k]))} |' for k in kinds)])
 

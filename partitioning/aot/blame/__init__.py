@@ -17,3 +17,7 @@ from partitioning.aot.blame.explaining import (
     explain_program as explain_program,
 )
 from partitioning.aot.blame.recompiling import compile_partitioned as compile_partitioned
+from partitioning.aot.blame.suggesting import (
+    Suggestion as Suggestion,
+    suggest_change as suggest_change,
+)

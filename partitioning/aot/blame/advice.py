@@ -80,14 +80,10 @@ class Advisor(ArgumentAdvisor):
                     yield layouts.to_standard(name)
 
     def other_rules(self, name: str) -> list[Change]:
-        """Other mesh axes for a name: those of the standard rules, or none."""
+        """Other mesh axes for a name: those of the standard rules, fewer, or none."""
         layouts = self.layouts
-        found: list[Change] = []
-        if layouts.is_unusual(name):
-            found.append(layouts.to_standard(name))
-        if layouts.axes_of(name):
-            found.append(layouts.change({name: ()}))
-        return found
+        usual = [layouts.to_standard(name)] if layouts.is_unusual(name) else []
+        return [*usual, *layouts.fewer_axes(name)]
 
     def lay_out(self, value: Value, layout: Sequence[Axes]) -> Iterator[ConstraintChange]:
         """Constraints by its names for a value, or for the nearest value around it with names."""
@@ -114,6 +110,22 @@ class Advisor(ArgumentAdvisor):
                 if any(wanted) and len(user.shape) > 1:
                     found.append(constraint_of(user, wanted))
         return found
+
+    def keep_layout(self, evidence: Evidence) -> Iterator[ConstraintChange]:
+        """Constraints that keep the layout of an argument in what is computed from it.
+
+        Axes of the batch that shard a dimension of the argument are then taken from the rows, which
+        move afterwards. That is less than the argument for the rows of a table.
+        """
+        path = evidence.value.argument if evidence.value else ''
+        for user in evidence.taken_by:
+            layout = tuple(
+                d.axes if d is not None and d.argument == path else () for d in user.dims
+            )
+            wanted = self.layouts.wanted(user.dims, user.shape)
+            if any(layout) and layout != wanted and not user.backward and not user.local:
+                nameless = dataclasses.replace(user, dims=(None,) * len(user.shape))
+                yield constraint_of(nameless, layout)
 
     def replace_constraints(
         self, constraints: Sequence[Value], value: Value, kept: tuple[Axes, ...] = ()

@@ -9,7 +9,7 @@ from partitioning.rules import MeshAxes, from_tuple
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleChange:
-    """Other mesh axes for one or two logical axes.
+    """Other mesh axes for logical axes.
 
     Attributes:
       before: the rules that are replaced; a name that has none has no entry.
@@ -24,8 +24,7 @@ class RuleChange:
         if not self.before:
             return f'add {new} to the rules'
         old = ' and '.join(repr(rule) for rule in self.before)
-        verb = 'swap: ' if len(self.after) > 1 else ''
-        return f'{verb}write {new} in place of {old} in the rules'
+        return f'write {new} in place of {old} in the rules'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,4 +97,46 @@ class CodeChange:
         return self.text
 
 
-Change = RuleChange | ConstraintChange | LayoutChange | CodeChange
+SingleChange = RuleChange | ConstraintChange | LayoutChange | CodeChange
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JoinedChange:
+    """Changes of different kinds or places, which are made together.
+
+    Attributes:
+      parts: the changes, those of rules first.
+    """
+
+    parts: tuple[SingleChange, ...]
+
+    def __str__(self) -> str:
+        return '; and '.join(str(part) for part in self.parts)
+
+
+Change = SingleChange | JoinedChange
+
+
+def join_changes(one: Change, other: Change) -> Change:
+    """Both changes as one: those of rules in a single line, and before those of other kinds.
+
+    Raises:
+      ValueError: if both change the same rule, line or layout.
+    """
+    rules, others = list[RuleChange](), list[SingleChange]()
+    places = []
+    for change in (one, other):
+        for part in change.parts if isinstance(change, JoinedChange) else (change,):
+            if isinstance(part, RuleChange):
+                rules.append(part)
+                places += [name for name, _ in part.after]
+            else:
+                others.append(part)
+                places.append(part.path if isinstance(part, LayoutChange) else part.source)
+    if len(set(places)) < len(places):
+        raise ValueError(f'"{one}" and "{other}" change the same')
+    if rules:
+        before = tuple(pair for rule in rules for pair in rule.before)
+        after = tuple(pair for rule in rules for pair in rule.after)
+        others = [RuleChange(before=before, after=after), *others]
+    return others[0] if len(others) == 1 else JoinedChange(parts=tuple(others))

@@ -14,6 +14,7 @@ from partitioning.aot.blame.cause import Cause
 from partitioning.aot.blame.changes import (
     Change,
     ConstraintChange,
+    JoinedChange,
     LayoutChange,
     RuleChange,
 )
@@ -108,16 +109,15 @@ def try_change(
       What the change does, or None if it cannot be made here.
     """
     try:
-        compiled = _compile(function, change) if changed is None else changed.lower().compile()
+        after = apply_change(function, change, changed)
     except ValueError:  # the rules, the layout or the constraint do not fit the function
         return None
-    if compiled is None:
+    if after is None:
         return None
-    before, after = function.costs, read_costs(compiled, function.mesh)
     return Confirmation(
         change=change,
-        exchanged=(_exchanged(before), _exchanged(after)),
-        peak=(_peak(before), _peak(after)),
+        exchanged=(_exchanged(function.costs), _exchanged(after.costs)),
+        peak=(_peak(function.costs), _peak(after.costs)),
     )
 
 
@@ -162,11 +162,31 @@ def changed_rules(rules: LogicalAxisRules, change: RuleChange) -> AxisRules:
     return given.with_rules([*changed, *new.items()])
 
 
-def _compile(function: CompiledFunction, change: Change) -> jax.stages.Compiled | None:
+def apply_change(
+    function: CompiledFunction, change: Change, changed: jax.stages.Traced | None = None
+) -> CompiledFunction | None:
+    """The compiled function with a change, or None if it cannot be made here.
+
+    Args:
+      function: the function as it is.
+      change: the change.
+      changed: the trace of the changed function, if the caller has made the change.
+
+    Raises:
+      ValueError: if the change does not fit the function.
+    """
+    if changed is not None:
+        return _compile(function, changed)
+    if isinstance(change, JoinedChange):
+        result: CompiledFunction | None = function
+        for part in change.parts:
+            result = None if result is None else apply_change(result, part)
+        return result
     if isinstance(change, RuleChange):
         if function.retrace is None:
             return None
-        return function.retrace(changed_rules(function.rules, change)).lower().compile()
+        rules = changed_rules(function.rules, change)
+        return _compile(dataclasses.replace(function, rules=rules), function.retrace(rules))
     if isinstance(change, ConstraintChange):
         edited = with_constraint(function.traced.jaxpr, change, function.mesh)
         return _compile_flat(function, edited, layouts_of(function.compiled))
@@ -176,12 +196,19 @@ def _compile(function: CompiledFunction, change: Change) -> jax.stages.Compiled 
     return None
 
 
-def _compile_flat(function: CompiledFunction, jaxpr: Any, layouts: Any) -> jax.stages.Compiled:
-    """Compiles a ClosedJaxpr as a function of flat arguments."""
+def _compile(function: CompiledFunction, traced: jax.stages.Traced) -> CompiledFunction:
+    compiled = traced.lower().compile()
+    costs = read_costs(compiled, function.mesh)
+    return dataclasses.replace(function, traced=traced, compiled=compiled, costs=costs)
+
+
+def _compile_flat(function: CompiledFunction, jaxpr: Any, layouts: Any) -> CompiledFunction:
+    """Compiles a ClosedJaxpr as a function of flat arguments, under the same rules."""
     flat = jax.extend.core.jaxpr_as_fun(jaxpr)
     abstract = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jaxpr.in_avals]
     with jax.set_mesh(function.mesh):
-        return jax.jit(flat, **layouts).lower(*abstract).compile()
+        traced = jax.jit(flat, **layouts).trace(*abstract)
+        return _compile(dataclasses.replace(function, retrace=None), traced)
 
 
 def _with_layout(function: CompiledFunction, change: LayoutChange) -> Any:

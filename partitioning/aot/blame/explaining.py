@@ -50,13 +50,17 @@ class Explanation:
     rematerialized: tuple[tuple[str, Cause | None], ...]
 
     @property
-    def avoidable(self) -> tuple[Cause, ...]:
-        """The causes of what the layout does not need, those of most bytes first."""
+    def weighed(self) -> tuple[tuple[float, Cause], ...]:
+        """Every cause with its bytes per device, those of most bytes first."""
         found = [(c.total_bytes, cause) for c, cause in self.collectives if cause is not None]
         found += [(live.nbytes, cause) for live, cause in self.buffers if cause is not None]
         found += [(row.bytes_per_device, cause) for row, cause in self.replicated]
-        found = [(size, cause) for size, cause in found if cause.avoidable]
-        return tuple(cause for _, cause in sorted(found, key=lambda pair: -pair[0]))
+        return tuple(sorted(found, key=lambda pair: -pair[0]))
+
+    @property
+    def avoidable(self) -> tuple[Cause, ...]:
+        """The causes of what the layout does not need, those of most bytes first."""
+        return tuple(cause for _, cause in self.weighed if cause.avoidable)
 
 
 def explain_program(

@@ -143,6 +143,27 @@ class KnownLayouts:
             return not theirs <= mine and not theirs & set(self.batch_axes)
         return bool(mine - set(self.batch_axes))
 
+    def suspects(self) -> list[str]:
+        """The names with a rule that is not as usual, or that adds axes to those of the standard.
+
+        More axes than usual are often meant, so they are no more than a reason to look.
+        """
+
+        def has_more(name: str) -> bool:
+            standard = set(self.standard.get(name, ()))
+            return bool(standard) and standard < set(self.axes_of(name))
+
+        names = dict.fromkeys(rule[0] for rule in self.rules)
+        return [name for name in names if self.is_unusual(name) or has_more(name)]
+
+    def fewer_axes(self, name: str) -> list[RuleChange]:
+        """The changes that leave a name with its standard axes only, one axis less, or none."""
+        mine, standard = self.axes_of(name), set(self.standard.get(name, ()))
+        kept = [tuple(a for a in mine if a in standard)]
+        kept += [tuple(a for a in mine if a != axis) for axis in mine]
+        kept += [()]
+        return [self.change({name: axes}) for axes in dict.fromkeys(kept) if axes != mine]
+
     def to_standard(self, name: str) -> RuleChange:
         """The change that gives a name its standard axes; swaps, if another name has taken them."""
         wanted, mine = self.standard[name], self.axes_of(name)

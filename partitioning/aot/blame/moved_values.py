@@ -53,9 +53,9 @@ def explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> C
             changes.insert(0, change)
         return make_cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
     for user in evidence.taken_by:
-        line = user_line(user.stack)
-        if otherwise := list(written_for(user, value, evidence.dim, line)):
-            reason = f'{split}, but {user.primitive} at {line} needs all of it'
+        if otherwise := list(written_for(user, value, evidence.dim)):
+            line = otherwise[0].source
+            reason = f'{split}, but the operation at {line} needs all of it'
             changes += otherwise
             changes += advisor.relax(evidence)
             return make_cause(

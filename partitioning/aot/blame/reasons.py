@@ -186,7 +186,7 @@ def _explain_gathered_argument(evidence: Evidence, value: Value, advisor: Adviso
     reason = f'{split}, but the operation at {evidence.used_at} needs all of it'
     changes = [layouts.to_standard(name)] if unusual and name else []
     changes += advisor.other_layouts(value.argument) if name is None else []
-    changes += advisor.relax(evidence)
+    changes += [*advisor.relax(evidence), *advisor.keep_layout(evidence)]
     if name:
         changes += advisor.other_rules(name)
     return make_cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)

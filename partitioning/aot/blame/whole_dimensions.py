@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator
 
 from partitioning.aot.blame.changes import Change, CodeChange
 from partitioning.aot.blame.known_layouts import KnownLayouts
-from partitioning.aot.blame.values import Value
+from partitioning.aot.blame.user_lines import user_line
+from partitioning.aot.blame.values import MOVES, Value
 
 _RESIZED = 'an operation that does not cut or join a sharded dimension'
+_MERGED = 'an operation that does not merge a sharded dimension into the one before it'
+_RUNNING = 'an operation over blocks of the dimension'
+_STEPS = 6  # the number of moves between two values that are looked at
 _WHOLE = {
     'gather': 'a one-hot product, such as jnp.sum(x * jax.nn.one_hot(indices, x.shape[-1]), -1)',
     'sort': 'an operation that does not sort over a sharded dimension',
     'top_k': 'an operation that does not sort over a sharded dimension',
-    'cumsum': 'a sum over blocks of the dimension',
+    **dict.fromkeys(['cumsum', 'cumprod', 'cummax', 'cummin', 'cumlogsumexp', 'fft'], _RUNNING),
     'rev': 'an operation that does not reverse a sharded dimension',
     'slice': _RESIZED,
     'split': _RESIZED,
@@ -32,15 +38,19 @@ def written_otherwise(value: Value, line: str, layouts: KnownLayouts) -> Iterato
         yield CodeChange(source=line, text=f'write {needed} at {line}')
 
 
-def written_for(user: Value, value: Value, dim: int | None, line: str) -> Iterator[Change]:
+def written_for(user: Value, value: Value, dim: int | None) -> Iterator[CodeChange]:
     """What to write in place of an operation that needs the sharded dimension of its operand.
 
     Args:
       user: the result of the operation.
-      value: the operand.
+      value: the operand, or what the operand is a reshaped copy of.
       dim: the number of the sharded dimension, or None if it is not known.
-      line: the user's line of the operation.
     """
+    merged = next((one for one in _copies(value, user) if _merges(one, dim)), None)
+    line = user_line((merged or user).stack)
+    if merged is not None:
+        yield CodeChange(source=line, text=f'write {_MERGED} at {line}')
+        return
     needed = _WHOLE.get(user.primitive)
     if needed is None:
         return
@@ -54,6 +64,26 @@ def written_for(user: Value, value: Value, dim: int | None, line: str) -> Iterat
         )
     if wanted:
         yield CodeChange(source=line, text=f'write {needed} at {line}')
+
+
+def _copies(value: Value, user: Value) -> Iterator[Value]:
+    """The copies of a value that another one is computed from, and the other one itself."""
+    yield user
+    for operand in user.operands:
+        for _ in range(_STEPS):
+            if operand.primitive not in MOVES or operand is value or not operand.operands:
+                break
+            yield operand
+            operand = operand.operands[0]
+
+
+def _merges(copy: Value, dim: int | None) -> bool:
+    """Whether a value is a reshape that merges a dimension into the one before it."""
+    if copy.primitive != 'reshape' or dim is None or not copy.operands:
+        return False
+    before = copy.operands[0].shape
+    starts = itertools.accumulate(copy.shape, lambda n, size: n * size, initial=1)
+    return dim < len(before) and math.prod(before[:dim]) not in {*starts}
 
 
 def _resized(value: Value) -> list[int]:

@@ -1,0 +1,194 @@
+"""Which change removes most of what a program need not exchange or hold, found by compiling."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import jax
+
+from partitioning.aot.blame.cause import Cause
+from partitioning.aot.blame.changes import (
+    Change,
+    CodeChange,
+    ConstraintChange,
+    LayoutChange,
+    RuleChange,
+    join_changes,
+)
+from partitioning.aot.blame.confirming import CompiledFunction, Confirmation, try_change
+from partitioning.aot.blame.known_layouts import KnownLayouts
+from partitioning.rules import axis_sizes
+
+Rewrite = Callable[[CodeChange], jax.stages.Traced | None]
+
+_JOINED = 2  # the number of compilations that are kept for two changes together
+_MORE = 1.25  # by which factor two changes must save more than one, so that both are suggested
+_EXPECTED = 0.1  # the weight of a cause that the layout needs, next to one that it does not
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """The change that saves the most of those that were compiled, and what it is for.
+
+    Attributes:
+      cause: the largest cause that the change is for, with the rule or the line that it changes.
+        `confirmed` is False if no change helps, and None if none could be compiled.
+      saved: what the change does, or None if no change helps.
+      tried: every change that was compiled.
+      untried: the changes of code that only its author can make, the most promising first.
+    """
+
+    cause: Cause
+    saved: Confirmation | None
+    tried: tuple[Confirmation, ...]
+    untried: tuple[CodeChange, ...]
+
+
+def suggest_change(
+    function: CompiledFunction,
+    found: Iterable[tuple[float, Cause]] | None = None,
+    *,
+    most: int = 6,
+    rewrite: Rewrite | None = None,
+) -> Suggestion | None:
+    """Compiles a function with the most promising changes, and keeps what saves the most.
+
+    A change is promising if many bytes lead to it, or if it is of a rule that is not as usual. Two
+    changes that help are also tried together, and are suggested together if that saves 25% more.
+
+    Usage:
+      function = compile_partitioned(partitioner, step, plan.abstract_state, batch)
+      suggestion = suggest_change(function)
+
+    Args:
+      function: the function.
+      found: the causes to look at, each with its bytes; by default all those of the function.
+      most: the number of compilations at most.
+      rewrite: traces the function with a change of its code, or returns None if it cannot.
+
+    Returns:
+      The suggestion, or None if no cause has a change.
+    """
+    found = list(function.explain().weighed if found is None else found)
+    ranked = rank_changes(function, found)
+    if not ranked:
+        return None
+    queue, untried = iter(ranked), list[CodeChange]()
+    tried = list(_try_each(function, queue, most - _JOINED, rewrite, untried))
+    joined = list(_try_joined(function, tried, rewrite))
+    rest = most - len(tried) - len(joined)
+    tried += _try_each(function, queue, rest, rewrite, untried)
+    best = max((t for t in tried if t.helps), key=lambda t: t.saved, default=None)
+    both = max(joined, key=lambda t: t.saved, default=None)
+    change = best.change if best else next(iter(ranked))
+    cause = _at_change(ranked[change], change) if best else ranked[change]
+    if best is not None and both is not None and both.saved > _MORE * best.saved:
+        best, change = both, both.change
+    confirmed = best is not None if tried else None
+    return Suggestion(
+        cause=dataclasses.replace(cause, change=str(change), confirmed=confirmed),
+        saved=best,
+        tried=(*tried, *joined),
+        untried=tuple(untried),
+    )
+
+
+def rank_changes(
+    function: CompiledFunction, found: Sequence[tuple[float, Cause]]
+) -> dict[Change, Cause]:
+    """The changes that may help, the most promising first, each with its largest cause.
+
+    Args:
+      function: the function.
+      found: the causes, each with its bytes.
+    """
+    weights: dict[Change, float] = collections.defaultdict(float)
+    causes: dict[Change, tuple[float, Cause]] = {}
+    for nbytes, cause in found:
+        for number, change in enumerate(cause.candidates):
+            weight = nbytes / (1 + number) * (1 if cause.avoidable else _EXPECTED)
+            weights[change] += weight
+            if change not in causes or weight > causes[change][0]:
+                causes[change] = weight, cause
+    ranked = sorted(causes, key=lambda change: -weights[change])
+    if not found:
+        return {}
+    _, largest = max(found, key=lambda pair: (pair[1].avoidable, pair[0]))
+    first, last = _of_suspects(function)
+    order = dict.fromkeys([*first, *ranked, *last])
+    return {change: causes[change][1] if change in causes else largest for change in order}
+
+
+def _of_suspects(function: CompiledFunction) -> tuple[list[RuleChange], list[RuleChange]]:
+    """Changes of rules that are not as usual: the standard rules first, then fewer mesh axes."""
+    layouts = KnownLayouts(function.rules, axis_sizes(function.mesh), function.rows)
+    first, last = [], []
+    for name in layouts.suspects():
+        usual = layouts.to_standard(name)
+        first.append(usual)
+        last += [change for change in layouts.fewer_axes(name) if change != usual]
+    return first, last
+
+
+def _at_change(cause: Cause, change: Change) -> Cause:
+    """The cause with the rule, the layout or the line that a confirmed change is of."""
+    source, rule, array = cause.source, cause.rule, cause.array
+    if isinstance(change, RuleChange):
+        rule = repr(change.before[0]) if change.before else f'no rule for {change.after[0][0]!r}'
+    elif isinstance(change, LayoutChange):
+        array = change.path or array
+    elif isinstance(change, ConstraintChange | CodeChange):
+        source = change.source
+    reason = cause.reason
+    if source != cause.source or rule != cause.rule:
+        place = source if source != cause.source else rule
+        reason += f'; compiling with a change shows that it comes from {place}'
+    return dataclasses.replace(cause, source=source, rule=rule, array=array, reason=reason)
+
+
+def _try_each(
+    function: CompiledFunction,
+    changes: Iterator[Change],
+    most: int,
+    rewrite: Rewrite | None,
+    untried: list[CodeChange],
+) -> Iterator[Confirmation]:
+    """Compiles with one change after the other, and notes those of code that cannot be made."""
+    number = 0
+    while number < most and (change := next(changes, None)) is not None:
+        result = _try(function, change, rewrite)
+        if result is not None:
+            number += 1
+            yield result
+        elif isinstance(change, CodeChange):
+            untried.append(change)
+
+
+def _try_joined(
+    function: CompiledFunction, tried: Sequence[Confirmation], rewrite: Rewrite | None
+) -> Iterator[Confirmation]:
+    """Compiles with the best change and the next ones that help, as long as that saves more."""
+    helpful = sorted((t for t in tried if t.helps), key=lambda t: -t.saved)
+    if not helpful:
+        return
+    best = helpful[0]
+    for other in helpful[1 : 1 + _JOINED]:
+        try:
+            both = join_changes(best.change, other.change)
+        except ValueError:  # they change the same rule or line
+            continue
+        result = _try(function, both, rewrite)
+        if result is not None:
+            yield result
+            best = max(best, result, key=lambda t: t.saved)
+
+
+def _try(
+    function: CompiledFunction, change: Change, rewrite: Rewrite | None
+) -> Confirmation | None:
+    changed = None
+    if isinstance(change, CodeChange):
+        changed = rewrite(change) if rewrite is not None else None
+    return try_change(function, change, changed)
