@@ -13,7 +13,8 @@ add less than 1% are drawn again.
 
 The results are written as they come, and the command continues where it stopped. The faults of
 seed 0 were used to write the code. Those of seed 1 are the other ones of the same kinds. Those of
-seeds from 2 on are of kinds that were added when the code was finished.
+seed 2 are of kinds that were added when the code was finished. `suggest_change` was written with
+seed 2 in view; the faults of seed 3 are those that seed 2 left and others of new kinds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import importlib
 import importlib.machinery
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,13 +211,12 @@ def is_right(cause: Any, fault: dict[str, Any]) -> bool:
     """Whether a cause names the rule, the layout or the line of a fault."""
     if fault['kind'] == 'whole result':
         return 'returns it' in cause.reason
-    if 'rules' in fault:
-        names = [name for name in fault['rules'] if f'({name!r}, ' in cause.rule + cause.change]
-        return bool(names)
+    if any(f'({name!r}, ' in cause.rule + cause.change for name in fault.get('rules', ())):
+        return True
     if 'layout' in fault:
         words = [path.rpartition('/')[2] for path in fault['layout']]
-        return any(word in f'{cause.array} {cause.change}' for word in words)
-    return is_line_of(cause.source, fault)
+        return any(re.search(rf'\b{word}\b', f'{cause.array} {cause.change}') for word in words)
+    return 'file' in fault and is_line_of(cause.source, fault)
 
 
 def is_line_of(source: str, fault: dict[str, Any]) -> bool:
@@ -274,11 +275,13 @@ def run_campaign(seed: int, count: int, folder: Path) -> None:
     """Runs cases until there are enough that do harm, and prints the table."""
     from benchmarks.blame_programs.faults import draw_faults
     from benchmarks.blame_programs.held_out_faults import held_out_faults
+    from benchmarks.blame_programs.later_faults import later_faults
 
+    faults = None if seed < 2 else held_out_faults() if seed == 2 else later_faults()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f'seed_{seed}.json'
     results = json.loads(path.read_text()) if path.exists() else {}
-    for fault in draw_faults(seed, held_out_faults() if seed > 1 else None):
+    for fault in draw_faults(seed, faults):
         done = [r for r in results.values() if 'fault' in r and not r.get('harmless')]
         if len(done) >= count:
             break

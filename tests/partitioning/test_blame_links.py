@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from benchmarks.blame_programs.faults import ROOT
 from benchmarks.blame_programs.held_out_faults import held_out_faults
+from benchmarks.blame_programs.later_faults import later_faults
 from partitioning.aot import read_costs
 from partitioning.aot.blame import CompiledFunction, describe_arguments
 from partitioning.aot.blame.advice import Advisor
@@ -128,8 +129,9 @@ def test_names_that_have_changed_places_are_told_by_the_other_parameters(mesh):
     assert change.layout == (('model',), ('data',))
 
 
-def test_held_out_faults_change_lines_that_exist():
-    faults = list(held_out_faults())
+@pytest.mark.parametrize('list_faults', [held_out_faults, later_faults])
+def test_held_out_faults_change_lines_that_exist(list_faults):
+    faults = list(list_faults())
     assert len(faults) > 50
     for fault in faults:
         if 'file' in fault:
