@@ -83,7 +83,8 @@ def forecast(
 
     Usage:
       step = partitioner.partition(train_step, (plan.specs, data_spec), (plan.specs, None))
-      print(forecast(partitioner, step, plan.abstract_state, batch, topology='v5p:4x4x4'))
+      found = forecast(partitioner, step, plan.abstract_state, batch, topology='v5p:4x4x4')
+      print(forecast_table([found]))
 
     Args:
       partitioner: the partitioner of the function.

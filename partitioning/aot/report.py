@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from partitioning.amounts import bytes_str
 from partitioning.aot.blame import Cause
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.peak_memory import LiveArray
@@ -117,9 +118,11 @@ class Compilation:
     peak_rss: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Forecast:
     """The forecast of one call of a function on one machine. Figures are per device and call.
+
+    `forecast_table([forecast])` is its text; `print` shows only the memory.
 
     Attributes:
       function: the name of the function.
@@ -178,6 +181,11 @@ class Forecast:
         if self.time is None or self.chip is None:
             return None
         return self.model_flops / (self.time.seconds * self.chip.peak_flops_per_device)
+
+    def __repr__(self) -> str:
+        peak, limit = self.memory.peak, self.memory.limit
+        known = '' if limit is None else f' of {bytes_str(limit)}'
+        return f'<Forecast of {self.function} on {self.topology}: {bytes_str(peak)}{known}>'
 
     def as_dict(self) -> dict[str, Any]:
         """The forecast as values that JSON can hold, with "fits" and "mfu" next to its fields.

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from partitioning import constrain
 from partitioning.aot import read_costs
 from partitioning.aot.blame import explain_program
-from partitioning.aot.blame.user_lines import user_line
+from partitioning.aot.user_lines import user_line
 from partitioning.plan.rows import make_row
 from partitioning.programs.partitioned_calls import partition_function
 from partitioning.rules import ResolvedDimension, resolve_axes

@@ -12,8 +12,8 @@ from forecasts_by_hand import ARRAYS, GIB, collective, make_forecast, mesh_of
 from mock_devices import gpus, tpus
 
 from partitioning.aot.page import render_page, write_page
-from partitioning.aot.page.cause_lines import short_source
 from partitioning.aot.timing import StepTime, TimePart
+from partitioning.aot.user_lines import short_source
 from partitioning.hardware import CHIPS
 from partitioning.mesh import axis_rings, find_placement
 

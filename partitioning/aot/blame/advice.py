@@ -10,9 +10,9 @@ from partitioning.aot.blame.changes import Change, ConstraintChange, LayoutChang
 from partitioning.aot.blame.evidence import Evidence
 from partitioning.aot.blame.known_layouts import Axes, KnownLayouts
 from partitioning.aot.blame.linked_dimensions import LinkedDimensions
-from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_graph import ValueGraph, lacks
 from partitioning.aot.blame.values import Value
+from partitioning.aot.user_lines import user_line
 from partitioning.rules import sharding_axes
 
 

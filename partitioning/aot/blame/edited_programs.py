@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from partitioning.aot.blame.changes import ConstraintChange
 from partitioning.aot.blame.jaxpr_bodies import bodies_of
-from partitioning.aot.blame.user_lines import stack_of_traceback, user_line
+from partitioning.aot.user_lines import stack_of_traceback, user_line
 from partitioning.rules import from_tuple
 
 _CONSTRAINTS = ('sharding_constraint', 'reshard')

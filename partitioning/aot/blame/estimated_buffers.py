@@ -12,10 +12,10 @@ from partitioning.aot.blame.cause import Cause
 from partitioning.aot.blame.known_layouts import KnownLayouts, names_by_axes
 from partitioning.aot.blame.making_causes import what_is
 from partitioning.aot.blame.shard_shapes import shard_counts, shard_dimensions
-from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_walk import trace_values
 from partitioning.aot.blame.values import Value
 from partitioning.aot.compiled.peak_memory import LiveArray
+from partitioning.aot.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import LogicalAxisRules, axis_sizes
 

@@ -18,7 +18,6 @@ from partitioning.aot.blame.linked_dimensions import LinkedDimensions
 from partitioning.aot.blame.making_causes import what_is
 from partitioning.aot.blame.memory_causes import explain_buffer, explain_replicated
 from partitioning.aot.blame.reasons import explain_exchange
-from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_graph import ValueGraph
 from partitioning.aot.blame.value_matching import Matcher
 from partitioning.aot.blame.value_walk import trace_values
@@ -27,6 +26,7 @@ from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.costs import ProgramCosts
 from partitioning.aot.compiled.hlo_text import HloProgram, parse_hlo
 from partitioning.aot.compiled.peak_memory import LiveArray
+from partitioning.aot.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import LogicalAxisRules, axis_sizes
 

@@ -11,12 +11,12 @@ from partitioning.aot.blame.changes import Change, CodeChange, RuleChange
 from partitioning.aot.blame.data_flow import Place, is_exchange
 from partitioning.aot.blame.evidence import layout_of
 from partitioning.aot.blame.making_causes import over, what_is
-from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_matching import Matcher
 from partitioning.aot.blame.values import Value
 from partitioning.aot.blame.whole_dimensions import written_otherwise
 from partitioning.aot.compiled.hlo_text import ArrayType
 from partitioning.aot.compiled.peak_memory import LiveArray
+from partitioning.aot.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 
 

@@ -12,10 +12,10 @@ from partitioning.aot.blame.changes import Change, LayoutChange
 from partitioning.aot.blame.evidence import Evidence
 from partitioning.aot.blame.known_layouts import Axes
 from partitioning.aot.blame.making_causes import make_cause, over, what_is
-from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.value_graph import lacks
 from partitioning.aot.blame.values import Value
 from partitioning.aot.blame.whole_dimensions import written_for, written_otherwise
+from partitioning.aot.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import sharding_axes
 

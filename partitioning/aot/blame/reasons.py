@@ -8,9 +8,9 @@ from partitioning.aot.blame.changes import LayoutChange
 from partitioning.aot.blame.evidence import Evidence
 from partitioning.aot.blame.making_causes import make_cause, over
 from partitioning.aot.blame.moved_values import explain_moved_value
-from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.values import Value
 from partitioning.aot.blame.whole_dimensions import written_otherwise
+from partitioning.aot.user_lines import user_line
 
 # Operations by which a program itself asks for an exchange.
 _ASKED = frozenset(

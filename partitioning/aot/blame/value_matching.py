@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from partitioning.aot.blame.data_flow import DataFlow, Place
 from partitioning.aot.blame.jaxpr_bodies import words_of
 from partitioning.aot.blame.shard_shapes import shard_counts, shard_dimensions
-from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.values import TracedValues, Value
 from partitioning.aot.compiled.hlo_text import HloProgram, Instruction
+from partitioning.aot.user_lines import user_line
 
 # What the compiler calls the operations that keep an array per iteration of a loop.
 _STACKING = {'broadcast_in_dim', 'dynamic_update_slice', 'while', 'scan', 'squeeze'}

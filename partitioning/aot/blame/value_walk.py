@@ -18,9 +18,9 @@ from partitioning.aot.blame.jaxpr_bodies import (
 )
 from partitioning.aot.blame.linked_dimensions import LinkedDimensions, link_operands
 from partitioning.aot.blame.moved_dimensions import Dim, Dims, better, contracted_dims, result_dims
-from partitioning.aot.blame.user_lines import stack_of_traceback
 from partitioning.aot.blame.value_copies import first_of, merge, of_shape
 from partitioning.aot.blame.values import MOVES, TracedValues, Value
+from partitioning.aot.user_lines import stack_of_traceback
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import sharding_axes
 

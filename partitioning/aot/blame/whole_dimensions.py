@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from partitioning.aot.blame.changes import Change, CodeChange
 from partitioning.aot.blame.known_layouts import KnownLayouts
-from partitioning.aot.blame.user_lines import user_line
 from partitioning.aot.blame.values import MOVES, Value
+from partitioning.aot.user_lines import user_line
 
 _RESIZED = 'an operation that does not cut or join a sharded dimension'
 _MERGED = 'an operation that does not merge a sharded dimension into the one before it'

@@ -27,13 +27,13 @@ _OPAQUE = {'convolution', 'dot', 'custom-call', 'call', 'conditional', 'all-gath
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveArray:
-    """Equal arrays that are in memory at the peak.
+    """Equal arrays that are in memory at the peak, such as those of all layers.
 
     Attributes:
       array: the type, such as 'bf16[16,2,2048]'.
       nbytes: their size in memory in bytes, all together.
       count: the number of them.
-      op_name: the path of the jax operation that makes them.
+      op_name: the path of the jax operation that makes them, or the first of them.
       source: the 'file:line' of the Python code.
       instruction: the name in the program of the first instruction that makes one.
     """
@@ -103,23 +103,28 @@ def find_peak(program: HloProgram) -> PeakMemory:
     for buffer in live:
         assert buffer.maker is not None
         source = program.source_of(buffer.maker)
-        groups[str(buffer.array), buffer.maker.op_name, source].append(buffer)
+        groups[str(buffer.array), without_numbers(buffer.maker.op_name), source].append(buffer)
     arrays = [
         LiveArray(
             array=array,
             nbytes=sum(buffer.nbytes for buffer in buffers),
             count=len(buffers),
-            op_name=name,
+            op_name=buffers[0].maker.op_name if buffers[0].maker else '',
             source=source,
             instruction=buffers[0].maker.name if buffers[0].maker else '',
         )
-        for (array, name, source), buffers in groups.items()
+        for (array, _, source), buffers in groups.items()
     ]
     in_memory = [a for i in arguments for a in i.outputs if a.memory_space == DEVICE_MEMORY]
     return PeakMemory(
         arguments=sum(array.padded_nbytes for array in in_memory),
         arrays=tuple(sorted(arrays, key=lambda a: -a.nbytes)),
     )
+
+
+def without_numbers(op_name: str) -> str:
+    """The path of an operation without numbers of layers: 'layers/*/mlp/dot_general'."""
+    return re.sub(r'\d+(?=/)', '*', op_name)
 
 
 class _Schedule:

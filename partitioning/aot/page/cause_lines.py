@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
-
 from partitioning.aot.blame import Cause
 from partitioning.aot.page.markup import Html, join, tag
+from partitioning.aot.user_lines import short_source, shorten_sources
 
 _CONFIRMED = {
     True: 'confirmed by compiling',
@@ -30,7 +29,7 @@ def cause_markup(cause: Cause | None, source: str, op_name: str) -> Html:
     line, separator = short_source(cause.source or source), ' · '
     return join(
         [
-            cause.reason,
+            shorten_sources(cause.reason),
             tag('small', _code(line), separator if line and array else None, _code(array)),
             tag('small', 'rule ', _code(cause.rule)) if cause.rule else None,
             _change(cause),
@@ -38,23 +37,13 @@ def cause_markup(cause: Cause | None, source: str, op_name: str) -> Html:
     )
 
 
-def short_source(source: str) -> str:
-    """A 'file:line' without the folders above the package or the current folder.
-
-    Pages are shared, and the folders of one computer say nothing on another.
-    """
-    _, installed, rest = source.rpartition('site-packages/')
-    if installed:
-        return rest
-    path = source.removeprefix(f'{os.getcwd()}/')
-    return '/'.join(path.split('/')[-3:]) if os.path.isabs(path) else path
-
-
 def _change(cause: Cause) -> Html | None:
     if not cause.change:
         return None
     tried = tag('span', _CONFIRMED[cause.confirmed], class_='tried')
-    return tag('small', 'change: ', _code(cause.change), ' ', tried, class_='change')
+    return tag(
+        'small', 'change: ', _code(shorten_sources(cause.change)), ' ', tried, class_='change'
+    )
 
 
 def _code(text: str) -> Html | None:

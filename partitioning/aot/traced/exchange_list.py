@@ -10,6 +10,7 @@ from partitioning.aot.traced.implied_exchanges import KINDS, exchange_axes
 from partitioning.aot.traced.memory_estimate import array_name
 from partitioning.aot.traced.steps import Axes, Block, Step
 from partitioning.aot.traced.tracing import TracedProgram
+from partitioning.aot.user_lines import user_line
 
 
 def list_collectives(traced: TracedProgram) -> tuple[Collective, ...]:
@@ -47,7 +48,7 @@ def _describe(step: Step, axes: Axes, traced: TracedProgram, times: int) -> Iter
             wire_bytes=ring_share(kind, size) * nbytes * share,
             count=times,
             op_name=step.op_name,
-            source=step.source,
+            source=user_line(step.call_stack) or step.source,
             asynchronous=True,
         )
 

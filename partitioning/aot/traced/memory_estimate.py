@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
-from partitioning.aot.compiled.peak_memory import LiveArray
+from partitioning.aot.compiled.peak_memory import LiveArray, without_numbers
 from partitioning.aot.traced.live_ranges import Buffer, find_peak
 from partitioning.aot.traced.padding import kernel_ratios, padded_bytes
 from partitioning.aot.traced.passes import find_kept
@@ -103,15 +103,21 @@ def _like(value: Value) -> tuple:
 
 
 def _describe(live: list[Buffer], traced: TracedProgram) -> tuple[LiveArray, ...]:
-    groups: dict[tuple[str, str, str], list[int]] = collections.defaultdict(list)
+    groups: dict[tuple[str, str, str], list[tuple[str, int]]] = collections.defaultdict(list)
     for buffer in live:
         array = array_name(buffer.value, traced.axis_sizes)
         maker = buffer.maker
         name, source = (maker.op_name, maker.source) if maker else ('', '')
-        groups[array, name, source].append(buffer.nbytes)
+        groups[array, without_numbers(name), source].append((name, buffer.nbytes))
     arrays = [
-        LiveArray(array=array, nbytes=sum(sizes), count=len(sizes), op_name=name, source=source)
-        for (array, name, source), sizes in groups.items()
+        LiveArray(
+            array=array,
+            nbytes=sum(nbytes for _, nbytes in made),
+            count=len(made),
+            op_name=made[0][0],
+            source=source,
+        )
+        for (array, _, source), made in groups.items()
     ]
     return tuple(sorted(arrays, key=lambda a: -a.nbytes))
 

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core, source_info_util
 
+from partitioning.aot.user_lines import stack_of_traceback
+
 Axes = tuple[str, ...]
 
 # Steps at the border of a shard_map: the array as a whole <-> the part of it in one shard.
@@ -90,8 +92,14 @@ class Step:
 
     @property
     def source(self) -> str:
-        """The 'file:line' of the user's Python code, or ''."""
+        """The 'file:line' of the innermost Python code that is not jax's, or ''."""
         return source_of(self.equation) if self.equation is not None else ''
+
+    @property
+    def call_stack(self) -> tuple[str, ...]:
+        """The 'file:line' of that code and of its callers."""
+        info = None if self.equation is None else self.equation.source_info
+        return stack_of_traceback(None if info is None else info.traceback)
 
     @property
     def op_name(self) -> str:
@@ -344,7 +352,7 @@ def item_size(dtype: Any) -> float:
 
 
 def source_of(equation: Any) -> str:
-    """The 'file:line' of the user's Python code that an equation comes from, or ''."""
+    """The 'file:line' of the innermost Python code of an equation that is not jax's, or ''."""
     text = source_info_util.summarize(equation.source_info)
     place = text.split(' ')[0]
     parts = place.split(':')

@@ -1,7 +1,8 @@
-"""Which line of a call stack is the user's: not that of a library, and not that of this package."""
+"""Which line of a call stack is the user's, and how lines are written for people."""
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ _LIBRARIES = (
 )
 _IN_LIBRARY = re.compile(rf'/(?:site|dist)-packages/(?:{"|".join(_LIBRARIES)})/')
 _OF_JAX = re.compile(r'/(?:site|dist)-packages/(?:jax|jaxlib)/')
-_PLUMBING = f'{Path(__file__).parents[2]}/'
+_PLUMBING = f'{Path(__file__).parents[1]}/'
+_ABSOLUTE = re.compile(r'/[^\s:]+\.py:\d+')
 _STANDARD = sysconfig.get_paths()['stdlib']
 
 
@@ -49,6 +51,23 @@ def stack_of_traceback(traceback: Any) -> tuple[str, ...]:
         return ()
     places = (f'{frame.file_name}:{frame.line_num}' for frame in traceback.frames)
     return tuple(place for place in places if not _OF_JAX.search(place))
+
+
+def short_source(source: str) -> str:
+    """A 'file:line' without the folders above the package or the current folder.
+
+    Forecasts are shared, and the folders of one computer say nothing on another.
+    """
+    _, installed, rest = source.rpartition('-packages/')
+    if installed:
+        return rest
+    path = source.removeprefix(f'{os.getcwd()}/')
+    return '/'.join(path.split('/')[-3:]) if os.path.isabs(path) else path
+
+
+def shorten_sources(text: str) -> str:
+    """A text in which `short_source` has shortened every 'file:line'."""
+    return _ABSOLUTE.sub(lambda found: short_source(found[0]), text)
 
 
 def _is_library(line: str) -> bool:
