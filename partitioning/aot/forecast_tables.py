@@ -11,7 +11,6 @@ from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.report import Forecast, MemoryForecast, Replicated
 from partitioning.aot.timing import TimePart
 from partitioning.aot.timing.work import Origin
-from partitioning.aot.user_lines import shorten_sources
 
 WIDTH = 100  # columns of a terminal
 _LABEL = 30  # characters of the labels, and of the column of a machine, at least
@@ -311,10 +310,10 @@ def _exchange(collective: Collective, cause: Cause | None) -> str:
     """What is exchanged, over which axes and where: by its cause, or by its array and line."""
     axes = ', '.join(collective.axes)
     text = f'{collective.kind} over {axes}'
-    source = (cause.source if cause else collective.source).rpartition('/')[2]
+    source = cause.source if cause else collective.source
     if cause is not None:
         found = f'{text} of {cause.array}, {source}: {cause.reason}'
-        return shorten_sources(f'{found}; {cause.change}' if cause.change else found)
+        return f'{found}; {cause.change}' if cause.change else found
     arrays = collective.arrays[0] if collective.arrays else ''
     if len(collective.arrays) > 1:
         arrays += f' and {len(collective.arrays) - 1} more'
@@ -339,7 +338,7 @@ def _buffers(forecast: Forecast) -> Iterator[str]:
         operation = array.op_name.rpartition('/')[2]
         axes = cause.logical_axes if cause is not None else ()
         names = [f'[{", ".join(map(str, axes))}]'] if any(axes) else []
-        source = (cause.source if cause else array.source).rpartition('/')[2]
+        source = cause.source if cause else array.source
         parts = [p for p in (*names, operation, source) if p]
         yield f'{bytes_str(array.nbytes):>10}  {several}{array.array} {", ".join(parts)}'.rstrip()
 

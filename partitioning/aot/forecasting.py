@@ -18,6 +18,7 @@ from partitioning.aot.compiled.costs import (
     read_memory,
 )
 from partitioning.aot.compiled.peak_memory import LiveArray
+from partitioning.aot.plain_values import map_texts
 from partitioning.aot.preparing.compiling import (
     Program,
     Progress,
@@ -50,6 +51,7 @@ from partitioning.aot.traced import (
     estimate_memory,
     lay_out_trace,
 )
+from partitioning.aot.user_lines import shorten_sources
 from partitioning.hardware import OptionValue, check_flags, parse_topology
 from partitioning.mesh import axis_rings, find_placement
 from partitioning.partitioner import BasePartitioner
@@ -189,6 +191,7 @@ def _assemble(
     if costs is None and work is not None:
         ordered = sorted(work.collectives, key=lambda c: (-c.total_bytes, c.kind))
         collectives = tuple((c, None) for c in ordered)
+    buffers = map_texts(buffers, shorten_sources)
     memory = _memory(program, target, costs, held, estimate, buffers)
     used = costs.memory if costs else None
     return Forecast(
@@ -204,9 +207,9 @@ def _assemble(
         model_flops=model_flops,
         program_flops=program_flops,
         time=None if work is None else estimate_step_time(work, mesh),
-        collectives=collectives,
+        collectives=map_texts(collectives, shorten_sources),
         replicated=_replicated(held, mesh),
-        warnings=program.warnings,
+        warnings=map_texts(program.warnings, shorten_sources),
         notes=tuple(find_notes(program, target, used, memory.arguments)),
         compilation=Compilation(seconds=0.0, peak_rss=0),
         arrays=tuple(array.row for array in held),

@@ -6,11 +6,12 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from partitioning.hardware import CHIPS, Chip
 
+_Value = TypeVar('_Value')
 # Fields that only the process uses that made them: the changes that blame may try.
 _LEFT_OUT = ('candidates',)
 
@@ -25,6 +26,23 @@ def to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): to_plain(x) for key, x in value.items()}
     return [to_plain(x) for x in value] if isinstance(value, tuple | list) else value
+
+
+def map_texts(value: _Value, function: Callable[[str], str]) -> _Value:
+    """The same text, tuple or dataclass with `function` of each text in it.
+
+    Fields that `to_plain` leaves out stay as they are.
+    """
+    changed: Any = value
+    if isinstance(value, str):
+        changed = function(value)
+    elif isinstance(value, tuple):
+        changed = tuple(map_texts(entry, function) for entry in value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value) if f.name not in _LEFT_OUT]
+        held = {name: map_texts(getattr(value, name), function) for name in names}
+        changed = dataclasses.replace(value, **held)
+    return changed
 
 
 def from_plain(kind: Any, value: Any, path: str) -> Any:

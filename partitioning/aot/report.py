@@ -188,13 +188,9 @@ class Forecast:
         return f'<Forecast of {self.function} on {self.topology}: {bytes_str(peak)}{known}>'
 
     def as_dict(self) -> dict[str, Any]:
-        """The forecast as values that JSON can hold, with "fits" and "mfu" next to its fields.
-
-        `placement`, which is long and only for pictures, is left out.
-        """
+        """The forecast as values that JSON can hold, with "fits" and "mfu" next to its fields."""
         derived = {'format': FORMAT, 'fits': self.fits, 'mfu': self.mfu}
-        held = to_plain(dataclasses.replace(self, arrays=(), placement=None))
-        del held['placement']
+        held = to_plain(dataclasses.replace(self, arrays=()))
         return derived | held | {'arrays': [row_to_json(row) for row in self.arrays]}
 
     def to_json(self) -> str:

@@ -26,6 +26,7 @@ _LIBRARIES = (
 _IN_LIBRARY = re.compile(rf'/(?:site|dist)-packages/(?:{"|".join(_LIBRARIES)})/')
 _OF_JAX = re.compile(r'/(?:site|dist)-packages/(?:jax|jaxlib)/')
 _PLUMBING = f'{Path(__file__).parents[1]}/'
+_ROOT = f'{Path(__file__).parents[2]}/'
 _ABSOLUTE = re.compile(r'/[^\s:]+\.py:\d+')
 _STANDARD = sysconfig.get_paths()['stdlib']
 
@@ -61,7 +62,8 @@ def short_source(source: str) -> str:
     _, installed, rest = source.rpartition('-packages/')
     if installed:
         return rest
-    path = source.removeprefix(f'{os.getcwd()}/')
+    folder = _ROOT if source.startswith(_ROOT) else f'{os.getcwd()}/'
+    path = source.removeprefix(folder)
     return '/'.join(path.split('/')[-3:]) if os.path.isabs(path) else path
 
 

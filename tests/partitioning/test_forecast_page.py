@@ -11,6 +11,7 @@ import pytest
 from forecasts_by_hand import ARRAYS, GIB, collective, make_forecast, mesh_of
 from mock_devices import gpus, tpus
 
+import partitioning
 from partitioning.aot.page import render_page, write_page
 from partitioning.aot.timing import StepTime, TimePart
 from partitioning.aot.user_lines import short_source
@@ -229,6 +230,7 @@ def test_what_is_not_known_is_left_out():
         ('/opt/venv/lib/python3.11/site-packages/flax/nn.py:7', 'flax/nn.py:7'),
         ('/home/someone/code/lm/models/mlp.py:30', 'lm/models/mlp.py:30'),
         ('train/models/mlp.py:30', 'train/models/mlp.py:30'),
+        (f'{partitioning.__path__[0]}/mesh/a.py:7', 'partitioning/mesh/a.py:7'),
         ('', ''),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from partitioning.aot.blame import Cause
 from partitioning.aot.page.markup import Html, join, tag
-from partitioning.aot.user_lines import short_source, shorten_sources
 
 _CONFIRMED = {
     True: 'confirmed by compiling',
@@ -23,13 +22,13 @@ def cause_markup(cause: Cause | None, source: str, op_name: str) -> Html:
     """
     if cause is None:
         operation = tag('small', op_name, class_='code') if op_name else None
-        return join([_code(short_source(source)), operation])
+        return join([_code(source), operation])
     axes = ', '.join('None' if name is None else name for name in cause.logical_axes)
     array = f'{cause.array} ({axes})' if axes else cause.array
-    line, separator = short_source(cause.source or source), ' · '
+    line, separator = cause.source or source, ' · '
     return join(
         [
-            shorten_sources(cause.reason),
+            cause.reason,
             tag('small', _code(line), separator if line and array else None, _code(array)),
             tag('small', 'rule ', _code(cause.rule)) if cause.rule else None,
             _change(cause),
@@ -41,9 +40,7 @@ def _change(cause: Cause) -> Html | None:
     if not cause.change:
         return None
     tried = tag('span', _CONFIRMED[cause.confirmed], class_='tried')
-    return tag(
-        'small', 'change: ', _code(shorten_sources(cause.change)), ' ', tried, class_='change'
-    )
+    return tag('small', 'change: ', _code(cause.change), ' ', tried, class_='change')
 
 
 def _code(text: str) -> Html | None:
