@@ -145,6 +145,15 @@ else:
     wait_until(lambda: is_dead(int((tmp_path / 'pid').read_text())))
 
 
+def test_a_start_that_fails_leaves_no_process_behind(tmp_path):
+    with signal_inbox() as inbox, open(os.devnull, 'w') as nowhere:
+        these = [*children(tmp_path, 'wait_forever()'), Child(['/nonexistent'], {})]
+        with pytest.raises(FileNotFoundError):
+            supervise(these, Printer(nowhere.fileno()), inbox, grace_seconds=60)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # There is no child any more.
+
+
 def test_processes_continue_when_nobody_reads(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)

@@ -16,6 +16,7 @@ from train.launching.endings import (
     count_after_loss,
     decide,
     describe_failure,
+    failure_lines,
     find_cause,
     lost_processes,
 )
@@ -170,6 +171,18 @@ def test_the_first_failure_is_explained_by_its_last_lines():
     assert describe_failure([one]) == (
         'error: process 0 failed first, with exit code 2: mlp_dim is 3'
     )
+
+
+def test_the_lines_that_explain_a_failure_are_found_among_others():
+    frames = [f'  line {n}' for n in range(100)]
+    noise = [f'E0101 {n}' for n in range(100)]
+    assert failure_lines([*noise, 'last']) == [*noise[-4:], 'last']
+    found = failure_lines(['x', 'Traceback (most ...', *frames, 'KeyError: 1', *noise])
+    assert found == [*frames[-35:], 'KeyError: 1', *noise[:4]]
+    assert failure_lines(['error: a', 'Traceback (', *frames, 'error: b', 'row']) == [
+        'error: b',
+        'row',
+    ]
 
 
 # What the processes are told.

@@ -47,6 +47,8 @@ def launch(arguments: Sequence[str], prog: str) -> int:
     if not rest:
         parser.error(f'what to run is missing: {prog} --processes=4 -- quickstart')
     command = _command_of(parser, rest)
+    if options.log_dir is not None:
+        command.append(f'--log_dir={options.log_dir}')
 
     def start() -> int:
         gpus = visible_gpus(os.environ)
@@ -134,6 +136,7 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
         metavar='S',
         help='how long the others may take to end after a failure (10)',
     )
+    add('--log_dir', metavar='DIR', help="for what C++ prints (the system's temporary folder)")
     add('--traceback', action='store_true', help='show the traceback of every error')
     return parser
 

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from train.processes.signals import AFTER_CTRL_C, RESTARTABLE
 
+# How many lines of a process are repeated at the end to explain its failure.
+_MOST_LINES, _FEW_LINES = 40, 5
 # What a process does when another one has failed: it ends itself with 75, or jax aborts it.
 _CONSEQUENCES = (RESTARTABLE, -signal.SIGABRT)
 
@@ -193,9 +195,19 @@ def describe_failure(ends: Sequence[ProcessEnd]) -> str:
 
 
 def failure_lines(lines: Sequence[str]) -> list[str]:
-    """Returns those of the last lines of a process that say why it failed."""
+    """Returns those of the last lines of a process that say why it failed.
+
+    They are an error with its details, or a traceback, or else just the last lines.
+    """
     starts = [i for i, line in enumerate(lines) if line.startswith(('error: ', 'Traceback '))]
-    return list(lines[starts[-1] if starts else -5 :])
+    if not starts:
+        return list(lines[-_FEW_LINES:])
+    found = list(lines[starts[-1] :])
+    if found[0].startswith('error: '):
+        return found[:_MOST_LINES]
+    # The message of an exception is the first line that is not indented.
+    ends = (i for i, line in enumerate(found[1:], 1) if line and not line[0].isspace())
+    return found[: next(ends, len(found)) + _FEW_LINES][-_MOST_LINES:]
 
 
 def _because(cause: ProcessEnd) -> str:

@@ -13,7 +13,7 @@ MAX_LINE_BYTES = 64 * 1024
 # Children are not read while more than this waits to be printed.
 MAX_PENDING_BYTES = 256 * 1024
 # What is kept of each process, to explain its end.
-LAST_LINES = 40
+LAST_LINES = 200
 # cyan, yellow, green, magenta, blue, and their bright forms
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
