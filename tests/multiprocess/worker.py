@@ -10,6 +10,7 @@ import sys
 
 import jax
 
+from train.processes.environment import ProcessAddress
 from train.processes.joining import join_processes
 from train.runtime import machine
 
@@ -18,7 +19,7 @@ def main():
     port, count, index, folder = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     jax.config.update('jax_platforms', 'cpu')
     machine.use_virtual_devices(8 // count)
-    join_processes(f'127.0.0.1:{port}', count, index, auto_detect=False)
+    join_processes(ProcessAddress(f'127.0.0.1:{port}', count, index, 'the test'))
 
     # These modules use jax's devices, so they are imported after the configuration.
     import job_meshes

@@ -11,7 +11,7 @@ from absl.testing import flagsaver
 from train.cli import main
 from train.errors import ConfigError
 from train.processes import joining
-from train.processes.joining import join_processes
+from train.processes.joining import find_address
 from train.processes.limits import Limits
 from train.runtime import machine
 
@@ -63,7 +63,7 @@ def test_the_flags_of_a_process_reach_jax(monkeypatch, capsys):
     flags = ['--coordinator_address=host:1', '--process_count=2', '--process_index=1']
     with flagsaver.flagsaver():
         assert main(['train', '--cpu_devices=4', *flags, '--init_seconds=5']) == 75
-    assert 'cannot connect to the others (no route)' in capsys.readouterr().err
+    assert 'cannot connect process 1 of 2 at host:1 (no route)' in capsys.readouterr().err
     assert given == [4, 'host:1', 2, 1, Limits(init_seconds=5)]
 
 
@@ -71,13 +71,13 @@ def test_the_flags_of_a_process_reach_jax(monkeypatch, capsys):
 def test_the_three_flags_of_a_process_must_be_given_together(given):
     flags = r'--coordinator_address.*--process_count.*--process_index'
     with pytest.raises(ConfigError, match=flags):
-        join_processes(*given, False)
+        find_address(*given)
 
 
 @pytest.mark.parametrize('index', [2, 5, -1])
 def test_a_process_index_out_of_range(index):
     with pytest.raises(ConfigError, match=rf'--process_index={index} .*0 to 1.*count=2'):
-        join_processes('127.0.0.1:1', 2, index, False)
+        find_address('127.0.0.1:1', 2, index)
 
 
 @pytest.mark.parametrize('maximum, size', [(1, 1), (2, 2), (16, 8), (6, 2)])

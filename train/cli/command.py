@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import logging
 
@@ -15,6 +15,9 @@ from partitioning.untrusted_text import printable
 from train.cli.interruption import EXIT_CODES
 from train.errors import first_line
 from train.processes import output, signals
+
+if TYPE_CHECKING:
+    from train.processes.environment import ProcessAddress
 
 # The packages whose errors say why gs:// and s3:// cannot be used, such as missing credentials.
 _OF_STORES = ('aiohttp', 'botocore', 'gcsfs', 'google')
@@ -109,27 +112,22 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
     """Finds the devices, and loads gin files, followed by those of the flags."""
     # These import jax, so they wait until the flags have been checked.
     from train.gin_config import load_config
-    from train.processes.joining import join_processes
+    from train.processes.joining import find_address, join_processes
     from train.processes.limits import Limits
     from train.runtime import machine
 
     machine.use_virtual_devices(options.cpu_devices)
-    is_joining = options.multihost or options.coordinator_address is not None
-    if is_joining and signals.owns_process():
-        _begin_output(options)
-    join_processes(
+    address = find_address(
         options.coordinator_address,
         options.process_count,
         options.process_index,
         options.multihost,
-        Limits(
-            **{
-                name: getattr(options, name)
-                for name in _LIMITS
-                if getattr(options, name) is not None
-            }
-        ),
     )
+    if address is not None:
+        if signals.owns_process():
+            _begin_output(address, options.log_dir)
+        given = {name: getattr(options, name) for name in _LIMITS}
+        join_processes(address, Limits(**{k: v for k, v in given.items() if v is not None}))
     folders, packages = (
         [entry for value in values for entry in value.split(',') if entry]
         for values in (options.gin_search_paths, options.gin_allow)
@@ -137,17 +135,20 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
     load_config([*files, *options.gin_file], options.gin_bindings, folders, packages)
 
 
-def _begin_output(options: argparse.Namespace) -> None:
+def _begin_output(address: ProcessAddress, folder: str | None) -> None:
     """Prefixes the lines of a process of several, and sends what C++ prints to a file."""
     from train.errors import ConfigError
 
     try:
-        file = output.begin(options.process_index, options.log_dir)
+        file = output.begin(address.process_index, folder)
     except OSError as error:
         raise ConfigError(
-            f'--log_dir={options.log_dir} cannot be written: {error.strerror}: {error.filename}'
+            f'--log_dir={folder} cannot be written: {error.strerror}: {error.filename}'
         ) from error
-    print(f'what C++ libraries print is in {file}')
+    print(
+        f'process {address.process_index} of {address.process_count}, found by {address.source}; '
+        f'what C++ libraries print is in {file}'
+    )
 
 
 def run(command: Callable[[], Any], options: argparse.Namespace) -> int:

@@ -11,14 +11,15 @@ from collections.abc import Iterator
 def reserved_port() -> Iterator[int]:
     """Reserves a port, which no other program gets while the context is open.
 
-    The socket that reserves it never listens. It allows other sockets of this user on the port that
-    ask for SO_REUSEPORT, as the socket of jax's coordinator does, so the coordinator can bind it.
+    The socket that reserves it never listens. It allows other sockets of this user on the port, so
+    process 0 can listen there, and then jax's coordinator.
 
     Yields:
       The port.
     """
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     with socket.socket(family) as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         holder.bind(('', 0))
         yield holder.getsockname()[1]

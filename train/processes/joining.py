@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import math
+import os
 from typing import Any
 
 import jax
@@ -11,65 +12,93 @@ import jax
 from train.errors import ConfigError, first_line
 from train.processes import signals
 from train.processes.aborting import wait_before_aborting
-from train.processes.channel import current_member, member, open_channel
+from train.processes.channel import current_member, open_channel
+from train.processes.environment import ProcessAddress, find_processes
 from train.processes.errors import NotTogether
 from train.processes.limits import Limits
+from train.processes.metadata import read_metadata
 
 # jax's own limits are longer than ours, because its end of a process is an abortion with a trace.
 _TIMES_OURS = 4
 
 
-def join_processes(
+def find_address(
     coordinator_address: str | None,
     process_count: int | None,
     process_index: int | None,
     auto_detect: bool = False,
-    limits: Limits | None = None,
-) -> None:
-    """Connects this process to the others of a run with several processes.
+) -> ProcessAddress | None:
+    """Finds the place of this process among those of a run, in flags or else in the environment.
 
     Args:
       coordinator_address: host:port of process 0.
       process_count: the number of processes.
       process_index: the index of this process.
-      auto_detect: whether jax finds the three by itself (TPU pods).
-      limits: how long the processes wait for each other, by default `Limits()`.
+      auto_detect: whether the environment says the rest.
+
+    Returns:
+      The place, or None if there is only one process.
 
     Raises:
       ConfigError: if only some of the three are given, if the index is out of range, or if the
-        processes have different packages.
-      NotTogether: if the processes cannot connect in time.
+        environment says nothing of processes.
     """
-    given = [x is not None for x in (coordinator_address, process_count, process_index)]
-    if any(given) and not all(given):
+    given = (coordinator_address, process_count, process_index)
+    if coordinator_address and process_count is not None and process_index is not None:
+        if process_index not in range(process_count):
+            raise ConfigError(
+                f'--process_index={process_index} must be from 0 to {process_count - 1}, because '
+                f'--process_count={process_count}'
+            )
+        return ProcessAddress(coordinator_address, process_count, process_index, 'the flags')
+    if any(x is not None for x in given[1:]) or (coordinator_address and not auto_detect):
         raise ConfigError(
             '--coordinator_address, --process_count and --process_index must be given together'
         )
-    if process_count is not None and process_index not in range(process_count):
+    if not auto_detect:
+        return None
+    found = find_processes({**read_metadata(), **os.environ}, coordinator_address)
+    if found is None:
         raise ConfigError(
-            f'--process_index={process_index} must be from 0 to {process_count - 1}, because '
-            f'--process_count={process_count}'
+            '--multihost: no variable of the environment says anything about processes (of TPU '
+            'pods, Slurm, Open MPI or Kubernetes): give --coordinator_address, --process_count and '
+            '--process_index'
         )
-    if not all(given) and not auto_detect:
-        return
+    return found
+
+
+def join_processes(address: ProcessAddress, limits: Limits | None = None) -> None:
+    """Connects this process to the others of its run: through a channel, and then through jax.
+
+    Args:
+      address: the place of this process.
+      limits: how long the processes wait for each other, by default `Limits()`.
+
+    Raises:
+      ConfigError: if the processes have different packages.
+      NotTogether: if the processes cannot connect in time.
+    """
     limits = limits or Limits()
-    if coordinator_address is not None and process_count is not None and process_index is not None:
-        open_channel(coordinator_address, process_count, process_index, limits)
+    where = address.coordinator_address, address.process_count, address.process_index
+    one = open_channel(*where, limits)
     # jax would stop the processes at different steps, or take SIGTERM for itself.
     jax.config.update('jax_enable_preemption_service', False)
-    seconds: dict[str, Any] = {
+    settings: dict[str, Any] = {
         'initialization_timeout': math.ceil(_TIMES_OURS * limits.init_seconds),
         'heartbeat_timeout_seconds': math.ceil(_TIMES_OURS * limits.heartbeat_seconds),
         'shutdown_timeout_seconds': math.ceil(_TIMES_OURS * limits.heartbeat_seconds),
+        # Under Slurm and Open MPI, jax would take one GPU without being asked.
+        'cluster_detection_method': 'deactivate',
     }
+    if address.local_device_ids is not None:
+        settings['local_device_ids'] = address.local_device_ids
     try:
-        jax.distributed.initialize(coordinator_address, process_count, process_index, **seconds)
+        jax.distributed.initialize(*where, **settings)
     except (ValueError, RuntimeError) as error:
         raise NotTogether(
-            f'this process cannot connect to the others ({first_line(error)}): give '
-            '--coordinator_address, --process_count and --process_index'
+            f'jax cannot connect process {address.process_index} of {address.process_count} at '
+            f'{address.coordinator_address} ({first_line(error)})'
         ) from error
-    one = member()
     signals.share(one.forward, one.leave)
     wait_before_aborting(lambda: f'process {one.index} was aborted by a library of C++')
     atexit.register(leave_processes)
