@@ -196,7 +196,7 @@ def interruption(run: Run, saved: Checkpoints, step: int, pending: Sequence[str]
       step: the last finished step.
       pending: the evaluations of this step that remain to be done.
     """
-    number, by, newest = signals.received(), signals.receiver(), saved.latest_step()
+    number, by, newest = signals.received(), signals.receiver(), find_newest(saved)
     assert number is not None
     when = f'after step {step} of {run.config.total_steps}'
     if pending:

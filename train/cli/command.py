@@ -146,8 +146,8 @@ def _begin_output(address: ProcessAddress, folder: str | None) -> None:
             f'--log_dir={folder} cannot be written: {error.strerror}: {error.filename}'
         ) from error
     print(
-        f'process {address.process_index} of {address.process_count}, found by {address.source}; '
-        f'what C++ libraries print is in {file}'
+        f'process {address.process_index} of {address.process_count}, according to '
+        f'{address.source}; what C++ libraries print is in {file}'
     )
 
 

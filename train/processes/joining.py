@@ -50,7 +50,7 @@ def find_address(
                 f'--process_index={process_index} must be from 0 to {process_count - 1}, because '
                 f'--process_count={process_count}'
             )
-        return ProcessAddress(coordinator_address, process_count, process_index, 'the flags')
+        return ProcessAddress(coordinator_address, process_count, process_index, 'flags')
     if any(x is not None for x in given[1:]) or (coordinator_address and not auto_detect):
         raise ConfigError(
             '--coordinator_address, --process_count and --process_index must be given together'

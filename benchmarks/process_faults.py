@@ -1,0 +1,219 @@
+"""How runs of several processes end when one of them fails: named faults, and faults at random.
+
+  python benchmarks/process_faults.py --results faults.jsonl [--named] [--random 200] [--folder DIR]
+
+The named faults make a table: the seconds from the fault to the end of the last process, the exit
+codes, and whether the process that is the cause is named. The others are drawn by a seed: one of 2
+to 4 processes is killed, stopped, signalled or raises an error at a random moment of the start, a
+compilation, a step, a save or an evaluation. After each, the run is resumed without a fault, and
+its parameters and metrics must equal those of an undisturbed run, bit by bit.
+
+Each trial is a line of JSON in the file of results. The command can be stopped and started again:
+it does the trials that are missing, and then prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / 'tests/multiprocess'), str(ROOT / 'tests/train'), str(ROOT)]
+os.environ['JAX_PLATFORMS'] = 'cpu'
+
+import faulty_runs
+
+HEARTBEAT = INIT = WATCHDOG = 10.0
+STEPS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A fault with what is expected of it.
+
+    Attributes:
+      name: what happens.
+      settings: how the run is started.
+      victim: the process with the fault.
+      limit: the seconds after which the run must have ended, plus 5.
+      code: the exit code of the other processes.
+      named: what one of them prints.
+    """
+
+    name: str
+    settings: Mapping[str, Any]
+    victim: int = 1
+    limit: float = 0.0
+    code: int = 75
+    named: str = 'process 1'
+
+
+def _fault(name: str, fault: str, moment: str = 'step 3', **expected: Any) -> Fault:
+    return Fault(name=name, settings={'fault': fault, 'moment': moment}, **expected)
+
+
+NAMED = (
+    _fault('SIGKILL to a worker', 'SIGKILL'),
+    _fault('SIGKILL to process 0', 'SIGKILL', victim=0, named='process 0'),
+    _fault('SIGSTOP to a worker', 'SIGSTOP', limit=HEARTBEAT),
+    _fault('SIGSTOP to process 0', 'SIGSTOP', victim=0, named='process 0', limit=HEARTBEAT),
+    _fault('an exception in one process', 'exception', code=1),
+    _fault('Ctrl-C on one process', 'SIGINT', code=130),
+    _fault('SIGTERM to one process', 'SIGTERM'),
+    _fault('stuck in Python', 'stuck in Python', limit=WATCHDOG),
+    _fault('stuck in the input', 'stuck in input', limit=WATCHDOG),
+    _fault('stuck in a save', 'stuck in a save', limit=WATCHDOG),
+    _fault('process 0 cannot be reached', 'unreachable', limit=INIT),
+    Fault(name='a process never starts', settings={'missing': (1,)}, limit=INIT),
+    _fault('another optimizer', 'other optimizer', code=2),
+    _fault('another seed', 'other seed', code=2),
+    _fault('other steps', 'other steps', code=2),
+    _fault('another mesh', 'other mesh', code=2),
+    _fault('other data', 'other data', code=2),
+    _fault('another version of jax', 'other jax', code=2),
+    _fault('MODEL_DIR is not shared', 'other folder', code=2),
+    _fault('a full disk on one process', 'full disk', code=2),
+)
+MOMENTS = ('the start of the process', 'waiting for the compiler', 'step', 'the save', 'the eval')
+ACTIONS = ('SIGKILL', 'SIGSTOP', 'SIGTERM', 'SIGINT', 'SIGHUP', 'exception')
+
+
+def run_named(fault: Fault, folder: Path) -> dict[str, Any]:
+    """Runs 3 processes with a named fault."""
+    # Only the faults of the start are about its limit, and it takes long on a busy machine.
+    init = INIT if fault.name in ('process 0 cannot be reached', 'a process never starts') else 60.0
+    limits = {'heartbeat': HEARTBEAT, 'init': init, 'watchdog': WATCHDOG}
+    ending = faulty_runs.run(
+        folder / 'run', 3, fault.victim, steps=STEPS, mesh=2, **limits, **fault.settings
+    )
+    others = [code for i, code in enumerate(ending.codes) if i != fault.victim]
+    texts = ending.survivors(fault.victim)
+    return {
+        'name': fault.name,
+        'seconds': ending.seconds,
+        'codes': ending.codes,
+        'named': any(fault.named in line for text in texts for line in text.splitlines()[-12:]),
+        'right code': set(others) == {fault.code},
+        'in time': (ending.seconds or 0) <= fault.limit + 5,
+        'says': next((t.splitlines()[-1] for t in texts if t), '')[:300],
+    }
+
+
+def run_random(seed: int, folder: Path, expected: Mapping[int, Any]) -> dict[str, Any]:
+    """Runs 2 to 4 processes with a fault at random, and then the same without it."""
+    rng = random.Random(seed)
+    count = rng.choice((2, 4))
+    victim = rng.randrange(count)
+    settings = {
+        'fault': rng.choice(ACTIONS),
+        'moment': rng.choice(MOMENTS),
+        'delay': rng.uniform(0, 0.3),
+    }
+    devices = 4 // count
+    run = folder / 'run'
+    ending = faulty_runs.run(run, count, victim, devices=devices, steps=STEPS, **settings)
+    others = [code for i, code in enumerate(ending.codes) if i != victim]
+    found = {
+        'seed': seed,
+        'count': count,
+        'victim': victim,
+        **settings,
+        'codes': ending.codes,
+        'seconds': ending.seconds,
+        'ended': None not in others,
+        'named': any(f'process {victim}' in text for text in ending.survivors(victim)),
+    }
+    if run.exists():
+        found['kept'] = sorted(path.name for path in (run / 'checkpoints').glob('[0-9]*'))
+    again = faulty_runs.run(run, count, devices=devices, steps=STEPS)
+    return found | {
+        'resumed': set(again.codes) == {0},
+        'right': set(again.codes) == {0} and results(run) == expected[count],
+    }
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """The parameters at the end of a run, as checksums, and the records of its metrics."""
+    from small import records
+
+    manifest = json.loads((folder / f'checkpoints/{STEPS}/manifest.json').read_text())
+    files = {n: f for n, f in manifest['files'].items() if n.startswith('state/')}
+    kept = [r for r in records(folder) if 'train/loss' in r or 'eval/loss' in r]
+    return {'files': files, 'metrics': json.loads(json.dumps(kept))}
+
+
+def undisturbed(folder: Path) -> dict[int, Any]:
+    """The results of runs without a fault, by the number of processes."""
+    found = {}
+    for count in (2, 4):
+        run = folder / f'undisturbed-{count}'
+        if not (run / f'checkpoints/{STEPS}/manifest.json').exists():
+            ending = faulty_runs.run(run, count, devices=4 // count, steps=STEPS)
+            assert set(ending.codes) == {0}, ending.texts
+        found[count] = results(run)
+    return found
+
+
+def print_table(trials: list[dict[str, Any]]) -> None:
+    """Prints the named faults, and the sums of the random ones."""
+    yes = {True: 'yes', False: 'NO'}
+    named = [t for t in trials if 'name' in t]
+    if named:
+        print(f'{"fault":<30}{"seconds":>9}  {"in time":<9}{"named":<7}{"right code":<12}codes')
+    for t in named:
+        seconds = 'never' if t['seconds'] is None else f'{t["seconds"]:.1f}'
+        print(
+            f'{t["name"]:<30}{seconds:>9}  {yes[t["in time"]]:<9}{yes[t["named"]]:<7}'
+            f'{yes[t["right code"]]:<12}{t["codes"]}'
+        )
+    drawn = [t for t in trials if 'seed' in t]
+    if drawn:
+        for key in ('ended', 'resumed', 'right'):
+            print(f'{key}: {sum(t[key] for t in drawn)} of {len(drawn)} random faults')
+        for t in drawn:
+            if not (t['ended'] and t['right']):
+                print(f'  seed {t["seed"]}: {t}')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument('--results', type=Path, required=True)
+    parser.add_argument('--named', action='store_true', help='run the named faults')
+    parser.add_argument('--random', type=int, default=0, help='how many random faults to run')
+    parser.add_argument('--folder', type=Path, help='where the runs are (a temporary folder)')
+    options = parser.parse_args()
+    lines = options.results.read_text().splitlines() if options.results.exists() else []
+    trials = [json.loads(line) for line in lines]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def record(trial: dict[str, Any]) -> None:
+            trials.append(trial)
+            with options.results.open('a') as file:
+                file.write(json.dumps(trial) + '\n')
+            print(json.dumps(trial), flush=True)
+            shutil.rmtree(folder / 'run', ignore_errors=True)
+
+        done = {t.get('name') for t in trials}
+        for fault in NAMED if options.named else ():
+            if fault.name not in done:
+                record(run_named(fault, folder))
+        seeds = set(range(options.random)) - {t.get('seed') for t in trials}
+        expected = undisturbed(folder) if seeds else {}
+        for seed in sorted(seeds):
+            record(run_random(seed, folder, expected))
+    print_table(trials)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,211 @@
+"""One of several processes of a small run, in which one of them has a fault.
+
+  python faulty_process.py <JSON of Settings>
+
+The fault happens at a moment: when what the process does, as its watchdog knows it, begins with a
+text. The program ends like `meshwright train`, with its exit codes.
+"""
+
+import ctypes
+import dataclasses
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from train.processes import signals
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a process is told.
+
+    Attributes:
+      port, count, index: its place among the processes.
+      devices: the number of its devices.
+      folder: MODEL_DIR.
+      fault: what happens in this process, or ''.
+      moment: when it happens: the beginning of what the process does then.
+      delay: how many seconds later it happens.
+      steps: the number of steps.
+      mesh: the size of the model axis.
+      heartbeat, init, watchdog: the limits in seconds.
+      step_seconds: how long a step takes at least, so that something can happen in it.
+    """
+
+    port: int
+    count: int
+    index: int
+    folder: str
+    devices: int = 2
+    fault: str = ''
+    moment: str = ''
+    delay: float = 0.0
+    steps: int = 8
+    mesh: int = 2
+    heartbeat: float = 10.0
+    init: float = 60.0
+    watchdog: float = 10.0
+    step_seconds: float = 0.05
+
+
+class Fault(Exception):
+    """Raised in the main thread by a fault."""
+
+
+def raise_in_main_thread():
+    main = ctypes.c_ulong(threading.main_thread().ident)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(Fault))
+
+
+def hang():
+    while True:
+        time.sleep(0.05)
+
+
+# What another thread does at the moment. The other faults are in `command`.
+BY_THREAD = {
+    'SIGKILL': lambda: os.kill(os.getpid(), signal.SIGKILL),
+    'SIGSTOP': lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    'SIGTERM': lambda: os.kill(os.getpid(), signal.SIGTERM),
+    'SIGINT': lambda: os.kill(os.getpid(), signal.SIGINT),
+    'SIGHUP': lambda: os.kill(os.getpid(), signal.SIGHUP),
+    'exception': raise_in_main_thread,
+}
+
+
+def note(folder, index, text):
+    """Appends a line with the time, for the program that has started this process."""
+    with open(f'{folder}.events-{index}', 'a') as file:
+        file.write(f'{time.time()} {text}\n')
+
+
+def await_moment(settings):
+    """Waits for the moment in a thread, and lets the fault happen."""
+    from train.processes.channel import current_member
+
+    note_at = f'{settings.fault} of process {settings.index}'
+    while True:
+        member = current_member()
+        place = 'the start of the process' if member is None else member.activity.title
+        if place.startswith(settings.moment):
+            time.sleep(settings.delay)
+            note(settings.folder, settings.index, note_at)
+            BY_THREAD[settings.fault]()
+            return
+        time.sleep(0.002)
+
+
+def config(settings):
+    """The run, with the differences that the fault makes in this process."""
+    from small import partitioner, small_config
+
+    from train.data import CausalLM, Records
+
+    fault, steps = settings.fault, settings.steps
+    texts = [f'text {i} counts: {" ".join(map(str, range(i, 60)))}' for i in range(30)]
+    texts += ['only here'] if fault == 'other data' else []
+
+    def at_step(state, step, metrics):
+        time.sleep(settings.step_seconds)
+        if step == 3 and fault in ('stuck in Python', 'full disk'):
+            note(settings.folder, settings.index, fault)
+            hang() if fault == 'stuck in Python' else fill_disk()
+
+    model_axis = 1 if fault == 'other mesh' else settings.mesh
+    folder = f'{settings.folder}-of-{settings.index}' if fault == 'other folder' else None
+    return small_config(
+        Path(folder or settings.folder),
+        Path(),
+        partitioner=partitioner(settings.count * settings.devices // model_axis, model_axis),
+        task=CausalLM(source=Records(records=texts, holdout_percent=20.0)),
+        total_steps=steps + 1 if fault == 'other steps' else steps,
+        seed=1 if fault == 'other seed' else 0,
+        hooks=[at_step],
+        **({'optimizer': sgd()} if fault == 'other optimizer' else {}),
+    )
+
+
+def sgd():
+    import optax
+
+    return optax.sgd(0.1)
+
+
+def fill_disk():
+    """Lets every later file of this process end after a few bytes, as on a full disk."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+
+def command(settings):
+    import jax
+
+    from train.processes import channel
+    from train.processes.environment import ProcessAddress
+    from train.processes.joining import join_processes
+    from train.processes.limits import Limits
+    from train.runtime import machine
+
+    jax.config.update('jax_platforms', 'cpu')
+    machine.use_virtual_devices(settings.devices)
+    fault = settings.fault
+    if fault in BY_THREAD:
+        threading.Thread(target=await_moment, args=(settings,), daemon=True).start()
+    if fault == 'other jax':
+        found = channel.packages()
+        channel.packages = lambda: {**found, 'jax': '0.0.1'}
+    limits = Limits(
+        init_seconds=settings.init,
+        heartbeat_seconds=settings.heartbeat,
+        watchdog_seconds=settings.watchdog,
+    )
+    port = settings.port if fault != 'unreachable' else 1
+    address = ProcessAddress(f'127.0.0.1:{port}', settings.count, settings.index, 'the test')
+    join_processes(address, limits)
+    note(settings.folder, settings.index, 'joined')
+
+    from train import train
+
+    if fault == 'stuck in input':
+        from train.data.batches import LocalBatches
+
+        read = LocalBatches.__getitem__
+
+        def stuck(self, step):
+            if step >= 3:
+                note(settings.folder, settings.index, fault)
+                hang()
+            return read(self, step)
+
+        LocalBatches.__getitem__ = stuck
+    if fault == 'stuck in a save':
+        from train.checkpoints import folder as saving
+
+        def stuck_step(path, step):
+            note(settings.folder, settings.index, fault)
+            hang()
+
+        saving.complete_step = stuck_step
+    train(config(settings))
+    note(settings.folder, settings.index, 'done')
+    return 0
+
+
+if __name__ == '__main__':
+    signals.handle_until_exit()
+    own = Settings(**json.loads(sys.argv[1]))
+
+    import argparse
+
+    from train.cli.command import run
+    from train.cli.interruption import run_until_signal
+    from train.processes import output
+
+    output.begin(own.index, f'{own.folder}.logs')
+    options = argparse.Namespace(traceback=False)
+    sys.exit(run_until_signal(lambda: run(lambda: command(own), options), 'meshwright train mine'))
