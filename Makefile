@@ -1,5 +1,6 @@
 # make quickstart   train a small language model on this machine, from nothing
 # make test         lint, type-check and test
+# make test-processes  faults of several processes, by name and at random (an hour)
 # make smoke        test every room in under a minute
 # make smoke-lowest the same with the lowest versions that pyproject.toml allows
 # make notebooks    execute the notebooks and write their outputs into them
@@ -18,7 +19,7 @@ DEV ?= $(VENV)-dev
 LOWEST ?= $(VENV)-lowest
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: quickstart test smoke smoke-lowest lint format notebooks docs benchmarks wheel-check clean
+.PHONY: quickstart test test-processes smoke smoke-lowest lint format notebooks docs benchmarks wheel-check clean
 
 quickstart: $(VENV)/.train
 	$(VENV)/bin/meshwright train quickstart --gin.MODEL_DIR="'$(MODEL_DIR)'"
@@ -26,6 +27,11 @@ quickstart: $(VENV)/.train
 # Two workers: more would take the cores that tests with several processes need.
 test: lint
 	$(DEV)/bin/python -m pytest -n 2 --dist worksteal --durations=20 $(PYTEST_ARGS)
+
+# It can be stopped and started again: it does what the file of results lacks.
+test-processes: $(DEV)/.dev
+	$(DEV)/bin/python benchmarks/process_faults.py --results build/process_faults.jsonl --named \
+		--random 200
 
 smoke: $(DEV)/.dev
 	$(DEV)/bin/python -m pytest -n 2 --dist loadfile -m smoke $(PYTEST_ARGS)

@@ -88,12 +88,12 @@ ACTIONS = ('SIGKILL', 'SIGSTOP', 'SIGTERM', 'SIGINT', 'SIGHUP', 'exception')
 
 
 def run_named(fault: Fault, folder: Path) -> dict[str, Any]:
-    """Runs 3 processes with a named fault."""
+    """Runs 4 processes with a named fault."""
     # Only the faults of the start are about its limit, and it takes long on a busy machine.
     init = INIT if fault.name in ('process 0 cannot be reached', 'a process never starts') else 60.0
     limits = {'heartbeat': HEARTBEAT, 'init': init, 'watchdog': WATCHDOG}
     ending = faulty_runs.run(
-        folder / 'run', 3, fault.victim, steps=STEPS, mesh=2, **limits, **fault.settings
+        folder / 'run', 4, fault.victim, devices=1, steps=STEPS, **limits, **fault.settings
     )
     others = [code for i, code in enumerate(ending.codes) if i != fault.victim]
     texts = ending.survivors(fault.victim)

@@ -45,7 +45,7 @@ def run(folder, count, victim=None, *, limit=300.0, missing=(), **settings):
       victim: the process with the fault.
       limit: the seconds after which all are killed.
       missing: the processes that are never started.
-      **settings: the settings of all of them; 'fault', 'moment' and 'delay' are those of the victim.
+      **settings: the settings of all of them; 'fault', 'moment' and 'delay' are of the victim.
     """
     of_victim = {k: settings.pop(k) for k in ('fault', 'moment', 'delay') if k in settings}
     for old in Path(folder).parent.glob(f'{Path(folder).name}.*'):

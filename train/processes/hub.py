@@ -165,9 +165,9 @@ class Hub:
             gone = [i for i, seen in self._seen.items() if seen.left and i not in found]
             if gone and not self._ending:
                 name = next(iter(found.values()))['name']
-                others = _processes(list(found))
+                others = _waiting(list(found))
                 self.end(
-                    f'{self._seen[gone[0]].name} has ended, and {others} wait for it at {name!r}',
+                    f'{self._seen[gone[0]].name} has ended, and {others} for it at {name!r}',
                     RESTARTABLE,
                     gone,
                 )
@@ -235,8 +235,7 @@ class Hub:
             places = _list([f'{present[i].name} at {present[i].place!r}' for i in stuck])
             self.end(
                 f'stuck: {places} {"has" if len(stuck) == 1 else "have"} made no progress for '
-                f'{one.quiet:,.0f} s, and {_processes(waiting)} '
-                f'{"wait" if len(waiting) > 1 else "waits"} for it '
+                f'{one.quiet:,.0f} s, and {_waiting(waiting)} for it '
                 f'(--watchdog_seconds={limit:g}: raise it if this is normal)',
                 RESTARTABLE,
                 stuck,
@@ -283,11 +282,13 @@ def _exit_code(signum: int) -> int:
     return AFTER_CTRL_C if signum == signal.SIGINT else RESTARTABLE
 
 
-def _processes(indices: list[int]) -> str:
-    """Such as 'process 3', or 'processes 0, 1 and 3'."""
+def _waiting(indices: list[int]) -> str:
+    """Such as 'process 3 waits', or 'processes 0, 1 and 3 wait'."""
+    if len(indices) == 1:
+        return f'process {indices[0]} waits'
     few = sorted(indices)[:8]
     more = f' and {len(indices) - len(few)} more' if len(indices) > len(few) else ''
-    return ('process ' if len(indices) == 1 else 'processes ') + _list(few) + more
+    return f'processes {_list(few)}{more} wait'
 
 
 def _list(items: list[Any]) -> str:

@@ -1,0 +1,204 @@
+"""What the hub of several processes decides, without any process."""
+
+import signal
+import socket
+
+import pytest
+
+from train.errors import ConfigError
+from train.processes.agreement import differences, disagreement
+from train.processes.hub import Hub
+from train.processes.limits import Limits
+from train.processes.wire import Connection
+
+pytestmark = pytest.mark.core
+
+
+class Run:
+    """A hub and the other ends of its connections, with a clock that only the test moves."""
+
+    def __init__(self, count=3, hosts=None):
+        pairs = [socket.socketpair() for _ in range(count)]
+        self.now = 0.0
+        self.ends = [Connection(theirs) for _, theirs in pairs]
+        connections = {i: Connection(ours) for i, (ours, _) in enumerate(pairs)}
+        hosts = dict(enumerate(hosts or ['one'] * count))
+        limits = Limits(heartbeat_seconds=30, watchdog_seconds=120)
+        self.hub = Hub(connections, hosts, limits, clock=lambda: self.now)
+
+    def say(self, index, kind, **content):
+        self.hub.handle(index, {'kind': kind, **content})
+
+    def beat(self, index, place='step 5', quiet=0.0, waits=False, compiles=False):
+        self.hub._seen[index].silent = 0.0  # as its thread does with every message
+        self.say(index, 'beat', place=place, quiet=quiet, waits=waits, compiles=compiles)
+
+    def wait(self, seconds):
+        for _ in range(int(seconds)):
+            self.now += 1
+            self.hub.check()
+
+    def heard(self, index):
+        """The messages that a process has received since the last call."""
+        messages = []
+        while True:
+            try:
+                messages.append(self.ends[index].receive(0.05 if not messages else 0.01))
+            except TimeoutError:
+                return messages
+
+
+def test_values_are_gathered_in_the_order_of_the_processes():
+    run = Run()
+    for index in (2, 0, 1):
+        assert run.heard(0) == []
+        run.say(index, 'gather', number=1, name='input', value=index * 10)
+    for index in range(3):
+        assert run.heard(index) == [{'kind': 'result', 'number': 1, 'values': [0, 10, 20]}]
+
+
+def test_processes_that_do_different_things_end():
+    run = Run()
+    run.say(0, 'gather', number=1, name='input', value=None)
+    run.say(1, 'gather', number=1, name='restore', value=None)
+    assert run.heard(1) == []
+    run.say(2, 'gather', number=1, name='input', value=None)
+    [end] = run.heard(1)
+    assert end['code'] == 2 and end['causes'] == [1]
+    assert "process 0 is at 'input', and process 1 at 'restore'" in end['line']
+
+
+def test_a_process_without_a_sign_of_life_is_named():
+    run = Run(hosts=['a', 'b', 'c'])
+    run.beat(2, place='the save of step 4')
+    for _ in range(15):
+        run.wait(2)
+        run.beat(0), run.beat(1)
+        assert run.heard(1) == []
+    run.wait(1)
+    [end] = run.heard(1)
+    assert end['code'] == 75 and end['causes'] == [2]
+    assert end['line'].startswith('process 2 on c has given no sign of life for 31 s')
+    assert "'the save of step 4'" in end['line'] and '--heartbeat_seconds=30' in end['line']
+
+
+def test_a_hub_that_was_stopped_itself_blames_nobody():
+    run = Run()
+    run.now += 86_400
+    run.hub.check()
+    assert run.heard(1) == []
+
+
+@pytest.mark.parametrize('compiles', [True, False])
+def test_a_process_that_keeps_others_waiting_is_named_unless_it_compiles(compiles):
+    run = Run()
+    run.beat(0, quiet=500, waits=True)
+    run.beat(1, place='the input of step 5', quiet=119, compiles=compiles)
+    run.beat(2, quiet=500, waits=True)
+    run.hub.check()
+    assert run.heard(2) == []
+    run.beat(1, place='the input of step 5', quiet=120, compiles=compiles)
+    run.hub.check()
+    ends = run.heard(2)
+    assert bool(ends) is not compiles
+    for end in ends:
+        assert end['causes'] == [1] and end['code'] == 75 and end['reason'] == 'stuck'
+        assert "process 1 at 'the input of step 5' has made no progress for 120 s" in end['line']
+        assert 'processes 0 and 2 wait for it' in end['line']
+
+
+def test_a_slow_process_for_which_nobody_waits_goes_on():
+    run = Run()
+    for index in range(3):
+        run.beat(index, quiet=1000)
+    run.hub.check()
+    assert run.heard(1) == []
+
+
+def test_after_a_signal_all_processes_stop_at_the_first_tick_that_none_has_passed():
+    run = Run()
+    run.say(1, 'signal', signum=signal.SIGTERM, again=False)
+    run.say(2, 'signal', signum=signal.SIGTERM, again=False)  # the scheduler tells all of them
+    assert run.heard(0) == [{'kind': 'pause'}]
+    for index, ticks in enumerate((7, 9, 8)):
+        run.say(index, 'passed', ticks=ticks, saves=True)
+    expected = {'kind': 'stop', 'tick': 10, 'signum': signal.SIGTERM, 'by': 1}
+    assert run.heard(0) == [expected]
+    run.say(1, 'signal', signum=signal.SIGTERM, again=True)
+    *_, end = run.heard(2)
+    assert end['code'] == 75 and 'at once, because it is the second signal' in end['line']
+
+
+def test_a_signal_ends_everything_at_once_if_a_process_has_nothing_to_save():
+    run = Run()
+    run.say(2, 'signal', signum=signal.SIGINT, again=False)
+    run.say(0, 'passed', ticks=1, saves=True)
+    run.say(1, 'passed', ticks=0, saves=False)
+    ends = [message for message in run.heard(1) if message['kind'] == 'end']
+    assert ends[0]['code'] == 130
+    assert ends[0]['line'] == 'stopped by SIGINT to process 2 with nothing new to save'
+
+
+def test_a_process_that_has_ended_is_named_by_those_that_wait_for_it():
+    run = Run()
+    run.say(1, 'left')
+    run.say(0, 'gather', number=1, name='a save', value=None)
+    [end] = run.heard(2)
+    assert "process 1 has ended, and process 0 waits for it at 'a save'" in end['line']
+
+
+def test_all_processes_hear_when_all_have_ended():
+    run = Run()
+    for index in range(3):
+        assert run.heard(0) == []
+        run.say(index, 'left')
+    assert run.heard(0) == [{'kind': 'all left'}]
+
+
+def test_a_failure_is_told_once_with_its_exit_code():
+    run = Run()
+    run.say(1, 'failed', line='ValueError: a bad row', code=2)
+    run.say(2, 'failed', line='later', code=1)
+    [end] = run.heard(2)
+    assert (end['line'], end['code'], end['reason']) == (
+        'process 1 failed: ValueError: a bad row',
+        2,
+        'failed',
+    )
+
+
+# The table of what differs.
+
+
+def test_the_table_shows_every_value_with_its_processes_and_the_message_the_odd_one():
+    values = [{'seed': 0, 'steps': 10}] * 2 + [{'seed': 1, 'steps': 10}] + [{'seed': 0}] * 3
+    found = differences(values)
+    assert found == {
+        'seed': {'0': [0, 1, 3, 4, 5], '1': [2]},
+        'steps': {'10': [0, 1, 2], '(none)': [3, 4, 5]},
+    }
+    error = disagreement({'seed': found['seed']}, 6, 'use the same command')
+    assert str(error) == 'process 2 differs from the others in seed: use the same command'
+    rows = [line.split() for line in error.details.splitlines()]
+    assert rows == [['item', 'value', 'processes'], ['seed', '0', '0-1,', '3-5'], ['1', '2']]
+
+
+def test_limits_are_positive_numbers():
+    with pytest.raises(ConfigError, match=r'--watchdog_seconds=0 must be a number of seconds > 0'):
+        Limits(watchdog_seconds=0)
+
+
+# The messages.
+
+
+def test_a_long_message_arrives_whole_and_a_foreign_one_ends_the_connection():
+    ours, theirs = (Connection(one) for one in socket.socketpair())
+    text = 'x' * 50_000
+    assert ours.send('gather', value=text) and theirs.receive(10)['value'] == text
+    with pytest.raises(TimeoutError):
+        theirs.receive(0.01)
+    assert not theirs.is_closed()
+    ours._socket.sendall(b'GET / HTTP/1.1\r\n')
+    assert theirs.receive(10) is None
+    ours.close()
+    assert theirs.is_closed()
