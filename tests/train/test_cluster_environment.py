@@ -11,8 +11,8 @@ from train.processes.slurm import expand_hosts, tasks_of_host
 
 pytestmark = pytest.mark.core
 
-# srun's variables, by the section OUTPUT ENVIRONMENT VARIABLES of its manual: task 5 of 8 on two
-# hosts. The port is jax's for this job: the highest 4096 ports by the job's number.
+# What srun sets, by its manual (OUTPUT ENVIRONMENT VARIABLES) and as version 22.05 does: task 5 of
+# 8, on two hosts. The port is jax's for this job: one of the highest 4096, by its number.
 SLURM = {
     'SLURM_JOB_ID': '4242',
     'SLURM_JOB_NODELIST': 'gpu[07,09-11]',
@@ -27,7 +27,7 @@ SLURM = {
 }
 SLURM_PORT = 65535 - 4096 + 1 + 4242 % 4096
 
-# What a script of sbatch gets without srun: the numbers of the job, but of no step.
+# What a script of sbatch gets without srun, in version 22.05: numbers of the job, but of no step.
 SBATCH = {
     'SLURM_JOB_ID': '4242',
     'SLURM_JOB_NODELIST': 'gpu[09-10]',

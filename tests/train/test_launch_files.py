@@ -174,7 +174,7 @@ def check_arguments(arguments):
     text = io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):
         main(['train', '--help'])
-    flags = {*re.findall(r'--\w+', text.getvalue()), '--init_seconds'}
+    flags = {*re.findall(r'--\w+', text.getvalue())}
     for argument in arguments:
         if argument.startswith('--'):
             assert re.match(r'--\w+', argument)[0] in flags, argument
