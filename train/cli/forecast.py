@@ -71,6 +71,7 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         from train.errors import ConfigError
         from train.forecasting import check_compilers, parse_machine
         from train.forecasting.output import prepare_folder, to_json, to_text, write_files
+        from train.paths import as_folder
 
         if options.update and not options.golden:
             raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
@@ -79,6 +80,8 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         machines = [parse_machine(name, on_cpu=options.on_cpu) for name in options.topology]
         if options.search:
             search.check(options)
+        if options.golden:
+            as_folder('--golden', options.golden)
         if not options.no_compile:
             check_compilers(machines)
         if options.search:
