@@ -54,7 +54,8 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument(
         '--confirm',
         action='store_true',
-        help='where it does not fit, compile what would make it fit, until the compiler agrees',
+        help='compile with the changes that the 3 largest avoidable causes suggest; where it does '
+        'not fit, compile what would make it fit, until the compiler agrees',
     )
     parser.add_argument(
         '--on_cpu',
