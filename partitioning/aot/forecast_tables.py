@@ -13,7 +13,6 @@ from partitioning.aot.timing import TimePart
 from partitioning.aot.timing.work import Origin
 
 WIDTH = 100  # columns of a terminal
-_CONFIRMED = {True: ' (confirmed)', False: ' (not confirmed)', None: ''}
 _LABEL = 30  # characters of the labels, and of the column of a machine, at least
 _LEAST = 20
 _GAP = 2
@@ -314,7 +313,7 @@ def _exchange(collective: Collective, cause: Cause | None) -> str:
     source = cause.source if cause else collective.source
     if cause is not None:
         found = f'{text} of {cause.array}, {source}: {cause.reason}'
-        return f'{found}; {cause.change}{_CONFIRMED[cause.confirmed]}' if cause.change else found
+        return f'{found}; {cause.change}' if cause.change else found
     arrays = collective.arrays[0] if collective.arrays else ''
     if len(collective.arrays) > 1:
         arrays += f' and {len(collective.arrays) - 1} more'

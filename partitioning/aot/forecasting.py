@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from partitioning.aot.blame import Cause, explain_estimate, explain_program, with_retrace
+from partitioning.aot.blame import Cause, explain_estimate, explain_program
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.aot.compiled.costs import (
     MemoryUse,
@@ -18,7 +18,6 @@ from partitioning.aot.compiled.costs import (
     read_memory,
 )
 from partitioning.aot.compiled.peak_memory import LiveArray
-from partitioning.aot.confirmed_causes import confirm_causes
 from partitioning.aot.plain_values import map_texts
 from partitioning.aot.preparing.compiling import (
     Program,
@@ -55,7 +54,7 @@ from partitioning.aot.traced import (
 from partitioning.aot.user_lines import shorten_sources
 from partitioning.hardware import OptionValue, check_flags, parse_topology
 from partitioning.mesh import axis_rings, find_placement
-from partitioning.partitioner import BasePartitioner, PjitPartitioner
+from partitioning.partitioner import BasePartitioner
 from partitioning.programs import PartitionedCallable
 
 _LARGEST = 20  # the buffers of a forecast
@@ -104,9 +103,7 @@ def forecast(
         any case if the compiler of the machine is not installed.
       alternatives: settings to try if the function does not fit, in addition to a smaller batch and
         more devices. None tries nothing.
-      confirm: whether to compile those that fit by formula, until the compiler confirms one, and to
-        compile with the changes of the 3 largest causes of what the layout does not need; these
-        only without `compiler_options`.
+      confirm: whether to compile those that fit by formula, until the compiler confirms one.
       explain: whether to find the causes of exchanges and buffers.
       on_program: receives the text of the compiled program, if there is one.
       progress: receives a text when a stage begins.
@@ -143,8 +140,6 @@ def forecast(
     if on_program is not None and program.compiled is not None:
         on_program(program.compiled.as_text() or '')
     made = _assemble(call, target, program, held, explain=explain)
-    if confirm and explain and not compiler_options:
-        made = _confirm_causes(made, call, target, program, say)
     if made.fits is False and target.chip is not None and alternatives is not None:
         limit = made.memory.limit or 0
         general = general_alternatives(call, held, made.memory.gradients, target.chip, limit)
@@ -166,19 +161,6 @@ def _move(call: Call, source: Any, target: Target) -> Call:
     with_options = not target.is_stand_in
     fn = move_function(partitioner, call.fn, source, with_options=with_options)
     return Call(partitioner, fn, move_arguments(call.args, target.mesh))
-
-
-def _confirm_causes(
-    made: Forecast, call: Call, target: Target, program: Program, say: Progress
-) -> Forecast:
-    """A forecast whose causes know whether their changes help, if there is a program."""
-    costs, partitioner = _read(program, target), call.partitioner
-    if program.compiled is None or costs is None or not isinstance(partitioner, PjitPartitioner):
-        return made
-    function = with_retrace(
-        partitioner, call.fn, call.args, program.traced, program.compiled, costs
-    )
-    return confirm_causes(made, function, say)
 
 
 def _compile_peak(call: Call) -> int:

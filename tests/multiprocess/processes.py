@@ -3,30 +3,16 @@
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
+from train.launching.ports import reserved_port
+
 HERE = Path(__file__).parent
 HANG_SECONDS = 1200  # Far longer than any job takes; it only ends processes that hang.
-
-
-@contextlib.contextmanager
-def reserved_port():
-    """Reserves a port, which no other program gets while the context is open.
-
-    The socket that reserves it never listens. It allows other sockets of this user on the port,
-    as those of process 0 do, so that they can bind it.
-    """
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    with socket.socket(family) as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind(('', 0))
-        yield holder.getsockname()[1]
 
 
 def run_together(commands, **environment):

@@ -6,7 +6,6 @@ import pytest
 from flax.linen import LogicallyPartitioned
 
 from partitioning import PjitPartitioner, constrain
-from partitioning.aot import forecast, forecast_table
 from partitioning.aot.blame import compile_partitioned, suggest_change
 from partitioning.aot.blame.changes import (
     CodeChange,
@@ -52,20 +51,15 @@ def step(state, x_BLD):
     return {'params': jax.tree.map(lambda p, g: p - g, state['params'], gradient)}
 
 
-def partitioned_under(**changes):
-    """The partitioner, the step and its arguments, under the rules with these changes."""
+def compile_under(**changes):
+    """The step under the rules with these changes."""
     rules = [*{**RULES, **changes}.items()]
     partitioner = PjitPartitioner(mesh=MeshConfig(axes=AXES), logical_axis_rules=rules)
     plan = partitioner.plan(init)
     resources = plan.specs, partitioner.data_partition_spec
     batch = jax.ShapeDtypeStruct((16, 8, 64), jnp.float32)
     partitioned = partitioner.partition(step, resources, plan.specs)
-    return partitioner, partitioned, plan.abstract_state, batch
-
-
-def compile_under(**changes):
-    """The step under the rules with these changes."""
-    return compile_partitioned(*partitioned_under(**changes))
+    return compile_partitioned(partitioner, partitioned, plan.abstract_state, batch)
 
 
 def needs(function):
@@ -91,26 +85,6 @@ def test_rules_are_given_back_that_were_dropped_or_have_too_much(healthy, faults
     assert suggestion.cause.confirmed and suggestion.cause.rule in map(repr, faults.items())
     assert (suggestion.saved.exchanged[1], suggestion.saved.peak[1]) == healthy
     assert len(suggestion.tried) <= most
-
-
-@pytest.mark.parametrize(
-    ('faults', 'change', 'helps'),
-    [
-        ({'mlp': None}, "write ('mlp', 'model') in place of ('mlp', None)", True),
-        ({'length': 'model'}, "add constrain(x, ('batch', None,", False),
-    ],
-)
-def test_a_forecast_confirms_the_changes_of_its_largest_causes(faults, change, helps):
-    """The rule of 'mlp' is dropped; a constraint that moves the rows back saves no bytes."""
-    said = []
-    made = forecast(*partitioned_under(**faults), confirm=True, progress=said.append)
-    causes = [cause for _, cause in (*made.collectives, *made.memory.buffers) if cause is not None]
-    suggesting = [cause for cause in causes if cause.change]
-    assert suggesting and all(cause.change.startswith(change) for cause in suggesting)
-    assert {cause.confirmed for cause in suggesting} == {helps}
-    assert all(cause.confirmed is None for cause in causes if not cause.change)
-    assert sum('again' in text for text in said) == 1
-    assert ('(confirmed)' in ' '.join(forecast_table([made]).split())) == helps
 
 
 def test_changes_are_joined_if_they_are_of_different_places():

@@ -44,6 +44,12 @@ def test_a_long_line_is_wrapped_only_by_a_terminal():
     assert out.getvalue() == 'word ' * 100 + '\n'
 
 
+def test_there_may_be_no_files():
+    out = io.StringIO()
+    RunConsole(Console(file=out)).files({})  # without writers, and on all processes but the first
+    assert out.getvalue() == '-- files\n'
+
+
 # Clears the screen, sets the title of the window, and changes the colour and the direction of text.
 HOSTILE = 'a\x1b[2Jb\x1b]0;title\x07c\x9b31m\r\u202e[bold]\udc80'
 

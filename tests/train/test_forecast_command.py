@@ -77,15 +77,8 @@ def test_a_run_is_forecast_on_two_machines_without_its_data(capsys, tmp_path):
         (['pretrain', '--topology=v5e'], ["'v5e'", '2 dimensions', 'v5e:4x4']),
         (['pretrain', '--topology=2xv5e:4x4', '--on_cpu'], ['one slice', "'v5e:4x4'", '--on_cpu']),
         (['pretrain', '--topology=v5e:4x4', '--search'], ['--search', 'remove --no_compile']),
-        (
-            ['pretrain', '--topology=v5e:4x4', '--out=file'],
-            ['--out', 'file is a file'],
-        ),
-        (['pretrain', '--topology=v5e:4x4', '--golden=file'], ['--golden', 'is a file']),
-        (
-            ['pretrain', '--topology=v5e:4x4', '--out=file/x'],
-            ['--out', 'file is a file'],
-        ),
+        (['pretrain', '--topology=v5e:4x4', '--out=file'], ['--out=file cannot be created']),
+        (['pretrain', '--topology=v5e:4x4', '--out=file/x'], ['--out=file/x cannot be created']),
     ],
 )
 def test_errors_are_one_line(capsys, tmp_path, arguments, words):
@@ -174,8 +167,6 @@ def test_the_machines_that_a_model_fits_into(capsys, tmp_path):
         (['.', '--topology=v5q:4x4'], ["unknown topology 'v5q:4x4'"]),
         (['.', '--topology=v5e:4x4', '--batch_tokens=-4M'], ["'-4M'", '512K']),
         (['.'], ['required: --topology']),
-        (['.', '--topology=v5e:4x4', '--out=.'], ['--out=.', 'must name a file']),
-        (['.', '--topology=v5e:4x4', '--sequence_length=-1'], ['--sequence_length is -1']),
         (['unknown.json', '--topology=v5e:4x4'], ["'mamba'", 'llama', 'The known ones are']),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -64,12 +63,9 @@ def _fits(options: argparse.Namespace) -> int:
 
     from etils import epath
 
-    from train.errors import ConfigError
     from train.fitting import find_model, make_task, parse_tokens
     from train.forecasting import check_compilers, parse_machine
 
-    if options.out and (os.path.isdir(options.out) or not os.path.isdir(_folder_of(options.out))):
-        raise ConfigError(f'--out={options.out} must name a file in a folder that exists')
     machines = [parse_machine(name) for name in options.topology]
     if options.compile:
         check_compilers(machines)
@@ -78,11 +74,6 @@ def _fits(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         task = make_task(model, tokens, options.sequence_length, epath.Path(folder))
         return _answer(task, machines, options)
-
-
-def _folder_of(path: str) -> str:
-    """The folder of a file."""
-    return os.path.dirname(path) or '.'
 
 
 def _answer(task: Task, machines: Sequence[Machine], options: argparse.Namespace) -> int:

@@ -54,8 +54,7 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
     parser.add_argument(
         '--confirm',
         action='store_true',
-        help='compile with the changes that the 3 largest avoidable causes suggest; where it does '
-        'not fit, compile what would make it fit, until the compiler agrees',
+        help='where it does not fit, compile what would make it fit, until the compiler agrees',
     )
     parser.add_argument(
         '--on_cpu',
@@ -72,7 +71,6 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         from train.errors import ConfigError
         from train.forecasting import check_compilers, parse_machine
         from train.forecasting.output import prepare_folder, to_json, to_text, write_files
-        from train.paths import as_folder
 
         if options.update and not options.golden:
             raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
@@ -81,8 +79,6 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         machines = [parse_machine(name, on_cpu=options.on_cpu) for name in options.topology]
         if options.search:
             search.check(options)
-        if options.golden:
-            as_folder('--golden', options.golden)
         if not options.no_compile:
             check_compilers(machines)
         if options.search:

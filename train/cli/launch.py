@@ -132,9 +132,9 @@ def _make_parser(prog: str) -> argparse.ArgumentParser:
     add(
         '--grace_seconds',
         type=float,
-        default=10.0,
+        default=5.0,
         metavar='S',
-        help='how long the others may take to end after a failure (10)',
+        help='how long the others may take to end after a failure (5)',
     )
     add('--log_dir', metavar='DIR', help="for what C++ prints (the system's temporary folder)")
     add('--traceback', action='store_true', help='show the traceback of every error')

@@ -12,7 +12,7 @@ from etils import epath
 from partitioning.aot import Forecast, forecast_table
 from partitioning.aot.page import write_page
 from train.errors import ConfigError
-from train.paths import as_folder
+from train.paths import as_path
 
 JSON, PAGE = 'forecast.json', 'forecast.html'
 _PIPE = 160  # the characters of a line where there is no terminal
@@ -40,7 +40,7 @@ def prepare_folder(path: str) -> epath.Path:
     Raises:
       ConfigError: if that is not possible.
     """
-    folder = as_folder('--out', path)
+    folder = as_path('--out', path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

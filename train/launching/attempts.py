@@ -37,7 +37,7 @@ class LaunchConfig:
     devices_per_process: int
     restarts: int = 0
     min_processes: int | None = None
-    grace_seconds: float = 10.0
+    grace_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         check_counts(0, **{'--restarts': self.restarts})

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from train.processes.signals import AFTER_CTRL_C, RESTARTABLE
 
 # How many lines of a process are repeated at the end to explain its failure.
-_MOST_LINES, _FEW_LINES = 40, 5
+_MOST_LINES, _FEW_LINES = 40, 3
 # What a process does when another one has failed: it ends itself with 75, or jax aborts it.
 _CONSEQUENCES = (RESTARTABLE, -signal.SIGABRT)
 

@@ -231,7 +231,7 @@ class RunConsole:
           files: the paths, by what they contain.
         """
         self.heading('files')
-        width = max(map(len, files))
+        width = max(map(len, files), default=0)
         for content, path in files.items():
             if path.exists():
                 self.say(f'{content:<{width}}  {path}')

@@ -16,10 +16,7 @@ from partitioning.aot.blame.explaining import (
     Explanation as Explanation,
     explain_program as explain_program,
 )
-from partitioning.aot.blame.recompiling import (
-    compile_partitioned as compile_partitioned,
-    with_retrace as with_retrace,
-)
+from partitioning.aot.blame.recompiling import compile_partitioned as compile_partitioned
 from partitioning.aot.blame.suggesting import (
     Suggestion as Suggestion,
     suggest_change as suggest_change,

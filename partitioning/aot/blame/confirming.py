@@ -22,7 +22,6 @@ from partitioning.aot.blame.edited_programs import layouts_of, with_constraint
 from partitioning.aot.blame.explaining import Explanation, explain_program
 from partitioning.aot.compiled.costs import ProgramCosts, read_costs
 from partitioning.plan.rows import PlanRow
-from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.rules import AxisRules, LogicalAxisRules, MeshAxes, from_tuple
 
 # What a change must save at least of the exchanged bytes and the peak memory together.
@@ -198,9 +197,7 @@ def apply_change(
 
 
 def _compile(function: CompiledFunction, traced: jax.stages.Traced) -> CompiledFunction:
-    """Raises ValueError if the program needs more memory than a device has."""
-    with own_compiler_errors('the changed function', function.mesh):
-        compiled = traced.lower().compile()
+    compiled = traced.lower().compile()
     costs = read_costs(compiled, function.mesh)
     return dataclasses.replace(function, traced=traced, compiled=compiled, costs=costs)
 

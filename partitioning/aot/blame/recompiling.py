@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from partitioning.aot.blame.confirming import CompiledFunction
 from partitioning.aot.blame.described_arguments import describe_arguments
-from partitioning.aot.compiled.costs import ProgramCosts, read_costs
+from partitioning.aot.compiled.costs import read_costs
 from partitioning.partitioner import PjitPartitioner
 from partitioning.plan import Plan, PlanRow
 from partitioning.programs import PartitionedCallable
@@ -36,32 +36,6 @@ def compile_partitioned(
     Raises:
       ValueError: if the function was not partitioned by a partitioner of this library.
     """
-    traced = fn.trace(*args)
-    compiled = traced.lower().compile()
-    costs = read_costs(compiled, partitioner.mesh)
-    return with_retrace(partitioner, fn, args, traced, compiled, costs)
-
-
-def with_retrace(
-    partitioner: PjitPartitioner,
-    fn: PartitionedCallable,
-    args: Sequence[Any],
-    traced: jax.stages.Traced,
-    compiled: jax.stages.Compiled,
-    costs: ProgramCosts,
-) -> CompiledFunction:
-    """A compiled function of a partitioner that can be traced again under other rules.
-
-    Args:
-      partitioner, fn, args: as for `compile_partitioned`.
-      traced: the trace of `fn` with `args`.
-      compiled: the program.
-      costs: what `read_costs` reads from it.
-
-    Raises:
-      ValueError: if the function was not partitioned by a partitioner of this library.
-    """
-
     settings = settings_of(fn).on_any_mesh()
     plans = [_plan_of(partitioner, arg) for arg in args]
     known: list[PlanRow] = [row for plan in plans if plan is not None for row in plan.rows]
@@ -83,10 +57,12 @@ def with_retrace(
         )
         return again.trace(*(_without_layout(arg) for arg in args))
 
+    traced = fn.trace(*args)
+    compiled = traced.lower().compile()
     return CompiledFunction(
         traced=traced,
         compiled=compiled,
-        costs=costs,
+        costs=read_costs(compiled, partitioner.mesh),
         mesh=partitioner.mesh,
         rules=partitioner.logical_axis_rules,
         rows=describe_arguments(traced, compiled, known),

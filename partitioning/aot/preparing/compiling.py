@@ -42,7 +42,7 @@ class Program:
 
 
 @contextlib.contextmanager
-def without_cache() -> Iterator[None]:
+def _without_cache() -> Iterator[None]:
     """Compiles inside without jax's folder of programs, from which no warning of a compiler comes.
 
     Besides, programs for described devices can be kept there, but not read.
@@ -100,7 +100,7 @@ def compile_traced(
     """
     checked: Any = check_options(options)
     compiled, exceeded = None, None
-    with read_compiler_log() as found, without_cache():
+    with read_compiler_log() as found, _without_cache():
         lowered = program.traced.lower()
         try:
             with own_compiler_errors(name, mesh):
