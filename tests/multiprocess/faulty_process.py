@@ -8,9 +8,9 @@ text. The program ends like `meshwright train`, with its exit codes.
 
 import ctypes
 import dataclasses
+import errno
 import json
 import os
-import resource
 import signal
 import sys
 import threading
@@ -104,7 +104,7 @@ def config(settings):
     """The run, with the differences that the fault makes in this process."""
     from small import partitioner, small_config
 
-    from train.data import CausalLM, Records
+    from train.data import CausalLM, Prefetch, Records
 
     fault, steps = settings.fault, settings.steps
     texts = [f'text {i} counts: {" ".join(map(str, range(i, 60)))}' for i in range(30)]
@@ -112,9 +112,9 @@ def config(settings):
 
     def at_step(state, step, metrics):
         time.sleep(settings.step_seconds)
-        if step == 3 and fault in ('stuck in Python', 'full disk'):
+        if step == 3 and fault == 'stuck in Python':
             note(settings.folder, settings.index, fault)
-            hang() if fault == 'stuck in Python' else fill_disk()
+            hang()
 
     model_axis = 1 if fault == 'other mesh' else settings.mesh
     folder = f'{settings.folder}-of-{settings.index}' if fault == 'other folder' else None
@@ -126,6 +126,7 @@ def config(settings):
         total_steps=steps + 1 if fault == 'other steps' else steps,
         seed=1 if fault == 'other seed' else 0,
         hooks=[at_step],
+        prefetch=Prefetch(workers=0),  # so that a step reads its batch itself
         **({'optimizer': sgd()} if fault == 'other optimizer' else {}),
     )
 
@@ -134,12 +135,6 @@ def sgd():
     import optax
 
     return optax.sgd(0.1)
-
-
-def fill_disk():
-    """Lets every later file of this process end after a few bytes, as on a full disk."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 
 
 def command(settings):
@@ -166,8 +161,8 @@ def command(settings):
     )
     port = settings.port if fault != 'unreachable' else 1
     address = ProcessAddress(f'127.0.0.1:{port}', settings.count, settings.index, 'the test')
+    note(settings.folder, settings.index, 'joining')
     join_processes(address, limits)
-    note(settings.folder, settings.index, 'joined')
 
     from train import train
 
@@ -183,14 +178,17 @@ def command(settings):
             return read(self, step)
 
         LocalBatches.__getitem__ = stuck
-    if fault == 'stuck in a save':
+    if fault in ('stuck in a save', 'full disk'):
         from train.checkpoints import folder as saving
 
-        def stuck_step(path, step):
+        def complete_step(path, step):
             note(settings.folder, settings.index, fault)
-            hang()
+            if fault == 'stuck in a save':
+                hang()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-        saving.complete_step = stuck_step
+        saving.complete_step = complete_step
+    note(settings.folder, settings.index, 'ready')
     train(config(settings))
     note(settings.folder, settings.index, 'done')
     return 0

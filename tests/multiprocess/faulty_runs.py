@@ -55,7 +55,6 @@ def run(folder, count, victim=None, *, limit=300.0, missing=(), **settings):
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(reserved_port())
         processes, files = {}, {}
-        started = time.time()
         for index in range(count):
             if index in missing:
                 continue
@@ -79,9 +78,7 @@ def run(folder, count, victim=None, *, limit=300.0, missing=(), **settings):
         texts = []
         for index in range(count):
             texts.append(Path(f'{folder}.out-{index}').read_text() if index in files else '')
-    moment = _moment_of_fault(folder, victim)
-    if moment is None and (missing or victim is not None):
-        moment = started
+    moment = _moment_of_fault(folder, count, victim)
     seconds = None if moment is None else max(ended.values(), default=time.time()) - moment
     return Ending(seconds, codes, texts)
 
@@ -101,11 +98,20 @@ def _wait(processes, stopped, limit):
     return ended
 
 
-def _moment_of_fault(folder, victim):
-    """The time that the victim has noted just before its fault."""
-    path = Path(f'{folder}.events-{victim}')
-    if not path.exists():
+def _moment_of_fault(folder, count, victim):
+    """The time that the victim has noted just before its fault, or None if there is no fault.
+
+    A difference between processes, or the lack of one, begins when the last one wants to join, or
+    to train.
+    """
+    if victim is None:
         return None
-    events = [line.split(' ', 1) for line in path.read_text().splitlines()]
-    times = [float(when) for when, what in events if what not in ('joined', 'done')]
-    return times[0] if times else None
+    paths = [Path(f'{folder}.events-{index}') for index in range(count)]
+    events = [
+        [line.split(' ', 1) for line in path.read_text().splitlines()] if path.exists() else []
+        for path in paths
+    ]
+    known = ('joining', 'ready', 'done')
+    own = [float(when) for when, what in events[victim] if what not in known]
+    begun = [float(when) for of in events for when, what in of if what in ('joining', 'ready')]
+    return own[0] if own else max(begun, default=None)

@@ -8,6 +8,7 @@ STEPS = 6
 
 
 def start(folder, victim=None, **settings):
+    folder.mkdir(exist_ok=True)
     return faulty_runs.run(folder / 'run', 2, victim, steps=STEPS, **settings)
 
 
@@ -29,7 +30,7 @@ def test_a_run_that_a_signal_has_stopped_on_all_processes_resumes_as_if_it_had_n
     [
         (0, 'SIGKILL', 75, 'process 0 died'),
         (1, 'exception', 1, 'process 1 failed: Fault'),
-        (1, 'other optimizer', 2, 'program of the train step'),
+        (1, 'other optimizer', 2, 'TrainConfig.optimizer.learning_rate'),
     ],
 )
 def test_if_one_process_fails_the_other_ends_and_names_it(tmp_path, victim, fault, code, line):

@@ -22,7 +22,12 @@ from train.checkpoints.steps.hashing import complete_step
 from train.checkpoints.steps.record import StepRecord, read_record, unfinished_file
 from train.errors import ConfigError, describe_error
 from train.paths import absolute, is_remote
-from train.processes.together import agree_on, any_process, raise_on_all_processes
+from train.processes.together import (
+    agree_on,
+    any_process,
+    end_all_processes,
+    raise_on_all_processes,
+)
 
 if TYPE_CHECKING:
     from train.checkpoints.orbax.writer import StepWriter
@@ -310,3 +315,5 @@ class Checkpoints(CheckpointReader):
         self._writer = None  # Its state is not known any more.
         if jax.process_index() == 0 and not is_remote(self.directory):
             remove_failed(self.path(step))
+        if self._config.on_failure == 'stop':
+            end_all_processes(self._failure)

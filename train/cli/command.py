@@ -47,7 +47,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         'metavar': 'N',
         'help': 'virtual devices if there is only a CPU (8)',
     },
-    'multihost': _SWITCH | {'help': 'join the processes of a TPU pod or of Slurm'},
+    'multihost': _SWITCH | {'help': 'join the processes of a pod, Slurm, Open MPI or Kubernetes'},
     'coordinator_address': {
         'metavar': 'ADDRESS',
         'help': 'host:port of process 0, to join several processes',

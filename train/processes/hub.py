@@ -261,7 +261,10 @@ class Hub:
         for index, seen in self._seen.items():
             if index != 0:
                 seen.connection.send('end', **message)
-        threading.Thread(target=self._end_own, args=(message,), daemon=True).start()
+        if reason == 'failed':  # All of them wait a little, so the others have read it by then.
+            self._seen[0].connection.send('end', **message)
+        else:
+            threading.Thread(target=self._end_own, args=(message,), daemon=True).start()
 
     def _end_own(self, message: Message) -> None:
         """Ends process 0 after the others have received why, because its end closes everything."""

@@ -23,7 +23,7 @@ from train.processes.watchdog import Activity
 from train.processes.wire import Connection, Message
 
 # How long a process that has raised an error of its own may take to print it.
-SECONDS_TO_FAIL = 3.0
+SECONDS_TO_FAIL = 2.0
 # How much a process computes between two signs of life if it is busy.
 _LEAST_CPU_SECONDS = 0.02
 # The functions in which jax and Orbax wait for other processes, and those in which jax compiles.

@@ -16,11 +16,13 @@ from typing import Any
 import jax
 from etils import epath
 
+from partitioning.untrusted_text import printable
 from train.errors import ConfigError, first_line
 from train.processes import signals
 from train.processes.agreement import differences, digest, disagreement
 from train.processes.channel import current_member, member
 from train.processes.errors import note_raised_everywhere, raised_everywhere
+from train.processes.output import print_error
 from train.processes.watchdog import Activity
 
 _LONGEST_MESSAGE = 1000
@@ -62,6 +64,19 @@ def report_failure(error: Exception) -> None:
     line = first_line(error)[:_LONGEST_MESSAGE]
     text = line if isinstance(error, ConfigError) else f'{type(error).__name__}: {line}'
     one.fail(text, 2 if is_explained else 1)
+
+
+def end_all_processes(error: ConfigError) -> None:
+    """Ends all processes of a run because of an error in a thread of one, such as a failed save.
+
+    The others may wait for this one in a library, so no error that this one raises later could
+    reach them. It has no effect if there is only one process.
+    """
+    if jax.process_count() == 1:
+        return
+    member().fail(str(error), 2)
+    print_error(f'error: {printable(str(error))}')
+    os._exit(2)
 
 
 @contextlib.contextmanager
