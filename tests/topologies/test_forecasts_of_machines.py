@@ -6,6 +6,7 @@ import pytest
 from described_machines import needs_cuda_plugin, needs_libtpu
 from forecast_programs import BATCH, HIDDEN, PRODUCT, ROWS, WIDTH, partitioned
 
+from partitioning import MeshConfig, PjitPartitioner
 from partitioning.aot import forecast, forecast_table
 
 
@@ -64,3 +65,19 @@ def test_out_of_memory_is_an_answer(program, topology):
     assert memory.buffers[0][0].nbytes >= 4 * rows * WIDTH // 4
     assert [remedy.fits for remedy in made.remedies] == [True] * len(made.remedies) != []
     assert 'NO, lacks' in forecast_table([made])
+
+
+@needs_libtpu
+def test_the_time_of_products_of_groups_of_rows():
+    """The compiler's estimate of one is hundreds of times what it takes."""
+    rows, width, groups = 8192, 1024, 4
+    mesh = MeshConfig(axes={'data': 4, 'model': 1}, devices=jax.devices()[:4])
+    partitioner = PjitPartitioner(mesh=mesh)
+    step = partitioner.partition(jax.lax.ragged_dot, None, None)
+    shapes = (rows, width), (groups, width, width)
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    made = forecast(partitioner, step, *arrays, sizes, topology='v5e:2x2', explain=False)
+    (products,) = (part for part in made.time.parts if part.name == 'matrix products')
+    on_each_device = 2 * rows * width**2 / 4  # the FLOPs
+    assert products.seconds == pytest.approx(on_each_device / 197e12, rel=0.25)

@@ -12,6 +12,7 @@ import pytest
 from partitioning import MoePjitPartitioner
 from train.errors import ConfigError
 from train.models.experts import ExpertMlp, ExpertsConfig, routing
+from train.models.experts.dropless import multiply_groups
 
 pytestmark = pytest.mark.core
 
@@ -238,3 +239,18 @@ def test_experts_on_a_mesh(dropless, expert, model):
     kinds = collectives(compiled.as_text())
     assert kinds.count('all-to-all') >= 4, 'there and back, forward and backward'
     assert {*kinds} == {'all-to-all', 'all-reduce'}, 'nothing is gathered'
+
+
+def test_gradients_of_groups_do_not_contract_the_last_dimension_of_matrices():
+    """The compiler of TPUs runs out of vector memory otherwise, with wide matrices."""
+    rows, kernels, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 5)), jnp.array([4, 2])
+    gradients = jax.grad(lambda *given: multiply_groups(*given, sizes).sum(), (0, 1))
+    jaxpr = jax.make_jaxpr(gradients)(rows, kernels)
+    products = [
+        equation.params['ragged_dot_dimension_numbers']
+        for equation in jaxpr.eqns
+        if equation.primitive.name == 'ragged_dot_general'
+    ]
+    of_matrices = [n for n in products if n.rhs_group_dimensions]
+    assert of_matrices and all(n.dot_dimension_numbers[0][1] == (1,) for n in of_matrices)
+    assert {p.rhs_group_dimensions for p in products} == {(0,), ()}

@@ -10,7 +10,7 @@ from jax.experimental import pallas
 from jax.sharding import Mesh, PartitionSpec
 from small import partitioner, small_config
 
-from partitioning.aot.traced.flops import count_flops
+from partitioning.aot.traced.flops import count_flops, count_jaxpr_flops
 from train.runtime import meter
 
 pytestmark = pytest.mark.core
@@ -97,6 +97,11 @@ def convolution(groups):
 )
 def test_the_flops_of_products_and_convolutions(function, expected):
     assert count_flops(function, A, B) == expected
+
+
+def test_the_flops_of_groups_of_rows_alone():
+    both = jax.make_jaxpr(lambda a, b: (ragged(a, b), loop(a, b)))(A, B)
+    assert count_jaxpr_flops(both.jaxpr, dense=False) == count_flops(ragged, A, B)
 
 
 def test_the_speed_of_the_steps_between_two_records(monkeypatch, tmp_path):

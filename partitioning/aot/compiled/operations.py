@@ -23,6 +23,7 @@ _KINDS = {
     'transpose': 'copy',
     'copy': 'copy',
 }
+_OF_GROUPS = '/ragged_dot_general'  # the end of the names of products of groups of rows
 # Custom calls that hold no computation of their own.
 _NOT_KERNELS = ('AllocateBuffer', 'AssumeGatherIndicesInBound', 'ConcatBitcast', 'AsyncCollective')
 
@@ -64,7 +65,9 @@ class Kernel:
 def find_operations(program: HloProgram, visits: list[Visit]) -> tuple[Operation, ...]:
     """Returns the operations with estimated cycles, those with the most first.
 
-    Collectives, copies between memories, and kernels have no estimate.
+    Collectives, copies between memories, and kernels have no estimate. That of products of groups
+    of rows is left out: it is hundreds of times what they compute, since the compiler does not know
+    how often their loops run.
 
     Args:
       program: the program.
@@ -72,6 +75,8 @@ def find_operations(program: HloProgram, visits: list[Visit]) -> tuple[Operation
     """
     groups: dict[tuple[str, str], list[tuple[int, Visit]]] = collections.defaultdict(list)
     for visit in visits:
+        if visit.instruction.op_name.endswith(_OF_GROUPS):
+            continue
         if cycles := cycles_of(visit.instruction):
             key = _kind_of(program, visit.instruction), program.source_of(visit.instruction)
             groups[key].append((cycles * visit.times, visit))

@@ -24,7 +24,9 @@ def count_flops(function: Any, *args: Any) -> float:
     return count_jaxpr_flops(jax.make_jaxpr(function)(*args).jaxpr)
 
 
-def count_jaxpr_flops(jaxpr: Any, *, kernels: bool = True, recomputed: bool = True) -> float:
+def count_jaxpr_flops(
+    jaxpr: Any, *, kernels: bool = True, recomputed: bool = True, dense: bool = True
+) -> float:
     """Counts the FLOPs of a jaxpr as `count_flops` does, on all devices together.
 
     Args:
@@ -32,15 +34,19 @@ def count_jaxpr_flops(jaxpr: Any, *, kernels: bool = True, recomputed: bool = Tr
       kernels: whether to count the matrix products of Pallas kernels, with blocks that they skip.
       recomputed: whether what the backward pass computes again counts: the parts of
         `jax.checkpoint`, and others inside of `computed_again`.
+      dense: whether to count products and convolutions besides those of `jax.lax.ragged_dot`.
     """
-    return math.fsum(_count_equation(equation, kernels, recomputed) for equation in jaxpr.eqns)
+    counted = {'kernels': kernels, 'recomputed': recomputed, 'dense': dense}
+    return math.fsum(_count_equation(equation, **counted) for equation in jaxpr.eqns)
 
 
-def _count_equation(equation: Any, kernels: bool, recomputed: bool) -> float:
+def _count_equation(equation: Any, *, kernels: bool, recomputed: bool, dense: bool) -> float:
     params, name = equation.params, equation.primitive.name
     if name == 'pallas_call' and not kernels:
         return 0.0
     if not recomputed and RECOMPUTED in str(equation.source_info.name_stack):
+        return 0.0
+    if name in ('dot_general', 'conv_general_dilated') and not dense:
         return 0.0
     if name == 'dot_general':
         (contracted, _), _ = params['dimension_numbers']
@@ -53,7 +59,7 @@ def _count_equation(equation: Any, kernels: bool, recomputed: bool) -> float:
         features = kernel.shape[params['dimension_numbers'].rhs_spec[0]]
         return 2.0 * output.size * kernel.size / features
     inner = [
-        count_jaxpr_flops(body, kernels=kernels, recomputed=recomputed)
+        count_jaxpr_flops(body, kernels=kernels, recomputed=recomputed, dense=dense)
         for value in params.values()
         for body in _bodies(value)
     ]

@@ -4,7 +4,8 @@ Every device sends its tokens to the devices of their experts, and gets the outp
 buffers have room for the case that all of its tokens choose the experts of one device.
 
 Suffixes of array names: N tokens, K choices of a token, C = N * K choices, D devices along the mesh
-axes of the experts, E experts, M embed.
+axes of the experts, E experts, H experts of a device, M embed, S sorted rows, I and O the inputs
+and outputs of a matrix.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def _apply_local(
     sizes_H = jnp.sum(counts_DH, axis=0)
 
     def multiply(rows: jax.Array, kernels: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(rows, kernels, sizes_H)
+        return multiply_groups(rows, kernels, sizes_H)
 
     def sample(key: jax.Array, probability: float, shape: tuple[int, ...]) -> jax.Array:
         ids_DC = jnp.ravel(ids_NK)[jnp.minimum(routed.choices_GS, ids_NK.size - 1)]
@@ -124,6 +125,37 @@ def _apply_local(
     y_SM = take_rows(y_SM[None], back_S[None], order_S[None, :, None])[0]
     y_DCM = _exchange(y_SM.reshape(x_DCM.shape), axes)
     return combine(y_DCM.reshape(1, *y_SM.shape), routed)[0]
+
+
+@jax.custom_vjp
+def multiply_groups(rows_SI: jax.Array, kernels_HIO: jax.Array, sizes_H: jax.Array) -> jax.Array:
+    """Multiplies the rows of each group by its matrix, [S, O]: `jax.lax.ragged_dot`.
+
+    Its gradient never contracts the last dimension of matrices. The compiler of TPUs would run out
+    of vector memory, for instance on v6e with the matrices of Mixtral.
+
+    Args:
+      rows_SI: the rows, those of a group together.
+      kernels_HIO: the matrices.
+      sizes_H: the number of rows of each group, integers.
+    """
+    return jax.lax.ragged_dot(rows_SI, kernels_HIO, sizes_H)
+
+
+def _multiply_forward(*given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return multiply_groups(*given), given
+
+
+def _multiply_backward(given: tuple[jax.Array, ...], change_SO: jax.Array) -> tuple[Any, ...]:
+    rows_SI, kernels_HIO, sizes_H = given
+    _, of_kernels = jax.vjp(lambda k: jax.lax.ragged_dot(rows_SI, k, sizes_H), kernels_HIO)
+    # Without the barriers, the transposition would become a part of the product again.
+    change_SO = jax.lax.optimization_barrier(change_SO)
+    kernels_HOI = jax.lax.optimization_barrier(jnp.swapaxes(kernels_HIO, 1, 2))
+    return multiply_groups(change_SO, kernels_HOI, sizes_H), *of_kernels(change_SO), None
+
+
+multiply_groups.defvjp(_multiply_forward, _multiply_backward)
 
 
 def _sample_rows(
