@@ -223,7 +223,7 @@ class Member:
         # An error that all processes have raised is more useful than the news that one has.
         if reason == 'failed':
             time.sleep(min(SECONDS_TO_FAIL, self.limits.heartbeat_seconds / 3))
-            if self._failed or self._left:
+            if self._failed:
                 return
         is_resumable = code in (signals.RESTARTABLE, signals.AFTER_CTRL_C)
         again = signals.how_to_resume() if is_resumable else ''
