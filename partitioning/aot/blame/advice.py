@@ -32,18 +32,39 @@ class Advisor(ArgumentAdvisor):
     def saves(self, changes: Sequence[Change]) -> bool:
         """Whether a change does more than to trade memory for exchanges over axes of the batch."""
         batch = set(self.layouts.batch_axes)
-        for change in changes:
-            if isinstance(change, RuleChange):
-                axes = {a for _, new in change.after for a in sharding_axes(new)}
-                named = {name for name, _ in change.after}
-                if not axes <= batch or 'batch' in named:
-                    return True
-            elif isinstance(change, ConstraintChange):
-                return True
-            elif isinstance(change, LayoutChange):
-                row = self.layouts.rows.get(change.path)
-                if row is None or not {a for one in change.layout for a in one} <= batch:
-                    return True
+        return any(
+            isinstance(change, ConstraintChange)
+            or self._is_of_rows(change)
+            or not self._added_axes(change) <= batch
+            for change in changes
+        )
+
+    def trades(self, change: Change) -> bool:
+        """Whether a change does no more than to shard parameters over axes of the batch."""
+        added = self._added_axes(change)
+        fully_sharded = bool(added) and added <= set(self.layouts.batch_axes)
+        return fully_sharded and not self._is_of_rows(change)
+
+    def _added_axes(self, change: Change) -> set[str]:
+        """The mesh axes over which a change shards what is not sharded over them."""
+        layouts = self.layouts
+        added: set[str] = set()
+        if isinstance(change, RuleChange):
+            for name, axes in change.after:
+                added |= {*sharding_axes(axes)} - {*layouts.axes_of(name)}
+        elif isinstance(change, LayoutChange) and change.path in layouts.rows:
+            row = layouts.rows[change.path]
+            used = {a for d in row.dimensions for a in sharding_axes(d.mesh_axes)}
+            added |= {a for axes in change.layout for a in axes} - used
+        return added
+
+    def _is_of_rows(self, change: Change) -> bool:
+        """Whether a change is of the rows of the batch, or of a result of the function."""
+        if isinstance(change, RuleChange):
+            return any(name == 'batch' for name, _ in change.after)
+        if isinstance(change, LayoutChange):
+            row = self.layouts.rows.get(change.path)
+            return row is None or row.role == 'other'
         return False
 
     def odd_rules(self, *values: Value | None) -> list[RuleChange]:

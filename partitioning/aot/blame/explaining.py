@@ -95,12 +95,9 @@ def explain_program(
       log: what the compiler wrote to the standard error of the process.
     """
     program = parse_hlo(text)
-    traced = TracedValues((), (), (), LinkedDimensions())
-    if jaxpr is not None:
-        traced = trace_values(jaxpr, rows, names_by_axes(rules))
-    layouts = KnownLayouts(rules, axis_sizes(mesh), rows, traced.links)
+    traced, advisor = advise(jaxpr, mesh=mesh, rows=rows, rules=rules)
+    layouts = advisor.layouts
     matcher = Matcher(program, traced, layouts.sizes)
-    advisor = Advisor(layouts, ValueGraph(traced), traced.links)
     replicated = [(row, explain_replicated(row, advisor)) for row in layouts.rows.values()]
     collectives = tuple((c, _of_collective(c, matcher, advisor)) for c in costs.collectives)
     exchanges = {c.instruction: cause for c, cause in collectives}
@@ -117,6 +114,25 @@ def explain_program(
             for found in find_rematerializations(log)
         ),
     )
+
+
+def advise(
+    jaxpr: Any,
+    *,
+    mesh: Mesh | AbstractMesh | Mapping[str, int],
+    rows: Sequence[PlanRow | None] = (),
+    rules: LogicalAxisRules = (),
+) -> tuple[TracedValues, Advisor]:
+    """Returns the values of a traced function, and what knows its layouts and their changes.
+
+    Args:
+      jaxpr, mesh, rows, rules: as for `explain_program`.
+    """
+    traced = TracedValues((), (), (), LinkedDimensions())
+    if jaxpr is not None:
+        traced = trace_values(jaxpr, rows, names_by_axes(rules))
+    layouts = KnownLayouts(rules, axis_sizes(mesh), rows, traced.links)
+    return traced, Advisor(layouts, ValueGraph(traced), traced.links)
 
 
 def _of_collective(collective: Collective, matcher: Matcher, advisor: Advisor) -> Cause | None:
