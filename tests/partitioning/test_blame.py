@@ -116,6 +116,29 @@ def test_tensor_parallelism_sums_over_the_hidden_dimension(mesh):
     assert not explanation.avoidable
 
 
+def test_a_sum_is_not_taken_for_an_array_that_is_sharded_over_its_devices(mesh):
+    """Each device has 8 x 64 of the 32 x 128 hidden layer, and 8 x 64 of the sum, [32, 64]."""
+
+    def train_twice(params, x):
+        def loss(params):
+            up, down = params['up'], params['down']
+
+            @jax.checkpoint
+            def block(x):
+                hidden = constrain(jnp.tanh(x @ up), ('batch', 'mlp'))
+                return x + constrain(hidden @ down, ('batch', 'embed'))
+
+            return jnp.mean(jnp.tanh(block(block(x))) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    explanation = explain(train_twice, mesh, TENSOR)
+    sums = [c for k, c in explanation.collectives if k.axes == ('model',)]
+    assert len(sums) >= 3
+    assert {c.rule for c in sums} == {"('mlp', 'model')"}
+    assert not any(c.avoidable for c in sums)
+
+
 def test_a_constraint_that_gathers_an_activation_is_found(mesh):
     def gathering(params, x):
         def loss(params):

@@ -73,7 +73,10 @@ def find_evidence(
         return None
     array = arrays[0]
     makers = matcher.flow.makers(Place(operands[number], computation))
-    value, maker = _held(makers, instruction, array, matcher)
+    # What is summed over devices is not sharded over them, before or after.
+    summed = collective.kind in ('all-reduce', 'reduce-scatter')
+    whole_along = collective.axes if summed else ()
+    value, maker = _held(makers, instruction, array, matcher, whole_along)
     index = number if len(operands) > 1 else None
     takers = matcher.flow.takers(place._replace(part=index))
     taken_by = [
@@ -101,7 +104,11 @@ def find_evidence(
 
 
 def _held(
-    makers: Sequence[Place], instruction: Instruction, array: ArrayType, matcher: Matcher
+    makers: Sequence[Place],
+    instruction: Instruction,
+    array: ArrayType,
+    matcher: Matcher,
+    whole_along: Axes,
 ) -> tuple[Value | None, Place | None]:
     """The value that an operand holds, and what makes it."""
     weak: tuple[Value | None, Place | None] = None, None
@@ -113,12 +120,12 @@ def _held(
                 return scanned, maker
             weak = weak if weak[0] else (argument, maker)
             continue
-        for value in matcher.values_of(maker.instruction, array.shape)[:1]:
-            if matcher.is_shard(array.shape, value.shape):
+        for value in matcher.values_of(maker.instruction, array.shape, whole_along)[:1]:
+            if matcher.is_shard(array.shape, value.shape, whole_along):
                 return value, maker
             weak = weak if weak[0] else (value, maker)
-    for value in matcher.values_of(instruction, array.shape)[:1]:
-        if matcher.is_shard(array.shape, value.shape):
+    for value in matcher.values_of(instruction, array.shape, whole_along)[:1]:
+        if matcher.is_shard(array.shape, value.shape, whole_along):
             return value, makers[0] if makers else None
     return weak
 

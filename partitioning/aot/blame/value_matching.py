@@ -51,13 +51,17 @@ class Matcher:
         return self._arguments.get(int(place.instruction.literal))
 
     def values_of(
-        self, instruction: Instruction, shape: Sequence[int] | None = None
+        self,
+        instruction: Instruction,
+        shape: Sequence[int] | None = None,
+        whole_along: Sequence[str] = (),
     ) -> list[Value]:
         """The values that an instruction may hold, those that match best.
 
         Args:
           instruction: the instruction.
           shape: the shape of a device's part of the value, if it is not the result's.
+          whole_along: mesh axes over which the value is not sharded.
         """
         stack, path = self._program.stack_of(instruction), instruction.op_name
         if not stack:
@@ -75,7 +79,7 @@ class Matcher:
             score += 4 if value.primitive in primitives or stacked else 0
             score += 2 if value.backward == backward else 0
             score += min(len(value.scope & words), 8) / 2
-            score += 5 if self.is_shard(shape, value.shape) else 0
+            score += 5 if self.is_shard(shape, value.shape, whole_along) else 0
             score += self._fit(shape, value)
             if score > best_score:
                 best, best_score = [value], score
@@ -83,9 +87,14 @@ class Matcher:
                 best.append(value)
         return best
 
-    def is_shard(self, shape: Sequence[int], whole: Sequence[int]) -> bool:
+    def is_shard(
+        self, shape: Sequence[int], whole: Sequence[int], whole_along: Sequence[str] = ()
+    ) -> bool:
         """Whether an array of one shape can be a shard of one of another, up to dimensions of 1."""
-        return shard_dimensions(shape, whole, self._counts) is not None
+        counts = self._counts
+        if whole_along:
+            counts = shard_counts({a: n for a, n in self._sizes.items() if a not in whole_along})
+        return shard_dimensions(shape, whole, counts) is not None
 
     def _fit(self, shape: Sequence[int], value: Value) -> float:
         """Prefers values whose dimensions have the order and the layout of a device's part."""

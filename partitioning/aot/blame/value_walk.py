@@ -64,7 +64,8 @@ def trace_values(
             jaxpr.jaxpr.invars, [*rows, *[None] * len(jaxpr.jaxpr.invars)], strict=False
         )
     ]
-    walk = _Walk(names_of)
+    inputs = frozenset(row.path for row in rows if row is not None and row.role == 'other')
+    walk = _Walk(names_of, inputs)
     results = walk.run(jaxpr.jaxpr, arguments, frozenset(), backward=False)
     return TracedValues(tuple(arguments), tuple(walk.values), tuple(results), walk.links)
 
@@ -93,11 +94,11 @@ def _name_of(axes: Any, row: PlanRow, names_of: Mapping[Any, str]) -> str | None
 class _Walk:
     """Goes through a jaxpr in the order of its operations."""
 
-    def __init__(self, names_of: Mapping[Any, str]):
+    def __init__(self, names_of: Mapping[Any, str], inputs: frozenset[str]):
         self.values: list[Value] = []
-        self._names_of = names_of
+        self._names_of, self._inputs = names_of, inputs
         self.links = LinkedDimensions()
-        # The arguments that forward operations take, by stack and by sizes of the dimensions.
+        # The parameters that forward operations take, by stack and by sizes of the dimensions.
         self._taken: dict[tuple[Any, ...], list[Value]] = {}
 
     def run(
@@ -236,7 +237,7 @@ class _Walk:
                 value.update_of = changed
         if not value.backward:
             for operand in value.operands:
-                if operand.argument:
+                if operand.argument and operand.argument not in self._inputs:
                     key = value.stack, tuple(sorted(operand.shape))
                     self._taken.setdefault(key, []).append(operand)
         elif not value.gradient_of and name not in (*MOVES, 'broadcast_in_dim', 'select_n'):
