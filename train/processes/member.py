@@ -35,6 +35,7 @@ _WAITING = {
     'process_allgather',
     'broadcast_one_to_all',
     'wait_at_barrier',
+    '_wait_for_part',  # of the manifest of a checkpoint
 }
 # Functions in which a thread waits for another one.
 _JOINING = {'join', 'result'}
