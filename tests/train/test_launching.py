@@ -198,13 +198,18 @@ def test_the_commands_of_the_processes():
         assert list(child.command[at + 1 :]) == [
             'eval',
             'runs/x',
+            '--cpu_devices=3',
             '--coordinator_address=127.0.0.1:4321',
             '--process_count=2',
-            '--cpu_devices=3',
             f'--process_index={index}',
         ]
         assert (child.environment['XLA_FLAGS'], child.environment['KEPT']) == ('--a', '1')
         assert 'JAX_NUM_CPU_DEVICES' not in child.environment
+
+
+def test_a_process_that_is_alone_joins_no_others():
+    [child] = make_children(['train', 'x'], 1, 4321, 8, [], 'meshwright launch', {})
+    assert list(child.command[-3:]) == ['train', 'x', '--cpu_devices=8']
 
 
 def test_every_gpu_belongs_to_one_process():

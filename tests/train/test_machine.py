@@ -84,3 +84,11 @@ def test_a_process_index_out_of_range(index):
 def test_num_partitions_that_fit(maximum, size):
     assert jax.device_count() == 8
     assert machine.num_partitions_that_fit(maximum) == size
+
+
+@pytest.mark.parametrize('joined', [False, True])
+def test_programs_on_cpus_wait_for_each_other_where_processes_have_joined(monkeypatch, joined):
+    # Also if there is only one process: the collectives are the same.
+    monkeypatch.setattr(jax.distributed, 'is_initialized', lambda: joined)
+    assert jax.process_count() == 1
+    assert machine.must_wait_for_steps() == joined

@@ -94,11 +94,13 @@ def make_children(
     """
     # -P: a train.py in the current folder must not hide this package.
     program = [sys.executable, '-P', '-m', 'train.cli', *command]
-    shared = [f'--coordinator_address=127.0.0.1:{port}', f'--process_count={count}']
-    shared += [] if gpus else [f'--cpu_devices={devices}']
+    shared = [] if gpus else [f'--cpu_devices={devices}']
+    if count > 1:
+        shared += [f'--coordinator_address=127.0.0.1:{port}', f'--process_count={count}']
     return [
         Child(
-            [*program, *shared, f'--process_index={index}'],
+            # A process that is alone has nobody to find, and its collectives are faster.
+            [*program, *shared, *([f'--process_index={index}'] if count > 1 else [])],
             child_environment(environment, line, gpus[index * devices : (index + 1) * devices]),
         )
         for index in range(count)

@@ -174,10 +174,9 @@ def decide(
         new = found
     what = f'restart {restarted + 1} of {restarts}'
     if new != count:
-        what += (
-            f': {new} processes with {new * devices} devices in total instead of {count} with '
-            f'{count * devices}'
-        )
+        noun = 'process' if new == 1 else 'processes'
+        now, before = new * devices, count * devices
+        what += f': {new} {noun} with {now} devices in total instead of {count} with {before}'
     return Decision(code, new, f'{what}, {why}')
 
 
