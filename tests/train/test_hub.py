@@ -129,6 +129,17 @@ def test_after_a_signal_all_processes_stop_at_the_first_tick_that_none_has_passe
     assert end['code'] == 75 and 'at once, because it is the second signal' in end['line']
 
 
+def test_a_run_after_one_that_a_signal_has_stopped_can_be_stopped_again():
+    run = Run(count=2)
+    for first in (0, 10):
+        run.say(0, 'signal', signum=signal.SIGTERM, again=False)
+        for index in range(2):
+            run.say(index, 'passed', ticks=first + index, saves=True)
+        assert next(m for m in run.heard(1) if m['kind'] == 'stop')['tick'] == first + 2
+        for index in range(2):
+            run.say(index, 'gather', number=first, name='the start of the run', value=None)
+
+
 def test_a_signal_ends_everything_at_once_if_a_process_has_nothing_to_save():
     run = Run()
     run.say(2, 'signal', signum=signal.SIGINT, again=False)

@@ -20,6 +20,8 @@ from train.processes.wire import Connection, Message
 
 # Exit codes, as in `signals.py`.
 RESTARTABLE, AFTER_CTRL_C = 75, 130
+# What the processes gather at the start of a run, which forgets the signals of an earlier one.
+BEGIN = 'the start of the run'
 # How long the end of process 0 waits for the others, which would otherwise take it for a death.
 SECONDS_TO_END = 2.0
 
@@ -155,6 +157,10 @@ class Hub:
                 [other],
             )
             return
+        if names[0] == BEGIN:
+            self._signal = None
+            for seen in self._seen.values():
+                seen.passed = None
         values = [found[i]['value'] for i in sorted(found)]
         for seen in self._seen.values():
             seen.connection.send('result', number=number, values=values)

@@ -17,6 +17,7 @@ from typing import Any
 from partitioning.untrusted_text import printable
 from train.processes import signals
 from train.processes.ending import end_process
+from train.processes.hub import BEGIN
 from train.processes.limits import Limits
 from train.processes.output import print_error
 from train.processes.watchdog import Activity
@@ -75,6 +76,18 @@ class Member:
         threading.Thread(target=self._beat, name='beat', daemon=True).start()
 
     # ---- the calls of the run, in its main thread
+
+    def begin(self, activity: Activity, folder: Any) -> None:
+        """Begins a run together with the others. An earlier run may have been stopped by a signal.
+
+        Args:
+          activity: what the run does.
+          folder: the folder of the run.
+        """
+        self.activity, self.stacks = activity, folder
+        with self._changed:
+            self._paused, self._stop = False, None
+        self.gather(BEGIN, None)
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Returns the values of all processes, in the order of their indices.

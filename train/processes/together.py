@@ -42,9 +42,9 @@ def taking_part(activity: Activity, folder: str | os.PathLike[str]) -> Iterator[
         yield
         return
     one = member()
-    one.activity, one.stacks = activity, folder
     signals.share(one.forward, one.leave)
     try:
+        one.begin(activity, folder)
         yield
     except Exception as error:
         report_failure(error)
