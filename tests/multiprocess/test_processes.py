@@ -204,7 +204,7 @@ def test_if_one_process_cannot_start_a_run_the_other_stops(reports_of):
     assert 'a run is a file' in first['a file']
     assert second['a file'] == f'{kind}process 0 failed: {first["a file"].removeprefix(kind)}'
     for name in ('restore', 'evaluation'):
-        assert second[name].startswith(kind) and 'none does not exist' in second[name]
+        assert second[name].startswith(kind) and 'restored does not exist' in second[name]
         assert first[name] == f'{kind}process 1 failed: {second[name].removeprefix(kind)}'
 
 
