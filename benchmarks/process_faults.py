@@ -104,8 +104,13 @@ def run_named(fault: Fault, folder: Path) -> dict[str, Any]:
         'named': any(fault.named in line for text in texts for line in text.splitlines()[-12:]),
         'right code': set(others) == {fault.code},
         'in time': (ending.seconds or 0) <= fault.limit + 5,
-        'says': next((t.splitlines()[-1] for t in texts if t), '')[:300],
+        'says': next((_last_line(t, folder) for t in texts if t), ''),
     }
+
+
+def _last_line(text: str, folder: Path) -> str:
+    """The last line that a process has printed, without the folder of this trial."""
+    return text.splitlines()[-1].replace(f'{folder}/', '')[:300]
 
 
 def run_random(seed: int, folder: Path, expected: Mapping[int, Any]) -> dict[str, Any]:
