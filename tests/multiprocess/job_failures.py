@@ -66,7 +66,7 @@ def failing_runs(index, folder):
     return {
         'a file': error_of(train, config),
         'restore': error_of(train, shared),
-        'evaluation': error_of(evaluate, config, restore=restore, output_dir='scores'),
+        'evaluation': error_of(evaluate, shared, restore=restore, output_dir='scores'),
         **{
             name: error_of(train, dataclasses.replace(shared, restore=None, **change))
             for name, change in changes.items()
