@@ -22,7 +22,7 @@ from partitioning.aot.blame.known_layouts import KnownLayouts, names_by_axes
 from partitioning.aot.blame.value_graph import ValueGraph
 from partitioning.aot.blame.value_walk import trace_values
 from partitioning.plan.rows import make_row
-from partitioning.rules import resolve_axes
+from partitioning.rules import ResolvedDimension, resolve_axes
 
 SHAPES = {'up': (3, 128, 256), 'down': (3, 256, 128)}
 LAYOUTS = {'up': P(None, None, 'model'), 'down': P(None, 'model', None)}
@@ -90,9 +90,10 @@ def test_a_constraint_on_the_carry_of_a_loop_is_found_in_the_next_iteration(mesh
     assert all("PartitionSpec('data', None)" in cause.change for cause in blamed)
 
 
-def test_a_batch_over_the_wrong_axis_is_told_by_the_constraints_on_its_rows(mesh):
+@pytest.mark.parametrize('rows', [P('model', None), P(None, 'data')])
+def test_a_batch_over_the_wrong_axis_is_told_by_the_constraints_on_its_rows(mesh, rows):
     step, _ = make_step()
-    function = compile_step(step, mesh, rows=P('model', None))
+    function = compile_step(step, mesh, rows=rows)
     changes = {cause.change for cause in function.explain().avoidable}
     assert "lay out the argument batch/x as PartitionSpec('data', None)" in changes
 
@@ -127,6 +128,33 @@ def test_names_that_have_changed_places_are_told_by_the_other_parameters(mesh):
     (change,) = advisor.odd_layouts(*traced.arguments)
     assert change.names == ('vocab', 'embed')
     assert change.layout == (('model',), ('data',))
+
+
+def test_axes_too_much_are_found_in_constraints_and_in_layouts(mesh):
+    """'up' has columns over both axes, and a constraint shards the columns of x."""
+
+    def f(up, x):
+        return lay_out(jnp.tanh(x), P('data', 'model')) @ up
+
+    rows = []
+    up, x = jnp.zeros((64, 32)), jnp.zeros((32, 64))
+    for path, array, spec, role in (
+        ('params/up', up, (None, ('data', 'model')), 'parameters'),
+        ('x', x, ('data', None), 'other'),
+    ):
+        given = [ResolvedDimension(None, axes, None, (), 'given') for axes in spec]
+        rows.append(make_row(path, array, mesh, given, role))
+    with jax.set_mesh(mesh):
+        jaxpr = jax.make_jaxpr(f)(up, x)
+    traced = trace_values(jaxpr, rows, {})
+    layouts = KnownLayouts((), dict(mesh.shape), rows, traced.links)
+    advisor = Advisor(layouts, ValueGraph(traced), traced.links)
+    tanh = next(v for v in traced.values if v.primitive == 'tanh')
+    (constraint,) = advisor.needless_constraints(tanh, ('model',))
+    assert constraint.primitive == 'sharding_constraint'
+    assert not advisor.needless_constraints(tanh, ('data',))
+    changes = {change.layout for change in advisor.other_layouts('params/up')}
+    assert {((), ('model',)), ((), ('data',))} <= changes
 
 
 @pytest.mark.parametrize('list_faults', [held_out_faults, later_faults])

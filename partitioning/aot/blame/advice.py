@@ -175,16 +175,27 @@ class Advisor(ArgumentAdvisor):
         One that shards nothing over them comes before one that shards another dimension.
         """
         moved = []
-        for near in self.graph.near(value):
-            if near.layout is None or near.primitive == 'scan':
-                continue
-            wanted = self.layouts.wanted(near.dims, near.shape)
-            pairs = zip(wanted, near.layout, strict=True)
+        for near, wanted in self._constraints_near(value):
+            pairs = zip(wanted, near.layout or (), strict=True)
             if any(set(theirs) & set(axes) - set(mine) for theirs, mine in pairs):
                 if lacks(near, axes):
                     return [near]
                 moved.append(near)
         return moved[:1]
+
+    def needless_constraints(self, value: Value, axes: Axes) -> list[Value]:
+        """The nearest constraint that shards a dimension over mesh axes that its name lacks."""
+        for near, wanted in self._constraints_near(value):
+            pairs = zip(wanted, near.layout or (), strict=True)
+            if any(wanted) and any(set(mine) & set(axes) - set(theirs) for theirs, mine in pairs):
+                return [near]
+        return []
+
+    def _constraints_near(self, value: Value) -> Iterator[tuple[Value, tuple[Axes, ...]]]:
+        """The constraints around a value, the near ones first, with the layout by their names."""
+        for near in self.graph.near(value):
+            if near.layout is not None and near.primitive != 'scan':
+                yield near, self.layouts.wanted(near.dims, near.shape)
 
     def _around(self, value: Value) -> Iterator[Value]:
         """The value, then forward values near it that have names."""

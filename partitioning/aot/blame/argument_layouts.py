@@ -42,10 +42,10 @@ class ArgumentAdvisor:
         found: list[LayoutChange] = []
         for row in rows:
             if row.role == 'other' and not any(row.logical_axes):
-                wanted = self.links.axes_of(row.path, len(row.shape))[:1]
+                wanted = self.links.axes_of(row.path, len(row.shape))
                 now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
                 if wanted and wanted[0] and now[0] != wanted[0]:
-                    found.append(LayoutChange(path=row.path, layout=(*wanted, *now[1:])))
+                    found.append(LayoutChange(path=row.path, layout=wanted))
             elif row.role == 'parameters':
                 found += self._with_names_in_place(row)
         return found
@@ -175,6 +175,11 @@ class ArgumentAdvisor:
             return []
         found: list[Change] = list(self.like_its_uses(row))
         now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
+        for number, mine in enumerate(now):
+            for axis in mine if len(mine) > 1 else ():
+                fewer = tuple(a for a in mine if a != axis)
+                layout = (*now[:number], fewer, *now[number + 1 :])
+                found.append(LayoutChange(path=path, layout=layout))
         axes = next((a for a in now if a), ())
         order = range(len(row.shape) - 1, 0 if len(row.shape) > 2 else -1, -1)
         for number in order:

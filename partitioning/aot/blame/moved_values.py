@@ -73,7 +73,11 @@ def explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> C
             found, array=row.path, logical_axes=tuple(row.logical_axes), source=evidence.used_at
         )
     conflicting = list(_conflicts(evidence, value, advisor))
-    conflicting = conflicting or advisor.misplaced_constraints(value, axes)
+    conflicting = (
+        conflicting
+        or advisor.misplaced_constraints(value, axes)
+        or advisor.needless_constraints(value, axes)
+    )
     if conflicting:
         constraint = conflicting[0]
         line = user_line(constraint.stack)

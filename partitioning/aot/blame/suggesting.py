@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
+from partitioning.aot.blame.advice import Advisor
 from partitioning.aot.blame.cause import Cause
 from partitioning.aot.blame.changes import (
     Change,
@@ -24,7 +25,7 @@ from partitioning.aot.blame.known_layouts import KnownLayouts
 Rewrite = Callable[[CodeChange], jax.stages.Traced | None]
 
 _JOINED = 2  # the number of compilations that are kept for two changes together
-_MORE = 1.25  # by which factor two changes must save more than one, so that both are suggested
+_MORE = 1.25  # by which factor two changes must save more than one, or a later one than another
 _TRADED = 0.25  # what a byte counts that sharding over axes of the batch saves
 _EXPECTED = 0.1  # the weight of a cause that the layout needs, next to one that it does not
 
@@ -81,30 +82,46 @@ def suggest_change(
     ranked = rank_changes(advisor.layouts, found)
     if not ranked:
         return None
-
-    def worth(tried: Confirmation) -> float:
-        return tried.saved * (_TRADED if advisor.trades(tried.change) else 1)
-
+    suspects, _ = _of_suspects(advisor.layouts)
     queue, untried = iter(ranked), list[CodeChange]()
     tried = list(_try_each(function, queue, most - _JOINED, rewrite, untried))
-    if sum(one.helps for one in tried) < 2:  # there is nothing to join
+    if sum(one.helps or one.change in suspects for one in tried) < 2:  # there is nothing to join
         tried += _try_each(function, queue, most - len(tried), rewrite, untried)
-    helpful = sorted((one for one in tried if one.helps), key=worth, reverse=True)
-    joined = list(_try_joined(function, helpful, most - len(tried), rewrite))
-    both = max(joined, key=lambda one: one.saved, default=None)
-    best = helpful[0] if helpful else None
-    change = best.change if best else next(iter(ranked))
-    cause = _at_change(ranked[change], change) if best else ranked[change]
-    if best is not None and both is not None and both.saved > _MORE * best.saved:
-        best, change = both, both.change
+    best = _choose(tried, advisor)
+    if best is None:
+        change, cause = next(iter(ranked.items()))
+        joined = []
+    else:
+        change, cause = best.change, _at_change(ranked[best.change], best.change)
+        others = [one for one in tried if one is not best and one.helps]
+        others.sort(key=lambda one: -_worth(one, advisor))
+        # A rule may only help once another one is right.
+        others += [one for one in tried if not one.helps and one.change in suspects]
+        joined = list(_try_joined(function, best, others, most - len(tried), rewrite))
+        both = max(joined, key=lambda one: one.saved, default=best)
+        if both.saved > _MORE * best.saved:
+            best, change = both, both.change
+    confirmed = best is not None if tried else None
     return Suggestion(
-        cause=dataclasses.replace(
-            cause, change=str(change), confirmed=best is not None if tried else None
-        ),
+        cause=dataclasses.replace(cause, change=str(change), confirmed=confirmed),
         saved=best,
         tried=(*tried, *joined),
         untried=tuple(untried),
     )
+
+
+def _worth(tried: Confirmation, advisor: Advisor) -> float:
+    """What a change saves; what fully sharded training always saves counts less."""
+    return tried.saved * (_TRADED if advisor.trades(tried.change) else 1)
+
+
+def _choose(tried: Sequence[Confirmation], advisor: Advisor) -> Confirmation | None:
+    """The first change that helps, unless a later one, which is less promising, saves 25% more."""
+    best: Confirmation | None = None
+    for one in tried:
+        if one.helps and (best is None or _worth(one, advisor) > _MORE * _worth(best, advisor)):
+            best = one
+    return best
 
 
 def rank_changes(
@@ -178,12 +195,15 @@ def _try_each(
 
 
 def _try_joined(
-    function: CompiledFunction, helpful: Sequence[Confirmation], most: int, rewrite: Rewrite | None
+    function: CompiledFunction,
+    best: Confirmation,
+    others: Sequence[Confirmation],
+    most: int,
+    rewrite: Rewrite | None,
 ) -> Iterator[Confirmation]:
-    """Compiles with the first change and the next ones, as long as that saves more."""
-    best = helpful[0] if helpful else None
-    for other in helpful[1:]:
-        if best is None or most <= 0:
+    """Compiles with the best change and the other ones, as long as that saves more."""
+    for other in others:
+        if most <= 0:
             return
         try:
             both = join_changes(best.change, other.change)
