@@ -253,4 +253,4 @@ def test_gradients_of_groups_do_not_contract_the_last_dimension_of_matrices():
     ]
     of_matrices = [n for n in products if n.rhs_group_dimensions]
     assert of_matrices and all(n.dot_dimension_numbers[0][1] == (1,) for n in of_matrices)
-    assert {p.rhs_group_dimensions for p in products} == {(0,), ()}
+    assert len(products) == 3, 'one forward, and one for each factor'

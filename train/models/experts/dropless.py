@@ -142,17 +142,22 @@ def multiply_groups(rows_SI: jax.Array, kernels_HIO: jax.Array, sizes_H: jax.Arr
     return jax.lax.ragged_dot(rows_SI, kernels_HIO, sizes_H)
 
 
-def _multiply_forward(*given: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return multiply_groups(*given), given
+def _multiply_forward(
+    rows_SI: jax.Array, kernels_HIO: jax.Array, sizes_H: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    given = rows_SI, kernels_HIO, sizes_H
+    return jax.lax.ragged_dot(rows_SI, kernels_HIO, sizes_H), given
 
 
 def _multiply_backward(given: tuple[jax.Array, ...], change_SO: jax.Array) -> tuple[Any, ...]:
     rows_SI, kernels_HIO, sizes_H = given
-    _, of_kernels = jax.vjp(lambda k: jax.lax.ragged_dot(rows_SI, k, sizes_H), kernels_HIO)
+    of_kernels = jax.linear_transpose(
+        lambda kernels: jax.lax.ragged_dot(rows_SI, kernels, sizes_H), kernels_HIO
+    )
     # Without the barriers, the transposition would become a part of the product again.
     change_SO = jax.lax.optimization_barrier(change_SO)
     kernels_HOI = jax.lax.optimization_barrier(jnp.swapaxes(kernels_HIO, 1, 2))
-    return multiply_groups(change_SO, kernels_HOI, sizes_H), *of_kernels(change_SO), None
+    return jax.lax.ragged_dot(change_SO, kernels_HOI, sizes_H), *of_kernels(change_SO), None
 
 
 multiply_groups.defvjp(_multiply_forward, _multiply_backward)
