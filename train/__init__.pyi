@@ -12,6 +12,6 @@ from train.objectives import (
     Supervised as Supervised,
 )
 from train.optimizers import Optimizer as Optimizer
-from train.processes.signals import Interrupted as Interrupted
+from train.processes.interrupted import Interrupted as Interrupted
 from train.stopping import EarlyStopping as EarlyStopping, StopIfNotFinite as StopIfNotFinite
 from train.train import train as train

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from train.config import TrainConfig
+from train.processes.agreement import digest
 from train.processes.together import check_same, check_shared_folder
 from train.run import Run
 from train.runtime.gin_text import operative_text
@@ -59,7 +60,7 @@ def agree_on_program(lowered: Any) -> None:
       Disagreement: if they differ.
     """
     if jax.process_count() > 1:
-        text = {'program of the train step': lowered.as_text()}
+        text = {'program of the train step': f'hash {digest(lowered.as_text())}'}
         check_same('tracing the train step', text, 'is the code of all hosts the same?')
 
 

@@ -28,6 +28,20 @@ def check_counts(minimum: int = 1, **counts: int) -> None:
             raise ConfigError(f'{name} is {count!r}: it must be an integer >= {minimum}')
 
 
+def check_seconds(**values: float) -> None:
+    """Checks that each setting is a number of seconds above 0.
+
+    Args:
+      values: the settings by name.
+
+    Raises:
+      ConfigError: if a setting is not a number, or not above 0.
+    """
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(f'{name} is {value!r}: it must be a number of seconds > 0')
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or its type if there is no message."""
     return (str(error).splitlines() or [type(error).__name__])[0]

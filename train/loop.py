@@ -14,7 +14,7 @@ from train.evaluators import is_due, run_evaluators
 from train.health import NotFinite
 from train.objectives import NextToken
 from train.processes import signals
-from train.processes.signals import Interrupted
+from train.processes.interrupted import Interrupted
 from train.processes.together import agree_on, raise_on_all_processes
 from train.run import Run
 from train.runtime.gin_text import file_of_run

@@ -12,7 +12,7 @@ import termios
 import threading
 import time
 
-from train.processes import signals
+from train.processes import signal_watch, signals
 
 LINE = 'meshwright train mine'
 
@@ -94,8 +94,8 @@ SCENARIOS = {
 
 if __name__ == '__main__':
     signals.handle_until_exit()
-    signals.SECONDS_TO_CLEAN_UP = 0.1
-    signals.SECONDS_OF_ONE_REQUEST = 0.0
+    signal_watch.SECONDS_TO_CLEAN_UP = 0.1
+    signal_watch.SECONDS_OF_ONE_REQUEST = 0.0
 
     from train.cli.interruption import run_until_signal
 

@@ -24,7 +24,8 @@ from partitioning import PjitPartitioner
 from train import Supervised, TrainConfig, checkpoints, run as run_module, start, train
 from train.checkpoints import CheckpointConfig, complete_steps
 from train.data import Examples
-from train.processes import signals
+from train.processes import signal_watch, signals
+from train.processes.interrupted import SIGNALS, Interrupted
 from train.runtime.writers import JsonWriter
 
 STEPS = 6
@@ -102,7 +103,7 @@ def undisturbed(tmp_path_factory):
 
 def interrupt(folder, **changes):
     """Trains until a signal ends the run, and returns the error and the steps that are saved."""
-    with pytest.raises(signals.Interrupted) as caught:
+    with pytest.raises(Interrupted) as caught:
         train(config(folder, **changes))
     return caught.value, complete_steps(folder / 'checkpoints')
 
@@ -114,13 +115,13 @@ def interrupt(folder, **changes):
     ('number', 'code'), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGHUP, 75)]
 )
 def test_a_signal_in_a_step_saves_the_step(undisturbed, tmp_path, number, code):
-    handlers = [signal.getsignal(n) for n in signals.SIGNALS]
+    handlers = [signal.getsignal(n) for n in SIGNALS]
     signal_at_1 = send(number, at=1)
     error, saved = interrupt(tmp_path, hooks=[lambda state, step, m: signal_at_1(step)])
     assert (saved, error.exit_code, error.signal) == ([1], code, number)
     where = tmp_path / 'checkpoints/1'
     assert str(error) == f'stopped by {number.name} after step 1 of 6, saved in {where}'
-    assert [signal.getsignal(n) for n in signals.SIGNALS] == handlers
+    assert [signal.getsignal(n) for n in SIGNALS] == handlers
     assert_ends_like(undisturbed, tmp_path)
 
 
@@ -216,7 +217,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(
 
 
 def test_a_second_signal_of_a_program_raises_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, 'SECONDS_OF_ONE_REQUEST', 0.0)
+    monkeypatch.setattr(signal_watch, 'SECONDS_OF_ONE_REQUEST', 0.0)
 
     def twice(state, step, metrics):
         signal.raise_signal(signal.SIGINT)
@@ -231,7 +232,7 @@ def test_a_second_signal_of_a_program_raises_again(tmp_path, monkeypatch):
 def test_a_library_may_turn_a_signal_into_an_error_of_its_own(nested):
     """As modules do that are not written in Python, while they are imported."""
     outer = signals.handle() if nested else contextlib.nullcontext()
-    with pytest.raises(signals.Interrupted, match='SIGHUP with nothing'), outer, signals.handle():
+    with pytest.raises(Interrupted, match='SIGHUP with nothing'), outer, signals.handle():
         try:
             signal.raise_signal(signal.SIGHUP)
         except KeyboardInterrupt:
@@ -248,7 +249,7 @@ class Destroyed:
 def test_a_signal_in_a_destructor_is_raised_after_it(capsys):
     hook = sys.unraisablehook
     with signals.handle():
-        with pytest.raises(signals.Interrupted):
+        with pytest.raises(Interrupted):
             Destroyed()
             time.sleep(60)  # The signal ends it.
         with signals.handle():
@@ -259,12 +260,12 @@ def test_a_signal_in_a_destructor_is_raised_after_it(capsys):
 
 def handlers_inside():
     with signals.handle():
-        return [signal.getsignal(n) for n in signals.SIGNALS]
+        return [signal.getsignal(n) for n in SIGNALS]
 
 
 def test_signals_are_left_alone_where_they_cannot_be_handled():
     """In another thread than the main one, and under `nohup`."""
-    before = [signal.getsignal(n) for n in signals.SIGNALS]
+    before = [signal.getsignal(n) for n in SIGNALS]
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(handlers_inside).result() == before
     hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -283,7 +284,7 @@ def test_a_signal_to_one_of_several_processes_takes_effect_where_all_stop(monkey
         forwarded.append(signum_and_again)
         told.set()
 
-    monkeypatch.setattr(signals._handling, 'forward', forward)
+    monkeypatch.setattr(signal_watch.handling, 'forward', forward)
     with signals.handle():
         signals.defer()
         os.kill(os.getpid(), signal.SIGTERM)
@@ -292,7 +293,7 @@ def test_a_signal_to_one_of_several_processes_takes_effect_where_all_stop(monkey
         assert signals.received() is None, 'the others know nothing of it yet'
         signals.deliver(signal.SIGTERM, 3)
         assert (signals.received(), signals.receiver()) == (signal.SIGTERM, 3)
-        interrupted = pytest.raises(signals.Interrupted, match='by SIGTERM to process 3 ')
+        interrupted = pytest.raises(Interrupted, match='by SIGTERM to process 3 ')
         with interrupted, signals.interruptible():
             pytest.fail('nothing is evaluated any more')
 

@@ -195,7 +195,7 @@ def test_the_table_shows_every_value_with_its_processes_and_the_message_the_odd_
 
 
 def test_limits_are_positive_numbers():
-    with pytest.raises(ConfigError, match=r'--watchdog_seconds=0 must be a number of seconds > 0'):
+    with pytest.raises(ConfigError, match='--watchdog_seconds is 0: it must be a number of sec'):
         Limits(watchdog_seconds=0)
 
 

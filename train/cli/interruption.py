@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from train.launching.children import command_of_launcher
 from train.processes import signals
+from train.processes.interrupted import AFTER_CTRL_C, Interrupted, how_to_resume, note_command
 
 EXIT_CODES = """\
 exit codes: 0 if everything is done, 2 after an error, which is one line, 75 if SIGTERM, SIGHUP or
@@ -29,19 +30,19 @@ def run_until_signal(command: Callable[[], int], line: str) -> int:
       The exit code: that of the command, 75 after SIGTERM or SIGHUP, or 130 after Ctrl-C. The
       process of an interrupted command ends here, without waiting for threads that compile.
     """
-    signals.note_command(line)
+    note_command(line)
     try:
         with signals.handle():
             code = command()
         signals.ignore()
         return code
-    except signals.Interrupted as interrupted:
+    except Interrupted as interrupted:
         text, code = str(interrupted), interrupted.exit_code
     except KeyboardInterrupt as interrupted:  # with several processes, or a second signal
-        text, code = str(interrupted) or 'stopped by SIGINT', signals.AFTER_CTRL_C
+        text, code = str(interrupted) or 'stopped by SIGINT', AFTER_CTRL_C
     gc.collect()  # removes the temporary folders of what the error has referred to
     with contextlib.suppress(OSError):
-        print(f'{text}{signals.how_to_resume()}', file=sys.stderr, flush=True)
+        print(f'{text}{how_to_resume()}', file=sys.stderr, flush=True)
     return signals.end_process(code)
 
 

@@ -14,7 +14,7 @@ from train.launching.inbox import read_inbox, signal_inbox
 from train.launching.lines import Printer
 from train.launching.ports import reserved_port
 from train.launching.supervision import Child, supervise
-from train.processes.signals import AFTER_CTRL_C, RESTARTABLE
+from train.processes.interrupted import exit_code_after
 
 # So that a run which fails at once does not fill the log.
 SECONDS_BEFORE_RESTART = 1.0
@@ -92,7 +92,7 @@ def run_attempts(
             count, restarted = decision.processes, restarted + 1
             if signum := _wait_for_signal(inbox, SECONDS_BEFORE_RESTART):
                 print(f'stopped by {signum.name}; resume with: {command}', file=sys.stderr)
-                return AFTER_CTRL_C if signum == signal.SIGINT else RESTARTABLE
+                return exit_code_after(signum)
 
 
 def _wait_for_signal(inbox: int, seconds: float) -> signal.Signals | None:

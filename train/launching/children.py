@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 
-from train.processes.signals import RESTARTABLE
+from train.processes.interrupted import RESTARTABLE
 
 # The process id of the launcher, and the command that starts all processes again.
 _LAUNCHER, _COMMAND = 'MESHWRIGHT_LAUNCHER', 'MESHWRIGHT_COMMAND'

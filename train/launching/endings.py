@@ -6,7 +6,7 @@ import dataclasses
 import signal
 from collections.abc import Sequence
 
-from train.processes.signals import AFTER_CTRL_C, RESTARTABLE
+from train.processes.interrupted import AFTER_CTRL_C, RESTARTABLE, exit_code_after
 
 # How many lines of a process are repeated at the end to explain its failure.
 _MOST_LINES, _FEW_LINES = 40, 3
@@ -90,7 +90,7 @@ def exit_code_of(end: ProcessEnd) -> int:
     """Returns the exit code of a launcher whose processes ended because of this end."""
     if end.code >= 0:
         return end.code
-    return AFTER_CTRL_C if end.code == -signal.SIGINT else RESTARTABLE
+    return exit_code_after(-end.code)
 
 
 def lost_processes(ends: Sequence[ProcessEnd]) -> list[int]:
@@ -153,7 +153,7 @@ def decide(
     if stopped_by is not None and code in (RESTARTABLE, AFTER_CTRL_C):
         # A process that ends so has said where its state is saved.
         has_said = any(end.code in (RESTARTABLE, AFTER_CTRL_C) for end in attempt.ends)
-        code = AFTER_CTRL_C if stopped_by == signal.SIGINT else RESTARTABLE
+        code = exit_code_after(stopped_by)
         return Decision(code, message='' if has_said else f'stopped by {stopped_by.name}')
     failure = describe_failure(attempt.ends)
     if restarts == 0 or stopped_by is not None:

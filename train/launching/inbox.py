@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from train.processes.signals import SIGNALS
+from train.processes.interrupted import SIGNALS
 
 
 @contextlib.contextmanager

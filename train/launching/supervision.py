@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from train.launching.endings import Attempt, ProcessEnd
 from train.launching.inbox import read_inbox
 from train.launching.lines import LineReader, Printer
-from train.processes.signals import SECONDS_OF_ONE_REQUEST
+from train.processes.signal_watch import SECONDS_OF_ONE_REQUEST
 
 # The time between SIGTERM and SIGKILL.
 SECONDS_AFTER_SIGTERM = 5.0

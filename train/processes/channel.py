@@ -73,7 +73,7 @@ def open_channel(address: str, count: int, index: int, limits: Limits) -> Member
     host, _, port = address.rpartition(':')
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ConfigError(f'--coordinator_address={address}: write host:port, as in host0:1234')
-    hello = {'index': index, 'count': count, 'host': socket.gethostname(), 'packages': packages()}
+    hello = _hello(index, count)
     if index == 0:
         with _listen(int(port)) as listener:
             return _gather_all(listener, hello, limits)
@@ -87,6 +87,11 @@ def packages() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def _hello(index: int, count: int) -> dict[str, Any]:
+    """What a process says of itself when it joins."""
+    return {'index': index, 'count': count, 'host': socket.gethostname(), 'packages': packages()}
 
 
 # ---- process 0
@@ -236,12 +241,7 @@ def _open_over_jax(limits: Limits) -> None:
     from jax.experimental import multihost_utils
 
     count, index = jax.process_count(), jax.process_index()
-    hello: dict[str, Any] = {
-        'index': index,
-        'count': count,
-        'host': socket.gethostname(),
-        'packages': packages(),
-    }
+    hello = _hello(index, count)
     listener = _listen(0) if index == 0 else None
     port = 0 if listener is None else listener.getsockname()[1]
     address = f'{socket.gethostname()}:{port}'.encode()[:256]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from partitioning.untrusted_text import printable
 from train.paths import is_remote
+from train.processes.interrupted import RESTARTABLE
 from train.processes.output import error_fd, print_error
-from train.processes.signals import RESTARTABLE
 
 # The longest time in which the stacks are written: the storage may be what the run waits for.
 SECONDS_TO_WRITE = 30.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from train.errors import ConfigError
-from train.processes.signals import RESTARTABLE
+from train.processes.interrupted import RESTARTABLE
 
 
 class NotTogether(ConnectionError):

@@ -9,17 +9,15 @@ after a signal; see `member.py` for ticks.
 from __future__ import annotations
 
 import dataclasses
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from train.processes.interrupted import AT_ONCE, RESTARTABLE, Interrupted
 from train.processes.limits import Limits
+from train.processes.phrases import died, enumerated, silent, waiting
 from train.processes.wire import Connection, Message
 
-# Exit codes, as in `signals.py`.
-RESTARTABLE, AFTER_CTRL_C = 75, 130
 # What the processes gather at the start of a run, which forgets the signals of an earlier one.
 BEGIN = 'the start of the run'
 # How long the end of process 0 waits for the others, which would otherwise take it for a death.
@@ -101,7 +99,7 @@ class Hub:
         with self._lock:
             seen.closed = True
             if not seen.left:
-                self.end(f'{seen.name} died at {seen.place!r}', RESTARTABLE, [index])
+                self.end(died(seen.name, seen.place), RESTARTABLE, [index])
             self._end_of_all()
 
     def _watch(self) -> None:
@@ -111,7 +109,7 @@ class Hub:
                 self.check()
             for seen in self._seen.values():
                 if not seen.closed:
-                    seen.connection.send('beat')
+                    seen.connection.send('beat', place=self._seen[0].place)
 
     # ---- what the processes say
 
@@ -171,7 +169,7 @@ class Hub:
             gone = [i for i, seen in self._seen.items() if seen.left and i not in found]
             if gone and not self._ending:
                 name = next(iter(found.values()))['name']
-                others = _waiting(list(found))
+                others = waiting(list(found))
                 self.end(
                     f'{self._seen[gone[0]].name} has ended, and {others} for it at {name!r}',
                     RESTARTABLE,
@@ -181,10 +179,8 @@ class Hub:
     # ---- signals
 
     def _stop_for(self, index: int, signum: int, again: bool) -> None:
-        name = signal.Signals(signum).name
         if again:
-            why = 'at once, because it is the second signal'
-            self.end(f'stopped by {name} to process {index} {why}', _exit_code(signum), [])
+            self._interrupt(Interrupted(signum, AT_ONCE, by=index))
         elif self._signal is None:
             self._signal = (signum, index)
             for seen in self._seen.values():
@@ -195,12 +191,7 @@ class Hub:
         assert self._signal is not None
         signum, by = self._signal
         if not message['saves']:
-            why = 'with nothing new to save'
-            self.end(
-                f'stopped by {signal.Signals(signum).name} to process {by} {why}',
-                _exit_code(signum),
-                [],
-            )
+            self._interrupt(Interrupted(signum, by=by))
             return
         self._seen[index].passed = int(message['ticks'])
         passed = [seen.passed for seen in self._seen.values() if not seen.left]
@@ -208,6 +199,9 @@ class Hub:
         if len(known) == len(passed):
             for seen in self._seen.values():
                 seen.connection.send('stop', tick=max(known) + 1, signum=signum, by=by)
+
+    def _interrupt(self, reason: Interrupted) -> None:
+        self.end(str(reason), reason.exit_code, [])
 
     # ---- what the clock says
 
@@ -220,28 +214,24 @@ class Hub:
         present = {i: seen for i, seen in self._seen.items() if not seen.left}
         for index, seen in present.items():
             seen.silent += passed
-            if seen.silent > self._limits.heartbeat_seconds:
-                self.end(
-                    f'{seen.name} has given no sign of life for {seen.silent:,.0f} s, since it was '
-                    f'at {seen.place!r}: it is stopped, or its host or network has failed '
-                    f'(--heartbeat_seconds={self._limits.heartbeat_seconds:g})',
-                    RESTARTABLE,
-                    [index],
-                )
+            limit = self._limits.heartbeat_seconds
+            if seen.silent > limit:
+                line = silent(seen.name, seen.place, seen.silent, limit)
+                self.end(line, RESTARTABLE, [index])
                 return
         limit = self._limits.watchdog_seconds
-        waiting = [i for i, seen in present.items() if seen.waits]
+        patient = [i for i, seen in present.items() if seen.waits]
         stuck = [
             i
             for i, seen in present.items()
             if not seen.waits and not seen.compiles and seen.quiet >= limit
         ]
-        if waiting and stuck:
+        if patient and stuck:
             one = present[stuck[0]]
-            places = _list([f'{present[i].name} at {present[i].place!r}' for i in stuck])
+            places = enumerated([f'{present[i].name} at {present[i].place!r}' for i in stuck])
             self.end(
                 f'stuck: {places} {"has" if len(stuck) == 1 else "have"} made no progress for '
-                f'{one.quiet:,.0f} s, and {_waiting(waiting)} for it '
+                f'{one.quiet:,.0f} s, and {waiting(patient)} for it '
                 f'(--watchdog_seconds={limit:g}: raise it if this is normal)',
                 RESTARTABLE,
                 stuck,
@@ -285,21 +275,3 @@ class Hub:
         if all(seen.left for seen in self._seen.values()):
             for seen in self._seen.values():
                 seen.connection.send('all left')
-
-
-def _exit_code(signum: int) -> int:
-    return AFTER_CTRL_C if signum == signal.SIGINT else RESTARTABLE
-
-
-def _waiting(indices: list[int]) -> str:
-    """Such as 'process 3 waits', or 'processes 0, 1 and 3 wait'."""
-    if len(indices) == 1:
-        return f'process {indices[0]} waits'
-    few = sorted(indices)[:8]
-    more = f' and {len(indices) - len(few)} more' if len(indices) > len(few) else ''
-    return f'processes {_list(few)}{more} wait'
-
-
-def _list(items: list[Any]) -> str:
-    texts = [str(item) for item in items]
-    return ' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from train.errors import ConfigError
+from train.errors import check_seconds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +22,7 @@ class Limits:
     watchdog_seconds: float = 120.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(f'--{field.name}={value!r} must be a number of seconds > 0')
+        check_seconds(**{f'--{name}': value for name, value in vars(self).items()})
 
     @property
     def beat_seconds(self) -> float:

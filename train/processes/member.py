@@ -18,8 +18,10 @@ from partitioning.untrusted_text import printable
 from train.processes import signals
 from train.processes.ending import end_process
 from train.processes.hub import BEGIN
+from train.processes.interrupted import AFTER_CTRL_C, RESTARTABLE, how_to_resume
 from train.processes.limits import Limits
 from train.processes.output import print_error
+from train.processes.phrases import died, silent
 from train.processes.watchdog import Activity
 from train.processes.wire import Connection, Message
 
@@ -69,6 +71,7 @@ class Member:
         self._stop: tuple[int, int, int] | None = None  # the tick, the signal, and who received it
         self._failed = self._told = self._left = self._all_left = False
         self._code = 0  # the exit code after a failure
+        self._place_of_0 = 'the start'  # what process 0 did at its last sign of life
 
     def start(self) -> None:
         """Begins to send signs of life, and to listen to the hub."""
@@ -194,17 +197,13 @@ class Member:
             try:
                 message = self._connection.receive(self.limits.heartbeat_seconds)
             except TimeoutError:
-                self._end(
-                    'process 0 has given no sign of life for '
-                    f'{self.limits.heartbeat_seconds:g} s: it is stopped, or its host or network '
-                    f'has failed (--heartbeat_seconds={self.limits.heartbeat_seconds:g})',
-                    signals.RESTARTABLE,
-                    [0],
-                )
+                limit = self.limits.heartbeat_seconds
+                line = silent('process 0', self._place_of_0, limit, limit)
+                self._end(line, RESTARTABLE, [0])
                 return
             if message is None:
                 if not self._all_left:
-                    self._end('process 0 died', signals.RESTARTABLE, [0])
+                    self._end(died('process 0', self._place_of_0), RESTARTABLE, [0])
                 return
             self._handle(message)
 
@@ -214,6 +213,8 @@ class Member:
             return
         with self._changed:
             match message['kind']:
+                case 'beat':
+                    self._place_of_0 = str(message['place'])
                 case 'result':
                     self._results[int(message['number'])] = message['values']
                 case 'pause':
@@ -239,8 +240,8 @@ class Member:
             time.sleep(min(SECONDS_TO_FAIL, self.limits.heartbeat_seconds / 3))
             if self._failed:
                 return
-        is_resumable = code in (signals.RESTARTABLE, signals.AFTER_CTRL_C)
-        again = signals.how_to_resume() if is_resumable else ''
+        is_resumable = code in (RESTARTABLE, AFTER_CTRL_C)
+        again = how_to_resume() if is_resumable else ''
         print_error(printable(f'{line}{again}'))
         os._exit(code)
 

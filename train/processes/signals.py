@@ -1,9 +1,8 @@
 """Signals that end a run: SIGTERM, SIGINT (Ctrl-C) and SIGHUP.
 
 While there is nothing to save, a signal raises `Interrupted` at once. Later it is only noted, and
-the training loop asks for it after each step. A command also has a second thread that watches the
-signals, because Python runs handlers between two of its own instructions, so a program of another
-language, such as a compiler, would delay them for minutes.
+the training loop asks for it after each step. A command also has a thread that watches the signals;
+see `signal_watch.py`.
 
 In a run of several processes, a signal to any of them is forwarded to the hub, which stops all of
 them at the same place; see `member.py`. It is then delivered to each of them there.
@@ -21,82 +20,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-from train.processes import output
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# The exit codes of a command that a signal has ended with work left. 75 is EX_TEMPFAIL of
-# sysexits.h, by which schedulers know to start it again; 130 is what shells report after Ctrl-C.
-RESTARTABLE, AFTER_CTRL_C = 75, 130
-# Programs such as GNU timeout, and terminals that close, send a signal twice. That counts as one.
-SECONDS_OF_ONE_REQUEST = 0.5
-# How long a command with nothing to save may take to remove its unfinished files.
-SECONDS_TO_CLEAN_UP = 5.0
+from train.processes import signal_watch
+from train.processes.interrupted import AT_ONCE, SIGNALS, Interrupted
+from train.processes.signal_watch import forward_signal, handling, watch_signals
 
 # How long after an error that Python has ignored a signal is sent again: after the destructor.
 SECONDS_UNTIL_AGAIN = 0.05
 
 
-class Interrupted(KeyboardInterrupt):
-    """A signal has ended a run that has work left.
-
-    Args:
-      signum: the signal.
-      when: when it ended, and what has been saved.
-      by: the process that received the signal, in a run of several.
-
-    Attributes:
-      signal: the signal.
-      exit_code: the exit code of a command that ends with it.
-    """
-
-    def __init__(self, signum: int, when: str = 'with nothing new to save', by: int | None = None):
-        self.signal = signal.Signals(signum)
-        self.exit_code = AFTER_CTRL_C if signum == signal.SIGINT else RESTARTABLE
-        to = '' if by is None else f' to process {by}'
-        super().__init__(f'stopped by {self.signal.name}{to} {when}')
-
-
-class _Handling:
-    """How this process handles signals.
-
-    Attributes:
-      active: whether the handlers are installed.
-      watched: whether a second thread watches the signals of a command.
-      received: the first signal, or None.
-      received_at: its time on the clock of `time.monotonic`.
-      receiver: the process that received it, in a run of several.
-      saves: whether there is a state to save, so that a signal is only noted.
-      interruptible: whether a signal raises `Interrupted` nevertheless.
-      lost: whether `Interrupted` was raised where Python ignores errors, so that it comes again.
-      terminals: the file descriptors of the output that are terminals.
-      forward: tells the other processes of a run of a signal, and whether it is the second one.
-      leave: waits until all processes of a run are done.
-    """
-
-    def __init__(self) -> None:
-        self.active = self.watched = False
-        self.forward: Callable[[int, bool], None] | None = None
-        self.leave: Callable[[], None] | None = None
-        self.reset()
-
-    def reset(self) -> None:
-        self.received: signal.Signals | None = None
-        self.received_at = 0.0
-        self.receiver: int | None = None
-        self.forwarded_at: float | None = None
-        self.saves = self.interruptible = self.lost = False
-        self.terminals = [fd for fd in (1, 2) if os.isatty(fd)]
-
-
-_handling = _Handling()
-_command: list[str] = []
-
-
 def received() -> signal.Signals | None:
     """The signal that asks the run to end, or None, also where signals are not handled."""
-    return _handling.received if _handling.active else None
+    return handling.received if handling.active else None
 
 
 @contextlib.contextmanager
@@ -111,7 +47,7 @@ def handle() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    if _handling.active:
+    if handling.active:
         with _without_disguise():
             yield
         return
@@ -121,7 +57,7 @@ def handle() -> Iterator[None]:
         with _without_disguise():
             yield
     finally:
-        _handling.active = False
+        handling.active = False
         sys.unraisablehook = hook
         for signum, handler in previous.items():
             signal.signal(signum, handler)
@@ -137,20 +73,16 @@ def _without_disguise() -> Iterator[None]:
         yield
     except Exception as error:
         number = received()
-        if number is not None and not _handling.saves:
+        if number is not None and not handling.saves:
             raise Interrupted(number) from error
         raise
 
 
 def handle_until_exit() -> None:
     """Handles signals in the rest of a process that runs one command."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    _handling.watched = True
+    watch_signals()
     _install()
     sys.unraisablehook = _raise_again(sys.unraisablehook)
-    threading.Thread(target=_watch, args=(reader,), name='signals', daemon=True).start()
 
 
 def share(forward: Callable[[int, bool], None], leave: Callable[[], None]) -> None:
@@ -160,7 +92,7 @@ def share(forward: Callable[[int, bool], None], leave: Callable[[], None]) -> No
       forward: receives the number of a signal, and whether it is the second one.
       leave: waits until all processes are done, before the process of a command ends.
     """
-    _handling.forward, _handling.leave = forward, leave
+    handling.forward, handling.leave = forward, leave
 
 
 def deliver(signum: int, receiver: int) -> None:
@@ -173,27 +105,27 @@ def deliver(signum: int, receiver: int) -> None:
     Raises:
       Interrupted: if there is nothing to save, or the caller can be interrupted.
     """
-    if _handling.active and _handling.received is None:
-        _handling.received, _handling.receiver = signal.Signals(signum), receiver
-    if _handling.interruptible or not _handling.saves:
+    if handling.active and handling.received is None:
+        handling.received, handling.receiver = signal.Signals(signum), receiver
+    if handling.interruptible or not handling.saves:
         _raise_if_received()
 
 
 def saves() -> bool:
     """Whether there is a state to save, so that a signal is only noted."""
-    return _handling.active and _handling.saves
+    return handling.active and handling.saves
 
 
 def receiver() -> int | None:
     """The process that received the signal, in a run of several."""
-    return _handling.receiver
+    return handling.receiver
 
 
 def leave_to_others() -> None:
     """Ends the handling of signals, in a process that was forked."""
-    if _handling.active:
+    if handling.active:
         signal.set_wakeup_fd(-1)
-        _handling.active = _handling.watched = False
+        handling.active = handling.watched = False
         for signum in SIGNALS:
             if signal.getsignal(signum) is _note:
                 is_ctrl_c = signum == signal.SIGINT
@@ -210,8 +142,8 @@ def defer() -> None:
     Raises:
       Interrupted: if there was a signal already.
     """
-    if _handling.active:
-        _handling.saves = True
+    if handling.active:
+        handling.saves = True
         _raise_if_received()
 
 
@@ -222,30 +154,20 @@ def interruptible() -> Iterator[None]:
     Raises:
       Interrupted: if there is a signal during the body, or was one before it.
     """
-    if not _handling.active:
+    if not handling.active:
         yield
         return
     _raise_if_received()
-    _handling.interruptible = True
+    handling.interruptible = True
     try:
         yield
     finally:
-        _handling.interruptible = False
-
-
-def note_command(command: str) -> None:
-    """Notes the command that this process runs, as one would type it again."""
-    _command[:] = [command]
-
-
-def how_to_resume() -> str:
-    """What one does to resume, as the end of a line."""
-    return f'; resume with: {_command[0]}' if _command else ''
+        handling.interruptible = False
 
 
 def owns_process() -> bool:
     """Whether this process was started for one command, so that the command may change it."""
-    return _handling.watched
+    return handling.watched
 
 
 def end_process(code: int) -> int:
@@ -253,10 +175,10 @@ def end_process(code: int) -> int:
 
     Threads that nothing can stop, such as those of a compiler, are not waited for.
     """
-    if not _handling.watched:
+    if not handling.watched:
         return code
-    if _handling.leave is not None:
-        _handling.leave()
+    if handling.leave is not None:
+        handling.leave()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -265,37 +187,37 @@ def end_process(code: int) -> int:
 
 def ignore() -> None:
     """Ignores signals from now on in the process of a command, because its work is done."""
-    if _handling.watched:
+    if handling.watched:
         for signum in SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
 
 
 def _install() -> dict[int, Any]:
     """Installs the handlers, and returns the previous ones. What `nohup` ignores stays ignored."""
-    _handling.reset()
-    _handling.active = True
+    handling.reset()
+    handling.active = True
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return {s: signal.signal(s, _note) for s in SIGNALS if s != signal.SIGHUP or not is_ignored}
 
 
 def _note(signum: int, frame: FrameType | None) -> None:
     """Handles a signal in the main thread."""
-    now, is_first = time.monotonic(), _handling.received is None
+    now, is_first = time.monotonic(), handling.received is None
     if signum == signal.SIGHUP:
         _leave_closed_terminals()
-    if _handling.forward is not None:
-        if not _handling.watched:
+    if handling.forward is not None:
+        if not handling.watched:
             # Another thread, because this one may be interrupted while it sends something else.
-            threading.Thread(target=_forward, args=(signum,), daemon=True).start()
+            threading.Thread(target=forward_signal, args=(signum,), daemon=True).start()
         return
-    if is_first or _handling.lost:
+    if is_first or handling.lost:
         if is_first:
-            _handling.received, _handling.received_at = signal.Signals(signum), now
-        _handling.lost = False
-        if _handling.interruptible or not _handling.saves:
+            handling.received, handling.received_at = signal.Signals(signum), now
+        handling.lost = False
+        if handling.interruptible or not handling.saves:
             _raise_if_received()
-    elif not _handling.watched and now - _handling.received_at >= SECONDS_OF_ONE_REQUEST:
-        raise KeyboardInterrupt(_second(signum))
+    elif not handling.watched and now - handling.received_at >= signal_watch.SECONDS_OF_ONE_REQUEST:
+        raise KeyboardInterrupt(str(Interrupted(signum, AT_ONCE)))
 
 
 def _raise_again(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -306,7 +228,7 @@ def _raise_again(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def note(unraisable: Any) -> None:
         if isinstance(unraisable.exc_value, Interrupted):
-            _handling.lost = True
+            handling.lost = True
             main, signum = threading.main_thread().ident, unraisable.exc_value.signal
             again = threading.Timer(SECONDS_UNTIL_AGAIN, signal.pthread_kill, (main, signum))
             again.daemon = True
@@ -318,69 +240,14 @@ def _raise_again(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _raise_if_received() -> None:
-    if _handling.received is not None:
-        raise Interrupted(_handling.received, by=_handling.receiver)
-
-
-def _forward(signum: int) -> bool:
-    """Tells the other processes of a signal, and returns whether it is the second one."""
-    assert _handling.forward is not None
-    now, first = time.monotonic(), _handling.forwarded_at
-    if first is None:
-        _handling.forwarded_at = now
-        _handling.forward(signum, False)
-    elif now - first >= SECONDS_OF_ONE_REQUEST:
-        _handling.forward(signum, True)
-        return True
-    return False
+    if handling.received is not None:
+        raise Interrupted(handling.received, by=handling.receiver)
 
 
 def _leave_closed_terminals() -> None:
     """Discards what is printed to a terminal that has been closed, where it would be an error."""
-    for fd in _handling.terminals:
+    for fd in handling.terminals:
         if not os.isatty(fd):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, fd)
             os.close(nowhere)
-
-
-def _watch(reader: int) -> None:
-    """Ends a command after a second signal, or if it does not end by itself after the first.
-
-    Args:
-      reader: the file descriptor from which the number of each signal can be read, a byte each.
-    """
-    first_at = None
-    while True:
-        signum = os.read(reader, 1)[0]
-        if signum not in SIGNALS:
-            continue
-        if _handling.forward is not None:
-            if _forward(signum):
-                # The hub ends all processes, but this one ends in any case.
-                time.sleep(SECONDS_TO_CLEAN_UP)
-                _end_now(signum, _second(signum))
-        elif first_at is None:
-            first_at = time.monotonic()
-            threading.Thread(target=_end_soon, args=(signum,), daemon=True).start()
-        elif time.monotonic() - first_at >= SECONDS_OF_ONE_REQUEST:
-            _end_now(signum, _second(signum))
-
-
-def _second(signum: int) -> str:
-    return str(Interrupted(signum, 'at once, because it is the second signal'))
-
-
-def _end_soon(signum: int) -> None:
-    """Ends a command with nothing to save if the main thread does not, because it compiles."""
-    time.sleep(SECONDS_TO_CLEAN_UP)
-    if not _handling.saves:
-        _end_now(signum, str(Interrupted(signum)))
-
-
-def _end_now(signum: int, line: str) -> NoReturn:
-    if 1 in _handling.terminals:
-        with contextlib.suppress(OSError):
-            os.write(1, b'\x1b[?25h\n')  # A progress bar has hidden the cursor.
-    output.print_error(f'{line}{how_to_resume()}')
-    os._exit(Interrupted(signum).exit_code)

@@ -56,10 +56,7 @@ def report_failure(error: Exception) -> None:
     one = current_member()
     if one is None or raised_everywhere(error):
         return
-    if isinstance(error, jax.errors.JaxRuntimeError) or 'Gloo' in str(error):
-        # The connections of collectives break when another process dies. Then the hub ends this
-        # process here.
-        time.sleep(_SECONDS_FOR_THE_HUB)
+    _await_cause(error)
     is_explained = isinstance(error, ValueError | OSError | FloatingPointError)
     line = first_line(error)[:_LONGEST_MESSAGE]
     text = line if isinstance(error, ConfigError) else f'{type(error).__name__}: {line}'
@@ -74,9 +71,21 @@ def end_all_processes(error: ConfigError) -> None:
     """
     if jax.process_count() == 1:
         return
+    _await_cause(error)
     member().fail(str(error), 2)
     print_error(f'error: {printable(str(error))}')
     os._exit(2)
+
+
+def _await_cause(error: BaseException) -> None:
+    """Lets the hub end this process with the cause of an error, if that is in another process.
+
+    When a process dies or fails, the connections of collectives break in all others.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, jax.errors.JaxRuntimeError) or 'Gloo' in str(error):
+        time.sleep(_SECONDS_FOR_THE_HUB)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from types import TracebackType
 
 import jax
 
-from train.errors import ConfigError
+from train.errors import check_seconds
 from train.processes.ending import end_process
 
 # Without a limit for steps, a step may take this many times as long as the slowest one so far,
@@ -42,14 +42,10 @@ class WatchdogConfig:
     phase_seconds: float = 7200.0
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value is None and field.name == 'step_seconds':
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(
-                    f'WatchdogConfig.{field.name} is {value!r}: it must be a number of seconds > 0'
-                )
+        given = {f'WatchdogConfig.{name}': value for name, value in vars(self).items()}
+        if self.step_seconds is None:
+            del given['WatchdogConfig.step_seconds']
+        check_seconds(**given)
 
 
 class Activity:
