@@ -4,9 +4,9 @@
 
 The named faults make a table: the seconds from the fault to the end of the last process, the exit
 codes, and whether the process that is the cause is named. The others are drawn by a seed: one of 2
-to 4 processes is killed, stopped, signalled or raises an error at a random moment of the start, a
-compilation, a step, a save or an evaluation. After each, the run is resumed without a fault, and
-its parameters and metrics must equal those of an undisturbed run, bit by bit.
+or 4 processes is killed, stopped, signalled or raises an error at a random moment of the start, a
+compilation, a step, a save or an evaluation. After each, the run is resumed without a fault. Its
+state and its metrics must then equal those of an undisturbed run, bit by bit.
 
 Each trial is a line of JSON in the file of results. The command can be stopped and started again:
 it does the trials that are missing, and then prints the table.
@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / 'tests/multiprocess'), str(ROOT / 'tests/train'), str(ROOT)]
 os.environ['JAX_PLATFORMS'] = 'cpu'
+os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = '1'  # Compiling would take most of the time.
 
 import faulty_runs
 
@@ -83,8 +84,6 @@ NAMED = (
     _fault('MODEL_DIR is not shared', 'other folder', code=2),
     _fault('a full disk on one process', 'full disk', code=2),
 )
-MOMENTS = ('the start of the process', 'waiting for the compiler', 'step', 'the save', 'the eval')
-ACTIONS = ('SIGKILL', 'SIGSTOP', 'SIGTERM', 'SIGINT', 'SIGHUP', 'exception')
 
 
 def run_named(fault: Fault, folder: Path) -> dict[str, Any]:
@@ -118,11 +117,7 @@ def run_random(seed: int, folder: Path, expected: Mapping[int, Any]) -> dict[str
     rng = random.Random(seed)
     count = rng.choice((2, 4))
     victim = rng.randrange(count)
-    settings = {
-        'fault': rng.choice(ACTIONS),
-        'moment': rng.choice(MOMENTS),
-        'delay': rng.uniform(0, 0.3),
-    }
+    settings = faulty_runs.draw_fault(rng)
     devices = 4 // count
     run = folder / 'run'
     ending = faulty_runs.run(run, count, victim, devices=devices, steps=STEPS, **settings)
@@ -142,21 +137,11 @@ def run_random(seed: int, folder: Path, expected: Mapping[int, Any]) -> dict[str
     again = faulty_runs.run(run, count, devices=devices, steps=STEPS)
     return found | {
         'resumed': set(again.codes) == {0},
-        'right': set(again.codes) == {0} and results(run) == expected[count],
+        'right': set(again.codes) == {0} and faulty_runs.results(run, STEPS) == expected[count],
     }
 
 
-def results(folder: Path) -> dict[str, Any]:
-    """The parameters at the end of a run, as checksums, and the records of its metrics."""
-    from small import records
-
-    manifest = json.loads((folder / f'checkpoints/{STEPS}/manifest.json').read_text())
-    files = {n: f for n, f in manifest['files'].items() if n.startswith('state/')}
-    kept = [r for r in records(folder) if 'train/loss' in r or 'eval/loss' in r]
-    return {'files': files, 'metrics': json.loads(json.dumps(kept))}
-
-
-def undisturbed(folder: Path) -> dict[int, Any]:
+def undisturbed(folder: Path) -> Mapping[int, Any]:
     """The results of runs without a fault, by the number of processes."""
     found = {}
     for count in (2, 4):
@@ -164,7 +149,7 @@ def undisturbed(folder: Path) -> dict[int, Any]:
         if not (run / f'checkpoints/{STEPS}/manifest.json').exists():
             ending = faulty_runs.run(run, count, devices=4 // count, steps=STEPS)
             assert set(ending.codes) == {0}, ending.texts
-        found[count] = results(run)
+        found[count] = faulty_runs.results(run, STEPS)
     return found
 
 

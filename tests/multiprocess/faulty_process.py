@@ -1,15 +1,14 @@
 """One of several processes of a small run, in which one of them has a fault.
 
-  python faulty_process.py <JSON of Settings>
-
 The fault happens at a moment: when what the process does, as its watchdog knows it, begins with a
 text. The program ends like `meshwright train`, with its exit codes.
 """
 
+import argparse
+import atexit
 import ctypes
 import dataclasses
 import errno
-import json
 import os
 import signal
 import sys
@@ -17,7 +16,23 @@ import threading
 import time
 from pathlib import Path
 
-from train.processes import signals
+import jax
+import optax
+from small import partitioner, small_config
+
+from train import train
+from train.checkpoints import folder as saving
+from train.cli.command import run
+from train.cli.interruption import run_until_signal
+from train.data import CausalLM, Prefetch, Records
+from train.data.batches import LocalBatches
+from train.processes import channel, output, signals
+from train.processes.environment import ProcessAddress
+from train.processes.joining import join_processes
+from train.processes.limits import Limits
+from train.runtime import machine
+
+COMMAND = 'meshwright train mine'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,11 +101,9 @@ def note(folder, index, text):
 
 def await_moment(settings):
     """Waits for the moment in a thread, and lets the fault happen."""
-    from train.processes.channel import current_member
-
     note_at = f'{settings.fault} of process {settings.index}'
     while True:
-        member = current_member()
+        member = channel.current_member()
         place = 'the start of the process' if member is None else member.activity.title
         if place.startswith(settings.moment):
             time.sleep(settings.delay)
@@ -102,10 +115,6 @@ def await_moment(settings):
 
 def config(settings):
     """The run, with the differences that the fault makes in this process."""
-    from small import partitioner, small_config
-
-    from train.data import CausalLM, Prefetch, Records
-
     fault, steps = settings.fault, settings.steps
     texts = [f'text {i} counts: {" ".join(map(str, range(i, 60)))}' for i in range(30)]
     texts += ['only here'] if fault == 'other data' else []
@@ -132,20 +141,10 @@ def config(settings):
 
 
 def sgd():
-    import optax
-
     return optax.sgd(0.1)
 
 
 def command(settings):
-    import jax
-
-    from train.processes import channel
-    from train.processes.environment import ProcessAddress
-    from train.processes.joining import join_processes
-    from train.processes.limits import Limits
-    from train.runtime import machine
-
     jax.config.update('jax_platforms', 'cpu')
     machine.use_virtual_devices(settings.devices)
     fault = settings.fault
@@ -163,12 +162,7 @@ def command(settings):
     address = ProcessAddress(f'127.0.0.1:{port}', settings.count, settings.index, 'the test')
     note(settings.folder, settings.index, 'joining')
     join_processes(address, limits)
-
-    from train import train
-
     if fault == 'stuck in input':
-        from train.data.batches import LocalBatches
-
         read = LocalBatches.__getitem__
 
         def stuck(self, step):
@@ -179,7 +173,6 @@ def command(settings):
 
         LocalBatches.__getitem__ = stuck
     if fault in ('stuck in a save', 'full disk'):
-        from train.checkpoints import folder as saving
 
         def complete_step(path, step):
             note(settings.folder, settings.index, fault)
@@ -194,16 +187,20 @@ def command(settings):
     return 0
 
 
-if __name__ == '__main__':
+def main(settings, path):
+    """Runs the process like a command, whose output goes to a file.
+
+    Args:
+      settings: what the process is told.
+      path: the file.
+    """
+    with open(path, 'w') as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     signals.handle_until_exit()
-    own = Settings(**json.loads(sys.argv[1]))
-
-    import argparse
-
-    from train.cli.command import run
-    from train.cli.interruption import run_until_signal
-    from train.processes import output
-
-    output.begin(own.index, f'{own.folder}.logs')
+    output.begin(settings.index, f'{settings.folder}.logs')
     options = argparse.Namespace(traceback=False)
-    sys.exit(run_until_signal(lambda: run(lambda: command(own), options), 'meshwright train mine'))
+    try:
+        sys.exit(run_until_signal(lambda: run(lambda: command(settings), options), COMMAND))
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing does not do

@@ -1,20 +1,23 @@
 """Starts runs of several processes of which one has a fault, and says how they end."""
 
-import contextlib
 import dataclasses
 import json
+import multiprocessing
+import multiprocessing.forkserver
 import os
-import signal
-import subprocess
 import sys
 import time
+import unittest.mock
 from pathlib import Path
 
-from faulty_process import Settings
+import faulty_process
 from processes import reserved_port
+from small import records
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+# What happens to a process, and when: the beginnings of what it does then.
+ACTIONS = ('SIGKILL', 'SIGSTOP', 'SIGTERM', 'SIGINT', 'SIGHUP', 'exception')
+MOMENTS = ('the start of the process', 'waiting for the compiler', 'step', 'the save', 'the eval')
+_context = multiprocessing.get_context('forkserver')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +39,31 @@ class Ending:
         return [text for index, text in enumerate(self.texts) if index != victim]
 
 
+def draw_fault(rng):
+    """Draws a fault and its moment, as settings of a process."""
+    return {
+        'fault': rng.choice(ACTIONS),
+        'moment': rng.choice(MOMENTS),
+        'delay': rng.uniform(0, 0.3),
+    }
+
+
+def results(folder, step):
+    """The state that a run has saved at a step, as checksums, and the records of its metrics."""
+    manifest = json.loads((folder / f'checkpoints/{step}/manifest.json').read_text())
+    arrays = {n: f for n, f in manifest['files'].items() if n.startswith('state/')}
+    del arrays['state/commit_success.txt']  # It contains the time.
+    kept = [r for r in records(folder) if 'train/loss' in r or 'eval/loss' in r]
+    return arrays, kept
+
+
+def start_server():
+    """Starts the process whose copies all others are, so that everything is imported once."""
+    _context.set_forkserver_preload(['faulty_process'])
+    with unittest.mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        multiprocessing.forkserver.ensure_running()
+
+
 def run(folder, count, victim=None, *, limit=300.0, missing=(), **settings):
     """Runs several processes until they end.
 
@@ -50,15 +78,12 @@ def run(folder, count, victim=None, *, limit=300.0, missing=(), **settings):
     of_victim = {k: settings.pop(k) for k in ('fault', 'moment', 'delay') if k in settings}
     for old in Path(folder).parent.glob(f'{Path(folder).name}.*'):
         old.unlink() if old.is_file() else None
-    modules = (ROOT, HERE, HERE.parent / 'train')
-    environment = os.environ | {'PYTHONPATH': os.pathsep.join(map(str, modules))}
-    with contextlib.ExitStack() as stack:
-        port = stack.enter_context(reserved_port())
-        processes, files = {}, {}
-        for index in range(count):
-            if index in missing:
-                continue
-            own = Settings(
+    outputs = [Path(f'{folder}.out-{index}') for index in range(count)]
+    processes = {}
+    start_server()
+    with reserved_port() as port:
+        for index in set(range(count)) - set(missing):
+            own = faulty_process.Settings(
                 port=port,
                 count=count,
                 index=index,
@@ -66,18 +91,12 @@ def run(folder, count, victim=None, *, limit=300.0, missing=(), **settings):
                 **settings,
                 **(of_victim if index == victim else {}),
             )
-            files[index] = stack.enter_context(open(f'{folder}.out-{index}', 'w+'))
-            processes[index] = subprocess.Popen(
-                [sys.executable, HERE / 'faulty_process.py', json.dumps(dataclasses.asdict(own))],
-                env=environment,
-                stdout=files[index],
-                stderr=subprocess.STDOUT,
-            )
+            arguments = (own, str(outputs[index]))
+            processes[index] = _context.Process(target=faulty_process.main, args=arguments)
+            processes[index].start()
         ended = _wait(processes, victim if of_victim.get('fault') == 'SIGSTOP' else None, limit)
-        codes = [processes[i].returncode if i in ended else None for i in range(count)]
-        texts = []
-        for index in range(count):
-            texts.append(Path(f'{folder}.out-{index}').read_text() if index in files else '')
+    codes = [processes[i].exitcode if i in ended else None for i in range(count)]
+    texts = [path.read_text() if path.exists() else '' for path in outputs]
     moment = _moment_of_fault(folder, count, victim)
     seconds = None if moment is None else max(ended.values(), default=time.time()) - moment
     return Ending(seconds, codes, texts)
@@ -88,13 +107,12 @@ def _wait(processes, stopped, limit):
     deadline, ended = time.time() + limit, {}
     while time.time() < deadline and len(ended) < len(processes) - (stopped is not None):
         for index, process in processes.items():
-            if index not in ended and index != stopped and process.poll() is not None:
+            if index not in ended and index != stopped and not process.is_alive():
                 ended[index] = time.time()
         time.sleep(0.02)
-    for index, process in processes.items():
-        if index not in ended:
-            process.send_signal(signal.SIGKILL)
-        process.wait()
+    for process in processes.values():
+        process.kill()
+        process.join()
     return ended
 
 

@@ -1,39 +1,61 @@
 """Two real processes of a run, of which one has a fault; `make test-processes` has all faults."""
 
+import random
+
 import faulty_runs
 import pytest
-from small import records
 
 STEPS = 6
+CHAINS, FAULTS = 4, 5  # how many runs have faults at random, and how many faults each
 
 
 def start(folder, victim=None, **settings):
-    folder.mkdir(exist_ok=True)
     return faulty_runs.run(folder / 'run', 2, victim, steps=STEPS, **settings)
-
-
-def test_a_run_that_a_signal_has_stopped_on_all_processes_resumes_as_if_it_had_not(tmp_path):
-    ending = start(tmp_path, 1, fault='SIGTERM', moment='step 3')
-    assert ending.codes == [75, 75], ending.texts
-    for index, text in enumerate(ending.texts):
-        line = text.splitlines()[-1]
-        assert line.startswith(f'[{index}] stopped by SIGTERM to process 1 after step ')
-        assert f'saved in {tmp_path}/run/checkpoints/' in line
-        assert line.endswith('resume with: meshwright train mine')
-    assert start(tmp_path).codes == [0, 0]
-    assert (whole := start(tmp_path / 'whole')).codes == [0, 0], whole.texts
-    assert records(tmp_path / 'run') == records(tmp_path / 'whole/run')
 
 
 @pytest.mark.parametrize(
     'victim, fault, code, line',
     [
-        (0, 'SIGKILL', 75, 'process 0 died'),
+        (0, 'SIGKILL', 75, 'process 0 died, last seen at '),
         (1, 'exception', 1, 'process 1 failed: Fault'),
         (1, 'other optimizer', 2, 'TrainConfig.optimizer.learning_rate'),
+        (1, 'SIGTERM', 75, 'stopped by SIGTERM to process 1 after step '),
     ],
 )
 def test_if_one_process_fails_the_other_ends_and_names_it(tmp_path, victim, fault, code, line):
     ending = start(tmp_path, victim, fault=fault, moment='step 3')
     assert ending.codes[1 - victim] == code, ending.texts
     assert line in ending.texts[1 - victim]
+    if fault == 'SIGTERM':
+        assert ending.codes[victim] == code, ending.texts
+        for index, text in enumerate(ending.texts):
+            last = text.splitlines()[-1]
+            assert last.startswith(f'[{index}] {line}')
+            assert f'saved in {tmp_path}/run/checkpoints/' in last
+            assert last.endswith('resume with: meshwright train mine')
+
+
+@pytest.fixture(scope='module')
+def undisturbed(tmp_path_factory):
+    """The results of a run without a fault."""
+    folder = tmp_path_factory.mktemp('undisturbed')
+    ending = start(folder)
+    assert ending.codes == [0, 0], ending.texts
+    return faulty_runs.results(folder / 'run', STEPS)
+
+
+@pytest.mark.parametrize('seed', range(CHAINS))
+def test_a_run_with_faults_at_random_ends_and_resumes_as_if_it_had_none(
+    tmp_path, undisturbed, seed
+):
+    rng = random.Random(seed)
+    for _ in range(FAULTS):
+        victim, fault = rng.randrange(2), faulty_runs.draw_fault(rng)
+        ending = start(tmp_path, victim, heartbeat=3.0, **fault)
+        code, text = ending.codes[1 - victim], ending.texts[1 - victim]
+        # A run that is done before the moment comes has no fault.
+        assert code == 0 or f'process {victim}' in text, (fault, code, text)
+        assert code in (0, 75, 130, 1, 2), (fault, text)
+    ending = start(tmp_path)
+    assert ending.codes == [0, 0], ending.texts
+    assert faulty_runs.results(tmp_path / 'run', STEPS) == undisturbed
