@@ -2,10 +2,14 @@
 
   python benchmarks/process_counts.py [--folder DIR]
 
-All runs have 8 devices and the same mesh. The losses of several processes must be equal bit by bit,
-and those of one process within 1e-6. The first half of each run is then continued with every other
-number of processes, which must give the losses of the whole run again. At last, a run of 4
-processes of which one is killed goes on with 2 processes and 4 devices on another mesh.
+All runs have 8 devices and the same mesh. It prints three comparisons:
+
+- the losses of each number of processes with those of one process: at most 1e-6 apart, and equal
+  bit by bit among several processes;
+- the losses of a run that stops halfway and continues with another number of processes, for all
+  pairs, with those of a run that does not stop;
+- the losses and the data of a run in which one of 4 processes is killed, and which continues with 2
+  processes and 4 devices on another mesh, with those of a run that does not stop.
 """
 
 from __future__ import annotations

@@ -2,11 +2,13 @@
 
   python benchmarks/process_faults.py --results faults.jsonl [--named] [--random 200] [--folder DIR]
 
-The named faults make a table: the seconds from the fault to the end of the last process, the exit
-codes, and whether the process that is the cause is named. The others are drawn by a seed: one of 2
-or 4 processes is killed, stopped, signalled or raises an error at a random moment of the start, a
-compilation, a step, a save or an evaluation. After each, the run is resumed without a fault. Its
-state and its metrics must then equal those of an undisturbed run, bit by bit.
+The named faults print a table: the seconds from the fault to the end of the last process, the exit
+codes, and whether the messages name the process with the fault.
+
+The faults at random are drawn by a seed. One of 2 or 4 processes is killed, stopped, sent a signal,
+or raises an error, at a moment of its start, of a compilation, a step, a save or an evaluation. The
+run is then resumed without a fault. Its state and its metrics must equal those of a run that had no
+fault, bit by bit.
 
 Each trial is a line of JSON in the file of results. The command can be stopped and started again:
 it does the trials that are missing, and then prints the table.

@@ -109,7 +109,7 @@ def forecast(
       progress: receives a text when a stage begins.
 
     Raises:
-      ValueError: if there is no such machine, if the mesh or the layouts do not fit it, if an
+      ValueError: if the machine is not known, if the mesh or the layouts do not fit it, if an
         argument does not fit the function, or if the compiler of the machine does not accept a flag
         of the environment.
     """

@@ -117,10 +117,10 @@ def _wait(processes, stopped, limit):
 
 
 def _moment_of_fault(folder, count, victim):
-    """The time that the victim has noted just before its fault, or None if there is no fault.
+    """The time at which a fault happens, or None if there is none.
 
-    A difference between processes, or the lack of one, begins when the last one wants to join, or
-    to train.
+    A process with a fault notes the time just before. Where processes only differ, or one is
+    missing, the time is when the last process wants to join the others or to train.
     """
     if victim is None:
         return None

@@ -196,7 +196,7 @@ def test_lines_of_libraries_are_skipped():
     stack = (
         '/env/lib/site-packages/optax/losses.py:10',
         '/env/lib/site-packages/maxtext/model.py:3',
-        '/home/me/train.py:7',
+        '/project/train.py:7',
     )
     assert user_line(stack) == '/env/lib/site-packages/maxtext/model.py:3'
     assert user_line(stack[:1]) == stack[0]

@@ -269,14 +269,14 @@ def test_small_parts_of_the_time_and_equal_exchanges_are_added_up(elsewhere):
         wire_bytes=3000.0,
         count=1,
         op_name='jit(step)/dot_general',
-        source='/home/me/run.py:7',
+        source='/project/run.py:7',
     )
     made = dataclasses.replace(elsewhere, time=time, collectives=((gather, None), (gather, None)))
     text = forecast_table([made])
     assert re.search(r'^    everything smaller +1.5 ms$', text, re.MULTILINE)
     assert 'sums' not in text and 'gathers' not in text
     assert '6.0 kB  2 x all-gather over data of bf16[64,3] and 1 more, dot_general, ' in text
-    assert '/home/me/run.py:7' in text
+    assert '/project/run.py:7' in text
 
 
 def test_a_compiler_that_ends_the_process_says_why_in_one_line():

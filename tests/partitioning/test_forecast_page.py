@@ -228,7 +228,7 @@ def test_what_is_not_known_is_left_out():
     ('source', 'shown'),
     [
         ('/opt/venv/lib/python3.11/site-packages/flax/nn.py:7', 'flax/nn.py:7'),
-        ('/home/someone/code/lm/models/mlp.py:30', 'lm/models/mlp.py:30'),
+        ('/data/code/lm/models/mlp.py:30', 'lm/models/mlp.py:30'),
         ('train/models/mlp.py:30', 'train/models/mlp.py:30'),
         (f'{partitioning.__path__[0]}/mesh/a.py:7', 'partitioning/mesh/a.py:7'),
         ('', ''),

@@ -151,7 +151,7 @@ def test_a_start_that_fails_leaves_no_process_behind(tmp_path):
         with pytest.raises(FileNotFoundError):
             supervise(these, Printer(nowhere.fileno()), inbox, grace_seconds=60)
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)  # There is no child any more.
+        os.waitpid(-1, os.WNOHANG)  # No child is left.
 
 
 def test_processes_continue_when_nobody_reads(tmp_path):

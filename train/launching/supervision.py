@@ -195,7 +195,7 @@ class _Supervisor:
         if self.stopped_by is None:
             self.stopped_by, self._stopped_at = signum, now
             for process in self._running[:1]:
-                # A closed terminal is no concern of the processes: they have none.
+                # The processes have no terminal, so SIGHUP reaches them as SIGTERM.
                 process.send(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
         elif now - self._stopped_at >= SECONDS_OF_ONE_REQUEST:
             if not self._running:

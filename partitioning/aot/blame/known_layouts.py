@@ -146,7 +146,7 @@ class KnownLayouts:
     def suspects(self) -> list[str]:
         """The names with a rule that is not as usual, or that adds axes to those of the standard.
 
-        More axes than usual are often meant, so they are no more than a reason to look.
+        More axes than usual are often intended, so such a name is tried, and not accused.
         """
 
         def has_more(name: str) -> bool:

@@ -107,7 +107,7 @@ def target_of_topology(
         compiler of the machine is not installed.
 
     Raises:
-      ValueError: if there is no such machine, or if the axes do not fit it.
+      ValueError: if the name is of no known machine, or if the axes do not fit the machine.
     """
     chip, shape = parse_topology(name)
     if not on_cpu:
