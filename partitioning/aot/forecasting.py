@@ -18,6 +18,7 @@ from partitioning.aot.compiled.costs import (
     read_memory,
 )
 from partitioning.aot.compiled.peak_memory import LiveArray
+from partitioning.aot.compiled.program_text import read_text
 from partitioning.aot.plain_values import map_texts
 from partitioning.aot.preparing.compiling import (
     Program,
@@ -110,8 +111,8 @@ def forecast(
 
     Raises:
       ValueError: if the machine is not known, if the mesh or the layouts do not fit it, if an
-        argument does not fit the function, or if the compiler of the machine does not accept a flag
-        of the environment.
+        argument does not fit the function, if the compiler of the machine does not accept a flag of
+        the environment, or if it is so new that jaxlib cannot read its program.
     """
     say = progress or (lambda text: None)
     watch = Stopwatch()
@@ -138,7 +139,7 @@ def forecast(
     else:
         target = dataclasses.replace(target, back_end='none', version=version_of('none'))
     if on_program is not None and program.compiled is not None:
-        on_program(program.compiled.as_text() or '')
+        on_program(read_text(program.compiled))
     made = _assemble(call, target, program, held, explain=explain)
     if made.fits is False and target.chip is not None and alternatives is not None:
         limit = made.memory.limit or 0
@@ -225,7 +226,7 @@ def _read(program: Program, target: Target) -> ProgramCosts | None:
     axes = mesh_axes(target.mesh)
     axes = dataclasses.replace(axes, slices=axes.slices or target.slices)
     chip = target.chip.name if target.chip else None
-    costs = costs_of_text(program.compiled.as_text() or '', mesh=axes, chip=chip)
+    costs = costs_of_text(read_text(program.compiled), mesh=axes, chip=chip)
     platform = target.mesh.devices.flat[0].platform
     return dataclasses.replace(costs, memory=read_memory(program.compiled, platform))
 
@@ -250,7 +251,7 @@ def _explain(
     if costs is None or program.compiled is None:
         largest = estimate.buffers[:_LARGEST]
         return (), explain_estimate(largest, program.traced.jaxpr, **known)
-    text, log = program.compiled.as_text() or '', '\n'.join(program.warnings)
+    text, log = read_text(program.compiled), '\n'.join(program.warnings)
     explained = explain_program(text, program.traced.jaxpr, costs, **known, log=log)
     ordered = sorted(
         explained.collectives, key=lambda c: (-c[0].total_bytes, c[0].kind, c[0].instruction)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.aot import MeshAxes, costs_of_text, mesh_axes, read_costs
 from partitioning.aot.compiled.device_groups import axes_of_groups, parse_groups
+from partitioning.aot.compiled.program_text import read_text
 from partitioning.hardware import CHIPS
 
 # Short programs as the compiler writes them for TPUs.
@@ -206,3 +207,17 @@ def test_clocks_make_up_the_published_peaks():
 def test_other_texts_are_refused():
     with pytest.raises(ValueError, match=r'ENTRY.*compiled\.as_text'):
         costs_of_text('module @jit_f { }')
+
+
+def test_a_program_that_jaxlib_cannot_read_is_an_error_in_one_line():
+    """As a newer libtpu writes it. The text is that of jaxlib 0.10.2 with libtpu 0.0.52."""
+
+    class Compiled:
+        def as_text(self):
+            raise jax.errors.JaxRuntimeError(
+                'INTERNAL: RET_CHECK failure (hlo_instruction.cc:390) async-update instruction '
+                'should have 1 operands but sees 3\n*** Begin stack trace ***'
+            )
+
+    with pytest.raises(ValueError, match=r'newer jax and jaxlib.* but sees 3\)$'):
+        read_text(Compiled())

@@ -21,6 +21,7 @@ from partitioning.aot.blame.changes import (
 from partitioning.aot.blame.edited_programs import layouts_of, with_constraint
 from partitioning.aot.blame.explaining import Explanation, explain_program
 from partitioning.aot.compiled.costs import ProgramCosts, read_costs
+from partitioning.aot.compiled.program_text import read_text
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import AxisRules, LogicalAxisRules, MeshAxes, from_tuple
 
@@ -60,7 +61,7 @@ class CompiledFunction:
           log: what the compiler wrote to the standard error of the process.
         """
         return explain_program(
-            self.compiled.as_text() or '',
+            read_text(self.compiled),
             self.traced.jaxpr,
             self.costs,
             mesh=self.mesh,

@@ -14,6 +14,7 @@ from partitioning.aot.compiled.collectives import Collective, MeshAxes, find_col
 from partitioning.aot.compiled.hlo_text import parse_hlo
 from partitioning.aot.compiled.operations import Kernel, Operation, find_kernels, find_operations
 from partitioning.aot.compiled.peak_memory import PeakMemory, find_peak
+from partitioning.aot.compiled.program_text import read_text
 from partitioning.aot.compiled.traffic import find_traffic
 from partitioning.aot.compiled.visits import visit_program
 from partitioning.hardware import CHIPS, chip_of, slice_of
@@ -90,12 +91,16 @@ def read_costs(compiled: jax.stages.Compiled, mesh: Mesh) -> ProgramCosts:
     Args:
       compiled: the result of `jitted.lower(...).compile()`, for devices that may not be here.
       mesh: the mesh that it was compiled for.
+
+    Raises:
+      ValueError: if jaxlib cannot read what a newer compiler has made.
     """
     device = mesh.devices.flat[0]
     chip = chip_of(device.device_kind)
     memory = read_memory(compiled, device.platform)
-    text = compiled.as_text() or ''
-    costs = costs_of_text(text, mesh=mesh_axes(mesh), chip=chip.name if chip else None)
+    costs = costs_of_text(
+        read_text(compiled), mesh=mesh_axes(mesh), chip=chip.name if chip else None
+    )
     return dataclasses.replace(costs, memory=memory)
 
 
