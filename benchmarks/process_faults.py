@@ -22,6 +22,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -177,6 +178,9 @@ def print_table(trials: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
+    # nohup and background jobs of shells ignore these, and the processes would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument('--results', type=Path, required=True)
     parser.add_argument('--named', action='store_true', help='run the named faults')

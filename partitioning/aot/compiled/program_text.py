@@ -20,8 +20,8 @@ def read_text(compiled: jax.stages.Compiled) -> str:
     try:
         return compiled.as_text() or ''
     except jax.errors.JaxRuntimeError as error:
-        reason = str(error).splitlines()[0]
+        version, reason = metadata.version('jaxlib'), str(error).splitlines()[0]
         raise ValueError(
-            f'the program is compiled, but jaxlib {metadata.version("jaxlib")} cannot read it: install a '
-            f'newer jax and jaxlib, or an older compiler, such as libtpu ({reason})'
+            f'the program is compiled, but jaxlib {version} cannot read it: install a newer jax '
+            f'and jaxlib, or an older compiler, such as libtpu ({reason})'
         ) from error
