@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -42,7 +43,9 @@ class Settings:
     Attributes:
       port, count, index: its place among the processes.
       devices: the number of its devices.
-      folder: MODEL_DIR.
+      folder: MODEL_DIR if it is on this machine, and the beginning of the names of other files.
+      store: MODEL_DIR if it is in a store.
+      environment: more variables of the environment.
       fault: what happens in this process, or ''.
       moment: when it happens: the beginning of what the process does then.
       delay: how many seconds later it happens.
@@ -56,6 +59,8 @@ class Settings:
     count: int
     index: int
     folder: str
+    store: str = ''
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     devices: int = 2
     fault: str = ''
     moment: str = ''
@@ -128,7 +133,7 @@ def config(settings):
     model_axis = 1 if fault == 'other mesh' else settings.mesh
     folder = f'{settings.folder}-of-{settings.index}' if fault == 'other folder' else None
     return small_config(
-        Path(folder or settings.folder),
+        settings.store or folder or settings.folder,
         Path(),
         partitioner=partitioner(settings.count * settings.devices // model_axis, model_axis),
         task=CausalLM(source=Records(records=texts, holdout_percent=20.0)),
@@ -194,6 +199,7 @@ def main(settings, path):
       settings: what the process is told.
       path: the file.
     """
+    os.environ.update(settings.environment)
     with open(path, 'w') as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -4,10 +4,8 @@ The expected contents are written and read by boto3, which the code under test d
 """
 
 import gzip
-import importlib.util
 import io
 import json
-import logging
 import sys
 
 import flax.linen as nn
@@ -22,6 +20,7 @@ import pytest
 import tokenizers
 from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
+from s3_server import Bucket, needs_s3, s3_server
 from written_files import documents_of_both_parts, index_of
 
 from partitioning import PjitPartitioner, Plan, TrainState
@@ -47,49 +46,13 @@ from train.objectives import Loss, Objective
 from train.paths import absolute, as_path, is_remote
 from train.runtime import appended_file, writers
 
-PACKAGES = ('moto', 'flask_cors', 's3fs', 'boto3')
-MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-needs_s3 = pytest.mark.skipif(bool(MISSING), reason=f'not installed: {", ".join(MISSING)}')
-
-
-class Bucket:
-    """A new bucket, read and written by boto3."""
-
-    def __init__(self, client, name):
-        client.create_bucket(Bucket=name)
-        self.client, self.name, self.url = client, name, f's3://{name}'
-
-    def write(self, objects):
-        for key, content in objects.items():
-            self.client.put_object(Bucket=self.name, Key=key, Body=content)
-
-    def read(self, key):
-        return self.client.get_object(Bucket=self.name, Key=key)['Body'].read()
-
-    def list(self, prefix=''):
-        listed = self.client.list_objects_v2(Bucket=self.name, Prefix=prefix)
-        return [found['Key'] for found in listed.get('Contents', [])]
-
-    def delete(self, key):
-        self.client.delete_object(Bucket=self.name, Key=key)
-
 
 @pytest.fixture(scope='module')
 def client():
-    import boto3
-    from moto.server import ThreadedMotoServer
+    with s3_server():
+        import boto3
 
-    logging.getLogger('werkzeug').setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address='127.0.0.1', port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('AWS_ENDPOINT_URL', f'http://{host}:{port}')
-        patch.setenv('AWS_ACCESS_KEY_ID', 'name')
-        patch.setenv('AWS_SECRET_ACCESS_KEY', 'secret')
-        patch.setenv('AWS_DEFAULT_REGION', 'us-east-1')
         yield boto3.client('s3')
-    server.stop()
 
 
 @pytest.fixture

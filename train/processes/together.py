@@ -201,6 +201,8 @@ def check_shared_folder(setting: str, folder: epath.Path) -> None:
     finally:
         if jax.process_index() == 0:
             path.unlink(missing_ok=True)
+    # In a store, a folder that was empty is gone with the file: no process may look at it before.
+    member().gather(title, None)
 
 
 def agree_on(value: Any) -> Any:

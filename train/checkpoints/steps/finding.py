@@ -229,10 +229,12 @@ def t5x_steps(directory: epath.Path) -> list[int]:
     Args:
       directory: the folder of a run. It need not exist.
     """
-    if not directory.is_dir():
+    try:
+        names = [path.name for path in directory.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    names = (re.fullmatch(r'checkpoint_(\d+)', path.name) for path in directory.iterdir())
-    steps = sorted(int(name[1]) for name in names if name)
+    found = (re.fullmatch(r'checkpoint_(\d+)', name) for name in names)
+    steps = sorted(int(name[1]) for name in found if name)
     return [step for step in steps if t5x_format(directory / f'checkpoint_{step}')]
 
 
