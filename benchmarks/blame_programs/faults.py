@@ -8,12 +8,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-LINEN = 'benchmarks/blame_programs/linen_trainer.py'
-PLAIN = 'benchmarks/blame_programs/plain_trainer.py'
+from benchmarks.blame_programs.fault_kinds import (
+    LINEN,
+    PLAIN,
+    ROOT,
+    Constraint,
+    Fault,
+    constraints_of,
+    edit,
+    layout_fault,
+    rules_fault,
+)
 
-Fault = dict[str, Any]
 DEVELOPMENT = 0.4  # the share of the faults that the code was written with
 
 
@@ -59,12 +65,7 @@ def rule_faults(program: str) -> Iterator[Fault]:
     """Rules that are dropped, swapped, or name another axis."""
 
     def fault(kind: str, **rules: Any) -> Fault:
-        return {
-            'program': program,
-            'kind': kind,
-            'place': ', '.join(f'{n} {a}' for n, a in rules.items()),
-            'rules': rules,
-        }
+        return rules_fault(program, kind, rules)
 
     for name in ('batch', 'vocab', 'mlp', 'heads', 'embed'):
         yield fault('dropped rule', **{name: None})
@@ -81,13 +82,7 @@ def layout_faults() -> Iterator[Fault]:
     """PartitionSpecs of parameters, of their momentum and of the batch."""
 
     def fault(kind: str, name: str, *axes: Any) -> Fault:
-        layout = {name: list(axes)}
-        return {
-            'program': 'plain_trainer',
-            'kind': kind,
-            'place': f'{name} {axes}',
-            'layout': layout,
-        }
+        return layout_fault(kind, {name: axes})
 
     ranks = {'embedding': 2, 'head': 2, 'down': 3, 'out': 3, 'qkv': 5, 'up': 3}
     for name, rank in ranks.items():
@@ -109,34 +104,21 @@ def layout_faults() -> Iterator[Fault]:
 
 def constraint_faults(program: str, file: str) -> Iterator[Fault]:
     """Constraints that are missing, or that forget one or all dimensions."""
-    for line in (ROOT / file).read_text().splitlines():
-        found = re.search(r'\b(constrain|lay_out)\((.*), (\(.*?\)|P\(.*?\))\)', line)
-        if not found or 'import' in line:
-            continue
-        whole, value, names = found[0], found[2], found[3]
-        entries = re.findall(r"'\w+'|None", names)
-        opening = names[: names.index('(') + 1]
+    for found in constraints_of(file):
 
-        def fault(kind: str, text: str, line: str = line, whole: str = whole) -> Fault:
-            new = line.replace(whole, text)
-            place = f'{line.strip()[:60]} -> {text[-60:]}'
-            return {
-                'program': program,
-                'kind': kind,
-                'place': place,
-                'file': file,
-                'old': f'{line}\n',
-                'new': f'{new}\n',
-            }
+        def fault(kind: str, text: str, found: Constraint = found) -> Fault:
+            new = found.line.replace(found.call, text)
+            place = f'{found.line.strip()[:60]} -> {text[-60:]}'
+            return edit(program, file, kind, place, f'{found.line}\n', f'{new}\n')
 
-        yield fault('missing constraint', value)
-        nothing = ', '.join(['None'] * len(entries))
-        yield fault('wrong constraint', f'{found[1]}({value}, {opening}{nothing}))')
-        forgotten = [e if e not in ("'batch'", "'data'") else 'None' for e in entries]
-        if forgotten != entries and set(forgotten) != {'None'}:
-            yield fault(
-                'wrong constraint', f'{found[1]}({value}, {opening}{", ".join(forgotten)}))'
-            )
+        def other(entries: list[str], found: Constraint = found) -> str:
+            return f'{found.function}({found.value}, {found.write(entries)})'
+
+        yield fault('missing constraint', found.value)
+        yield fault('wrong constraint', other(['None'] * len(found.entries)))
+        forgotten = [e if e not in ("'batch'", "'data'") else 'None' for e in found.entries]
+        if forgotten != found.entries and set(forgotten) != {'None'}:
+            yield fault('wrong constraint', other(forgotten))
 
 
 def own_constraint_faults() -> Iterator[Fault]:
@@ -210,14 +192,7 @@ def own_constraint_faults() -> Iterator[Fault]:
             # The number of lines stays, so that lines keep their numbers.
             new = new if new or not old.endswith('\n') else '\n'
             place = f'{Path(file).name} {old.strip()[:50]} -> {new.strip()[:50]}'
-            yield {
-                'program': 'our_transformer',
-                'kind': kind,
-                'place': place,
-                'file': file,
-                'old': old,
-                'new': new,
-            }
+            yield edit('our_transformer', file, kind, place, old, new)
 
 
 def loss_faults() -> Iterator[Fault]:
@@ -266,30 +241,15 @@ def loss_faults() -> Iterator[Fault]:
     ):
         for place, text in taken:
             new = f'\n    {name} = {write(text)}\n'
-            yield {
-                'program': program,
-                'kind': 'gather in the loss',
-                'place': place,
-                'file': file,
-                'old': old,
-                'new': new,
-                'suggested': old,
-            }
+            yield edit(program, file, 'gather in the loss', place, old, new, suggested=True)
     for program, file, old, name, write in (
         ('linen_trainer', LINEN, linen_z, 'log_z_BL', linen),
         ('plain_trainer', PLAIN, plain_z, 'log_z', plain),
     ):
         for place, text in sums:
             new = f'    {name} = {write(text)}\n'
-            yield {
-                'program': program,
-                'kind': 'whole vocabulary in the loss',
-                'place': place,
-                'file': file,
-                'old': old,
-                'new': new,
-                'suggested': old,
-            }
+            kind = 'whole vocabulary in the loss'
+            yield edit(program, file, kind, place, old, new, suggested=True)
 
 
 def name_faults() -> Iterator[Fault]:
@@ -307,15 +267,8 @@ def name_faults() -> Iterator[Fault]:
             ('swapped names', names[::-1]),
         ):
             text = line.replace(found[1], ', '.join(new))
-            yield {
-                'program': 'linen_trainer',
-                'kind': kind,
-                'place': path[1],
-                'file': LINEN,
-                'old': f'{line}\n',
-                'new': f'{text}\n',
-                'layout': {path[1]: None},
-            }
+            fault = edit('linen_trainer', LINEN, kind, path[1], f'{line}\n', f'{text}\n')
+            yield fault | {'layout': {path[1]: None}}
 
 
 def result_faults() -> Iterator[Fault]:
@@ -327,12 +280,4 @@ def result_faults() -> Iterator[Fault]:
         ('logits', "MODEL.apply({'params': state.params}, batch['inputs'])"),
     ):
         new = old.replace('return new, value', f'return new, (value, {text})')
-        yield {
-            'program': 'linen_trainer',
-            'kind': 'whole result',
-            'place': place,
-            'file': LINEN,
-            'old': old,
-            'new': new,
-            'suggested': old,
-        }
+        yield edit('linen_trainer', LINEN, 'whole result', place, old, new, suggested=True)

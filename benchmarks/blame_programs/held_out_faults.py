@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from benchmarks.blame_programs.faults import LINEN, PLAIN, ROOT, Fault
+from benchmarks.blame_programs.fault_kinds import (
+    LINEN,
+    PLAIN,
+    Fault,
+    constraints_of,
+    edit,
+    layout_fault,
+    rules_fault,
+)
 
 _OF_MODEL = ("'mlp'", "'heads'", "'vocab'", "'model'")
 _OF_ROWS = ("'batch'", "'data'")
@@ -32,8 +39,7 @@ def _rules(program: str) -> Iterator[Fault]:
         ('needless rule', {'length': 'model'}),
         ('needless rule', {'kv': 'data', 'embed': None}),
     ):
-        place = ', '.join(f'{name} {axes}' for name, axes in rules.items())
-        yield {'program': program, 'kind': kind, 'place': place, 'rules': rules}
+        yield rules_fault(program, kind, rules)
 
 
 def _layouts() -> Iterator[Fault]:
@@ -45,23 +51,13 @@ def _layouts() -> Iterator[Fault]:
         ('up', (None, 'data', None)),
         ('down', (None, None, 'data')),
     ):
-        yield {
-            'program': 'plain_trainer',
-            'kind': 'axis of the batch',
-            'place': f'{name} {axes}',
-            'layout': {name: list(axes)},
-        }
+        yield layout_fault('axis of the batch', {name: axes})
 
 
 def _constraints(program: str, file: str) -> Iterator[Fault]:
     """Constraints that forget the axis of a model, or shard another dimension over the rows'."""
-    for line in (ROOT / file).read_text().splitlines():
-        found = re.search(r'\b(?:constrain|lay_out)\(.*, (\(.*?\)|P\(.*?\))\)', line)
-        if not found or 'import' in line:
-            continue
-        names = found[1]
-        entries = re.findall(r"'\w+'|None", names)
-        opening = names[: names.index('(') + 1]
+    for found in constraints_of(file):
+        entries = found.entries
         rows = next((n for n, entry in enumerate(entries) if entry in _OF_ROWS), 0)
         swapped = list(entries)
         swapped[rows : rows + 2] = swapped[rows : rows + 2][::-1]
@@ -69,17 +65,8 @@ def _constraints(program: str, file: str) -> Iterator[Fault]:
             ('forgotten axis of a model', [e if e not in _OF_MODEL else 'None' for e in entries]),
             ('rows on another dimension', swapped),
         ):
-            if new == entries:
-                continue
-            written = f'{opening}{", ".join(new)})'
-            yield {
-                'program': program,
-                'kind': kind,
-                'place': f'{line.strip()[:60]} -> {written}',
-                'file': file,
-                'old': f'{line}\n',
-                'new': f'{line.replace(names, written)}\n',
-            }
+            if new != entries:
+                yield found.relaid(program, file, kind, new)
 
 
 def _losses() -> Iterator[Fault]:
@@ -95,12 +82,6 @@ def _losses() -> Iterator[Fault]:
             ('cumlogsumexp', f'jax.lax.cumlogsumexp({logits}, axis=2)[..., -1]'),
             ('reshape', f'jax.nn.logsumexp({logits}.reshape({logits}.shape[0], -1), -1)[:, None]'),
         ):
-            yield {
-                'program': program,
-                'kind': 'whole vocabulary in the loss',
-                'place': place,
-                'file': file,
-                'old': old,
-                'new': f'    {name} = {text}\n',
-                'suggested': old,
-            }
+            new = f'    {name} = {text}\n'
+            kind = 'whole vocabulary in the loss'
+            yield edit(program, file, kind, place, old, new, suggested=True)

@@ -8,11 +8,18 @@ that nobody recomputes, and two faults of different kinds at once.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.blame_programs.faults import LINEN, PLAIN, ROOT, Fault
+from benchmarks.blame_programs.fault_kinds import (
+    LINEN,
+    PLAIN,
+    Fault,
+    constraints_of,
+    edit,
+    layout_fault,
+    rules_fault,
+)
 from benchmarks.blame_programs.held_out_faults import held_out_faults
 
 _SEED_2 = Path(__file__).parents[1] / 'results' / 'blame' / 'seed_2.json'
@@ -47,8 +54,7 @@ def _rules(program: str) -> Iterator[Fault]:
         ('needless rule, others whole', {'length': 'data', 'batch': None}),
         ('needless rule, others whole', {'kv': 'model', 'mlp': None}),
     ):
-        place = ', '.join(f'{name} {axes}' for name, axes in rules.items())
-        yield {'program': program, 'kind': kind, 'place': place, 'rules': rules}
+        yield rules_fault(program, kind, rules)
 
 
 def _layouts() -> Iterator[Fault]:
@@ -66,49 +72,22 @@ def _layouts() -> Iterator[Fault]:
         ('batch over other dimensions', {'batch': [both, None]}),
         ('batch over other dimensions', {'batch': [None, 'model']}),
     ):
-        place = ', '.join(f'{name} {axes}' for name, axes in layout.items())
-        yield {'program': 'plain_trainer', 'kind': kind, 'place': place, 'layout': layout}
+        yield layout_fault(kind, layout)
 
 
 def _constraints(program: str, file: str) -> Iterator[Fault]:
     """Constraints that also shard the length, or whose two mesh axes have changed places."""
-    for line in (ROOT / file).read_text().splitlines():
-        found = re.search(r'\b(?:constrain|lay_out)\(.*, (\(.*?\)|P\(.*?\))\)', line)
-        if not found or 'import' in line:
-            continue
-        names = found[1]
-        entries = re.findall(r"'\w+'|None", names)
-        opening = names[: names.index('(') + 1]
-        used = [n for n, e in enumerate(entries) if e in ("'mlp'", "'heads'", "'vocab'", "'model'")]
-        rows = next(n for n, e in enumerate(entries) if e in ("'batch'", "'data'"))
-        new = list(entries)
+    for found in constraints_of(file):
+        new = list(found.entries)
+        used = [n for n, e in enumerate(new) if e in ("'mlp'", "'heads'", "'vocab'", "'model'")]
+        rows = next(n for n, e in enumerate(new) if e in ("'batch'", "'data'"))
         if used:
             kind = "two axes of a constraint in each other's place"
             new[rows], new[used[0]] = new[used[0]], new[rows]
         else:
             kind = 'constraint that also shards the length'
             new[rows + 1] = "'mlp'" if file == LINEN else "'model'"
-        written = f'{opening}{", ".join(new)})'
-        yield {
-            'program': program,
-            'kind': kind,
-            'place': f'{line.strip()[:60]} -> {written}',
-            'file': file,
-            'old': f'{line}\n',
-            'new': f'{line.replace(names, written)}\n',
-        }
-
-
-def _edit(program: str, file: str, kind: str, place: str, old: str, new: str) -> Fault:
-    return {
-        'program': program,
-        'kind': kind,
-        'place': place,
-        'file': file,
-        'old': old,
-        'new': new,
-        'suggested': old,
-    }
+        yield found.relaid(program, file, kind, new)
 
 
 def _operations() -> Iterator[Fault]:
@@ -129,7 +108,7 @@ def _operations() -> Iterator[Fault]:
         ),
         ('roll over heads', weights, weights.replace('scores)', 'jnp.roll(scores, 1, axis=1))')),
     ):
-        yield _edit('linen_trainer', LINEN, 'operation in a layer', place, old, new)
+        yield edit('linen_trainer', LINEN, 'operation in a layer', place, old, new, suggested=True)
     hidden = "    hidden = lay_out(jax.nn.relu(x @ w['up']), P('data', None, 'model'))\n"
     for place, text in (
         ('roll over rows', "jnp.roll(x, 1, axis=0) @ w['up']"),
@@ -141,7 +120,9 @@ def _operations() -> Iterator[Fault]:
         ),
     ):
         new = hidden.replace("x @ w['up']", text)
-        yield _edit('plain_trainer', PLAIN, 'operation in a layer', place, hidden, new)
+        yield edit(
+            'plain_trainer', PLAIN, 'operation in a layer', place, hidden, new, suggested=True
+        )
     for program, file, logits, name in (
         ('linen_trainer', LINEN, 'logits_BLV', 'log_z_BL'),
         ('plain_trainer', PLAIN, 'logits', 'log_z'),
@@ -154,23 +135,19 @@ def _operations() -> Iterator[Fault]:
             ('over rows', f'jax.nn.logsumexp(jnp.sort({logits}, axis=0), axis=-1)'),
         ):
             new = f'    {name} = {text}\n'
-            yield _edit(program, file, 'other operation in the loss', place, old, new)
+            kind = 'other operation in the loss'
+            yield edit(program, file, kind, place, old, new, suggested=True)
 
 
 def _kept_activations() -> Iterator[Fault]:
     """Layers whose activations are kept for the backward pass."""
     kind = 'nothing is recomputed'
-    yield _edit(
-        'linen_trainer',
-        LINEN,
-        kind,
-        'remat',
-        '            nn.remat(Layer),\n',
-        '            Layer,\n',
-    )
+    old = '            nn.remat(Layer),\n'
+    new = old.replace('nn.remat(Layer)', 'Layer')
+    yield edit('linen_trainer', LINEN, kind, 'remat', old, new, suggested=True)
     old = '    x, _ = jax.lax.scan(jax.checkpoint(layer), x, scanned)\n'
     new = old.replace('jax.checkpoint(layer)', 'layer')
-    yield _edit('plain_trainer', PLAIN, kind, 'checkpoint', old, new)
+    yield edit('plain_trainer', PLAIN, kind, 'checkpoint', old, new, suggested=True)
 
 
 def _rules_and_lines() -> Iterator[Fault]:
@@ -179,12 +156,7 @@ def _rules_and_lines() -> Iterator[Fault]:
     other = "        x_BLD = constrain(table[tokens_BL], ('batch', 'length', 'embed'))\n"
     for name in ('vocab', 'mlp'):
         for line in (old, other):
-            yield {
-                'program': 'linen_trainer',
-                'kind': 'rule and constraint',
-                'place': f'{name} None, {line.strip()[:40]}',
-                'rules': {name: None},
-                'file': LINEN,
-                'old': line,
-                'new': line.replace("('batch', 'length', 'embed')", '(None, None, None)'),
-            }
+            place = f'{name} None, {line.strip()[:40]}'
+            new = line.replace("('batch', 'length', 'embed')", '(None, None, None)')
+            fault = edit('linen_trainer', LINEN, 'rule and constraint', place, line, new)
+            yield fault | {'rules': {name: None}}

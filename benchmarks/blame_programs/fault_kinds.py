@@ -1,0 +1,86 @@
+"""How a fault is written down: a change of rules, of layouts, or of the text of a program."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+LINEN = 'benchmarks/blame_programs/linen_trainer.py'
+PLAIN = 'benchmarks/blame_programs/plain_trainer.py'
+
+Fault = dict[str, Any]
+
+
+def rules_fault(program: str, kind: str, rules: Mapping[str, Any]) -> Fault:
+    """Other mesh axes for logical axes."""
+    place = ', '.join(f'{name} {axes}' for name, axes in rules.items())
+    return {'program': program, 'kind': kind, 'place': place, 'rules': dict(rules)}
+
+
+def layout_fault(kind: str, layout: Mapping[str, Sequence[Any]]) -> Fault:
+    """Other PartitionSpecs for parameters, for their momentum or for the batch."""
+    place = ', '.join(f'{name} {axes}' for name, axes in layout.items())
+    found = {name: list(axes) for name, axes in layout.items()}
+    return {'program': 'plain_trainer', 'kind': kind, 'place': place, 'layout': found}
+
+
+def edit(
+    program: str, file: str, kind: str, place: str, old: str, new: str, *, suggested: bool = False
+) -> Fault:
+    """Another text for a part of a file.
+
+    Args:
+      program, kind, place: what the fault is called.
+      file: the file.
+      old: the part, which the file has once.
+      new: the text in its place.
+      suggested: whether only the author can write the line anew, who would write the old one.
+    """
+    fault = {'program': program, 'kind': kind, 'place': place, 'file': file}
+    fault |= {'old': old, 'new': new}
+    return fault | {'suggested': old} if suggested else fault
+
+
+class Constraint(NamedTuple):
+    """A constraint on the layout of an array, as a line of a program has it.
+
+    Attributes:
+      line: the line.
+      call: the function with its arguments.
+      function: the name of the function.
+      value: the array.
+      names: the layout, such as `('batch', 'length')` or `P('data', None)`.
+      entries: the entries of the layout.
+    """
+
+    line: str
+    call: str
+    function: str
+    value: str
+    names: str
+    entries: list[str]
+
+    def write(self, entries: Sequence[str]) -> str:
+        """The layout with other entries."""
+        opening = self.names[: self.names.index('(') + 1]
+        return f'{opening}{", ".join(entries)})'
+
+    def relaid(self, program: str, file: str, kind: str, entries: Sequence[str]) -> Fault:
+        """The fault by which the line has other entries."""
+        written = self.write(entries)
+        place = f'{self.line.strip()[:60]} -> {written}'
+        new = self.line.replace(self.names, written)
+        return edit(program, file, kind, place, f'{self.line}\n', f'{new}\n')
+
+
+def constraints_of(file: str) -> Iterator[Constraint]:
+    """Yields the constraints in a file, in the order of their lines."""
+    for line in (ROOT / file).read_text().splitlines():
+        found = re.search(r'\b(constrain|lay_out)\((.*), (\(.*?\)|P\(.*?\))\)', line)
+        if found and 'import' not in line:
+            entries = re.findall(r"'\w+'|None", found[3])
+            yield Constraint(line, found[0], found[1], found[2], found[3], entries)
