@@ -14,7 +14,8 @@ add less than 1% are drawn again.
 The results are written as they come, and the command continues where it stopped. The faults of
 seed 0 were used to write the code. Those of seed 1 are the other ones of the same kinds. Those of
 seed 2 are of kinds that were added when the code was finished. `suggest_change` was written with
-seed 2 in view; the faults of seed 3 are those that seed 2 left and others of new kinds.
+seed 2 in view; the faults of seed 3 are those that seed 2 left and others of new kinds. After seed 3,
+what its faults had shown was corrected; those of seed 4 are all of kinds that no other seed has.
 """
 
 from __future__ import annotations
@@ -274,10 +275,12 @@ def main() -> None:
 def run_campaign(seed: int, count: int, folder: Path) -> None:
     """Runs cases until there are enough that do harm, and prints the table."""
     from benchmarks.blame_programs.faults import draw_faults
+    from benchmarks.blame_programs.fresh_faults import fresh_faults
     from benchmarks.blame_programs.held_out_faults import held_out_faults
     from benchmarks.blame_programs.later_faults import later_faults
 
-    faults = None if seed < 2 else held_out_faults() if seed == 2 else later_faults()
+    faults_of = {2: held_out_faults, 3: later_faults, 4: fresh_faults}
+    faults = faults_of[seed]() if seed in faults_of else None
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f'seed_{seed}.json'
     results = json.loads(path.read_text()) if path.exists() else {}
