@@ -14,8 +14,8 @@ add less than 1% are drawn again.
 The results are written as they come, and the command continues where it stopped. The faults of
 seed 0 were used to write the code. Those of seed 1 are the other ones of the same kinds. Those of
 seed 2 are of kinds that were added when the code was finished. `suggest_change` was written with
-seed 2 in view; the faults of seed 3 are those that seed 2 left and others of new kinds. After seed 3,
-what its faults had shown was corrected; those of seed 4 are all of kinds that no other seed has.
+seed 2 in view; the faults of seed 3 are those that seed 2 left and others of new kinds. Seed 3 led
+to corrections; the faults of seed 4 are all of kinds that no other seed has.
 """
 
 from __future__ import annotations
