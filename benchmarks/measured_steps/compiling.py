@@ -180,16 +180,20 @@ def compile_programs(
 
 
 def run_campaign(names: Iterable[str] | None = None, early: bool = False) -> None:
-    """Compiles programs, by default all, and writes the committed records of the whole store."""
+    """Compiles programs, by default all, and writes the committed records.
+
+    Records of programs that the store does not have stay as they are.
+    """
     from .rebuilding import list_programs
-    from .records import make_records, write_records
+    from .records import make_records, read_records, write_records
 
     known = list_programs()
     chosen = list(known if names is None else names)
     if unknown := [name for name in chosen if name not in known]:
         raise SystemExit(f'no program {unknown[0]!r}: the programs are {", ".join(known)}')
     compile_programs(chosen, early)
-    write_records(make_records(STORE))
+    kept = {name: record for name, record in read_records().items() if name in known}
+    write_records(kept | make_records(STORE))
 
 
 def read_stored(name: str, store: Path = STORE) -> dict[str, Any] | None:
