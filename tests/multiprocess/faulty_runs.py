@@ -77,7 +77,8 @@ def run(folder, count, victim=None, *, limit=300.0, missing=(), **settings):
     """
     of_victim = {k: settings.pop(k) for k in ('fault', 'moment', 'delay') if k in settings}
     for old in Path(folder).parent.glob(f'{Path(folder).name}.*'):
-        old.unlink() if old.is_file() else None
+        if old.is_file():
+            old.unlink()
     outputs = [Path(f'{folder}.out-{index}') for index in range(count)]
     processes = {}
     start_server()

@@ -51,7 +51,7 @@ def test_a_run_with_faults_at_random_ends_and_resumes_as_if_it_had_none(
     rng = random.Random(seed)
     for _ in range(FAULTS):
         victim, fault = rng.randrange(2), faulty_runs.draw_fault(rng)
-        ending = start(tmp_path, victim, heartbeat=3.0, **fault)
+        ending = start(tmp_path, victim, **fault)
         code, text = ending.codes[1 - victim], ending.texts[1 - victim]
         # A run that is done before the moment comes has no fault.
         assert code == 0 or f'process {victim}' in text, (fault, code, text)
