@@ -6,7 +6,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from partitioning.aot.blame.argument_layouts import RARELY_SHARDED, ArgumentAdvisor
-from partitioning.aot.blame.changes import Change, ConstraintChange, LayoutChange, RuleChange
+from partitioning.aot.blame.changes import (
+    Change,
+    ConstraintChange,
+    ConstraintRemoval,
+    LayoutChange,
+    RuleChange,
+)
 from partitioning.aot.blame.evidence import Evidence
 from partitioning.aot.blame.known_layouts import Axes, KnownLayouts
 from partitioning.aot.blame.linked_dimensions import LinkedDimensions
@@ -33,7 +39,7 @@ class Advisor(ArgumentAdvisor):
         """Whether a change does more than to trade memory for exchanges over axes of the batch."""
         batch = set(self.layouts.batch_axes)
         return any(
-            isinstance(change, ConstraintChange)
+            isinstance(change, ConstraintChange | ConstraintRemoval)
             or self._is_of_rows(change)
             or not self._added_axes(change) <= batch
             for change in changes
@@ -189,6 +195,13 @@ class Advisor(ArgumentAdvisor):
             pairs = zip(wanted, near.layout or (), strict=True)
             if any(wanted) and any(set(mine) & set(axes) - set(theirs) for theirs, mine in pairs):
                 return [near]
+        return []
+
+    def leave_out(self, value: Value, axes: Axes) -> list[ConstraintRemoval]:
+        """The program without the nearest constraint that shards a value over mesh axes."""
+        for near, _ in self._constraints_near(value):
+            if any(set(held) & set(axes) for held in near.layout or ()):
+                return [ConstraintRemoval(source=user_line(near.stack))]
         return []
 
     def _constraints_near(self, value: Value) -> Iterator[tuple[Value, tuple[Axes, ...]]]:

@@ -57,6 +57,20 @@ class ConstraintChange:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ConstraintRemoval:
+    """A line without its constraints, which then lay out no array.
+
+    Attributes:
+      source: the 'file:line' of the constraints.
+    """
+
+    source: str
+
+    def __str__(self) -> str:
+        return f'leave out the constraint at {self.source}'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayoutChange:
     """Another layout of an argument or a result of the function.
 
@@ -97,7 +111,7 @@ class CodeChange:
         return self.text
 
 
-SingleChange = RuleChange | ConstraintChange | LayoutChange | CodeChange
+SingleChange = RuleChange | ConstraintChange | ConstraintRemoval | LayoutChange | CodeChange
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

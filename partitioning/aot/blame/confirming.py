@@ -14,11 +14,12 @@ from partitioning.aot.blame.cause import Cause
 from partitioning.aot.blame.changes import (
     Change,
     ConstraintChange,
+    ConstraintRemoval,
     JoinedChange,
     LayoutChange,
     RuleChange,
 )
-from partitioning.aot.blame.edited_programs import layouts_of, with_constraint
+from partitioning.aot.blame.edited_programs import layouts_of, with_constraint, without_constraint
 from partitioning.aot.blame.explaining import Explanation, explain_program
 from partitioning.aot.compiled.costs import ProgramCosts, read_costs
 from partitioning.aot.compiled.program_text import read_text
@@ -190,6 +191,9 @@ def apply_change(
         return _compile(dataclasses.replace(function, rules=rules), function.retrace(rules))
     if isinstance(change, ConstraintChange):
         edited = with_constraint(function.traced.jaxpr, change, function.mesh)
+        return _compile_flat(function, edited, layouts_of(function.compiled))
+    if isinstance(change, ConstraintRemoval):
+        edited = without_constraint(function.traced.jaxpr, change, function.mesh)
         return _compile_flat(function, edited, layouts_of(function.compiled))
     if isinstance(change, LayoutChange):
         layouts = _with_layout(function, change)

@@ -1,4 +1,4 @@
-"""Traced functions with a constraint more, or with another one, as if their code said so."""
+"""Traced functions with a constraint more, less, or with another one, as if their code said so."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from partitioning.aot.blame.changes import ConstraintChange
+from partitioning.aot.blame.changes import ConstraintChange, ConstraintRemoval
 from partitioning.aot.blame.jaxpr_bodies import bodies_of
 from partitioning.aot.user_lines import stack_of_traceback, user_line
 from partitioning.rules import from_tuple
@@ -27,19 +27,36 @@ def with_constraint(jaxpr: Any, change: ConstraintChange, mesh: Any) -> Any:
     Raises:
       ValueError: if no operation of the function matches the change.
     """
-    spec = PartitionSpec(*(from_tuple(axes) for axes in change.layout))
-    editor = _Editor(change, NamedSharding(mesh, spec))
+    editor = _Editor(change, mesh)
     edited = jaxpr.replace(jaxpr=editor.edit(jaxpr.jaxpr, backward=False, caller=()))
     if not editor.count:
         raise ValueError(f'no operation of {change.source} makes an array of shape {change.shape}')
     return edited
 
 
+def without_constraint(jaxpr: Any, change: ConstraintRemoval, mesh: Any) -> Any:
+    """A ClosedJaxpr without the constraints of a line.
+
+    Args:
+      jaxpr: the ClosedJaxpr of a traced function.
+      change: the line.
+      mesh: the mesh.
+
+    Raises:
+      ValueError: if the line has no constraint.
+    """
+    editor = _Editor(change, mesh)
+    edited = jaxpr.replace(jaxpr=editor.edit(jaxpr.jaxpr, backward=False, caller=()))
+    if not editor.count:
+        raise ValueError(f'{change.source} has no constraint')
+    return edited
+
+
 class _Editor:
     """Edits the equations of a jaxpr and of all jaxprs inside of it."""
 
-    def __init__(self, change: ConstraintChange, sharding: NamedSharding):
-        self._change, self._sharding = change, sharding
+    def __init__(self, change: ConstraintChange | ConstraintRemoval, mesh: Any):
+        self._change, self._mesh = change, mesh
         self.count = 0
 
     def edit(self, jaxpr: Any, *, backward: bool, caller: tuple[str, ...]) -> Any:
@@ -50,7 +67,7 @@ class _Editor:
             edited = self._inside(equation, is_backward, stack)
             if user_line(stack) != self._change.source:
                 equations.append(edited)
-            elif self._change.replaces:
+            elif isinstance(self._change, ConstraintRemoval) or self._change.replaces:
                 equations.append(self._replaced(edited))
             elif is_backward:
                 equations += self._before(edited)
@@ -81,10 +98,10 @@ class _Editor:
         return self.edit(value, backward=backward, caller=stack)
 
     def _replaced(self, equation: Any) -> Any:
-        """The constraint of the change in place of another one."""
+        """The constraint of the change, or one that leaves all open, in place of another one."""
         if equation.primitive.name not in _CONSTRAINTS:
             return equation
-        if tuple(equation.outvars[0].aval.shape) != self._change.shape:
+        if not self._is_for(equation.outvars[0]):
             return equation
         self.count += 1
         ours = self._constraint(equation.outvars[0].aval)
@@ -96,7 +113,7 @@ class _Editor:
         """An equation of the forward pass, whose results are constrained."""
         outvars, added = list(equation.outvars), []
         for number, variable in enumerate(outvars):
-            if tuple(getattr(variable.aval, 'shape', ())) == self._change.shape:
+            if self._is_for(variable):
                 ours = self._constraint(variable.aval)
                 outvars[number] = ours.invars[0]
                 added.append(ours.replace(outvars=[variable], source_info=equation.source_info))
@@ -110,16 +127,25 @@ class _Editor:
         for number, variable in enumerate(invars):
             if hasattr(variable, 'val'):
                 continue
-            if tuple(getattr(variable.aval, 'shape', ())) == self._change.shape:
+            if self._is_for(variable):
                 ours = self._constraint(variable.aval)
                 yield ours.replace(invars=[variable], source_info=equation.source_info)
                 invars[number] = ours.outvars[0]
         yield equation.replace(invars=invars)
 
+    def _is_for(self, variable: Any) -> bool:
+        shape = tuple(getattr(variable.aval, 'shape', ()))
+        return isinstance(self._change, ConstraintRemoval) or shape == self._change.shape
+
     def _constraint(self, aval: Any) -> Any:
         """The equation of a constraint, with new variables."""
+        if isinstance(self._change, ConstraintRemoval):
+            spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * len(aval.shape))
+        else:
+            spec = PartitionSpec(*(from_tuple(axes) for axes in self._change.layout))
+        sharding = NamedSharding(self._mesh, spec)
         abstract = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        constrained = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, self._sharding))(
+        constrained = jax.make_jaxpr(lambda x: jax.lax.with_sharding_constraint(x, sharding))(
             abstract
         )
         return constrained.jaxpr.eqns[0]

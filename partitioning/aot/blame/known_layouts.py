@@ -139,9 +139,10 @@ class KnownLayouts:
         if name == 'batch':
             others = {a for n, _ in self.rules if n != 'batch' for a in self.axes_of(n)}
             return not theirs <= mine or bool((mine - theirs) & others)
+        rows = set(self.standard.get('batch') or self.batch_axes)  # the rule may be the fault
         if theirs:
-            return not theirs <= mine and not theirs & set(self.batch_axes)
-        return bool(mine - set(self.batch_axes))
+            return not theirs <= mine and not theirs & rows
+        return bool(mine - rows)
 
     def suspects(self) -> list[str]:
         """The names with a rule that is not as usual, or that adds axes to those of the standard.

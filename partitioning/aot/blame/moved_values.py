@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from partitioning.aot.blame.advice import Advisor
 from partitioning.aot.blame.cause import Cause
-from partitioning.aot.blame.changes import Change, LayoutChange
+from partitioning.aot.blame.changes import Change, ConstraintRemoval, LayoutChange
 from partitioning.aot.blame.evidence import Evidence
 from partitioning.aot.blame.known_layouts import Axes
 from partitioning.aot.blame.making_causes import make_cause, over, what_is
@@ -44,6 +44,9 @@ def explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> C
             else (f'{split}, but the function returns it in another layout')
         )
         row = layouts.rows.get(path)
+        for constraint in advisor.graph.constraints_after(value):
+            if lacks(constraint, axes):
+                changes.append(ConstraintRemoval(source=user_line(constraint.stack)))
         changes += advisor.like_its_uses(row) if row is not None else ()
         changes += advisor.other_layouts(path)
         changes += advisor.like_parameter(path)
@@ -67,7 +70,7 @@ def explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> C
             f'{split}, but the dimension of {row.path} that it is multiplied with is not: '
             f'{row.reason}'
         )
-        changes = [*advisor.like_its_uses(row), *changes]
+        changes = [*advisor.like_its_uses(row), *advisor.leave_out(value, axes), *changes]
         found = make_cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
         return dataclasses.replace(
             found, array=row.path, logical_axes=tuple(row.logical_axes), source=evidence.used_at
@@ -82,6 +85,7 @@ def explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> C
         constraint = conflicting[0]
         line = user_line(constraint.stack)
         changes += advisor.replace_constraints(conflicting, value, evidence.layout)
+        changes.append(ConstraintRemoval(source=line))
         reason = f'{split}, and the constraint at {line} asks for another layout'
         if name and layouts.is_unusual(name):
             changes.append(layouts.to_standard(name))

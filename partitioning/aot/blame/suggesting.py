@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import jax
 
@@ -14,6 +15,7 @@ from partitioning.aot.blame.changes import (
     Change,
     CodeChange,
     ConstraintChange,
+    ConstraintRemoval,
     LayoutChange,
     RuleChange,
     join_changes,
@@ -89,15 +91,19 @@ def suggest_change(
         tried += _try_each(function, queue, most - len(tried), rewrite, untried)
     best = _choose(tried, advisor)
     if best is None:
+        best = _try_all(function, suspects, rewrite)
+        tried += [] if best is None else [best]
+        best = best if best is not None and best.helps else None
+    joined = list[Confirmation]()
+    if best is None:
         change, cause = next(iter(ranked.items()))
-        joined = []
     else:
-        change, cause = best.change, _at_change(ranked[best.change], best.change)
+        change, cause = best.change, _at_change(_cause_of(best.change, ranked), best.change)
         others = [one for one in tried if one is not best and one.helps]
         others.sort(key=lambda one: -_worth(one, advisor))
         # A rule may only help once another one is right.
         others += [one for one in tried if not one.helps and one.change in suspects]
-        joined = list(_try_joined(function, best, others, most - len(tried), rewrite))
+        joined += _try_joined(function, best, others, most - len(tried), rewrite)
         both = max(joined, key=lambda one: one.saved, default=best)
         if both.saved > _MORE * best.saved:
             best, change = both, both.change
@@ -111,8 +117,14 @@ def suggest_change(
 
 
 def _worth(tried: Confirmation, advisor: Advisor) -> float:
-    """What a change saves; what fully sharded training always saves counts less."""
-    return tried.saved * (_TRADED if advisor.trades(tried.change) else 1)
+    """What a change saves; what fully sharded training always saves counts less.
+
+    A rule that is not as usual is changed for another reason.
+    """
+    change = tried.change
+    names = [name for name, _ in change.after] if isinstance(change, RuleChange) else []
+    is_odd = any(map(advisor.layouts.is_unusual, names))
+    return tried.saved * (_TRADED if advisor.trades(change) and not is_odd else 1)
 
 
 def _choose(tried: Sequence[Confirmation], advisor: Advisor) -> Confirmation | None:
@@ -147,6 +159,9 @@ def rank_changes(
     _, largest = max(found, key=lambda pair: (pair[1].avoidable, pair[0]))
     first, last = _of_suspects(layouts)
     order = dict.fromkeys([*first, *ranked, *last])
+    if largest.source and (largest.avoidable or not order):  # it is up to the author of the line
+        text = f'write the operation at {largest.source} otherwise'
+        order[CodeChange(source=largest.source, text=text)] = None
     return {change: causes[change][1] if change in causes else largest for change in order}
 
 
@@ -160,6 +175,11 @@ def _of_suspects(layouts: KnownLayouts) -> tuple[list[RuleChange], list[RuleChan
     return first, last
 
 
+def _cause_of(change: Change, ranked: Mapping[Change, Cause]) -> Cause:
+    """The cause that a change is for, or the largest one if it is several changes at once."""
+    return ranked[change] if change in ranked else next(iter(ranked.values()))
+
+
 def _at_change(cause: Cause, change: Change) -> Cause:
     """The cause with the rule, the layout or the line that a confirmed change is of."""
     source, rule, array = cause.source, cause.rule, cause.array
@@ -167,7 +187,7 @@ def _at_change(cause: Cause, change: Change) -> Cause:
         rule = repr(change.before[0]) if change.before else f'no rule for {change.after[0][0]!r}'
     elif isinstance(change, LayoutChange):
         array = change.path or array
-    elif isinstance(change, ConstraintChange | CodeChange):
+    elif isinstance(change, ConstraintChange | ConstraintRemoval | CodeChange):
         source = change.source
     reason = cause.reason
     if source != cause.source or rule != cause.rule:
@@ -192,6 +212,15 @@ def _try_each(
             yield result
         elif isinstance(change, CodeChange):
             untried.append(change)
+
+
+def _try_all(
+    function: CompiledFunction, changes: Sequence[Change], rewrite: Rewrite | None
+) -> Confirmation | None:
+    """Compiles with all changes of rules that are not as usual, if there are several."""
+    if len(changes) < 2:
+        return None
+    return _try(function, functools.reduce(join_changes, changes), rewrite)
 
 
 def _try_joined(
