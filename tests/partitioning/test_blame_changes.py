@@ -1,6 +1,7 @@
 """Suggested changes are tried by compiling, and warnings of the compiler lead to lines."""
 
 import functools
+import inspect
 
 import flax.linen as nn
 import jax
@@ -13,7 +14,7 @@ from benchmarks.blame_programs.faults import ROOT, all_faults, draw_faults
 from partitioning import PjitPartitioner, constrain
 from partitioning.aot import read_costs
 from partitioning.aot.blame import compile_partitioned, explain_program
-from partitioning.aot.blame.changes import RuleChange
+from partitioning.aot.blame.changes import ConstraintRemoval, RuleChange
 from partitioning.aot.blame.compiler_log import find_rematerializations
 from partitioning.aot.blame.confirming import (
     CompiledFunction,
@@ -91,8 +92,17 @@ def test_a_wrong_constraint_is_replaced_and_the_gathers_are_gone(mesh):
     assert gathers and {c.wire_bytes for c, _ in gathers} == {3 * shard}
     cause = confirm_change(gathers[0][1], function)
     assert cause.confirmed and "PartitionSpec('data', 'model')" in cause.change
+    gathered = sum(c.total_bytes for c, _ in gathers)
     found = try_change(function, gathers[0][1].candidates[0])
-    assert found.exchanged[0] - found.exchanged[1] == sum(c.total_bytes for c, _ in gathers)
+    assert found.exchanged[0] - found.exchanged[1] == gathered
+    # The next line has the right constraint, so that the program does not need this one.
+    line = inspect.getsourcelines(make_step)[1] + 5
+    (removal,) = {c for c in gathers[0][1].candidates if isinstance(c, ConstraintRemoval)}
+    assert str(removal).startswith('leave out the constraint at /')
+    assert str(removal).endswith(f'test_blame_changes.py:{line}')
+    found = try_change(function, removal)
+    assert found.exchanged[0] - found.exchanged[1] == gathered
+    assert try_change(function, ConstraintRemoval(source='train.py:1')) is None
 
 
 def test_a_parameter_that_is_whole_gets_the_layout_of_its_uses(mesh):

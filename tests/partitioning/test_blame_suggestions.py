@@ -74,10 +74,17 @@ def healthy():
 
 @pytest.mark.parametrize(
     ('faults', 'most'),
-    [({'mlp': None, 'vocab': None}, 4), ({'mlp': ('data', 'model')}, 3), ({'length': 'model'}, 3)],
+    [
+        ({'mlp': None, 'vocab': None}, 4),
+        ({'mlp': ('data', 'model')}, 3),
+        ({'length': 'model'}, 3),
+        ({'batch': ('data', 'model'), 'mlp': None}, 6),
+        ({'batch': 'model', 'vocab': None}, 6),  # neither helps alone
+        ({'batch': None, 'mlp': 'data'}, 6),  # a rule that is right hides them
+    ],
 )
 def test_rules_are_given_back_that_were_dropped_or_have_too_much(healthy, faults, most):
-    """Two dropped rules are added by one change; needless axes are taken away."""
+    """Rules that need each other are changed together; needless axes are taken away."""
     suggestion = suggest_change(compile_under(**faults), most=most)
     change = suggestion.saved.change
     assert dict(change.after) == {name: RULES[name] for name in faults}
@@ -112,6 +119,10 @@ def test_names_with_other_axes_than_usual_are_suspects():
     rules = [*{**RULES, 'length': 'model', 'vocab': ('data', 'model'), 'own': 'model'}.items()]
     layouts = KnownLayouts(rules, AXES, ())
     assert {*layouts.suspects()} == {'length', 'vocab'}
+    # A batch over all axes is as intended, unless another name also uses one of them.
+    for vocab, suspects in ((None, {'batch'}), ('model', {'batch', 'mlp'})):
+        both = {**RULES, 'batch': ('data', 'model'), 'mlp': None, 'vocab': vocab}
+        assert {*KnownLayouts([*both.items()], AXES, ()).suspects()} == suspects
     assert [change.after for change in layouts.fewer_axes('vocab')] == [
         (('vocab', 'model'),),
         (('vocab', 'data'),),

@@ -139,7 +139,8 @@ class KnownLayouts:
         if name == 'batch':
             others = {a for n, _ in self.rules if n != 'batch' for a in self.axes_of(n)}
             return not theirs <= mine or bool((mine - theirs) & others)
-        rows = set(self.standard.get('batch') or self.batch_axes)  # the rule may be the fault
+        # The axes of the batch count, unless its rule is the one that is not as usual.
+        rows = set(self.standard['batch'] if self.is_unusual('batch') else self.batch_axes)
         if theirs:
             return not theirs <= mine and not theirs & rows
         return bool(mine - rows)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import jax
 
@@ -59,8 +59,9 @@ def suggest_change(
 ) -> Suggestion | None:
     """Compiles a function with the most promising changes, and keeps what saves the most.
 
-    A change is promising if many bytes lead to it, or if it is of a rule that is not as usual. Two
-    changes that help are also tried together, and are suggested together if that saves 25% more.
+    A change is promising if many bytes lead to it, or if it is of a rule that is not as usual. If
+    several rules are not, all of them are also changed at once. Two changes that help are also
+    tried together, and are suggested together if that saves 25% more.
     Sharding parameters over axes of the batch saves memory in almost every program, so that it
     must save four times as much as another change.
 
@@ -90,15 +91,11 @@ def suggest_change(
     if sum(one.helps or one.change in suspects for one in tried) < 2:  # there is nothing to join
         tried += _try_each(function, queue, most - len(tried), rewrite, untried)
     best = _choose(tried, advisor)
-    if best is None:
-        best = _try_all(function, suspects, rewrite)
-        tried += [] if best is None else [best]
-        best = best if best is not None and best.helps else None
     joined = list[Confirmation]()
     if best is None:
         change, cause = next(iter(ranked.items()))
     else:
-        change, cause = best.change, _at_change(_cause_of(best.change, ranked), best.change)
+        change, cause = best.change, _at_change(ranked[best.change], best.change)
         others = [one for one in tried if one is not best and one.helps]
         others.sort(key=lambda one: -_worth(one, advisor))
         # A rule may only help once another one is right.
@@ -166,18 +163,21 @@ def rank_changes(
 
 
 def _of_suspects(layouts: KnownLayouts) -> tuple[list[RuleChange], list[RuleChange]]:
-    """Changes of rules that are not as usual: the standard rules first, then fewer mesh axes."""
-    first, last = [], []
+    """Changes of rules that are not as usual: the standard rules first, then fewer mesh axes.
+
+    If several are not as usual, the last one of the standard rules changes all of them.
+    """
+    first, last = list[RuleChange](), list[RuleChange]()
+    together: Change | None = None
     for name in layouts.suspects():
         usual = layouts.to_standard(name)
         first.append(usual)
         last += [change for change in layouts.fewer_axes(name) if change != usual]
+        with contextlib.suppress(ValueError):  # names that are swapped have the same change
+            together = usual if together is None else join_changes(together, usual)
+    if isinstance(together, RuleChange) and together not in first:
+        first.append(together)
     return first, last
-
-
-def _cause_of(change: Change, ranked: Mapping[Change, Cause]) -> Cause:
-    """The cause that a change is for, or the largest one if it is several changes at once."""
-    return ranked[change] if change in ranked else next(iter(ranked.values()))
 
 
 def _at_change(cause: Cause, change: Change) -> Cause:
@@ -212,15 +212,6 @@ def _try_each(
             yield result
         elif isinstance(change, CodeChange):
             untried.append(change)
-
-
-def _try_all(
-    function: CompiledFunction, changes: Sequence[Change], rewrite: Rewrite | None
-) -> Confirmation | None:
-    """Compiles with all changes of rules that are not as usual, if there are several."""
-    if len(changes) < 2:
-        return None
-    return _try(function, functools.reduce(join_changes, changes), rewrite)
 
 
 def _try_joined(
