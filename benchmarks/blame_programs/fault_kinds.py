@@ -21,11 +21,13 @@ def rules_fault(program: str, kind: str, rules: Mapping[str, Any]) -> Fault:
     return {'program': program, 'kind': kind, 'place': place, 'rules': dict(rules)}
 
 
-def layout_fault(kind: str, layout: Mapping[str, Sequence[Any]]) -> Fault:
+def layout_fault(
+    kind: str, layout: Mapping[str, Sequence[Any]], program: str = 'plain_trainer'
+) -> Fault:
     """Other PartitionSpecs for parameters, for their momentum or for the batch."""
     place = ', '.join(f'{name} {axes}' for name, axes in layout.items())
     found = {name: list(axes) for name, axes in layout.items()}
-    return {'program': 'plain_trainer', 'kind': kind, 'place': place, 'layout': found}
+    return {'program': program, 'kind': kind, 'place': place, 'layout': found}
 
 
 def edit(

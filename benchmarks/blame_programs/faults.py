@@ -57,7 +57,7 @@ def all_faults() -> Iterator[Fault]:
     yield from constraint_faults('plain_trainer', PLAIN)
     yield from own_constraint_faults()
     yield from loss_faults()
-    yield from name_faults()
+    yield from name_faults('linen_trainer', LINEN, 'kernel')
     yield from result_faults()
 
 
@@ -252,11 +252,15 @@ def loss_faults() -> Iterator[Fault]:
             yield edit(program, file, kind, place, old, new, suggested=True)
 
 
-def name_faults() -> Iterator[Fault]:
-    """Parameters whose names are missing or swapped."""
-    lines = [line for line in (ROOT / LINEN).read_text().splitlines() if 'kernel(' in line]
-    for line in lines:
-        found = re.search(r"kernel\(('\w+'(?:, '\w+')+)\)", line)
+def name_faults(program: str, file: str, box: str) -> Iterator[Fault]:
+    """Parameters whose names are missing or swapped.
+
+    Args:
+      program, file: the program.
+      box: its function that makes an initializer with names.
+    """
+    for line in (ROOT / file).read_text().splitlines():
+        found = re.search(rf"\b{box}\(('\w+'(?:, '\w+')+)\)", line)
         if not found:
             continue
         names = found[1].split(', ')
@@ -267,7 +271,7 @@ def name_faults() -> Iterator[Fault]:
             ('swapped names', names[::-1]),
         ):
             text = line.replace(found[1], ', '.join(new))
-            fault = edit('linen_trainer', LINEN, kind, path[1], f'{line}\n', f'{text}\n')
+            fault = edit(program, file, kind, path[1], f'{line}\n', f'{text}\n')
             yield fault | {'layout': {path[1]: None}}
 
 

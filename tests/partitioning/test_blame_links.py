@@ -16,6 +16,7 @@ from benchmarks.blame_programs.faults import ROOT
 from benchmarks.blame_programs.fresh_faults import fresh_faults
 from benchmarks.blame_programs.held_out_faults import held_out_faults
 from benchmarks.blame_programs.later_faults import later_faults
+from benchmarks.blame_programs.other_programs import other_programs
 from partitioning.aot import read_costs
 from partitioning.aot.blame import CompiledFunction, describe_arguments
 from partitioning.aot.blame.advice import Advisor
@@ -158,7 +159,9 @@ def test_axes_too_much_are_found_in_constraints_and_in_layouts(mesh):
     assert {((), ('model',)), ((), ('data',))} <= changes
 
 
-@pytest.mark.parametrize('list_faults', [held_out_faults, later_faults, fresh_faults])
+@pytest.mark.parametrize(
+    'list_faults', [held_out_faults, later_faults, fresh_faults, other_programs]
+)
 def test_held_out_faults_change_lines_that_exist(list_faults):
     faults = list(list_faults())
     assert len(faults) > 50
