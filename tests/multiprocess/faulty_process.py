@@ -165,6 +165,14 @@ def command(settings):
     )
     port = settings.port if fault != 'unreachable' else 1
     address = ProcessAddress(f'127.0.0.1:{port}', settings.count, settings.index, 'the test')
+    if fault == 'jax cannot connect':
+        connect = jax.distributed.initialize
+
+        def fail(*args, **settings):
+            connect(*args, **settings)
+            raise RuntimeError('no route to host')
+
+        jax.distributed.initialize = fail
     note(settings.folder, settings.index, 'joining')
     join_processes(address, limits)
     if fault == 'stuck in input':

@@ -158,12 +158,20 @@ def test_a_process_that_has_ended_is_named_by_those_that_wait_for_it():
     assert "process 1 has ended, and process 0 waits for it at 'a save'" in end['line']
 
 
-def test_all_processes_hear_when_all_have_ended():
-    run = Run()
+def test_all_processes_hear_when_all_have_ended_and_process_0_hears_it_last(monkeypatch):
+    run, told = Run(), []
+    send = Connection.send
+
+    def note(connection, kind, **content):
+        told.append([seen.connection for seen in run.hub._seen.values()].index(connection))
+        send(connection, kind, **content)
+
+    monkeypatch.setattr(Connection, 'send', note)
     for index in range(3):
         assert run.heard(0) == []
         run.say(index, 'left')
     assert run.heard(0) == [{'kind': 'all left'}]
+    assert sorted(told) == [0, 1, 2] and told[-1] == 0, 'its end is the end of the hub'
 
 
 def test_a_failure_is_told_once_with_its_exit_code():

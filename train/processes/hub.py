@@ -273,5 +273,6 @@ class Hub:
     def _end_of_all(self) -> None:
         """Tells the processes when all of them have said that they end."""
         if all(seen.left for seen in self._seen.values()):
-            for seen in self._seen.values():
-                seen.connection.send('all left')
+            # Process 0 is last: it ends when it hears this, and the hub with it.
+            for index in reversed(self._seen):
+                self._seen[index].connection.send('all left')

@@ -99,9 +99,10 @@ def join_processes(address: ProcessAddress, limits: Limits | None = None) -> Non
             f'jax cannot connect process {address.process_index} of {address.process_count} at '
             f'{address.coordinator_address} ({first_line(error)})'
         ) from error
+    finally:  # Also after an error: at exit, jax waits long for processes that have ended.
+        atexit.register(leave_processes)
     signals.share(one.forward, one.leave)
     wait_before_aborting(lambda: f'process {one.index} was aborted by a library of C++')
-    atexit.register(leave_processes)
 
 
 def leave_processes() -> None:

@@ -60,7 +60,7 @@ def report_failure(error: Exception) -> None:
     is_explained = isinstance(error, ValueError | OSError | FloatingPointError)
     line = first_line(error)[:_LONGEST_MESSAGE]
     text = line if isinstance(error, ConfigError) else f'{type(error).__name__}: {line}'
-    one.fail(text, 2 if is_explained else 1)
+    one.fail(text, getattr(error, 'exit_code', 2 if is_explained else 1))
 
 
 def end_all_processes(error: ConfigError) -> None:
