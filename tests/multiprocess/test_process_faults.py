@@ -18,7 +18,12 @@ def start(folder, victim=None, **settings):
     [
         (0, 'SIGKILL', 75, 'process 0 died, last seen at '),
         (1, 'exception', 1, 'process 1 failed: Fault'),
-        (0, 'jax cannot connect', 75, 'process 0 failed: NotTogether: jax cannot connect process 0'),
+        (
+            0,
+            'jax cannot connect',
+            75,
+            'process 0 failed: NotTogether: jax cannot connect process 0',
+        ),
         (1, 'other optimizer', 2, 'TrainConfig.optimizer.learning_rate'),
         (1, 'SIGTERM', 75, 'stopped by SIGTERM to process 1 after step '),
     ],

@@ -94,6 +94,50 @@ def test_rules_are_given_back_that_were_dropped_or_have_too_much(healthy, faults
     assert len(suggestion.tried) <= most
 
 
+def compile_layers(down):
+    """A step of two layers of their own, under names for the 'down' of both."""
+    partitioner = PjitPartitioner(mesh=MeshConfig(axes=AXES), logical_axis_rules=[*RULES.items()])
+
+    def init():
+        layer = {
+            'down': LogicallyPartitioned(jnp.zeros((512, 64)), down),
+            'up': LogicallyPartitioned(jnp.zeros((64, 512)), ('embed', 'mlp')),
+        }
+        return {'params': {'layer_0': layer, 'layer_1': layer}}
+
+    def step(state, x_BLD):
+        def loss(params):
+            x = x_BLD
+            for name in ('layer_0', 'layer_1'):
+                hidden_BLF = jnp.tanh(x @ params[name]['up'])
+                hidden_BLF = constrain(hidden_BLF, ('batch', 'length', 'mlp'))
+                x = constrain(hidden_BLF @ params[name]['down'], ('batch', 'length', 'embed'))
+            return jnp.mean(x**2)
+
+        gradient = jax.grad(loss)(state['params'])
+        return {'params': jax.tree.map(lambda p, g: p - g, state['params'], gradient)}
+
+    plan = partitioner.plan(init)
+    resources = plan.specs, partitioner.data_partition_spec
+    batch = jax.ShapeDtypeStruct((16, 8, 64), jnp.float32)
+    partitioned = partitioner.partition(step, resources, plan.specs)
+    return compile_partitioned(partitioner, partitioned, plan.abstract_state, batch)
+
+
+@pytest.mark.parametrize('down', [(None, None), ('embed', 'mlp')])
+def test_the_parameters_of_all_layers_are_laid_out_together(down):
+    """One line of a program names the parameters of all its layers."""
+    suggestion = suggest_change(compile_layers(down))
+    change = suggestion.saved.change
+    assert (change.path, change.likewise) == ('params/layer_0/down', ('params/layer_1/down',))
+    assert 'params/layer_0/down and' in suggestion.cause.change
+    # It is the program whose names say so; whether 'embed' is sharded is a matter of bytes.
+    names = tuple({('model',): 'mlp', ('data',): 'embed', (): None}[axes] for axes in change.layout)
+    assert names in {('mlp', 'embed'), ('mlp', None)}
+    found = suggestion.saved.exchanged[1], suggestion.saved.peak[1]
+    assert found == needs(compile_layers(names))
+
+
 def test_changes_are_joined_if_they_are_of_different_places():
     mlp = RuleChange(before=(('mlp', None),), after=(('mlp', 'model'),))
     vocab = RuleChange(before=(), after=(('vocab', 'model'),))

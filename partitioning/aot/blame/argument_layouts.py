@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 from partitioning.aot.blame.changes import Change, LayoutChange, RuleChange
@@ -26,6 +27,15 @@ class ArgumentAdvisor:
     def __init__(self, layouts: KnownLayouts, links: LinkedDimensions):
         self.layouts, self.links = layouts, links
 
+    def _lay_out(
+        self, row: PlanRow, layout: Sequence[Axes], names: Sequence[str | None] = ()
+    ) -> LayoutChange:
+        """The change of an argument, and of those like it in other layers."""
+        first, *others = (r.path for r in self.layouts.rows.values() if _is_alike(r, row))
+        return LayoutChange(
+            path=first, layout=tuple(layout), names=tuple(names), likewise=tuple(others)
+        )
+
     def odd_layouts(self, *values: Value | None) -> list[LayoutChange]:
         """Changes of arguments around some values whose layout does not fit their uses.
 
@@ -45,7 +55,7 @@ class ArgumentAdvisor:
                 wanted = self.links.axes_of(row.path, len(row.shape))
                 now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
                 if wanted and wanted[0] and now[0] != wanted[0]:
-                    found.append(LayoutChange(path=row.path, layout=wanted))
+                    found.append(self._lay_out(row, wanted))
             elif row.role == 'parameters':
                 found += self._with_names_in_place(row)
         return found
@@ -59,7 +69,7 @@ class ArgumentAdvisor:
                 names[names.index(theirs)], names[number] = mine, theirs
                 resolved = self.layouts.resolve(names, row.shape)
                 layout = tuple(sharding_axes(d.mesh_axes) for d in resolved)
-                yield LayoutChange(path=row.path, layout=layout, names=tuple(names))
+                yield self._lay_out(row, layout, names)
                 return
 
     def unused_by(self, row: PlanRow | None) -> Axes:
@@ -123,7 +133,7 @@ class ArgumentAdvisor:
         layouts = self.layouts
         now = tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
         used = [change.layout for change in self.like_its_uses(row)]
-        yield from (LayoutChange(path=row.path, layout=u) for u in used if axis in sum(u, ()))
+        yield from (self._lay_out(row, u) for u in used if axis in sum(u, ()))
         # The first dimension of three or more is that of layers, which are scanned over.
         order = range(len(row.shape) - 1, 0 if len(row.shape) > 2 else -1, -1)
         for base in dict.fromkeys([*used, now]):
@@ -131,7 +141,7 @@ class ArgumentAdvisor:
                 fits = layouts.divides((axis,), row.shape[number])
                 if fits and not base[number] and axis not in sum(base, ()):
                     new = tuple((axis,) if d == number else axes for d, axes in enumerate(base))
-                    yield LayoutChange(path=row.path, layout=new)
+                    yield self._lay_out(row, new)
 
     def like_its_uses(self, row: PlanRow) -> Iterator[LayoutChange]:
         """The layout of an argument that fits the constraints on what is computed from it."""
@@ -166,7 +176,7 @@ class ArgumentAdvisor:
         for layout in (tuple(merged), found):
             fits = all(self.layouts.divides(a, n) for a, n in zip(layout, row.shape, strict=True))
             if any(layout) and fits and layout != now:
-                yield LayoutChange(path=row.path, layout=layout)
+                yield self._lay_out(row, layout)
 
     def other_layouts(self, path: str) -> list[Change]:
         """Other layouts of an argument without names, one of whose dimensions is gathered."""
@@ -179,13 +189,13 @@ class ArgumentAdvisor:
             for axis in mine if len(mine) > 1 else ():
                 fewer = tuple(a for a in mine if a != axis)
                 layout = (*now[:number], fewer, *now[number + 1 :])
-                found.append(LayoutChange(path=path, layout=layout))
+                found.append(self._lay_out(row, layout))
         axes = next((a for a in now if a), ())
         order = range(len(row.shape) - 1, 0 if len(row.shape) > 2 else -1, -1)
         for number in order:
             if axes and not now[number] and self.layouts.divides(axes, row.shape[number]):
                 new = tuple(axes if d == number else () for d in range(len(now)))
-                found.append(LayoutChange(path=path, layout=new))
+                found.append(self._lay_out(row, new))
         return found
 
     def like_parameter(self, path: str) -> list[Change]:
@@ -194,6 +204,20 @@ class ArgumentAdvisor:
         if row is None:
             return []
         return list(self.shard_more(path))
+
+
+def _is_alike(row: PlanRow, other: PlanRow) -> bool:
+    """Whether two arrays are the same, or the same parameter in two layers, laid out alike."""
+    return row.path == other.path or _kind(row) == _kind(other)
+
+
+def _kind(row: PlanRow) -> tuple[object, ...]:
+    """What the same parameter has in common in all layers, whose paths differ in numbers.
+
+    Where they have logical axes, it is enough that the last parts of the paths are the same.
+    """
+    path = re.sub(r'\d+', '', row.path) if _is_nameless(row) else row.path.rpartition('/')[2]
+    return row.role, path, row.shape, tuple(row.logical_axes), row.spec
 
 
 def _is_nameless(row: PlanRow) -> bool:

@@ -79,19 +79,23 @@ class LayoutChange:
       layout: the mesh axes of each dimension.
       result: the number of the result, or None for an argument.
       names: the logical axes that have this layout, if those of the argument should be changed.
+      likewise: the paths of the arguments that change with it, such as those of other layers.
     """
 
     path: str
     layout: tuple[tuple[str, ...], ...]
     result: int | None = None
     names: tuple[str | None, ...] = ()
+    likewise: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         axes = ', '.join(repr(from_tuple(a)) for a in self.layout)
+        paths = self.path + (f' and of {len(self.likewise)} like it' if self.likewise else '')
         if self.names:
-            return f'name the dimensions of {self.path} {self.names!r}: PartitionSpec({axes})'
+            return f'name the dimensions of {paths} {self.names!r}: PartitionSpec({axes})'
         if self.result is None:
-            return f'lay out the argument {self.path} as PartitionSpec({axes})'
+            paths = paths.replace(' and of ', ' and ')
+            return f'lay out the argument {paths} as PartitionSpec({axes})'
         return f'lay out result {self.result} of the function as PartitionSpec({axes})'
 
 

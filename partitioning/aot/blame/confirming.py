@@ -228,19 +228,16 @@ def _with_layout(function: CompiledFunction, change: LayoutChange) -> Any:
     if change.result is not None:
         layouts['out_shardings'][change.result] = sharding
         return layouts
-    rows = [row for row in function.rows if row is not None and row.path == change.path]
+    paths = (change.path, *change.likewise)
+    rows = [row for row in function.rows if row is not None and row.path in paths]
     if not rows or len(function.rows) != len(function.traced.jaxpr.in_avals):
         return None
     inputs, outputs = list(layouts['in_shardings']), list(layouts['out_shardings'])
     before = next(s for s, r in zip(inputs, function.rows, strict=True) if r is rows[0])
     for number, row in enumerate(function.rows):
-        follows = row is rows[0] or (
-            row is not None
-            and _follows(row, rows[0])
-            and row.shape == rows[0].shape
-            and inputs[number] == before
-        )
-        if follows:
+        if row is None or row.shape != rows[0].shape or inputs[number] != before:
+            continue
+        if any(row is changed or _follows(row, changed) for changed in rows):
             inputs[number] = sharding
     for number, aval in enumerate(function.traced.jaxpr.out_avals):
         if aval.shape != rows[0].shape:
