@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import math
 import os
+import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -176,10 +178,25 @@ def _cuda_devices(chip: Chip, shape: Sequence[int], num_slices: int) -> tuple[Ja
     try:
         return _devices(_CUDA_ENVIRONMENT, '', 'cuda', options)
     except NotImplementedError:
+        pass
+    try:
+        _load_cuda_plugins()
+        return _devices(_CUDA_ENVIRONMENT, '', 'cuda', options)
+    except (ImportError, NotImplementedError):
         raise RuntimeError(
             "describing GPUs needs jax's CUDA plugin, in the version of jax: "
             "pip install 'meshwright[aot-gpu]'"
         ) from None
+
+
+def _load_cuda_plugins() -> None:
+    """Loads the plugin after jax has left it out, when it looked for devices without cuDNN."""
+    import jax_plugins
+
+    with _environment(_CUDA_ENVIRONMENT):
+        for found in pkgutil.iter_modules(jax_plugins.__path__):
+            if found.name.startswith('xla_cuda'):
+                importlib.import_module(f'jax_plugins.{found.name}').initialize()
 
 
 def _devices(

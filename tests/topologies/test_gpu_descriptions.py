@@ -1,6 +1,9 @@
 """Described GPU machines, and their meshes: model groups stay inside a host if they fit."""
 
 import collections
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -152,3 +155,22 @@ def test_an_axis_over_racks_uses_the_network():
 def test_a_granule_size_that_does_not_consist_of_whole_hosts(size):
     with pytest.raises(ValueError, match=f'granule_size={size}.*144 devices'):
         default_mesh(4, devices=described('b200:36x4').devices, granule_size=size)
+
+
+def test_a_machine_is_described_after_jax_has_looked_for_devices():
+    """jax then leaves the plugin out if there is no cuDNN, and looks only once."""
+    program = (
+        'import jax\n'
+        'jax.devices()\n'
+        'from partitioning import describe_topology\n'
+        "print(len(describe_topology('h100:1x8').devices), jax.default_backend())\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != 'JAX_PLATFORMS'}
+    found = subprocess.run(
+        [sys.executable, '-c', program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert found.stdout == '8 cpu\n', found.stderr

@@ -29,6 +29,7 @@ Rewrite = Callable[[CodeChange], jax.stages.Traced | None]
 _JOINED = 2  # the number of compilations that are kept for two changes together
 _MORE = 1.25  # by which factor two changes must save more than one, or a later one than another
 _TRADED = 0.25  # what a byte counts that sharding over axes of the batch saves
+_UNDONE = 0.6  # what a byte counts that leaving out a constraint saves: it may be wanted elsewhere
 _EXPECTED = 0.1  # the weight of a cause that the layout needs, next to one that it does not
 
 
@@ -91,15 +92,16 @@ def suggest_change(
     if sum(one.helps or one.change in suspects for one in tried) < 2:  # there is nothing to join
         tried += _try_each(function, queue, most - len(tried), rewrite, untried)
     best = _choose(tried, advisor)
+    names = {name for change in suspects for name, _ in change.after}
+    if len(tried) < most and (best is None or names.isdisjoint(_names_of(best.change))):
+        together = list(_try_together(function, suspects))
+        best = _choose([*together, *tried], advisor)
+        tried += together
+    change, cause = next(iter(ranked.items()))
     joined = list[Confirmation]()
-    if best is None:
-        change, cause = next(iter(ranked.items()))
-    else:
-        change, cause = best.change, _at_change(ranked[best.change], best.change)
-        others = [one for one in tried if one is not best and one.helps]
-        others.sort(key=lambda one: -_worth(one, advisor))
-        # A rule may only help once another one is right.
-        others += [one for one in tried if not one.helps and one.change in suspects]
+    if best is not None:
+        change, cause = best.change, _at_change(ranked.get(best.change, cause), best.change)
+        others = _to_join(best, tried, suspects, advisor)
         joined += _try_joined(function, best, others, most - len(tried), rewrite)
         both = max(joined, key=lambda one: one.saved, default=best)
         if both.saved > _MORE * best.saved:
@@ -119,9 +121,15 @@ def _worth(tried: Confirmation, advisor: Advisor) -> float:
     A rule that is not as usual is changed for another reason.
     """
     change = tried.change
-    names = [name for name, _ in change.after] if isinstance(change, RuleChange) else []
-    is_odd = any(map(advisor.layouts.is_unusual, names))
+    if isinstance(change, ConstraintRemoval):
+        return tried.saved * _UNDONE
+    is_odd = any(map(advisor.layouts.is_unusual, _names_of(change)))
     return tried.saved * (_TRADED if advisor.trades(change) and not is_odd else 1)
+
+
+def _names_of(change: Change) -> list[str]:
+    """The logical axes whose rules a change is of."""
+    return [name for name, _ in change.after] if isinstance(change, RuleChange) else []
 
 
 def _choose(tried: Sequence[Confirmation], advisor: Advisor) -> Confirmation | None:
@@ -163,20 +171,12 @@ def rank_changes(
 
 
 def _of_suspects(layouts: KnownLayouts) -> tuple[list[RuleChange], list[RuleChange]]:
-    """Changes of rules that are not as usual: the standard rules first, then fewer mesh axes.
-
-    If several are not as usual, the last one of the standard rules changes all of them.
-    """
+    """Changes of rules that are not as usual: the standard rules first, then fewer mesh axes."""
     first, last = list[RuleChange](), list[RuleChange]()
-    together: Change | None = None
     for name in layouts.suspects():
         usual = layouts.to_standard(name)
         first.append(usual)
         last += [change for change in layouts.fewer_axes(name) if change != usual]
-        with contextlib.suppress(ValueError):  # names that are swapped have the same change
-            together = usual if together is None else join_changes(together, usual)
-    if isinstance(together, RuleChange) and together not in first:
-        first.append(together)
     return first, last
 
 
@@ -212,6 +212,36 @@ def _try_each(
             yield result
         elif isinstance(change, CodeChange):
             untried.append(change)
+
+
+def _try_together(
+    function: CompiledFunction, changes: Sequence[RuleChange]
+) -> Iterator[Confirmation]:
+    """Compiles with all changes of rules that are not as usual, if they are of several names.
+
+    None of them may help alone, or a change of a rule that is right may save more than each.
+    """
+    together: Change | None = None
+    for change in changes:
+        with contextlib.suppress(ValueError):  # names that are swapped have the same change
+            together = change if together is None else join_changes(together, change)
+    if together is not None and together not in changes:
+        result = try_change(function, together)
+        if result is not None:
+            yield result
+
+
+def _to_join(
+    best: Confirmation,
+    tried: Sequence[Confirmation],
+    suspects: Sequence[Change],
+    advisor: Advisor,
+) -> list[Confirmation]:
+    """What is worth trying together with the best change, the most promising first."""
+    others = [one for one in tried if one is not best and one.helps]
+    others.sort(key=lambda one: -_worth(one, advisor))
+    # A rule may only help once another one is right.
+    return others + [one for one in tried if not one.helps and one.change in suspects]
 
 
 def _try_joined(
