@@ -68,7 +68,8 @@ def choose_rules(row: MeasuredRow) -> Rules:
         found = tuple(name for name in wanted if name in names)
         return found if len(found) > 1 else found[0] if found else None
 
-    tensor = present('tensor')
+    tensor, wide = present('tensor'), present('fsdp_transpose', 'tensor')
+    experts = (('expert', None), ('expert_mlp', wide)) if row['model']['experts'] else ()
     return (
         ('layers', None),
         ('batch', present('data', 'fsdp', 'fsdp_transpose')),
@@ -76,7 +77,8 @@ def choose_rules(row: MeasuredRow) -> Rules:
         ('vocab', tensor),
         ('heads', tensor),
         ('kv_heads', tensor),
-        ('mlp', present('fsdp_transpose', 'tensor')),
+        ('mlp', wide),
+        *experts,
         ('embed', present('fsdp', 'fsdp_transpose', 'context')),
         ('embed', present('fsdp', 'context')),
         ('kv', None),

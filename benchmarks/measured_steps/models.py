@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from train.attention import AttentionSettings, SplashBlocks
+from train.models.experts.config import ExpertsConfig
 from train.models.remat import Remat
 from train.models.transformer import TransformerConfig
 
@@ -49,17 +50,16 @@ _BLOCKS = {
 }
 _ACTIVATIONS = {'silu': 'silu', 'relu': 'relu', 'gelu': 'gelu_tanh'}
 _LLAMA_LIKE = ('llama2', 'mistral', 'llama-like', 'llama-like with q/k norm', None)
+_WITH_EXPERTS = ('mixtral', 'mistral', 'qwen3_moe')
 
 
 def model_problems(row: MeasuredRow) -> Iterator[str]:
     """Yields why the built-in transformer cannot express the model of a row."""
     m, block = row['model'], row['model'].get('decoder_block')
-    if m['experts']:
-        yield (
-            f'the model has {m["experts"]} experts per layer ({block}), and the built-in '
-            'transformer has no layers of experts'
-        )
-    elif block not in (*_LLAMA_LIKE, 'gemma3', 'gpt3') and not str(block).startswith('maxtext'):
+    if m['experts'] and 'dropped' in (row['source'].get('config_name') or ''):
+        yield 'its experts drop tokens, and those of the built-in transformer take all'
+    known = _WITH_EXPERTS if m['experts'] else (*_LLAMA_LIKE, 'gemma3', 'gpt3')
+    if block not in known and not str(block).startswith('maxtext'):
         yield f'the built-in transformer has no layers like those of {block}'
     if row['quantization']:
         yield f'products are quantized ({row["quantization"]}), and ours are computed in bfloat16'
@@ -89,6 +89,10 @@ def describe_model(row: MeasuredRow) -> TransformerConfig:
         }
     if m.get('use_qk_norm'):
         settings['qk_norm'] = True
+    if m['experts']:
+        settings['experts'] = ExpertsConfig(
+            num_experts=m['experts'], num_selected_experts=m['top_k'], dropless=True
+        )
     dtype = row['dtype']
     return TransformerConfig(
         **{'scale_embeddings': False} | settings,

@@ -241,6 +241,22 @@ def test_experts_on_a_mesh(dropless, expert, model):
     assert {*kinds} == {'all-to-all', 'all-reduce'}, 'nothing is gathered'
 
 
+def test_metrics_of_more_slots_than_an_int32_can_count():
+    """8,192 rows of 4,096 tokens for 128 experts have 2**32 slots."""
+
+    def metrics(probabilities, is_token):
+        routed = routing.route(probabilities, is_token, num_selected=8, capacity=4096)
+        return routing.routing_metrics(probabilities, routed)
+
+    shape = (8192, 4096, 128)
+    found = jax.eval_shape(
+        metrics,
+        jax.ShapeDtypeStruct(shape, jnp.float32),
+        jax.ShapeDtypeStruct(shape[:2], bool),
+    )
+    assert found['expert_usage'].shape == ()
+
+
 def test_gradients_of_groups_do_not_contract_the_last_dimension_of_matrices():
     """The compiler of TPUs runs out of vector memory otherwise, with wide matrices."""
     rows, kernels, sizes = jnp.ones((6, 4)), jnp.ones((2, 4, 5)), jnp.array([4, 2])

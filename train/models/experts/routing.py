@@ -153,7 +153,7 @@ def routing_metrics(probabilities_GTE: jax.Array, routing: Routing) -> dict[str,
     return {
         'fraction_tokens_left_behind': _mean(~jnp.any(taken_GTK, axis=-1), is_token_GT),
         'dropped_tokens': routing.num_dropped.astype(jnp.float32),
-        'expert_usage': num_taken / routing.choices_GS.size,
+        'expert_usage': num_taken / float(routing.choices_GS.size),  # it may exceed int32
         'router_confidence': jnp.sum(routing.weights_GTK) / jnp.maximum(num_taken, 1),
         'router_entropy': _mean(entropy_GT, is_token_GT),
         'largest_load': num_experts * jnp.max(load_E) / jnp.maximum(jnp.sum(load_E), 1),
