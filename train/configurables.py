@@ -17,16 +17,18 @@ def load_plan(path: str) -> Plan:
 
 
 def _register(module: str, name: str) -> None:
-    """Registers a function or class, unless gin knows it already or the library does not have it.
+    """Registers a function or class, unless gin has this name or the library does not have it.
 
-    Unlike `gin.external_configurable`, this notes the module from which the written configuration
-    of a run imports the name. The module where it is defined may be private.
+    Users may have registered it under a name of their own before. Unlike
+    `gin.external_configurable`, this notes the module from which the written configuration of a run
+    imports the name. The module where it is defined may be private.
     """
     try:
         found = attrgetter(name)(importlib.import_module(module))
     except AttributeError:
         return
-    if config._inverse_lookup(found) is None:
+    known = config._inverse_lookup(found)
+    if known is None or known.name not in REGISTERED.get(known.module, ()):
         location = config_parser.Location(None, 0, None, '')
         source = config_parser.ImportStatement(module, '.' in module, None, location)
         config._make_configurable(
