@@ -63,6 +63,29 @@ def model_problems(row: MeasuredRow) -> Iterator[str]:
         yield f'the built-in transformer has no layers like those of {block}'
     if row['quantization']:
         yield f'products are quantized ({row["quantization"]}), and ours are computed in bfloat16'
+    activation = m['mlp_activations'][0]
+    if activation not in _ACTIVATIONS:
+        yield f'the built-in transformer has no activation {activation!r}'
+    yield from _remat_problems(row)
+
+
+def _remat_problems(row: MeasuredRow) -> Iterator[str]:
+    remat, policy = row['remat'], row['remat']['policy']
+    saved, offloaded = remat['saved_on_device'], remat['offloaded_to_host']
+    if policy is None:
+        yield 'what its layers keep for the backward pass is not published'
+    elif not (policy in _POLICIES or _is_assumed(policy, saved)):
+        if saved is None or offloaded is None:
+            yield f'what {policy!r} keeps for the backward pass is not published'
+            return
+        for name in (*saved, *offloaded):
+            if name not in _NAMES:
+                yield f'its layers keep {name!r}, an array that ours do not name'
+
+
+def _is_assumed(policy: str, saved: list[str] | None) -> bool:
+    """Whether the names of a policy are not published, and assumed here."""
+    return policy.startswith('selective') or (saved is None and policy.startswith('offload'))
 
 
 def describe_model(row: MeasuredRow) -> TransformerConfig:
@@ -122,7 +145,7 @@ def choose_remat(row: MeasuredRow) -> Remat:
         return _POLICIES[policy]
     if policy.startswith('selective'):
         return _SELECTIVE
-    if remat['saved_on_device'] is None and policy.startswith('offload'):
+    if _is_assumed(policy, remat['saved_on_device']):
         # The names are not known; these are the ones that the same model offloads elsewhere.
         return Remat(offload=_translate(['q_proj', 'k_proj', 'v_proj', 'o_proj']))
     save, offload = _translate(remat['saved_on_device']), _translate(remat['offloaded_to_host'])

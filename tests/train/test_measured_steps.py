@@ -3,6 +3,7 @@
 Nothing is compiled here. Expected values are counted by hand or published.
 """
 
+import copy
 import functools
 import math
 
@@ -19,7 +20,7 @@ from benchmarks.measured_steps.rebuilding import (
     rebuild,
 )
 from benchmarks.measured_steps.records import read_records, with_copies
-from benchmarks.measured_steps.rows import load_rows
+from benchmarks.measured_steps.rows import MeasuredRow, load_rows
 from partitioning.aot.compiled.collectives import Collective
 from partitioning.hardware import CHIPS
 from partitioning.hardware.chips import torus_wrap
@@ -139,6 +140,27 @@ def test_settings_of_a_row():
 )
 def test_rows_that_cannot_be_rebuilt_say_why(name, reason):
     rebuilt = rebuild(ROWS[name])
+    assert isinstance(rebuilt, NotRebuilt) and reason in rebuilt.reason
+
+
+@pytest.mark.parametrize(
+    'changes, reason',
+    [
+        ({'model': {'mlp_activations': ['sigmoid', 'linear']}}, "no activation 'sigmoid'"),
+        ({'remat': {'policy': None}}, 'not published'),
+        ({'remat': {'policy': 'save_all', 'saved_on_device': None}}, "what 'save_all' keeps"),
+        ({'remat': {'saved_on_device': ['kv_lora']}}, "keep 'kv_lora'"),
+        ({'parallelism': {'ici': {'stage': 8}}}, "axis 'stage'"),
+        ({'parallelism': {'ici': {'fsdp': 4}}}, 'do not multiply'),
+        ({'hardware': {'chip': 'v9'}}, 'the chip v9'),
+        ({'model': {'params_total': 7}}, 'the measured one 7'),
+    ],
+)
+def test_rows_of_other_kinds_say_why_they_cannot_be_rebuilt(changes, reason):
+    settings = copy.deepcopy(dict(ROWS['v6e-8-llama3.1-8b'].settings))
+    for name, values in changes.items():
+        settings[name] |= values
+    rebuilt = rebuild(MeasuredRow(settings))
     assert isinstance(rebuilt, NotRebuilt) and reason in rebuilt.reason
 
 
