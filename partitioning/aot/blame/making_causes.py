@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from partitioning.aot.blame.advice import Advisor
@@ -12,50 +13,77 @@ from partitioning.aot.blame.known_layouts import Axes
 from partitioning.aot.blame.values import Value
 
 
-def make_cause(
-    advisor: Advisor,
-    evidence: Evidence,
-    reason: str,
-    *,
-    rule: str = '',
-    changes: Sequence[Change] = (),
-    avoidable: bool = False,
-    asked_for: bool = False,
-    source: str = '',
-) -> Cause:
-    """The cause of an exchange, which rules and layouts around it come before, if they are odd.
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """An exchange of a value that was found in the traced function.
 
-    Args:
-      advisor: knows the rules, the layouts and the constraints.
+    Attributes:
       evidence: what the exchange moves.
-      reason: why it is there.
-      rule: the rule that decides it.
-      changes: what may help.
-      avoidable: whether it is not what the layout needs.
-      asked_for: whether the program itself asks for it.
-      source: the user's line; by default the one that needs the result.
+      value: the value that it moves.
+      advisor: knows the rules, the layouts and the constraints.
     """
-    value = evidence.value
-    assert value is not None
-    around = () if asked_for else (value, *evidence.taken_by)
-    if odd := advisor.odd_rules(*around):
-        rule = advisor.layouts.rule_for(odd[0].after[0][0])
-        reason += f'; {rule} is not as in the standard rules'
-    misplaced = advisor.odd_layouts(*around)
-    if misplaced:
-        reason += f'; the layout of {misplaced[0].path} does not fit its uses'
-    distinct = tuple(dict.fromkeys([*odd, *misplaced, *changes]))
-    avoidable = avoidable or bool(odd or misplaced)
-    return Cause(
-        source=source or evidence.used_at or evidence.made_at,
-        array=what_is(value),
-        logical_axes=value.names,
-        rule=rule,
-        reason=reason,
-        change=str(distinct[0]) if distinct else '',
-        avoidable=avoidable,
-        candidates=distinct,
-    )
+
+    evidence: Evidence
+    value: Value
+    advisor: Advisor
+
+    @property
+    def name(self) -> str | None:
+        """The logical axis of the dimension that is exchanged."""
+        return self.evidence.moved.name if self.evidence.moved else None
+
+    @property
+    def split(self) -> str:
+        """How the value is laid out before, for people."""
+        along = f' along {self.name!r}' if self.name else ''
+        return f'{what_is(self.value)} is sharded over {over(self.evidence.axes)}{along}'
+
+    def standard_rule(self) -> list[Change]:
+        """The change to the standard rule of the dimension, if its rule is another one."""
+        layouts = self.advisor.layouts
+        if self.name and layouts.is_unusual(self.name):
+            return [layouts.to_standard(self.name)]
+        return []
+
+    def cause(
+        self,
+        reason: str,
+        changes: Sequence[Change] = (),
+        *,
+        rule: str | None = None,
+        avoidable: bool = True,
+        asked_for: bool = False,
+        source: str = '',
+    ) -> Cause:
+        """The cause of the exchange. Rules and layouts around it come before, if they are odd.
+
+        Args:
+          reason: why it is there.
+          changes: what may help.
+          rule: the rule that decides it; by default that of the dimension that is exchanged.
+          avoidable: whether it is not what the layout needs.
+          asked_for: whether the program itself asks for it.
+          source: the user's line; by default the one that needs the result.
+        """
+        advisor, evidence = self.advisor, self.evidence
+        around = () if asked_for else (self.value, *evidence.taken_by)
+        rule = advisor.layouts.rule_for(self.name) if rule is None else rule
+        if odd := advisor.odd_rules(*around):
+            rule = advisor.layouts.rule_for(odd[0].after[0][0])
+            reason += f'; {rule} is not as in the standard rules'
+        if misplaced := advisor.odd_layouts(*around):
+            reason += f'; the layout of {misplaced[0].path} does not fit its uses'
+        distinct = tuple(dict.fromkeys([*odd, *misplaced, *changes]))
+        return Cause(
+            source=source or evidence.used_at or evidence.made_at,
+            array=what_is(self.value),
+            logical_axes=self.value.names,
+            rule=rule,
+            reason=reason,
+            change=str(distinct[0]) if distinct else '',
+            avoidable=avoidable or bool(odd or misplaced),
+            candidates=distinct,
+        )
 
 
 def what_is(value: Value) -> str:

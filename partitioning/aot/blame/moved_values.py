@@ -11,7 +11,7 @@ from partitioning.aot.blame.cause import Cause
 from partitioning.aot.blame.changes import Change, ConstraintRemoval, LayoutChange
 from partitioning.aot.blame.evidence import Evidence
 from partitioning.aot.blame.known_layouts import Axes
-from partitioning.aot.blame.making_causes import make_cause, over, what_is
+from partitioning.aot.blame.making_causes import Move
 from partitioning.aot.blame.value_graph import lacks
 from partitioning.aot.blame.values import Value
 from partitioning.aot.blame.whole_dimensions import written_for, written_otherwise
@@ -22,95 +22,111 @@ from partitioning.rules import sharding_axes
 _NEAR = 8  # the number of products that are looked at
 
 
-def explain_moved_value(evidence: Evidence, value: Value, advisor: Advisor) -> Cause:
-    """Says why a value that is not an argument is gathered or divided anew.
+def explain_moved_value(move: Move) -> Cause:
+    """Says why a value that is not an argument is gathered or divided anew."""
+    explanations = (_of_a_parameter, _used_whole, _multiplied, _constrained, _returned)
+    found = (explain(move) for explain in explanations)
+    return next((cause for cause in found if cause is not None), None) or _needed_otherwise(move)
 
-    Args:
-      evidence: what the exchange moves.
-      value: the value that it moves.
-      advisor: knows the rules, the layouts and the constraints.
-    """
-    layouts, axes, moved = advisor.layouts, evidence.axes, evidence.moved
-    name = moved.name if moved else None
-    what = what_is(value)
-    split = f'{what} is sharded over {over(axes)}' + (f' along {name!r}' if name else '')
-    rule = layouts.rule_for(name)
-    changes: list[Change] = []
-    if value.gradient_of or value.update_of:
-        path = value.gradient_of or value.update_of
-        reason = (
-            f'{split}, but its array is not'
-            if evidence.result is None
-            else (f'{split}, but the function returns it in another layout')
-        )
-        row = layouts.rows.get(path)
-        for constraint in advisor.graph.constraints_after(value):
-            if lacks(constraint, axes):
-                changes.append(ConstraintRemoval(source=user_line(constraint.stack)))
-        changes += advisor.like_its_uses(row) if row is not None else ()
-        changes += advisor.other_layouts(path)
-        changes += advisor.like_parameter(path)
-        wanted = () if row is None else tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
-        if evidence.result is not None and _is_within(evidence.layout, wanted):
-            change = LayoutChange(path=path, layout=wanted, result=evidence.result)
-            changes.insert(0, change)
-        return make_cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
+
+def _of_a_parameter(move: Move) -> Cause | None:
+    """The cause for the gradient or the update of a parameter."""
+    value, evidence, advisor = move.value, move.evidence, move.advisor
+    path = value.gradient_of or value.update_of
+    if not path:
+        return None
+    row = advisor.layouts.rows.get(path)
+    changes: list[Change] = [
+        ConstraintRemoval(source=user_line(constraint.stack))
+        for constraint in advisor.graph.constraints_after(value)
+        if lacks(constraint, evidence.axes)
+    ]
+    changes += advisor.like_its_uses(row) if row is not None else ()
+    changes += advisor.other_layouts(path)
+    changes += advisor.like_parameter(path)
+    if evidence.result is None:
+        return move.cause(f'{move.split}, but its array is not', changes)
+    wanted = () if row is None else tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
+    if _is_within(evidence.layout, wanted):
+        changes.insert(0, LayoutChange(path=path, layout=wanted, result=evidence.result))
+    return move.cause(f'{move.split}, but the function returns it in another layout', changes)
+
+
+def _used_whole(move: Move) -> Cause | None:
+    """The cause for an operation that needs all of a dimension and can be written otherwise."""
+    evidence, advisor = move.evidence, move.advisor
     for user in evidence.taken_by:
-        if otherwise := list(written_for(user, value, evidence.dim)):
+        if otherwise := list(written_for(user, move.value, evidence.dim)):
             line = otherwise[0].source
-            reason = f'{split}, but the operation at {line} needs all of it'
-            changes += otherwise
-            changes += advisor.relax(evidence)
-            return make_cause(
-                advisor, evidence, reason, rule=rule, changes=changes, avoidable=True, source=line
-            )
-    if (parameter := _conflicting_parameter(evidence, value, advisor)) is not None:
-        row = layouts.rows[parameter.argument]
-        reason = (
-            f'{split}, but the dimension of {row.path} that it is multiplied with is not: '
-            f'{row.reason}'
-        )
-        changes = [*advisor.like_its_uses(row), *advisor.leave_out(value, axes), *changes]
-        found = make_cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
-        return dataclasses.replace(
-            found, array=row.path, logical_axes=tuple(row.logical_axes), source=evidence.used_at
-        )
-    conflicting = list(_conflicts(evidence, value, advisor))
+            changes: list[Change] = [*otherwise, *advisor.relax(evidence)]
+            reason = f'{move.split}, but the operation at {line} needs all of it'
+            return move.cause(reason, changes, source=line)
+    return None
+
+
+def _multiplied(move: Move) -> Cause | None:
+    """The cause for a product with a parameter that is laid out otherwise."""
+    evidence, advisor = move.evidence, move.advisor
+    parameter = _conflicting_parameter(evidence, move.value, advisor)
+    if parameter is None:
+        return None
+    row = advisor.layouts.rows[parameter.argument]
+    reason = (
+        f'{move.split}, but the dimension of {row.path} that it is multiplied with is not: '
+        f'{row.reason}'
+    )
+    changes: list[Change] = [
+        *advisor.like_its_uses(row),
+        *advisor.leave_out(move.value, evidence.axes),
+    ]
+    return dataclasses.replace(
+        move.cause(reason, changes),
+        array=row.path,
+        logical_axes=tuple(row.logical_axes),
+        source=evidence.used_at,
+    )
+
+
+def _constrained(move: Move) -> Cause | None:
+    """The cause for a constraint that asks for another layout."""
+    value, evidence, advisor = move.value, move.evidence, move.advisor
     conflicting = (
-        conflicting
-        or advisor.misplaced_constraints(value, axes)
-        or advisor.needless_constraints(value, axes)
+        list(_conflicts(evidence, value, advisor))
+        or advisor.misplaced_constraints(value, evidence.axes)
+        or advisor.needless_constraints(value, evidence.axes)
     )
-    if conflicting:
-        constraint = conflicting[0]
-        line = user_line(constraint.stack)
-        changes += advisor.replace_constraints(conflicting, value, evidence.layout)
-        changes.append(ConstraintRemoval(source=line))
-        reason = f'{split}, and the constraint at {line} asks for another layout'
-        if name and layouts.is_unusual(name):
-            changes.append(layouts.to_standard(name))
-        return make_cause(
-            advisor, evidence, reason, rule=rule, changes=changes, avoidable=True, source=line
-        )
-    if evidence.result is not None and not evidence.taken_by:
-        reason = f'{split}, but the function returns it in another layout'
-        wanted = layouts.wanted(value.dims, value.shape)
-        changes.append(LayoutChange(path='', layout=wanted, result=evidence.result))
-        return make_cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
-    reason = f'{split}, but {evidence.used_at} needs another layout'
-    changes += written_otherwise(value, evidence.used_at, layouts)
-    if name and layouts.is_unusual(name):
-        changes.append(layouts.to_standard(name))
-    changes += advisor.lay_out(value, evidence.layout)
-    return make_cause(
-        advisor,
-        evidence,
-        reason,
-        rule=rule,
-        changes=changes,
-        avoidable=True,
-        source=evidence.made_at,
-    )
+    if not conflicting:
+        return None
+    line = user_line(conflicting[0].stack)
+    changes: list[Change] = [
+        *advisor.replace_constraints(conflicting, value, evidence.layout),
+        ConstraintRemoval(source=line),
+        *move.standard_rule(),
+    ]
+    reason = f'{move.split}, and the constraint at {line} asks for another layout'
+    return move.cause(reason, changes, source=line)
+
+
+def _returned(move: Move) -> Cause | None:
+    """The cause for a value that the function only returns."""
+    value, evidence = move.value, move.evidence
+    if evidence.result is None or evidence.taken_by:
+        return None
+    wanted = move.advisor.layouts.wanted(value.dims, value.shape)
+    change = LayoutChange(path='', layout=wanted, result=evidence.result)
+    return move.cause(f'{move.split}, but the function returns it in another layout', [change])
+
+
+def _needed_otherwise(move: Move) -> Cause:
+    """The cause where nothing more is known than the line that needs the value."""
+    value, evidence, advisor = move.value, move.evidence, move.advisor
+    changes: list[Change] = [
+        *written_otherwise(value, evidence.used_at, advisor.layouts),
+        *move.standard_rule(),
+        *advisor.lay_out(value, evidence.layout),
+    ]
+    reason = f'{move.split}, but {evidence.used_at} needs another layout'
+    return move.cause(reason, changes, source=evidence.made_at)
 
 
 def _conflicting_parameter(evidence: Evidence, value: Value, advisor: Advisor) -> Value | None:

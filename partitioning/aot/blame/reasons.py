@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from partitioning.aot.blame.advice import Advisor
 from partitioning.aot.blame.cause import Cause
-from partitioning.aot.blame.changes import LayoutChange
+from partitioning.aot.blame.changes import Change, LayoutChange
 from partitioning.aot.blame.evidence import Evidence
-from partitioning.aot.blame.making_causes import make_cause, over
+from partitioning.aot.blame.making_causes import Move, over
+from partitioning.aot.blame.moved_dimensions import Dim
 from partitioning.aot.blame.moved_values import explain_moved_value
-from partitioning.aot.blame.values import Value
 from partitioning.aot.blame.whole_dimensions import written_otherwise
 from partitioning.aot.user_lines import user_line
+from partitioning.plan.rows import PlanRow
 
 # Operations by which a program itself asks for an exchange.
 _ASKED = frozenset(
@@ -52,141 +53,122 @@ def explain_exchange(evidence: Evidence, advisor: Advisor) -> Cause:
             rule='',
             reason=f'an {evidence.kind} over {over(evidence.axes)}',
         )
-    if evidence.path.rpartition('/')[2] in _ASKED:
-        name = evidence.path.rpartition('/')[2]
-        return make_cause(
-            advisor,
-            evidence,
-            f'the program asks for it with jax.lax.{name}',
+    move, operation = Move(evidence, value, advisor), evidence.path.rpartition('/')[2]
+    if operation in _ASKED:
+        return move.cause(
+            f'the program asks for it with jax.lax.{operation}',
+            rule='',
+            avoidable=False,
             asked_for=True,
             source=evidence.made_at,
         )
     if evidence.kind in ('all-reduce', 'reduce-scatter'):
-        return _explain_sum(evidence, value, advisor)
+        return _explain_gradient(move) if value.gradient_of else _explain_sum(move)
     if evidence.kind == 'all-gather' and value.argument:
-        return _explain_gathered_argument(evidence, value, advisor)
-    return explain_moved_value(evidence, value, advisor)
+        return _explain_gathered_argument(move)
+    return explain_moved_value(move)
 
 
-def _explain_sum(evidence: Evidence, value: Value, advisor: Advisor) -> Cause:
-    layouts, axes = advisor.layouts, evidence.axes
-    by_rows = set(axes) <= set(layouts.batch_axes)
-    if value.gradient_of:
-        changes = list(advisor.shard_more(value.gradient_of, but=axes))
+def _explain_gradient(move: Move) -> Cause:
+    """The cause of the sum of a gradient."""
+    path, axes, advisor = move.value.gradient_of, move.evidence.axes, move.advisor
+    layouts = advisor.layouts
+    if set(axes) <= set(layouts.batch_axes):
         reason = (
-            f'each device along {over(axes)} has the gradient of {value.gradient_of} for its rows, '
-            'and their sum is needed'
+            f'each device along {over(axes)} has the gradient of {path} for its rows, and their '
+            'sum is needed'
         )
-        if not by_rows:
-            reason = (
-                f'{value.gradient_of} is not sharded over {over(axes)}, along which its gradient '
-                'is computed in parts'
-            )
-        row = layouts.rows.get(value.gradient_of)
-        unused = [a for a in advisor.unused_by(row) if a not in layouts.batch_axes] if row else []
-        if unused:
-            reason += f'; it is whole along {over(unused)}: {row.reason if row else ""}'
-        rule = layouts.rule_for(advisor.whole_name(value.gradient_of, unused)) if unused else ''
-        return make_cause(
-            advisor,
-            evidence,
-            reason,
-            rule=rule or layouts.rule_for('batch'),
-            changes=changes,
-            avoidable=bool(unused),
-            source=evidence.made_at,
+    else:
+        reason = (
+            f'{path} is not sharded over {over(axes)}, along which its gradient is computed in '
+            'parts'
         )
+    row, rule = layouts.rows.get(path), ''
+    unused = [a for a in advisor.unused_by(row) if a not in layouts.batch_axes] if row else []
+    if row is not None and unused:
+        reason += f'; it is whole along {over(unused)}: {row.reason}'
+        rule = layouts.rule_for(advisor.whole_name(path, unused))
+    return move.cause(
+        reason,
+        list(advisor.shard_more(path, but=axes)),
+        rule=rule or layouts.rule_for('batch'),
+        avoidable=bool(unused),
+        source=move.evidence.made_at,
+    )
+
+
+def _explain_sum(move: Move) -> Cause:
+    """The cause of a sum over a dimension of which devices have parts."""
+    value, evidence, advisor = move.value, move.evidence, move.advisor
+    layouts, axes, made_at = advisor.layouts, evidence.axes, evidence.made_at
+    by_rows = set(axes) <= set(layouts.batch_axes)
     summed = next((d for d in value.contracted if d and set(d.axes) & set(axes)), None)
-    if summed is None:
-        summed = next((d for d in value.contracted if d and d.name), None)
+    summed = summed or next((d for d in value.contracted if d and d.name), None)
     name = summed.name if summed else None
     rule = layouts.rule_for(name)
     if value.size <= 1 or (by_rows and name in ('batch', 'length', None) and len(value.shape) < 2):
         reason = f'a sum over values on different devices along {over(axes)}'
-        return make_cause(advisor, evidence, reason, rule=rule, source=evidence.made_at)
+        return move.cause(reason, rule=rule, avoidable=False, source=made_at)
     what = f'{name!r}' if name else 'a dimension'
     reason = f'the sum over {what} runs over devices along {over(axes)}, which have parts of it'
     # Devices have other rows of the batch, unless a constraint has given all rows to all.
     by_parameter = by_rows and name not in ('batch', 'length')
     if constraints := advisor.misplaced_constraints(value, axes) if by_parameter else []:
         line = user_line(constraints[0].stack)
-        return make_cause(
-            advisor,
-            evidence,
-            f'{reason}, since the constraint at {line} gives them the same rows',
-            rule=rule,
-            changes=advisor.replace_constraints(constraints, value),
-            avoidable=True,
-            source=line,
-        )
+        reason += f', since the constraint at {line} gives them the same rows'
+        replaced = advisor.replace_constraints(constraints, value)
+        return move.cause(reason, replaced, rule=rule, source=line)
     if name and name not in ('batch', 'length') and layouts.is_unusual(name):
-        standard = layouts.to_standard(name)
-        return make_cause(
-            advisor,
-            evidence,
-            reason,
-            rule=rule,
-            changes=[standard],
-            avoidable=True,
-            source=evidence.made_at,
-        )
-    tensor = name in _OF_TENSORS and not by_rows
-    if tensor:
+        return move.cause(reason, [layouts.to_standard(name)], rule=rule, source=made_at)
+    if name in _OF_TENSORS and not by_rows:
         reason += ' (tensor parallelism)'
-        return make_cause(advisor, evidence, reason, rule=rule, source=evidence.made_at)
-    changes = list(written_otherwise(value, evidence.made_at, layouts))
+        return move.cause(reason, rule=rule, avoidable=False, source=made_at)
+    changes = _changes_of_sum(move, summed)
+    return move.cause(reason, changes, rule=rule, source=made_at)
+
+
+def _changes_of_sum(move: Move, summed: Dim | None) -> list[Change]:
+    """What may remove a sum: other code, another layout, or another rule of the dimension."""
+    value, evidence, advisor = move.value, move.evidence, move.advisor
+    changes: list[Change] = [*written_otherwise(value, evidence.made_at, advisor.layouts)]
     changes += advisor.lay_out(value, evidence.layout)
     if summed is not None and summed.name is None:
         changes += advisor.other_layouts(summed.argument)
-    if summed is not None and summed.name and set(summed.axes) & set(axes):
+    if summed is not None and summed.name and set(summed.axes) & set(evidence.axes):
         changes += advisor.other_rules(summed.name)
-    return make_cause(
-        advisor,
-        evidence,
-        reason,
-        rule=rule,
-        changes=changes,
-        avoidable=True,
-        source=evidence.made_at,
-    )
+    return changes
 
 
-def _explain_gathered_argument(evidence: Evidence, value: Value, advisor: Advisor) -> Cause:
-    layouts, axes, moved = advisor.layouts, evidence.axes, evidence.moved
-    row = layouts.rows.get(value.argument)
-    name = moved.name if moved else None
-    rule = layouts.rule_for(name)
-    split = f'{value.argument} is sharded over {over(axes)}' + (f' along {name!r}' if name else '')
+def _explain_gathered_argument(move: Move) -> Cause:
+    """The cause for an argument of which a device needs more than its shard."""
+    value, evidence, advisor = move.value, move.evidence, move.advisor
+    row = advisor.layouts.rows.get(value.argument)
     if evidence.result is not None and not evidence.taken_by:
-        wanted = layouts.wanted(value.dims, value.shape)
+        wanted = advisor.layouts.wanted(value.dims, value.shape)
         change = LayoutChange(path=value.argument, layout=wanted, result=evidence.result)
-        reason = f'{split}, but the function returns it whole'
-        return make_cause(advisor, evidence, reason, rule=rule, changes=[change], avoidable=True)
+        return move.cause(f'{move.split}, but the function returns it whole', [change])
     if row is not None and row.role == 'optimizer':
-        reason = f'{split}, but the update of its parameter is computed whole'
-        changes = advisor.like_parameter(value.argument)
-        return make_cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
-    unusual = layouts.is_unusual(name)
-    if set(axes) <= set(layouts.batch_axes):
-        reason = f'expected: {split}, and each device gathers it for use'
-        changes = [layouts.to_standard(name)] if unusual and name else []
-        changes += advisor.other_layouts(value.argument) if name is None else []
-        if row is not None and row.role == 'other':
-            reason = f'{split}, but {evidence.used_at} needs all of it'
-            changes += advisor.relax(evidence)
-            return make_cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
-        unused = [a for a in advisor.unused_by(row) if a not in layouts.batch_axes]
-        if unused:
-            changes += advisor.shard_more(value.argument, but=axes)
-            reason += f'; it is whole along {over(unused)}'
-            rule = layouts.rule_for(advisor.whole_name(value.argument, unused))
-        return make_cause(
-            advisor, evidence, reason, rule=rule, changes=changes, avoidable=bool(changes)
-        )
-    reason = f'{split}, but the operation at {evidence.used_at} needs all of it'
-    changes = [layouts.to_standard(name)] if unusual and name else []
-    changes += advisor.other_layouts(value.argument) if name is None else []
-    changes += [*advisor.relax(evidence), *advisor.keep_layout(evidence)]
-    if name:
-        changes += advisor.other_rules(name)
-    return make_cause(advisor, evidence, reason, rule=rule, changes=changes, avoidable=True)
+        reason = f'{move.split}, but the update of its parameter is computed whole'
+        return move.cause(reason, list(advisor.like_parameter(value.argument)))
+    changes = move.standard_rule()
+    changes += advisor.other_layouts(value.argument) if move.name is None else []
+    if not set(evidence.axes) <= set(advisor.layouts.batch_axes):
+        changes += [*advisor.relax(evidence), *advisor.keep_layout(evidence)]
+        changes += advisor.other_rules(move.name) if move.name else []
+        reason = f'{move.split}, but the operation at {evidence.used_at} needs all of it'
+        return move.cause(reason, changes)
+    if row is not None and row.role == 'other':
+        changes += advisor.relax(evidence)
+        return move.cause(f'{move.split}, but {evidence.used_at} needs all of it', changes)
+    return _explain_gathered_parameter(move, row, changes)
+
+
+def _explain_gathered_parameter(move: Move, row: PlanRow | None, changes: list[Change]) -> Cause:
+    """The cause for a parameter that is gathered for use, as FSDP does."""
+    path, advisor, rule = move.value.argument, move.advisor, None
+    reason = f'expected: {move.split}, and each device gathers it for use'
+    if unused := [a for a in advisor.unused_by(row) if a not in advisor.layouts.batch_axes]:
+        changes = [*changes, *advisor.shard_more(path, but=move.evidence.axes)]
+        reason += f'; it is whole along {over(unused)}'
+        rule = advisor.layouts.rule_for(advisor.whole_name(path, unused))
+    return move.cause(reason, changes, rule=rule, avoidable=bool(changes))

@@ -66,7 +66,7 @@ def trace_values(
     ]
     inputs = frozenset(row.path for row in rows if row is not None and row.role == 'other')
     walk = _Walk(names_of, inputs)
-    results = walk.run(jaxpr.jaxpr, arguments, frozenset(), backward=False)
+    results = walk.run(jaxpr.jaxpr, arguments, _Place())
     return TracedValues(tuple(arguments), tuple(walk.values), tuple(results), walk.links)
 
 
@@ -91,6 +91,30 @@ def _name_of(axes: Any, row: PlanRow, names_of: Mapping[Any, str]) -> str | None
     return names_of.get(sharding_axes(axes)) if row.role == 'other' else None
 
 
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where operations are.
+
+    Attributes:
+      scope: the words of the name scopes around them.
+      backward: whether they belong to a backward pass.
+      stack: the 'file:line' of the code, and of its callers.
+    """
+
+    scope: frozenset[str] = frozenset()
+    backward: bool = False
+    stack: tuple[str, ...] = ()
+
+    def of(self, equation: Any) -> _Place:
+        """The place of an operation of a jaxpr that is here."""
+        names = str(equation.source_info.name_stack)
+        return _Place(
+            self.scope | words_of(names),
+            self.backward or 'transpose(' in names,
+            stack_of_traceback(equation.source_info.traceback) or self.stack,
+        )
+
+
 class _Walk:
     """Goes through a jaxpr in the order of its operations."""
 
@@ -101,15 +125,7 @@ class _Walk:
         # The parameters that forward operations take, by stack and by sizes of the dimensions.
         self._taken: dict[tuple[Any, ...], list[Value]] = {}
 
-    def run(
-        self,
-        jaxpr: Any,
-        arguments: Sequence[Value],
-        scope: frozenset[str],
-        *,
-        backward: bool,
-        caller: tuple[str, ...] = (),
-    ) -> list[Value]:
+    def run(self, jaxpr: Any, arguments: Sequence[Value], around: _Place) -> list[Value]:
         """Returns the results of a jaxpr, and keeps the values of all its operations."""
         known: dict[Any, Value] = dict(zip(jaxpr.invars, arguments, strict=True))
 
@@ -121,32 +137,22 @@ class _Walk:
 
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
-            stack = str(equation.source_info.name_stack)
-            inside = scope | words_of(stack)
-            is_backward = backward or 'transpose(' in stack
-            line = stack_of_traceback(equation.source_info.traceback) or caller
-            if not is_backward:
+            place = around.of(equation)
+            if not place.backward:
                 link_operands(self.links, equation, operands)
-            results = self._apply(equation, operands, inside, is_backward, line)
+            results = self._apply(equation, operands, place)
             known.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _apply(
-        self,
-        equation: Any,
-        operands: list[Value],
-        scope: frozenset[str],
-        backward: bool,
-        stack: tuple[str, ...],
-    ) -> list[Value]:
+    def _apply(self, equation: Any, operands: list[Value], place: _Place) -> list[Value]:
         name, params = equation.primitive.name, equation.params
         if name == 'scan':
-            return self._scan(equation, operands, scope, backward, stack)
+            return self._scan(equation, operands, place)
         for body, given, stays in bodies_run_by(equation, operands):
-            words, first = scope | {str(params.get('name', ''))}, len(self.values)
+            words, first = place.scope | {str(params.get('name', ''))}, len(self.values)
             # Inside of a shard_map, shapes are those of one shard.
             inside = [of_shape(g, shape_of(v)) for g, v in zip(given, body.invars, strict=True)]
-            results = self.run(body, inside, words, backward=backward, caller=stack)
+            results = self.run(body, inside, dataclasses.replace(place, scope=words))
             if name == 'shard_map':
                 for value in self.values[first:]:
                     value.local = True
@@ -161,9 +167,9 @@ class _Walk:
                 str(getattr(variable.aval, 'dtype', '')),
                 result_dims(equation, operands, shape),
                 primitive=name,
-                stack=stack,
-                scope=scope,
-                backward=backward,
+                stack=place.stack,
+                scope=place.scope,
+                backward=place.backward,
                 operands=tuple(operands),
                 contracted=contracted_dims(equation, operands),
             )
@@ -172,14 +178,7 @@ class _Walk:
         self.values += results
         return results
 
-    def _scan(
-        self,
-        equation: Any,
-        operands: list[Value],
-        scope: frozenset[str],
-        backward: bool,
-        stack: tuple[str, ...],
-    ) -> list[Value]:
+    def _scan(self, equation: Any, operands: list[Value], place: _Place) -> list[Value]:
         inner = equation.params['jaxpr']
         body = getattr(inner, 'jaxpr', inner)
         # What is scanned or stacked has one dimension more outside than inside.
@@ -194,7 +193,7 @@ class _Walk:
         for _ in range(2):  # what the body learns about its carry holds for its next iteration
             del self.values[kept:]
             inside = [*operands[:num_consts], *carry, *scanned]
-            results = self.run(body, inside, scope, backward=backward, caller=stack)
+            results = self.run(body, inside, place)
             for one, first, last in zip(carry, given, results, strict=False):
                 if one is not first:
                     one.copied_from = (first, last)
@@ -207,9 +206,9 @@ class _Walk:
                 layout=None if value.layout is None else ((), *value.layout),
                 operands=(value,),
                 primitive='scan',
-                stack=value.stack or stack,
-                backward=backward,
-                loop=stack,
+                stack=value.stack or place.stack,
+                backward=place.backward,
+                loop=place.stack,
                 copied_from=(),
             )
             for value, variable in zip(
