@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import gin
 import pytest
@@ -90,14 +91,24 @@ def test_errors_are_one_line(capsys, tmp_path, arguments, words):
     assert not [word for word in words if word not in err]
 
 
-def test_a_compiler_that_is_not_installed(capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ('command', 'arguments', 'hint'),
+    [
+        ('forecast', ['pretrain'], ', or add --on_cpu to compile for virtual CPU devices'),
+        ('forecast', ['pretrain', '--search'], ''),
+        ('fits', ['config.json'], ''),
+    ],
+)
+def test_a_compiler_that_is_not_installed(capsys, monkeypatch, command, arguments, hint):
     def refuse(*args, **kwargs):
         raise RuntimeError("describing TPUs needs libtpu: pip install 'meshwright[aot]'")
 
     monkeypatch.setattr(machines, 'describe_topology', refuse)
-    status, out, err = forecast(capsys, 'pretrain', '--topology=v5e:4x4')
+    Path('config.json').write_text(json.dumps(SMALL))
+    status, out, err = forecast(capsys, *arguments, '--topology=v5e:4x4', command=command)
     assert (status, out) == (2, '')
-    assert err == "error: v5e:4x4: describing TPUs needs libtpu: pip install 'meshwright[aot]'\n"
+    message = f"error: v5e:4x4: describing TPUs needs libtpu: pip install 'meshwright[aot]'{hint}"
+    assert err.splitlines()[-1] == message
 
 
 def test_virtual_devices_stand_for_a_machine_whose_compiler_is_not_installed(capsys, monkeypatch):

@@ -138,12 +138,16 @@ def _forecast_all(
 
     The run is planned on all machines before it is compiled for the first.
     """
+    from train.errors import ConfigError
     from train.fitting.remedies import helping, list_remedies
-    from train.forecasting import forecast_step, plan_on
+    from train.forecasting import NotInstalledError, forecast_step, plan_on
     from train.forecasting.progress import show_progress
     from train.gin_config import find_config
 
-    planned = [plan_on(machine, find_config) for machine in machines]
+    try:
+        planned = [plan_on(machine, find_config) for machine in machines]
+    except NotInstalledError as error:
+        raise ConfigError(f'{error}, or add --on_cpu to compile for virtual CPU devices') from error
     source, programs = search.source_of(options, _DEFAULTS), dict[str, str]()
     forecasts = []
     for machine, step in zip(machines, planned, strict=True):

@@ -13,7 +13,14 @@ from partitioning.hardware import parse_topology
 from train.errors import first_line
 from train.fitting.bounds import bytes_of_batch, expected_peak, least_peak
 from train.fitting.tasks import Task
-from train.forecasting import Machine, PlannedStep, forecast_step, move_to, plan_step
+from train.forecasting import (
+    Machine,
+    NotInstalledError,
+    PlannedStep,
+    forecast_step,
+    move_to,
+    plan_step,
+)
 from train.searching import Candidate, Choices, Layout, RunSizes, list_space
 from train.searching.candidate import RematChoice
 from train.searching.gin_file import bindings_of, files_of, write_gin
@@ -81,6 +88,9 @@ def fit_machine(
       machine: the machine.
       progress: receives a text when something is tried.
       known: what has been tried before for this task; it receives what is tried here.
+
+    Raises:
+      NotInstalledError: if the compiler that describes the machine is not installed.
     """
     sizes, limit = task.sizes_on(machine), limit_of(machine)
     problems: list[str] = []
@@ -116,6 +126,8 @@ def _evaluating(
                 forecast = forecast_step(
                     planned, machine, compile=False, alternatives=None, explain=False
                 )
+            except NotInstalledError:
+                raise
             except ValueError as error:
                 problems.append(first_line(error))
                 return None

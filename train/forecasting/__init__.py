@@ -2,6 +2,7 @@
 
 from train.forecasting.machines import (
     Machine as Machine,
+    NotInstalledError as NotInstalledError,
     check_compilers as check_compilers,
     move_to as move_to,
     parse_machine as parse_machine,

@@ -24,6 +24,10 @@ from train.config import TrainConfig
 from train.errors import ConfigError
 
 
+class NotInstalledError(ConfigError):
+    """The compiler that describes a machine is not installed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """A machine that need not be here.
@@ -49,8 +53,16 @@ class Machine:
         return parse_topology(self.topology)[0].platform
 
     def describe(self) -> Topology:
-        """Returns its devices; raises as `partitioning.describe_topology`."""
-        return describe_topology(self.topology, num_slices=self.num_slices)
+        """Returns its devices.
+
+        Raises:
+          NotInstalledError: if the compiler that describes them is not installed.
+          ValueError: if there is no machine of this shape.
+        """
+        try:
+            return describe_topology(self.topology, num_slices=self.num_slices)
+        except RuntimeError as error:
+            raise NotInstalledError(f'{self}: {error}') from error
 
     def devices(self) -> Sequence[JaxDevice]:
         """Returns its devices, or the virtual CPU devices that stand for them."""
@@ -103,11 +115,7 @@ def stand_in(machine: Machine) -> Iterator[None]:
 
     So the sizes in gin files are checked against the machine, not against this computer.
     """
-    try:
-        devices = machine.devices()
-    except RuntimeError as error:  # the compiler of the machine is not installed
-        raise ConfigError(f'{machine}: {error}') from error
-    with stand_in_devices(devices):
+    with stand_in_devices(machine.devices()):
         yield
 
 
