@@ -13,14 +13,8 @@ from partitioning.aot.compiled.costs import mesh_axes
 from partitioning.aot.traced.implied_exchanges import insert_exchanges
 from partitioning.aot.traced.layouts import propagate
 from partitioning.aot.traced.merging import merge_exchanges
-from partitioning.aot.traced.steps import (
-    Block,
-    Step,
-    Value,
-    remove_unused,
-    spec_dims,
-    write_out,
-)
+from partitioning.aot.traced.steps import Block, Step, Value
+from partitioning.aot.traced.writing_out import remove_unused, spec_dims, write_out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
