@@ -13,11 +13,11 @@ from partitioning.programs import PartitionedCallable
 from partitioning.programs.compiler_errors import own_compiler_errors
 from train.config import TrainConfig
 from train.errors import ConfigError
+from train.programs import partition_train_step
 from train.run import Run, prepare, report
 from train.runtime.cost_lines import describe_costs
 from train.runtime.gin_text import write_gin_text
 from train.runtime.memory import check_fits, memory_advice
-from train.start import partition_train_step
 
 LOWERED, COMPILED, MEMORY = 'train_step.stablehlo.txt', 'train_step.hlo.txt', 'memory.json'
 COSTS = 'costs.json'

@@ -28,6 +28,7 @@ from train.loop import (
 from train.processes import signals
 from train.processes.together import taking_part
 from train.processes.watchdog import Watchdog
+from train.programs import compile_programs
 from train.run import prepare, report
 from train.runtime.console import RunConsole
 from train.runtime.expected_plan import check_plan
@@ -37,7 +38,6 @@ from train.runtime.profile import Profiler
 from train.runtime.start_up import StartClock
 from train.runtime.writers import open_writers
 from train.start import (
-    compile_programs,
     find_start,
     open_feed,
     restore_state,

@@ -118,8 +118,8 @@ def trace_program(program: Any) -> Traced:
     from partitioning.aot.timing import find_kernel_work
     from partitioning.aot.traced.flops import count_flops, count_jaxpr_flops
     from partitioning.hardware import chip_of
+    from train.programs import partition_train_step
     from train.run import prepare
-    from train.start import partition_train_step
     from train.steps import make_eval_step
 
     from .tracing import find_products, find_traced_kernels

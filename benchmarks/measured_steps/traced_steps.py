@@ -34,8 +34,8 @@ def trace_all() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def trace_work(program: Program) -> Work:
     """Returns the work of a program on each device, from its trace."""
+    from train.programs import partition_train_step
     from train.run import prepare
-    from train.start import partition_train_step
 
     _describe_cudnn()
     with contextlib.redirect_stdout(sys.stderr):

@@ -3,7 +3,8 @@
 `compiled` reads the text of a compiled program, and `traced` a function that was only traced.
 `timing` knows how long the work takes that they found. `blame` finds the line and the rule that an
 exchange or a buffer comes from. `report` has the type of a forecast. `preparing` has the parts that
-`forecasting` puts together, `remedies` what makes a function fit, and `forecast_tables` the text.
+`forecasting` puts together, `remedies` what makes a function fit, and `forecast_tables` and
+`forecast_lists` the text.
 """
 
 from partitioning.aot.compiled.collectives import (

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from partitioning.amounts import bytes_str, flops_str, seconds_str, share_str
-from partitioning.aot.blame import Cause
-from partitioning.aot.compiled.collectives import Collective
-from partitioning.aot.report import Forecast, MemoryForecast, Replicated
+from partitioning.aot.forecast_lists import lists_below, machine_name, shortened
+from partitioning.aot.report import Forecast, MemoryForecast
 from partitioning.aot.timing import TimePart
-from partitioning.aot.timing.work import Origin
 
 WIDTH = 100  # columns of a terminal
 _LABEL = 30  # characters of the labels, and of the column of a machine, at least
 _LEAST = 20
 _GAP = 2
-_FEW = 5  # exchanges
-_LISTED = 8  # replicated arrays, parts of the time, buffers and warnings
+_LISTED = 8  # parts of the time
 _SMALL = 0.001  # smaller parts of the time are added up
 
 Row = tuple[str, list[str]]
@@ -34,7 +30,7 @@ def forecast_table(forecasts: Sequence[Forecast], *, width: int = WIDTH) -> str:
     blocks = []
     for start in range(0, len(forecasts), at_once):
         shown = forecasts[start : start + at_once]
-        blocks += ['\n'.join(_columns(shown, width)), *_lists(shown, width)]
+        blocks += ['\n'.join(_columns(shown, width)), *lists_below(shown, width)]
     return '\n\n'.join(blocks) + '\n'
 
 
@@ -48,9 +44,6 @@ def verdict(forecast: Forecast) -> str:
     return f'NO, lacks {bytes_str(memory.peak - memory.limit)}'
 
 
-# The columns.
-
-
 def _columns(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
     rows = _all_rows(forecasts)
     column = (width - _LABEL) // len(forecasts) - _GAP
@@ -58,15 +51,11 @@ def _columns(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
     labels = width - (column + _GAP) * len(forecasts)
     labels = min(labels, max(_LABEL, *(len(label) for label, _ in rows)))
     for label, cells in rows:
-        shown = (_shortened(cell, column).rjust(column) for cell in cells)
-        line = _shortened(label, labels).ljust(labels) + (' ' * _GAP).join(['', *shown])
+        shown = (shortened(cell, column).rjust(column) for cell in cells)
+        line = shortened(label, labels).ljust(labels) + (' ' * _GAP).join(['', *shown])
         yield line.rstrip()
         if label and not label.startswith(' '):
             yield '-' * (labels + (_GAP + column) * len(forecasts))
-
-
-def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + '…'
 
 
 def _all_rows(forecasts: Sequence[Forecast]) -> list[Row]:
@@ -80,15 +69,10 @@ def _all_rows(forecasts: Sequence[Forecast]) -> list[Row]:
 
 def _machine(forecasts: Sequence[Forecast]) -> Iterator[Row]:
     names = list(dict.fromkeys(f.function for f in forecasts))
-    yield ', '.join(names), [_machine_name(f) for f in forecasts]
+    yield ', '.join(names), [machine_name(f) for f in forecasts]
     yield '  devices', [f'{f.num_devices:,}' for f in forecasts]
     yield '  mesh', [_mesh(f) for f in forecasts]
     yield '  fits', [verdict(f) for f in forecasts]
-
-
-def _machine_name(forecast: Forecast) -> str:
-    slices = f'{forecast.num_slices} x ' if forecast.num_slices > 1 else ''
-    return slices + forecast.topology
 
 
 def _mesh(forecast: Forecast) -> str:
@@ -231,120 +215,3 @@ def _sent(waited: float, hidden: float) -> str:
 
 def _share(part: float, whole: float) -> str:
     return share_str(part / whole) if whole else '-'
-
-
-# The lists below the columns.
-
-
-def _lists(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
-    """The lists of each machine, in sections; those that are the same everywhere appear once."""
-    made = [list(_sections(forecast)) for forecast in forecasts]
-    for sections in zip(*made, strict=True):
-        several = len(forecasts) > 1
-        if several and all(section == sections[0] for section in sections):
-            title, lines = sections[0]
-            yield from _section(title, lines, ' on all machines', width)
-            continue
-        for forecast, (title, lines) in zip(forecasts, sections, strict=True):
-            where = f' on {_machine_name(forecast)}' if several else ''
-            yield from _section(title, lines, where, width)
-
-
-def _sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
-    yield 'replicated', list(_replicated(forecast))
-    yield 'largest exchanges', list(_exchanges(forecast))[:_FEW]
-    yield _buffer_title(forecast), list(_buffers(forecast))
-    yield 'what would make it fit', list(_remedies(forecast))
-    yield 'warnings of the compiler', [_shortened(w, 300) for w in forecast.warnings]
-    yield 'notes', list(forecast.notes)
-
-
-def _section(title: str, lines: Sequence[str], where: str, width: int) -> Iterator[str]:
-    if lines:
-        rest = len(lines) - _LISTED
-        shown = [*lines[:_LISTED], *([f'and {rest} more'] if rest > 0 else [])]
-        yield '\n'.join([title + where, *(_wrapped(line, width) for line in shown)])
-
-
-def _wrapped(line: str, width: int) -> str:
-    return textwrap.fill(
-        line,
-        width=width,
-        initial_indent='  ',
-        subsequent_indent='      ',
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _replicated(forecast: Forecast) -> Iterator[str]:
-    """A line for all arrays that are replicated for the same reason; the largest sum first."""
-    groups: dict[tuple[str, str], list[Replicated]] = {}
-    for array in forecast.replicated:
-        groups.setdefault((', '.join(array.axes), array.reason), []).append(array)
-    sums = {key: sum(a.nbytes for a in arrays) for key, arrays in groups.items()}
-    for key in sorted(groups, key=lambda k: -sums[k]):
-        (axes, reason), arrays = key, groups[key]
-        others = f' and {len(arrays) - 1} more' if len(arrays) > 1 else ''
-        size = f'{bytes_str(sums[key]):>10}'
-        yield f'{size}  {_shortest(arrays)}{others} over {axes}: {reason}'
-
-
-def _shortest(arrays: Sequence[Replicated]) -> str:
-    """The path that says most about arrays: that of a parameter, not of what follows it."""
-    return min((array.path for array in arrays), key=lambda path: (path.count('/'), path))
-
-
-def _exchanges(forecast: Forecast) -> Iterator[str]:
-    """A line for all exchanges of the same arrays at the same place; the largest sum first."""
-    groups: dict[str, list[Collective]] = {}
-    for collective, cause in forecast.collectives:
-        groups.setdefault(_exchange(collective, cause), []).append(collective)
-    sums = {text: sum(c.total_bytes for c in group) for text, group in groups.items()}
-    for text in sorted(groups, key=lambda t: -sums[t]):
-        several = f'{len(groups[text])} x ' if len(groups[text]) > 1 else ''
-        yield f'{bytes_str(sums[text]):>10}  {several}{text}'
-
-
-def _exchange(collective: Collective, cause: Cause | None) -> str:
-    """What is exchanged, over which axes and where: by its cause, or by its array and line."""
-    axes = ', '.join(collective.axes)
-    text = f'{collective.kind} over {axes}'
-    source = cause.source if cause else collective.source
-    if cause is not None:
-        found = f'{text} of {cause.array}, {source}: {cause.reason}'
-        return f'{found}; {cause.change}' if cause.change else found
-    arrays = collective.arrays[0] if collective.arrays else ''
-    if len(collective.arrays) > 1:
-        arrays += f' and {len(collective.arrays) - 1} more'
-    operation = collective.op_name.rpartition('/')[2]
-    operation = '' if operation == collective.kind else operation
-    named = f'{text} of {arrays}' if arrays else text
-    return ', '.join(part for part in (named, operation, source) if part)
-
-
-def _buffer_title(forecast: Forecast) -> str:
-    return f'largest buffers ({origin_str(forecast.memory.buffers_from, forecast)})'
-
-
-def origin_str(origin: Origin, forecast: Forecast) -> str:
-    """Where a figure comes from: the name of the compiler, or 'by formula'."""
-    return forecast.back_end_version if origin == 'compiler' else 'by formula'
-
-
-def _buffers(forecast: Forecast) -> Iterator[str]:
-    for array, cause in forecast.memory.buffers:
-        several = f'{array.count} x ' if array.count > 1 else ''
-        operation = array.op_name.rpartition('/')[2]
-        axes = cause.logical_axes if cause is not None else ()
-        names = [f'[{", ".join(map(str, axes))}]'] if any(axes) else []
-        source = cause.source if cause else array.source
-        parts = [p for p in (*names, operation, source) if p]
-        yield f'{bytes_str(array.nbytes):>10}  {several}{array.array} {", ".join(parts)}'.rstrip()
-
-
-def _remedies(forecast: Forecast) -> Iterator[str]:
-    for remedy in forecast.remedies:
-        fits = {True: 'fits', False: 'does not fit', None: ''}[remedy.fits]
-        figure = f'{bytes_str(remedy.peak)}, {fits}' if fits else bytes_str(remedy.peak)
-        yield f'{remedy.setting}: {figure} ({origin_str(remedy.peak_from, forecast)})'

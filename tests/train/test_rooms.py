@@ -34,6 +34,7 @@ FLOORS = [
     {'run'},
     {'agreements'},
     {'start', 'evaluation'},
+    {'programs'},
     {'loop'},
     {'forecasting'},
     {'train', 'precompiling'},

@@ -8,8 +8,8 @@ from partitioning.programs import PartitionedCallable
 from train.config import TrainConfig
 from train.errors import ConfigError
 from train.objectives import TokenLoss
+from train.programs import partition_train_step
 from train.run import PlannedRun, check_vocabulary, plan_run
-from train.start import partition_train_step
 
 
 class PlannedStep(NamedTuple):
