@@ -124,7 +124,6 @@ def trace_program(program: Any) -> Traced:
 
     from .tracing import find_products, find_traced_kernels
 
-    _describe_cudnn()
     config = program.train_config()
     with contextlib.redirect_stdout(sys.stderr):
         run = prepare(config)
@@ -237,13 +236,6 @@ def _save(
 
 def _is_out_of_memory(message: str) -> bool:
     return any(word in message for word in ('RESOURCE_EXHAUSTED', 'Ran out of memory', 'HbmOom'))
-
-
-def _describe_cudnn() -> None:
-    """Lets programs use the attention of a cuDNN that is not installed here."""
-    from jax._src.cudnn import fused_attention_stablehlo
-
-    fused_attention_stablehlo.check_cudnn_version = lambda: 91300
 
 
 def _version(package: str) -> str | None:

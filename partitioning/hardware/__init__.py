@@ -20,6 +20,9 @@ from partitioning.hardware.compiler_options import (
     default_options as default_options,
     option_values as option_values,
 )
+from partitioning.hardware.cudnn import (
+    described_cudnn as described_cudnn,
+)
 from partitioning.hardware.devices import (
     HardwareMesh as HardwareMesh,
     JaxDevice as JaxDevice,

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from partitioning.hardware import described_cudnn
 from partitioning.products import find_rounds, in_rounds, scattering_by
 from partitioning.programs.trace_errors import own_errors
 from partitioning.rules import AxisRules, LogicalAxisRules
@@ -119,6 +120,7 @@ def _context(
         in_rounds(find_rounds(mesh)),
         scattering_by(gradient_rules),
         boxes_like_ours(),
+        described_cudnn(mesh),
         contextlib.ExitStack() as stack,
     ):
         # nnx would lay out variables where they are created. It fails if the rank of a statistic

@@ -57,11 +57,29 @@ def test_tpus_use_splash_kernels():
     ],
     ids=str,
 )
-def test_gpus_use_cudnn_where_it_has_what_is_needed(monkeypatch, settings, kernels):
-    from jax._src.cudnn import fused_attention_stablehlo  # it asks for a cuDNN that is installed
-
-    monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda: 91300)
+def test_gpus_use_cudnn_where_it_has_what_is_needed(settings, kernels):
+    """No cuDNN is installed here: described GPUs have it."""
     text = lowered_text('h100:1x8', **settings)
     assert set(re.findall(r'__cudnn\$(\w+)', text)) == set(kernels)
     if not kernels:
         assert 'while' in text and f'{LENGTH}x{LENGTH}x' not in text, 'not blockwise'
+
+
+@needs_cuda_plugin
+def test_functions_of_users_may_ask_for_the_cudnn_of_described_gpus():
+    """The function of jax that knows the version of cuDNN is as before afterwards."""
+    from jax._src.cudnn import fused_attention_stablehlo as kernels
+
+    def attend(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation='cudnn')
+
+    ask = kernels.check_cudnn_version
+    mesh = MeshConfig(axes={'data': 8}, topology='h100:1x8')
+    step = PjitPartitioner(mesh=mesh, logical_axis_rules=RULES).partition(
+        jax.shard_map(attend, mesh=mesh.build(), in_specs=P('data'), out_specs=P('data')),
+        (P('data'),) * 3,
+        P('data'),
+    )
+    q, k = (jax.ShapeDtypeStruct((8, LENGTH, heads, 64), 'bfloat16') for heads in (4, 2))
+    assert '__cudnn$fmhaSoftmax' in step.lower(q, k, k).as_text()
+    assert kernels.check_cudnn_version is ask
