@@ -87,18 +87,16 @@ def _exchanges(forecast: Forecast) -> Iterator[str]:
 
 def _exchange(collective: Collective, cause: Cause | None) -> str:
     """What is exchanged, over which axes and where: by its cause, or by its array and line."""
-    axes = ', '.join(collective.axes)
-    text = f'{collective.kind} over {axes}'
+    text = f'{collective.kind} over {", ".join(collective.axes)}'
     source = cause.source if cause else collective.source
+    others = len(collective.arrays) - 1  # compilers put exchanges together
+    more = f' and {others} more' if others > 0 else ''
     if cause is not None:
-        found = f'{text} of {cause.array}, {source}: {cause.reason}'
+        found = f'{text} of {cause.array}{more}, {source}: {cause.reason}'
         return f'{found}; {cause.change}' if cause.change else found
-    arrays = collective.arrays[0] if collective.arrays else ''
-    if len(collective.arrays) > 1:
-        arrays += f' and {len(collective.arrays) - 1} more'
     operation = collective.op_name.rpartition('/')[2]
     operation = '' if operation == collective.kind else operation
-    named = f'{text} of {arrays}' if arrays else text
+    named = f'{text} of {collective.arrays[0]}{more}' if collective.arrays else text
     return ', '.join(part for part in (named, operation, source) if part)
 
 

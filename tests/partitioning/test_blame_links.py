@@ -22,7 +22,9 @@ from partitioning.aot.blame import CompiledFunction, describe_arguments
 from partitioning.aot.blame.advice import Advisor
 from partitioning.aot.blame.known_layouts import KnownLayouts, names_by_axes
 from partitioning.aot.blame.value_graph import ValueGraph
+from partitioning.aot.blame.value_matching import Matcher
 from partitioning.aot.blame.value_walk import trace_values
+from partitioning.aot.compiled.hlo_text import parse_hlo
 from partitioning.plan.rows import make_row
 from partitioning.rules import ResolvedDimension, resolve_axes
 
@@ -169,3 +171,43 @@ def test_held_out_faults_change_lines_that_exist(list_faults):
         if 'file' in fault:
             assert (ROOT / fault['file']).read_text().count(fault['old']) == 1, fault['place']
             assert fault['old'].count('\n') == fault['new'].count('\n'), fault['place']
+
+
+def multiply(x, w):
+    return x @ w
+
+
+def test_gradients_of_rematerialized_layers_lead_to_their_own_parameters(mesh):
+    """Both are made by the same line, with one shape, and all parameters pass one barrier."""
+
+    @jax.checkpoint
+    def layer(x, params):
+        params = jax.lax.optimization_barrier(params)
+        up = multiply(x, params['up'])
+        gate = multiply(x, params['gate'])
+        return multiply(up * jnp.tanh(gate), params['down']), None
+
+    def loss(params, x):
+        return jnp.sum(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    shapes = {'down': (3, 64, 16), 'gate': (3, 16, 64), 'up': (3, 16, 64)}
+    params = {name: jax.ShapeDtypeStruct(shape, 'float32') for name, shape in shapes.items()}
+    dimensions = [ResolvedDimension(None, None, None, (), 'given')] * 3
+    rows = [
+        make_row(f'params/{name}', array, mesh, dimensions, 'parameters')
+        for name, array in params.items()
+    ]
+    lowered = jax.jit(jax.grad(loss)).trace(params, jax.ShapeDtypeStruct((32, 16), 'float32'))
+    traced = trace_values(lowered.jaxpr, rows, {})
+    kept = {v.argument for v in traced.values if v.primitive == 'optimization_barrier'}
+    assert kept >= {'params/down', 'params/gate', 'params/up'}
+    program = parse_hlo(lowered.lower().compile().as_text())
+    matcher = Matcher(program, traced, dict(mesh.shape))
+    found = []
+    for computation in program.computations.values():
+        for instruction in computation.instructions.values():
+            shape = instruction.outputs[0].shape if instruction.outputs else ()
+            is_backward = 'transpose(' in instruction.op_name
+            if is_backward and instruction.opcode == 'dot' and sorted(shape) == [16, 64]:
+                found += [v.gradient_of for v in matcher.values_of(instruction)]
+    assert sorted(found) == ['params/down', 'params/gate', 'params/up']

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -75,7 +76,7 @@ class Matcher:
         for value in self._by_line.get(stack[0], ()):
             score = 0.0
             stacked = value.primitive == 'scan' and bool(primitives & _STACKING)
-            score += 6 if stack in (value.stack, value.loop) else 0
+            score += 6 * max(_agreement(stack, value.stack), _agreement(stack, value.loop))
             score += 4 if value.primitive in primitives or stacked else 0
             score += 2 if value.backward == backward else 0
             score += min(len(value.scope & words), 8) / 2
@@ -127,6 +128,17 @@ class Matcher:
                     position = later + 1
                     break
         return found
+
+
+def _agreement(stack: Sequence[str], other: Sequence[str]) -> float:
+    """The share of two call stacks that agrees, from the innermost line on.
+
+    One of them may end early: that of a compiled operation also has the lines from which the
+    functions around it are called.
+    """
+    pairs = list(zip(stack, other, strict=False))
+    alike = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return alike / len(pairs) if pairs else 0.0
 
 
 def _primitives(path: str) -> set[str]:

@@ -20,6 +20,7 @@ from partitioning.aot.blame.linked_dimensions import LinkedDimensions, link_oper
 from partitioning.aot.blame.moved_dimensions import Dim, Dims, better, contracted_dims, result_dims
 from partitioning.aot.blame.value_copies import first_of, merge, of_shape
 from partitioning.aot.blame.values import MOVES, TracedValues, Value
+from partitioning.aot.traced.primitives import PAIRWISE
 from partitioning.aot.user_lines import stack_of_traceback
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import sharding_axes
@@ -160,18 +161,19 @@ class _Walk:
                 pairs = zip(results, equation.outvars, strict=True)
                 return [of_shape(r, shape_of(v)) for r, v in pairs]
         results = []
-        for variable in equation.outvars:
+        for number, variable in enumerate(equation.outvars):
             shape = shape_of(variable)
+            taken = [operands[number]] if name in PAIRWISE else operands
             value = Value(
                 shape,
                 str(getattr(variable.aval, 'dtype', '')),
-                result_dims(equation, operands, shape),
+                result_dims(equation, taken, shape),
                 primitive=name,
                 stack=place.stack,
                 scope=place.scope,
                 backward=place.backward,
-                operands=tuple(operands),
-                contracted=contracted_dims(equation, operands),
+                operands=tuple(taken),
+                contracted=contracted_dims(equation, taken),
             )
             self._inherit(value, equation)
             results.append(value)

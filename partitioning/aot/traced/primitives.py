@@ -25,3 +25,5 @@ SCATTERS = names_in(
     'scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max '
     'scatter_max scatter_sub'
 )
+# Each result belongs to the operand of the same number, and to no other.
+PAIRWISE = names_in('optimization_barrier psum psum_invariant pmax pmin device_put copy')

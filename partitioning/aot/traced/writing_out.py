@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from partitioning.aot.traced.primitives import PAIRWISE
 from partitioning.aot.traced.steps import (
     TO_GLOBAL,
     TO_LOCAL,
@@ -21,8 +22,6 @@ from partitioning.aot.traced.steps import (
 
 # The parameters that hold the body of a primitive that calls a function once.
 _CALLED = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
-# Each result belongs to the operand of the same number, and to no other: one step per pair.
-_PAIRWISE = {'optimization_barrier', 'psum', 'psum_invariant', 'pmax', 'pmin', 'device_put', 'copy'}
 _NOT_CALLS = {'scan', 'while', 'cond', 'shard_map', 'pallas_call', 'custom_partitioning'}
 
 
@@ -118,7 +117,7 @@ class _Writer:
         if name == 'sharding_constraint' and hasattr(params['sharding'], 'spec'):
             rank = len(outputs[0].shape)
             outputs[0].fix(spec_dims(params['sharding'].spec, rank, self._sizes))
-        if name in _PAIRWISE:
+        if name in PAIRWISE:  # one step per pair
             for one, other in zip(given, outputs, strict=True):
                 steps.append(Step(name, params, [one], [other], (), 1, equation, stack))
             return outputs
