@@ -21,7 +21,7 @@ import optax
 import pytest
 
 from partitioning import PjitPartitioner
-from train import Supervised, TrainConfig, checkpoints, run as run_module, start, train
+from train import Supervised, TrainConfig, checkpoints, programs, run as run_module, train
 from train.checkpoints import CheckpointConfig, complete_steps
 from train.data import Examples
 from train.processes import signal_watch, signals
@@ -188,8 +188,8 @@ def test_settings_may_save_nothing(tmp_path):
 PHASES = {
     'opening the data': (run_module, 'open_tasks'),
     'looking for checkpoints': (checkpoints.Checkpoints, 'newest_step'),
-    'tracing': (start, 'partition_train_step'),
-    'waiting for the compiler': (start.Compilation, '_finish'),
+    'tracing': (programs, 'partition_train_step'),
+    'waiting for the compiler': (programs.Compilation, '_finish'),
     'restoring': (checkpoints.Checkpoints, 'restore'),
 }
 
