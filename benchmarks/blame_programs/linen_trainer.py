@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from partitioning import PjitPartitioner, TrainState, constrain
-from partitioning.mesh import MeshConfig
+from benchmarks.blame_programs.building import build_step
+from partitioning import TrainState, constrain
 
 MESH = {'data': 4, 'model': 2}
 RULES = [
@@ -112,12 +112,7 @@ def step(state, batch):
 
 
 def build(rules):
-    """The partitioner, the partitioned step, its plan and its arguments."""
-    partitioner = PjitPartitioner(mesh=MeshConfig(axes=MESH), logical_axis_rules=rules)
-    plan = partitioner.plan(init, jax.random.key(0))
-    spec = partitioner.data_partition_spec
-    partitioned = partitioner.partition(
-        step, (plan.specs, spec), (plan.specs, None), donate_argnums=0
-    )
+    """The partitioner, the partitioned step, and its arguments."""
     tokens = jax.ShapeDtypeStruct((BATCH, LENGTH), jnp.int32)
-    return partitioner, partitioned, (plan.abstract_state, {'inputs': tokens, 'targets': tokens})
+    batch = {'inputs': tokens, 'targets': tokens}
+    return build_step(MESH, rules, init, step, batch)

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from partitioning import PjitPartitioner, TrainState, constrain
-from partitioning.mesh import MeshConfig
+from benchmarks.blame_programs.building import build_step
+from partitioning import TrainState, constrain
 
 MESH = {'data': 2, 'model': 4}
 RULES = [
@@ -115,14 +115,8 @@ def step(state, batch):
 
 def build(rules):
     """The partitioner, the partitioned step, and its arguments."""
-    partitioner = PjitPartitioner(mesh=MeshConfig(axes=MESH), logical_axis_rules=rules)
-    plan = partitioner.plan(init, jax.random.key(0))
-    spec = partitioner.data_partition_spec
-    partitioned = partitioner.partition(
-        step, (plan.specs, spec), (plan.specs, None), donate_argnums=0
-    )
     batch = {
         'inputs': jax.ShapeDtypeStruct((BATCH, SOURCE), jnp.int32),
         'targets': jax.ShapeDtypeStruct((BATCH, TARGET), jnp.int32),
     }
-    return partitioner, partitioned, (plan.abstract_state, batch)
+    return build_step(MESH, rules, init, step, batch)

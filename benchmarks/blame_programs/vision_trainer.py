@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from flax.linen import with_logical_constraint as constrain
 
-from partitioning import PjitPartitioner, TrainState
-from partitioning.mesh import MeshConfig
+from benchmarks.blame_programs.building import build_step
+from partitioning import TrainState
 
 MESH = {'data': 4, 'model': 2}
 RULES = [
@@ -92,14 +92,8 @@ def step(state, batch):
 
 def build(rules):
     """The partitioner, the partitioned step, and its arguments."""
-    partitioner = PjitPartitioner(mesh=MeshConfig(axes=MESH), logical_axis_rules=rules)
-    plan = partitioner.plan(init, jax.random.key(0))
-    spec = partitioner.data_partition_spec
-    partitioned = partitioner.partition(
-        step, (plan.specs, spec), (plan.specs, None), donate_argnums=0
-    )
     batch = {
         'images': jax.ShapeDtypeStruct((BATCH, PATCHES, PIXELS), jnp.float32),
         'labels': jax.ShapeDtypeStruct((BATCH,), jnp.int32),
     }
-    return partitioner, partitioned, (plan.abstract_state, batch)
+    return build_step(MESH, rules, init, step, batch)

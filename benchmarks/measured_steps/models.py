@@ -74,7 +74,7 @@ def _remat_problems(row: MeasuredRow) -> Iterator[str]:
     saved, offloaded = remat['saved_on_device'], remat['offloaded_to_host']
     if policy is None:
         yield 'what its layers keep for the backward pass is not published'
-    elif not (policy in _POLICIES or _is_assumed(policy, saved)):
+    elif _remat_of_policy(policy, saved) is None:
         if saved is None or offloaded is None:
             yield f'what {policy!r} keeps for the backward pass is not published'
             return
@@ -83,9 +83,14 @@ def _remat_problems(row: MeasuredRow) -> Iterator[str]:
                 yield f'its layers keep {name!r}, an array that ours do not name'
 
 
-def _is_assumed(policy: str, saved: list[str] | None) -> bool:
-    """Whether the names of a policy are not published, and assumed here."""
-    return policy.startswith('selective') or (saved is None and policy.startswith('offload'))
+def _remat_of_policy(policy: str, saved: list[str] | None) -> Remat | None:
+    """What a policy keeps, if its name decides that; else the row lists it."""
+    if policy.startswith('selective'):
+        return _SELECTIVE
+    if saved is None and policy.startswith('offload'):
+        # The names are not known; these are the ones that the same model offloads elsewhere.
+        return Remat(offload=_translate(['q_proj', 'k_proj', 'v_proj', 'o_proj']))
+    return _POLICIES.get(policy)
 
 
 def describe_model(row: MeasuredRow) -> TransformerConfig:
@@ -140,14 +145,8 @@ def describe_model(row: MeasuredRow) -> TransformerConfig:
 def choose_remat(row: MeasuredRow) -> Remat:
     """Returns what the layers of a row keep for the backward pass."""
     remat = row['remat']
-    policy = remat['policy']
-    if policy in _POLICIES:
-        return _POLICIES[policy]
-    if policy.startswith('selective'):
-        return _SELECTIVE
-    if _is_assumed(policy, remat['saved_on_device']):
-        # The names are not known; these are the ones that the same model offloads elsewhere.
-        return Remat(offload=_translate(['q_proj', 'k_proj', 'v_proj', 'o_proj']))
+    if (decided := _remat_of_policy(remat['policy'], remat['saved_on_device'])) is not None:
+        return decided
     save, offload = _translate(remat['saved_on_device']), _translate(remat['offloaded_to_host'])
     # The input of a layer is kept on the device in any case.
     return Remat(save=[name for name in save if name != 'residual'], offload=offload)

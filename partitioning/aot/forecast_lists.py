@@ -134,5 +134,5 @@ def machine_name(forecast: Forecast) -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """A text of at most so many characters, which ends with '…' if something is left out."""
+    """Returns a text in `width` characters; '…' stands for an end that was cut off."""
     return text if len(text) <= width else text[: width - 1] + '…'

@@ -57,7 +57,7 @@ class Machine:
 
         Raises:
           NotInstalledError: if the compiler that describes them is not installed.
-          ValueError: if there is no machine of this shape.
+          ValueError: if no machine has this shape.
         """
         try:
             return describe_topology(self.topology, num_slices=self.num_slices)

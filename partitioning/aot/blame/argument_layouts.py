@@ -31,7 +31,8 @@ class ArgumentAdvisor:
         self, row: PlanRow, layout: Sequence[Axes], names: Sequence[str | None] = ()
     ) -> LayoutChange:
         """The change of an argument, and of those like it in other layers."""
-        first, *others = (r.path for r in self.layouts.rows.values() if _is_alike(r, row))
+        kind = _kind(row)
+        first, *others = (r.path for r in self.layouts.rows.values() if _kind(r) == kind)
         return LayoutChange(
             path=first, layout=tuple(layout), names=tuple(names), likewise=tuple(others)
         )
@@ -206,15 +207,11 @@ class ArgumentAdvisor:
         return list(self.shard_more(path))
 
 
-def _is_alike(row: PlanRow, other: PlanRow) -> bool:
-    """Whether two arrays are the same, or the same parameter in two layers, laid out alike."""
-    return row.path == other.path or _kind(row) == _kind(other)
-
-
 def _kind(row: PlanRow) -> tuple[object, ...]:
-    """What the same parameter has in common in all layers, whose paths differ in numbers.
+    """What the same parameter, laid out alike, has in common in all layers.
 
-    Where they have logical axes, it is enough that the last parts of the paths are the same.
+    Their paths differ in numbers. Where they have logical axes, it is enough that the last parts of
+    the paths are the same.
     """
     path = re.sub(r'\d+', '', row.path) if _is_nameless(row) else row.path.rpartition('/')[2]
     return row.role, path, row.shape, tuple(row.logical_axes), row.spec

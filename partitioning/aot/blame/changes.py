@@ -90,11 +90,12 @@ class LayoutChange:
 
     def __str__(self) -> str:
         axes = ', '.join(repr(from_tuple(a)) for a in self.layout)
-        paths = self.path + (f' and of {len(self.likewise)} like it' if self.likewise else '')
+        others = [f'{len(self.likewise)} like it'] if self.likewise else []
         if self.names:
+            paths = ' and of '.join([self.path, *others])
             return f'name the dimensions of {paths} {self.names!r}: PartitionSpec({axes})'
         if self.result is None:
-            paths = paths.replace(' and of ', ' and ')
+            paths = ' and '.join([self.path, *others])
             return f'lay out the argument {paths} as PartitionSpec({axes})'
         return f'lay out result {self.result} of the function as PartitionSpec({axes})'
 

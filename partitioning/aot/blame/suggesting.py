@@ -92,7 +92,7 @@ def suggest_change(
     if sum(one.helps or one.change in suspects for one in tried) < 2:  # there is nothing to join
         tried += _try_each(function, queue, most - len(tried), rewrite, untried)
     best = _choose(tried, advisor)
-    names = {name for change in suspects for name, _ in change.after}
+    names = {name for change in suspects for name in _names_of(change)}
     if len(tried) < most and (best is None or names.isdisjoint(_names_of(best.change))):
         together = list(_try_together(function, suspects))
         best = _choose([*together, *tried], advisor)
