@@ -104,6 +104,13 @@ def note(folder, index, text):
         file.write(f'{time.time()} {text}\n')
 
 
+def await_ready(folder, indices):
+    """Waits until processes have joined the others and begin to train."""
+    paths = [Path(f'{folder}.events-{index}') for index in indices]
+    while not all(path.exists() and ' ready' in path.read_text() for path in paths):
+        time.sleep(0.02)
+
+
 def await_moment(settings):
     """Waits for the moment in a thread, and lets the fault happen."""
     note_at = f'{settings.fault} of process {settings.index}'
@@ -167,9 +174,12 @@ def command(settings):
     address = ProcessAddress(f'127.0.0.1:{port}', settings.count, settings.index, 'the test')
     if fault == 'jax cannot connect':
         connect = jax.distributed.initialize
+        others = set(range(settings.count)) - {settings.index}
 
-        def fail(*args, **settings):
-            connect(*args, **settings)
+        def fail(*args, **how):
+            connect(*args, **how)
+            await_ready(settings.folder, others)
+            time.sleep(0.5)  # Then the others are where jax waits for this process.
             raise RuntimeError('no route to host')
 
         jax.distributed.initialize = fail

@@ -2,10 +2,13 @@
 
 import signal
 import socket
+import time
 
+import jax
 import pytest
 
 from train.errors import ConfigError
+from train.processes import together
 from train.processes.agreement import differences, disagreement
 from train.processes.hub import Hub
 from train.processes.limits import Limits
@@ -187,6 +190,43 @@ def test_a_failure_is_told_once_with_its_exit_code():
 
 
 # The table of what differs.
+
+
+def raised_from(cause):
+    raise RuntimeError('cannot start a backend') from cause
+
+
+def raised_while_handling(cause):
+    try:
+        raise cause
+    except Exception:
+        raise RuntimeError('cannot start a backend')  # noqa: B904, as jax does
+
+
+@pytest.mark.parametrize('fail', [raised_from, raised_while_handling])
+@pytest.mark.parametrize(
+    'cause, waits',
+    [
+        (jax.errors.JaxRuntimeError('UNAVAILABLE: Socket closed'), True),
+        (ValueError('Gloo all-reduce failed'), True),
+        (ValueError('not a connection'), False),
+    ],
+)
+def test_an_error_that_another_process_may_have_caused_waits_for_the_hub(
+    fail, cause, waits, monkeypatch
+):
+    class Member:
+        def fail(self, line, code):
+            events.append((line, code))
+
+    events = []
+    monkeypatch.setattr(together, 'current_member', Member)
+    monkeypatch.setattr(time, 'sleep', lambda seconds: events.append('the hub may end it'))
+    with pytest.raises(RuntimeError) as error:
+        fail(cause)
+    together.report_failure(error.value)
+    line = ('RuntimeError: cannot start a backend', 1)
+    assert events == (['the hub may end it', line] if waits else [line])
 
 
 def test_the_table_shows_every_value_with_its_processes_and_the_message_the_odd_one():

@@ -19,6 +19,7 @@ from etils import epath
 from partitioning.untrusted_text import printable
 from train.errors import ConfigError, first_line
 from train.processes import signals
+from train.processes.aborting import SECONDS_FOR_THE_HUB
 from train.processes.agreement import differences, digest, disagreement
 from train.processes.channel import current_member, member
 from train.processes.errors import note_raised_everywhere, raised_everywhere
@@ -26,8 +27,6 @@ from train.processes.output import print_error
 from train.processes.watchdog import Activity
 
 _LONGEST_MESSAGE = 1000
-# How long the hub may take to say that another process has died, which is the cause of the error.
-_SECONDS_FOR_THE_HUB = 3.0
 
 
 @contextlib.contextmanager
@@ -80,12 +79,18 @@ def end_all_processes(error: ConfigError) -> None:
 def _await_cause(error: BaseException) -> None:
     """Lets the hub end this process with the cause of an error, if that is in another process.
 
-    When a process dies or fails, the connections of collectives break in all others.
+    When a process dies or fails, the connections of jax and of collectives break in all others.
+    jax raises some of these errors while it handles one, without naming it as the cause.
     """
-    while error.__cause__ is not None:
-        error = error.__cause__
-    if isinstance(error, jax.errors.JaxRuntimeError) or 'Gloo' in str(error):
-        time.sleep(_SECONDS_FOR_THE_HUB)
+    if any(isinstance(e, jax.errors.JaxRuntimeError) or 'Gloo' in str(e) for e in _chain(error)):
+        time.sleep(SECONDS_FOR_THE_HUB)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, what it was raised from or while handling what, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @contextlib.contextmanager
