@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 # What a run does if its checkpoints or its metrics cannot be written.
 FailurePolicy = Literal['stop', 'continue']
+# The types of the errors that users can fix: a command that fails with one ends with exit code 2.
+USER_ERRORS = (ValueError, OSError, FloatingPointError)
 
 
 class ConfigError(ValueError):

@@ -13,7 +13,7 @@ from absl import logging
 
 from partitioning.untrusted_text import printable
 from train.cli.interruption import EXIT_CODES
-from train.errors import first_line
+from train.errors import USER_ERRORS, first_line
 from train.processes import output, signals
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def explain(error: Exception) -> str | None:
         return f"the trainer needs {package}: pip install 'meshwright[train]'"
     if type(error).__module__.partition('.')[0] in _OF_STORES:
         return f'the store cannot be used: {first_line(error)}'
-    if not isinstance(error, ValueError | OSError | FloatingPointError):
+    if not isinstance(error, USER_ERRORS):
         return None
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
     root = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ import jax
 from etils import epath
 
 from partitioning.untrusted_text import printable
-from train.errors import ConfigError, first_line
+from train.errors import USER_ERRORS, ConfigError, first_line
 from train.processes import signals
 from train.processes.aborting import SECONDS_FOR_THE_HUB
 from train.processes.agreement import differences, digest, disagreement
@@ -56,10 +56,9 @@ def report_failure(error: Exception) -> None:
     if one is None or raised_everywhere(error):
         return
     _await_cause(error)
-    is_explained = isinstance(error, ValueError | OSError | FloatingPointError)
     line = first_line(error)[:_LONGEST_MESSAGE]
     text = line if isinstance(error, ConfigError) else f'{type(error).__name__}: {line}'
-    one.fail(text, getattr(error, 'exit_code', 2 if is_explained else 1))
+    one.fail(text, getattr(error, 'exit_code', 2 if isinstance(error, USER_ERRORS) else 1))
 
 
 def end_all_processes(error: ConfigError) -> None:
