@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import gin
 import pytest
 from etils import epath
+from hugging_face_models import MODELS, NEAR_MODELS, sizes
 
 from partitioning.hardware import CHIPS
 from train.checkpoints.huggingface.config_json import ConfigJson
@@ -27,129 +28,10 @@ from train.gin_config import find_config, load_config
 
 pytestmark = pytest.mark.core
 
-# The settings that models of Hugging Face have, by their published config.json, and the number of
-# parameters that their model cards state.
-_8B = {
-    'hidden_size': 4096,
-    'num_hidden_layers': 32,
-    'num_attention_heads': 32,
-    'num_key_value_heads': 8,
-    'intermediate_size': 14336,
-}
-
-
-_SCALING = {
-    'rope_type': 'llama3',
-    'factor': 8.0,
-    'low_freq_factor': 1.0,
-    'high_freq_factor': 4.0,
-    'original_max_position_embeddings': 8192,
-}
-
-
-def sizes(width, layers, heads, kv_heads, mlp, vocab, **others):
-    return {
-        'hidden_size': width,
-        'num_hidden_layers': layers,
-        'num_attention_heads': heads,
-        'num_key_value_heads': kv_heads,
-        'intermediate_size': mlp,
-        'vocab_size': vocab,
-        **others,
-    }
-
-
-MODELS = {
-    'Llama-3.1-8B': (
-        {'model_type': 'llama', **_8B, 'vocab_size': 128256, 'rope_theta': 500000.0}
-        | {'max_position_embeddings': 131072, 'rope_scaling': _SCALING},
-        8_030_261_248,
-    ),
-    'Mistral-7B-v0.1': ({'model_type': 'mistral', **_8B, 'vocab_size': 32000}, 7_241_732_096),
-    'Qwen2.5-7B': (
-        sizes(3584, 28, 28, 4, 18944, 152064, model_type='qwen2'),
-        7_615_616_512,
-    ),
-    'Qwen3-8B': (sizes(4096, 36, 32, 8, 12288, 151936, model_type='qwen3'), 8_190_735_360),
-    'gemma-7b': (
-        sizes(3072, 28, 16, 16, 24576, 256000, model_type='gemma', head_dim=256),
-        8_537_680_896,
-    ),
-    'gemma-2-9b': (
-        sizes(3584, 42, 16, 8, 14336, 256000, model_type='gemma2', head_dim=256),
-        9_241_705_984,
-    ),
-    'gemma-3-1b': (
-        sizes(1152, 26, 4, 1, 6912, 262144, model_type='gemma3_text', head_dim=256),
-        999_885_952,
-    ),
-    'gpt2': (
-        {'model_type': 'gpt2', 'vocab_size': 50257, 'n_embd': 768, 'n_layer': 12, 'n_head': 12},
-        124_439_808,
-    ),
-    'Phi-3-mini-128k': (
-        sizes(3072, 32, 32, 32, 8192, 32064, model_type='phi3')
-        | {'rope_scaling': {'type': 'longrope', 'short_factor': [1.0], 'long_factor': [2.0]}},
-        3_821_079_552,
-    ),
-    'starcoder2-3b': (
-        sizes(3072, 30, 24, 2, 12288, 49152, model_type='starcoder2')
-        | {'hidden_act': 'gelu_pytorch_tanh', 'sliding_window': 4096},
-        3_030_371_328,
-    ),
-    'pythia-6.9b': (
-        sizes(4096, 32, 32, None, 16384, 50432, model_type='gpt_neox', rotary_pct=0.25),
-        6_857_302_016,
-    ),
-    'stablelm-3b-4e1t': (
-        sizes(2560, 32, 32, 32, 6912, 50304, model_type='stablelm', partial_rotary_factor=0.25),
-        2_795_443_200,
-    ),
-    'SmolLM3-3B': (
-        sizes(2048, 36, 16, 4, 11008, 128256, model_type='smollm3', tie_word_embeddings=True),
-        3_075_098_624,
-    ),
-    'Nemotron-Mini-4B': (
-        sizes(3072, 32, 24, 8, 9216, 256000, model_type='nemotron', head_dim=128),
-        4_190_509_056,
-    ),
-    'falcon-40b': (
-        sizes(8192, 60, 128, None, None, 65024, model_type='falcon', num_kv_heads=8)
-        | {'new_decoder_architecture': True},
-        41_303_293_952,
-    ),
-    'starcoder': (
-        {'model_type': 'gpt_bigcode', 'vocab_size': 49152, 'n_embd': 6144, 'n_layer': 40}
-        | {'n_head': 48, 'n_positions': 8192, 'n_inner': 24576, 'multi_query': True},
-        15_517_456_384,
-    ),
-    'Mixtral-8x7B-v0.1': (
-        {'model_type': 'mixtral', **_8B, 'vocab_size': 32000, 'rope_theta': 1000000.0}
-        | {'num_local_experts': 8, 'num_experts_per_tok': 2, 'router_aux_loss_coef': 0.02},
-        46_702_792_704,
-    ),
-    'Qwen3-30B-A3B': (
-        sizes(2048, 48, 32, 4, 6144, 151936, model_type='qwen3_moe', head_dim=128)
-        | {'num_experts': 128, 'num_experts_per_tok': 8, 'moe_intermediate_size': 768}
-        | {'norm_topk_prob': True, 'mlp_only_layers': []},
-        30_532_122_624,
-    ),
-    'opt-125m': (
-        sizes(768, 12, 12, None, None, 50272, model_type='opt', ffn_dim=3072)
-        | {'max_position_embeddings': 2048, 'word_embed_proj_dim': 768},
-        125_239_296,
-    ),
-    'flan-t5-base': (
-        {'model_type': 't5', 'vocab_size': 32128, 'd_model': 768, 'num_heads': 12, 'd_kv': 64}
-        | {'d_ff': 2048, 'num_layers': 12, 'feed_forward_proj': 'gated-gelu'}
-        | {'tie_word_embeddings': False, 'is_encoder_decoder': True},
-        247_577_856,
-    ),
-}
-
 
 def model_of(name, **settings):
-    return read_model(ConfigJson(MODELS[name][0], f'{name}/config.json'), **settings)
+    values, _ = {**MODELS, **NEAR_MODELS}[name]
+    return read_model(ConfigJson(values, f'{name}/config.json'), **settings)
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -157,11 +39,22 @@ def test_a_model_has_as_many_parameters_as_its_model_card_says(name):
     assert model_of(name).num_parameters == MODELS[name][1]
 
 
+@pytest.mark.parametrize('name', NEAR_MODELS)
+def test_a_model_with_other_norms_or_biases_says_so_and_has_nearly_as_many(name):
+    model, expected = model_of(name), NEAR_MODELS[name][1]
+    assert model.num_parameters == pytest.approx(expected, rel=5e-4)
+    assert model.num_parameters != expected
+    assert any('norm' in text or 'bias' in text for text in model.differs)
+
+
 def test_what_our_model_computes_in_another_way_is_said():
     assert model_of('Llama-3.1-8B').differs == ()
     assert model_of('Phi-3-mini-128k').differs == ('rotary positions are not scaled (longrope)',)
     partial, parallel = model_of('pythia-6.9b').differs
     assert 'rotary' in partial and 'one after the other' in parallel
+    # Both names of the part that is turned mean the same.
+    newer = {**MODELS['pythia-6.9b'][0], 'partial_rotary_factor': 0.25}
+    assert read_model(ConfigJson(newer, 'config.json')).differs == (partial, parallel)
     images = {'model_type': 'llava', 'text_config': MODELS['Mistral-7B-v0.1'][0]}
     found = read_model(ConfigJson(images, 'config.json'))
     assert found.kind == 'mistral' and 'not of images' in found.differs[0]

@@ -15,7 +15,7 @@ from partitioning.rules import nearest
 from train.checkpoints.huggingface.architectures import ARCHITECTURES, ModelConfig, model_config
 from train.checkpoints.huggingface.config_json import FILE, ConfigJson, read_config_file
 from train.errors import ConfigError
-from train.fitting.architectures import PARTIAL, SIMILAR
+from train.fitting.architectures import NO_IMAGES, PARTIAL, SIMILAR
 from train.models.config import TransformerConfig
 from train.models.parameters import Parameter, list_parameters
 from train.models.t5 import T5
@@ -83,7 +83,8 @@ def read_model(config: ConfigJson, **settings: Any) -> FoundModel:
     if kind in ARCHITECTURES:
         ours = model_config(config, **settings)
     else:
-        ours, differs = _read_similar(config, kind, settings), differs + SIMILAR[kind].differs
+        ours = _read_similar(config, kind, settings)
+        differs += SIMILAR[kind].list_differences(config)
     longest = config.get('max_position_embeddings', config.get('n_positions'))
     if longest is not None and (not isinstance(longest, int) or longest < 1):
         raise config.cannot('max_position_embeddings', longest, 'integers >= 1')
@@ -106,9 +107,9 @@ def _read_similar(config: ConfigJson, kind: str, settings: Mapping[str, Any]) ->
 def _text_model(config: ConfigJson) -> tuple[ConfigJson, tuple[str, ...]]:
     """The part of a model of texts and images that reads texts."""
     text = config.get('text_config')
-    if config.get('model_type') in (*ARCHITECTURES, *SIMILAR) or not isinstance(text, dict):
+    if not isinstance(text, dict):
         return config, ()
-    return ConfigJson(text, config.where), ('only the model of texts is computed, not of images',)
+    return ConfigJson(text, config.where), (NO_IMAGES,)
 
 
 def _without_details(config: ConfigJson, kind: str) -> tuple[ConfigJson, tuple[str, ...]]:
@@ -121,9 +122,8 @@ def _without_details(config: ConfigJson, kind: str) -> tuple[ConfigJson, tuple[s
         if isinstance(known, str) and known not in _SCALINGS:
             del values[key]
             differs = (f'rotary positions are not scaled ({known})',)
-    for key in ('partial_rotary_factor', 'rotary_pct'):
-        default = {'gpt_neox': 0.25, 'stablelm': 0.25, 'nemotron': 0.5}.get(kind, 1.0)
-        named = kind != 'gpt_neox' if key[0] == 'p' else kind == 'gpt_neox'
-        if named and values.pop(key, default) != 1.0:
-            differs += (PARTIAL,)
+    default = SIMILAR[kind].rotary_part if kind in SIMILAR else 1.0
+    parts = [values.pop(key, None) for key in ('partial_rotary_factor', 'rotary_pct')]
+    if next((part for part in parts if part is not None), default) != 1.0:
+        differs += (PARTIAL,)
     return dataclasses.replace(config, values=values), differs

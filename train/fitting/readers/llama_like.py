@@ -1,0 +1,164 @@
+"""Decoders that followed Llama: rotary positions, and mostly gated MLPs and RMSNorm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from train.checkpoints.huggingface.config_json import ConfigJson
+from train.checkpoints.huggingface.decoders import (
+    read_common,
+    read_gemma2,
+    read_llama,
+    read_windows,
+)
+
+Settings = dict[str, Any]
+
+
+def read_phi3(c: ConfigJson) -> Settings:
+    """Phi 3 and 4, which store queries, keys and values as one matrix."""
+    _require_silu(c)
+    return read_common(c) | read_windows(c, c.get('sliding_window'), lambda i: True)
+
+
+def read_ministral(c: ConfigJson) -> Settings:
+    """Ministral, of whose layers some are local."""
+    _require_silu(c)
+    return read_common(c) | read_windows(c, c.get('sliding_window', 4096), lambda i: True)
+
+
+def read_stablelm(c: ConfigJson) -> Settings:
+    """StableLM 2 and 3B. 12B has other norms."""
+    _require_silu(c)
+    c.require('qk_layernorm', False, default=False)
+    c.require('use_parallel_residual', False, default=False)
+    biases = ('qkv', 'norm') if c.get('use_qkv_bias') else ('norm',)
+    return read_common(c) | layer_norm(c, 'layer_norm_eps') | {'biases': biases}
+
+
+def read_granite(c: ConfigJson) -> Settings:
+    """Granite 3, without experts."""
+    return read_llama(c) | {'attention_scale': c.get('attention_multiplier')}
+
+
+def read_nemotron(c: ConfigJson) -> Settings:
+    """Nemotron 3 and 4, and Minitron."""
+    c.require('hidden_act', 'relu2', default='relu2')
+    qkv = ('qkv', 'out') if c.get('attention_bias') else ()
+    mlp = ('mlp',) if c.get('mlp_bias') else ()
+    return read_common(c) | {
+        **layer_norm(c, 'norm_eps'),
+        'norm_scale_offset': True,
+        'biases': (*qkv, *mlp, 'norm'),
+        'activation': 'relu2',
+        'gated_mlp': False,
+    }
+
+
+def read_arcee(c: ConfigJson) -> Settings:
+    """Arcee's foundation models: Llama whose MLP has no gate."""
+    c.require('hidden_act', 'relu2', default='relu2')
+    qkv = ('qkv', 'out') if c.get('attention_bias') else ()
+    mlp = ('mlp',) if c.get('mlp_bias') else ()
+    return read_common(c) | {'biases': (*qkv, *mlp), 'activation': 'relu2', 'gated_mlp': False}
+
+
+def read_helium(c: ConfigJson) -> Settings:
+    """Helium, whose output of attention never has a bias."""
+    settings = read_llama(c)
+    return settings | {'biases': tuple(b for b in settings['biases'] if b != 'out')}
+
+
+def read_ernie(c: ConfigJson) -> Settings:
+    """Ernie 4.5 without experts."""
+    _require_silu(c)
+    biases = ('qkv', 'out', 'mlp') if c.get('use_bias') else ()
+    return read_common(c, is_tied=True) | {'biases': biases, 'head_dim': c.get('head_dim', 128)}
+
+
+def read_seed_oss(c: ConfigJson) -> Settings:
+    """Seed OSS, which says for each matrix of attention whether it has a bias."""
+    _require_silu(c)
+    biases = {
+        'qkv': c.get('attention_bias', True),
+        'out': c.get('attention_out_bias', False),
+        'mlp': c.get('mlp_bias', False),
+    }
+    return read_common(c) | {
+        'biases': tuple(name for name, has_it in biases.items() if has_it),
+        'head_dim': c.get('head_dim', 128),
+    }
+
+
+def read_hunyuan(c: ConfigJson) -> Settings:
+    """Hunyuan without experts, which norms the heads of queries and keys."""
+    return read_llama(c) | {'qk_norm': True}
+
+
+def read_glm(c: ConfigJson) -> Settings:
+    """GLM 4 of 2024."""
+    _require_silu(c)
+    biases = ('qkv',) if c.get('attention_bias', True) else ()
+    return read_common(c) | {'biases': biases, 'head_dim': c.get('head_dim', 128)}
+
+
+def read_glm4(c: ConfigJson) -> Settings:
+    """GLM 4 of 2025, which norms the outputs of attention and MLP too."""
+    return read_glm(c) | {'post_norms': True}
+
+
+def read_exaone4(c: ConfigJson) -> Settings:
+    """EXAONE 4, of whose layers every fourth one is global in the large model."""
+    _require_silu(c)
+    every = c.get('sliding_window_pattern', 4)
+    # Small models have no window, and older files say so with a pattern of null.
+    window = c.values.get('sliding_window', 4096)
+    windows = read_windows(c, window, lambda i: not isinstance(every, int) or (i + 1) % every != 0)
+    return read_common(c) | windows | {'qk_norm': True}
+
+
+def read_olmo(c: ConfigJson) -> Settings:
+    """OLMo 1."""
+    return read_llama(c) | {'norm': 'layer'}
+
+
+def read_olmo2(c: ConfigJson) -> Settings:
+    """OLMo 2."""
+    return read_llama(c) | {'qk_norm': True}
+
+
+def read_olmo3(c: ConfigJson) -> Settings:
+    """OLMo 3, of whose layers every fourth one is global."""
+    window = c.values.get('sliding_window', 4096)
+    return read_olmo2(c) | read_windows(c, window, lambda i: (i + 1) % 4 != 0)
+
+
+def read_cohere(c: ConfigJson) -> Settings:
+    """Command R."""
+    _require_silu(c)
+    biases = ('qkv', 'out') if c.get('attention_bias') else ()
+    return read_common(c, is_tied=True) | {
+        **layer_norm(c, 'layer_norm_eps'),
+        'biases': biases,
+        'qk_norm': bool(c.get('use_qk_norm', False)),
+    }
+
+
+def read_cohere2(c: ConfigJson) -> Settings:
+    """Command R7B and Command A, of whose layers every fourth one is global."""
+    window, every = c.values.get('sliding_window', 4096), c.get('sliding_window_pattern', 4)
+    return read_cohere(c) | read_windows(c, window, lambda i: (i + 1) % every != 0)
+
+
+def read_vaultgemma(c: ConfigJson) -> Settings:
+    """VaultGemma: Gemma 2 that norms only the inputs of attention and MLP."""
+    return read_gemma2(c) | {'post_norms': False}
+
+
+def layer_norm(c: ConfigJson, epsilon: str) -> Settings:
+    """LayerNorm, whose epsilon is a setting of this name."""
+    return {'norm': 'layer', 'norm_epsilon': c.get(epsilon, 1e-5)}
+
+
+def _require_silu(c: ConfigJson) -> None:
+    c.require('hidden_act', 'silu', default='silu')
