@@ -33,8 +33,9 @@ def bodies_of(params: Mapping[str, Any]) -> list[Any]:
 def evaluate(equation: Any, arguments: Sequence[Any]) -> Sequence[Any]:
     """The results of an equation, if it is simple and all its arguments are known."""
     compute = _OPERATIONS.get(equation.primitive.name)
-    small = all(getattr(v.aval, 'size', _LARGEST) < _LARGEST for v in equation.outvars)
-    if compute is None or not small or any(argument is None for argument in arguments):
+    if compute is None or any(argument is None for argument in arguments):
+        return ()
+    if any(getattr(v.aval, 'size', _LARGEST) >= _LARGEST for v in equation.outvars):
         return ()
     return [np.asarray(compute(equation.params, *arguments))]
 

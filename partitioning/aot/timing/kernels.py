@@ -38,88 +38,104 @@ def find_kernel_work(jaxpr: Any, *, backward: bool = True) -> tuple[KernelWork, 
     """
     search = _Search(backward)
     inner = getattr(jaxpr, 'jaxpr', jaxpr)
-    search.run(jaxpr, [None] * len(inner.invars), 1)
-    return tuple(
-        KernelWork(
-            name=name,
-            flops=math.fsum(kernel.flops for kernel in kernels),
-            nbytes=math.fsum(kernel.nbytes for kernel in kernels),
-            count=sum(kernel.count for kernel in kernels),
-        )
-        for name, kernels in search.found.items()
-    )
+    _, kernels = search.run(jaxpr, [None] * len(inner.invars))
+    found: dict[str, list[KernelWork]] = collections.defaultdict(list)
+    for kernel in kernels:
+        found[kernel.name].append(kernel)
+    return tuple(_add(same) for same in found.values())
+
+
+# What is known of the results of a jaxpr, None for the others, and its kernels.
+_Outcome = tuple[Sequence[Any], list[KernelWork]]
 
 
 class _Search:
-    """A walk through a jaxpr that notes the kernels, with or without those of a backward pass."""
+    """A walk through a jaxpr that finds the kernels, with or without those of a backward pass."""
 
     def __init__(self, backward: bool) -> None:
         self._backward = backward
-        self.found: dict[str, list[KernelWork]] = collections.defaultdict(list)
+        # By the id of a jaxpr, which is kept here so that no other one gets its id.
         self._has_kernels: dict[int, tuple[Any, bool]] = {}
+        self._equations: dict[int, tuple[Any, list[tuple[Any, list[Any]]]]] = {}
+        self._of_unknown: dict[int, tuple[Any, _Outcome]] = {}
 
-    def run(self, body: Any, given: Sequence[Any], times: int) -> list[Any]:
-        """Walks through a jaxpr that runs some times; returns its results, None if unknown.
+    def run(self, body: Any, given: Sequence[Any]) -> _Outcome:
+        """Walks through a jaxpr that runs once.
 
         Args:
           body: a Jaxpr or a ClosedJaxpr.
           given: the values of its arguments, None if unknown.
-          times: the number of times that it runs.
         """
+        if any(value is not None for value in given):
+            return self._walk(body, given)
+        # Layers run the same bodies on unknown arguments many times.
+        if id(body) not in self._of_unknown:
+            self._of_unknown[id(body)] = body, self._walk(body, given)
+        return self._of_unknown[id(body)][1]
+
+    def _walk(self, body: Any, given: Sequence[Any]) -> _Outcome:
         jaxpr = getattr(body, 'jaxpr', body)
         values: Values = dict(zip(jaxpr.constvars, getattr(body, 'consts', ()), strict=False))
         values |= {v: x for v, x in zip(jaxpr.invars, given, strict=True) if _fits(v, x)}
-        for equation in jaxpr.eqns:
-            if not self._backward and _is_backward(equation):
-                continue
+        kernels: list[KernelWork] = []
+        for equation, bodies in self._list_equations(jaxpr):
             arguments = [value_of(atom, values) for atom in equation.invars]
-            results = self._equation(equation, arguments, times)
+            results, found = self._equation(equation, bodies, arguments)
+            kernels += found
             values |= dict(zip(equation.outvars, results, strict=False))
-        return [value_of(atom, values) for atom in jaxpr.outvars]
+        return [value_of(atom, values) for atom in jaxpr.outvars], kernels
 
-    def _equation(self, equation: Any, arguments: Sequence[Any], times: int) -> Sequence[Any]:
+    def _list_equations(self, jaxpr: Any) -> list[tuple[Any, list[Any]]]:
+        """The equations of a jaxpr that count, with their bodies."""
+        if id(jaxpr) not in self._equations:
+            kept = [e for e in jaxpr.eqns if self._backward or not _is_backward(e)]
+            self._equations[id(jaxpr)] = jaxpr, [(e, bodies_of(e.params)) for e in kept]
+        return self._equations[id(jaxpr)][1]
+
+    def _equation(self, equation: Any, bodies: Sequence[Any], arguments: list[Any]) -> _Outcome:
         name, params = equation.primitive.name, equation.params
         if name == 'pallas_call':
             flops = count_jaxpr_flops(params['jaxpr']) * _blocks(params)
             flops *= _share_of_blocks(params, arguments)
-            self._note(params['name'], equation, flops, times)
-        elif name.startswith('dot_product_attention_'):
-            self._note(name, equation, _attention_flops(equation), times)
-        elif name == 'scan':
-            self._scan(params, arguments, times)
-        elif name == 'cond':
-            return self._cond(params, arguments, times)
-        elif bodies := bodies_of(params):
-            for body in bodies:
-                count = len(getattr(body, 'jaxpr', body).invars)
-                fits = count == len(arguments)
-                results = self.run(body, arguments if fits else [None] * count, times)
-            return results if len(results) == len(equation.outvars) else ()
-        else:
-            return evaluate(equation, arguments)
-        return ()
+            return (), [_kernel(params['name'], equation, flops)]
+        if name.startswith('dot_product_attention_'):
+            return (), [_kernel(name, equation, _attention_flops(equation))]
+        if name == 'scan':
+            return (), self._scan(params, arguments)
+        if name == 'cond':
+            return self._cond(params, arguments)
+        if not bodies:
+            return evaluate(equation, arguments), []
+        results: Sequence[Any] = ()
+        kernels: list[KernelWork] = []
+        for body in bodies:
+            count = len(getattr(body, 'jaxpr', body).invars)
+            fits = count == len(arguments)
+            results, found = self.run(body, arguments if fits else [None] * count)
+            kernels += found
+        return results if len(results) == len(equation.outvars) else (), kernels
 
-    def _scan(self, params: Mapping[str, Any], arguments: Sequence[Any], times: int) -> None:
+    def _scan(self, params: Mapping[str, Any], arguments: Sequence[Any]) -> list[KernelWork]:
         """A loop whose iterations differ only in a `cond` runs once for each iteration."""
         body, length = params['jaxpr'], params['length']
         constants, carried = _count_constants_and_carried(params)
         fixed = [*arguments[:constants], *[None] * carried]
         rows = arguments[constants + carried :]
         if not self._chooses_kernels(body):
-            self.run(body, [*fixed, *[None] * len(rows)], times * length)
-            return
-        for i in range(length):
-            self.run(body, [*fixed, *[None if row is None else row[i] for row in rows]], times)
+            _, found = self.run(body, [*fixed, *[None] * len(rows)])
+            return [_add([kernel], times=length) for kernel in found]
+        return [
+            kernel
+            for i in range(length)
+            for kernel in self.run(body, [*fixed, *[x if x is None else x[i] for x in rows]])[1]
+        ]
 
-    def _cond(
-        self, params: Mapping[str, Any], arguments: Sequence[Any], times: int
-    ) -> Sequence[Any]:
+    def _cond(self, params: Mapping[str, Any], arguments: Sequence[Any]) -> _Outcome:
         """Of branches that no constant decides between, the one with the most FLOPs runs."""
         branches, chosen = params['branches'], arguments[0]
         if chosen is None:
             chosen = int(np.argmax([count_jaxpr_flops(branch.jaxpr) for branch in branches]))
-        branch = branches[min(int(chosen), len(branches) - 1)]
-        return self.run(branch, arguments[1:], times)
+        return self.run(branches[min(int(chosen), len(branches) - 1)], arguments[1:])
 
     def _chooses_kernels(self, body: Any, inside: bool = False) -> bool:
         """Whether a jaxpr has a `cond` with a kernel in it."""
@@ -137,12 +153,21 @@ class _Search:
             self._has_kernels[id(body)] = body, found
         return found
 
-    def _note(self, name: Any, equation: Any, flops: float, times: int) -> None:
-        arrays = [atom.aval for atom in (*equation.invars, *equation.outvars)]
-        nbytes = sum(a.size * a.dtype.itemsize for a in arrays if hasattr(a, 'size'))
-        self.found[str(name)].append(
-            KernelWork(name=str(name), flops=flops * times, nbytes=nbytes * times, count=times)
-        )
+
+def _kernel(name: Any, equation: Any, flops: float) -> KernelWork:
+    arrays = [atom.aval for atom in (*equation.invars, *equation.outvars)]
+    nbytes = sum(a.size * a.dtype.itemsize for a in arrays if hasattr(a, 'size'))
+    return KernelWork(name=str(name), flops=flops, nbytes=nbytes, count=1)
+
+
+def _add(kernels: Sequence[KernelWork], times: int = 1) -> KernelWork:
+    """Kernels of the same name as one that runs as often as all of them, some times."""
+    return KernelWork(
+        name=kernels[0].name,
+        flops=math.fsum(kernel.flops for kernel in kernels) * times,
+        nbytes=math.fsum(kernel.nbytes for kernel in kernels) * times,
+        count=sum(kernel.count for kernel in kernels) * times,
+    )
 
 
 def _is_backward(equation: Any) -> bool:
