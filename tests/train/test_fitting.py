@@ -58,6 +58,10 @@ def test_what_our_model_computes_in_another_way_is_said():
     images = {'model_type': 'llava', 'text_config': MODELS['Mistral-7B-v0.1'][0]}
     found = read_model(ConfigJson(images, 'config.json'))
     assert found.kind == 'mistral' and 'not of images' in found.differs[0]
+    text = {**MODELS['Qwen3-8B'][0], 'model_type': 'qwen3_vl_text'}
+    found = read_model(ConfigJson({'model_type': 'qwen3_vl', 'text_config': text}, 'config.json'))
+    assert found.num_parameters == MODELS['Qwen3-8B'][1]
+    assert len(found.differs) == 1 and 'not of images' in found.differs[0]
 
 
 @pytest.fixture

@@ -71,13 +71,7 @@ def find_model(path: str, **settings: Any) -> FoundModel:
 def read_model(config: ConfigJson, **settings: Any) -> FoundModel:
     """Finds our model for the settings of a model of Hugging Face; see `find_model`."""
     config, differs = _text_model(config)
-    kind = config.get('model_type')
-    if not isinstance(kind, str) or kind not in (*ARCHITECTURES, *SIMILAR):
-        known = sorted((*ARCHITECTURES, *SIMILAR))
-        raise ConfigError(
-            f'{config.where}: model_type is {kind!r}, which is not known.'
-            f'{nearest(str(kind), known)} The known ones are {", ".join(known)}'
-        )
+    kind = _find_kind(config)
     config, simpler = _without_details(config, kind)
     differs += simpler
     if kind in ARCHITECTURES:
@@ -90,7 +84,22 @@ def read_model(config: ConfigJson, **settings: Any) -> FoundModel:
         raise config.cannot('max_position_embeddings', longest, 'integers >= 1')
     if isinstance(ours, TransformerConfig) and ours.max_positions:
         longest = ours.max_positions
-    return FoundModel(kind=kind, config=ours, max_length=longest, differs=differs)
+    return FoundModel(
+        kind=kind, config=ours, max_length=longest, differs=tuple(dict.fromkeys(differs))
+    )
+
+
+def _find_kind(config: ConfigJson) -> str:
+    """The `model_type`, which for the texts of a model of images may end with _text."""
+    kind = config.get('model_type')
+    names = [kind, kind.removesuffix('_text')] if isinstance(kind, str) else []
+    if found := next((name for name in names if name in ARCHITECTURES or name in SIMILAR), None):
+        return found
+    known = sorted((*ARCHITECTURES, *SIMILAR))
+    raise ConfigError(
+        f'{config.where}: model_type is {kind!r}, which is not known.{nearest(str(kind), known)} '
+        f'If one of these has the same matrices, write it into a copy: {", ".join(known)}'
+    )
 
 
 def _read_similar(config: ConfigJson, kind: str, settings: Mapping[str, Any]) -> TransformerConfig:
