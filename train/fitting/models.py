@@ -98,7 +98,8 @@ def _find_kind(config: ConfigJson) -> str:
     known = sorted((*ARCHITECTURES, *SIMILAR))
     raise ConfigError(
         f'{config.where}: model_type is {kind!r}, which is not known.{nearest(str(kind), known)} '
-        f'If one of these has the same matrices, write it into a copy: {", ".join(known)}'
+        f'The known ones are {", ".join(known)}; write one of them into a copy of the file, if its '
+        'layers have the same matrices'
     )
 
 
