@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable
 
 from train.checkpoints.huggingface.config_json import ConfigJson
-from train.checkpoints.huggingface.decoders import read_llama, read_qwen2, read_qwen3
+from train.checkpoints.huggingface.decoders import Settings, read_llama, read_qwen2, read_qwen3
 from train.fitting.readers import gpt_like as gpt, llama_like as llama, with_experts as experts
 
 PARTIAL = 'rotary positions turn whole heads, not only a part of each'
@@ -37,7 +37,7 @@ class Similar:
       shares_norm: whether attention and MLP of a layer have one norm in common.
     """
 
-    read: Callable[[ConfigJson], llama.Settings]
+    read: Callable[[ConfigJson], Settings]
     differs: tuple[str, ...] = ()
     rotary_part: float = 1.0
     shares_norm: Callable[[ConfigJson], bool] = lambda config: False

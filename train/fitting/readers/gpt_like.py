@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from train.checkpoints.huggingface.config_json import ConfigJson
 from train.checkpoints.huggingface.decoders import (
     GELU_TANH,
+    Settings,
     read_common,
     read_gpt2,
     read_windows,
 )
 from train.fitting.readers.llama_like import layer_norm
 
-Settings = dict[str, Any]
 GELU = {'gelu': 'gelu', 'gelu_new': 'gelu_tanh', 'gelu_fast': 'gelu_tanh', GELU_TANH: 'gelu_tanh'}
 ALL_BIASES = ('qkv', 'out', 'mlp', 'norm')
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from train.checkpoints.huggingface.config_json import ConfigJson
 from train.checkpoints.huggingface.decoders import (
+    Settings,
     read_common,
     read_gemma2,
     read_llama,
     read_windows,
 )
-
-Settings = dict[str, Any]
 
 
 def read_phi3(c: ConfigJson) -> Settings:

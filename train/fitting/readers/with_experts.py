@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from train.checkpoints.huggingface.config_json import ConfigJson
 from train.checkpoints.huggingface.decoders import (
+    Settings,
     read_common,
     read_llama,
     read_qwen3,
@@ -13,8 +12,6 @@ from train.checkpoints.huggingface.decoders import (
 )
 from train.errors import ConfigError
 from train.models.experts import ExpertsConfig
-
-Settings = dict[str, Any]
 
 
 def read_mixtral(c: ConfigJson) -> Settings:
