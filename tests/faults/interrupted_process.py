@@ -49,11 +49,14 @@ def hang_up():
 
 
 def block(*numbers):
-    """Lets another thread send signals while this one can run no handler, as in a compiler."""
+    """Lets another thread get signals while this one can run no handler, as in a compiler.
+
+    Each signal has arrived before the next one is sent: `os.kill` would not wait for this thread.
+    """
 
     def command():
         mutex = ctypes.create_string_buffer(128)
-        threading.Thread(target=lambda: [os.kill(os.getpid(), n) for n in numbers]).start()
+        threading.Thread(target=lambda: [signal.raise_signal(n) for n in numbers]).start()
         while True:
             ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second time waits forever
 

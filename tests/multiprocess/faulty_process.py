@@ -183,6 +183,8 @@ def command(settings):
             raise RuntimeError('no route to host')
 
         jax.distributed.initialize = fail
+    if fault == 'killed when all are done':  # after what `join_processes` registers
+        atexit.register(os.kill, os.getpid(), signal.SIGKILL)
     note(settings.folder, settings.index, 'joining')
     join_processes(address, limits)
     if fault == 'stuck in input':

@@ -1,6 +1,7 @@
 """Two real processes of a run, of which one has a fault; `make test-processes` has all faults."""
 
 import random
+import signal
 
 import faulty_runs
 import pytest
@@ -40,6 +41,12 @@ def test_if_one_process_fails_the_other_ends_and_names_it(tmp_path, victim, faul
             assert last.startswith(f'[{index}] {line}')
             assert f'saved in {tmp_path}/run/checkpoints/' in last
             assert last.endswith('resume with: meshwright train mine')
+
+
+def test_a_process_that_is_done_does_not_mind_the_end_of_process_0(tmp_path):
+    ending = start(tmp_path, 0, fault='killed when all are done')
+    assert ending.codes == [-signal.SIGKILL, 0], ending.texts
+    assert ending.texts[1] == ''
 
 
 @pytest.fixture(scope='module')

@@ -146,12 +146,21 @@ else:
 
 
 def test_a_start_that_fails_leaves_no_process_behind(tmp_path):
-    with signal_inbox() as inbox, open(os.devnull, 'w') as nowhere:
-        these = [*children(tmp_path, 'wait_forever()'), Child(['/nonexistent'], {})]
-        with pytest.raises(FileNotFoundError):
-            supervise(these, Printer(nowhere.fileno()), inbox, grace_seconds=60)
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)  # No child is left.
+    path = tmp_path / 'pid'
+
+    def these():
+        yield from children(tmp_path, "note('pid', os.getpid()); wait_forever()")
+        wait_until(path.exists)
+        yield Child(['/nonexistent'], {})
+
+    with (
+        signal_inbox() as inbox,
+        open(os.devnull, 'w') as nowhere,
+        pytest.raises(FileNotFoundError),
+    ):
+        supervise(these(), Printer(nowhere.fileno()), inbox, grace_seconds=60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(path.read_text()), 0)
 
 
 def test_processes_continue_when_nobody_reads(tmp_path):

@@ -34,7 +34,7 @@ def run_until_signal(command: Callable[[], int], line: str) -> int:
     try:
         with signals.handle():
             code = command()
-        signals.ignore()
+        signals.finish(code)
         return code
     except Interrupted as interrupted:
         text, code = str(interrupted), interrupted.exit_code

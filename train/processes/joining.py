@@ -102,7 +102,10 @@ def join_processes(address: ProcessAddress, limits: Limits | None = None) -> Non
     finally:  # Also after an error: at exit, jax waits long for processes that have ended.
         atexit.register(leave_processes)
     signals.share(one.forward, one.leave)
-    wait_before_aborting(lambda: f'process {one.index} was aborted by a library of C++')
+    wait_before_aborting(
+        lambda: f'process {one.index} was aborted by a library of C++',
+        lambda: signals.final_code() if one.all_left else None,
+    )
 
 
 def leave_processes() -> None:

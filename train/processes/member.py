@@ -57,6 +57,7 @@ class Member:
     Attributes:
       activity: what the run does, which the hub names when something is wrong.
       stacks: the folder for the stacks of a process that is stuck.
+      all_left: whether all processes have said that they are done.
     """
 
     def __init__(self, connection: Connection, index: int, count: int, limits: Limits):
@@ -69,7 +70,8 @@ class Member:
         self._gathers = 0
         self._ticks, self._paused = 0, False
         self._stop: tuple[int, int, int] | None = None  # the tick, the signal, and who received it
-        self._failed = self._told = self._left = self._all_left = False
+        self._failed = self._told = self._left = False
+        self.all_left = False
         self._code = 0  # the exit code after a failure
         self._place_of_0 = 'the start'  # what process 0 did at its last sign of life
 
@@ -156,7 +158,7 @@ class Member:
         self.activity.end_loop()
         self._connection.send('left')
         with self._changed:
-            self._changed.wait_for(lambda: self._all_left)
+            self._changed.wait_for(lambda: self.all_left)
 
     # ---- the threads
 
@@ -202,7 +204,7 @@ class Member:
                 self._end(line, RESTARTABLE, [0])
                 return
             if message is None:
-                if not self._all_left:
+                if not self.all_left:
                     self._end(died('process 0', self._place_of_0), RESTARTABLE, [0])
                 return
             self._handle(message)
@@ -223,7 +225,7 @@ class Member:
                 case 'stop':
                     self._stop = (int(message['tick']), int(message['signum']), int(message['by']))
                 case 'all left':
-                    self._all_left = True
+                    self.all_left = True
             self._changed.notify_all()
 
     def _end(self, line: str, code: int, causes: list[int], reason: str = '') -> None:

@@ -32,6 +32,7 @@ class Handling:
       watched: whether the thread watches the signals of a command.
       forward: tells the other processes of a run of a signal, and whether it is the second one.
       leave: waits until all processes of a run are done.
+      final_code: the exit code of a command that is done.
       received: the first signal, or None.
       received_at: its time on the clock of `time.monotonic`.
       receiver: the process that received it, in a run of several.
@@ -46,6 +47,7 @@ class Handling:
         self.active = self.watched = False
         self.forward: Callable[[int, bool], None] | None = None
         self.leave: Callable[[], None] | None = None
+        self.final_code: int | None = None
         self.reset()
 
     def reset(self) -> None:

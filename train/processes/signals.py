@@ -165,6 +165,11 @@ def interruptible() -> Iterator[None]:
         handling.interruptible = False
 
 
+def final_code() -> int | None:
+    """The exit code with which this process will end, or None if its command is not done."""
+    return handling.final_code
+
+
 def owns_process() -> bool:
     """Whether this process was started for one command, so that the command may change it."""
     return handling.watched
@@ -185,9 +190,14 @@ def end_process(code: int) -> int:
     os._exit(code)
 
 
-def ignore() -> None:
-    """Ignores signals from now on in the process of a command, because its work is done."""
+def finish(code: int) -> None:
+    """Ignores signals from now on in the process of a command, because its work is done.
+
+    Args:
+      code: the exit code with which it will end.
+    """
     if handling.watched:
+        handling.final_code = code
         for signum in SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
 
