@@ -20,6 +20,8 @@ from train.checkpoints import CheckpointConfig, Checkpoints, complete_steps
 from train.checkpoints.orbax.writer import StepWriter
 from train.checkpoints.steps.deleting import delete_step
 from train.checkpoints.steps.finding import newest_step
+from train.checkpoints.steps.hashing import complete_step
+from train.checkpoints.steps.manifest import find_files
 from train.errors import ConfigError
 
 FILES = (
@@ -336,3 +338,12 @@ def test_the_manifest_lists_every_file_with_its_checksum(folder):
         assert size == path.stat().st_size
         assert checksum == xxhash.xxh3_128_hexdigest(path.read_bytes())
     assert written['step'] == 10 and written['versions']['jax'] == jax.__version__
+
+
+def test_a_file_that_another_process_renames_does_not_fail_a_save(folder):
+    """A link to nothing is a name without a file, as a name is that was listed before a rename."""
+    files = find_files(epath.Path(folder / '10'))
+    (folder / '10/manifest.part-manifest.part-1.json').symlink_to('renamed')
+    complete_step(epath.Path(folder / '10'), 10)
+    written = json.loads((folder / '10/manifest.json').read_text())
+    assert written['files'].keys() == files.keys()

@@ -221,18 +221,22 @@ def find_files(folder: epath.Path) -> dict[str, int]:
         store, root = fsspec.url_to_fs(str(folder))
         for path, about in store.find(root, detail=True).items():
             name = path.removeprefix(f'{root}/')
-            if not name.endswith('/'):  # Some programs write empty objects in place of folders.
+            # Some programs write empty objects in place of folders.
+            if not name.endswith('/') and not _is_of_manifest(name):
                 sizes[name] = about['size']
-    else:
-        for root, _, names in os.walk(folder):
-            below = os.path.relpath(root, folder)
-            for name in names:
-                key = name if below == '.' else f'{below}/{name}'
+        return sizes
+    for root, _, names in os.walk(folder):
+        below = os.path.relpath(root, folder)
+        for name in names:
+            key = name if below == '.' else f'{below}/{name}'
+            # Another process may rename its part at this moment, so its size is not asked for.
+            if not _is_of_manifest(key):
                 sizes[key] = os.stat(os.path.join(root, name), follow_symlinks=True).st_size
-    return {n: size for n, size in sizes.items() if n != FILE and not n.startswith(PART)}
+    return sizes
 
 
-# Writing.
+def _is_of_manifest(name: str) -> bool:
+    return name == FILE or name.startswith(PART)
 
 
 def record_file(path: epath.Path, *, durable: bool = False) -> FileRecord:
@@ -250,56 +254,3 @@ def record_file(path: epath.Path, *, durable: bool = False) -> FileRecord:
             digest.update(block)
             size += len(block)
     return FileRecord(size, digest.hexdigest())
-
-
-def record_files(folder: epath.Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Records files of a step that has just been saved, when they are on the disk.
-
-    Args:
-      folder: the folder of the step.
-      names: the paths of the files below it.
-
-    Raises:
-      OSError: if a file cannot be read or written to the disk.
-    """
-    names = list(names)
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        records = pool.map(lambda name: record_file(folder / name, durable=True), names)
-        return dict(zip(names, records, strict=True))
-
-
-def write_manifest(folder: epath.Path, manifest: Manifest) -> None:
-    """Writes the manifest of a step, which makes it a good one. It is there as a whole or not.
-
-    Raises:
-      OSError: if it cannot be written.
-    """
-    write_atomically(folder / FILE, manifest.to_text())
-
-
-def write_atomically(path: epath.Path, text: str) -> None:
-    """Writes a text that is there as a whole or not, and is on the disk at the end.
-
-    Args:
-      path: the file; in a store of objects, writing an object is atomic by itself.
-      text: its content.
-    """
-    if is_remote(path):
-        path.write_text(text)
-        return
-    temporary = path.parent / f'{PART}{path.name}'
-    with temporary.open('w') as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: epath.Path) -> None:
-    """Waits until the names of the files in a local folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
