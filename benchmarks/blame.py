@@ -38,7 +38,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 LEAST = 0.01  # the share of exchanged bytes and peak memory that a fault has to add
-FRESH = ('benchmarks.blame_programs', 'train.models', 'train.objectives', 'train.steps')
+FRESH = ('benchmarks.blame_programs', 'train.models', 'train.objectives', 'train.running.steps')
 ENVIRONMENT = {
     'JAX_PLATFORMS': 'cpu',
     'JAX_NUM_CPU_DEVICES': '8',
@@ -114,10 +114,10 @@ def explain(program: str, fault: dict[str, Any] | None) -> Any:
     """Compiles a program, and explains it."""
     import jax
 
-    from partitioning.aot import read_costs
-    from partitioning.aot.blame import explain_program
-    from partitioning.aot.blame.confirming import CompiledFunction
-    from partitioning.aot.blame.described_arguments import describe_arguments
+    from meshwright import read_costs
+    from meshwright.causes import explain_program
+    from meshwright.causes.confirming import CompiledFunction
+    from meshwright.causes.described_arguments import describe_arguments
 
     jax.clear_caches()
     with edited_source(fault):
@@ -234,7 +234,7 @@ def judge(
     function: Any, found: Any, fault: dict[str, Any], known: dict[str, Any], added: float
 ) -> dict[str, Any]:
     """What the tool suggests, and how much of what the fault added is left with the change."""
-    from partitioning.aot.blame import suggest_change
+    from meshwright.causes import suggest_change
 
     def rewrite(change: Any) -> Any:
         """The author of the program writes what the suggestion says, if it is for the line."""

@@ -176,11 +176,11 @@ ROWS = (
 
 def measure(row: Row) -> dict[str, Any]:
     """Compiles a row, and returns its figures, with those that are estimated without a compiler."""
-    from partitioning.aot.traced import estimate_memory, lay_out_trace, list_collectives
-    from partitioning.aot.traced.flops import count_jaxpr_flops
+    from meshwright.jaxpr import estimate_memory, lay_out_trace, list_collectives
     from partitioning.hardware import CHIPS
-    from train.gin_config import find_config, load_config
-    from train.precompiling import compile_step
+    from partitioning.products.flops import count_jaxpr_flops
+    from train.gin import find_config, load_config
+    from train.planning.precompiling import compile_step
 
     started = time.perf_counter()
     load_config(row.files, row.all_bindings)

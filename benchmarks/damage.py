@@ -33,9 +33,9 @@ from train import TrainConfig, train
 from train.checkpoints import CheckpointConfig
 from train.data import CausalLM, Records
 from train.objectives import Loss, Objective
-from train.run import Run, prepare
-from train.runtime.console import RunConsole
-from train.start import find_start, restore_state
+from train.reporting.console import RunConsole
+from train.running.run import Run, prepare
+from train.running.start import find_start, restore_state
 
 SHAPE = (512, 1024)
 OUTCOMES = {

@@ -41,10 +41,10 @@ MOST_SECONDS, MOST_BYTES = 90, 3e9
 
 def measure(case: Case) -> dict[str, Any]:
     """Forecasts a case, and returns its figures and the text of its JSON without times."""
-    from partitioning.aot import forecast
-    from partitioning.aot.forecast_tables import wire_bytes
-    from train.forecasting import plan_step
-    from train.gin_config import find_config, load_config
+    from meshwright import forecast
+    from meshwright.report.forecast_tables import wire_bytes
+    from train.gin import find_config, load_config
+    from train.planning.forecasting import plan_step
 
     load_config(case.files, case.all_bindings)
     config = find_config()

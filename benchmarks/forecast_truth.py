@@ -39,7 +39,7 @@ from measured_steps.scoring import (
 )
 from measured_steps.traced_steps import read_traced, trace_all, write_traced
 
-from partitioning.aot.timing.constants import list_constants
+from meshwright.time.constants import list_constants
 from partitioning.hardware import CHIPS
 
 _ORIGINS = {'jaxpr': 'traced steps', 'compiler': 'compiled steps'}

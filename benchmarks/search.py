@@ -96,7 +96,7 @@ CASES = (
 
 def space_of(case: Case) -> Any:
     """Returns the space of a case."""
-    from train.searching import Choices, Layout, list_space
+    from train.planning.searching import Choices, Layout, list_space
 
     choices = Choices(
         layouts=[Layout(preset, sizes) for preset, sizes in case.layouts],
@@ -110,9 +110,9 @@ def space_of(case: Case) -> Any:
 
 def run_of(case: Case) -> Any:
     """Returns what the run of a case decides about its candidates."""
-    from train.forecasting import parse_machine
-    from train.searching.predicting import Source, read_config
-    from train.searching.run_sizes import sizes_of
+    from train.planning.forecasting import parse_machine
+    from train.planning.searching.predicting import Source, read_config
+    from train.planning.searching.run_sizes import sizes_of
 
     machine = parse_machine(case.topology)
     config = read_config(Source(files=case.files, bindings=case.bindings), machine)
@@ -121,9 +121,9 @@ def run_of(case: Case) -> Any:
 
 def plan(case: Case, candidate: Any) -> Any:
     """Lays out the train step of a candidate."""
-    from train.forecasting import parse_machine
-    from train.searching.gin_file import write_gin
-    from train.searching.predicting import Source, plan_candidate, read_config
+    from train.planning.forecasting import parse_machine
+    from train.planning.searching.gin_file import write_gin
+    from train.planning.searching.predicting import Source, plan_candidate, read_config
 
     machine = parse_machine(case.topology)
     with tempfile.TemporaryDirectory() as folder:
@@ -137,8 +137,8 @@ def measure(case: Case, number: int) -> dict[str, Any]:
     """Compiles a candidate, and returns what the compiler says about it."""
     import jax
 
-    from partitioning.aot import read_costs
-    from partitioning.aot.timing import read_work
+    from meshwright import read_costs
+    from meshwright.time import read_work
     from train.errors import first_line
 
     candidate = space_of(case).candidates[number]
@@ -190,8 +190,8 @@ def shorten(work: Any) -> Any:
 
 def read_stored_work(stored: Mapping[str, Any]) -> Any:
     """Returns the `Work` of a result."""
-    from partitioning.aot.compiled.collectives import Collective
-    from partitioning.aot.timing import KernelWork, Work
+    from meshwright.program.collectives import Collective
+    from meshwright.time import KernelWork, Work
 
     kernels = tuple(KernelWork(**kernel) for kernel in stored['kernels'])
     collectives = tuple(
@@ -203,8 +203,8 @@ def read_stored_work(stored: Mapping[str, Any]) -> Any:
 
 def outcome_of(stored: Mapping[str, Any], mesh: Any, limit: int) -> Any:
     """Returns what a search is told about a candidate: the step time by today's model."""
-    from partitioning.aot.timing import estimate_step_time
-    from train.searching import Outcome
+    from meshwright.time import estimate_step_time
+    from train.planning.searching import Outcome
 
     if 'error' in stored:
         return Outcome(fits=False, compile_seconds=stored['seconds'], error=stored['error'])
@@ -242,10 +242,10 @@ def compile_all(case: Case, path: Path, results: dict[str, dict[str, Any]]) -> N
 def search_case(case: Case, stored: Mapping[str, Any], pictures: Path | None) -> None:
     """Searches the space of a case, and prints the winner next to the best of all candidates."""
     from partitioning.hardware import CHIPS
-    from train.searching import Prediction, search
-    from train.searching.frontier import draw_search
-    from train.searching.predicting import predict_step
-    from train.searching.tables import summary_lines
+    from train.planning.searching import Prediction, search
+    from train.planning.searching.frontier import draw_search
+    from train.planning.searching.predicting import predict_step
+    from train.planning.searching.tables import summary_lines
 
     space = space_of(case)
     limit = CHIPS[case.topology.partition(':')[0]].hbm_bytes_per_device

@@ -26,7 +26,7 @@ from train.checkpoints.formats.t5x_files import read_arrays
 from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
 from train.objectives import EncoderDecoder, PrefixLanguageModel
 from train.optimizers import as_transformation
-from train.steps import make_train_step
+from train.running.steps import make_train_step
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
 from train.t5x.schedules import create_learning_rate_scheduler
 

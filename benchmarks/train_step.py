@@ -155,8 +155,8 @@ def describe_work() -> dict[str, float | None]:
     import jax.numpy as jnp
     from plain_transformer import compute_logits, init_params
 
-    from partitioning.aot.traced.flops import count_flops
-    from train.runtime.meter import peak_flops
+    from partitioning.products.flops import count_flops
+    from train.reporting.meter import peak_flops
 
     sizes, batch_size, length = choose_sizes()
     params = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))

@@ -41,7 +41,7 @@ class Ran(NamedTuple):
 @pytest.fixture
 def run_on(tmp_path, monkeypatch):
     """Returns a function (program, size of the model axis) -> Ran, with four steps."""
-    loop = importlib.import_module('train.train')
+    loop = importlib.import_module('train.running.training')
     monkeypatch.setattr(sources, 'find_files', find_files)
 
     def run(block: Block, num_partitions: int) -> Ran:

@@ -1,7 +1,6 @@
 """The names of `train`, each with the module that has it; `train/__init__.py` reads this file."""
 
 from train.config import TrainConfig as TrainConfig
-from train.evaluation import evaluate as evaluate
 from train.evaluators import HeldOut as HeldOut, Samples as Samples
 from train.objectives import (
     EncoderDecoder as EncoderDecoder,
@@ -13,5 +12,9 @@ from train.objectives import (
 )
 from train.optimizers import Optimizer as Optimizer
 from train.processes.interrupted import Interrupted as Interrupted
-from train.stopping import EarlyStopping as EarlyStopping, StopIfNotFinite as StopIfNotFinite
-from train.train import train as train
+from train.running.evaluation import evaluate as evaluate
+from train.running.stopping import (
+    EarlyStopping as EarlyStopping,
+    StopIfNotFinite as StopIfNotFinite,
+)
+from train.running.training import train as train

@@ -18,15 +18,15 @@ from train.data import Lengths, Prefetch, Task
 from train.data.rows.lengths import check_lengths
 from train.errors import ConfigError, FailurePolicy, check_counts, first_line
 from train.evaluators import HeldOut
-from train.health import NotFinitePolicy
 from train.objectives import Objective
 from train.optimizers import Optimizer
 from train.paths import as_path, is_remote
 from train.processes.watchdog import WatchdogConfig
-from train.runtime.compilation_cache import CacheSetting, check_cache_setting
-from train.runtime.writers import JsonWriter, MetricWriter, TensorBoardWriter
-from train.steps import GradientDType
-from train.stopping import StopCondition, check_conditions
+from train.reporting.compilation_cache import CacheSetting, check_cache_setting
+from train.reporting.writers import JsonWriter, MetricWriter, TensorBoardWriter
+from train.running.health import NotFinitePolicy
+from train.running.steps import GradientDType
+from train.running.stopping import StopCondition, check_conditions
 
 PrngImpl = Literal['threefry2x32', 'rbg', 'unsafe_rbg']
 
@@ -79,7 +79,7 @@ class TrainConfig:
         no checkpoint. By default, a run starts from new parameters.
       hooks: functions (state, step, metrics) that run after each step. The state is valid until
         they return. Metrics are jax.Arrays; reading them waits for the step.
-      writers: where metrics go; see `train.runtime.writers`.
+      writers: where metrics go; see `train.reporting.writers`.
       metrics_on_failure: what happens if metrics cannot be written, for example because the disk is
         full. 'continue' says so once, and the records are written when that works again. 'stop'
         ends the run with an error.

@@ -21,7 +21,7 @@ from benchmarks.blame_programs.fresh_operations import fresh_operations
 
 _LAYERS = 'train/models/layers.py'
 _ATTENTION = 'train/models/attention.py'
-_STEPS = 'train/steps.py'
+_STEPS = 'train/running/steps.py'
 # The last dimension of an array, and that of another array of the same rank.
 _OF_OTHERS = {"'embed'": "'mlp'", "'kv'": "'heads'", "'heads'": "'kv'", "'vocab'": "'embed'"}
 

@@ -9,7 +9,7 @@ from partitioning.mesh import MeshConfig
 from train.models.config import TransformerConfig
 from train.models.transformer import Transformer
 from train.objectives.next_token import NextToken
-from train.steps import make_train_step
+from train.running.steps import make_train_step
 
 MESH = {'data': 4, 'model': 2}
 RULES = [

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from partitioning.aot.timing import KernelWork, Machine, Work, describe_machine
-from partitioning.aot.timing.loads import find_loads
-from partitioning.aot.timing.work import Origin
+from meshwright.time import KernelWork, Machine, Work, describe_machine
+from meshwright.time.loads import find_loads
+from meshwright.time.work import Origin
 from partitioning.hardware import CHIPS
 
 from .fitting import Case

@@ -83,7 +83,7 @@ def compile_program(name: str, early: bool = False, store: Path = STORE) -> None
 
 
 def _compile(program: Any, folder: Path | None, save: Callable[..., None]) -> None:
-    from partitioning.aot.compiled.costs import read_memory
+    from meshwright.program.costs import read_memory
 
     from .early import compile_until_scheduled
 
@@ -114,13 +114,13 @@ def _compile(program: Any, folder: Path | None, save: Callable[..., None]) -> No
 
 def trace_program(program: Any) -> Traced:
     """Traces the train step of a program, and counts what is known without a compiler."""
-    from partitioning.aot.compiled.costs import mesh_axes
-    from partitioning.aot.timing import find_kernel_work
-    from partitioning.aot.traced.flops import count_flops, count_jaxpr_flops
+    from meshwright.program.costs import mesh_axes
+    from meshwright.time import find_kernel_work
     from partitioning.hardware import chip_of
-    from train.programs import partition_train_step
-    from train.run import prepare
-    from train.steps import make_eval_step
+    from partitioning.products.flops import count_flops, count_jaxpr_flops
+    from train.running.programs import partition_train_step
+    from train.running.run import prepare
+    from train.running.steps import make_eval_step
 
     from .tracing import find_products, find_traced_kernels
 

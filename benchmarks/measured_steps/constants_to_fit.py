@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from partitioning.aot.timing import ChipConstants
+from meshwright.time import ChipConstants
 from partitioning.hardware import CHIPS
 
 from .fitting import Case, Fit, Free, fit_constants

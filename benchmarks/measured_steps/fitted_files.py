@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 
-from partitioning.aot.timing.constants import FITTED, constants_of
+from meshwright.time.constants import FITTED, constants_of
 from partitioning.hardware import CHIPS
 
 from .constants_to_fit import FREE, FREE_OF_COMPILED, GPUS, SOFTWARE, USUAL

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from partitioning.aot.timing.constants import ChipConstants
-from partitioning.aot.timing.loads import Loads
-from partitioning.aot.timing.step_model import add_up
+from meshwright.time.constants import ChipConstants
+from meshwright.time.loads import Loads
+from meshwright.time.step_model import add_up
 
 _TYPICAL_ERROR = 0.05  # beyond it, rows count less
 _LEAST_GAIN = 0.01  # of the sum of losses; smaller steps end the fit

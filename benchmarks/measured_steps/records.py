@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from partitioning.aot.compiled.collectives import Collective, MeshAxes
-from partitioning.aot.compiled.costs import ProgramCosts, costs_of_text
+from meshwright.program.collectives import Collective, MeshAxes
+from meshwright.program.costs import ProgramCosts, costs_of_text
 
 from .compiling import read_all, read_text
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from partitioning.aot.compiled.collectives import Collective
-from partitioning.aot.timing import Work, estimate_work
-from partitioning.aot.traced import trace_function
+from meshwright.jaxpr import trace_function
+from meshwright.program.collectives import Collective
+from meshwright.time import Work, estimate_work
 from partitioning.hardware import parse_topology
 
 from .program import Program
@@ -34,8 +34,8 @@ def trace_all() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def trace_work(program: Program) -> Work:
     """Returns the work of a program on each device, from its trace."""
-    from train.programs import partition_train_step
-    from train.run import prepare
+    from train.running.programs import partition_train_step
+    from train.running.run import prepare
 
     with contextlib.redirect_stdout(sys.stderr):
         run = prepare(program.train_config())

@@ -9,13 +9,13 @@ from typing import Any, cast
 from jax.sharding import AbstractMesh, Mesh
 
 from partitioning.hardware import OptionValue, check_options
+from partitioning.hardware.compiler_errors import own_compiler_errors
+from partitioning.hardware.memory_limits import check_memory
 from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner
 from partitioning.plan import Plan
-from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.lowering_only import without_devices
-from partitioning.programs.memory_limits import check_memory
 from partitioning.programs.partitioned import (
     CompiledPartitionedCallable,
     PartitionedCallable,

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from partitioning.constraints import explain_batched_axis
+from partitioning.hardware.compiler_errors import explain_compiler_error
 from partitioning.programs.argument_checks import (
     entry_problems,
     fit_problems,
@@ -23,7 +24,6 @@ from partitioning.programs.argument_checks import (
     value_problems,
 )
 from partitioning.programs.boundary import Boundary
-from partitioning.programs.compiler_errors import explain_compiler_error
 from partitioning.programs.donation import deletion_problems
 from partitioning.programs.placement_checks import device_problems, layout_problems
 from partitioning.programs.pmap_leftovers import axis_error, pmap_hint, shard_hint

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 
 from partitioning.hardware import OptionValue
+from partitioning.hardware.compiler_errors import own_compiler_errors
 from partitioning.programs.boundary import Boundary
 from partitioning.programs.call_errors import find_cause
-from partitioning.programs.compiler_errors import own_compiler_errors
 from partitioning.programs.explicit_axes import auto_where_needed
 from partitioning.programs.partitioned import (
     PjittedFnWithContext,

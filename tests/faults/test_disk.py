@@ -21,7 +21,7 @@ from train import train
 from train.checkpoints import CheckpointConfig, complete_steps
 from train.checkpoints.steps.manifest import check_contents, check_files, read_manifest
 from train.errors import ConfigError
-from train.runtime.writers import JsonWriter, TensorBoardWriter
+from train.reporting.writers import JsonWriter, TensorBoardWriter
 
 pytestmark = pytest.mark.core
 

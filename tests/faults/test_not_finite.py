@@ -16,8 +16,8 @@ from train.checkpoints import CheckpointConfig, complete_steps
 from train.config import ConfigError
 from train.data import Examples, LocalBatches
 from train.objectives import Loss, Objective
-from train.run import prepare
-from train.runtime.writers import JsonWriter
+from train.reporting.writers import JsonWriter
+from train.running.run import prepare
 
 pytestmark = pytest.mark.core
 

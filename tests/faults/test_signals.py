@@ -26,7 +26,7 @@ from train.checkpoints import CheckpointConfig, complete_steps
 from train.data import Examples
 from train.processes import signal_watch, signals
 from train.processes.interrupted import SIGNALS, Interrupted
-from train.runtime.writers import JsonWriter
+from train.reporting.writers import JsonWriter
 
 STEPS = 6
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)

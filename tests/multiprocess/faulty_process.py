@@ -31,7 +31,7 @@ from train.processes import channel, output, signals
 from train.processes.environment import ProcessAddress
 from train.processes.joining import join_processes
 from train.processes.limits import Limits
-from train.runtime import machine
+from train.reporting import machine
 
 COMMAND = 'meshwright train mine'
 

@@ -12,7 +12,7 @@ import jax
 
 from train.processes.environment import ProcessAddress
 from train.processes.joining import join_processes
-from train.runtime import machine
+from train.reporting import machine
 
 
 def main():

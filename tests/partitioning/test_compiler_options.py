@@ -15,7 +15,7 @@ from partitioning.hardware import (
     default_options,
     option_values,
 )
-from partitioning.programs.compiler_errors import explain_compiler_error
+from partitioning.hardware.compiler_errors import explain_compiler_error
 
 OFF = 'xla_jf_spmd_threshold_for_windowed_einsum_mib'
 KNOWN = {'xla_cpu_enable_fast_math': False}  # an option of the compiler for CPUs

@@ -8,7 +8,7 @@ import pytest
 from described_machines import needs_libtpu
 
 from train.cli import main
-from train.runtime import machine
+from train.reporting import machine
 
 pytestmark = needs_libtpu
 

@@ -6,8 +6,8 @@ import pytest
 from described_machines import needs_cuda_plugin, needs_libtpu
 from forecast_programs import BATCH, HIDDEN, PRODUCT, ROWS, WIDTH, partitioned
 
+from meshwright import forecast, forecast_table
 from partitioning import MeshConfig, PjitPartitioner
-from partitioning.aot import forecast, forecast_table
 
 
 @pytest.fixture(scope='module')

@@ -8,8 +8,8 @@ import pytest
 from described_machines import needs_libtpu
 
 from train.cli import main
-from train.gin_config.load import find_config_root
-from train.searching import Choices, Layout, Outcome, runs
+from train.gin.load import find_config_root
+from train.planning.searching import Choices, Layout, Outcome, runs
 
 ARGUMENTS = [
     'forecast',

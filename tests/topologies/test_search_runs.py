@@ -8,12 +8,18 @@ import pytest
 from described_machines import needs_libtpu
 from etils import epath
 
-from partitioning.aot.timing import Work
-from train.forecasting import parse_machine
-from train.gin_config import find_config, load_config
-from train.searching import Choices, Layout, Outcome, runs
-from train.searching.predicting import Source, least_work, plan_candidate, predict_step, read_config
-from train.searching.runs import search_run
+from meshwright.time import Work
+from train.gin import find_config, load_config
+from train.planning.forecasting import parse_machine
+from train.planning.searching import Choices, Layout, Outcome, runs
+from train.planning.searching.predicting import (
+    Source,
+    least_work,
+    plan_candidate,
+    predict_step,
+    read_config,
+)
+from train.planning.searching.runs import search_run
 
 pytestmark = needs_libtpu
 

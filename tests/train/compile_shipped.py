@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_shipped_configs import MODELS, PRESETS, pretrain
 
 from partitioning import TrainState
-from train.gin_config import load_config
-from train.steps import make_train_step
+from train.gin import load_config
+from train.running.steps import make_train_step
 
 # Each axis of a mesh has at least two devices.
 PARTITIONS = {'tensor': 8, 'data_parallel': 1, 'fsdp_any_model': 1}

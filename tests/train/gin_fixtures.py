@@ -8,7 +8,7 @@ import pytest
 from small_t5x import T5X_MODEL, T5X_SMALL, T5X_TASK
 
 from train.errors import ConfigError
-from train.gin_config import find_entry, load_config
+from train.gin import find_entry, load_config
 
 
 @pytest.fixture

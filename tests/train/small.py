@@ -19,8 +19,8 @@ from train.checkpoints import CheckpointConfig
 from train.data import CausalLM, TextFiles
 from train.models.transformer import Transformer, TransformerConfig
 from train.objectives import Objective
-from train.runtime.writers import JsonWriter
-from train.steps import make_train_step
+from train.reporting.writers import JsonWriter
+from train.running.steps import make_train_step
 
 RULES = [
     ('batch', 'data'),

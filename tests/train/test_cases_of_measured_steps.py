@@ -10,8 +10,8 @@ from benchmarks.measured_steps.cases import (
 )
 from benchmarks.measured_steps.rows import load_rows
 from benchmarks.measured_steps.traced_steps import read_traced, record_work
-from partitioning.aot import Collective
-from partitioning.aot.timing import Work
+from meshwright import Collective
+from meshwright.time import Work
 
 ROWS = {row.name: row for row in load_rows()}
 RECORD = {

@@ -12,9 +12,9 @@ import pytest
 from partitioning.rules import as_tuple
 from train.cli import main
 from train.cli.command import CommandParser
-from train.gin_config import find_config, load_config
-from train.gin_config.load import find_config_root
-from train.runtime import machine
+from train.gin import find_config, load_config
+from train.gin.load import find_config_root
+from train.reporting import machine
 
 REPOSITORY = find_config_root()
 FILES = ('configs/runs/pretrain.gin', 'configs/models/tiny.gin')

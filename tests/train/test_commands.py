@@ -11,8 +11,8 @@ import train
 from partitioning import PjitPartitioner
 from train.cli import main, training
 from train.errors import ConfigError
-from train.gin_config import find_config
-from train.runtime import machine
+from train.gin import find_config
+from train.reporting import machine
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_what_works_without_the_packages_of_the_trainer():
 
 @pytest.mark.parametrize('name', train.__all__)
 def test_a_name_of_the_package_is_the_object_and_not_a_module(name):
-    import train.train
+    import train.running.training
 
     assert callable(getattr(train, name))
 

@@ -8,10 +8,10 @@ from small import small_config
 
 from partitioning import Plan
 from train.errors import ConfigError
-from train.precompiling import precompile
-from train.run import prepare, report
-from train.runtime.compiling import choose_options
-from train.start import write_run_files
+from train.planning.precompiling import precompile
+from train.reporting.compiling import choose_options
+from train.running.run import prepare, report
+from train.running.start import write_run_files
 
 OFF = 'xla_jf_spmd_threshold_for_windowed_einsum_mib'
 

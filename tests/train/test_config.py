@@ -14,7 +14,7 @@ from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.config import check_batch
 from train.data import CausalLM, Examples, Prefetch
 from train.errors import ConfigError
-from train.runtime.writers import JsonWriter, TensorBoardWriter
+from train.reporting.writers import JsonWriter, TensorBoardWriter
 
 pytestmark = pytest.mark.core
 

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from partitioning import PjitPartitioner, TrainState
 from partitioning.amounts import bytes_str
-from train.runtime.console import RunConsole, SafeConsole
-from train.runtime.meter import format_figures
-from train.runtime.reports import (
+from train.reporting.console import RunConsole, SafeConsole
+from train.reporting.meter import format_figures
+from train.reporting.reports import (
     describe_parameters,
     describe_variables,
     format_seconds,
@@ -153,7 +153,7 @@ def test_the_figures_of_a_step():
 
 
 def test_a_phase_measures_its_time_and_shows_a_spinner_on_a_terminal(monkeypatch):
-    monkeypatch.setattr('train.runtime.console.WORTH_A_LINE', -1.0)
+    monkeypatch.setattr('train.reporting.console.WORTH_A_LINE', -1.0)
     for terminal in (True, False):
         out = io.StringIO()
         console = RunConsole(Console(file=out, force_terminal=terminal, width=80))

@@ -18,7 +18,7 @@ from train.checkpoints import CheckpointConfig
 from train.data import Examples
 from train.errors import ConfigError
 from train.evaluators import prepare_evaluators
-from train.runtime.console import RunConsole
+from train.reporting.console import RunConsole
 
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings('error:Explicitly requested')]
 

@@ -10,7 +10,8 @@ from hugging_face_models import MODELS, NEAR_MODELS, sizes
 from partitioning.hardware import CHIPS
 from train.checkpoints.huggingface.config_json import ConfigJson
 from train.errors import ConfigError
-from train.fitting import (
+from train.gin import find_config, load_config
+from train.planning.fitting import (
     find_model,
     find_smallest,
     fit_machine,
@@ -20,11 +21,10 @@ from train.fitting import (
     read_model,
     write_fit,
 )
-from train.fitting.bounds import bytes_of_batch, expected_peak, least_peak
-from train.fitting.fits import plan_candidate
-from train.fitting.smallest import list_machines
-from train.forecasting import parse_machine
-from train.gin_config import find_config, load_config
+from train.planning.fitting.bounds import bytes_of_batch, expected_peak, least_peak
+from train.planning.fitting.fits import plan_candidate
+from train.planning.fitting.smallest import list_machines
+from train.planning.forecasting import parse_machine
 
 pytestmark = pytest.mark.core
 

@@ -10,8 +10,8 @@ from jax.experimental import pallas
 from jax.sharding import Mesh, PartitionSpec
 from small import partitioner, small_config
 
-from partitioning.aot.traced.flops import count_flops, count_jaxpr_flops
-from train.runtime import meter
+from partitioning.products.flops import count_flops, count_jaxpr_flops
+from train.reporting import meter
 
 pytestmark = pytest.mark.core
 

@@ -8,8 +8,8 @@ import gin
 import pytest
 
 from train.cli import main
-from train.forecasting import machines
-from train.runtime import machine
+from train.planning.forecasting import machines
+from train.reporting import machine
 
 pytestmark = pytest.mark.core
 

@@ -7,8 +7,8 @@ import pytest
 
 from train.data.text.sources import TextFiles
 from train.errors import ConfigError
-from train.gin_config import load_config
-from train.gin_config.load import find_config_root
+from train.gin import load_config
+from train.gin.load import find_config_root
 
 pytestmark = pytest.mark.core
 

@@ -5,9 +5,9 @@ import sys
 import gin
 import pytest
 
-import train.configurables  # noqa: F401  # registers the names, as every command does
-from train.gin_config import load_config
-from train.gin_config.names import BY_MODULE
+import train.gin.configurables  # noqa: F401  # registers the names, as every command does
+from train.gin import load_config
+from train.gin.names import BY_MODULE
 
 pytestmark = [
     pytest.mark.core,
@@ -60,7 +60,7 @@ from etils import epath | A = @epath.Path.unlink
 import orbax.checkpoint | A = @orbax.checkpoint.Checkpointer.restore
 import tensorboardX | A = @tensorboardX.SummaryWriter()
 from train.data.text import files | A = @files.open_file
-from train.runtime import writers | A = @writers.open_writers()
+from train.reporting import writers | A = @writers.open_writers()
 from train.data import record | A = @record.write_record()
 from train.checkpoints import Checkpoints | A = @Checkpoints.save
 from train import checkpoints | A = @checkpoints.Checkpoints()
@@ -85,9 +85,9 @@ import builtins | A = @builtins.exec()
 import builtins | A = @builtins.__import__()
 import operator | A = @operator.attrgetter()
 from train.data.text import files | A = @files.needed() | files.needed.package = 'antigravity'
-from train.gin_config import check | A = @check.import_modules()
-from train.gin_config import load | A = @load.load_config()
-from train.gin_config.names import importlib | A = @importlib.import_module()
+from train.gin import check | A = @check.import_modules()
+from train.gin import load | A = @load.load_config()
+from train.gin.names import importlib | A = @importlib.import_module()
 from jax._src.debugger import cli_debugger | A = @cli_debugger.CliDebugger.evaluate
 from jax._src import test_util | A = @test_util.parse_version
 import jax.tools.jax_to_ir | A = @jax.tools.jax_to_ir.main()
@@ -106,7 +106,7 @@ import jax.debug | A = @jax.debug.callback()
 import gin | A = @gin.parse_config()
 from gin import config | A = @config.external_configurable()
 A = @gin.external_configurable() | gin.external_configurable.name_or_fn = @gin.parse_config
-from train import configurables | A = @configurables._register()
+from train.gin import configurables | A = @configurables._register()
 from __gin__ import unknown_feature
 
 # chains of attributes that begin at a listed name

@@ -44,11 +44,11 @@ from train.checkpoints.offline.converting import plan_conversion, write
 from train.cli import main
 from train.data.text.tokenizers import SentencePieceTokenizer
 from train.errors import ConfigError
-from train.gin_config import find_config, load_config
+from train.gin import find_config, load_config
 from train.models.parameters import list_parameters
 from train.models.t5 import T5
 from train.objectives import EncoderDecoder, NextToken
-from train.runtime import machine
+from train.reporting import machine
 
 pytestmark = pytest.mark.core
 

@@ -13,12 +13,12 @@ from train.errors import ConfigError
 from train.processes import joining
 from train.processes.joining import find_address
 from train.processes.limits import Limits
-from train.runtime import machine
+from train.reporting import machine
 
 COUNTS = ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')
 PROGRAM = """
 import sys, jax
-from train.runtime import machine
+from train.reporting import machine
 machine.use_virtual_devices(eval(sys.argv[1]))
 print(jax.device_count())
 """

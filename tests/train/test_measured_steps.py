@@ -21,7 +21,7 @@ from benchmarks.measured_steps.rebuilding import (
 )
 from benchmarks.measured_steps.records import read_records, with_copies
 from benchmarks.measured_steps.rows import MeasuredRow, load_rows
-from partitioning.aot.compiled.collectives import Collective
+from meshwright.program.collectives import Collective
 from partitioning.hardware import CHIPS
 from partitioning.hardware.chips import torus_wrap
 from train.models.remat import Remat

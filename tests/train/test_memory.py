@@ -10,11 +10,11 @@ from flax import nnx
 
 from partitioning import MeshConfig, Partitioned, PjitPartitioner
 from partitioning.hardware import CHIPS
-from partitioning.programs.compiler_errors import explain_compiler_error
-from partitioning.programs.memory_limits import OutOfMemoryError, needed_memory
+from partitioning.hardware.compiler_errors import explain_compiler_error
+from partitioning.hardware.memory_limits import OutOfMemoryError, needed_memory
 from train.errors import ConfigError
-from train.runtime import memory
-from train.runtime.memory import check_fits
+from train.reporting import memory
+from train.reporting.memory import check_fits
 
 KEY = jax.random.key(0)
 SIZE = 64 * 1024 * 4  # the bytes of the kernel

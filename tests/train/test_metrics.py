@@ -15,7 +15,7 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 
 from train.errors import ConfigError
-from train.runtime.writers import (
+from train.reporting.writers import (
     JsonWriter,
     TensorBoardWriter,
     WeightsAndBiasesWriter,

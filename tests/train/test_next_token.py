@@ -15,8 +15,8 @@ from train import NextToken
 from train.data import CausalLM, Records
 from train.errors import ConfigError
 from train.objectives import compute_loss
-from train.run import check_vocabulary
-from train.steps import make_train_step
+from train.running.run import check_vocabulary
+from train.running.steps import make_train_step
 
 pytestmark = pytest.mark.core
 

@@ -25,7 +25,7 @@ from train.optimizers import (
     matrices_for_muon,
     share_of,
 )
-from train.run import prepare
+from train.running.run import prepare
 
 pytestmark = pytest.mark.core
 

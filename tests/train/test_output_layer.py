@@ -11,8 +11,8 @@ import pytest
 from small import RULES, Bigram, Steps, batch, model
 
 from partitioning import constrain
-from partitioning.aot.traced.flops import count_jaxpr_flops
 from partitioning.mesh import MeshConfig
+from partitioning.products.flops import count_jaxpr_flops
 from partitioning.rules import AxisRules
 from train import NextToken
 from train.errors import ConfigError

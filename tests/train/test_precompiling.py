@@ -8,7 +8,7 @@ from small import partitioner, small_config
 from partitioning import Plan
 from train.data import RandomTokens
 from train.errors import ConfigError
-from train.precompiling import compile_step, precompile
+from train.planning.precompiling import compile_step, precompile
 
 
 def test_the_files_describe_the_step_that_a_run_compiles(finished, texts, tmp_path, capsys):

@@ -15,8 +15,8 @@ from train.decoding import Predictions
 from train.errors import ConfigError
 from train.evaluators import PredictionFiles, prepare_evaluators
 from train.objectives import Objective
-from train.run import prepare
-from train.runtime.part_files import PartFiles
+from train.reporting.part_files import PartFiles
+from train.running.run import prepare
 
 pytestmark = pytest.mark.core
 # Rows of 8 tokens: 10 examples in batches of 4.

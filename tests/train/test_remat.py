@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from small import Steps, model
 
-from partitioning.aot.traced.flops import count_jaxpr_flops
+from partitioning.products.flops import count_jaxpr_flops
 from partitioning.state.boxes import unbox
 from train.attention import AttentionSettings
 from train.models.parameters import list_parameters

@@ -41,10 +41,10 @@ from train.data import (
     record,
 )
 from train.errors import ConfigError
-from train.gin_config import load_config
+from train.gin import load_config
 from train.objectives import Loss, Objective
 from train.paths import absolute, as_path, is_remote
-from train.runtime import appended_file, writers
+from train.reporting import appended_file, writers
 
 
 @pytest.fixture(scope='module')

@@ -16,8 +16,8 @@ from partitioning import PjitPartitioner, TrainState
 from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig
 from train.checkpoints.arrays.shares import split
 from train.checkpoints.steps.manifest import DamagedCheckpoint
-from train.run import prepare
-from train.runtime.console import RunConsole
+from train.reporting.console import RunConsole
+from train.running.run import prepare
 
 MESHES = [(1, 8), (8, 1), (2, 4), (1, 1)]
 

@@ -11,9 +11,9 @@ from small import records, small_config
 from train import EarlyStopping, Optimizer, StopIfNotFinite
 from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.errors import ConfigError
-from train.run import prepare
-from train.runtime import machine
-from train.runtime.machine import collect_garbage
+from train.reporting import machine
+from train.reporting.machine import collect_garbage
+from train.running.run import prepare
 
 pytestmark = pytest.mark.core
 

@@ -8,7 +8,7 @@ import pytest
 from etils import epath
 from rich.console import Console
 
-from train.searching import (
+from train.planning.searching import (
     Candidate,
     Found,
     Layout,
@@ -18,10 +18,10 @@ from train.searching import (
     Space,
     search,
 )
-from train.searching.compiling import answer, compile_in_new_process
-from train.searching.frontier import draw_search, find_frontier, list_points
-from train.searching.memory import file_name, remember
-from train.searching.tables import search_table, summary_lines
+from train.planning.searching.compiling import answer, compile_in_new_process
+from train.planning.searching.frontier import draw_search, find_frontier, list_points
+from train.planning.searching.memory import file_name, remember
+from train.planning.searching.tables import search_table, summary_lines
 
 GIB = 2**30
 LAYOUTS = [Layout('fsdp'), Layout('zero'), Layout('fsdp_tensor', (('NUM_PARTITIONS', 4),))]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from train.errors import ConfigError
-from train.gin_config import find_config, load_config
-from train.searching import (
+from train.gin import find_config, load_config
+from train.planning.searching import (
     Candidate,
     Choices,
     Layout,
@@ -21,9 +21,9 @@ from train.searching import (
     list_space,
     search,
 )
-from train.searching.gin_file import write_gin
-from train.searching.ranking import correct
-from train.searching.run_sizes import sizes_of
+from train.planning.searching.gin_file import write_gin
+from train.planning.searching.ranking import correct
+from train.planning.searching.run_sizes import sizes_of
 
 MODEL_8B = {
     'embed_dim': 4096,

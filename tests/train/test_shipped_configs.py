@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from partitioning import TrainState, unbox
 from train.errors import ConfigError
-from train.gin_config import load_config
-from train.gin_config.load import find_config_root
+from train.gin import load_config
+from train.gin.load import find_config_root
 from train.models.transformer import TransformerConfig
 
 pytestmark = pytest.mark.core

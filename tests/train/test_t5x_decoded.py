@@ -23,7 +23,7 @@ from train.evaluators.text_metrics import (
     squad,
     token_accuracy,
 )
-from train.runtime.writers import JsonWriter
+from train.reporting.writers import JsonWriter
 
 pytestmark = pytest.mark.core
 

@@ -16,14 +16,14 @@ from train.checkpoints import CheckpointConfig
 from train.cli import main
 from train.data import ByT5Tokenizer, CausalLM, TextFiles
 from train.errors import ConfigError
-from train.gin_config import find_entry, load_config
-from train.gin_config.load import find_config_root
+from train.gin import find_entry, load_config
+from train.gin.load import find_config_root
 from train.models.t5 import DecoderOnly, DecoderOnlyConfig
-from train.runtime import machine
+from train.reporting import machine
+from train.running.training import train as train_here
 from train.t5x import seqio
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
 from train.t5x.configs import create_learning_rate_scheduler
-from train.train import train as train_here
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_a_command_runs_one_entry_point(load_t5x, t5x_files):
     with pytest.raises(ConfigError, match=r'train_script\.train and .*eval_script\.evaluate'):
         find_entry()
     gin.clear_config()
-    assert find_entry().__module__ == 'train.train'
+    assert find_entry().__module__ == 'train.running.training'
 
 
 @pytest.mark.parametrize('kind', ['pretrain', 'finetune', 'eval'])

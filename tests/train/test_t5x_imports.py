@@ -3,9 +3,9 @@
 import gin
 import pytest
 
-import train.configurables  # noqa: F401  # registers the names, as every command does
+import train.gin.configurables  # noqa: F401  # registers the names, as every command does
 from train.errors import ConfigError
-from train.gin_config import load_config
+from train.gin import load_config
 
 pytestmark = pytest.mark.core
 
@@ -107,7 +107,7 @@ def test_names_of_t5x_do_not_make_plain_names_ambiguous(write):
     gin.clear_config()
     load('plain')
     assert setting('train.checkpoints.CheckpointConfig.period') == 3
-    assert setting('train.train.train.config') is None
+    assert setting('train.running.training.train.config') is None
     gin.clear_config()
     load('t5x', flags=['CheckpointConfig.restore=None'])
     assert setting('train.t5x.configs.CheckpointConfig.restore') is None
@@ -163,7 +163,7 @@ def test_settings_that_t5x_no_longer_has_are_reported(write, capsys):
 
 
 def test_values_that_are_refused_name_their_place(write):
-    from train.gin_config.places import find_place
+    from train.gin.places import find_place
 
     text = "from t5x import utils\ntrain/utils.DatasetConfig:\n  split = %SPLIT\nSPLIT = 'x'\n"
     text += "train_eval/utils.DatasetConfig.split = 'y'\nA = [@train/utils.DatasetConfig(), "

@@ -10,7 +10,7 @@ from tensorboardX.record_writer import RecordWriter
 from test_tf_records import example
 
 from train.errors import ConfigError
-from train.gin_config import find_entry, load_config
+from train.gin import find_entry, load_config
 
 pytestmark = pytest.mark.core
 

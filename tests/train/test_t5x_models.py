@@ -16,7 +16,7 @@ from train.checkpoints.formats.t5x_files import read_arrays
 from train.errors import ConfigError
 from train.models.t5.layers import buckets
 from train.objectives import EncoderDecoder, PrefixLanguageModel, compute_loss
-from train.steps import make_train_step
+from train.running.steps import make_train_step
 from train.t5x import decoder_only_network, gpu_network, models, network, scalable_network
 
 pytestmark = pytest.mark.core

@@ -20,7 +20,7 @@ from train.errors import ConfigError
 from train.models.experts import ExpertsConfig
 from train.models.t5 import T5Config
 from train.optimizers import Optimizer, as_transformation
-from train.steps import make_train_step
+from train.running.steps import make_train_step
 from train.t5x import adafactor, decoder_only_network, network
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig
 from train.t5x.moe_adafactor_utils import logical_factor_rules

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import train.configurables  # noqa: F401  # registers the names, as every command does
-from train.gin_config.check import is_gone
-from train.gin_config.registry import listed_names, register
+import train.gin.configurables  # noqa: F401  # registers the names, as every command does
+from train.gin.check import is_gone
+from train.gin.registry import listed_names, register
 from train.t5x.modules import translate
 
 pytestmark = pytest.mark.core

@@ -14,7 +14,7 @@ from train.data import Examples
 from train.errors import ConfigError
 from train.models.t5 import T5, T5Config
 from train.objectives import EncoderDecoder
-from train.runtime.writers import JsonWriter
+from train.reporting.writers import JsonWriter
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
 from train.t5x.checkpoints import T5XCheckpointConfig
 

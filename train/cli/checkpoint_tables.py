@@ -18,7 +18,7 @@ from train.checkpoints.offline.converting import Conversion
 from train.checkpoints.offline.grouping import ArrayGroup
 from train.checkpoints.offline.summary import StepSummary, Summary, shorten_reason
 from train.checkpoints.steps.verifying import Verified
-from train.runtime.reports import format_seconds
+from train.reporting.reports import format_seconds
 
 # In a file or a pipe, no row of a table is broken into several lines.
 _WIDTH_OF_A_PIPE = 1000

@@ -111,10 +111,10 @@ class CommandParser(OneLineParser):
 def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
     """Finds the devices, and loads gin files, followed by those of the flags."""
     # These import jax, so they wait until the flags have been checked.
-    from train.gin_config import load_config
+    from train.gin import load_config
     from train.processes.joining import find_address, join_processes
     from train.processes.limits import Limits
-    from train.runtime import machine
+    from train.reporting import machine
 
     machine.use_virtual_devices(options.cpu_devices)
     address = find_address(
@@ -207,7 +207,7 @@ def explain(error: Exception) -> str | None:
     text, _, called = str(error).partition("\n  In call to configurable '")
     message, called = ' '.join(text.split()), called.partition("'")[0]
     if any(raised_in.is_relative_to(root / package) for package in ('partitioning', 'train')):
-        from train.gin_config.places import find_place
+        from train.gin.places import find_place
 
         place = find_place(message)
         return f'{place}: {message}' if place else message

@@ -12,8 +12,8 @@ from train.cli.command import OneLineParser, run
 from train.cli.forecast import add_topologies, leave_devices_alone
 
 if TYPE_CHECKING:
-    from train.fitting import Fit, Known, Task
-    from train.forecasting import Machine
+    from train.planning.fitting import Fit, Known, Task
+    from train.planning.forecasting import Machine
 
 _DESCRIPTION = """\
 Says on which machines the model of a Hugging Face config.json can be trained from scratch, with
@@ -63,8 +63,8 @@ def _fits(options: argparse.Namespace) -> int:
 
     from etils import epath
 
-    from train.fitting import find_model, make_task, parse_tokens
-    from train.forecasting import check_compilers, parse_machine
+    from train.planning.fitting import find_model, make_task, parse_tokens
+    from train.planning.forecasting import check_compilers, parse_machine
 
     machines = [parse_machine(name) for name in options.topology]
     if options.compile:
@@ -78,8 +78,8 @@ def _fits(options: argparse.Namespace) -> int:
 
 def _answer(task: Task, machines: Sequence[Machine], options: argparse.Namespace) -> int:
     from partitioning.hardware import CHIPS, parse_topology
-    from train.fitting import confirm, find_smallest, fit_machine
-    from train.forecasting.progress import show_progress
+    from train.planning.fitting import confirm, find_smallest, fit_machine
+    from train.planning.forecasting.progress import show_progress
 
     found: list[Fit] = []
     known: Known = {}
@@ -104,9 +104,9 @@ def _show(
 ) -> None:
     """Prints the answer, and writes or prints the gin file."""
     from train.errors import ConfigError
-    from train.fitting import fastest, write_fit
-    from train.fitting.tables import as_dict, describe_task, fits_table
-    from train.runtime.console import SafeConsole
+    from train.planning.fitting import fastest, write_fit
+    from train.planning.fitting.tables import as_dict, describe_task, fits_table
+    from train.reporting.console import SafeConsole
 
     best = fastest([*found, *(fit for fit in smallest.values() if fit is not None)])
     text = None if best is None else write_fit(task, best)

@@ -15,8 +15,8 @@ from train.cli.command import CommandParser, configure, run
 from train.cli.training import find_gin_file, known_runs
 
 if TYPE_CHECKING:
-    from partitioning.aot.report import Forecast
-    from train.forecasting import Machine
+    from meshwright.report.forecast import Forecast
+    from train.planning.forecasting import Machine
 
 _DESCRIPTION = """\
 Says whether the train step of a run fits into the memory of machines that are not here, what its
@@ -69,8 +69,8 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
     def command() -> int:
         leave_devices_alone()
         from train.errors import ConfigError
-        from train.forecasting import check_compilers, parse_machine
-        from train.forecasting.output import prepare_folder, to_json, to_text, write_files
+        from train.planning.forecasting import check_compilers, parse_machine
+        from train.planning.forecasting.output import prepare_folder, to_json, to_text, write_files
 
         if options.update and not options.golden:
             raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
@@ -139,10 +139,10 @@ def _forecast_all(
     The run is planned on all machines before it is compiled for the first.
     """
     from train.errors import ConfigError
-    from train.fitting.remedies import helping, list_remedies
-    from train.forecasting import NotInstalledError, forecast_step, plan_on
-    from train.forecasting.progress import show_progress
-    from train.gin_config import find_config
+    from train.gin import find_config
+    from train.planning.fitting.remedies import helping, list_remedies
+    from train.planning.forecasting import NotInstalledError, forecast_step, plan_on
+    from train.planning.forecasting.progress import show_progress
 
     try:
         planned = [plan_on(machine, find_config) for machine in machines]
@@ -167,7 +167,7 @@ def _forecast_all(
 
 def _is_unchanged(forecasts: Sequence[Forecast], options: argparse.Namespace) -> bool:
     """Compares forecasts with their golden files, and says on stderr what differs."""
-    from partitioning.aot import check_golden
+    from meshwright import check_golden
 
     runs = '-'.join(Path(one).stem for one in [*options.runs, *options.gin_file])
     try:

@@ -41,7 +41,7 @@ def evaluate(arguments: Sequence[str], prog: str) -> int:
     options = parser.read(arguments)
 
     def command() -> None:
-        from train.evaluation import evaluate
+        from train.running.evaluation import evaluate
 
         config, restore = _read_run(options)
         evaluate(config, restore=restore, output_dir=f'{config.model_dir}/eval')
@@ -63,8 +63,8 @@ def predict(arguments: Sequence[str], prog: str) -> int:
         import functools
 
         from train.decoding import beam_search, predict, sample
-        from train.evaluation import evaluate
         from train.evaluators import PredictionFiles
+        from train.running.evaluation import evaluate
 
         config, restore = _read_run(options)
         sampling = {name: getattr(options, name) for name in ('temperature', 'top_k', 'top_p')}
@@ -89,8 +89,8 @@ def generate(arguments: Sequence[str], prog: str) -> int:
     options = parser.read(arguments)
 
     def command() -> None:
-        from train.evaluation import evaluate
         from train.evaluators import Samples
+        from train.running.evaluation import evaluate
 
         config, restore = _read_run(options)
         samples = Samples(
@@ -122,9 +122,9 @@ def _make_parser(prog: str, usage: str, description: str) -> CommandParser:
 
 def _read_run(options: argparse.Namespace) -> tuple[TrainConfig, RestoreConfig | None]:
     """Returns the settings of a run, as if it were trained in its folder, and its checkpoint."""
-    from train.gin_config import find_config
+    from train.gin import find_config
     from train.paths import as_path
-    from train.runtime.gin_text import file_of_run
+    from train.reporting.gin_text import file_of_run
 
     path = as_path('RUN', options.run)
     if not (file := file_of_run(path, 'config.gin')).exists():

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from train.cli.training import find_gin_file
 
 if TYPE_CHECKING:
-    from train.forecasting import Machine
-    from train.searching.predicting import Source
+    from train.planning.forecasting import Machine
+    from train.planning.searching.predicting import Source
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -63,8 +63,8 @@ def search(options: argparse.Namespace, machine: Machine, defaults: str) -> int:
     """
     from train.cli.checkpoint_tables import show
     from train.paths import as_folder
-    from train.searching.runs import search_run
-    from train.searching.tables import search_table
+    from train.planning.searching.runs import search_run
+    from train.planning.searching.tables import search_table
 
     source = source_of(options, defaults)
     with _folder(options.out) as out:
@@ -95,7 +95,7 @@ def source_of(options: argparse.Namespace, defaults: str) -> Source:
       options: the flags of `meshwright forecast`.
       defaults: a gin file that is read before those of the run.
     """
-    from train.searching.predicting import Source
+    from train.planning.searching.predicting import Source
 
     folders, packages = (
         [entry for value in values for entry in value.split(',') if entry]

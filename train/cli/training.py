@@ -56,8 +56,8 @@ def precompile(arguments: Sequence[str], prog: str) -> int:
     options = parser.read(arguments)
 
     def command() -> None:
-        from train.gin_config import find_config
-        from train.precompiling import precompile
+        from train.gin import find_config
+        from train.planning.precompiling import precompile
 
         configure(options, [find_gin_file(run) for run in options.runs])
         precompile(find_config())
@@ -67,8 +67,8 @@ def precompile(arguments: Sequence[str], prog: str) -> int:
 
 def _start(options: argparse.Namespace) -> None:
     from train.errors import ConfigError
-    from train.gin_config import find_entry
-    from train.runtime.start_up import note_start_of_process
+    from train.gin import find_entry
+    from train.reporting.start_up import note_start_of_process
 
     profile, expected = options.profile_steps, options.expect_plan
     if profile is not None:
@@ -77,9 +77,9 @@ def _start(options: argparse.Namespace) -> None:
     configure(options, [find_gin_file(run) for run in options.runs])
     entry = find_entry()
     for flag, value in (('--profile_steps', profile), ('--expect_plan', expected)):
-        if value is not None and entry.__module__ != 'train.train':
+        if value is not None and entry.__module__ != 'train.running.training':
             raise ConfigError(
-                f'{flag} needs a run of train.train, but the gin files configure '
+                f'{flag} needs a run of train.running.training, but the gin files configure '
                 f'{entry.__module__}: remove the flag'
             )
     note_start_of_process()
@@ -91,7 +91,7 @@ def _start(options: argparse.Namespace) -> None:
 
 def known_runs() -> list[str]:
     """Returns the names of the runs in configs/runs."""
-    from train.gin_config.load import find_config_root
+    from train.gin.load import find_config_root
 
     files = (find_config_root() / 'configs/runs').glob('*.gin')
     return sorted(file.stem for file in files if file.stem != 'base')
@@ -109,7 +109,7 @@ def find_gin_file(run: str) -> str:
     from partitioning.rules import nearest
     from train.errors import ConfigError
     from train.paths import as_path
-    from train.runtime.gin_text import file_of_run
+    from train.reporting.gin_text import file_of_run
 
     if (configuration := file_of_run(as_path('RUN', run), 'config.gin')).exists():
         return str(configuration)

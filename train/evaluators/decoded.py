@@ -21,11 +21,11 @@ from train.errors import ConfigError, check_counts
 from train.evaluators.references import Reference, references_of
 from train.evaluators.results import write_metrics, write_results
 from train.evaluators.text_metrics import Metric
-from train.runtime.machine import must_wait_for_steps
-from train.runtime.reports import format_scores
+from train.reporting.machine import must_wait_for_steps
+from train.reporting.reports import format_scores
 
 if TYPE_CHECKING:
-    from train.run import Run
+    from train.running.run import Run
 
 # (objective, params, batch, key, variables=..., end_token=...) -> tokens [batch, length]
 Predict = Callable[..., Any]

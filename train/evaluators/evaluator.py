@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from partitioning import TrainState
 from train.errors import ConfigError
 from train.processes.signals import interruptible
-from train.runtime.console import RunConsole
-from train.runtime.reports import format_scores
+from train.reporting.console import RunConsole
+from train.reporting.reports import format_scores
 
 if TYPE_CHECKING:
-    from train.run import Run
+    from train.running.run import Run
 
 
 class Evaluator(Protocol):

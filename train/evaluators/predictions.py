@@ -25,12 +25,12 @@ from train.evaluators.prediction_lines import Mode, describe_function, to_line
 from train.evaluators.references import Reference, references_of
 from train.paths import as_folder
 from train.processes.together import agree_on
-from train.runtime.machine import must_wait_for_steps
-from train.runtime.part_files import PartFiles
-from train.runtime.reports import format_seconds
+from train.reporting.machine import must_wait_for_steps
+from train.reporting.part_files import PartFiles
+from train.reporting.reports import format_seconds
 
 if TYPE_CHECKING:
-    from train.run import Run
+    from train.running.run import Run
 
 # (number of the first batch) -> the number of examples so far and the outputs of the next batch
 _OutputsFrom = Callable[[int], Iterator[tuple[int, list[Any]]]]

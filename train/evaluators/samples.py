@@ -20,7 +20,7 @@ from train.models.decoding import generate
 from train.objectives import NextToken, as_model
 
 if TYPE_CHECKING:
-    from train.run import Run
+    from train.running.run import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -26,11 +26,11 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def _report(options: argparse.Namespace) -> None:
-    import train.configurables  # noqa: F401  # registers the names that gin files may use
+    import train.gin.configurables  # noqa: F401  # registers the names that gin files may use
     from train.errors import ConfigError
-    from train.gin_config import check, find_entry
-    from train.gin_config.load import read_statements
-    from train.runtime.console import SafeConsole
+    from train.gin import check, find_entry
+    from train.gin.load import read_statements
+    from train.reporting.console import SafeConsole
     from train.t5x.report import describe_imports, print_report, report_rows
 
     files = [*options.files, *options.gin_file]

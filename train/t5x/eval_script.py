@@ -1,4 +1,4 @@
-"""T5X's `evaluate`, translated to `train.evaluation.evaluate`.
+"""T5X's `evaluate`, translated to `train.running.evaluation.evaluate`.
 
 For an example, see configs/t5x/eval.gin.
 """
@@ -9,8 +9,8 @@ import dataclasses
 from typing import Any
 
 from partitioning import BasePartitioner
-from train.evaluation import evaluate as evaluate_here
 from train.evaluators import HeldOut
+from train.running.evaluation import evaluate as evaluate_here
 from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
 from train.t5x.evaluations import decoded
 from train.t5x.gin_utils import writers_with

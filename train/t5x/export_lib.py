@@ -19,7 +19,7 @@ from partitioning import BasePartitioner, PjitPartitioner, TrainState
 from train.errors import ConfigError, check_counts
 from train.exporting import export_program
 from train.paths import as_path
-from train.runtime.console import RunConsole
+from train.reporting.console import RunConsole
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig
 from train.t5x.export_parts import (
     PARTS,

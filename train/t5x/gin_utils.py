@@ -9,9 +9,9 @@ from typing import Any
 
 from etils import epath
 
-from train.runtime.event_file import EventFile
-from train.runtime.gin_text import operative_text
-from train.runtime.writers import JsonWriter, MetricWriter, TensorBoardWriter
+from train.reporting.event_file import EventFile
+from train.reporting.gin_text import operative_text
+from train.reporting.writers import JsonWriter, MetricWriter, TensorBoardWriter
 from train.t5x.refusals import refusal
 
 

@@ -14,12 +14,12 @@ import jax
 from partitioning import BasePartitioner
 from train.data import InputsToTargets, Subset, Task, TfRecords
 from train.errors import ConfigError
-from train.evaluation import evaluate
 from train.evaluators import PredictionFiles
 from train.evaluators.prediction_lines import Mode
 from train.paths import as_folder
 from train.processes.together import raise_on_all_processes
-from train.runtime.gin_text import write_gin_text
+from train.reporting.gin_text import write_gin_text
+from train.running.evaluation import evaluate
 from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
 from train.t5x.gin_utils import writers_with
 from train.t5x.refusals import check_off, check_one_of, expect, refusal

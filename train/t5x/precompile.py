@@ -1,4 +1,4 @@
-"""T5X's `precompile`: the compiled train step as files, by `train.precompiling`."""
+"""T5X's `precompile`: the compiled train step as files, by `train.planning.precompiling`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import optax
 
 from partitioning import BasePartitioner
 from train.config import TrainConfig
-from train.precompiling import precompile as precompile_here
+from train.planning.precompiling import precompile as precompile_here
 from train.t5x.configs import DatasetConfig
 from train.t5x.evaluations import reader_of
 from train.t5x.optimizers import with_learning_rate
@@ -34,7 +34,7 @@ def precompile(
       model: network, vocabulary, optimizer and loss.
       train_dataset_cfg: the rows, whose shapes count.
       partitioner: lays out data, state and step over the mesh.
-      model_dir: the folder of the files; see `train.precompiling.precompile`.
+      model_dir: the folder of the files; see `train.planning.precompiling.precompile`.
       random_seed: the seed of the random numbers in the step. None means 42, as in T5X.
       get_dataset_fn: must be off.
 

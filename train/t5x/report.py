@@ -20,9 +20,9 @@ from rich.table import Table
 from rich.text import Text
 
 from train.errors import ConfigError
-from train.gin_config.check import is_gone
-from train.gin_config.parse import Reference, Statement
-from train.gin_config.selectors import Resolver, is_import
+from train.gin.check import is_gone
+from train.gin.parse import Reference, Statement
+from train.gin.selectors import Resolver, is_import
 from train.t5x.modules import is_t5x, translate
 
 STYLES = {'equivalent': '', 'no effect': 'dim', 'none': 'red'}

@@ -1,4 +1,4 @@
-"""T5X's `train`, translated to `train.train`.
+"""T5X's `train`, translated to `train.running.training`.
 
 For an example, see configs/t5x/pretrain.gin.
 """
@@ -15,7 +15,8 @@ from train.config import TrainConfig
 from train.data import Task
 from train.errors import check_counts
 from train.processes.together import raise_on_all_processes
-from train.runtime.console import RunConsole
+from train.reporting.console import RunConsole
+from train.running.training import train as train_here
 from train.t5x import seqio
 from train.t5x.configs import CheckpointConfig, DatasetConfig
 from train.t5x.evaluations import DECODED, decoded, held_out, reader_of, tasks_of
@@ -32,7 +33,6 @@ from train.t5x.run_functions import (
     verify_matching_vocabs,
 )
 from train.t5x.trainer import Trainer, translate_actions
-from train.train import train as train_here
 
 KEY = 'train_script.train'
 _ARRAYS = 'arrays are jax.Arrays and Orbax saves them'

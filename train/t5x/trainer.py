@@ -10,7 +10,7 @@ import optax
 
 from train.errors import ConfigError
 from train.optimizers import Optimizer
-from train.stopping import EarlyStopping, StopCondition, StopIfNotFinite
+from train.running.stopping import EarlyStopping, StopCondition, StopIfNotFinite
 from train.t5x.refusals import expect, refusal
 
 
@@ -70,11 +70,11 @@ class TerminateOnNanAction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EarlyStoppingAction:
-    """Ends a run whose metric no longer improves; see `train.stopping.EarlyStopping`.
+    """Ends a run whose metric no longer improves; see `train.running.stopping.EarlyStopping`.
 
     Attributes:
       metric: the task and the name of its metric; for the mode TRAIN, the task is 'train'.
-      mode, patience, atol, rtol: see `train.stopping.EarlyStopping`.
+      mode, patience, atol, rtol: see `train.running.stopping.EarlyStopping`.
     """
 
     metric: tuple[str, str]

@@ -15,7 +15,7 @@ from etils import epath
 
 from train.errors import ConfigError
 from train.paths import is_remote
-from train.runtime.arrays_on_s3 import in_s3
+from train.reporting.arrays_on_s3 import in_s3
 
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]

@@ -1,0 +1,46 @@
+"""The names of `meshwright`, each listed once with the module that has it."""
+
+from meshwright.checks.golden import (
+    assert_forecast_unchanged as assert_forecast_unchanged,
+    check_golden as check_golden,
+    golden_path as golden_path,
+)
+from meshwright.checks.golden_file import (
+    Tolerances as Tolerances,
+)
+from meshwright.forecasting import (
+    forecast as forecast,
+)
+from meshwright.program.collectives import (
+    Collective as Collective,
+    MeshAxes as MeshAxes,
+)
+from meshwright.program.costs import (
+    MemoryUse as MemoryUse,
+    ProgramCosts as ProgramCosts,
+    costs_of_text as costs_of_text,
+    mesh_axes as mesh_axes,
+    read_costs as read_costs,
+)
+from meshwright.program.operations import (
+    Kernel as Kernel,
+    Operation as Operation,
+)
+from meshwright.program.peak_memory import (
+    LiveArray as LiveArray,
+    PeakMemory as PeakMemory,
+)
+from meshwright.report.forecast import (
+    Compilation as Compilation,
+    Forecast as Forecast,
+    MemoryForecast as MemoryForecast,
+    Remedy as Remedy,
+    Replicated as Replicated,
+)
+from meshwright.report.forecast_tables import (
+    forecast_table as forecast_table,
+)
+from meshwright.report.page import (
+    render_page as render_page,
+    write_page as write_page,
+)

@@ -1,0 +1,112 @@
+"""Compiles a function for a forecast: its program, or how much memory it lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from meshwright.calls.compiler_warnings import read_compiler_log
+from partitioning.hardware import OptionValue, check_options
+from partitioning.hardware.compiler_errors import own_compiler_errors
+from partitioning.hardware.memory_limits import OutOfMemoryError
+from partitioning.programs import PartitionedCallable
+from partitioning.rules import MeshLike
+
+# Receives a text when a stage begins: 'tracing train_step', 'compiling train_step for v5p:4x4x4'.
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A function after tracing, and after compiling.
+
+    Attributes:
+      traced: the traced function.
+      compiled: the compiled program; None if it was not compiled, or needs too much memory.
+      out_of_memory: how much memory it needs, if the compiler says that a device has less.
+      warnings: the warnings of the compiler, each once.
+    """
+
+    traced: jax.stages.Traced
+    compiled: jax.stages.Compiled | None
+    out_of_memory: OutOfMemoryError | None
+    warnings: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Compiles inside without jax's folder of programs, from which no warning of a compiler comes.
+
+    Besides, programs for described devices can be kept there, but not read.
+    """
+    config: Any = jax.config  # whose types lack the folder in some versions of jax
+    folder = config.jax_compilation_cache_dir
+    if folder is None:
+        yield
+        return
+    jax.config.update('jax_compilation_cache_dir', None)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update('jax_compilation_cache_dir', folder)
+        compilation_cache.reset_cache()
+
+
+class Stopwatch:
+    """The time since it was made, and the memory of the process."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """The seconds since it was made."""
+        return time.perf_counter() - self._start
+
+    @property
+    def peak_rss(self) -> int:
+        """The most memory that the process had in use, in bytes."""
+        unit = 1 if sys.platform == 'darwin' else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def trace(fn: PartitionedCallable, args: Sequence[Any]) -> Program:
+    """Traces a partitioned function without compiling it."""
+    return Program(traced=fn.trace(*args), compiled=None, out_of_memory=None, warnings=())
+
+
+def compile_traced(
+    program: Program, name: str, mesh: MeshLike, options: Mapping[str, OptionValue] | None
+) -> Program:
+    """Compiles a traced function.
+
+    Args:
+      program: what `trace` returned.
+      name: the name of the function, for messages.
+      mesh: the mesh.
+      options: compiler options in addition to those of the function.
+
+    Raises:
+      ValueError: if the compiler does not know an option, or cannot read its value.
+    """
+    checked: Any = check_options(options)
+    compiled, exceeded = None, None
+    with read_compiler_log() as found, _without_cache():
+        lowered = program.traced.lower()
+        try:
+            with own_compiler_errors(name, mesh):
+                compiled = lowered.compile(compiler_options=checked)
+        except OutOfMemoryError as error:
+            exceeded = error
+    return dataclasses.replace(
+        program, compiled=compiled, out_of_memory=exceeded, warnings=tuple(found)
+    )

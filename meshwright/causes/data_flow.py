@@ -1,0 +1,245 @@
+"""Where the data of an instruction comes from, and what uses it, across fusions and loops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.program.hlo_text import Computation, HloProgram, Instruction
+
+# The results of these have the elements of their first operand.
+_MOVES = frozenset(
+    [
+        'bitcast',
+        'copy',
+        'convert',
+        'transpose',
+        'reshape',
+        'dynamic-slice',
+        'slice',
+        'optimization-barrier',
+        'copy-start',
+        'copy-done',
+        'slice-start',
+        'slice-done',
+        'async-start',
+        'async-update',
+        'async-done',
+        'pad',
+        'reduce-precision',
+        'all-gather',
+        'all-gather-start',
+        'all-gather-done',
+        'all-to-all',
+        'collective-permute',
+        'collective-permute-start',
+        'collective-permute-done',
+        'all-reduce-done',
+        'bitcast-convert',
+        'reduce-scatter',
+        'all-reduce',
+        'all-reduce-start',
+    ]
+)
+_MOVED_BY_CALLS = ('ConcatBitcast', 'Sharding', 'SPMDFullToShardShape', 'SPMDShardToFullShape')
+_EXCHANGES = frozenset(o for o in _MOVES if o.startswith(('all-', 'collective-', 'reduce-scatter')))
+_LIMIT = 4000  # places that a search looks at
+# In place of an index: the search ends at this instruction.
+_COMPUTES = -1
+
+
+class Place(NamedTuple):
+    """An instruction, or one array of the tuple that it results in.
+
+    Attributes:
+      instruction: the instruction.
+      computation: the computation that it is part of.
+      part: the number of the array in a tuple, or None for the whole result.
+    """
+
+    instruction: Instruction
+    computation: Computation
+    part: int | None = None
+
+    @property
+    def key(self) -> tuple[str, str, int | None]:
+        return self.computation.name, self.instruction.name, self.part
+
+
+class DataFlow:
+    """Follows data through a program.
+
+    Args:
+      program: the program.
+    """
+
+    def __init__(self, program: HloProgram):
+        self._program = program
+        self._places: dict[str, Place] = {}
+        self._users: dict[tuple[str, str], list[Instruction]] = {}
+        self._callers: dict[str, list[Place]] = {}
+        for computation in program.computations.values():
+            for instruction in computation.instructions.values():
+                self._places[instruction.name] = Place(instruction, computation)
+                for name in instruction.operands:
+                    self._users.setdefault((computation.name, name), []).append(instruction)
+                for called in self._called(instruction):
+                    self._callers.setdefault(called, []).append(Place(instruction, computation))
+
+    def place_of(self, name: str) -> Place | None:
+        """The instruction of a name."""
+        return self._places.get(name)
+
+    def makers(self, place: Place) -> list[Place]:
+        """The operations that compute what a place holds, and the arguments of the program.
+
+        Moves, casts and exchanges are not operations; a loop's carry counts as what is in it at
+        first and after an iteration.
+        """
+        return list(self._search(place, self._sources))
+
+    def operand_makers(
+        self, instruction: Instruction, computation: Computation
+    ) -> list[list[Place]]:
+        """For each operand of an instruction, what `makers` finds."""
+        return [
+            self.makers(Place(computation.instructions[name], computation))
+            for name in instruction.operands
+        ]
+
+    def takers(self, place: Place) -> list[Place]:
+        """The operations that compute with what a place holds, and the root of the program."""
+        return [p for p in self._search(place, self._targets) if p.key != place.key]
+
+    def _search(self, start: Place, step: object) -> Iterator[Place]:
+        pending, seen = [start], {start.key}
+        while pending and len(seen) < _LIMIT:
+            place = pending.pop(0)
+            found = step(place)  # type: ignore[operator]
+            if found is None:
+                yield place
+                continue
+            for one in found:
+                if one.key not in seen:
+                    seen.add(one.key)
+                    pending.append(one)
+
+    def _sources(self, place: Place) -> list[Place] | None:
+        """What a place is a copy of, or None if it is computed there or an argument."""
+        instruction, computation, index = place
+        opcode = instruction.opcode
+        operands = [Place(computation.instructions[n], computation) for n in instruction.operands]
+        if opcode == 'tuple':
+            return operands if index is None else [operands[index]] if index < len(operands) else []
+        if opcode == 'get-tuple-element':
+            return [operands[0]._replace(part=_index_of(instruction))]
+        if opcode == 'fusion':
+            body = self._program.computations[instruction.called('calls')[0]]
+            return [Place(body.root, body, index)]
+        if opcode == 'while':
+            body = self._program.computations[instruction.called('body')[0]]
+            return [operands[0]._replace(part=index), Place(body.root, body, index)]
+        if opcode == 'call':
+            body = self._program.computations[instruction.called('to_apply')[0]]
+            return [Place(body.root, body, index)]
+        if opcode == 'parameter':
+            return self._given(instruction, computation, index)
+        if _is_move(instruction) and operands:
+            combined = index is not None and index < len(operands) and len(operands) > 1
+            return [operands[index if combined and index is not None else 0]]
+        return None
+
+    def _given(
+        self, parameter: Instruction, computation: Computation, index: int | None
+    ) -> list[Place] | None:
+        """What callers give for a parameter of a computation."""
+        if computation.name == self._program.entry.name:
+            return None
+        found = []
+        for caller, outside, _ in self._callers.get(computation.name, ()):
+            number = int(parameter.literal)
+            if caller.opcode == 'while':
+                body = self._program.computations[caller.called('body')[0]]
+                found.append(Place(outside.instructions[caller.operands[0]], outside, index))
+                found.append(Place(body.root, body, index))
+            elif number < len(caller.operands):
+                found.append(Place(outside.instructions[caller.operands[number]], outside, index))
+        return found or None
+
+    def _targets(self, place: Place) -> list[Place] | None:
+        """Where a place is copied to; None for an operation that computes with what it is given."""
+        instruction, computation, index = place
+        if index == _COMPUTES:
+            return None
+        found: list[Place] = []
+        if instruction.is_root:
+            if computation.name == self._program.entry.name:
+                return None
+            for caller, outside, _ in self._callers.get(computation.name, ()):
+                found += self._returned(caller, outside, index)
+        for user in self._users.get((computation.name, instruction.name), ()):
+            found += self._used(user, computation, instruction.name, index)
+        return found
+
+    def _returned(
+        self, caller: Instruction, outside: Computation, index: int | None
+    ) -> list[Place]:
+        """Where the result of a computation is, after the instruction that runs it."""
+        if caller.opcode == 'while':
+            body = self._program.computations[caller.called('body')[0]]
+            parameters = [i for i in body.instructions.values() if i.opcode == 'parameter']
+            return [Place(caller, outside, index), *(Place(p, body, index) for p in parameters)]
+        return [Place(caller, outside, index)] if _runs(caller) else []
+
+    def _used(
+        self, user: Instruction, computation: Computation, name: str, index: int | None
+    ) -> list[Place]:
+        """Where an instruction that takes an array has it."""
+        number = user.operands.index(name)
+        if user.opcode == 'get-tuple-element':
+            wanted = _index_of(user)
+            return [Place(user, computation)] if index in (None, wanted) else []
+        if user.opcode == 'tuple':
+            return [Place(user, computation, n) for n, o in enumerate(user.operands) if o == name]
+        if user.opcode == 'while':
+            body = self._program.computations[user.called('body')[0]]
+            parameters = [i for i in body.instructions.values() if i.opcode == 'parameter']
+            return [Place(p, body, index) for p in parameters] + [Place(user, computation, index)]
+        if user.opcode in ('fusion', 'call'):
+            called = user.called('calls') or user.called('to_apply')
+            body = self._program.computations[called[0]]
+            return [
+                Place(i, body)
+                for i in body.instructions.values()
+                if i.opcode == 'parameter' and int(i.literal) == number
+            ]
+        if _is_move(user):
+            return [Place(user, computation)]
+        return [Place(user, computation, _COMPUTES)]
+
+    @staticmethod
+    def _called(instruction: Instruction) -> Iterator[str]:
+        for attribute in ('calls', 'body', 'to_apply'):
+            if instruction.opcode in ('fusion', 'while', 'call', 'async-start'):
+                yield from instruction.called(attribute)
+
+
+def is_exchange(instruction: Instruction) -> bool:
+    """Whether an instruction exchanges data between devices."""
+    return instruction.opcode in _EXCHANGES
+
+
+def _is_move(instruction: Instruction) -> bool:
+    if instruction.opcode == 'custom-call':
+        return any(f'"{name}' in instruction.attributes for name in _MOVED_BY_CALLS)
+    return instruction.opcode in _MOVES
+
+
+def _runs(instruction: Instruction) -> bool:
+    return instruction.opcode in ('fusion', 'call', 'async-start')
+
+
+def _index_of(instruction: Instruction) -> int:
+    found = re.search(r'index=(\d+)', instruction.attributes)
+    return int(found[1]) if found else 0

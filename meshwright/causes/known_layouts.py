@@ -1,0 +1,202 @@
+"""What the rules and the arguments of a function say about the layout of any value."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+from meshwright.causes.changes import RuleChange
+from meshwright.causes.linked_dimensions import LinkedDimensions
+from meshwright.causes.moved_dimensions import Dim
+from partitioning.plan.rows import PlanRow
+from partitioning.rules import (
+    STANDARD_MESH_AXES,
+    AxisRules,
+    LogicalAxisRules,
+    ResolvedDimension,
+    as_tuple,
+    from_tuple,
+    sharding_axes,
+    standard_logical_axis_rules,
+)
+from partitioning.rules.resolve import try_resolve
+
+Axes = tuple[str, ...]
+
+
+def names_by_axes(rules: LogicalAxisRules) -> dict[Axes, str]:
+    """The name 'batch' for dimensions that only have the mesh axes of its rule."""
+    found = [as_tuple(axes) for name, axes in rules if name == 'batch']
+    return {axes: 'batch' for axes in found if axes}
+
+
+class KnownLayouts:
+    """The rules, the mesh, and the layout of the arguments.
+
+    Args:
+      rules: the logical axis rules.
+      sizes: the size of each mesh axis.
+      rows: the layout of each argument, or None where it is not known.
+      links: which dimensions of arguments belong together, and the constraints on them.
+    """
+
+    def __init__(
+        self,
+        rules: LogicalAxisRules,
+        sizes: Mapping[str, int],
+        rows: Sequence[PlanRow | None],
+        links: LinkedDimensions | None = None,
+    ):
+        self.rules, self.sizes = AxisRules(rules), dict(sizes)
+        self._links = links or LinkedDimensions()
+        self.rows = {row.path: row for row in rows if row is not None}
+
+    @functools.cached_property
+    def batch_axes(self) -> Axes:
+        """The mesh axes over which the rows of the batch are sharded, or should be."""
+        axes = [as_tuple(rule[1]) for rule in self.rules if rule[0] == 'batch']
+        if not any(axes):
+            rows = [r for r in self.rows.values() if r.role == 'other' and r.dimensions]
+            # Constraints on what is computed from a batch say more than its own layout, which may
+            # be wrong.
+            axes = [self._links.axes_of(row.path, 1)[0] for row in rows]
+            if not any(axes):
+                axes = [sharding_axes(row.dimensions[0].mesh_axes) for row in rows]
+        found = tuple(dict.fromkeys(a for one in axes for a in one if self.sizes.get(a, 1) > 1))
+        return found or self.standard.get('batch', ())
+
+    @functools.cached_property
+    def standard(self) -> dict[str, Axes]:
+        """The mesh axes that the standard rules give to each name, where the mesh has them."""
+        known = [a for a in self.sizes if a in STANDARD_MESH_AXES]
+        if not known:
+            return {}
+        found: dict[str, Axes] = {}
+        for name, axes in standard_logical_axis_rules(mesh_axes=known):
+            split = tuple(a for a in as_tuple(axes) if self.sizes[a] > 1)
+            if name not in found or not found[name]:
+                found[name] = split
+        return found
+
+    def resolve(
+        self, names: Sequence[str | None], shape: Sequence[int]
+    ) -> tuple[ResolvedDimension, ...]:
+        """The layout that the rules give to an array of these names."""
+        rules = AxisRules(self.rules, 'replicate', 'drop_axis')
+        kept = [n if names.index(n) == i else None for i, n in enumerate(names)]
+        resolved, _ = try_resolve(kept, rules, mesh=self.sizes, shape=shape)
+        return resolved
+
+    def wanted(self, dims: Sequence[Dim | None], shape: Sequence[int]) -> tuple[Axes, ...]:
+        """The mesh axes of each dimension of a value that the rules give to its names.
+
+        A dimension without a name keeps the mesh axes that it has in an argument, if they are free.
+        """
+        resolved = self.resolve([d.name if d else None for d in dims], shape)
+        found = [
+            tuple(a for a in sharding_axes(d.mesh_axes) if self.sizes.get(a, 1) > 1)
+            for d in resolved
+        ]
+        taken = {axis for axes in found for axis in axes}
+        for number, dim in enumerate(dims):
+            if dim is None or dim.name is not None or taken & set(dim.axes):
+                continue
+            if dim.axes and self.divides(dim.axes, shape[number]):
+                found[number] = dim.axes
+                taken |= set(dim.axes)
+        return tuple(found)
+
+    def rule_for(self, name: str | None) -> str:
+        """The rule that decides a name, as it is written, or ''."""
+        if name is None:
+            return ''
+        rules = [tuple(rule) for rule in self.rules if rule[0] == name]
+        used = [rule for rule in rules if rule[1]] or rules
+        return repr(used[0]) if used else f'no rule for {name!r}'
+
+    def axes_of(self, name: str) -> Axes:
+        """The mesh axes of all rules of a name."""
+        return tuple(
+            dict.fromkeys(
+                axis
+                for rule in self.rules
+                if rule[0] == name
+                for axis in as_tuple(rule[1])
+                if self.sizes.get(axis, 1) > 1
+            )
+        )
+
+    def is_unusual(self, name: str | None) -> bool:
+        """Whether a name has other mesh axes than the standard rules would give it.
+
+        Names that the standard rules leave whole may be on axes of the batch, as in fully sharded
+        data parallelism.
+        """
+        if name is None or name not in self.standard or not self.has_rule(name):
+            return False
+        mine, theirs = set(self.axes_of(name)), set(self.standard[name])
+        if name == 'batch':
+            others = {a for n, _ in self.rules if n != 'batch' for a in self.axes_of(n)}
+            return not theirs <= mine or bool((mine - theirs) & others)
+        # The axes of the batch count, unless its rule is the one that is not as usual.
+        rows = set(self.standard['batch'] if self.is_unusual('batch') else self.batch_axes)
+        if theirs:
+            return not theirs <= mine and not theirs & rows
+        return bool(mine - rows)
+
+    def suspects(self) -> list[str]:
+        """The names with a rule that is not as usual, or that adds axes to those of the standard.
+
+        More axes than usual are often intended, so such a name is tried, and not accused.
+        """
+
+        def has_more(name: str) -> bool:
+            standard = set(self.standard.get(name, ()))
+            return bool(standard) and standard < set(self.axes_of(name))
+
+        names = dict.fromkeys(rule[0] for rule in self.rules)
+        return [name for name in names if self.is_unusual(name) or has_more(name)]
+
+    def fewer_axes(self, name: str) -> list[RuleChange]:
+        """The changes that leave a name with its standard axes only, one axis less, or none."""
+        mine, standard = self.axes_of(name), set(self.standard.get(name, ()))
+        kept = [tuple(a for a in mine if a in standard)]
+        kept += [tuple(a for a in mine if a != axis) for axis in mine]
+        kept += [()]
+        return [self.change({name: axes}) for axes in dict.fromkeys(kept) if axes != mine]
+
+    def to_standard(self, name: str) -> RuleChange:
+        """The change that gives a name its standard axes; swaps, if another name has taken them."""
+        wanted, mine = self.standard[name], self.axes_of(name)
+        for other, theirs in self.standard.items() if name != 'batch' else ():
+            if other in (name, 'batch') or not mine or not self.is_unusual(other):
+                continue
+            now = self.axes_of(other)
+            if wanted and set(now) & set(wanted) and (set(theirs) == set(mine) or not theirs):
+                return self.change({name: wanted, other: mine})
+            if not wanted and theirs and set(theirs) == set(mine) and now:
+                return self.change({name: now, other: mine})
+        return self.change({name: wanted})
+
+    def change(self, axes: Mapping[str, Axes]) -> RuleChange:
+        """The change of the rules that gives mesh axes to names."""
+        order = [rule[0] for rule in self.rules]
+        names = sorted(axes, key=lambda name: order.index(name) if name in order else len(order))
+        return RuleChange(
+            before=tuple((n, from_tuple(self.axes_of(n))) for n in names if self.has_rule(n)),
+            after=tuple((n, from_tuple(axes[n])) for n in names),
+        )
+
+    def has_rule(self, name: str) -> bool:
+        """Whether any rule names a logical axis."""
+        return any(rule[0] == name for rule in self.rules)
+
+    def unused_axes(self, layout: Sequence[Sequence[str]]) -> Axes:
+        """The mesh axes of more than one device over which a layout shards nothing."""
+        used = {a for axes in layout for a in axes}
+        return tuple(a for a, size in self.sizes.items() if size > 1 and a not in used)
+
+    def divides(self, axes: Sequence[str], size: int) -> bool:
+        """Whether a dimension can be sharded over mesh axes."""
+        return size % math.prod(self.sizes[a] for a in axes) == 0

@@ -1,0 +1,110 @@
+"""A partitioned function with all that is needed to explain it, and to compile it with a change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from meshwright.causes.confirming import CompiledFunction
+from meshwright.causes.described_arguments import describe_arguments
+from meshwright.program.costs import read_costs
+from partitioning.partitioner import PjitPartitioner
+from partitioning.plan import Plan, PlanRow
+from partitioning.programs import PartitionedCallable
+from partitioning.programs.settings import settings_of
+from partitioning.rules import LogicalAxisRules, PaddedSpec
+
+
+def compile_partitioned(
+    partitioner: PjitPartitioner, fn: PartitionedCallable, *args: Any
+) -> CompiledFunction:
+    """Compiles a partitioned function, to explain it and to try changes of its rules.
+
+    Usage:
+      function = compile_partitioned(partitioner, step, plan.abstract_state, batch)
+      for cause in function.explain().avoidable:
+        print(confirm_change(cause, function))
+
+    Args:
+      partitioner: the partitioner of the function.
+      fn: what `partitioner.partition` returned.
+      *args: the arguments of a call, as ShapeDtypeStructs or arrays.
+
+    Raises:
+      ValueError: if the function was not partitioned by a partitioner of this library.
+    """
+    settings = settings_of(fn).on_any_mesh()
+    plans = [_plan_of(partitioner, arg) for arg in args]
+    known: list[PlanRow] = [row for plan in plans if plan is not None for row in plan.rows]
+
+    def retrace(rules: LogicalAxisRules) -> jax.stages.Traced:
+        other = partitioner.with_rules(rules)
+        changes: list[tuple[Any, Any]] = []
+        for arg, plan in zip(args, plans, strict=True):
+            if plan is not None:
+                changes.append((plan.specs, other.resolve(arg).specs))
+        changes.append((partitioner.data_partition_spec, other.data_partition_spec))
+        again = other.partition(
+            settings.fn,
+            _replace(settings.in_axis_resources, changes),
+            _replace(settings.out_axis_resources, changes),
+            static_argnums=settings.static_argnums,
+            donate_argnums=settings.donate_argnums,
+            compiler_options=settings.compiler_options,
+        )
+        return again.trace(*(_without_layout(arg) for arg in args))
+
+    traced = fn.trace(*args)
+    compiled = traced.lower().compile()
+    return CompiledFunction(
+        traced=traced,
+        compiled=compiled,
+        costs=read_costs(compiled, partitioner.mesh),
+        mesh=partitioner.mesh,
+        rules=partitioner.logical_axis_rules,
+        rows=describe_arguments(traced, compiled, known),
+        retrace=retrace,
+    )
+
+
+def _plan_of(partitioner: PjitPartitioner, argument: Any) -> Plan | None:
+    """The plan of an argument that is a state, or None."""
+    try:
+        plan = partitioner.resolve(argument)
+    except (ValueError, TypeError):  # an argument whose arrays have no names, such as a batch
+        return None
+    return plan if any(row.role == 'parameters' for row in plan.rows) else None
+
+
+def _replace(resources: Any, changes: Sequence[tuple[Any, Any]]) -> Any:
+    """Resources in which trees of specs are replaced by others."""
+    for before, after in changes:
+        if _are_equal(resources, before):
+            return after
+    if isinstance(resources, tuple | list) and not isinstance(resources, PartitionSpec):
+        return tuple(_replace(resource, changes) for resource in resources)
+    if isinstance(resources, dict):
+        return {key: _replace(value, changes) for key, value in resources.items()}
+    return resources
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    first: Any = jax.tree.flatten(one, is_leaf=_is_spec)
+    second: Any = jax.tree.flatten(other, is_leaf=_is_spec)
+    return first[1] == second[1] and first[0] == second[0]
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, PartitionSpec | PaddedSpec)
+
+
+def _without_layout(argument: Any) -> Any:
+    """An argument as ShapeDtypeStructs without shardings, which other rules change."""
+
+    def abstract(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, 'shape') else x
+
+    return jax.tree.map(abstract, argument)

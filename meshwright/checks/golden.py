@@ -1,0 +1,167 @@
+"""Golden forecasts: files that say what a program needs and moves, which tests compare."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from meshwright.checks.golden_file import (
+    Golden,
+    Tolerances,
+    compare_golden,
+    golden_from_text,
+    golden_of,
+    golden_to_text,
+)
+from meshwright.forecasting import forecast
+from meshwright.report.forecast import Forecast
+from partitioning.partitioner import BasePartitioner
+from partitioning.programs import PartitionedCallable
+
+UPDATE_VARIABLE = 'MESHWRIGHT_UPDATE_FORECASTS'
+
+OnMissing = Literal['write', 'error']
+
+
+def assert_forecast_unchanged(
+    fn: PartitionedCallable,
+    args: Sequence[Any],
+    *,
+    partitioner: BasePartitioner,
+    topologies: Sequence[str | tuple[str, int]],
+    golden: str | os.PathLike[str] = 'forecasts',
+    name: str | None = None,
+    tolerances: Tolerances = Tolerances(),  # noqa: B008  (it is frozen)
+    update: bool | None = None,
+    on_missing: OnMissing | None = None,
+    **settings: Any,
+) -> None:
+    """Asserts that the forecasts of a function are those of its golden files.
+
+    Usage:
+      def test_the_step_on_a_pod():
+          assert_forecast_unchanged(
+              step, (state, batch), partitioner=partitioner, topologies=['v5p:4x4x4']
+          )
+
+    Args:
+      fn: what `partitioner.partition` returned.
+      args: the arguments of a call; abstract ones suffice.
+      partitioner: the partitioner of the function.
+      topologies: the machines: 'v5p:4x4x4', or ('v5e:16x16', 2) for two slices.
+      golden, name, tolerances, update, on_missing: as in `check_golden`.
+      **settings: more arguments of `forecast`, such as compile=False.
+
+    Raises:
+      AssertionError: if a forecast differs, or if a golden file is missing, as in `check_golden`.
+      ValueError: if a golden file is malformed, if two forecasts share one, or as in `forecast`.
+    """
+    machines = [(t, 1) if isinstance(t, str) else t for t in topologies]
+    made = [
+        forecast(partitioner, fn, *args, topology=topology, num_slices=slices, **settings)
+        for topology, slices in machines
+    ]
+    check_golden(
+        made, golden, name=name, tolerances=tolerances, update=update, on_missing=on_missing
+    )
+
+
+def check_golden(
+    forecasts: Sequence[Forecast],
+    golden: str | os.PathLike[str] = 'forecasts',
+    *,
+    name: str | None = None,
+    tolerances: Tolerances = Tolerances(),  # noqa: B008  (it is frozen)
+    update: bool | None = None,
+    on_missing: OnMissing | None = None,
+) -> tuple[Path, ...]:
+    """Checks that forecasts are those of their golden files.
+
+    It compares the layout of every argument, the exchanges by kind and mesh axes, and the peak
+    memory. Files of another version of the compiler are compared, too, and the message names both.
+
+    Args:
+      forecasts: the forecasts.
+      golden: the folder of the golden files.
+      name: the beginning of the names of the files, by default the name of the function.
+      tolerances: how much figures may differ.
+      update: whether to replace the golden files in place of comparing with them; by default,
+        whether the environment has MESHWRIGHT_UPDATE_FORECASTS=1.
+      on_missing: 'write' writes a golden file that is missing, and 'error' fails; by default, it
+        fails where the environment has CI set, as continuous integration does.
+
+    Returns:
+      The files that were written.
+
+    Raises:
+      AssertionError: if a forecast differs, with one line for each difference, or if a golden file
+        is missing and must not be written.
+      ValueError: if a golden file is malformed, or if two forecasts share one.
+    """
+    if update is None:
+        update = os.environ.get(UPDATE_VARIABLE) == '1'
+    if on_missing is None:
+        on_missing = 'error' if os.environ.get('CI', '') not in ('', '0', 'false') else 'write'
+    files = _files(forecasts, Path(golden), name)
+    written, differences = [], []
+    for file, made in files.items():
+        now = golden_of(made)
+        if update or (on_missing == 'write' and not file.exists()):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(golden_to_text(now), encoding='utf-8')
+            written.append(file)
+        elif not file.exists():
+            differences.append(_section(made, file, ['there is no golden file: commit one']))
+        elif lines := compare_golden(before := _read(file), now, tolerances):
+            differences.append(_section(made, file, [*_compiler_lines(before, now), *lines]))
+    if differences:
+        count = f'{len(differences)} of {len(files)} forecast{"s" * (len(files) > 1)}'
+        raise AssertionError(
+            f'{count} changed. If that is intended, set {UPDATE_VARIABLE}=1, run this again and '
+            'commit the files.\n\n' + '\n\n'.join(differences)
+        )
+    return tuple(written)
+
+
+def golden_path(
+    forecast: Forecast, folder: str | os.PathLike[str], name: str | None = None
+) -> Path:
+    """The golden file of a forecast: `forecasts/train_step.v5e-16x16.2-slices.json`."""
+    slices = f'.{forecast.num_slices}-slices' if forecast.num_slices > 1 else ''
+    parts = (name or forecast.function, f'{forecast.topology}{slices}')
+    return Path(folder) / ('.'.join(re.sub(r'[^\w.-]+', '-', part) for part in parts) + '.json')
+
+
+def _files(forecasts: Sequence[Forecast], folder: Path, name: str | None) -> dict[Path, Forecast]:
+    files: dict[Path, Forecast] = {}
+    for made in forecasts:
+        file = golden_path(made, folder, name)
+        if file in files:
+            raise ValueError(
+                f'two forecasts of {made.function} on {made.topology} would share {file}: compare '
+                'them in separate calls, each with its own name'
+            )
+        files[file] = made
+    return files
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        return golden_from_text(file.read_text(encoding='utf-8'))
+    except ValueError as error:
+        raise ValueError(f'{file}: {error}; set {UPDATE_VARIABLE}=1 to write it anew') from error
+
+
+def _section(made: Forecast, file: Path, lines: Sequence[str]) -> str:
+    slices = f', {made.num_slices} slices' if made.num_slices > 1 else ''
+    heading = f'{made.function} on {made.topology}{slices} ({file})'
+    return '\n'.join([heading, *(f'  {line}' for line in lines)])
+
+
+def _compiler_lines(before: Golden, now: Golden) -> list[str]:
+    if before['compiler'] == now['compiler']:
+        return []
+    return [f'compiler: {before["compiler"]} -> {now["compiler"]}, which may be the reason']

@@ -1,0 +1,330 @@
+"""The forecast of a partitioned function on a machine, which need not be here."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from meshwright.calls.compiling import (
+    Program,
+    Progress,
+    Stopwatch,
+    compile_traced,
+    trace,
+)
+from meshwright.calls.held import (
+    HeldArray,
+    bytes_by_role,
+    find_held,
+    free_axes,
+    why_replicated,
+)
+from meshwright.calls.moving import move_arguments, move_function, move_partitioner
+from meshwright.calls.notes import find_notes
+from meshwright.calls.target import (
+    Target,
+    target_of_mesh,
+    target_of_topology,
+    version_of,
+)
+from meshwright.causes import Cause, explain_estimate, explain_program
+from meshwright.jaxpr import (
+    MemoryEstimate,
+    TracedProgram,
+    estimate_memory,
+    lay_out_trace,
+)
+from meshwright.program.collectives import Collective
+from meshwright.program.costs import (
+    MemoryUse,
+    ProgramCosts,
+    costs_of_text,
+    mesh_axes,
+    read_memory,
+)
+from meshwright.program.peak_memory import LiveArray
+from meshwright.program.program_text import read_text
+from meshwright.remedies import Alternative, Call, find_remedies, general_alternatives
+from meshwright.report.forecast import Compilation, Forecast, MemoryForecast, Replicated
+from meshwright.report.plain_values import map_texts
+from meshwright.time import Work, estimate_step_time, estimate_work, read_work
+from meshwright.time.model_flops import count_device_flops
+from meshwright.user_lines import shorten_sources
+from partitioning.hardware import OptionValue, check_flags, parse_topology
+from partitioning.mesh import axis_rings, find_placement
+from partitioning.partitioner import BasePartitioner
+from partitioning.programs import PartitionedCallable
+
+_LARGEST = 20  # the buffers of a forecast
+
+Exchanges = tuple[tuple[Collective, Cause | None], ...]
+Buffers = tuple[tuple[LiveArray, Cause | None], ...]
+
+
+def forecast(
+    partitioner: BasePartitioner,
+    fn: PartitionedCallable,
+    *abstract_args: Any,
+    topology: str | None = None,
+    num_slices: int = 1,
+    axes: Mapping[str, int] | None = None,
+    compile: bool = True,
+    compiler_options: Mapping[str, OptionValue] | None = None,
+    on_cpu: bool = False,
+    alternatives: Sequence[Alternative] | None = (),
+    confirm: bool = False,
+    explain: bool = True,
+    on_program: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
+) -> Forecast:
+    """Forecasts a call of a partitioned function: memory, exchanged data, FLOPs and time.
+
+    Nothing is allocated. A function that needs too much memory is an answer and not an error.
+
+    Usage:
+      step = partitioner.partition(train_step, (plan.specs, data_spec), (plan.specs, None))
+      found = forecast(partitioner, step, plan.abstract_state, batch, topology='v5p:4x4x4')
+      print(forecast_table([found]))
+
+    Args:
+      partitioner: the partitioner of the function.
+      fn: what `partitioner.partition` returned.
+      *abstract_args: the arguments of a call, as ShapeDtypeStructs, arrays or static values.
+      topology: a machine, such as 'v5p:4x4x4', 'v5p-128' or 'h100:2x8', to which the function is
+        moved; by default, the machine of the partitioner's mesh. The mesh has the same axes there.
+      num_slices: the number of slices of `topology`.
+      axes: the sizes of the mesh axes on `topology`, such as {'data': -1, 'model': 8}, if they are
+        not those of the partitioner's mesh.
+      compile: whether to compile. Without, all figures are by formula, and come within seconds.
+      compiler_options: options of the compiler in addition to those of the function.
+      on_cpu: whether to compile for virtual CPU devices in place of the machine. This happens in
+        any case if the compiler of the machine is not installed.
+      alternatives: settings to try if the function does not fit, in addition to a smaller batch and
+        more devices. None tries nothing.
+      confirm: whether to compile those that fit by formula, until the compiler confirms one.
+      explain: whether to find the causes of exchanges and buffers.
+      on_program: receives the text of the compiled program, if there is one.
+      progress: receives a text when a stage begins.
+
+    Raises:
+      ValueError: if the machine is not known, if the mesh or the layouts do not fit it, if an
+        argument does not fit the function, if the compiler of the machine does not accept a flag of
+        the environment, or if it is so new that jaxlib cannot read its program.
+    """
+    say = progress or (lambda text: None)
+    watch = Stopwatch()
+    call = Call(partitioner, fn, abstract_args)
+    if topology is None:
+        target = target_of_mesh(partitioner.mesh)
+        call = dataclasses.replace(call, args=move_arguments(abstract_args, target.mesh))
+    else:
+        say(f'describing {topology}')
+        if compile and not on_cpu:
+            check_flags(parse_topology(topology)[0].platform)
+        source = partitioner.mesh_source  # it may be too large for the devices that are here
+        target = target_of_topology(
+            topology, source, num_slices=num_slices, axes=axes, on_cpu=on_cpu
+        )
+        call = _move(call, source, target)
+        compiler_options = None if target.is_stand_in else compiler_options
+    say(f'tracing {call.name}')
+    program = trace(call.fn, call.args)
+    held = find_held(call.boundary, call.args, call.partitioner)
+    if compile:
+        say(f'compiling {call.name} for {target.topology} with {target.version}')
+        program = compile_traced(program, call.name, target.mesh, compiler_options)
+    else:
+        target = dataclasses.replace(target, back_end='none', version=version_of('none'))
+    if on_program is not None and program.compiled is not None:
+        on_program(read_text(program.compiled))
+    made = _assemble(call, target, program, held, explain=explain)
+    if made.fits is False and target.chip is not None and alternatives is not None:
+        limit = made.memory.limit or 0
+        general = general_alternatives(call, held, made.memory.gradients, target.chip, limit)
+        remedies = find_remedies(
+            [*alternatives, *general],
+            target.chip,
+            limit,
+            compile_peak=_compile_peak if confirm else None,
+            progress=progress,
+        )
+        made = dataclasses.replace(made, remedies=remedies)
+    taken = Compilation(seconds=watch.seconds, peak_rss=watch.peak_rss)
+    return dataclasses.replace(made, compilation=taken)
+
+
+def _move(call: Call, source: Any, target: Target) -> Call:
+    """A call on the mesh of a target."""
+    partitioner = move_partitioner(call.partitioner, target.mesh)
+    with_options = not target.is_stand_in
+    fn = move_function(partitioner, call.fn, source, with_options=with_options)
+    return Call(partitioner, fn, move_arguments(call.args, target.mesh))
+
+
+def _compile_peak(call: Call) -> int:
+    """The peak of a call by the compiler, in bytes."""
+    target = target_of_mesh(call.partitioner.mesh)
+    program = compile_traced(trace(call.fn, call.args), call.name, target.mesh, None)
+    if program.out_of_memory is not None:
+        return program.out_of_memory.needed
+    costs = _read(program, target)
+    assert costs is not None and costs.memory is not None
+    return costs.memory.peak
+
+
+def _assemble(
+    call: Call, target: Target, program: Program, held: Sequence[HeldArray], *, explain: bool
+) -> Forecast:
+    """The forecast of a program, without remedies and without what it took."""
+    costs = _read(program, target)
+    mesh, jaxpr = target.mesh, program.traced.jaxpr
+    model_flops, program_flops = count_device_flops(jaxpr, mesh.size)
+    laid_out = lay_out_trace(program.traced, call.args, mesh, target.slices or None)
+    estimate = estimate_memory(laid_out, target.chip)
+    work = _find_work(program, target, costs, laid_out)
+    if explain:
+        collectives, buffers = _explain(call, target, program, costs, held, estimate)
+    else:
+        collectives, buffers = _list_unexplained(costs, estimate)
+    if costs is None and work is not None:
+        ordered = sorted(work.collectives, key=lambda c: (-c.total_bytes, c.kind))
+        collectives = tuple((c, None) for c in ordered)
+    buffers = map_texts(buffers, shorten_sources)
+    memory = _memory(program, target, costs, held, estimate, buffers)
+    used = costs.memory if costs else None
+    return Forecast(
+        function=call.name,
+        topology=target.topology,
+        num_slices=target.num_slices,
+        chip=target.chip,
+        num_devices=mesh.size,
+        mesh=dict(mesh.shape),
+        back_end=target.back_end,
+        back_end_version=target.version,
+        memory=memory,
+        model_flops=model_flops,
+        program_flops=program_flops,
+        time=None if work is None else estimate_step_time(work, mesh),
+        collectives=map_texts(collectives, shorten_sources),
+        replicated=_replicated(held, mesh),
+        warnings=map_texts(program.warnings, shorten_sources),
+        notes=tuple(find_notes(program, target, used, memory.arguments)),
+        compilation=Compilation(seconds=0.0, peak_rss=0),
+        arrays=tuple(array.row for array in held),
+        rings=() if target.is_stand_in else tuple(axis_rings(mesh)),
+        placement=None if target.is_stand_in else find_placement(mesh),
+    )
+
+
+def _read(program: Program, target: Target) -> ProgramCosts | None:
+    """What the compiled program says."""
+    if program.compiled is None:
+        return None
+    axes = mesh_axes(target.mesh)
+    axes = dataclasses.replace(axes, slices=axes.slices or target.slices)
+    chip = target.chip.name if target.chip else None
+    costs = costs_of_text(read_text(program.compiled), mesh=axes, chip=chip)
+    platform = target.mesh.devices.flat[0].platform
+    return dataclasses.replace(costs, memory=read_memory(program.compiled, platform))
+
+
+def _explain(
+    call: Call,
+    target: Target,
+    program: Program,
+    costs: ProgramCosts | None,
+    held: Sequence[HeldArray],
+    estimate: MemoryEstimate,
+) -> tuple[Exchanges, Buffers]:
+    """The exchanges of a compiled program and its largest buffers, each with its cause.
+
+    Without a program there are no exchanges, and the buffers are by formula.
+    """
+    known: dict[str, Any] = {
+        'mesh': target.mesh,
+        'rows': [array.row for array in held],
+        'rules': call.partitioner.logical_axis_rules,
+    }
+    if costs is None or program.compiled is None:
+        largest = estimate.buffers[:_LARGEST]
+        return (), explain_estimate(largest, program.traced.jaxpr, **known)
+    text, log = read_text(program.compiled), '\n'.join(program.warnings)
+    explained = explain_program(text, program.traced.jaxpr, costs, **known, log=log)
+    ordered = sorted(
+        explained.collectives, key=lambda c: (-c[0].total_bytes, c[0].kind, c[0].instruction)
+    )
+    return tuple(ordered), explained.buffers
+
+
+def _list_unexplained(
+    costs: ProgramCosts | None, estimate: MemoryEstimate
+) -> tuple[Exchanges, Buffers]:
+    """The same without causes."""
+    if costs is None:
+        return (), tuple((array, None) for array in estimate.buffers[:_LARGEST])
+    ordered = sorted(costs.collectives, key=lambda c: (-c.total_bytes, c.kind, c.instruction))
+    largest = sorted(costs.at_peak.arrays, key=lambda array: -array.nbytes)[:_LARGEST]
+    return tuple((c, None) for c in ordered), tuple((array, None) for array in largest)
+
+
+def _memory(
+    program: Program,
+    target: Target,
+    costs: ProgramCosts | None,
+    held: Sequence[HeldArray],
+    estimate: MemoryEstimate,
+    buffers: Buffers,
+) -> MemoryForecast:
+    roles = bytes_by_role(held)
+    arguments = sum(roles.values())
+    limit = None if target.chip is None else target.chip.hbm_bytes_per_device
+    use: MemoryUse | None = costs.memory if costs else None
+    peak = estimate.peak if use is None else use.peak
+    if (exceeded := program.out_of_memory) is not None:
+        peak, limit = exceeded.needed, exceeded.available
+    return MemoryForecast(
+        limit=limit,
+        peak=peak,
+        arguments=arguments,
+        **roles,
+        temporaries=None if use is None else use.temporaries,
+        gradients=estimate.gradients,
+        activations=estimate.activations,
+        analytic_peak=estimate.peak,
+        buffers=buffers,
+        live=costs.at_peak.nbytes if costs else None,
+        buffers_from='jaxpr' if costs is None else 'compiler',
+    )
+
+
+def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]:
+    """The arrays that devices along some axes hold in full, the largest first."""
+    why = why_replicated([array.row for array in held], mesh)
+    found = [
+        Replicated(
+            path=array.row.path,
+            nbytes=array.nbytes,
+            axes=free_axes(array.row, mesh),
+            reason=why[array.row.path],
+        )
+        for array in held
+        if array.row.path in why and array.nbytes
+    ]
+    return tuple(sorted(found, key=lambda r: (-r.nbytes, r.path)))
+
+
+def _find_work(
+    program: Program, target: Target, costs: ProgramCosts | None, laid_out: TracedProgram
+) -> Work | None:
+    """What a device has to do, by the compiler, or by formula if nothing was to be compiled.
+
+    It is None where nothing is known about the chip, or where its compiler made no program.
+    """
+    if target.chip is None or target.is_stand_in or program.out_of_memory is not None:
+        return None
+    if costs is None:
+        return estimate_work(laid_out, target.chip)
+    return read_work(costs, program.traced.jaxpr, target.mesh.size)

@@ -1,0 +1,78 @@
+"""The exchanges of data of a traced function, in the terms of compiled programs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
+from meshwright.jaxpr.memory_estimate import array_name
+from meshwright.jaxpr.steps import Axes, Block, Step
+from meshwright.jaxpr.tracing import TracedProgram
+from meshwright.program.collectives import Collective, ring_share
+from meshwright.user_lines import user_line
+
+
+def list_collectives(traced: TracedProgram) -> tuple[Collective, ...]:
+    """Lists the exchanges of a traced function, in the order in which they run.
+
+    An exchange along axes that span slices is two: one within each slice, and one between slices
+    of what is left after the first, or before it.
+    """
+    return tuple(_in_block(traced.block, traced, 1))
+
+
+def _in_block(block: Block, traced: TracedProgram, times: int) -> Iterator[Collective]:
+    for step in block.steps:
+        for body in step.bodies:
+            yield from _in_block(body, traced, times * step.times)
+        axes = tuple(axis for axis in traced.axis_sizes if axis in exchange_axes(step))
+        if math.prod(traced.axis_sizes[axis] for axis in axes) > 1:
+            yield from _describe(step, axes, traced, times)
+
+
+def _describe(step: Step, axes: Axes, traced: TracedProgram, times: int) -> Iterator[Collective]:
+    kind, given = KINDS[step.name], step.inputs[0]
+    nbytes = given.shard_bytes(traced.axis_sizes)
+    if groups := step.params.get('axis_index_groups'):  # a part of an axis
+        shares = [('ici', len(groups[0]), 1.0)]
+    else:
+        shares = list(split_by_network(kind, axes, traced.axis_sizes, traced.slices))
+    for network, size, share in shares:
+        yield Collective(
+            kind=kind,
+            network=network,
+            axes=axes if network == 'ici' else tuple(a for a in axes if a in traced.slices),
+            group_size=size,
+            arrays=(array_name(given, traced.axis_sizes),),
+            wire_bytes=ring_share(kind, size) * nbytes * share,
+            count=times,
+            op_name=step.op_name,
+            source=user_line(step.call_stack) or step.source,
+            asynchronous=True,
+        )
+
+
+def split_by_network(
+    kind: str, axes: Axes, sizes: Mapping[str, int], slices: Mapping[str, int]
+) -> Iterator[tuple[str, int, float]]:
+    """Splits an exchange into what happens within slices, and what happens between them.
+
+    Args:
+      kind: the kind of the exchange.
+      axes: its mesh axes.
+      sizes: the size of each mesh axis.
+      slices: the number of slices along axes that span several.
+
+    Yields:
+      The network, the number of devices or slices in a group, and the operand there, as a multiple
+      of the operand of the whole exchange.
+    """
+    between = math.prod(slices.get(axis, 1) for axis in axes)
+    within = math.prod(sizes[axis] for axis in axes) // between
+    # What each device has inside of its slice: before the other slices are reached, or after.
+    if within > 1:
+        yield 'ici', within, between if kind == 'all-gather' else 1
+    if between > 1:
+        scattered = kind in ('all-reduce', 'reduce-scatter')
+        yield 'dcn', between, 1 / within if scattered else 1

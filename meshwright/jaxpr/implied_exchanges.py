@@ -1,0 +1,220 @@
+"""The exchanges of data that the layouts of a traced function imply, as steps of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshwright.jaxpr.factor_rules import find_factors
+from meshwright.jaxpr.layouts import divide
+from meshwright.jaxpr.steps import (
+    TO_GLOBAL,
+    TO_LOCAL,
+    Axes,
+    Block,
+    Step,
+    Value,
+    carries,
+    ties,
+)
+
+# What jax calls the exchanges of a shard_map.
+KINDS = {
+    'psum': 'all-reduce',
+    'psum2': 'all-reduce',
+    'psum_invariant': 'all-reduce',
+    'pmax': 'all-reduce',
+    'pmin': 'all-reduce',
+    'all_gather': 'all-gather',
+    'all_gather_invariant': 'all-gather',
+    'reduce_scatter': 'reduce-scatter',
+    'psum_scatter': 'reduce-scatter',
+    'all_to_all': 'all-to-all',
+    'ragged_all_to_all': 'ragged-all-to-all',
+    'ppermute': 'collective-permute',
+    'all-reduce': 'all-reduce',
+    'all-gather': 'all-gather',
+    'reduce-scatter': 'reduce-scatter',
+    'all-to-all': 'all-to-all',
+}
+# Each device keeps a part of what it has: nothing is sent.
+SLICE = 'keep-own-part'
+
+
+def exchange_axes(step: Step) -> Axes:
+    """The mesh axes along which a step exchanges data; () if it does not."""
+    if step.name not in KINDS:
+        return ()
+    found: Any = step.params.get('axes', step.params.get('axis_name', ()))
+    found = (found,) if isinstance(found, str) else tuple(found)
+    return tuple(axis for axis in found if isinstance(axis, str))
+
+
+def insert_exchanges(block: Block, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Adds the exchanges that layouts imply to a block and its bodies, and returns what is unknown.
+
+    Args:
+      block: steps whose arrays have layouts.
+      sizes: the size of each mesh axis.
+
+    Returns:
+      The primitives that no rule describes, whose results were taken to be whole or like their
+      operands.
+    """
+    writer = _Exchanges(sizes)
+    writer.rewrite(block)
+    return tuple(sorted(writer.unknown))
+
+
+class _Exchanges:
+    def __init__(self, sizes: Mapping[str, int]):
+        self._sizes = sizes
+        self.unknown = set[str]()
+        self._same: dict[int, Value] = {}  # the array that a constraint leaves as it is
+
+    def rewrite(self, block: Block) -> None:
+        steps, block.steps = block.steps, []
+        moved: dict[tuple[int, tuple[Axes, ...]], Value] = {}
+        for step in steps:
+            if step.bodies:
+                self._around(step, block.steps, moved)
+            elif step.name in (TO_LOCAL, TO_GLOBAL):
+                block.steps.append(step)
+            else:
+                self._step(step, block.steps, moved)
+
+    def _step(self, step: Step, out: list[Step], moved: dict) -> None:
+        if step.name == 'sharding_constraint':
+            step.inputs = [self._move(step.inputs[0], step.outputs[0].dims, step, out, moved)]
+            given = step.inputs[0]
+            self._same[id(step.outputs[0])] = self._same.get(id(given), given)
+            out.append(step)
+            return
+        factors = find_factors(step)
+        if not factors.known:
+            self.unknown.add(step.name)
+        division = divide(step, factors, self._sizes)
+        step.inputs = [
+            self._move(value, division.layout(array), step, out, moved)
+            for value, array in zip(step.inputs, factors.inputs, strict=True)
+        ]
+        out.append(step)
+        for i, array in enumerate(factors.outputs):
+            final, natural = step.outputs[i], division.layout(array)
+            if not division.partial and _same(natural, final.dims):
+                continue
+            made = _like(final, natural)
+            step.outputs[i] = made
+            self._move_into(made, final, division.partial, step, out)
+
+    def _around(self, step: Step, out: list[Step], moved: dict) -> None:
+        """Moves what a loop or a branch is given and returns to where it is needed."""
+        for body in step.bodies:
+            self.rewrite(body)
+        offset = len(step.inputs) - len(step.bodies[0].inputs)
+        for i, tie in enumerate(t for t in ties(step) if not t.output):
+            index = offset + i % max(len(step.bodies[0].inputs), 1)
+            lead = [tie.outer.dims[0]] if tie.stacked else []
+            wanted = [*lead, *tie.inner.dims]
+            step.inputs[index] = self._move(tie.outer, wanted, step, out, moved)
+        given = {id(returned): first for first, returned in carries(step)}
+        for body in step.bodies:
+            for i, (inner, outer) in enumerate(zip(body.outputs, step.outputs, strict=True)):
+                wanted = given[id(inner)].dims if id(inner) in given else outer.dims
+                wanted = wanted[len(wanted) - len(inner.shape) :]
+                body.outputs[i] = self._move(inner, wanted, step, body.steps, {})
+        out.append(step)
+
+    def _move(
+        self,
+        value: Value,
+        wanted: Sequence[Axes | None],
+        step: Step,
+        out: list[Step],
+        moved: dict,
+    ) -> Value:
+        """Returns an array in the layout that a step needs. Equal moves happen once."""
+        target = tuple(axes or () for axes in wanted)
+        if _same(target, value.dims):
+            return value
+        value = self._same.get(id(value), value)
+        key = id(value), target
+        if key not in moved:
+            moved[key] = _like(value, target)
+            self._move_into(value, moved[key], (), step, out)
+        return moved[key]
+
+    def _move_into(
+        self, source: Value, target: Value, partial: Axes, step: Step, out: list[Step]
+    ) -> None:
+        """Adds the steps that bring an array into the layout of another."""
+        for kind, axes, dims in plan_moves(source.dims, target.dims, partial):
+            made = _like(source, dims)
+            out.append(_between(kind, axes, source, made, step))
+            source = made
+        if out[-1].outputs == [source]:
+            out[-1].outputs = [target]
+        else:
+            out.append(_between('sharding_constraint', (), source, target, step))
+
+
+def plan_moves(
+    source: Sequence[Axes | None], target: Sequence[Axes | None], partial: Axes = ()
+) -> list[tuple[str, Axes, list[Axes]]]:
+    """The exchanges that bring an array from one layout into another.
+
+    Args:
+      source, target: the mesh axes of each dimension.
+      partial: the axes along which devices hold parts of a sum.
+
+    Returns:
+      For each exchange its kind, its axes, and the layout after it.
+    """
+    dims = [axes or () for axes in source]
+    goal = [axes or () for axes in target]
+    moves: list[tuple[str, Axes, list[Axes]]] = []
+    used = {axis for axes in dims for axis in axes}
+    wanted = {axis: d for d, axes in enumerate(goal) for axis in axes}
+
+    def move(kind: str, axes: Axes) -> None:
+        if axes:
+            moves.append((kind, axes, list(dims)))
+
+    scattered = tuple(axis for axis in partial if axis in wanted and axis not in used)
+    for axis in scattered:
+        dims[wanted[axis]] = (*dims[wanted[axis]], axis)
+    move('reduce-scatter', scattered)
+    move('all-reduce', tuple(axis for axis in partial if axis not in scattered))
+    own = tuple(a for a in wanted if a not in used and a not in partial)
+    for axis in own:
+        dims[wanted[axis]] = (*dims[wanted[axis]], axis)
+    move(SLICE, own)
+    exchanged = []
+    for d, axes in enumerate(dims):
+        for axis in axes:
+            if wanted.get(axis, d) != d:
+                exchanged.append((axis, d))
+    for axis, d in exchanged:
+        dims[d] = tuple(a for a in dims[d] if a != axis)
+        dims[wanted[axis]] = (*dims[wanted[axis]], axis)
+    move('all-to-all', tuple(axis for axis, _ in exchanged))
+    gathered = tuple(axis for axes in dims for axis in axes if axis not in wanted)
+    for d, axes in enumerate(dims):
+        dims[d] = tuple(axis for axis in axes if axis in wanted)
+    move('all-gather', gathered)
+    return moves
+
+
+def _same(a: Sequence[Axes | None], b: Sequence[Axes | None]) -> bool:
+    return all(set(x or ()) == set(y or ()) for x, y in zip(a, b, strict=True))
+
+
+def _like(value: Value, dims: Sequence[Axes | None]) -> Value:
+    fixed = [True] * len(value.shape)
+    laid_out: list[Axes | None] = [axes or () for axes in dims]
+    return Value(value.shape, value.dtype, laid_out, fixed, value.manual, value.on_host)
+
+
+def _between(kind: str, axes: Axes, source: Value, target: Value, step: Step) -> Step:
+    """A step that another one needs."""
+    return Step(kind, {'axes': axes}, [source], [target], (), 1, step.equation, step.stack)

@@ -1,0 +1,227 @@
+"""The layout of every array of a traced function, from those that the program states.
+
+As in XLA, layouts spread from where they are stated to the arrays next to them, in both
+directions, until nothing changes: first through operations that keep the elements of an array, then
+through all. A dimension that no layout reaches is whole on every device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from meshwright.jaxpr.factor_rules import find_factors
+from meshwright.jaxpr.factors import Dimension, Factors
+from meshwright.jaxpr.primitives import ELEMENTWISE
+from meshwright.jaxpr.steps import (
+    TO_GLOBAL,
+    TO_LOCAL,
+    Axes,
+    Block,
+    Step,
+    Value,
+    carries,
+    ties,
+)
+
+_KEEPING = ELEMENTWISE | {'transpose', 'reshape', 'squeeze', 'optimization_barrier'}
+_ROUNDS = 12  # of sweeps; nested loops need a few
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How a step is divided over the mesh.
+
+    Attributes:
+      axes: the mesh axes of each factor.
+      factors: the factors.
+    """
+
+    axes: tuple[Axes, ...]
+    factors: Factors
+
+    def layout(self, array: Sequence[Dimension]) -> list[Axes]:
+        """The mesh axes of each dimension of an array with these factors."""
+        return [tuple(axis for f in dim for axis in self.axes[f]) for dim in array]
+
+    @property
+    def partial(self) -> Axes:
+        """The axes along which each device has a part of the sums in the result."""
+        return tuple(axis for f in sorted(self.factors.summed) for axis in self.axes[f])
+
+
+def propagate(block: Block, sizes: Mapping[str, int]) -> None:
+    """Decides the layout of all arrays of a block, and of the bodies in it.
+
+    Args:
+      block: the steps. Dimensions that are `fixed` keep their layout.
+      sizes: the size of each mesh axis.
+    """
+    sweeps = _Sweeps(sizes)
+    for everything in (False, True):
+        for _ in range(_ROUNDS):
+            changed = sweeps.sweep(block, everything, forward=True)
+            changed |= sweeps.sweep(block, everything, forward=False)
+            if not changed:
+                break
+
+
+class _Sweeps:
+    """Sweeps over steps, which pass by those around which nothing has changed."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        self._sizes = sizes
+        self._factors: dict[int, Factors] = {}
+        self._seen: dict[int, list[list[Axes | None]]] = {}
+
+    def sweep(self, block: Block, everything: bool, *, forward: bool) -> bool:
+        changed = False
+        for step in block.steps if forward else reversed(block.steps):
+            if step.bodies:
+                changed |= _tie(step)
+                for body in step.bodies:
+                    changed |= self.sweep(body, everything, forward=forward)
+                changed |= _tie(step)
+            elif step.name in (TO_LOCAL, TO_GLOBAL):
+                changed |= _tie_border(step)
+            elif everything or step.name in _KEEPING:
+                changed |= self._visit(step)
+        return changed
+
+    def _visit(self, step: Step) -> bool:
+        before = [list(value.dims) for value in (*step.inputs, *step.outputs)]
+        if self._seen.get(id(step)) == before:
+            return False
+        if (found := self._factors.get(id(step))) is None:
+            found = self._factors[id(step)] = find_factors(step)
+        changed = _spread(step, found, self._sizes)
+        self._seen[id(step)] = [list(value.dims) for value in (*step.inputs, *step.outputs)]
+        return changed
+
+
+def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> Division:
+    """Decides how a step is divided: each axis goes to the factor with the most bytes for it.
+
+    As in XLA, a sum is divided if all of its operands are, and only then: otherwise, what is
+    divided along the sum is gathered.
+    """
+    votes: dict[str, dict[int, float]] = {}
+    orders: list[list[str]] = [[] for _ in factors.sizes]
+    for value, array in _arrays(step, factors):
+        for dim, axes in zip(array, value.dims, strict=True):
+            for factor, axis in _assign(dim, axes or (), factors.sizes, sizes):
+                counts = votes.setdefault(axis, {})
+                counts[factor] = counts.get(factor, 0.0) + max(value.nbytes, 1)
+                if axis not in orders[factor]:
+                    orders[factor].append(axis)
+    winner = {axis: _choose(axis, counts, step, factors) for axis, counts in votes.items()}
+    divided = tuple(
+        tuple(axis for axis in order if winner[axis] == factor)
+        for factor, order in enumerate(orders)
+    )
+    return Division(divided, factors)
+
+
+def _choose(axis: str, votes: Mapping[int, float], step: Step, factors: Factors) -> int:
+    """The factor that an axis divides."""
+    sums = [f for f in votes if f in factors.summed]
+    for f in sums:
+        given = zip(step.inputs, factors.inputs, strict=True)
+        if all(_divides(axis, f, v, array) for v, array in given if any(f in d for d in array)):
+            return f
+    others = [f for f in votes if f not in sums] or sums
+    return max(others, key=lambda f: (votes[f], -f))
+
+
+def _divides(axis: str, factor: int, value: Value, array: Sequence[Dimension]) -> bool:
+    pairs = zip(array, value.dims, strict=True)
+    return any(factor in dim and axis in (axes or ()) for dim, axes in pairs)
+
+
+def _arrays(step: Step, factors: Factors) -> Iterator[tuple[Value, tuple[Dimension, ...]]]:
+    yield from zip(step.inputs, factors.inputs, strict=True)
+    yield from zip(step.outputs, factors.outputs, strict=True)
+
+
+def _assign(
+    dim: Dimension, axes: Axes, factor_sizes: Sequence[int], sizes: Mapping[str, int]
+) -> Iterator[tuple[int, str]]:
+    """The factors that the axes of a dimension divide: the major one until it is used up."""
+    left = list(axes)
+    for factor in dim:
+        remaining = factor_sizes[factor]
+        while left and (remaining % sizes[left[0]] == 0 or (factor == dim[-1] and remaining > 1)):
+            axis = left.pop(0)
+            remaining = max(remaining // sizes[axis], 1)
+            yield factor, axis
+        if left and remaining > 1:
+            return  # the next factor would be divided within parts of this one
+
+
+def _spread(step: Step, factors: Factors, sizes: Mapping[str, int]) -> bool:
+    """Gives the open dimensions around a step the layout of those that they belong to."""
+    division = divide(step, factors, sizes)
+    if not any(division.axes):
+        return False
+    changed = False
+    for value, array in _arrays(step, factors):
+        for d, dim in enumerate(array):
+            wanted = tuple(axis for f in dim for axis in division.axes[f])
+            changed |= _refine(value, d, wanted, sizes)
+    return changed
+
+
+def _refine(value: Value, d: int, wanted: Axes, sizes: Mapping[str, int]) -> bool:
+    """Shards an open dimension, or shards it further, along axes that the array does not use."""
+    current = value.dims[d] or ()
+    elsewhere = {a for i, axes in enumerate(value.dims) if i != d for a in axes or ()}
+    elsewhere |= value.manual
+    wanted = tuple(axis for axis in wanted if axis not in elsewhere)
+    if value.fixed[d] or len(wanted) <= len(current) or wanted[: len(current)] != current:
+        return False
+    if math.prod(sizes[axis] for axis in wanted) > value.shape[d]:
+        return False
+    value.dims[d] = wanted
+    return True
+
+
+def _tie(step: Step) -> bool:
+    """Gives arrays inside and outside of a body the same layout where it is open."""
+    changed = False
+    for tie in ties(step):
+        outer, inner, first = tie.outer, tie.inner, int(tie.stacked)
+        for d in range(len(inner.shape)):
+            changed |= _adopt(inner, d, outer.dims[d + first])
+            changed |= _adopt(outer, d + first, inner.dims[d])
+    for given, returned in carries(step):
+        for d in range(len(given.shape)):
+            changed |= _adopt(returned, d, given.dims[d])
+            changed |= _adopt(given, d, returned.dims[d])
+    return changed
+
+
+def _tie_border(step: Step) -> bool:
+    """The same for a shard_map: the axes that it leaves to the compiler are the same on both sides.
+
+    Inside, the array is already divided along the other axes.
+    """
+    manual = step.params['axes']
+    outer, inner = step.inputs[0], step.outputs[0]
+    if step.name == TO_GLOBAL:
+        outer, inner = inner, outer
+    changed = False
+    for d in range(len(inner.shape)):
+        axes = outer.dims[d] or ()
+        changed |= _adopt(inner, d, tuple(axis for axis in axes if axis not in manual))
+        own = tuple(axis for axis in axes if axis in manual)
+        changed |= _adopt(outer, d, own + (inner.dims[d] or ()))
+    return changed
+
+
+def _adopt(value: Value, d: int, axes: Axes | None) -> bool:
+    used = {a for i, other in enumerate(value.dims) if i != d for a in other or ()} | value.manual
+    if not axes or value.fixed[d] or value.dims[d] or used & {*axes}:
+        return False
+    value.dims[d] = axes
+    return True

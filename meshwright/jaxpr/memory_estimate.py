@@ -1,0 +1,129 @@
+"""The memory of a traced function on each device, without a compiler."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+
+from meshwright.jaxpr.live_ranges import Buffer, find_peak
+from meshwright.jaxpr.padding import kernel_ratios, padded_bytes
+from meshwright.jaxpr.passes import find_kept
+from meshwright.jaxpr.steps import Value
+from meshwright.jaxpr.tracing import TracedProgram
+from meshwright.program.peak_memory import LiveArray, without_numbers
+from partitioning.hardware import Chip
+
+_SHORT_NAMES = {'float': 'f', 'bfloat': 'bf', 'int': 's', 'uint': 'u', 'bool': 'pred'}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """The memory of a device by formula, in bytes.
+
+    Attributes:
+      peak: the most that is in use at any time, with the arguments.
+      arguments: all arguments.
+      argument_bytes: each array of the arguments, in the order of their leaves.
+      gradients: what the backward pass hands to the steps after it.
+      activations: what the forward pass keeps for the backward pass.
+      buffers: the arrays at the peak besides the arguments, the largest first.
+      unknown: the primitives whose layout was guessed.
+    """
+
+    peak: int
+    arguments: int
+    argument_bytes: tuple[int, ...]
+    gradients: int
+    activations: int
+    buffers: tuple[LiveArray, ...]
+    unknown: tuple[str, ...]
+
+
+def estimate_memory(traced: TracedProgram, chip: Chip | None = None) -> MemoryEstimate:
+    """Estimates the memory of a device from the live ranges of the arrays of a traced function.
+
+    Steps run in the order of the program, loops are fused as XLA fuses them, and results take the
+    place of donated arguments.
+
+    Args:
+      traced: the function.
+      chip: the chip. TPUs keep arrays in tiles, and compute on the results of products before
+        they write them.
+    """
+    on_tpu = chip is not None and chip.platform == 'tpu'
+    size_of = _tiled_sizes(traced) if on_tpu else _exact_sizes(traced)
+    live = find_peak(traced.block, size_of, _donations(traced), fuses_products=on_tpu)
+    arguments = tuple(map(size_of, traced.block.inputs))
+    kept = find_kept(traced.block, traced.donated, size_of)
+    return MemoryEstimate(
+        peak=sum(arguments) + sum(buffer.nbytes for buffer in live),
+        arguments=sum(arguments),
+        argument_bytes=arguments,
+        gradients=kept.gradients,
+        activations=kept.activations,
+        buffers=_describe(live, traced),
+        unknown=traced.unknown,
+    )
+
+
+def _exact_sizes(traced: TracedProgram) -> Callable[[Value], int]:
+    return lambda value: 0 if value.on_host else value.shard_bytes(traced.axis_sizes)
+
+
+def _tiled_sizes(traced: TracedProgram) -> Callable[[Value], int]:
+    """The sizes of arrays in the tiles of TPUs."""
+    sizes = traced.axis_sizes
+    ratios = kernel_ratios(traced.block, sizes)
+
+    def size_of(value: Value) -> int:
+        if value.on_host:
+            return 0
+        if (ratio := ratios.get(id(value))) is not None:
+            return math.ceil(value.shard_bytes(sizes) * ratio)
+        return padded_bytes(value.shard_shape(sizes), value.dtype)
+
+    return size_of
+
+
+def _donations(traced: TracedProgram) -> list[Value | None]:
+    """For each result, the donated argument whose place it takes: the first that is like it."""
+    free: dict[tuple, list[Value]] = collections.defaultdict(list)
+    for value, donated in zip(traced.block.inputs, traced.donated, strict=True):
+        if donated:
+            free[_like(value)].append(value)
+    return [
+        free[_like(value)].pop(0) if free[_like(value)] else None for value in traced.block.outputs
+    ]
+
+
+def _like(value: Value) -> tuple:
+    return value.shape, str(value.dtype), tuple(axes or () for axes in value.dims)
+
+
+def _describe(live: list[Buffer], traced: TracedProgram) -> tuple[LiveArray, ...]:
+    groups: dict[tuple[str, str, str], list[tuple[str, int]]] = collections.defaultdict(list)
+    for buffer in live:
+        array = array_name(buffer.value, traced.axis_sizes)
+        maker = buffer.maker
+        name, source = (maker.op_name, maker.source) if maker else ('', '')
+        groups[array, without_numbers(name), source].append((name, buffer.nbytes))
+    arrays = [
+        LiveArray(
+            array=array,
+            nbytes=sum(nbytes for _, nbytes in made),
+            count=len(made),
+            op_name=made[0][0],
+            source=source,
+        )
+        for (array, _, source), made in groups.items()
+    ]
+    return tuple(sorted(arrays, key=lambda a: -a.nbytes))
+
+
+def array_name(value: Value, sizes: Mapping[str, int]) -> str:
+    """The type of an array on one device, as compiled programs write it: 'bf16[16,128]'."""
+    name, shape = str(value.dtype), ','.join(map(str, value.shard_shape(sizes)))
+    letters = name.rstrip('0123456789')
+    return f'{_SHORT_NAMES.get(letters, letters)}{name[len(letters) :]}[{shape}]'

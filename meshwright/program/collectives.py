@@ -1,0 +1,213 @@
+"""The exchanges of data between the devices of a program, and the bytes that they move."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from meshwright.program.device_groups import Groups, axes_of_groups, parse_groups
+from meshwright.program.hlo_text import Computation, HloProgram, Instruction
+from meshwright.program.visits import Visit
+
+# The bytes that a device sends in a ring of n devices, as a multiple of its operand: the share of
+# the whole array that gathers and scatters move is (n - 1) / n.
+_RING: dict[str, Callable[[int], float]] = {
+    'all-gather': lambda n: n - 1,  # the operand is a shard
+    'reduce-scatter': lambda n: (n - 1) / n,
+    'all-reduce': lambda n: 2 * (n - 1) / n,  # a reduce-scatter and an all-gather
+    'all-to-all': lambda n: (n - 1) / n,
+    'ragged-all-to-all': lambda n: (n - 1) / n,
+    'collective-permute': lambda n: 1,
+    'collective-broadcast': lambda n: 1,
+}
+# On TPUs, a reduce-scatter is a fusion of this name, of an all-reduce and what keeps a shard of it.
+_REDUCE_SCATTER = 'all-reduce-scatter'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A collective operation of a program.
+
+    Attributes:
+      kind: 'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all', 'collective-permute', ...
+      network: 'ici' for links within a slice or host, 'dcn' for those between slices.
+      axes: the mesh axes along which it exchanges data; empty if the mesh is not known.
+      group_size: the number of devices, or over 'dcn' of slices, that exchange data.
+      arrays: the types of the arrays that each device gives, such as 'bf16[128,64]'.
+      wire_bytes: the bytes that each device sends in one execution, with rings.
+      count: the number of executions in one call of the program.
+      op_name: the path of the jax operation.
+      source: the 'file:line' of the Python code.
+      asynchronous: whether the program computes while it runs.
+      instruction: its name in the program.
+    """
+
+    kind: str
+    network: str
+    axes: tuple[str, ...]
+    group_size: int
+    arrays: tuple[str, ...]
+    wire_bytes: float
+    count: int
+    op_name: str
+    source: str
+    asynchronous: bool = False
+    instruction: str = ''
+
+    @property
+    def total_bytes(self) -> float:
+        """The bytes that each device sends in one call of the program."""
+        return self.wire_bytes * self.count
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshAxes:
+    """The axes of a mesh, for collectives.
+
+    Attributes:
+      sizes: the size of each axis, in the order of the mesh.
+      slices: the number of slices along axes that span several.
+    """
+
+    sizes: Mapping[str, int]
+    slices: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+    def within(self, groups: Groups) -> tuple[str, ...]:
+        """The axes that groups of devices span.
+
+        Programs for several slices number the devices of one slice.
+        """
+        sizes = dict(self.sizes)
+        listed = 1 + max(max(group) for group in groups)
+        if listed < math.prod(sizes.values()):
+            sizes = {name: size // self.slices.get(name, 1) for name, size in sizes.items()}
+        return axes_of_groups(groups, sizes) if listed <= math.prod(sizes.values()) else ()
+
+
+def find_collectives(
+    program: HloProgram, visits: list[Visit], mesh: MeshAxes | None = None
+) -> tuple[Collective, ...]:
+    """Finds the collectives of a program, in the order in which they run.
+
+    Args:
+      program: the program.
+      visits: what it runs, from `visit_program`.
+      mesh: the mesh that it was compiled for, which names the axes.
+    """
+    found, chains = [], set[tuple[str, str, str]]()
+    started = {
+        name
+        for visit in visits
+        if visit.instruction.opcode == 'async-start'
+        for name in visit.instruction.called('calls')
+    }
+    for visit in visits:
+        for instruction, inside in _exchanging(program, visit.instruction, visit.computation):
+            # An asynchronous collective appears in all fusions that it overlaps with.
+            chain = _chain(instruction) if inside is not visit.computation else ''
+            key = (visit.computation.name, instruction.opcode, chain)
+            if not chain or key not in chains:
+                chains.add(key)
+                overlaps = bool(chain) or visit.computation.name in started
+                found.append(_describe(program, instruction, inside, visit, mesh, overlaps))
+    return tuple(found)
+
+
+def _exchanging(
+    program: HloProgram, instruction: Instruction, computation: Computation
+) -> Iterator[tuple[Instruction, Computation]]:
+    """The collective that an instruction is, or those inside of a fusion, and where they stand."""
+    if instruction.opcode == 'fusion':
+        for name in instruction.called('calls'):
+            inside = program.computations[name]
+            for inner in inside.instructions.values():
+                yield from _exchanging(program, inner, inside)
+    elif is_exchange(instruction.opcode) or (
+        instruction.opcode == 'send' and '_xla_megascale_target' in instruction.attributes
+    ):
+        yield instruction, computation
+
+
+def ring_share(kind: str, size: int) -> float:
+    """The bytes that a device sends in a ring of `size` devices, as a multiple of its operand."""
+    return _RING[kind](size)
+
+
+def is_exchange(opcode: str) -> bool:
+    """Whether instructions with this opcode exchange data with other devices."""
+    return opcode.removesuffix('-start') in _RING
+
+
+def _kind(instruction: Instruction) -> str:
+    """The kind of a collective that starts here; -done and -update belong to a start."""
+    return instruction.opcode.removesuffix('-start')
+
+
+def _chain(instruction: Instruction) -> str:
+    """What the parts of an asynchronous collective in several fusions have in common.
+
+    All collectives of a shard_map have the same channel, so the channel alone does not tell.
+    """
+    if found := re.search(r'chain_id="(\d+)"', instruction.attributes):
+        return f'chain {found[1]}'
+    if '"async_collective_fusion_config"' not in instruction.attributes:
+        return ''
+    found = re.search(r'channel_id=(\d+)', instruction.attributes)
+    return f'channel {found[1]}' if found else ''
+
+
+def _describe(
+    program: HloProgram,
+    instruction: Instruction,
+    inside: Computation,
+    visit: Visit,
+    mesh: MeshAxes | None,
+    overlaps: bool,
+) -> Collective:
+    names = instruction.operands
+    if instruction.opcode == 'send':
+        kind, size = _between_slices(instruction)
+        network, names = 'dcn', names[:1]
+        axes = tuple(mesh.slices) if mesh else ()
+    else:
+        kind, network = _kind(instruction), 'ici'
+        groups = parse_groups(instruction.attributes, program.num_partitions)
+        axes, size = mesh.within(groups) if mesh else (), len(groups[0])
+        if kind == 'all-reduce' and inside.name.startswith(_REDUCE_SCATTER):
+            kind = 'reduce-scatter'
+    given = [_without_padding(inside, inside.instructions[name]) for name in names]
+    arrays = [array for one in given for array in one.outputs]
+    return Collective(
+        kind=kind,
+        network=network,
+        axes=axes,
+        group_size=size,
+        arrays=tuple(map(str, arrays)),
+        wire_bytes=ring_share(kind, size) * sum(array.nbytes for array in arrays),
+        count=visit.times,
+        op_name=instruction.op_name or visit.instruction.op_name,
+        source=program.source_of(instruction) or program.source_of(visit.instruction),
+        # A transfer between slices is started by a send and awaited by its send-done.
+        asynchronous=overlaps or instruction.opcode.endswith('-start') or network == 'dcn',
+        instruction=instruction.name,
+    )
+
+
+def _without_padding(inside: Computation, operand: Instruction) -> Instruction:
+    """What an operand was before the compiler padded it, to divide it by the devices."""
+    padded = operand.opcode == 'pad' and inside.name.startswith(_REDUCE_SCATTER)
+    return inside.instructions[operand.operands[0]] if padded else operand
+
+
+def _between_slices(instruction: Instruction) -> tuple[str, int]:
+    """The kind of an exchange between slices, and the number of slices in it."""
+    kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', instruction.attributes)
+    target = re.search(r'_xla_megascale_target="\{([^}]*)\}', instruction.attributes)
+    name = kind[1].lower().replace('_', '-') if kind else ''
+    slices = 0
+    for part in target[1].split(',') if target else ():
+        first, _, last = part.partition(':')
+        slices += int(last or first) - int(first) + 1
+    return (name if name in _RING else 'collective-permute'), max(slices, 2)

@@ -1,0 +1,89 @@
+"""The instructions that a program runs, each with the number of times that it runs."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshwright.program.hlo_text import Computation, HloProgram, Instruction
+
+
+class Visit(NamedTuple):
+    """An instruction that a program runs.
+
+    Attributes:
+      instruction: the instruction.
+      computation: the computation that it is part of.
+      times: how often it runs in one call of the program.
+    """
+
+    instruction: Instruction
+    computation: Computation
+    times: int
+
+
+def visit_program(program: HloProgram) -> list[Visit]:
+    """Returns the instructions of a program in the order in which they run first.
+
+    The bodies of loops and calls are entered, those of fusions are not: a fusion is one operation.
+    Of the branches of a conditional, the one with the most estimated cycles is entered. A loop
+    whose length the text does not tell counts once.
+    """
+    return list(_visit(program, program.entry, 1))
+
+
+def cycles_of(instruction: Instruction) -> int | None:
+    """The compiler's estimate of the cycles of an instruction, or None if it has none."""
+    found = re.search(r'"estimated_cycles":"?(\d+)', instruction.attributes)
+    return int(found[1]) if found else None
+
+
+def _visit(program: HloProgram, computation: Computation, times: int) -> Iterator[Visit]:
+    for instruction in computation.instructions.values():
+        yield Visit(instruction, computation, times)
+        for name, repeats in _entered(program, instruction):
+            yield from _visit(program, program.computations[name], times * repeats)
+
+
+def _entered(program: HloProgram, instruction: Instruction) -> list[tuple[str, int]]:
+    """The computations that an instruction runs, and how often."""
+    if instruction.opcode == 'while':
+        (body,), (condition,) = instruction.called('body'), instruction.called('condition')
+        return [(body, _trip_count(program, instruction, condition))]
+    if instruction.opcode == 'call':
+        return [(name, 1) for name in instruction.called('to_apply')]
+    if instruction.opcode == 'async-start':
+        return [(name, 1) for name in instruction.called('calls')]
+    if instruction.opcode == 'conditional':
+        names = instruction.called('branch_computations') or (
+            *instruction.called('true_computation'),
+            *instruction.called('false_computation'),
+        )
+        totals = functools.partial(_total_cycles, program)
+        return [(max(names, key=totals), 1)]
+    return []
+
+
+def _total_cycles(program: HloProgram, name: str) -> int:
+    visits = _visit(program, program.computations[name], 1)
+    return sum((cycles_of(v.instruction) or 0) * v.times for v in visits)
+
+
+def _trip_count(program: HloProgram, loop: Instruction, condition: str) -> int:
+    """The number of iterations of a loop.
+
+    The text of CPU and GPU programs has it. In that of TPUs, it is the constant with which the
+    condition compares the counter, which starts at 0.
+    """
+    if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+        return int(found[1])
+    comparison = program.computations[condition]
+    constants = [
+        int(i.literal)
+        for i in comparison.instructions.values()
+        if i.opcode == 'constant' and i.literal.isdigit()
+    ]
+    below = comparison.root.opcode == 'fusion' or 'direction=LT' in comparison.root.attributes
+    return constants[0] if below and len(constants) == 1 else 1

@@ -1,0 +1,227 @@
+"""Settings with which a function needs less memory, tried without a compiler or with one."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from meshwright.calls.compiling import Progress
+from meshwright.calls.held import HeldArray
+from meshwright.calls.moving import move_arguments, move_function, move_partitioner
+from meshwright.jaxpr import estimate_memory, lay_out_trace
+from meshwright.report.forecast import Remedy
+from partitioning.hardware import Chip
+from partitioning.partitioner import BasePartitioner
+from partitioning.programs import PartitionedCallable
+from partitioning.programs.boundary import Boundary
+from partitioning.rules import as_tuple, boundary_spec, num_shards, sharding_axes
+
+_MOST_DOUBLINGS = 6  # of the devices, and halvings of the batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a partitioned function.
+
+    Attributes:
+      partitioner: the partitioner of the function.
+      fn: the function.
+      args: its arguments, abstract or not.
+    """
+
+    partitioner: BasePartitioner
+    fn: PartitionedCallable
+    args: tuple[Any, ...]
+
+    @property
+    def boundary(self) -> Boundary:
+        """The arguments of the function, with their layouts."""
+        return self.fn._partitioned.boundary  # type: ignore[attr-defined]
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.boundary.arguments.function
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """A setting that changes how much memory a function needs.
+
+    Attributes:
+      setting: what to write, such as "TransformerConfig.remat = 'full'".
+      build: makes the call with this setting, on the machine of the forecast. It is called only if
+        the function does not fit. It may raise ValueError where the setting is impossible.
+    """
+
+    setting: str
+    build: Callable[[], Call]
+
+
+def find_remedies(
+    alternatives: Iterable[Alternative],
+    chip: Chip,
+    limit: int,
+    *,
+    compile_peak: Callable[[Call], int] | None = None,
+    progress: Progress | None = None,
+) -> tuple[Remedy, ...]:
+    """Says how much memory a function needs with each of some settings; those that fit come first.
+
+    Args:
+      alternatives: the settings.
+      chip: the chip.
+      limit: what a program can use on a device, in bytes.
+      compile_peak: compiles a call and returns its peak in bytes, for those that fit by formula,
+        until one of them fits by the compiler, too; by default all peaks are by formula.
+      progress: receives a text when a setting is tried.
+    """
+    found, confirmed = [], False
+    for alternative in alternatives:
+        with contextlib.suppress(ValueError):  # the setting is not possible here
+            if progress is not None:
+                progress(f'trying {alternative.setting}')
+            call = alternative.build()
+            peak = analytic_peak(call, chip)
+            compiled = (
+                compile_peak is not None
+                and not confirmed
+                and peak <= limit
+                and isinstance(call.partitioner.mesh, Mesh)
+            )
+            if compile_peak is not None and compiled:
+                peak = compile_peak(call)
+                confirmed = peak <= limit
+            found.append(
+                Remedy(
+                    setting=alternative.setting,
+                    peak=peak,
+                    fits=peak <= limit,
+                    peak_from='compiler' if compiled else 'jaxpr',
+                )
+            )
+    return tuple(sorted(found, key=lambda remedy: not remedy.fits))
+
+
+def analytic_peak(call: Call, chip: Chip | None) -> int:
+    """The most memory that a call has in use on a device, by formula, in bytes."""
+    traced = call.fn.trace(*call.args)
+    return estimate_memory(lay_out_trace(traced, call.args, call.partitioner.mesh), chip).peak
+
+
+def general_alternatives(
+    call: Call, held: Sequence[HeldArray], gradients: int, chip: Chip, limit: int
+) -> Iterator[Alternative]:
+    """The smallest number of devices and the largest batch with which a function fits.
+
+    They need no knowledge of the function: its batch becomes shorter, or the axes of the batch
+    longer. Nothing is yielded if the state and its gradients are too large in either case.
+
+    Args:
+      call: a call that does not fit.
+      held: the arrays of its arguments.
+      gradients: the gradients of the parameters on a device, in bytes.
+      chip: the chip.
+      limit: what a program can use on a device, in bytes.
+    """
+    state = sum(array.nbytes for array in held if array.role != 'batch')
+    if state + gradients <= limit:
+        yield from _first_that_fits(_smaller_batches(call, held), chip, limit)
+    if state + gradients <= limit or _is_sharded(held, call):
+        yield from _first_that_fits(_more_devices(call), chip, limit)
+
+
+def _is_sharded(held: Sequence[HeldArray], call: Call) -> bool:
+    """Whether the state becomes smaller on more devices along the first axis of the batch."""
+    axes = _batch_axes(call)[:1]
+    specs = [boundary_spec(array.row.spec) for array in held if array.role != 'batch']
+    return any(axis in sharding_axes(entry) for axis in axes for s in specs for entry in s)
+
+
+def _batch_axes(call: Call) -> tuple[str, ...]:
+    spec = call.partitioner.data_partition_spec
+    return as_tuple(spec[0]) if len(spec) else ()
+
+
+def _first_that_fits(
+    alternatives: Iterable[Alternative], chip: Chip, limit: int
+) -> Iterator[Alternative]:
+    """The first of increasingly drastic settings that fits by formula."""
+    least = None
+    for alternative in alternatives:
+        try:
+            call = alternative.build()
+            peak = analytic_peak(call, chip)
+        except Exception:  # the function does not take such a batch, or the sizes do not divide
+            return
+        if peak <= limit:
+            yield Alternative(alternative.setting, functools.partial(_same, call))
+            return
+        if least is not None and peak > 0.98 * least:
+            return  # it does not help
+        least = peak
+
+
+def _same(call: Call) -> Call:
+    return call
+
+
+def _smaller_batches(call: Call, held: Sequence[HeldArray]) -> Iterator[Alternative]:
+    """Halved batches, as long as the devices divide them."""
+    rows = {array.row.shape[0] for array in held if array.role == 'batch' and array.row.shape}
+    if len(rows) != 1:
+        return
+    (count,) = rows
+    names = {array.row.path.split('/')[0] for array in held if array.role == 'batch'}
+    shards = num_shards(_batch_axes(call), call.partitioner.mesh)
+    for halvings in range(1, _MOST_DOUBLINGS + 1):
+        smaller, rest = divmod(count, 2**halvings)
+        if rest or smaller < shards or smaller % shards:
+            return
+        yield Alternative(
+            f'a batch of {smaller:,} rows in place of {count:,}',
+            functools.partial(_with_rows, call, names, count, smaller),
+        )
+
+
+def _with_rows(call: Call, names: set[str], count: int, smaller: int) -> Call:
+    """A call with fewer rows in the arguments with these names."""
+
+    def cut(x: Any) -> Any:
+        if getattr(x, 'shape', ())[:1] != (count,):
+            return x
+        shape = (smaller, *x.shape[1:])
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=getattr(x, 'sharding', None))
+
+    name = call.boundary.arguments.name
+    args = [jax.tree.map(cut, x) if name(i) in names else x for i, x in enumerate(call.args)]
+    return dataclasses.replace(call, args=tuple(args))
+
+
+def _more_devices(call: Call) -> Iterator[Alternative]:
+    """Meshes with twice as many devices along the first axis of the batch, and so on."""
+    mesh, axes = call.partitioner.mesh, _batch_axes(call)
+    if not axes:
+        return
+    for doublings in range(1, _MOST_DOUBLINGS + 1):
+        sizes = dict(mesh.shape)
+        sizes[axes[0]] *= 2**doublings
+        larger = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=mesh.axis_types)
+        shown = ' x '.join(f'{axis} {n}' for axis, n in sizes.items() if n > 1)
+        yield Alternative(
+            f'{mesh.size * 2**doublings:,} devices in place of {mesh.size:,}: {shown}',
+            functools.partial(_on, call, mesh, larger),
+        )
+
+
+def _on(call: Call, mesh: Mesh, larger: AbstractMesh) -> Call:
+    """A call on another mesh."""
+    moved: Any = move_partitioner(call.partitioner, larger)  # type: ignore[arg-type]
+    fn = move_function(moved, call.fn, mesh, with_options=False)
+    return Call(moved, fn, move_arguments(call.args, larger))  # type: ignore[arg-type]

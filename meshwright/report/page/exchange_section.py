@@ -1,0 +1,129 @@
+"""What devices exchange: the bytes over each axis, and every collective with its cause."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+
+from meshwright.causes import Cause
+from meshwright.program.collectives import Collective
+from meshwright.report.forecast import Forecast
+from meshwright.report.page.bars import Part, color_of, legend, stacked_bar
+from meshwright.report.page.cause_lines import cause_markup
+from meshwright.report.page.html_tables import Cell, Column, sortable_table
+from meshwright.report.page.markup import Html, tag
+from partitioning.amounts import bytes_str
+
+_COLUMNS = (
+    Column(key='exchange', title='exchange'),
+    Column(key='axes', title='over'),
+    Column(key='bytes', title='bytes sent', number=True),
+    Column(key='count', title='times', number=True),
+    Column(key='overlap', title='overlap'),
+    Column(key='cause', title='where it comes from', wide=True),
+)
+# The names of the fast and the slow network of a TPU and of other machines.
+_NETWORKS = {
+    'tpu': {'ici': 'ICI', 'dcn': 'DCN'},
+    'gpu': {'ici': 'NVLink', 'dcn': 'network'},
+}
+
+_SMALL = 0.001  # smaller shares of the largest axis have no bar
+
+_Exchange = tuple[Collective, Cause | None]
+
+
+def show_exchanges(forecast: Forecast, name: str) -> Html:
+    """Returns the bytes by network and axis, and a table of the collectives.
+
+    Args:
+      forecast: the forecast.
+      name: the name of the table within the page.
+    """
+    heading = tag('h3', 'Exchanged data')
+    if not forecast.collectives:
+        known = forecast.back_end != 'none' or forecast.num_devices == 1
+        words = 'Devices exchange nothing.' if known else 'Not known: nothing was compiled.'
+        nothing = tag('p', words, class_='none')
+        return tag('section', heading, nothing, class_='exchanges')
+    total = sum(collective.total_bytes for collective, _ in forecast.collectives)
+    caption = 'collectives, with the bytes that a device sends in one call'
+    rows = [_row(forecast, group) for group in _alike(forecast.collectives)]
+    return tag(
+        'section',
+        heading,
+        tag('p', f'Each device sends {bytes_str(total)} per call.', class_='words'),
+        _by_axis(forecast),
+        sortable_table(name, caption, _COLUMNS, rows),
+        class_='exchanges',
+    )
+
+
+def network_name(forecast: Forecast, network: str) -> str:
+    """The name of a network of the machine: 'ICI', 'DCN', 'NVLink' or 'network'."""
+    platform = 'tpu' if forecast.chip is None else forecast.chip.platform
+    return _NETWORKS[platform].get(network, network)
+
+
+def _by_axis(forecast: Forecast) -> Html:
+    totals: dict[tuple[str, str], dict[str, float]] = {}
+    for c, _ in forecast.collectives:
+        sent = totals.setdefault((c.network, _axes(c)), collections.defaultdict(float))
+        sent[c.kind] += c.total_bytes
+    kinds = sorted({kind for held in totals.values() for kind in held})
+    most = max(sum(held.values()) for held in totals.values()) or 1.0
+    drawn: list[Html] = []
+    small = []
+    for (network, axes), held in sorted(totals.items(), key=lambda t: -sum(t[1].values())):
+        if sum(held.values()) < _SMALL * most:
+            small.append(f'{axes} {bytes_str(sum(held.values()))}')
+            continue
+        parts = [
+            Part(name=kind, size=held[kind], figure=bytes_str(held[kind]), color=color_of(number))
+            for number, kind in enumerate(kinds)
+            if kind in held
+        ]
+        figure = bytes_str(sum(held.values()))
+        drawn += [
+            tag('h4', axes, tag('small', f' {network_name(forecast, network)}, {figure}')),
+            stacked_bar(parts, most, f'{figure} over {axes}'),
+            legend(parts),
+        ]
+    if small:
+        drawn.append(tag('p', f'In addition, over {", over ".join(small)}.', class_='key'))
+    return tag('div', *drawn, class_='axes')
+
+
+def _alike(exchanges: Iterable[_Exchange]) -> list[list[_Exchange]]:
+    """Groups exchanges that only differ in their arrays, those with the most bytes first."""
+    groups: dict[object, list[_Exchange]] = collections.defaultdict(list)
+    for collective, cause in exchanges:
+        c = collective
+        groups[c.kind, c.network, c.axes, c.source, c.asynchronous, cause].append((c, cause))
+    return sorted(groups.values(), key=lambda group: -sum(c.total_bytes for c, _ in group))
+
+
+def _row(forecast: Forecast, group: Sequence[_Exchange]) -> list[Cell]:
+    collective, cause = group[0]
+    sent = sum(c.total_bytes for c, _ in group)
+    times = sum(c.count for c, _ in group)
+    arrays = ', '.join(dict.fromkeys(array for c, _ in group for array in c.arrays))
+    network = network_name(forecast, collective.network)
+    within = f'{network}, {collective.group_size} each'
+    hidden = 'asynchronous' if collective.asynchronous else 'synchronous'
+    return [
+        Cell(content=[tag('b', collective.kind), tag('small', _shortened(arrays), class_='code')]),
+        Cell(content=[_axes(collective), tag('small', within, class_='short')]),
+        Cell(content=bytes_str(sent), value=sent),
+        Cell(content=f'{times:,}', value=times),
+        Cell(content=hidden),
+        Cell(content=cause_markup(cause, collective.source, collective.op_name)),
+    ]
+
+
+def _shortened(text: str, most: int = 120) -> str:
+    return text if len(text) <= most else f'{text[: most - 1]}…'
+
+
+def _axes(collective: Collective) -> str:
+    return ' x '.join(collective.axes) or 'unnamed axes'

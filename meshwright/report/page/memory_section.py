@@ -1,0 +1,124 @@
+"""The memory of a device: what fills it, and how much there is."""
+
+from __future__ import annotations
+
+from meshwright.report.forecast import Forecast, MemoryForecast
+from meshwright.report.page.bars import Part, legend, lens, mark, stacked_bar
+from meshwright.report.page.html_tables import plain_table
+from meshwright.report.page.markup import Html, tag
+from partitioning.amounts import bytes_str, share_str
+
+_PARAMETERS, _OPTIMIZER, _BATCH, _OTHER, _GRADIENTS, _ACTIVATIONS, _TEMPORARIES = range(7)
+# From this share of the limit on, the parts can be read in the bar of the limit itself.
+_LARGE = 0.7
+
+
+def show_memory(forecast: Forecast) -> Html:
+    """Returns the bars of the memory, against the limit of the chip."""
+    memory = forecast.memory
+    compiled = forecast.back_end != 'none'
+    parts = _at_peak(memory, compiled)
+    blocks = [_against_limit(memory), _zoom(memory, parts), legend(parts)]
+    if compiled:
+        formula = _by_formula(memory)
+        whole = max(memory.analytic_peak, sum(part.size for part in formula), 1)
+        blocks += [
+            tag(
+                'h4',
+                f'By formula, without a compiler: {bytes_str(memory.analytic_peak)}',
+                tag('small', f' {_difference(memory)}'),
+            ),
+            stacked_bar(formula, whole, 'the memory by formula'),
+            legend(formula),
+        ]
+    if forecast.remedies:
+        blocks.append(_remedies(forecast))
+    return tag('section', tag('h3', 'Memory of a device'), *blocks, class_='memory')
+
+
+def _remedies(forecast: Forecast) -> Html:
+    """The settings with which less memory is needed."""
+    rows = [
+        (
+            tag('code', remedy.setting),
+            bytes_str(remedy.peak),
+            {True: 'fits', False: 'does not fit', None: 'limit not known'}[remedy.fits],
+            'compiler' if remedy.peak_from == 'compiler' else 'formula',
+        )
+        for remedy in forecast.remedies
+    ]
+    heading = tag('h4', 'Settings that need less')
+    return tag('div', heading, plain_table(('setting', 'peak', '', 'figure from'), rows))
+
+
+def meter(memory: MemoryForecast) -> Html:
+    """Returns a small bar of the peak against the limit."""
+    whole = max(memory.limit or 0, memory.peak, 1)
+    color = 'full' if memory.fits is False else 'used'
+    used = Part(name='peak', size=memory.peak, figure=bytes_str(memory.peak), color=0)
+    marks = [] if memory.limit is None else [_limit(memory, whole)]
+    return tag('div', stacked_bar([used], whole, _words(memory), *marks), class_=f'meter {color}')
+
+
+def _against_limit(memory: MemoryForecast) -> Html:
+    return tag('div', tag('p', _words(memory), class_='words'), meter(memory))
+
+
+def _zoom(memory: MemoryForecast, parts: list[Part]) -> Html:
+    whole = max(memory.limit or 0, memory.peak, 1)
+    bar = stacked_bar(parts, max(sum(p.size for p in parts), 1), 'what fills the memory')
+    return tag('div', lens(memory.peak / whole), bar)
+
+
+def _words(memory: MemoryForecast) -> str:
+    if memory.limit is None:
+        return f'{bytes_str(memory.peak)} at the peak; the limit of this chip is not known'
+    free = memory.limit - memory.peak
+    left = f'{bytes_str(free)} free' if free >= 0 else f'{bytes_str(-free)} too much'
+    share = share_str(memory.peak / memory.limit)
+    return f'{bytes_str(memory.peak)} of {bytes_str(memory.limit)} at the peak ({share}), {left}'
+
+
+def _limit(memory: MemoryForecast, whole: float) -> Html:
+    assert memory.limit is not None
+    return mark(memory.limit / whole, 'limit', f'limit: {bytes_str(memory.limit)}')
+
+
+def _arguments(memory: MemoryForecast) -> list[Part]:
+    return _parts(
+        ('parameters', memory.parameters, _PARAMETERS),
+        ('optimizer', memory.optimizer, _OPTIMIZER),
+        ('batch', memory.batch, _BATCH),
+        ('other arguments', memory.other, _OTHER),
+    )
+
+
+def _at_peak(memory: MemoryForecast, compiled: bool) -> list[Part]:
+    if not compiled:
+        return _by_formula(memory)
+    rest = max(memory.peak - memory.arguments, 0)
+    return _arguments(memory) + _parts(('temporaries at the peak', rest, _TEMPORARIES))
+
+
+def _by_formula(memory: MemoryForecast) -> list[Part]:
+    rest = memory.analytic_peak - memory.arguments - memory.gradients - memory.activations
+    return _arguments(memory) + _parts(
+        ('gradients', memory.gradients, _GRADIENTS),
+        ('activations for the backward pass', memory.activations, _ACTIVATIONS),
+        ('other temporaries', max(rest, 0), _TEMPORARIES),
+    )
+
+
+def _parts(*parts: tuple[str, int, int]) -> list[Part]:
+    return [
+        Part(name=name, size=size, figure=bytes_str(size), color=color)
+        for name, size, color in parts
+        if size
+    ]
+
+
+def _difference(memory: MemoryForecast) -> str:
+    more = memory.analytic_peak / max(memory.peak, 1) - 1
+    if abs(more) < 0.0005:
+        return "equal to the compiler's peak"
+    return f"{share_str(abs(more))} {'more' if more > 0 else 'less'} than the compiler's peak"

@@ -1,0 +1,94 @@
+"""The time of a step: its parts, its range, and the constants that it is computed with."""
+
+from __future__ import annotations
+
+from meshwright.report.forecast import Forecast
+from meshwright.report.page.bars import Part, color_of, legend, span, stacked_bar
+from meshwright.report.page.html_tables import plain_table
+from meshwright.report.page.markup import Html, tag
+from meshwright.time import StepTime, TimePart
+from partitioning.amounts import flops_str, seconds_str, share_str, value_str
+
+_SMALL = 0.005  # smaller shares of the time are added up
+
+
+def show_time(forecast: Forecast) -> Html:
+    """Returns the parts of the time of a call, with its range and the constants of the model."""
+    heading = tag('h3', 'Time of a step')
+    time = forecast.time
+    if time is None:
+        missing = tag('p', f'Not forecast: {no_time(forecast)}.', class_='none')
+        return tag('section', heading, missing, class_='time')
+    return tag(
+        'section',
+        heading,
+        tag('p', _words(forecast, time), class_='words'),
+        _bar(time),
+        legend(_parts(time)),
+        _constants(time),
+        class_='time',
+    )
+
+
+def no_time(forecast: Forecast) -> str:
+    """Why a forecast has no time."""
+    if forecast.back_end in ('none', 'cpu'):
+        return 'nothing was compiled for this machine'
+    return 'there is no step-time model of this chip'
+
+
+def _words(forecast: Forecast, time: StepTime) -> str:
+    words = (
+        f'{seconds_str(time.seconds)} per step, between {seconds_str(time.low)} and '
+        f'{seconds_str(time.high)}'
+    )
+    if forecast.mfu is not None:
+        words += f'; MFU {share_str(forecast.mfu)} of {flops_str(forecast.model_flops)} per device'
+    return words
+
+
+def _bar(time: StepTime) -> Html:
+    whole = max(time.high, time.seconds) or 1.0
+    low, high = time.low / whole, time.high / whole
+    title = f'range: {seconds_str(time.low)} to {seconds_str(time.high)}'
+    return stacked_bar(_parts(time), whole, 'the parts of the time', span(low, high, title))
+
+
+def _parts(time: StepTime) -> list[Part]:
+    shown = [part for part in time.parts if part.exposed >= _SMALL * time.seconds]
+    parts = [
+        Part(
+            name=part.name,
+            size=part.exposed,
+            figure=seconds_str(part.exposed),
+            color=color_of(number),
+            note=_note(part, time),
+        )
+        for number, part in enumerate(shown)
+    ]
+    rest = [part.exposed for part in time.parts if part not in shown]
+    if rest:
+        name, color = f'{len(rest)} smaller parts', color_of(len(parts))
+        parts.append(Part(name=name, size=sum(rest), figure=seconds_str(sum(rest)), color=color))
+    return parts
+
+
+def _note(part: TimePart, time: StepTime) -> str:
+    hidden = part.seconds - part.exposed
+    share = share_str(part.exposed / time.seconds) if time.seconds else ''
+    if hidden > 0.005 * part.seconds:
+        return f'{share}, {seconds_str(hidden)} more is hidden behind other work'
+    return share
+
+
+def _constants(time: StepTime) -> Html | None:
+    if not time.constants:
+        return None
+    rows = [[c.name, value_str(c.value, c.unit), c.source] for c in time.constants]
+    table = plain_table(('constant', 'value', 'source'), rows)
+    count = len(time.constants)
+    return tag(
+        'details',
+        tag('summary', f'{count} constant{"s" if count > 1 else ""} of the model, with sources'),
+        table,
+    )

@@ -1,0 +1,37 @@
+"""How long a step takes: what a device has to do, and how fast its chip and its links are.
+
+`work` says what a device has to do, which `compiled_work` reads from a compiled program and
+`traced_work` estimates from a jaxpr; `kernels` knows the kernels in one. `links` knows how devices
+are connected, `exchanges` how long one exchange takes, `constants` has the constants of the chips,
+and `step_model` adds it up.
+"""
+
+from meshwright.time.compiled_work import (
+    read_work as read_work,
+)
+from meshwright.time.constants import (
+    ChipConstants as ChipConstants,
+    constants_of as constants_of,
+)
+from meshwright.time.kernels import (
+    find_kernel_work as find_kernel_work,
+)
+from meshwright.time.links import (
+    Machine as Machine,
+    describe_machine as describe_machine,
+)
+from meshwright.time.step_model import (
+    estimate_step_time as estimate_step_time,
+)
+from meshwright.time.step_time import (
+    Constant as Constant,
+    StepTime as StepTime,
+    TimePart as TimePart,
+)
+from meshwright.time.traced_work import (
+    estimate_work as estimate_work,
+)
+from meshwright.time.work import (
+    KernelWork as KernelWork,
+    Work as Work,
+)

@@ -1,0 +1,93 @@
+"""The constants of the step-time model of each chip, each with its unit and its source."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from meshwright.time.step_time import Constant
+from partitioning.hardware import Chip
+
+# Written by `python benchmarks/forecast_truth.py --fit`.
+FITTED = Path(__file__).with_name('fitted_constants.json')
+_UNITS = {
+    'host_bandwidth': 'bytes/s',
+    'host_delay': 's',
+    'exchange_latency': 's',
+    'hop_latency': 's',
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChipConstants:
+    """The constants of one chip.
+
+    Attributes:
+      matmul_efficiency: the share of the peak rate that matrix products reach, by their FLOPs.
+      cycles_factor: the time of operations, as a multiple of the compiler's estimate.
+      kernel_efficiency: the share of the peak rate that hand-written kernels reach.
+      memory_efficiency: the share of the memory's bandwidth that other operations reach.
+      link_efficiency: the share of the bandwidth of fast links that exchanges reach.
+      network_efficiency: the same for the network between slices or hosts.
+      hidden_share: the share of the exchanges over fast links that computation hides.
+      hidden_network_share: the same for exchanges between slices or hosts.
+      host_bandwidth: the bandwidth between a chip and the memory of its host.
+      host_delay: what a step takes in addition each time that the number of hosts doubles, because
+        all wait for the slowest.
+      exchange_latency: what the start of each exchange takes in addition.
+      hop_latency: what each link on its way takes in addition.
+      slice_delay: the share by which a step grows each time that the number of slices or NVLink
+        domains doubles.
+      error: the relative error on measured steps that nine in ten forecasts stay below.
+    """
+
+    matmul_efficiency: float
+    cycles_factor: float
+    kernel_efficiency: float
+    memory_efficiency: float
+    link_efficiency: float
+    network_efficiency: float
+    hidden_share: float
+    hidden_network_share: float
+    host_bandwidth: float
+    host_delay: float
+    exchange_latency: float
+    hop_latency: float
+    slice_delay: float
+    error: float
+
+
+@functools.cache
+def _read_file() -> dict[str, dict[str, dict[str, Any]]]:
+    return json.loads(FITTED.read_text())
+
+
+@functools.cache
+def constants_of(chip: Chip) -> ChipConstants:
+    """The constants of a chip, fitted on its measured steps or on those of similar chips."""
+    entry = _read_file()[chip.name]
+    return ChipConstants(**{name: figure['value'] for name, figure in entry.items()})
+
+
+def list_constants(chip: Chip, constants: ChipConstants | None = None) -> tuple[Constant, ...]:
+    """Lists the constants of a chip with their sources.
+
+    Args:
+      chip: the chip.
+      constants: other values than those of `constants_of`, whose source is the caller.
+    """
+    entry = _read_file()[chip.name]
+    own = dataclasses.asdict(constants_of(chip))
+    chosen = dataclasses.asdict(constants) if constants else own
+    return tuple(
+        Constant(
+            name=name,
+            value=value,
+            unit=_UNITS.get(name, ''),
+            source=entry[name]['source'] if value == own[name] else 'given by the caller',
+        )
+        for name, value in chosen.items()
+    )

@@ -1,0 +1,105 @@
+"""How long the parts of a step would take at the peak rates of the chip and its links."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from meshwright.time.exchanges import links_of, time_exchange
+from meshwright.time.links import Machine
+from meshwright.time.work import Work
+from partitioning.hardware import CHIPS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExchangeLoad:
+    """The exchanges of one kind over the same mesh axes.
+
+    Attributes:
+      name: what they are, for people: 'all-gather over fsdp (ICI)'.
+      slow: whether they cross the network between slices or hosts.
+      seconds: their time at the peak rate of the links.
+      count: the number of executions in one step.
+      hops: the number of links that data passes one after another, in all executions.
+    """
+
+    name: str
+    slow: bool
+    seconds: float
+    count: int
+    hops: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loads:
+    """The parts of a step in seconds at peak rates, without anything that hides or delays them.
+
+    Attributes:
+      chip: the name of the chip.
+      products: matrix products by their FLOPs.
+      estimated_products: matrix products by the compiler's estimate, or None.
+      memory: other operations by their bytes.
+      estimated_others: other operations by the compiler's estimate, or None.
+      kernels: hand-written kernels by their FLOPs.
+      kernel_memory: the same by their bytes.
+      exchanges: the exchanges with other devices.
+      host_bytes: the bytes that are copied to and from the memory of the host.
+      num_granules: the number of TPU slices or NVLink domains.
+      num_processes: the number of hosts.
+    """
+
+    chip: str
+    products: float
+    estimated_products: float | None
+    memory: float
+    estimated_others: float | None
+    kernels: float
+    kernel_memory: float
+    exchanges: tuple[ExchangeLoad, ...]
+    host_bytes: float
+    num_granules: int
+    num_processes: int
+
+
+def find_loads(work: Work, machine: Machine) -> Loads:
+    """Returns how long the work of a step would take on a machine at peak rates."""
+    chip = CHIPS[work.chip]
+    peak, bandwidth = chip.peak_flops_per_device, chip.hbm_bandwidth / chip.devices
+    return Loads(
+        chip=work.chip,
+        products=work.matmul_flops / peak,
+        estimated_products=work.matmul_seconds,
+        memory=work.other_bytes / bandwidth,
+        estimated_others=work.other_seconds,
+        kernels=sum(kernel.flops for kernel in work.kernels) / peak,
+        kernel_memory=sum(kernel.nbytes for kernel in work.kernels) / bandwidth,
+        exchanges=_group_exchanges(work, machine),
+        host_bytes=work.host_bytes,
+        num_granules=machine.num_granules,
+        num_processes=machine.num_processes,
+    )
+
+
+def _group_exchanges(work: Work, machine: Machine) -> tuple[ExchangeLoad, ...]:
+    on_tpus = machine.chip.platform == 'tpu'
+    fast, between = ('ICI', 'DCN') if on_tpus else ('NVLink', 'network')
+    seconds: dict[tuple[str, bool], float] = collections.defaultdict(float)
+    counts: collections.Counter[tuple[str, bool]] = collections.Counter()
+    hops: collections.Counter[tuple[str, bool]] = collections.Counter()
+    for collective in work.collectives:
+        links = links_of(collective, machine)
+        slow = links.granules > 1
+        axes = ', '.join(collective.axes) or f'{collective.group_size} devices'
+        key = f'{collective.kind} over {axes} ({between if slow else fast})', slow
+        once = time_exchange(
+            collective, links, machine.chip, network_bandwidth=machine.network_bandwidth
+        )
+        seconds[key] += once * collective.count
+        counts[key] += collective.count
+        hops[key] += links.hops * collective.count
+    return tuple(
+        ExchangeLoad(
+            name=key[0], slow=key[1], seconds=seconds[key], count=counts[key], hops=hops[key]
+        )
+        for key in seconds
+    )

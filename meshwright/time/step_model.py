@@ -1,0 +1,93 @@
+"""The time of a step: its computation, and what that does not hide of everything else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from jax.sharding import Mesh
+
+from meshwright.time.constants import ChipConstants, constants_of, list_constants
+from meshwright.time.links import Machine, describe_machine
+from meshwright.time.loads import Loads, find_loads
+from meshwright.time.step_time import StepTime, TimePart
+from meshwright.time.work import Work
+from partitioning.hardware import CHIPS
+
+
+def estimate_step_time(
+    work: Work, machine: Machine | Mesh, constants: ChipConstants | None = None
+) -> StepTime | None:
+    """Estimates how long a step takes, or returns None if the model does not know the chip.
+
+    Args:
+      work: what each device has to do.
+      machine: where the devices are, from `describe_machine`, or the mesh of the step.
+      constants: the constants of the chip, by default those fitted on measured steps.
+    """
+    if isinstance(machine, Mesh):
+        described = describe_machine(machine)
+        if described is None:
+            return None
+        machine = described
+    loads = find_loads(work, machine)
+    chosen = constants or constants_of(machine.chip)
+    parts = add_up(loads, chosen)
+    kept = sorted((p for p in parts if p.seconds > 0), key=lambda part: -part.exposed)
+    seconds = math.fsum(part.exposed for part in kept)
+    return StepTime(
+        seconds=seconds,
+        low=seconds / (1 + chosen.error),
+        high=seconds * (1 + chosen.error),
+        parts=tuple(kept),
+        constants=list_constants(machine.chip, chosen),
+    )
+
+
+def add_up(loads: Loads, constants: ChipConstants) -> list[TimePart]:
+    """Returns the parts of a step, whose exposed times add up to it."""
+    parts = [*_computing(loads, constants)]
+    computing = math.fsum(part.exposed for part in parts)
+    parts += _moving(loads, computing, constants)
+    starts = sum(exchange.count for exchange in loads.exchanges) * constants.exchange_latency
+    ways = sum(exchange.hops for exchange in loads.exchanges) * constants.hop_latency
+    overhead = constants.host_delay * math.log2(loads.num_processes) + starts + ways
+    parts.append(TimePart(name='fixed overheads', seconds=overhead, exposed=overhead))
+    busy = math.fsum(part.exposed for part in parts)
+    waiting = busy * constants.slice_delay * math.log2(loads.num_granules)
+    name = 'waiting for other slices or hosts'
+    parts.append(TimePart(name=name, seconds=waiting, exposed=waiting))
+    return parts
+
+
+def _computing(loads: Loads, constants: ChipConstants) -> Iterator[TimePart]:
+    """The parts that occupy the compute units of a device."""
+    products = loads.products / constants.matmul_efficiency
+    others = loads.memory / constants.memory_efficiency
+    if loads.estimated_products is not None:
+        products = loads.estimated_products * constants.cycles_factor
+    if loads.estimated_others is not None:
+        others = loads.estimated_others * constants.cycles_factor
+    kernels = max(
+        loads.kernels / constants.kernel_efficiency,
+        loads.kernel_memory / constants.memory_efficiency,
+    )
+    times = {'matrix products': products, 'other operations': others, 'kernels': kernels}
+    for name, seconds in times.items():
+        yield TimePart(name=name, seconds=seconds, exposed=seconds)
+
+
+def _moving(loads: Loads, computing: float, constants: ChipConstants) -> Iterator[TimePart]:
+    """The parts that move data, of which computation hides a share.
+
+    Copies to and from the host are hidden as a whole as long as they take less time.
+    """
+    for exchange in loads.exchanges:
+        efficiency, hidden = constants.link_efficiency, constants.hidden_share
+        if exchange.slow:
+            efficiency, hidden = constants.network_efficiency, constants.hidden_network_share
+        seconds = exchange.seconds / efficiency
+        yield TimePart(name=exchange.name, seconds=seconds, exposed=seconds * (1 - hidden))
+    copying = loads.host_bytes * CHIPS[loads.chip].devices / constants.host_bandwidth
+    exposed = max(0.0, copying - computing)
+    yield TimePart(name='copies to and from the host', seconds=copying, exposed=exposed)

@@ -1,0 +1,106 @@
+"""What a device has to do in a traced function, without a compiler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from meshwright.jaxpr import TracedProgram, list_collectives
+from meshwright.jaxpr.fusion import IN_PLACE, VIEWS, Fusion
+from meshwright.jaxpr.implied_exchanges import KINDS, SLICE
+from meshwright.jaxpr.primitives import PRODUCTS
+from meshwright.jaxpr.steps import Block, Step, Value
+from meshwright.time.kernels import find_kernel_work
+from meshwright.time.work import Work
+from partitioning.hardware import Chip
+from partitioning.products.flops import ragged_flops
+
+_PARTIAL_READS = ('slice', 'dynamic_slice', 'gather')
+
+
+def estimate_work(traced: TracedProgram, chip: Chip) -> Work:
+    """Estimates the work of a traced function on each device, from its jaxpr and its layouts.
+
+    Args:
+      traced: the function, from `trace_function`.
+      chip: the chip.
+    """
+    count = _Count(traced, chip)
+    count.add(traced.block, 1)
+    return Work(
+        origin='jaxpr',
+        chip=chip.name,
+        matmul_flops=count.flops,
+        matmul_seconds=None,
+        other_seconds=None,
+        other_bytes=count.other_bytes,
+        kernels=find_kernel_work(traced.jaxpr),
+        collectives=list_collectives(traced),
+        host_bytes=count.host_bytes,
+    )
+
+
+class _Count:
+    """Adds up what the steps of a function compute and move."""
+
+    def __init__(self, traced: TracedProgram, chip: Chip):
+        self._sizes = traced.axis_sizes
+        self._fuses_products = chip.platform == 'tpu'
+        self.flops = self.other_bytes = self.host_bytes = 0.0
+
+    def add(self, block: Block, times: int) -> None:
+        """Adds the steps of a block that runs some times."""
+        fusion = Fusion(block, fuses_products=self._fuses_products)
+        for step in block.steps:
+            for body in step.bodies:
+                self.add(body, times * step.times)
+            if step.name in PRODUCTS:
+                self.flops += times * self._flops(step)
+            elif step.name == 'device_put':
+                self.host_bytes += times * self._host_bytes(step)
+            elif not step.bodies and not _moves_nothing(step):
+                self.other_bytes += times * self._moved(step, fusion)
+
+    def _bytes(self, value: Value) -> int:
+        return value.shard_bytes(self._sizes)
+
+    def _flops(self, step: Step) -> float:
+        lhs, rhs = (value.shard_shape(self._sizes) for value in step.inputs[:2])
+        result = math.prod(step.outputs[0].shard_shape(self._sizes))
+        if step.name == 'conv_general_dilated':
+            return 2.0 * result * math.prod(rhs) / rhs[step.params['dimension_numbers'].rhs_spec[0]]
+        if step.name == 'ragged_dot_general':
+            return ragged_flops(step.params, tuple(lhs), tuple(rhs))
+        (contracted, _), _ = step.params['dimension_numbers']
+        return 2.0 * result * math.prod(lhs[d] for d in contracted)
+
+    def _host_bytes(self, step: Step) -> float:
+        given, result = step.inputs[0], step.outputs[0]
+        return self._bytes(result) if given.on_host != result.on_host else 0
+
+    def _moved(self, step: Step, fusion: Fusion) -> float:
+        """The bytes that a step reads and writes with everything that is fused with it."""
+        written = [value for value in step.outputs if fusion.in_memory(value)]
+        if not written:
+            return 0
+        if step.name in IN_PLACE:  # only the part that changes
+            return 2 * self._bytes(step.inputs[-1 if 'scatter' in step.name else 1])
+        read = sum(dict(self._reads(step, fusion)).values())
+        return read + sum(map(self._bytes, written))
+
+    def _reads(self, step: Step, fusion: Fusion) -> Iterator[tuple[int, int]]:
+        """The arrays in memory that a step reads, and how much of them."""
+        if step.name in _PARTIAL_READS:
+            yield id(step), self._bytes(step.outputs[0])
+            return
+        for value in map(fusion.base, step.inputs):
+            maker = fusion.maker(value)
+            if maker is None or fusion.in_memory(value):
+                yield id(value), self._bytes(value)
+            else:
+                yield from self._reads(maker, fusion)
+
+
+def _moves_nothing(step: Step) -> bool:
+    """Whether a step is counted elsewhere, or does not touch the memory."""
+    return step.name in VIEWS or step.name in KINDS or step.name in ('pallas_call', 'iota', SLICE)

@@ -1,6 +1,0 @@
-"""`forecast.html`: forecasts as one file that a browser shows without a network."""
-
-from partitioning.aot.page.document import (
-    render_page as render_page,
-    write_page as write_page,
-)

@@ -1,0 +1,84 @@
+"""Whether a compiled program fits into the memory of its devices."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from jax.sharding import Mesh
+
+from partitioning.amounts import bytes_str
+from partitioning.hardware.chips import chip_of
+from partitioning.rules import MeshLike
+
+# libtpu 0.0.52: 'Ran out of memory on HBM, the total memory required for HLO temporaries (40.25G)
+# exceeds available HBM (15.75G)'. The units are powers of 1024.
+_EXCEEDS = re.compile(r'required.*?\(([\d.]+)([KMGT]?)\) exceeds available.*?\(([\d.]+)([KMGT]?)\)')
+_UNITS = {'': 1, 'K': 2**10, 'M': 2**20, 'G': 2**30, 'T': 2**40}
+
+
+class OutOfMemoryError(ValueError):
+    """A program needs more memory than a device has.
+
+    Attributes:
+      needed: the bytes that it needs on each device.
+      available: the bytes that a device has for programs.
+    """
+
+    def __init__(self, function: str, needed: int, available: int):
+        super().__init__(
+            f'{function} needs {bytes_str(needed)} on each device, which has '
+            f'{bytes_str(available)}: use more devices, a layout that shards more, a smaller '
+            'batch, or recompute more in the backward pass'
+        )
+        self.needed, self.available = needed, available
+
+
+def find_out_of_memory(text: str, function: str) -> OutOfMemoryError | None:
+    """Returns the error to raise in place of one of the compiler, if it is about memory.
+
+    Args:
+      text: the message of the compiler.
+      function: the name of the compiled function.
+    """
+    if (found := _EXCEEDS.search(text)) is None:
+        return None
+    needed, available = (
+        int(float(found[i]) * _UNITS[found[i + 1]])
+        for i in (1, 3)  # a number and its unit
+    )
+    return OutOfMemoryError(function, needed, available)
+
+
+def needed_memory(compiled: Any, mesh: MeshLike) -> int:
+    """Returns the memory that a compiled program needs on each device of a mesh, in bytes.
+
+    The compiler for TPUs states the peak, which can be less than the sum of the parts. For other
+    devices the peak may leave out temporary arrays.
+    """
+    stats = compiled.memory_analysis()
+    if stats is None:
+        return 0
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    parts = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+    if getattr(_first_device(mesh), 'platform', None) == 'tpu':
+        return min(stats.peak_memory_in_bytes, parts)  # the peak has what is kept on the host, too
+    return parts
+
+
+def check_memory(compiled: Any, function: str, mesh: MeshLike) -> None:
+    """Checks a program for GPUs, whose compiler does not know how much memory they have.
+
+    Raises:
+      OutOfMemoryError: if the program needs more than the whole memory of the chip.
+    """
+    chip = chip_of(getattr(_first_device(mesh), 'device_kind', ''))
+    if chip is None or chip.platform != 'gpu':
+        return
+    if (needed := needed_memory(compiled, mesh)) > chip.hbm_bytes_per_device:
+        raise OutOfMemoryError(function, needed, chip.hbm_bytes_per_device)
+
+
+def _first_device(mesh: MeshLike) -> Any:
+    """The first device of a mesh, or None if it has only the sizes of its axes."""
+    return mesh.devices.flat[0] if isinstance(mesh, Mesh) else None

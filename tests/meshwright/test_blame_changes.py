@@ -1,0 +1,205 @@
+"""Suggested changes are tried by compiling, and warnings of the compiler lead to lines."""
+
+import functools
+import inspect
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.blame_programs.faults import ROOT, all_faults, draw_faults
+from meshwright import read_costs
+from meshwright.causes import compile_partitioned, explain_program
+from meshwright.causes.changes import ConstraintRemoval, RuleChange
+from meshwright.causes.compiler_log import find_rematerializations
+from meshwright.causes.confirming import (
+    CompiledFunction,
+    changed_rules,
+    confirm_change,
+    try_change,
+)
+from meshwright.causes.described_arguments import describe_arguments
+from partitioning import PjitPartitioner, constrain
+from partitioning.mesh import MeshConfig
+
+# What XLA writes for a gradient that it cannot move from one layout to another.
+WARNING = (
+    'W1123 03:00:52.706828   14814 spmd_partitioner.cc:666] [SPMD] Involuntary full '
+    "rematerialization. The compiler cannot go from sharding {mesh['data'=4,'model'=2], "
+    "[{'data'}, {}, {}]} to {devices=[1,1,4,2]<=[8] last_tile_dim_replicate} efficiently for HLO "
+    'operation %sharding_constraint.9 = f32[4,16,32]{2,1,0} copy(%get-tuple-element), '
+    "sharding={mesh['data'=4,'model'=2], [{'data'}, {}, {}]}, metadata={op_name=\"jit(step)/"
+    'transpose(jvp(Model))/sharding_constraint" stack_frame_id=16}. As the last resort, SPMD will '
+    'replicate the tensor and then partition it to obtain the target sharding.'
+)
+
+
+@pytest.fixture(scope='module')
+def mesh():
+    return Mesh(np.reshape(jax.devices(), (4, 2)), ('data', 'model'))
+
+
+def compile_plain(step, mesh, parameters, batch):
+    """A step of a trainer without names or rules, compiled and explained."""
+    shardings = {k: NamedSharding(mesh, spec) for k, (_, spec) in parameters.items()}
+    arrays = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, (shape, _) in parameters.items()}
+    rows = NamedSharding(mesh, PartitionSpec('data'))
+    jitted = jax.jit(
+        step, in_shardings=(shardings, rows), out_shardings=shardings, donate_argnums=0
+    )
+    with jax.set_mesh(mesh):
+        traced = jitted.trace(arrays, batch)
+        compiled = traced.lower().compile()
+    costs = read_costs(compiled, mesh)
+    described = describe_arguments(traced, compiled)
+    explanation = explain_program(
+        compiled.as_text(), traced.jaxpr, costs, mesh=mesh, rows=described
+    )
+    function = CompiledFunction(
+        traced=traced, compiled=compiled, costs=costs, mesh=mesh, rows=described
+    )
+    return explanation, function
+
+
+def make_step(hidden_spec):
+    """A gradient step of two matrices, whose hidden layer is laid out by a spec."""
+
+    def step(params, x):
+        def loss(params):
+            hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ params['up']), hidden_spec)
+            hidden = jax.lax.with_sharding_constraint(hidden, PartitionSpec('data', 'model'))
+            return jnp.mean((hidden @ params['down']) ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    return step
+
+
+def test_a_wrong_constraint_is_replaced_and_the_gathers_are_gone(mesh):
+    """The hidden layer of 64 x 256 floats is gathered over 4 devices, forward and backward."""
+    parameters = {
+        'up': ((128, 256), PartitionSpec(None, 'model')),
+        'down': ((256, 128), PartitionSpec('model', None)),
+    }
+    step = make_step(PartitionSpec(None, 'model'))
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    explanation, function = compile_plain(step, mesh, parameters, x)
+    gathers = [(c, cause) for c, cause in explanation.collectives if c.kind == 'all-gather']
+    shard = 16 * 128 * 4
+    assert gathers and {c.wire_bytes for c, _ in gathers} == {3 * shard}
+    cause = confirm_change(gathers[0][1], function)
+    assert cause.confirmed and "PartitionSpec('data', 'model')" in cause.change
+    gathered = sum(c.total_bytes for c, _ in gathers)
+    found = try_change(function, gathers[0][1].candidates[0])
+    assert found.exchanged[0] - found.exchanged[1] == gathered
+    # The next line has the right constraint, so that the program does not need this one.
+    line = inspect.getsourcelines(make_step)[1] + 5
+    (removal,) = {c for c in gathers[0][1].candidates if isinstance(c, ConstraintRemoval)}
+    assert str(removal).startswith('leave out the constraint at /')
+    assert str(removal).endswith(f'test_blame_changes.py:{line}')
+    found = try_change(function, removal)
+    assert found.exchanged[0] - found.exchanged[1] == gathered
+    assert try_change(function, ConstraintRemoval(source='train.py:1')) is None
+
+
+def test_a_parameter_that_is_whole_gets_the_layout_of_its_uses(mesh):
+    """'down' is multiplied with a hidden layer whose columns are sharded over 'model'."""
+    parameters = {
+        'up': ((128, 256), PartitionSpec(None, 'model')),
+        'down': ((256, 128), PartitionSpec()),
+    }
+    step = make_step(PartitionSpec('data', 'model'))
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    explanation, function = compile_plain(step, mesh, parameters, x)
+    causes = {row.path: cause for row, cause in explanation.replicated}
+    cause = causes['params/down']
+    assert cause.change == "lay out the argument params/down as PartitionSpec('model', None)"
+    found = try_change(function, cause.candidates[0])
+    # Half of the parameter is left.
+    assert found.peak[0] - found.peak[1] >= 256 * 128 * 4 // 2
+    assert confirm_change(cause, function).confirmed
+
+
+def test_rules_are_changed_in_place():
+    rules = [('batch', 'data'), ('mlp', 'data'), ('embed', 'model'), ('embed', 'data')]
+    swap = RuleChange(
+        before=(('mlp', 'data'), ('embed', 'model')), after=(('mlp', 'model'), ('embed', 'data'))
+    )
+    assert list(changed_rules(rules, swap)) == [
+        ('batch', 'data'),
+        ('mlp', 'model'),
+        ('embed', 'data'),
+    ]
+    added = RuleChange(before=(), after=(('vocab', 'model'),))
+    assert list(changed_rules(rules, added)) == [*rules, ('vocab', 'model')]
+    assert str(added) == "add ('vocab', 'model') to the rules"
+
+
+def test_warnings_of_full_rematerialization_are_read():
+    (found,) = find_rematerializations(f'{WARNING}\nI1123 other\n{WARNING}')
+    assert (found.array, found.instruction, found.frame) == (
+        'f32[4,16,32]',
+        'sharding_constraint.9',
+        16,
+    )
+    assert found.after == '{devices=[1,1,4,2]<=[8] last_tile_dim_replicate}'
+    assert found.op_name.endswith('transpose(jvp(Model))/sharding_constraint')
+    assert not list(find_rematerializations('W1123 nothing of the kind'))
+
+
+def test_seeded_faults_change_lines_that_exist():
+    """The faults of `benchmarks/blame.py` are edits of one place, which keep line numbers."""
+    faults = list(all_faults())
+    assert len(faults) > 140
+    for fault in faults:
+        if 'file' in fault:
+            assert (ROOT / fault['file']).read_text().count(fault['old']) == 1, fault['place']
+            assert fault['old'].count('\n') == fault['new'].count('\n'), fault['place']
+    keys = [[fault['key'] for fault in draw_faults(seed)] for seed in (0, 1)]
+    assert not {*keys[0]} & {*keys[1]}, 'the code was written with the first'
+    assert len(keys[0]) + len(keys[1]) == len(faults)
+
+
+def test_rules_of_a_partitioner_are_swapped_and_confirmed():
+    """The hidden layer is sharded over the axis of the batch, and 'embed' over the other one."""
+    right = [('batch', 'data'), ('embed', 'data'), ('mlp', 'model')]
+    wrong = [('batch', 'data'), ('embed', 'model'), ('mlp', 'data')]
+    mesh = MeshConfig(axes={'data': 4, 'model': 2})
+    batch = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+
+    def init():
+        kernel = functools.partial(nn.LogicallyPartitioned, jnp.zeros((128, 256)))
+        return {
+            'params': {
+                'down': nn.LogicallyPartitioned(jnp.zeros((256, 128)), ('mlp', 'embed')),
+                'up': kernel(('embed', 'mlp')),
+            }
+        }
+
+    def step(state, x):
+        def loss(params):
+            hidden = constrain(jnp.tanh(x @ params['up']), ('batch', 'mlp'))
+            return jnp.mean(constrain(hidden @ params['down'], ('batch', 'embed')) ** 2)
+
+        gradient = jax.grad(loss)(state['params'])
+        return {'params': jax.tree.map(lambda p, g: p - g, state['params'], gradient)}
+
+    functions = []
+    for rules in (right, wrong):
+        partitioner = PjitPartitioner(mesh=mesh, logical_axis_rules=rules)
+        plan = partitioner.plan(init)
+        partitioned = partitioner.partition(
+            step, (plan.specs, partitioner.data_partition_spec), plan.specs
+        )
+        functions.append(compile_partitioned(partitioner, partitioned, plan.abstract_state, batch))
+    healthy, swapped = functions
+    cause = confirm_change(swapped.explain().avoidable[0], swapped)
+    assert cause.confirmed
+    assert "('embed', 'data') and ('mlp', 'model')" in cause.change
+    found = try_change(swapped, cause.candidates[0])
+    # With the rules swapped back, it is the program that was never wrong.
+    assert found.exchanged[1] == sum(c.total_bytes for c in healthy.costs.collectives)
+    assert found.peak[1] == healthy.costs.memory.peak

@@ -1,0 +1,213 @@
+"""Causes that lie away from the exchange: across loops, in the batch, in the names of a parameter.
+
+Rows are 32 over 4 devices of 'data', and the hidden layer is 256 over 2 devices of 'model'.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.lax import with_sharding_constraint as lay_out
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from benchmarks.blame_programs.faults import ROOT
+from benchmarks.blame_programs.fresh_faults import fresh_faults
+from benchmarks.blame_programs.held_out_faults import held_out_faults
+from benchmarks.blame_programs.later_faults import later_faults
+from benchmarks.blame_programs.other_programs import other_programs
+from meshwright import read_costs
+from meshwright.causes import CompiledFunction, describe_arguments
+from meshwright.causes.advice import Advisor
+from meshwright.causes.known_layouts import KnownLayouts, names_by_axes
+from meshwright.causes.value_graph import ValueGraph
+from meshwright.causes.value_matching import Matcher
+from meshwright.causes.value_walk import trace_values
+from meshwright.program.hlo_text import parse_hlo
+from partitioning.plan.rows import make_row
+from partitioning.rules import ResolvedDimension, resolve_axes
+
+SHAPES = {'up': (3, 128, 256), 'down': (3, 256, 128)}
+LAYOUTS = {'up': P(None, None, 'model'), 'down': P(None, 'model', None)}
+ROWS = P('data', None)
+
+
+@pytest.fixture(scope='module')
+def mesh():
+    return Mesh(np.reshape(jax.devices(), (4, 2)), ('data', 'model'))
+
+
+def make_step(carry_spec=ROWS, roll=False):
+    """A gradient step of three layers in a loop, whose carry is laid out by a spec."""
+
+    def layer(x, w):
+        x = lay_out(x, P('data', None))
+        hidden = lay_out(jnp.tanh(x @ w['up']), P('data', 'model'))
+        hidden = lay_out(jnp.roll(hidden, 1, axis=-1), P('data', 'model')) if roll else hidden
+        return lay_out(x + hidden @ w['down'], carry_spec), None
+
+    def step(params, batch):
+        def loss(params):
+            x = lay_out(batch['x'], P('data', None))
+            return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    return step, layer
+
+
+def line_of(function, text):
+    lines, start = inspect.getsourcelines(function)
+    (found,) = [start + i for i, line in enumerate(lines) if text in line]
+    return f'test_blame_links.py:{found}'
+
+
+def compile_step(step, mesh, *, rows=ROWS):
+    """The step of a trainer without a partitioner."""
+    parameters = {k: NamedSharding(mesh, spec) for k, spec in LAYOUTS.items()}
+    arrays = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in SHAPES.items()}
+    batch = {'x': jax.ShapeDtypeStruct((32, 128), jnp.float32)}
+    layouts = (parameters, {'x': NamedSharding(mesh, rows)})
+    jitted = jax.jit(step, in_shardings=layouts, out_shardings=parameters, donate_argnums=0)
+    with jax.set_mesh(mesh):
+        traced = jitted.trace(arrays, batch)
+        compiled = traced.lower().compile()
+    return CompiledFunction(
+        traced=traced,
+        compiled=compiled,
+        costs=read_costs(compiled, mesh),
+        mesh=mesh,
+        rows=describe_arguments(traced, compiled),
+    )
+
+
+def test_a_constraint_on_the_carry_of_a_loop_is_found_in_the_next_iteration(mesh):
+    step, layer = make_step(carry_spec=P(None, None))
+    function = compile_step(step, mesh)
+    gathers = [(k, c) for k, c in function.explain().collectives if k.kind == 'all-gather']
+    # What a device gathers is its 8 of 32 rows.
+    assert gathers and {k.wire_bytes for k, _ in gathers} == {3 * 8 * 128 * 4}
+    line = line_of(layer, 'carry_spec')
+    blamed = [cause for _, cause in gathers if cause.source.endswith(line)]
+    assert 2 * len(blamed) >= len(gathers)
+    assert all("PartitionSpec('data', None)" in cause.change for cause in blamed)
+
+
+@pytest.mark.parametrize('rows', [P('model', None), P(None, 'data')])
+def test_a_batch_over_the_wrong_axis_is_told_by_the_constraints_on_its_rows(mesh, rows):
+    step, _ = make_step()
+    function = compile_step(step, mesh, rows=rows)
+    changes = {cause.change for cause in function.explain().avoidable}
+    assert "lay out the argument batch/x as PartitionSpec('data', None)" in changes
+
+
+def test_an_operation_that_cuts_and_joins_a_sharded_dimension_is_found(mesh):
+    step, layer = make_step(roll=True)
+    causes = compile_step(step, mesh).explain().avoidable
+    line = line_of(layer, 'jnp.roll')
+    found = [c for c in causes if 'does not cut or join a sharded dimension' in c.change]
+    assert any(c.source.endswith(line) and c.change.endswith(line) for c in found)
+
+
+def test_names_that_have_changed_places_are_told_by_the_other_parameters(mesh):
+    """'table' is [16 'embed', 64 'vocab'] by its names, and its columns meet 'embed' elsewhere."""
+    names = {'table': ('embed', 'vocab'), 'up': ('embed', 'mlp'), 'gate': ('embed', 'mlp')}
+    shapes = {'table': (16, 64), 'up': (64, 128), 'gate': (64, 128)}
+    rules = (('vocab', 'model'), ('embed', 'data'), ('mlp', None), ('batch', 'data'))
+
+    def f(table, up, gate, tokens):
+        x = table[tokens]
+        return (x @ up) * (x @ gate)
+
+    rows = []
+    for name, shape in shapes.items():
+        resolved = resolve_axes(names[name], rules, mesh=mesh, shape=shape)
+        rows.append(make_row(f'params/{name}', jnp.zeros(shape), mesh, resolved))
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values()]
+    jaxpr = jax.make_jaxpr(f)(*arrays, jax.ShapeDtypeStruct((32,), jnp.int32))
+    traced = trace_values(jaxpr, rows, names_by_axes(rules))
+    layouts = KnownLayouts(rules, dict(mesh.shape), rows, traced.links)
+    advisor = Advisor(layouts, ValueGraph(traced), traced.links)
+    (change,) = advisor.odd_layouts(*traced.arguments)
+    assert change.names == ('vocab', 'embed')
+    assert change.layout == (('model',), ('data',))
+
+
+def test_axes_too_much_are_found_in_constraints_and_in_layouts(mesh):
+    """'up' has columns over both axes, and a constraint shards the columns of x."""
+
+    def f(up, x):
+        return lay_out(jnp.tanh(x), P('data', 'model')) @ up
+
+    rows = []
+    up, x = jnp.zeros((64, 32)), jnp.zeros((32, 64))
+    for path, array, spec, role in (
+        ('params/up', up, (None, ('data', 'model')), 'parameters'),
+        ('x', x, ('data', None), 'other'),
+    ):
+        given = [ResolvedDimension(None, axes, None, (), 'given') for axes in spec]
+        rows.append(make_row(path, array, mesh, given, role))
+    with jax.set_mesh(mesh):
+        jaxpr = jax.make_jaxpr(f)(up, x)
+    traced = trace_values(jaxpr, rows, {})
+    layouts = KnownLayouts((), dict(mesh.shape), rows, traced.links)
+    advisor = Advisor(layouts, ValueGraph(traced), traced.links)
+    tanh = next(v for v in traced.values if v.primitive == 'tanh')
+    (constraint,) = advisor.needless_constraints(tanh, ('model',))
+    assert constraint.primitive == 'sharding_constraint'
+    assert not advisor.needless_constraints(tanh, ('data',))
+    changes = {change.layout for change in advisor.other_layouts('params/up')}
+    assert {((), ('model',)), ((), ('data',))} <= changes
+
+
+@pytest.mark.parametrize(
+    'list_faults', [held_out_faults, later_faults, fresh_faults, other_programs]
+)
+def test_held_out_faults_change_lines_that_exist(list_faults):
+    faults = list(list_faults())
+    assert len(faults) > 50
+    for fault in faults:
+        if 'file' in fault:
+            assert (ROOT / fault['file']).read_text().count(fault['old']) == 1, fault['place']
+            assert fault['old'].count('\n') == fault['new'].count('\n'), fault['place']
+
+
+def multiply(x, w):
+    return x @ w
+
+
+def test_gradients_of_rematerialized_layers_lead_to_their_own_parameters(mesh):
+    """Both are made by the same line, with one shape, and all parameters pass one barrier."""
+
+    @jax.checkpoint
+    def layer(x, params):
+        params = jax.lax.optimization_barrier(params)
+        up = multiply(x, params['up'])
+        gate = multiply(x, params['gate'])
+        return multiply(up * jnp.tanh(gate), params['down']), None
+
+    def loss(params, x):
+        return jnp.sum(jax.lax.scan(layer, x, params)[0] ** 2)
+
+    shapes = {'down': (3, 64, 16), 'gate': (3, 16, 64), 'up': (3, 16, 64)}
+    params = {name: jax.ShapeDtypeStruct(shape, 'float32') for name, shape in shapes.items()}
+    dimensions = [ResolvedDimension(None, None, None, (), 'given')] * 3
+    rows = [
+        make_row(f'params/{name}', array, mesh, dimensions, 'parameters')
+        for name, array in params.items()
+    ]
+    lowered = jax.jit(jax.grad(loss)).trace(params, jax.ShapeDtypeStruct((32, 16), 'float32'))
+    traced = trace_values(lowered.jaxpr, rows, {})
+    kept = {v.argument for v in traced.values if v.primitive == 'optimization_barrier'}
+    assert kept >= {'params/down', 'params/gate', 'params/up'}
+    program = parse_hlo(lowered.lower().compile().as_text())
+    matcher = Matcher(program, traced, dict(mesh.shape))
+    found = []
+    for computation in program.computations.values():
+        for instruction in computation.instructions.values():
+            shape = instruction.outputs[0].shape if instruction.outputs else ()
+            is_backward = 'transpose(' in instruction.op_name
+            if is_backward and instruction.opcode == 'dot' and sorted(shape) == [16, 64]:
+                found += [v.gradient_of for v in matcher.values_of(instruction)]
+    assert sorted(found) == ['params/down', 'params/gate', 'params/up']

@@ -1,0 +1,272 @@
+"""The step-time model: exchanges timed by hand on known machines, and how a step adds up."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from jax.sharding import Mesh
+
+from meshwright import Collective
+from meshwright.time import (
+    KernelWork,
+    Work,
+    constants_of,
+    describe_machine,
+    estimate_step_time,
+)
+from meshwright.time.exchanges import links_of, time_exchange
+from partitioning.hardware import CHIPS
+from tests.partitioning.mock_devices import cpus, gpus, tpu_slices, tpus
+
+GATHER = Collective(
+    kind='all-gather',
+    network='ici',
+    axes=('data',),
+    group_size=16,
+    arrays=('bf16[1024]',),
+    wire_bytes=15e9,  # 16 GB, of which a device has 1
+    count=1,
+    op_name='',
+    source='',
+)
+NOTHING = Work(
+    origin='jaxpr',
+    chip='v5e',
+    matmul_flops=0.0,
+    matmul_seconds=None,
+    other_seconds=None,
+    other_bytes=0.0,
+    kernels=(),
+    collectives=(),
+    host_bytes=0.0,
+)
+
+
+def mesh_of(devices, **axes):
+    grid = np.array(devices, dtype=object).reshape(tuple(axes.values()))
+    return Mesh(grid, tuple(axes))
+
+
+def pod():
+    """A whole v5e pod of 16 x 16; mock devices are numbered with x fastest."""
+    return describe_machine(mesh_of(tpus((16, 16, 1), 'TPU v5 lite'), model=16, data=16))
+
+
+def seconds_of(collective, machine, **options):
+    return time_exchange(collective, links_of(collective, machine), machine.chip, **options)
+
+
+def test_gather_over_a_closed_ring():
+    """15 GB arrive over 2 links of 50 GB/s."""
+    assert seconds_of(GATHER, pod()) == pytest.approx(15e9 / (2 * 50e9))
+    assert seconds_of(GATHER, pod(), efficiency=0.9) == pytest.approx(15e9 / (2 * 45e9))
+
+
+def test_gather_over_an_open_line():
+    """v5e:8x8 closes no rings: all 7 shards reach the chips at the ends over one link."""
+    machine = describe_machine(mesh_of(tpus((8, 8, 1), 'TPU v5 lite'), model=8, data=8))
+    gather = dataclasses.replace(GATHER, group_size=8, wire_bytes=7e9)
+    assert seconds_of(gather, machine) == pytest.approx(7e9 / 50e9)
+    both = dataclasses.replace(GATHER, axes=('model', 'data'), group_size=64, wire_bytes=63e9)
+    assert seconds_of(both, machine) == pytest.approx(63e9 / (2 * 50e9))
+
+
+def test_gather_over_a_whole_cube():
+    """v5p:4x4x4 closes three rings: six links of 100 GB/s."""
+    machine = describe_machine(mesh_of(tpus((4, 4, 4), 'TPU v5'), data=64))
+    gather = dataclasses.replace(GATHER, group_size=64, wire_bytes=63e9)
+    assert seconds_of(gather, machine) == pytest.approx(63e9 / 600e9)
+
+
+def test_part_of_a_dimension_is_an_open_line():
+    """8 of the 16 chips along x, and two groups that share the links if they alternate."""
+    devices = tpus((16, 16, 1), 'TPU v5 lite')
+    gather = dataclasses.replace(GATHER, group_size=8, wire_bytes=7e9)
+    near = describe_machine(mesh_of(devices, rest=16, half=2, data=8))
+    assert seconds_of(gather, near) == pytest.approx(7e9 / 50e9)
+    far = describe_machine(mesh_of(devices, rest=16, data=8, half=2))
+    assert seconds_of(gather, far) == pytest.approx(7e9 / 50e9), 'a ring with half of each link'
+
+
+def test_all_to_all_crosses_the_middle():
+    """Each of 16 chips sends 15 GB: 16 x 16/4 GB cross the middle over 2 links each way."""
+    exchange = dataclasses.replace(GATHER, kind='all-to-all')
+    assert seconds_of(exchange, pod()) == pytest.approx(15e9 * 16 / (4 * 2 * 50e9))
+
+
+def test_permutes_use_one_link():
+    permute = dataclasses.replace(GATHER, kind='collective-permute', wire_bytes=1e9)
+    assert seconds_of(permute, pod()) == pytest.approx(1e9 / 50e9)
+
+
+def test_network_between_slices():
+    """Two slices of v5e: 6.4 Tbit/s for 256 chips are 3.125 GB/s per chip."""
+    devices = tpu_slices(2, (4, 4, 1), 'TPU v5 lite')
+    machine = describe_machine(mesh_of(devices, slices=2, data=16))
+    reduction = dataclasses.replace(
+        GATHER, kind='all-reduce', network='dcn', axes=('slices',), group_size=2, wire_bytes=1e9
+    )
+    share = machine.network_bandwidth
+    assert seconds_of(reduction, machine, network_bandwidth=share) == pytest.approx(1e9 / 3.125e9)
+    assert machine.num_granules == 2
+
+
+def test_network_between_gpu_hosts():
+    """A ring over 2 hosts of 8 uses all 8 adapters of 50 GB/s, one over single GPUs only one."""
+    machine = describe_machine(
+        mesh_of(
+            [dataclasses.replace(d, device_kind='NVIDIA H100 80GB HBM3') for d in gpus(8, 2)],
+            hosts=2,
+            data=8,
+        )
+    )
+    inside = dataclasses.replace(GATHER, group_size=8, wire_bytes=9e9)
+    assert seconds_of(inside, machine) == pytest.approx(9e9 / 450e9)
+    over_all = dataclasses.replace(GATHER, axes=('hosts', 'data'), wire_bytes=8e9)
+    assert seconds_of(over_all, machine, network_bandwidth=50e9) == pytest.approx(8e9 / 400e9)
+    across = dataclasses.replace(GATHER, axes=('hosts',), group_size=2, wire_bytes=8e9)
+    assert seconds_of(across, machine, network_bandwidth=50e9) == pytest.approx(8e9 / 50e9)
+
+
+def test_a_step_without_work_waits_for_the_hosts():
+    """A pod of 256 chips has 64 hosts of 4 chips: 6 doublings. One host waits for nobody."""
+    delay = constants_of(CHIPS['v5e']).host_delay
+    assert estimate_step_time(NOTHING, pod()).seconds == pytest.approx(6 * delay)
+    alone = mesh_of(tpu_slices(1, (2, 2, 1), 'TPU v5 lite'), data=4)
+    assert estimate_step_time(NOTHING, alone).seconds == 0
+
+
+def test_every_exchange_has_a_latency_for_its_start_and_its_longest_way():
+    """17 starts; the farthest chip of a closed ring of 16 is 8 links away."""
+    constants = constants_of(CHIPS['v5e'])
+    gathers = dataclasses.replace(GATHER, wire_bytes=0.0, count=17)
+    step = estimate_step_time(dataclasses.replace(NOTHING, collectives=(gathers,)), pod())
+    latency = 17 * (constants.exchange_latency + 8 * constants.hop_latency)
+    assert step.seconds == pytest.approx(6 * constants.host_delay + latency)
+
+
+def test_constants_apply_to_the_parts_they_are_for():
+    """Half of the peak rate doubles the time of products; a hidden exchange takes none."""
+    given = dataclasses.replace(
+        constants_of(CHIPS['v5e']), matmul_efficiency=0.5, hidden_share=1.0, host_delay=0.25 / 6
+    )
+    work = dataclasses.replace(NOTHING, matmul_flops=197e12, collectives=(GATHER,))
+    step = estimate_step_time(work, pod(), given)
+    parts = {part.name: part for part in step.parts}
+    assert parts['matrix products'].exposed == pytest.approx(2.0)
+    gather = parts['all-gather over data (ICI)']
+    assert gather.exposed == 0 and gather.seconds > 0.1
+    assert step.seconds == pytest.approx(2.25, rel=1e-3)
+    sources = {c.name: c.source for c in step.constants}
+    assert sources['matmul_efficiency'] == 'given by the caller'
+    assert 'measured rows' in sources['kernel_efficiency']
+
+
+def test_slices_wait_for_the_slowest():
+    """The same work on 1, 2 and 4 slices: the step grows by a share per doubling."""
+    work = dataclasses.replace(NOTHING, matmul_flops=1e16)
+    given = dataclasses.replace(constants_of(CHIPS['v5e']), host_delay=0.0)
+    seconds = [
+        estimate_step_time(
+            work, mesh_of(tpu_slices(n, (4, 4, 1), 'TPU v5 lite'), data=16 * n), given
+        ).seconds
+        for n in (1, 2, 4)
+    ]
+    delay = given.slice_delay
+    assert seconds[1] / seconds[0] == pytest.approx(1 + delay)
+    assert seconds[2] / seconds[0] == pytest.approx(1 + 2 * delay)
+
+
+def test_copies_to_the_host_hide_behind_computation():
+    """Only what takes longer than the computation is exposed."""
+    constants = constants_of(CHIPS['v5e'])
+    computing = dataclasses.replace(NOTHING, matmul_flops=197e12 * constants.matmul_efficiency)
+    fits = dataclasses.replace(computing, host_bytes=0.9 * constants.host_bandwidth)
+    longer = dataclasses.replace(computing, host_bytes=3 * constants.host_bandwidth)
+    alone = estimate_step_time(computing, pod()).seconds
+    assert alone == pytest.approx(1 + 6 * constants.host_delay)
+    assert estimate_step_time(fits, pod()).seconds == pytest.approx(alone)
+    assert estimate_step_time(longer, pod()).seconds == pytest.approx(alone + 2)
+
+
+def test_unknown_chips_have_no_step_time():
+    mesh = mesh_of(cpus(8, 1), data=8)
+    assert estimate_step_time(NOTHING, mesh) is None
+
+
+@pytest.mark.parametrize('chip', list(CHIPS))
+def test_every_chip_has_constants_with_sources(chip):
+    kind = CHIPS[chip].device_kind
+    devices = tpus((4, 4, 1), kind) if CHIPS[chip].platform == 'tpu' else gpus(8, 2)
+    devices = [dataclasses.replace(d, device_kind=kind) for d in devices]
+    work = dataclasses.replace(NOTHING, chip=chip, matmul_flops=1e15)
+    step = estimate_step_time(work, mesh_of(devices, data=16))
+    assert step.low < step.seconds < step.high
+    assert step.seconds > 1e15 / CHIPS[chip].peak_flops_per_device
+    assert step.constants and all(constant.source for constant in step.constants)
+
+
+works = st.builds(
+    Work,
+    origin=st.just('compiler'),
+    chip=st.just('v5e'),
+    matmul_flops=st.floats(0, 1e16),
+    matmul_seconds=st.one_of(st.none(), st.floats(0, 10)),
+    other_seconds=st.one_of(st.none(), st.floats(0, 10)),
+    other_bytes=st.floats(0, 1e12),
+    kernels=st.lists(
+        st.builds(
+            KernelWork,
+            name=st.just('flash'),
+            flops=st.floats(0, 1e15),
+            nbytes=st.floats(0, 1e12),
+            count=st.integers(1, 99),
+        ),
+        max_size=2,
+    ).map(tuple),
+    collectives=st.lists(
+        st.builds(
+            lambda kind, size, count: dataclasses.replace(
+                GATHER, kind=kind, wire_bytes=size, count=count
+            ),
+            st.sampled_from(['all-gather', 'all-reduce', 'all-to-all', 'collective-permute']),
+            st.floats(0, 1e10),
+            st.integers(1, 99),
+        ),
+        max_size=3,
+    ).map(tuple),
+    host_bytes=st.floats(0, 1e11),
+)
+
+
+@given(work=works)
+def test_parts_add_up(work):
+    step = estimate_step_time(work, pod())
+    assert sum(part.exposed for part in step.parts) == pytest.approx(step.seconds)
+    assert all(0 <= part.exposed <= part.seconds * (1 + 1e-9) for part in step.parts)
+    assert step.low < step.seconds < step.high
+
+
+@given(work=works, factor=st.floats(1, 10))
+def test_more_work_is_never_faster(work, factor):
+    least = estimate_step_time(work, pod()).seconds * (1 - 1e-9)
+    for name in ('matmul_flops', 'other_bytes', 'host_bytes', 'matmul_seconds', 'other_seconds'):
+        if (figure := getattr(work, name)) is not None:
+            more = dataclasses.replace(work, **{name: figure * factor})
+            assert estimate_step_time(more, pod()).seconds >= least
+    longer = [dataclasses.replace(c, wire_bytes=c.wire_bytes * factor) for c in work.collectives]
+    more = dataclasses.replace(work, collectives=tuple(longer))
+    assert estimate_step_time(more, pod()).seconds >= least
+
+
+@given(size=st.floats(1, 1e12), kind=st.sampled_from(['all-gather', 'all-reduce', 'all-to-all']))
+def test_more_links_are_never_slower(size, kind):
+    """The same 16 chips as an open square, as an open line, and as a closed ring."""
+    collective = dataclasses.replace(GATHER, kind=kind, wire_bytes=size)
+    square = mesh_of(tpus((4, 4, 1), 'TPU v5 lite'), data=16)
+    line = mesh_of(tpus((16, 1, 1), 'TPU v5 lite'), data=16)
+    opened = describe_machine(line, wrap=(False, False, False))
+    closed = describe_machine(line, wrap=(True, False, False))
+    assert seconds_of(collective, closed) <= seconds_of(collective, opened)
+    assert seconds_of(collective, describe_machine(square)) <= seconds_of(collective, opened)

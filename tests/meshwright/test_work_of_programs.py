@@ -1,0 +1,203 @@
+"""What a device has to do in a compiled program: bytes in memories, kernels, and estimates."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+
+from meshwright import costs_of_text
+from meshwright.time import find_kernel_work, read_work
+from partitioning.products.flops import count_jaxpr_flops
+
+# The layers of a loop of 3 store their inputs in the memory of the host, space 5.
+PROGRAM = """HloModule jit_step, is_scheduled=true
+
+%square (p.1: f32[8,128]) -> f32[8,128] {
+  %p.1 = f32[8,128]{1,0} parameter(0)
+  ROOT %multiply.1 = f32[8,128]{1,0} multiply(%p.1, %p.1)
+}
+
+%slice_of_one (p.2: f32[16,128], p.3: s32[]) -> f32[1,128] {
+  %p.2 = f32[16,128]{1,0} parameter(0)
+  %p.3 = s32[] parameter(1)
+  ROOT %dynamic-slice.1 = f32[1,128]{1,0} dynamic-slice(%p.2, %p.3, %p.3), dynamic_slice_sizes={1,128}
+}
+
+%change_of_one (p.4: f32[16,128], p.5: f32[1,128], p.6: s32[]) -> f32[16,128] {
+  %p.4 = f32[16,128]{1,0} parameter(0)
+  %p.5 = f32[1,128]{1,0} parameter(1)
+  %p.6 = s32[] parameter(2)
+  ROOT %dynamic-update-slice.1 = f32[16,128]{1,0} dynamic-update-slice(%p.4, %p.5, %p.6, %p.6)
+}
+
+%body (b: (s32[], f32[8,128], f32[3,8,128])) -> (s32[], f32[8,128], f32[3,8,128]) {
+  %b = (s32[], f32[8,128]{1,0}, f32[3,8,128]{2,1,0:S(5)}) parameter(0)
+  %i = s32[] get-tuple-element(%b), index=0
+  %x = f32[8,128]{1,0} get-tuple-element(%b), index=1
+  %kept = f32[3,8,128]{2,1,0:S(5)} get-tuple-element(%b), index=2
+  %row = f32[1,8,128]{2,1,0} bitcast(%x)
+  %keep = ((f32[3,8,128]{2,1,0:S(5)}, f32[1,8,128]{2,1,0}, s32[]), f32[3,8,128]{2,1,0:S(5)}, u32[]{:S(2)}) dynamic-update-slice-start(%kept, %row, %i, %i, %i)
+  %new = f32[8,128]{1,0} fusion(%x), kind=kLoop, calls=%square, backend_config={"window_config":{"estimated_cycles":"100"}}
+  %done = f32[3,8,128]{2,1,0:S(5)} dynamic-update-slice-done(%keep)
+  ROOT %t = (s32[], f32[8,128]{1,0}, f32[3,8,128]{2,1,0:S(5)}) tuple(%i, %new, %done)
+}
+
+%condition (c: (s32[], f32[8,128], f32[3,8,128])) -> pred[] {
+  %three = s32[] constant(3)
+  %c = (s32[], f32[8,128]{1,0}, f32[3,8,128]{2,1,0:S(5)}) parameter(0)
+  %n = s32[] get-tuple-element(%c), index=0
+  ROOT %less = pred[] compare(%n, %three), direction=LT
+}
+
+ENTRY %main (a: (s32[], f32[8,128], f32[3,8,128]), w: f32[16,128], j: s32[]) -> f32[16,128] {
+  %a = (s32[], f32[8,128]{1,0}, f32[3,8,128]{2,1,0:S(5)}) parameter(0)
+  %w = f32[16,128]{1,0} parameter(1)
+  %j = s32[] parameter(2)
+  %loop = (s32[], f32[8,128]{1,0}, f32[3,8,128]{2,1,0:S(5)}) while(%a), condition=%condition, body=%body
+  %all = f32[3,8,128]{2,1,0:S(5)} get-tuple-element(%loop), index=2
+  %back = (f32[3,8,128]{2,1,0}, f32[3,8,128]{2,1,0:S(5)}, u32[]{:S(2)}) copy-start(%all)
+  %here = f32[3,8,128]{2,1,0} copy-done(%back)
+  %x.1 = f32[8,128]{1,0} get-tuple-element(%loop), index=1
+  %product = f32[8,8]{1,0} dot(%x.1, %x.1), lhs_contracting_dims={1}, rhs_contracting_dims={1}, backend_config={"window_config":{"estimated_cycles":"700"}}
+  %one = f32[1,128]{1,0} fusion(%w, %j), kind=kLoop, calls=%slice_of_one
+  ROOT %changed = f32[16,128]{1,0} fusion(%w, %one, %j), kind=kLoop, calls=%change_of_one
+}
+"""  # noqa: E501
+
+
+def small_jaxpr():
+    return jax.make_jaxpr(lambda x: x @ x.T)(jnp.zeros((8, 128)))
+
+
+def test_bytes_in_memories():
+    costs = costs_of_text(PROGRAM, chip='v5p')
+    row = 128 * 4
+    # 3 times: 8 rows read and 8 written. A slice of a row read and written; a row read and changed.
+    # The row numbers of 4 bytes are read as well: once by each fusion.
+    assert costs.device_bytes - (3 * 16 * row + 2 * row + 2 * row) == 4 + 4
+    # 3 rows of 8 are stored, one by one, and read at once.
+    assert costs.host_bytes == 2 * 3 * 8 * row
+
+
+def test_work_of_a_program():
+    costs = costs_of_text(PROGRAM, chip='v5p')
+    work = read_work(costs, small_jaxpr(), num_devices=2)
+    assert work.matmul_seconds == pytest.approx(700 / 1.75e9)
+    assert work.other_seconds == pytest.approx(300 / 1.75e9)
+    assert work.matmul_flops == 2 * 8 * 8 * 128 / 2
+    assert (work.host_bytes, work.other_bytes) == (costs.host_bytes, costs.device_bytes)
+    assert (work.kernels, work.collectives) == ((), ())
+
+
+def test_programs_without_estimates():
+    text = PROGRAM.replace('estimated_cycles', 'other')
+    work = read_work(costs_of_text(text, chip='h100'), small_jaxpr(), num_devices=1)
+    assert work.matmul_seconds is None and work.other_seconds is None
+
+
+def test_programs_for_unknown_chips_are_refused():
+    with pytest.raises(ValueError, match=r'without data.*v5e, v5p'):
+        read_work(costs_of_text(PROGRAM), small_jaxpr(), num_devices=1)
+
+
+def test_masked_blocks_of_splash_attention_do_not_count():
+    """4 heads, 1,024 positions in blocks of 512: 3 of 4 blocks have a position that is seen."""
+    heads, length, size, layers = 4, 1024, 128, 5
+    mask = splash_attention_mask.MultiHeadMask(
+        [splash_attention_mask.CausalMask((length, length))] * heads
+    )
+    blocks = splash_attention_kernel.BlockSizes(
+        block_q=512,
+        block_kv=512,
+        block_q_dkv=512,
+        block_kv_dkv=512,
+        block_q_dq=512,
+        block_kv_dq=512,
+    )
+    kernel = splash_attention_kernel.make_splash_mha_single_device(mask, block_sizes=blocks)
+
+    def loss(q, k, v):
+        def layer(x, _):
+            return kernel(x, k, v), None
+
+        return jnp.sum(jax.lax.scan(layer, q, None, length=layers)[0].astype(jnp.float32))
+
+    array = jax.ShapeDtypeStruct((heads, length, size), jnp.bfloat16)
+    works = find_kernel_work(jax.make_jaxpr(jax.grad(loss))(array, array, array))
+    product = 2 * heads * length * length * size * layers
+    by_name = {work.name: work for work in works}
+    forward, dkv, dq = (
+        by_name[f'splash_mha_{name}_residuals'] for name in ('fwd', 'dkv_no', 'dq_no')
+    )
+    assert forward.flops == 2 * product * 3 / 4
+    assert dkv.flops == 4 * product * 3 / 4
+    assert dq.flops == 3 * product * 3 / 4
+    assert forward.count == dkv.count == dq.count == layers
+
+
+def test_other_kernels_count_their_whole_grid():
+    def multiply(x_ref, y_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], y_ref[...])
+
+    def run(x, y):
+        return pl.pallas_call(
+            multiply,
+            grid=(4,),
+            in_specs=[
+                pl.BlockSpec((64, 128), lambda i: (i, 0)),
+                pl.BlockSpec((128, 32), lambda i: (0, 0)),
+            ],
+            out_specs=pl.BlockSpec((64, 32), lambda i: (i, 0)),
+            out_shape=jax.ShapeDtypeStruct((256, 32), jnp.float32),
+        )(x, y)
+
+    jaxpr = jax.make_jaxpr(run)(np.zeros((256, 128), np.float32), np.zeros((128, 32), np.float32))
+    (work,) = find_kernel_work(jaxpr)
+    assert work.flops == 2 * 256 * 128 * 32
+    assert work.nbytes == 4 * (256 * 128 + 128 * 32 + 256 * 32)
+    assert count_jaxpr_flops(jaxpr.jaxpr) == work.flops
+    assert count_jaxpr_flops(jaxpr.jaxpr, kernels=False) == 0
+
+
+def test_attention_by_cudnn(monkeypatch):
+    from jax._src.cudnn import fused_attention_stablehlo  # it asks for a cuDNN that is installed
+
+    monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda: 91300)
+
+    def loss(q, k, v):
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation='cudnn')
+        return jnp.sum(out.astype(jnp.float32))
+
+    q, k = (jax.ShapeDtypeStruct((2, 512, n, 64), jnp.bfloat16) for n in (8, 2))
+    works = find_kernel_work(jax.make_jaxpr(jax.grad(loss, (0, 1, 2)))(q, k, k))
+    product = 2 * 2 * 8 * 512 * 512 * 64 / 2  # half of the positions are seen
+    assert [work.flops for work in works] == [2 * product, 5 * product]
+
+
+def test_layers_that_choose_between_kernels_count_what_they_run():
+    """Of 6 layers, every third multiplies 64 rows, and the others 16."""
+
+    def multiply(x_ref, o_ref):
+        o_ref[...] = jnp.dot(x_ref[...], x_ref[...].T)
+
+    def kernel(size):
+        rows = pl.BlockSpec((size, size), lambda: (0, 0))
+        shape = jax.ShapeDtypeStruct((size, size), jnp.float32)
+        return pl.pallas_call(multiply, in_specs=[rows], out_specs=rows, out_shape=shape)
+
+    def run(x):
+        def layer(total, index):
+            large = (index + 1) % 3 == 0
+            wide, narrow = (lambda size=size: kernel(size)(x[:size, :size]) for size in (64, 16))
+            return total + jax.lax.cond(large, lambda: wide().sum(), lambda: narrow().sum()), None
+
+        return jax.lax.scan(layer, 0.0, jnp.arange(6))[0]
+
+    (work,) = find_kernel_work(jax.make_jaxpr(run)(np.zeros((64, 64), np.float32)))
+    assert work.flops == 2 * (2 * 64**3) + 4 * (2 * 16**3)
+    assert work.count == 6

@@ -1,0 +1,228 @@
+"""Imports point one way: down the floors of each package, and never in a circle, inside rooms too.
+
+A room is a folder of a package, or a file next to these folders.
+"""
+
+import ast
+import functools
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.core, pytest.mark.smoke]
+
+ROOT = Path(__file__).parents[1]
+
+# From the ground up. Rooms on the same floor do not import each other.
+FLOORS = {
+    'partitioning': [
+        {'amounts', 'lazy_names', 'rules', 'untrusted_text'},
+        {'hardware'},
+        {'constraints', 'layout', 'mesh'},
+        {'products', 'state'},
+        {'plan', 'programs'},
+        {'partitioner', 'pictures', 'suggestion'},
+        {'compat'},
+    ],
+    'meshwright': [
+        {'live_buffers', 'user_lines'},
+        {'program'},
+        {'jaxpr'},
+        {'causes', 'time'},
+        {'calls'},
+        {'report'},
+        {'remedies'},
+        {'forecasting'},
+        {'checks'},
+    ],
+    'train': [
+        {'errors'},
+        {'attention', 'decoding', 'output_layer', 'paths'},
+        {'models', 'objectives', 'optimizers', 'processes'},
+        {'reporting'},
+        {'checkpoints', 'data'},
+        {'evaluators', 'exporting'},
+        {'config'},
+        {'running'},
+        {'gin', 'planning'},
+        {'cli', 't5x'},
+    ],
+}
+# What a package may import of the packages below it; None allows everything.
+GROUND = {'amounts', 'hardware', 'layout', 'lazy_names', 'mesh', 'plan', 'products', 'rules'}
+BELOW = {
+    'partitioning': {},
+    'meshwright': {'partitioning': {*GROUND, 'pictures', 'state', 'untrusted_text'}},
+    'train': {'partitioning': None, 'meshwright': None},
+}
+NOT_IN_CORE = {'gin', 'grain', 'orbax', 'tensorboardX'}
+
+
+def is_library(path):
+    """Programs such as `python -m partitioning.mesh` stand above all rooms."""
+    return path.name not in ('__main__.py', 'conftest.py')
+
+
+FILES = {
+    '.'.join(path.relative_to(ROOT).with_suffix('').parts).removesuffix('.__init__'): path
+    for package in FLOORS
+    for path in sorted((ROOT / package).rglob('*.py'))
+    if is_library(path)
+}
+
+
+@functools.cache
+def imported(module):
+    """The names of all modules that a module imports, at whatever place in it, types included."""
+    names = set()
+    for node in ast.walk(ast.parse(FILES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f'{module}: imports are absolute here'
+            names |= {str(node.module), *(f'{node.module}.{alias.name}' for alias in node.names)}
+    return frozenset(names)
+
+
+def room(module):
+    """The package and the room of a module; the package itself is the top of its house."""
+    return tuple(module.split('.')[:2])
+
+
+def own(module):
+    """The modules of this repository that a module imports, without the packages around it."""
+    return {
+        name
+        for name in imported(module)
+        if name in FILES and name != module and not module.startswith(f'{name}.')
+    }
+
+
+ROOMS = sorted({room(module) for module in FILES if '.' in module})
+
+
+@pytest.mark.parametrize('package', FLOORS)
+def test_every_room_has_a_floor_and_every_listed_room_exists(package):
+    listed = [name for floor in FLOORS[package] for name in floor]
+    assert sorted(listed) == sorted(name for owner, name in ROOMS if owner == package)
+    assert len(FLOORS[package]) <= 10
+
+
+@pytest.mark.parametrize('here', ROOMS, ids='.'.join)
+def test_imports_go_down(here):
+    package, name = here
+    floors = [floor for floor in FLOORS[package] if name in floor]
+    below = set(itertools.chain(*FLOORS[package][: FLOORS[package].index(floors[0])]))
+    for module in (m for m in FILES if room(m) == here):
+        for other in map(room, own(module) - {'partitioning', 'meshwright', 'train'}):
+            if other[0] == package:
+                assert other == here or other[1] in below, f'{module} imports {".".join(other)}'
+            else:
+                allowed = BELOW[package].get(other[0], ())
+                assert allowed is None or other[1] in allowed, f'{module} imports {other}'
+
+
+def test_no_file_imports_itself_through_others():
+    done, open_names = set(), []
+
+    def visit(module):
+        assert module not in open_names, f'circle: {open_names[open_names.index(module) :]}'
+        if module not in done:
+            open_names.append(module)
+            for other in sorted(own(module)):
+                visit(other)
+            open_names.pop()
+            done.add(module)
+
+    for module in FILES:
+        visit(module)
+    assert done == FILES.keys()
+
+
+def test_a_file_does_not_import_from_the_package_around_it():
+    """Only `import` statements of names that modules inside of the package have made count."""
+    for module in FILES:
+        around = {'.'.join(module.split('.')[:n]) for n in range(1, module.count('.') + 1)}
+        for node in ast.walk(ast.parse(FILES[module].read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module in around:
+                modules = {f'{node.module}.{alias.name}' for alias in node.names}
+                assert modules <= FILES.keys(), f'{module} imports names from {node.module}'
+
+
+@pytest.mark.parametrize('package', ['partitioning', 'meshwright'])
+def test_the_core_needs_no_package_of_the_trainer(package):
+    for module in (m for m in FILES if m.split('.')[0] == package):
+        roots = {name.split('.')[0] for name in imported(module)}
+        assert not roots & {*NOT_IN_CORE, 'train'}, module
+
+
+def test_of_the_trainer_only_planning_and_the_command_forecast():
+    users = {room(m) for m in FILES if any(n.startswith('meshwright') for n in imported(m))}
+    assert {other for other in users if other[0] == 'train'} <= {
+        ('train', 'planning'),
+        ('train', 'cli'),
+    }
+
+
+def test_only_its_own_rooms_know_gin():
+    users = {room(m)[1] for m in FILES if 'gin' in {n.split('.')[0] for n in imported(m)}}
+    assert users <= {'gin', 't5x', 'cli'}
+
+
+@pytest.mark.parametrize('package', FLOORS)
+def test_modules_and_functions_do_not_share_a_name(package):
+    functions = {
+        node.name: module
+        for module, path in FILES.items()
+        if module.split('.')[0] == package
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    modules = {part for m in FILES if m.split('.')[0] == package for part in m.split('.')[1:]}
+    assert not {name: functions[name] for name in functions.keys() & modules}
+
+
+def loaded_by(statement):
+    code = f'import sys; {statement}; print(*sorted(sys.modules))'
+    out = subprocess.run(
+        [sys.executable, '-c', code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return set(out.stdout.split())
+
+
+def test_import_partitioning_is_light():
+    loaded = loaded_by('from partitioning import PjitPartitioner')
+    assert {'jax', 'partitioning.partitioner'} <= loaded
+    heavy = {'flax', 'optax', 'meshwright', 'rich', 'train', 'tensorflow', 'torch', *NOT_IN_CORE}
+    assert not (heavy | {'partitioning.pictures'}) & loaded
+
+
+def test_import_meshwright_is_light():
+    loaded = loaded_by('import meshwright; from meshwright import forecast')
+    assert {'jax', 'meshwright.forecasting'} <= loaded
+    heavy = {'flax', 'optax', 'absl', 'rich', 'train', 'partitioning.partitioner', *NOT_IN_CORE}
+    assert not heavy & loaded
+
+
+def test_a_training_run_loads_no_forecast_and_no_gin():
+    loaded = loaded_by('from train import TrainConfig, train')
+    assert 'train.running.training' in loaded
+    assert not {name for name in loaded if name.split('.')[0] == 'meshwright'}
+    assert 'gin' not in loaded
+    own_modules = {n for n in loaded if n.split('.')[0] in FLOORS}
+    assert len(own_modules) <= 230
+
+
+@pytest.mark.parametrize('package', FLOORS)
+def test_every_public_name_can_be_imported(package):
+    stub = ast.parse((ROOT / package / '__init__.pyi').read_text())
+    listed = [a.name for node in stub.body if isinstance(node, ast.ImportFrom) for a in node.names]
+    assert len(listed) == len(set(listed)) > 10
+    made = __import__(package)
+    assert set(made.__all__) <= set(listed)
+    assert all(getattr(made, name) is not None for name in listed)
+    with pytest.raises(AttributeError, match='no_such_name'):
+        made.no_such_name  # noqa: B018

@@ -1,0 +1,207 @@
+"""Checks of gin statements before gin runs any of them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gin import config as gin_internals, config_parser
+
+from partitioning.rules import nearest
+from train.errors import ConfigError
+from train.gin.parse import Statement
+from train.gin.registry import is_within, listed_names
+from train.gin.selectors import Resolver, is_import, refusal
+from train.t5x.modules import GONE, SCOPES, is_t5x, translate
+
+
+def check_imports(statements: Iterable[Statement], allow: Sequence[str] = ()) -> None:
+    """Refuses imports of modules without listed names. This check itself imports nothing.
+
+    Args:
+      statements: the statements of all files and flags.
+      allow: additional packages that the user allows.
+
+    Raises:
+      ConfigError: if an import is refused. The message names the flag that allows it.
+    """
+    listed = listed_names()
+    for statement in filter(is_import, statements):
+        module = statement.parsed.module
+        known = is_t5x(module) or any(is_within(name, [module]) for name in listed)
+        if not known and not is_within(module, allow):
+            raise refusal(statement, f'import of {module!r}', module)
+
+
+def import_modules(statements: Iterable[Statement], allow: Sequence[str] = ()) -> None:
+    """Imports the modules that checked statements name, which registers their configurables.
+
+    T5X's modules are not imported unless the user allows them.
+
+    Raises:
+      ConfigError: if a module cannot be imported.
+    """
+    for statement in filter(is_import, statements):
+        module = statement.parsed.module
+        if is_t5x(module) and not is_within(module, allow):
+            continue
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(f'{statement.place}: cannot import {module!r}: {error}') from error
+
+
+def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> Resolver:
+    """Checks that every name exists and that gin files may use it.
+
+    Args:
+      statements: the statements of all files and flags.
+      allow: additional packages that the user allows.
+
+    Returns:
+      The configurables that the names stand for.
+
+    Raises:
+      ConfigError: if a configurable, parameter, macro or scope is unknown, a macro has no value, or
+        a name is not on the list of names.
+    """
+    resolver = Resolver(statements, allow)
+    used = {r.name for s in statements for r in s.references if r.is_macro}
+    defined = {s.macro for s in statements if s.macro and not s.from_flag}
+    for statement in statements:
+        parsed, macro = statement.parsed, statement.macro
+        if is_import(statement):
+            resolver.add_import(statement)
+        elif macro and statement.from_flag and macro not in used | defined:
+            raise ConfigError(
+                f'{statement.place}: no gin file uses the macro {macro!r}.{nearest(macro, used)}'
+            )
+        elif statement.is_binding:
+            configurable = resolver.resolve(parsed.selector, statement)
+            if configurable and not is_gone(configurable, parsed.arg_name):
+                _check_parameter(configurable.wrapped, parsed, statement)
+        elif isinstance(parsed, config_parser.BlockDeclaration):
+            resolver.resolve(parsed.selector, statement)
+        for reference in statement.references:
+            if not reference.is_macro:
+                resolver.resolve(reference.selector, statement)
+    for statement in statements:
+        for reference in statement.parsed_references:
+            if not reference.is_macro:
+                resolver.resolve(reference.selector, statement)
+    last = _last_statements(statements, resolver)
+    _check_macros(last, unused={s.macro for s in statements if s.macro} - used)
+    t5x = any(is_import(s) and translate(s.parsed.module) != s.parsed.module for s in statements)
+    _check_scopes(statements, own_code=bool(allow), known=SCOPES if t5x else ())
+    return resolver
+
+
+def is_gone(configurable: Any, parameter: str) -> str | None:
+    """The reason why a parameter that T5X no longer has changes nothing, if it is one."""
+    return GONE.get(configurable.selector, {}).get(parameter)
+
+
+def _last_statements(
+    statements: Sequence[Statement], resolver: Resolver
+) -> dict[tuple[str, ...], Statement]:
+    """The statements that no later statement overrides: (macro,), or (scope, name, parameter)."""
+    last: dict[tuple[str, ...], Statement] = {}
+    for statement in statements:
+        if statement.macro:
+            last[(statement.macro,)] = statement
+        elif statement.is_binding:
+            parsed = statement.parsed
+            configurable = resolver.resolve(parsed.selector, statement)
+            name = configurable.selector if configurable else parsed.selector
+            last[parsed.scope, name, parsed.arg_name] = statement
+    return last
+
+
+def _check_macros(last: Mapping[tuple[str, ...], Statement], unused: set[str]) -> None:
+    """Checks that every macro in use has a value, and names all that have none at once.
+
+    Args:
+      last: the statements that no later statement overrides.
+      unused: macros that no value contains. One of them may be a misspelling.
+    """
+    missing: dict[str, Statement] = {}
+    for statement in last.values():
+        for reference in statement.references:
+            name = reference.name
+            known = (name,) in last or gin_internals._CONSTANTS.matching_selectors(name)
+            if reference.is_macro and not known:
+                if hint := nearest(name, unused):
+                    raise _no_value(name, statement, hint)
+                missing.setdefault(name, statement)
+        required = any(reference.name == 'gin.REQUIRED' for reference in statement.references)
+        if required and statement.macro:
+            missing[statement.macro] = statement
+    if len(missing) > 1:
+        flags = ' '.join(f'--gin.{name}=...' for name in missing)
+        place = next(iter(missing.values())).place
+        raise ConfigError(f'{place}: {len(missing)} settings need values: add {flags}')
+    for name, statement in missing.items():
+        if statement.macro != name:
+            raise _no_value(name, statement)
+        raise ConfigError(
+            f'{statement.place}: {name} needs a value: add --gin.{name}=... or a later line '
+            f'{name} = ...'
+        )
+
+
+def _no_value(name: str, statement: Statement, hint: str = '') -> ConfigError:
+    return ConfigError(
+        f'{statement.place}: %{name} has no value.{hint} Add --gin.{name}=... or a line '
+        f'{name} = ... to a gin file'
+    )
+
+
+def _check_scopes(
+    statements: Sequence[Statement], own_code: bool, known: Sequence[str] = ()
+) -> None:
+    """Checks that a reference enters the scope of every binding; other bindings have no effect.
+
+    A scope stays active in everything that is called inside it. The scope of a reference and its
+    enclosing scopes may therefore contain bindings of any configurable.
+
+    Args:
+      statements: the statements of all files and flags.
+      own_code: whether the user's own modules are imported. They may enter scopes too, so an unused
+        scope is then an error only if its name is close to one that is used.
+      known: scopes that need not be used.
+    """
+    entered = {
+        '/'.join(parts[:n])
+        for statement in statements
+        for reference in statement.references
+        # The value of a macro is called in a scope with the name of the macro.
+        for parts in [reference.name.split('/')[: None if reference.is_macro else -1]]
+        for n in range(1, len(parts) + 1)
+    }
+    for statement in statements:
+        parsed = statement.parsed
+        scope = getattr(parsed, 'scope', None)
+        if not scope or scope in entered or scope in known or statement.macro:
+            continue
+        hint = nearest(scope, entered)
+        if hint or not own_code:
+            raise ConfigError(
+                f'{statement.place}: scope {scope!r} is never used.{hint} To use it, write a value '
+                f'as @{scope}/{parsed.selector}()'
+            )
+
+
+def _check_parameter(
+    target: Any, parsed: config_parser.BindingStatement, statement: Statement
+) -> None:
+    """Checks that a configurable has the parameter that a binding sets."""
+    if gin_internals._might_have_parameter(target, parsed.arg_name):
+        return
+    name, known = parsed.arg_name, list(inspect.signature(target).parameters)
+    hint = nearest(name, known) or f' It has {", ".join(known)}'
+    if known == ['config']:  # of train and evaluate, whose settings have moved
+        macros = {'model': 'MODEL', 'partitioner': 'PARTITIONER'}
+        hint = f' Write {macros.get(name, f"TrainConfig.{name}")} = ...'
+    raise ConfigError(f'{statement.place}: {parsed.selector!r} has no parameter {name!r}.{hint}')

@@ -1,0 +1,113 @@
+"""gin's registry of configurables: what is registered, and how a listed name is added to it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import Any
+
+from gin import config as gin_internals, config_parser
+
+from train.gin.names import BY_MODULE
+
+GIN_OWN = ('macro', 'gin.macro', 'singleton', 'gin.singleton', 'gin.constant', 'constant')
+# Configurables that a gin file has named by an import. A name without a module never stands for
+# one of them, so the files of one run cannot make a name of another run ambiguous. Those of a
+# package that one run allows stay refused in the next.
+_BY_IMPORT: set[str] = set()
+
+
+def is_within(name: str, packages: Iterable[str]) -> bool:
+    """Whether a module or a name belongs to one of the packages."""
+    return any(name == p or name.startswith(f'{p}.') for p in packages)
+
+
+def listed_names() -> set[str]:
+    """The full names that gin files may use."""
+    registered = {selector for selector, _ in gin_internals._REGISTRY.items()}
+    return (registered - set(GIN_OWN) - _BY_IMPORT) | {
+        f'{module}.{name}' for module, names in BY_MODULE.items() for name in names
+    }
+
+
+def known_names() -> set[str]:
+    """Returns the names of configurables as people write them: their last parts."""
+    return {
+        '.'.join(selector.split('.')[-n:])
+        for selector, _ in gin_internals._REGISTRY.items()
+        if selector not in _BY_IMPORT
+        for n in (1, 2, 9)
+    }
+
+
+def matches(selector: str) -> list[str]:
+    """The full names of the registered configurables that a selector without imports may mean."""
+    found = gin_internals._REGISTRY.matching_selectors(selector)
+    return [name for name in found if name not in _BY_IMPORT or name == selector]
+
+
+def register(name: str) -> Any:
+    """Returns gin's record of a configurable, which it registers if gin does not know it yet.
+
+    Args:
+      name: the full name of a listed or allowed function, class or method.
+    """
+    if name in gin_internals._REGISTRY:
+        return gin_internals._REGISTRY[name]
+    home, path = _split(name)
+    statement = config_parser.ImportStatement(
+        home, '.' in home, None, config_parser.Location(None, 0, None, '')
+    )
+    before = {selector for selector, _ in gin_internals._REGISTRY.items()}
+    with gin_internals._parse_scope() as context:
+        context._enable_dynamic_registration()
+        context.process_import(statement)
+        found = context.get_configurable(f'{statement.bound_name()}.{path}')
+    _BY_IMPORT.update({selector for selector, _ in gin_internals._REGISTRY.items()} - before)
+    return found
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Splits a full name into its module and the path of attributes in it."""
+    homes = [m for m, names in BY_MODULE.items() if name.removeprefix(f'{m}.') in names]
+    if homes:
+        home = max(homes, key=len)
+        return home, name.removeprefix(f'{home}.')
+    parts = name.split('.')
+    for split in range(len(parts) - 1, 0, -1):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(home := '.'.join(parts[:split]))
+            return home, '.'.join(parts[split:])
+    raise LookupError('is not in a module')
+
+
+def find_allowed(name: str, allow: Sequence[str]) -> Any:
+    """The function or class of an allowed package with this name.
+
+    Raises:
+      LookupError: if there is none. The message continues a sentence about the name.
+    """
+    home, path = _split(name)
+    found: Any = importlib.import_module(home)
+    for part in path.split('.'):
+        # Only modules and classes of the package are searched: other objects may have any members.
+        origin = found.__name__ if isinstance(found, ModuleType) else found.__module__
+        inside = isinstance(found, ModuleType | type) and is_within(origin, allow)
+        found = getattr(found, part, None) if inside else None
+        if found is None:
+            break
+    if isinstance(found, ModuleType) or not callable(found):
+        raise LookupError('is not a function or class')
+    if inspect.getattr_static(type(found), '__getattr__', None) is not None:
+        raise LookupError('is an object with arbitrary attributes')
+    return found
+
+
+def foreign_origin(found: Any, allow: Sequence[str]) -> str | None:
+    """The module of an object that belongs to no allowed package and that gin does not know."""
+    origin = getattr(found, '__module__', None) or type(found).__module__
+    foreign = not is_within(origin, allow) and gin_internals._inverse_lookup(found) is None
+    return origin if foreign else None

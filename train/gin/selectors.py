@@ -1,0 +1,189 @@
+"""What a name in a gin file stands for, and whether a gin file may use it.
+
+gin files are code: they import modules and call what they name. They may only use names on a list:
+names.ini, and what modules of the user register. A name is compared with the list as text, so
+nothing is imported, and no attribute is read, that is not on the list. T5X's names are translated
+to ours before the comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gin import config as gin_internals, config_parser
+
+from partitioning.rules import nearest
+from train.errors import ConfigError
+from train.gin import registry
+from train.gin.names import BY_MODULE
+from train.gin.parse import Statement
+from train.gin.registry import is_within
+from train.t5x.modules import is_t5x, translate
+
+# Names that differ here -> what to write instead.
+_RENAMED = {
+    'partitioning.ModelBasedPjitPartitioner': 'partitioning.PjitPartitioner',
+    'optax.chain': 'chain, of train.optimizers, and chain.transformations = [...]',
+    'optax.named_chain': 'chain, of train.optimizers, and chain.transformations = [...]',
+}
+
+
+def refusal(statement: Statement, what: str, name: str) -> ConfigError:
+    """The error for a statement that uses a name that is not on the list."""
+    package = name.split('.')[0]
+    hint = f'{nearest(name, BY_MODULE)} If you trust it, add --gin_allow={package}'
+    return ConfigError(
+        f'{statement.place}: {what} is refused: gin files run code, and {name} is not on the list '
+        f'of what they may use.{hint}'
+    )
+
+
+class Resolver:
+    """Finds the configurable that each name stands for, in the order of the statements.
+
+    In a file with dynamic registration, the first part of a name is an import of the file. All
+    other names are those of registered configurables, or end the full name of a configurable that
+    an earlier file has named, or begin with a name that an earlier file has imported.
+
+    Args:
+      statements: the statements of all files and flags.
+      allow: additional packages that the user allows.
+    """
+
+    def __init__(self, statements: Sequence[Statement], allow: Sequence[str] = ()) -> None:
+        self._allow = allow
+        self._dynamic = {s.file for s in statements if s.is_dynamic}
+        self._imports: dict[str, dict[str, str]] = {}  # file -> name in the file -> module
+        self._named: dict[str, Any] = {}  # full name as imported -> configurable
+        self._found: dict[tuple[int, str], Any] = {}
+
+    def add_import(self, statement: Statement) -> None:
+        """Notes the name that an import binds.
+
+        Raises:
+          ConfigError: if the file uses the name for another module.
+        """
+        parsed, names = statement.parsed, self._imports.setdefault(statement.file, {})
+        whole = parsed.is_from or parsed.alias
+        module = parsed.module if whole else parsed.module.split('.')[0]
+        if (bound := parsed.bound_name()) == 'gin':
+            raise ConfigError(f"{statement.place}: 'gin' is gin itself; import {module} as another")
+        if names.setdefault(bound, module) != module:
+            raise ConfigError(
+                f'{statement.place}: {bound!r} already stands for {names[bound]}; import '
+                f'{module} under another name'
+            )
+
+    def resolve(self, selector: str, statement: Statement) -> Any:
+        """The configurable that a selector of a statement names.
+
+        Args:
+          selector: the name, without scopes.
+          statement: the statement that contains the selector.
+
+        Returns:
+          gin's record of the configurable, or None for one of gin's own.
+
+        Raises:
+          ConfigError: if no object or several objects have the name, or a gin file may not use it.
+        """
+        key = id(statement), selector
+        if key not in self._found:
+            if selector in registry.GIN_OWN:
+                self._found[key] = None
+            elif statement.file in self._dynamic:
+                self._found[key] = self._resolve_imported(selector, statement)
+            else:
+                self._found[key] = self._resolve_registered(selector, statement)
+        return self._found[key]
+
+    def _resolve_imported(self, selector: str, statement: Statement) -> Any:
+        """The configurable that a name in a file with dynamic registration stands for."""
+        head, _, rest = selector.partition('.')
+        names = self._imports.get(statement.file, {})
+        if head not in names:
+            if head in self._everywhere():
+                return self._resolve_registered(selector, statement)
+            raise ConfigError(
+                f'{statement.place}: {head!r} is not imported: a file with dynamic registration '
+                f'must import every module that it names.{nearest(head, names)}'
+            )
+        return self._look_up(f'{names[head]}.{rest}', selector, statement)
+
+    def _resolve_registered(self, selector: str, statement: Statement) -> Any:
+        """The configurable that a name in another file, or in a flag, stands for."""
+        matches = {n: c for n, c in self._named.items() if n.endswith(f'.{selector}')}
+        if len({configurable.selector for configurable in matches.values()}) == 1:
+            return next(iter(matches.values()))
+        own = registry.matches(selector)
+        if len(matches) > 1 or len(own) > 1:
+            raise ConfigError(
+                f'{statement.place}: {selector!r} is ambiguous: write one of '
+                f'{", ".join(sorted(matches or own))}'
+            )
+        if own:
+            return gin_internals._REGISTRY[own[0]]
+        head, _, rest = selector.partition('.')
+        names = [f'{module}.{rest}' for module in self._everywhere().get(head, ())]
+        listed = registry.listed_names()
+        for name in sorted(names, key=lambda name: translate(name) not in listed):
+            return self._look_up(name, selector, statement)
+        known = registry.known_names() | self._everywhere().keys()
+        raise ConfigError(
+            f'{statement.place}: no configurable {selector!r}.{nearest(selector, known)}'
+        )
+
+    def _everywhere(self) -> dict[str, list[str]]:
+        """The names that any file so far has imported -> the modules, the latest first."""
+        modules: dict[str, list[str]] = {}
+        for names in reversed(self._imports.values()):
+            for name, module in names.items():
+                modules.setdefault(name, []).append(module)
+        return modules
+
+    def _look_up(self, written: str, selector: str, statement: Statement) -> Any:
+        """The configurable with a full name, in which T5X's modules may occur."""
+        name = translate(written)
+        if name in _RENAMED:
+            raise ConfigError(
+                f'{statement.place}: {selector!r} differs here: write {_RENAMED[name]}'
+            )
+        if name in registry.listed_names():
+            found = registry.register(name)
+        elif is_within(name, self._allow):
+            found = self._allowed(name, statement)
+        else:
+            raise self._unknown(written, selector, statement)
+        self._named[written] = found
+        return found
+
+    def _allowed(self, name: str, statement: Statement) -> Any:
+        """The configurable of an allowed package with this name."""
+        try:
+            found = registry.find_allowed(name, self._allow)
+        except LookupError as error:
+            raise ConfigError(f'{statement.place}: {name!r} {error}') from error
+        if origin := registry.foreign_origin(found, self._allow):
+            raise refusal(statement, f'{name!r}, which belongs to {origin!r},', origin)
+        return registry.register(name)
+
+    def _unknown(self, written: str, selector: str, statement: Statement) -> ConfigError:
+        """The error for a name that is not on the list."""
+        name = translate(written)
+        home, _, last = name.rpartition('.')
+        listed = registry.listed_names()
+        names = [n.removeprefix(f'{home}.') for n in listed if n.rpartition('.')[0] == home]
+        if hint := nearest(last, names):
+            return ConfigError(f'{statement.place}: {selector!r} does not exist in {home}.{hint}')
+        if is_t5x(written) and not is_within(written, self._allow):
+            has = f': {home} has {", ".join(sorted(names))}' if names else ''
+            return ConfigError(
+                f'{statement.place}: {selector!r} is {written}, which has no equivalent here{has}'
+            )
+        return refusal(statement, repr(selector), name)
+
+
+def is_import(statement: Statement) -> bool:
+    """Whether a statement imports a module."""
+    return isinstance(statement.parsed, config_parser.ImportStatement) and not statement.is_dynamic

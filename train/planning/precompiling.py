@@ -1,0 +1,126 @@
+"""The compiled train step of a run, as files. Nothing is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, NamedTuple
+
+import jax
+
+from meshwright import ProgramCosts, read_costs
+from partitioning.hardware.compiler_errors import own_compiler_errors
+from partitioning.programs import PartitionedCallable
+from train.config import TrainConfig
+from train.errors import ConfigError
+from train.planning.cost_lines import describe_costs
+from train.reporting.gin_text import write_gin_text
+from train.reporting.memory import check_fits, memory_advice
+from train.running.programs import partition_train_step
+from train.running.run import Run, prepare, report
+
+LOWERED, COMPILED, MEMORY = 'train_step.stablehlo.txt', 'train_step.hlo.txt', 'memory.json'
+COSTS = 'costs.json'
+# What jax's memory analysis of a program says, and its names here.
+SIZES = {
+    'arguments': 'argument_size_in_bytes',
+    'outputs': 'output_size_in_bytes',
+    'outputs_in_arguments': 'alias_size_in_bytes',
+    'temporary': 'temp_size_in_bytes',
+    'program': 'generated_code_size_in_bytes',
+}
+
+
+class CompiledStep(NamedTuple):
+    """The compiled train step of a run.
+
+    Attributes:
+      run: the run.
+      step: the partitioned function (state, batch) -> (state, metrics).
+      lowered: the program before the compiler.
+      compiled: the program of a device.
+      costs: what it costs on each device.
+    """
+
+    run: Run
+    step: PartitionedCallable
+    lowered: jax.stages.Lowered
+    compiled: jax.stages.Compiled
+    costs: ProgramCosts
+
+
+def compile_step(config: TrainConfig) -> CompiledStep:
+    """Compiles the train step of a run. No array is created, and nothing is written.
+
+    The mesh may be of devices that are not here.
+
+    Raises:
+      ConfigError, ValueError: if a setting cannot be honoured, or if the devices have too little
+        memory.
+    """
+    run = prepare(config)
+    report(run)
+    step, mesh = partition_train_step(run), config.partitioner.mesh
+    with run.console.phase('compiling the train step'):
+        lowered = step.lower(run.plan.abstract_state, dict(run.batch))
+        with memory_advice(run.plan, config.partitioner), own_compiler_errors('train_step', mesh):
+            compiled = lowered.compile()
+    return CompiledStep(run, step, lowered, compiled, read_costs(compiled, mesh))
+
+
+def precompile(config: TrainConfig) -> dict[str, Any]:
+    """Compiles the train step of a run, and writes its programs and its costs to `model_dir`.
+
+    It writes `train_step.stablehlo.txt`, the program before the compiler; `train_step.hlo.txt`,
+    the program of a device with its collectives; `memory.json`, what the compiler says about the
+    memory of a device; `costs.json`, the fields of `meshwright.ProgramCosts`: estimated
+    computation, collectives, and the largest arrays; and `precompile-plan.json`, the layout. No
+    array is created, so the mesh may be of devices that are not here.
+
+    Args:
+      config: the settings of the run.
+
+    Returns:
+      The content of `memory.json`: sizes in bytes per device, and the devices.
+
+    Raises:
+      ConfigError, ValueError: if a setting cannot be honoured.
+    """
+    run, _, lowered, compiled, costs = compile_step(config)
+    mesh = config.partitioner.mesh
+    memory: dict[str, Any] = {'mesh': dict(mesh.shape), 'devices': [str(d) for d in _devices(mesh)]}
+    if (sizes := compiled.memory_analysis()) is not None:
+        memory['bytes_per_device'] = {name: getattr(sizes, field) for name, field in SIZES.items()}
+    files = {
+        LOWERED: lowered.as_text(),
+        COMPILED: compiled.as_text() or '',
+        MEMORY: json.dumps(memory, indent=1) + '\n',
+        COSTS: json.dumps(dataclasses.asdict(costs), indent=1) + '\n',
+    }
+    _write(run, files)
+    for line in describe_costs(costs):
+        run.console.say(line)
+    run.console.files({name: run.directory / name for name in files})
+    if mesh.devices.flat[0].platform != 'cpu':  # CPUs may stand for other devices
+        check_fits(run.plan, config.partitioner, compiled)
+    return memory
+
+
+def _devices(mesh: Any) -> list[Any]:
+    """The devices of a mesh in its order: the first is the first along every axis."""
+    return list(mesh.devices.flat)
+
+
+def _write(run: Run, files: dict[str, str]) -> None:
+    with run.console.phase('writing the programs'):
+        try:
+            run.directory.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                write_gin_text(run.directory, 'precompile.gin')
+                for name, text in files.items():
+                    (run.directory / name).write_text(text)
+                run.plan.save(run.directory / 'precompile-plan.json')
+        except OSError as error:
+            raise ConfigError(
+                f'MODEL_DIR {run.directory} cannot be written: {error.strerror or error}'
+            ) from error

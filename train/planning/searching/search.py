@@ -1,0 +1,236 @@
+"""Which candidates are compiled, which one wins, and how much better another one could be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal
+
+from partitioning.amounts import bytes_str
+from train.errors import first_line
+from train.planning.searching.candidate import Candidate
+from train.planning.searching.ranking import correct
+from train.planning.searching.space import Space
+
+Status = Literal['compiled', 'not compiled', 'too slow', 'too large', 'impossible']
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a candidate needs and takes, by formulas, without a compiler.
+
+    Attributes:
+      peak: the memory of a device at its fullest, in bytes.
+      seconds: the time of a step.
+      bound: a time that no compiled program of the candidate can be forecast to stay below.
+    """
+
+    peak: int
+    seconds: float
+    bound: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the compiler says about a candidate.
+
+    Attributes:
+      fits: whether a device has the memory.
+      peak: the memory of a device at its fullest, in bytes, or None if the compiler gave up.
+      seconds: the forecast of the time of a step, or None if there is none.
+      low: the lower end of its range.
+      high: the upper end of its range.
+      compile_seconds: how long the compilation took.
+      error: why there is no program, or ''.
+    """
+
+    fits: bool
+    peak: int | None = None
+    seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
+    compile_seconds: float = 0.0
+    error: str = ''
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+    """A candidate, and what the search knows about it.
+
+    Attributes:
+      candidate: the candidate.
+      status: 'compiled'; 'too large' or 'too slow' by formulas, so that it cannot win; 'impossible'
+        if its settings cannot be honoured; or 'not compiled', if it could still be faster.
+      prediction: what formulas say, or None if it is impossible.
+      outcome: what the compiler says, if it was compiled.
+      reason: why it is impossible, or ''.
+    """
+
+    candidate: Candidate
+    status: Status
+    prediction: Prediction | None = None
+    outcome: Outcome | None = None
+    reason: str = ''
+
+    @property
+    def seconds(self) -> float | None:
+        """The forecast of the step's time, if it was compiled and fits."""
+        return self.outcome.seconds if self.outcome and self.outcome.fits else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What a search has found.
+
+    Attributes:
+      found: all candidates: those that fit first, the fastest of them first, then the others.
+      dropped: the number of combinations whose sizes cannot be divided, by reason.
+      limit: the memory of a device, in bytes.
+    """
+
+    found: tuple[Found, ...]
+    dropped: Mapping[str, int]
+    limit: int
+
+    @property
+    def winner(self) -> Found | None:
+        """The fastest compiled candidate that fits."""
+        return self.found[0] if self.found and self.found[0].seconds is not None else None
+
+    @property
+    def num_compiled(self) -> int:
+        """The number of candidates that were compiled."""
+        return sum(found.outcome is not None for found in self.found)
+
+    @property
+    def bound(self) -> float | None:
+        """The step time in seconds that no candidate of the space can be forecast to stay below."""
+        times = [f.prediction.bound for f in self.found if f.prediction and _is_open(f.status)]
+        times += [found.seconds for found in self.found if found.seconds is not None]
+        return min(times, default=None)
+
+    @property
+    def gap(self) -> float | None:
+        """By which share the winner is slower than the bound: 0.05 if within 5%."""
+        if self.winner is None or self.winner.seconds is None or not self.bound:
+            return None
+        return self.winner.seconds / self.bound - 1
+
+    def count(self, status: Status) -> int:
+        """The number of candidates with a status."""
+        return sum(found.status == status for found in self.found)
+
+
+def _is_open(status: Status) -> bool:
+    return status in ('not compiled', 'too slow')
+
+
+def search(
+    space: Space,
+    predict: Callable[[Candidate], Prediction],
+    compile_candidate: Callable[[Candidate], Outcome],
+    *,
+    limit: int,
+    best: int = 8,
+    tolerance: float = 0.1,
+    say: Callable[[str], None] = lambda text: None,
+) -> SearchResult:
+    """Searches a space for the fastest candidate that fits, and compiles few of its candidates.
+
+    The next candidate to compile is the one with the shortest predicted time, after predictions
+    have been corrected by what the compiled ones have shown. Candidates whose bound is above the
+    time of a compiled one are never compiled.
+
+    Args:
+      space: the candidates.
+      predict: says by formulas what a candidate needs and takes. It raises ValueError if the
+        settings cannot be honoured.
+      compile_candidate: says what the compiler says.
+      limit: the memory of a device, in bytes.
+      best: how many candidates to compile at most.
+      tolerance: the relative error of predicted memory: only candidates that exceed the limit by
+        more are left out.
+      say: prints a line about the progress.
+    """
+    found: dict[Candidate, Found] = {}
+    for number, candidate in enumerate(space.candidates, 1):
+        try:
+            prediction = predict(candidate)
+        except ValueError as error:
+            found[candidate] = Found(
+                candidate=candidate, status='impossible', reason=first_line(error)
+            )
+            continue
+        large = prediction.peak * (1 - tolerance) > limit
+        status: Status = 'too large' if large else 'not compiled'
+        found[candidate] = Found(candidate=candidate, status=status, prediction=prediction)
+        if number % 25 == 0:
+            say(f'predicted {number} of {len(space.candidates)} candidates')
+    for number in range(1, best + 1):
+        chosen = _choose(list(found.values()), limit)
+        if chosen is None:
+            break
+        say(f'compiling {number} of at most {best}: {chosen.candidate}')
+        outcome = compile_candidate(chosen.candidate)
+        chosen = dataclasses.replace(chosen, status='compiled', outcome=outcome)
+        found[chosen.candidate] = chosen
+        say(_describe(outcome))
+        fastest = _fastest(found.values())
+        found = {c: _prune(one, fastest) for c, one in found.items()}
+    ordered = sorted(found.values(), key=_order)
+    return SearchResult(found=tuple(ordered), dropped=dict(space.dropped), limit=limit)
+
+
+def _choose(found: Sequence[Found], limit: int) -> Found | None:
+    """The candidate to compile next, or None if no other one can win."""
+    left = [(f, f.prediction) for f in found if f.status == 'not compiled' and f.prediction]
+    times, peaks = list[tuple[Candidate, float]](), list[tuple[Candidate, float]]()
+    for one in found:
+        if one.outcome is None or one.prediction is None:
+            continue
+        if one.outcome.seconds:
+            times.append((one.candidate, one.outcome.seconds / one.prediction.seconds))
+        if one.outcome.peak:
+            peaks.append((one.candidate, one.outcome.peak / one.prediction.peak))
+    candidates = [one.candidate for one, _ in left]
+    ranked = [
+        (prediction.peak * peak > limit, prediction.seconds * time, number)
+        for number, ((_, prediction), time, peak) in enumerate(
+            zip(left, correct(times, candidates), correct(peaks, candidates), strict=True)
+        )
+    ]
+    return left[min(ranked)[2]][0] if ranked else None
+
+
+def _fastest(found: Iterable[Found]) -> float | None:
+    return min((f.seconds for f in found if f.seconds is not None), default=None)
+
+
+def _prune(found: Found, fastest: float | None) -> Found:
+    """The candidate as 'too slow' if its bound is above the time of a compiled one."""
+    if fastest is None or found.status != 'not compiled' or found.prediction is None:
+        return found
+    slow = found.prediction.bound >= fastest
+    return dataclasses.replace(found, status='too slow') if slow else found
+
+
+def _order(found: Found) -> tuple[int, float]:
+    """Where a candidate stands in the result."""
+    if found.seconds is not None:
+        return 0, found.seconds
+    if found.outcome is not None:
+        return 1, found.outcome.peak or 0
+    if found.prediction is not None:
+        return (2 if _is_open(found.status) else 3), found.prediction.seconds
+    return 4, 0
+
+
+def _describe(outcome: Outcome) -> str:
+    took = f'compiled in {outcome.compile_seconds:.0f} s'
+    if outcome.error:
+        return f'  {took}: {outcome.error}'
+    peak = bytes_str(outcome.peak or 0)
+    if not outcome.fits:
+        return f'  {took}: {peak} do not fit'
+    time = 'no forecast of its time' if outcome.seconds is None else f'{outcome.seconds:.3f} s'
+    return f'  {took}: {time} per step, {peak}'

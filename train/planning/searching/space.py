@@ -1,0 +1,192 @@
+"""The candidates of a search: every layout that divides the sizes of a run, and every setting."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from partitioning.hardware import OptionValue
+from train.planning.searching.candidate import Candidate, Layout, RematChoice
+from train.planning.searching.run_sizes import RunSizes
+
+Options = tuple[tuple[str, OptionValue | None], ...]
+# What must divide what: (the size that is divided, its name, the number of shards).
+Needs = tuple[tuple[int, str, int], ...]
+
+# The mesh axes of the presets that a search chooses between. Runs with others keep their layout.
+_KNOWN_AXES = {'replica', 'data', 'fsdp', 'model', 'group'}
+_WINDOWED = 'xla_jf_spmd_threshold_for_windowed_einsum_mib'
+_TILES = 'xla_tpu_scoped_vmem_limit_kib'
+# The compiler options that change the time of a step by more than the forecast's own error, in
+# addition to the defaults of a chip: the compiler's own windowed products, and larger tiles.
+_OPTIONS: dict[str, tuple[Options, ...]] = {
+    'v5e': ((), ((_TILES, 64 * 1024),), ((_WINDOWED, None),)),
+    'v5p': ((), ((_TILES, 64 * 1024),), ((_WINDOWED, None),)),
+    'v6e': ((), ((_WINDOWED, None),)),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The values of each setting that a search tries.
+
+    Attributes:
+      layouts: the layouts, by default all that the presets and the machine allow.
+      num_microbatches: the numbers of microbatches.
+      remats: what the backward pass recomputes.
+      output_chunks: the numbers of chunks of the output layer; None is the smallest number whose
+        logits are small.
+      compiler_options: the options of the compiler.
+    """
+
+    layouts: Sequence[Layout] | None = None
+    num_microbatches: Sequence[int] = (1, 2, 4)
+    remats: Sequence[RematChoice] = ('none', 'dots', 'full', 'offload')
+    output_chunks: Sequence[int | None] = (None, 1)
+    compiler_options: Sequence[Options] = ((),)
+
+
+def choices_for(chip: str) -> Choices:
+    """Returns the choices with the compiler options that matter on a chip."""
+    return Choices(compiler_options=_OPTIONS.get(chip, ((),)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Space:
+    """The candidates of a search.
+
+    Attributes:
+      candidates: those whose sizes can be divided.
+      dropped: the number of the others, by reason.
+    """
+
+    candidates: tuple[Candidate, ...]
+    dropped: Mapping[str, int]
+
+    @property
+    def size(self) -> int:
+        """The number of combinations of the choices."""
+        return len(self.candidates) + sum(self.dropped.values())
+
+
+def list_space(run: RunSizes, choices: Choices | None = None) -> Space:
+    """Lists the candidates for a run, in a fixed order.
+
+    Args:
+      run: the sizes that must be divided.
+      choices: the values of each setting, by default those of `Choices`.
+    """
+    choices = choices or Choices()
+    layouts = choices.layouts
+    if layouts is None:
+        layouts = list(_list_layouts(run))
+    remats: Sequence[RematChoice | None] = choices.remats if run.model else (None,)
+    chunks = choices.output_chunks if run.output else (None,)
+    # The empty dict removes all options; more cannot be said in addition to it.
+    fixed = not run.compiler_options
+    options: Sequence[Options] = ((),) if fixed else choices.compiler_options
+    candidates, dropped = [], collections.Counter[str]()
+    others = itertools.product(choices.num_microbatches, remats, chunks, options)
+    for layout, (microbatches, remat, count, option) in itertools.product(layouts, list(others)):
+        reason = _find_problem(run, layout, microbatches)
+        if reason:
+            dropped[reason] += 1
+            continue
+        candidates.append(
+            Candidate(
+                layout=layout,
+                num_microbatches=microbatches,
+                remat=remat,
+                output_chunks=count,
+                compiler_options=option,
+            )
+        )
+    return Space(candidates=tuple(candidates), dropped=dict(dropped))
+
+
+def _find_problem(run: RunSizes, layout: Layout, microbatches: int) -> str:
+    """Why a layout is not possible, or ''."""
+    if not layout.preset:
+        return ''
+    shards, needs = _demands(run, layout)
+    rows = shards * run.num_slices * microbatches
+    for size, name, count in (*needs, (run.batch_size, 'the batch', rows)):
+        if count < 1 or size % count:
+            return f'{name} cannot be divided'
+    return ''
+
+
+def _demands(run: RunSizes, layout: Layout) -> tuple[int, Needs]:
+    """The number of parts of the batch in a slice, and what the layout must divide."""
+    sizes, devices, model = dict(layout.sizes), run.num_devices, run.model
+    tensor = sizes.get('NUM_PARTITIONS', 1)
+    groups, fsdp = sizes.get('HEAD_GROUPS', 1), sizes.get('FSDP_PARTITIONS', 1)
+    context, stages = sizes.get('CONTEXT_PARTITIONS', 1), sizes.get('STAGES', 1)
+    taken = tensor * groups * fsdp * context * stages
+    if devices % taken:
+        return 1, ((devices, 'the number of devices', taken),)
+    data = devices // taken
+    heads = model.get('num_heads', 0), 'num_heads', tensor * groups
+    of_model: Needs = (
+        heads,
+        (model.get('num_kv_heads', 0), 'num_kv_heads', tensor),
+        (model.get('mlp_dim', 0), 'mlp_dim', tensor * groups),
+        (model.get('vocab_size', 0), 'vocab_size', tensor * groups),
+        (run.sequence_length or 0, 'sequence_length', tensor * groups),
+    )
+    embed = model.get('embed_dim', 0)
+    match layout.preset:
+        case 'fsdp':
+            return devices, ((embed, 'embed_dim', devices),)
+        case 'fsdp_tensor':
+            return data, (*of_model, (embed, 'embed_dim', data))
+        case 'three_d':
+            return data * fsdp, (*of_model, (embed, 'embed_dim', fsdp))
+        case 'few_kv_heads':
+            return data, (*of_model, (embed, 'embed_dim', data * groups))
+        case 'context':
+            length = (run.sequence_length or 0, 'sequence_length', 2 * context * tensor)
+            return data, (*of_model, length, (embed, 'embed_dim', data * context))
+        case 'pipeline':
+            layers = (model.get('num_layers', 0), 'num_layers', stages)
+            return data * stages, (*of_model, layers, (embed, 'embed_dim', data * stages))
+    return devices // tensor, of_model if tensor > 1 else ()  # zero and those of any model
+
+
+def _list_layouts(run: RunSizes) -> Iterator[Layout]:
+    """The layouts of the presets for a run, the plainest first."""
+    if not run.model or not {*run.axes} <= _KNOWN_AXES | {'context', 'stage'}:
+        yield Layout('')
+        return
+    divisors = _divisors(run.num_devices)
+    if 'context' in run.axes:
+        yield from _with_tensor('context', 'CONTEXT_PARTITIONS', divisors)
+        return
+    if 'stage' in run.axes:
+        yield from _with_tensor('pipeline', 'STAGES', divisors)
+        return
+    yield Layout('fsdp')
+    yield Layout('zero')
+    for size in divisors[1:-1]:
+        yield Layout('three_d', (('FSDP_PARTITIONS', size), ('NUM_PARTITIONS', 1)))
+    heads = run.model['num_kv_heads']
+    for size in divisors[1:]:
+        if size <= heads:
+            yield Layout('fsdp_tensor', (('NUM_PARTITIONS', size),))
+        elif size % heads == 0:
+            groups = size // heads
+            yield Layout('few_kv_heads', (('NUM_PARTITIONS', heads), ('HEAD_GROUPS', groups)))
+
+
+def _with_tensor(preset: str, macro: str, divisors: Sequence[int]) -> Iterable[Layout]:
+    for size in divisors[1:]:
+        for tensor in divisors:
+            yield Layout(preset, ((macro, size), ('NUM_PARTITIONS', tensor)))
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})

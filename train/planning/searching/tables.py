@@ -1,0 +1,77 @@
+"""What a search has found, as text."""
+
+from __future__ import annotations
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from partitioning.amounts import bytes_str
+from train.planning.searching.search import Found, SearchResult, Status
+
+_COLUMNS = ('step', 'range', 'memory', 'by formulas', 'compiled in')
+# How many candidates that were not compiled are listed.
+_MOST_OTHERS = 5
+_MEANINGS: dict[Status, str] = {
+    'not compiled': 'could still be faster, and were not compiled',
+    'too slow': 'would be slower than the winner even at the peak rate of the chip',
+    'too large': 'do not fit by formulas',
+    'impossible': 'have settings that cannot be honoured',
+}
+
+
+def search_table(result: SearchResult) -> Group:
+    """The compiled candidates, the fastest first; the next ones by formulas; and what was left out.
+
+    Args:
+      result: what the search has found.
+    """
+    table = Table(box=None, pad_edge=False, header_style='bold', padding=(0, 1))
+    table.add_column('candidate', overflow='fold')
+    for name in _COLUMNS:
+        table.add_column(name, justify='right', no_wrap=True)
+    compiled = [found for found in result.found if found.outcome is not None]
+    others = [found for found in result.found if found.status == 'not compiled'][:_MOST_OTHERS]
+    for found in compiled:
+        table.add_row(*_row(found), style='bold' if found is result.winner else None)
+    for found in others:
+        table.add_row(*_row(found), style='dim')
+    return Group(table, '', *[Text(line) for line in summary_lines(result)])
+
+
+def summary_lines(result: SearchResult) -> list[str]:
+    """How many candidates were left out and why, and how good the winner is in the space."""
+    total = len(result.found) + sum(result.dropped.values())
+    lines = [f'{total:,} combinations, of which {result.num_compiled:,} were compiled']
+    lines += [f'  {count:,}: {reason}' for reason, count in result.dropped.items()]
+    for status, meaning in _MEANINGS.items():
+        if count := result.count(status):
+            lines.append(f'  {count:,} {meaning}')
+    reasons = [found.reason for found in result.found if found.status == 'impossible']
+    if reasons:
+        lines.append(f'    the first of them: {reasons[0]}')
+    if result.winner is None:
+        lines.append('no compiled candidate fits: try more of them with --best')
+    elif result.gap is not None and result.bound is not None:
+        lines.append(
+            f'the winner is within {result.gap:.1%} of the best possible in this space: no '
+            f'candidate is below {result.bound:.3f} s, which takes all products at the peak rate, '
+            'kernels and overheads as the forecast has them, and hides all exchanges of data'
+        )
+    return lines
+
+
+def _row(found: Found) -> list[str]:
+    prediction, outcome = found.prediction, found.outcome
+    formulas = ''
+    if prediction is not None:
+        formulas = f'{prediction.seconds:.3f} s, {bytes_str(prediction.peak)}'
+    if outcome is None:
+        return [str(found.candidate), '', '', '', formulas, '']
+    step = '' if outcome.seconds is None else f'{outcome.seconds:.3f} s'
+    spread = '' if outcome.low is None else f'{outcome.low:.3f} to {outcome.high:.3f}'
+    memory = 'too much' if outcome.peak is None else bytes_str(outcome.peak)
+    if not outcome.fits:
+        step, spread = 'does not fit', ''
+    took = f'{outcome.compile_seconds:.0f} s'
+    return [str(found.candidate), step, spread, memory, formulas, took]

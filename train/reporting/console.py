@@ -1,0 +1,241 @@
+"""The output of a run: phases, tables and progress bars on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.segment import Segment
+from rich.text import Text
+
+from partitioning.untrusted_text import printable
+from train.processes.together import raise_on_all_processes
+from train.processes.watchdog import Activity
+from train.reporting.reports import format_seconds
+
+# A phase that takes longer is mentioned when it ends, in seconds.
+WORTH_A_LINE = 1.0
+
+
+class SafeConsole(Console):
+    """Prints no control characters except its own, and takes brackets for text, not for styles.
+
+    Names of files and of parameters reach the terminal in lines, tables and progress bars.
+    """
+
+    def __init__(self, **settings: Any):
+        super().__init__(**{'markup': False, 'highlight': False, 'emoji': False} | settings)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+    def on_broken_pipe(self) -> None:
+        """Prints nothing from now on, so that the run can save its state."""
+        self.quiet = True
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+
+
+class RunConsole:
+    """Prints the progress of a run. Only process 0 prints.
+
+    Args:
+      console: where to print, by default standard output.
+
+    Attributes:
+      seconds: the duration of each phase, by its title.
+      activity: what the run does at the moment, for its watchdog.
+    """
+
+    def __init__(self, console: Console | None = None):
+        quiet = jax.process_index() != 0
+        self._console = console or SafeConsole(quiet=quiet)
+        if not self._console.is_terminal:
+            self._console.width = 160  # In a file or a pipe, the rows of a table may be long.
+        self._progress: Progress | None = None
+        self.seconds: dict[str, float] = {}
+        self.activity = Activity()
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the output goes to a terminal."""
+        return self._console.is_terminal
+
+    def say(self, message: str, style: str | None = None) -> None:
+        """Prints one line without interpreting its markup. Only a terminal wraps it."""
+        text = Text(message, style=style or '')
+        self._console.print(text, soft_wrap=not self.is_terminal)
+
+    def show(self, renderable: Any) -> None:
+        """Prints a table or another object of rich."""
+        self._console.print(renderable)
+
+    def heading(self, title: str) -> None:
+        """Prints a heading."""
+        if self.is_terminal:
+            self._console.rule(title, align='left', style='dim')
+        else:
+            self.say(f'-- {title}')
+
+    @contextlib.contextmanager
+    def phase(self, title: str) -> Iterator[None]:
+        """Runs a phase of a run: it fails on all processes together, and its time is measured.
+
+        A terminal shows a spinner. All processes must enter the phase together, and its body must
+        not wait for other processes.
+
+        Args:
+          title: what the phase does, such as 'compiling the train step'.
+        """
+        with self.measuring(title), raise_on_all_processes(title):
+            yield
+
+    @contextlib.contextmanager
+    def measuring(self, title: str) -> Iterator[None]:
+        """Measures the time of a part of a run, in which processes may wait for each other.
+
+        Args:
+          title: what the part does.
+        """
+        started = time.perf_counter()
+        busy: Any = contextlib.nullcontext()
+        if self.is_terminal and self._progress is None:
+            busy = self._console.status(Text(f'{title} ...'), spinner='dots')
+        with busy, self.activity.doing(title):
+            yield
+        self.seconds[title] = time.perf_counter() - started
+        if self.seconds[title] > WORTH_A_LINE:
+            self.say(f'{title}: {format_seconds(self.seconds[title])}', style='dim')
+
+    @contextlib.contextmanager
+    def tokenizing(self) -> Iterator[Callable[[str, int, int], None]]:
+        """Shows a progress bar for each token index that is built, and a line at the end.
+
+        Yields:
+          The function to call with the progress: (name of the source, bytes done, bytes in total).
+        """
+        started, names = time.perf_counter(), dict[str, TaskID]()
+        progress = Progress(
+            TextColumn('tokenizing {task.description}', markup=False),
+            BarColumn(bar_width=None),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn('left'),
+            console=self._console,
+            transient=True,
+            disable=not self.is_terminal,
+        )
+
+        def report(name: str, done: int, total: int) -> None:
+            if name not in names:
+                names[name] = progress.add_task(name, total=total)
+            progress.update(names[name], completed=done, total=total)
+            self.activity.progress()
+
+        with progress:
+            yield report
+        if names:
+            self.say(f'tokenized {", ".join(names)} in {time.perf_counter() - started:.1f} s')
+
+    @contextlib.contextmanager
+    def training(self, first_step: int, total_steps: int) -> Iterator[None]:
+        """Shows a progress bar during the training loop."""
+        if first_step >= total_steps:
+            yield
+            return
+        self.heading(f'training from step {first_step} to {total_steps}')
+        bar = Progress(
+            TextColumn('step'),
+            MofNCompleteColumn(),
+            BarColumn(),
+            TextColumn('{task.fields[figures]}', markup=False),
+            console=self._console,
+        )
+        bar.add_task('train', total=total_steps, completed=first_step, figures='')
+        self._progress = bar if self.is_terminal else None
+        try:
+            with self._progress or contextlib.nullcontext():
+                yield
+        finally:
+            self._progress = None
+            self.activity.end_loop()
+
+    @contextlib.contextmanager
+    def counting(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
+        """Shows a progress bar while things are counted, on a terminal.
+
+        Args:
+          title: what is done, such as 'predict my_task'.
+          total: the number to reach.
+
+        Yields:
+          The function to call with the number so far.
+        """
+        progress = Progress(
+            TextColumn('{task.description}', markup=False),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn('left'),
+            console=self._console,
+            transient=True,
+            disable=not self.is_terminal,
+        )
+        counted = progress.add_task(title, total=total)
+        before, self._progress = self._progress, self._progress or progress
+
+        def show(number: int) -> None:
+            progress.update(counted, completed=number)
+            self.activity.progress()
+
+        try:
+            with progress if before is None else contextlib.nullcontext():
+                yield show
+        finally:
+            self._progress = before
+
+    def step(self, step: int, total_steps: int, figures: str) -> None:
+        """Prints the figures of a step, or shows them in the progress bar."""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], completed=step, figures=figures)
+        else:
+            self.say(f'step {step}/{total_steps}  {figures}')
+
+    def scores(self, step: int, name: str, text: str) -> None:
+        """Prints the scores of an evaluator."""
+        self.say(f'step {step}: {name}: {text}', style='bold')
+
+    def files(self, files: Mapping[str, Any]) -> None:
+        """Prints the paths of the run's files that exist.
+
+        Args:
+          files: the paths, by what they contain.
+        """
+        self.heading('files')
+        width = max(map(len, files), default=0)
+        for content, path in files.items():
+            if path.exists():
+                self.say(f'{content:<{width}}  {path}')
+
+    def sample(self, prompt: str, continuation: str) -> None:
+        """Prints a prompt and the model's continuation of it."""
+        self._console.print(Text.assemble((prompt, 'bold'), continuation))

@@ -1,0 +1,83 @@
+"""Event files of TensorBoard."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from etils import epath
+
+from train.errors import import_optional
+from train.reporting.appended_file import AppendedFile
+
+
+class EventFile:
+    """An event file of TensorBoard, which has each event at once.
+
+    tensorboardX makes the events. Its own writer is not used, because it writes in a thread: if
+    that dies, for example because the disk is full, the queue to it blocks the run for ever.
+
+    Args:
+      directory: the folder of the file.
+      user: what needs the package tensorboardX, for the message if it is not installed.
+      suffix: the end of the name of the file. Names contain the time in seconds, so writers that
+        begin in the same second need different ones.
+      purge_step: TensorBoard hides events of this step and later ones in older files. None hides
+        nothing.
+    """
+
+    def __init__(
+        self, directory: epath.Path, user: str, *, suffix: str = '', purge_step: int | None = None
+    ):
+        self._package = functools.partial(import_optional, extra='train', user=user)
+        self._protos = self._package('tensorboardX.proto.event_pb2')
+        self._checksum = self._package('tensorboardX.record_writer').masked_crc32c
+        directory.mkdir(parents=True, exist_ok=True)
+        now = int(time.time())
+        name = f'events.out.tfevents.{now}.{socket.gethostname()}{suffix}'
+        self._file = AppendedFile(directory / name)
+        event = functools.partial(self._protos.Event, wall_time=float(now))
+        self._start = self._frame(event(file_version='brain.Event:2'))
+        if purge_step is not None:
+            log = self._protos.SessionLog(status=self._protos.SessionLog.START)
+            self._start += self._frame(event(step=purge_step, session_log=log))
+
+    def write_scalars(self, step: int, scalars: Iterable[tuple[str, float]]) -> None:
+        """Writes numbers by name, in one event.
+
+        Raises:
+          OSError: if the file cannot be written now. The next call writes them, too.
+        """
+        make = self._package('tensorboardX.summary').scalar
+        self._write(step, [make(name, value) for name, value in scalars])
+
+    def write_texts(self, step: int, texts: Iterable[tuple[str, str]]) -> None:
+        """Writes texts by name, in Markdown; see `write_scalars`."""
+        make = self._package('tensorboardX.summary').text
+        self._write(step, [make(name, value) for name, value in texts])
+
+    def close(self) -> None:
+        """Writes what is left.
+
+        Raises:
+          OSError: if it cannot be written.
+        """
+        self._file.close()
+
+    def _write(self, step: int, summaries: Iterable[Any]) -> None:
+        event = self._protos.Event(wall_time=time.time(), step=step)
+        for summary in summaries:
+            event.summary.MergeFrom(summary)
+        start, self._start = self._start, b''
+        self._file.append(start + self._frame(event))
+
+    def _frame(self, event: Any) -> bytes:
+        """An event as a record of the TFRecord format: its length, the event, and checksums."""
+        data = event.SerializeToString()
+        length = struct.pack('<Q', len(data))
+        sums = (struct.pack('<I', self._checksum(part)) for part in (length, data))
+        return length + next(sums) + data + next(sums)

@@ -1,0 +1,106 @@
+"""Scores of a checkpoint, from the same evaluators as during training."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from contextlib import closing
+
+import jax
+
+from partitioning import TrainState
+from train.checkpoints import RestoreConfig
+from train.checkpoints.reading import CheckpointReader, with_dtype
+from train.config import TrainConfig
+from train.data import record
+from train.errors import ConfigError
+from train.evaluators import prepare_evaluators, run_evaluators
+from train.paths import as_folder
+from train.processes.together import check_same_step, raise_on_all_processes
+from train.reporting.gin_text import write_gin_text
+from train.reporting.writers import open_writers
+from train.running.run import Run, initialize_some, prepare
+
+
+def evaluate(
+    config: TrainConfig, *, restore: RestoreConfig | None = None, output_dir: str | None = None
+) -> dict[str, float]:
+    """Runs the evaluators of a run on a checkpoint. It restores no optimizer state.
+
+    Args:
+      config: the settings of the run. The mesh may differ from that of the training.
+      restore: the checkpoint, by default the newest one of the run.
+      output_dir: the folder for the scores, which are written to `<output_dir>/<step>`. By default,
+        they are only printed and returned.
+
+    Returns:
+      The scores by name, such as 'eval/loss'.
+
+    Raises:
+      ConfigError, ValueError: if a setting cannot be honoured, or if there is no checkpoint.
+    """
+    with raise_on_all_processes():
+        folder = None if output_dir is None else as_folder('output_dir', output_dir)
+    run = in_restored_dtype(prepare(config), restore)
+    state = restore_for_evaluation(run, restore)
+    step = int(state.step)
+    scores = run_evaluators(prepare_evaluators(run), state, step)
+    if folder is not None:
+        directory = folder / str(step)
+        with run.console.phase('writing the scores'):
+            directory.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                write_gin_text(folder)
+            writers = open_writers(config.writers, directory, step - 1)
+        with closing(writers):
+            writers.write(step, scores)
+        run.console.files(writers.paths)
+    return scores
+
+
+def in_restored_dtype(run: Run, restore: RestoreConfig | None) -> Run:
+    """The run with parameters of the dtype that the settings of a checkpoint ask for."""
+    if restore is None or restore.dtype is None:
+        return run
+    program = run.plan.program
+    assert program is not None
+    abstract = program.abstract_state
+    abstract = abstract.replace(params=with_dtype(abstract.params, restore.dtype))
+    plan = dataclasses.replace(run.plan, program=program._replace(abstract_state=abstract))
+    return dataclasses.replace(run, plan=plan)
+
+
+def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> TrainState:
+    """Restores the step, the parameters and the other variables of a checkpoint.
+
+    Args:
+      run: the run whose plan lays out the arrays.
+      restore: the checkpoint, by default the newest one of the run.
+
+    Returns:
+      A state whose `opt_state` is None.
+
+    Raises:
+      ConfigError: if there is no checkpoint, or if it belongs to another model or tokenizer.
+    """
+    saved: CheckpointReader
+    with run.console.phase('looking for checkpoints'):
+        if restore is None:
+            own = run.config.checkpoints.open(run.directory)
+            newest = own.newest_step(run.console.say)
+            if newest is None:
+                raise ConfigError(f'{run.directory} has no complete checkpoint to evaluate')
+            saved, step = own, newest
+        else:
+            folder, step = restore.find(run.console.say)
+            saved = restore.open(folder)
+            record.check_restored_tokenizer(folder, run.evaluated, restore.setting)
+    check_same_step(step)
+    abstract, initialize = run.plan.abstract_state, functools.partial(initialize_some, run)
+    with closing(saved):
+        preflight = saved.preflight(step, abstract, variables_only=True)
+        preflight.report(run.console)
+        preflight.check()
+        state = saved.restore_variables(step, abstract, initialize)
+    run.console.say(f'restored {saved.origin(step)}', style='bold')
+    return state

@@ -1,0 +1,230 @@
+"""The parts of the training loop that `train` puts in order: what is due, and what is written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from partitioning import TrainState
+from train.checkpoints import Checkpoints
+from train.decoding.predict import CanDecode
+from train.errors import ConfigError
+from train.evaluators import is_due, run_evaluators
+from train.objectives import NextToken
+from train.processes import signals
+from train.processes.interrupted import Interrupted
+from train.processes.together import agree_on, raise_on_all_processes
+from train.reporting.gin_text import file_of_run
+from train.reporting.writers import Writers
+from train.running.health import NotFinite
+from train.running.run import Run
+from train.running.start import Start
+
+
+class Due(NamedTuple):
+    """What a run does after a step.
+
+    Attributes:
+      evaluators: the evaluators that run, by name.
+      other_evaluators: the rest of them.
+      saving: whether the state is saved.
+      writing: whether the training metrics are written.
+      reading: whether they are read, for which the host waits.
+    """
+
+    evaluators: dict[str, Any]
+    other_evaluators: dict[str, Any]
+    saving: bool
+    writing: bool
+    reading: bool
+
+
+def find_due(
+    run: Run, evaluators: Mapping[str, Any], saved: Checkpoints, step: int, *, stopping: bool
+) -> Due:
+    """Finds what a run does after a step.
+
+    Args:
+      run: the run.
+      evaluators: its prepared evaluators, by name.
+      saved: its checkpoints.
+      step: the step.
+      stopping: whether a signal ends the run after it. The state is then saved as well, but what is
+        written stays the same, so that the metrics of a resumed run are those of any other.
+    """
+    last = step == run.config.total_steps
+    due = {name: e for name, e in evaluators.items() if is_due(e, step, run.config.total_steps)}
+    others = {name: one for name, one in evaluators.items() if name not in due}
+    checkpoints = run.config.checkpoints
+    # A save that is put off until another has ended comes at another step each time: not `saving`.
+    writing = bool(due) or last or checkpoints.plans(step) or step % run.config.log_every == 0
+    saving = saved.is_due(step, ending=last)
+    saving = saving or (stopping and not last and checkpoints.saves_anything)
+    return Due(due, others, saving, writing, reading=writing or saving)
+
+
+def evaluate_at_start(
+    run: Run, start: Start, evaluators: Mapping[str, Any], state: TrainState, writers: Writers
+) -> dict[str, float]:
+    """Runs the evaluators that are due before the first step, and returns what they write.
+
+    These are the ones that a signal has interrupted at the step from which the run resumes, and all
+    if `evaluate_first` is set. A finished run prints the scores of all of them.
+
+    Raises:
+      Interrupted: if a signal ends one of them.
+    """
+    config, step, scores = run.config, start.step, dict[str, float]()
+    interrupted = {name: one for name, one in evaluators.items() if name in start.pending}
+    if interrupted:
+        run.console.say(
+            f'step {step}: evaluating {", ".join(interrupted)}, which a signal has prevented'
+        )
+        scores = {**start.scores, **run_evaluators(interrupted, state, step)}
+        writers.forget(step, interrupted)
+    elif step >= config.total_steps > 0:
+        run.console.say(f'already at step {step}; raise total_steps to continue')
+        run_evaluators(evaluators, state, step)
+    elif config.evaluate_first or not config.total_steps:
+        scores = run_evaluators(evaluators, state, step)
+    if scores:
+        writers.write(step, scores)
+    return scores
+
+
+@contextlib.contextmanager
+def completing(saved: Checkpoints, say: Callable[[str], None]) -> Iterator[None]:
+    """Completes the saves that have begun, however the body ends.
+
+    Args:
+      saved: the checkpoints.
+      say: prints a line: if the body fails and a save, too, the error of the body is raised.
+
+    Raises:
+      ConfigError: if a save fails and the body does not, whatever the policy: the last state of the
+        run would be lost.
+    """
+    try:
+        yield
+    except BaseException:
+        saved.wait()
+        if failure := saved.failure():
+            say(str(failure))
+        saved.close()
+        raise
+    saved.wait()
+    if failure := saved.failure():
+        raise _ended_by(failure, saved, 'after its last step') from failure
+    saved.close()
+
+
+def report_failed_save(run: Run, saved: Checkpoints, step: int) -> None:
+    """Prints why a save in the background has failed, if one has.
+
+    All processes must call it together.
+
+    Raises:
+      ConfigError: if `CheckpointConfig.on_failure` is 'stop'.
+    """
+    try:
+        with raise_on_all_processes():
+            if failure := saved.failure():
+                raise failure
+    except ConfigError as error:
+        if run.config.checkpoints.on_failure == 'stop':
+            raise _ended_by(error, saved, f'at step {step}') from error
+        run.console.say(f'{error}: training continues, and the next save is tried when it is due')
+
+
+def _ended_by(failure: ConfigError, saved: Checkpoints, when: str) -> ConfigError:
+    newest = max(saved.steps(), default=None)
+    kept = 'there is no other checkpoint'
+    if newest is not None:
+        kept = f'the same command resumes from the checkpoint of step {newest}'
+    return ConfigError(
+        f'{failure}, so the run ends {when}; {kept}: free space, or set '
+        "CheckpointConfig.on_failure = 'continue'"
+    )
+
+
+def find_newest(saved: Checkpoints) -> int | None:
+    """Returns the step of the newest good checkpoint when all saves have ended, or None.
+
+    All processes must call it together. Process 0 decides, because it completes checkpoints.
+    """
+    newest = saved.latest_step()
+    step = int(agree_on(-1 if newest is None else newest))
+    return None if step < 0 else step
+
+
+def report_skips(run: Run, skipped: Sequence[NotFinite], writers: Writers) -> None:
+    """Prints the steps whose update was not applied, in one line, and writes a record of each."""
+    if skipped:
+        later = len(skipped) - 1
+        more = f' (and {later} more)' if later else ''
+        run.console.say(f'{skipped[0]}: its update is skipped{more}')
+    for one in skipped:
+        writers.write(one.step, {'train/skipped': 1.0})
+
+
+def evaluate_until_signal(
+    evaluators: Mapping[str, Any], state: TrainState, step: int, writers: Writers
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Runs evaluators until a signal arrives, and writes their scores as one record.
+
+    Returns:
+      The scores, and the names of the evaluators that a signal has kept from finishing. If there
+      are any, nothing is written: the resumed run writes the whole record.
+    """
+    scores, pending = dict[str, float](), list(evaluators)
+    with contextlib.suppress(Interrupted):
+        for name, evaluator in evaluators.items():
+            scores |= run_evaluators({name: evaluator}, state, step)
+            pending.remove(name)
+    if scores and not pending:
+        writers.write(step, scores)
+    return scores, tuple(pending)
+
+
+def interruption(run: Run, saved: Checkpoints, step: int, pending: Sequence[str]) -> Interrupted:
+    """The error with which a run ends after a signal. It waits until the last save has ended.
+
+    Args:
+      run: the run.
+      saved: its checkpoints.
+      step: the last finished step.
+      pending: the evaluations of this step that remain to be done.
+    """
+    number, by, newest = signals.received(), signals.receiver(), find_newest(saved)
+    assert number is not None
+    when = f'after step {step} of {run.config.total_steps}'
+    if pending:
+        when += f', before its evaluation ({", ".join(pending)})'
+    if newest == step:
+        return Interrupted(number, f'{when}, saved in {saved.path(step)}', by)
+    last = 'there is no checkpoint' if newest is None else f'the newest checkpoint is of {newest}'
+    return Interrupted(number, f'{when}, which was not saved ({last})', by)
+
+
+def report_results(run: Run, saved: Checkpoints, writers: Writers) -> None:
+    """Prints the files of a run, and the commands that use them."""
+    console, directory, objective = run.console, run.directory, run.config.objective
+    console.files(
+        {
+            'checkpoints': saved.directory,
+            **{f'metrics ({name})': path for name, path in writers.paths.items()},
+            'layout of every array': file_of_run(directory, 'model-info.txt'),
+            'layout as a plan': directory / 'plan.json',
+            'data': directory / 'data.json',
+            'configuration': file_of_run(directory, 'config.gin'),
+        }
+    )
+    if run.data.tokenizer is None or not (directory / 'config.gin').exists():
+        return
+    console.heading('next')
+    if isinstance(objective, NextToken):
+        console.say(f"meshwright generate {directory} --prompt 'def '")
+    elif isinstance(objective, CanDecode):
+        console.say(f'meshwright predict {directory}')
+    console.say(f'meshwright eval {directory}')

@@ -1,0 +1,136 @@
+"""The compiled programs of a run, and the train step that they are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+
+from partitioning import TrainState
+from partitioning.hardware.compiler_errors import own_compiler_errors
+from partitioning.products.flops import count_flops
+from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
+from train.optimizers import learning_rate_of
+from train.reporting.memory import check_fits, memory_advice
+from train.reporting.meter import peak_flops
+from train.running.agreements import agree_on_program
+from train.running.run import PlannedRun, Run
+from train.running.start import Start
+from train.running.steps import make_eval_step, make_train_step
+
+
+class Programs(NamedTuple):
+    """The compiled programs of a run.
+
+    Attributes:
+      train_step: the function (state, batch) -> (state, metrics).
+      init: the function that makes the state from a random key, or None if it will be restored.
+      flops: the FLOPs of the model in one step, or None if the peak of the devices is not known.
+        They are three times those of the forward pass, so recomputation does not count.
+    """
+
+    train_step: CompiledPartitionedCallable
+    init: Callable[[jax.Array], TrainState] | None
+    flops: float | None
+
+
+class Compilation:
+    """A context in which the programs of a run are compiled while its body does something else.
+
+    The programs are traced first, in this thread. Then only the compiler works in other threads.
+    At the end of the context, its errors come before those of the body, as if it had run first.
+
+    Attributes:
+      programs: the compiled programs, after the end of the context.
+    """
+
+    programs: Programs
+
+    def __init__(self, run: Run, start: Start):
+        self._run, plan = run, run.plan
+        mesh = run.config.partitioner.mesh
+        check_fits(plan, run.config.partitioner)
+        with run.console.phase('tracing the train step'):
+            step = partition_train_step(run)
+            lowered = step.lower(plan.abstract_state, dict(run.batch))
+        agree_on_program(lowered)
+
+        def compile_step() -> CompiledPartitionedCallable:
+            with own_compiler_errors('train_step', mesh):
+                return lowered.compile()
+
+        self._pool = ThreadPoolExecutor(2)
+        self._step: Future[CompiledPartitionedCallable] = self._pool.submit(compile_step)
+        self._init: Future[Callable[..., Any]] | None = None
+        if start.restored is None:
+            self._init = self._pool.submit(plan.compile_init, run.key)
+
+    def __enter__(self) -> Compilation:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        try:
+            if kind is None:
+                with self._run.console.phase('waiting for the compiler'):
+                    self._finish()
+            elif issubclass(kind, Exception):
+                self._finish()
+        finally:
+            # Nothing can stop a compiler, so nobody waits for one whose program is not needed.
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _finish(self) -> None:
+        """Waits for the compiler, and raises its errors in the order of the programs."""
+        run, plan, partitioner = self._run, self._run.plan, self._run.config.partitioner
+        with memory_advice(plan, partitioner):
+            step = self._step.result()
+        check_fits(plan, partitioner, step)
+        init = None if self._init is None else self._init.result()
+        self.programs = Programs(step, init, _count_flops(run))
+
+
+def compile_programs(run: Run, start: Start) -> Compilation:
+    """Begins to compile the programs of a run, whose results are there at the end of the context.
+
+    Usage:
+      with compile_programs(run, start) as compilation:
+        ...  # something else
+      train_step, init, flops = compilation.programs
+
+    Raises:
+      ConfigError: if the state or the train step needs more memory than a device has.
+    """
+    return Compilation(run, start)
+
+
+def _count_flops(run: Run) -> float | None:
+    """The FLOPs of the model in one step, or None if the peak of the devices is not known."""
+    if peak_flops(run.config.partitioner.mesh.devices.flat) is None:
+        return None
+    state, forward = run.plan.abstract_state, make_eval_step(run.config.objective)
+    return 3 * count_flops(forward, state.params, state.flax_mutables, dict(run.batch))
+
+
+def partition_train_step(run: PlannedRun) -> PartitionedCallable:
+    """The function (state, batch) -> (state, metrics) of a run, laid out as its plan says."""
+    config, plan, data_spec = run.config, run.plan, run.config.partitioner.data_partition_spec
+    return config.partitioner.partition(
+        make_train_step(
+            config.objective,
+            run.tx,
+            key=run.key,
+            num_microbatches=config.num_microbatches,
+            data_spec=data_spec,
+            learning_rate=lambda s: learning_rate_of(config.optimizer, s.opt_state, s.step - 1),
+            weight_metrics=config.weight_metrics,
+            gradient_dtype=config.gradient_dtype,
+            accumulation_dtype=config.accumulation_dtype,
+            not_finite=config.not_finite,
+        ),
+        in_axis_resources=(plan.specs, data_spec),
+        out_axis_resources=(plan.specs, None),
+        donate_argnums=(0,),
+        compiler_options=run.compiler_options,
+    )

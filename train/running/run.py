@@ -1,0 +1,300 @@
+"""What training and the evaluation of a checkpoint have in common: data, layout and evaluators."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from etils import epath
+from jax.sharding import NamedSharding
+
+from partitioning import Plan, TrainState
+from partitioning.hardware import OptionValue, option_values
+from partitioning.state import path_str
+from train.config import TrainConfig
+from train.data import OpenTask, Task, record
+from train.data.rows.open_task import features
+from train.data.rows.packing import Row
+from train.errors import ConfigError
+from train.objectives import Objective, TokenLoss
+from train.optimizers import as_transformation
+from train.paths import as_folder
+from train.processes.together import agree_on
+from train.reporting.compilation_cache import use_compilation_cache
+from train.reporting.compiling import choose_options, describe_options
+from train.reporting.console import RunConsole
+from train.reporting.reports import (
+    describe_audit,
+    describe_data,
+    describe_devices,
+    describe_epochs,
+    describe_parameters,
+    mesh_table,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A configuration with the layout of its state and of its batches: all that its steps need.
+
+    Attributes:
+      config: the settings of the run.
+      batch: the ShapeDtypeStructs of a training batch, each [batch, ...].
+      tx: the optimizer.
+      plan: the layout of the state.
+    """
+
+    config: TrainConfig
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+    tx: optax.GradientTransformation
+    plan: Plan
+
+    @property
+    def compiler_options(self) -> dict[str, OptionValue]:
+        """The options with which its programs are compiled, as `partition` takes them."""
+        return option_values(self.plan.compiler_options)
+
+    @property
+    def key(self) -> jax.Array:
+        """The key of the initial parameters and of the random numbers of the steps."""
+        return make_key(self.config)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(PlannedRun):
+    """A planned run with its data.
+
+    Attributes:
+      console: prints its progress.
+      directory: its folder.
+      data: the training data.
+      evaluated: the data of each evaluator that reads any, by the name of the evaluator.
+      rows: the training rows, endless and with random access.
+    """
+
+    console: RunConsole
+    directory: epath.Path
+    data: OpenTask
+    evaluated: Mapping[str, OpenTask]
+    rows: Any
+
+    @functools.cached_property
+    def record(self) -> dict[str, Any]:
+        """The record of the data, for `train.data.record`."""
+        c = self.config
+        return record.data_record(
+            self.data,
+            self.evaluated,
+            batch_size=c.batch_size,
+            sequence_length=c.sequence_length,
+            seed=data_seed(c),
+            random_seed=c.seed,
+            prng_impl=c.prng_impl,
+        )
+
+    def from_step(self, step: int) -> Run:
+        """Returns the run with the last step that follows from its first one."""
+        config = self.config
+        if not config.relative_steps:
+            return self
+        total_steps = step + config.total_steps
+        changes: dict[str, Any] = {'total_steps': total_steps, 'relative_steps': False}
+        return dataclasses.replace(self, config=dataclasses.replace(config, **changes))
+
+
+def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
+    """Opens the data of a run, and decides the layout of its state. No array is created.
+
+    Args:
+      config: the settings of the run.
+      console: prints its progress, by default on standard output.
+
+    Raises:
+      ConfigError, ValueError: if the data cannot be read, or a setting cannot be honoured.
+    """
+    console, partitioner = console or RunConsole(), config.partitioner
+    console.heading(describe_devices(partitioner.mesh))
+    console.show(mesh_table(partitioner.mesh))
+
+    with console.tokenizing() as progress, console.phase('opening the data'):
+        directory = as_folder('MODEL_DIR', config.model_dir)
+        use_compilation_cache(config.compilation_cache, directory, console.say)
+        data, evaluated = open_tasks(config, progress)
+        config = with_seed(config, directory, console)
+        rows = data.training(data_seed(config))
+    with console.phase('planning the layout'):
+        planned = plan_run(config, rows[0])
+    run = Run(
+        **vars(planned),
+        console=console,
+        directory=directory,
+        data=data,
+        evaluated=evaluated,
+        rows=rows,
+    )
+    record.check_same_everywhere(run.record)
+    if isinstance(config.objective, TokenLoss) and config.objective.vocab_size is None:
+        num_logits = config.objective.count_logits(run.plan.abstract_state, run.batch)
+        check_vocabulary(config.objective, config.task.num_tokens, num_logits)
+    return run
+
+
+def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
+    """Decides the layout of the state and of the batches of a run. No array is created.
+
+    Args:
+      config: the settings of the run.
+      row: a row of its training data, or any row with the same arrays.
+
+    Raises:
+      ConfigError, ValueError: if the objective is malformed, or the rules do not fit the state.
+    """
+    partitioner = config.partitioner
+    batch = abstract_batch(row, config.batch_size, config)
+    made: list[optax.GradientTransformation] = []
+
+    def init(key: jax.Array) -> TrainState:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dict(batch))
+        variables = config.objective.init(key, zeros)
+        if not isinstance(variables, Mapping) or 'params' not in variables:
+            found = list(variables) if isinstance(variables, Mapping) else type(variables).__name__
+            raise ConfigError(
+                f'{type(config.objective).__name__}.init returns {found}: it must return a dict '
+                "with the key 'params'"
+            )
+        # Only here do the parameters carry their names, which masks of the optimizer need.
+        overrides = getattr(getattr(partitioner, 'rule_set', None), 'overrides', ())
+        made.append(as_transformation(config.optimizer, variables, overrides))
+        return TrainState.create(variables, made[-1])
+
+    plan = dataclasses.replace(
+        partitioner.plan(init, make_key(config)),
+        compiler_options=choose_options(config.compiler_options, partitioner.mesh),
+    )
+    return PlannedRun(config=config, batch=batch, tx=made[-1], plan=plan)
+
+
+def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:
+    """Makes some of the arrays of a new run, each in its shards.
+
+    Args:
+      run: the run.
+      paths: the paths of the arrays in the state.
+    """
+
+    def select(state: Any) -> dict[str, Any]:
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        return {path: x for p, x in leaves if (path := path_str(p)) in paths}
+
+    key = run.key
+    run.console.say(f'initializing {len(paths):,} arrays that are not restored')
+    shardings = select(run.plan.shardings)
+    return jax.jit(lambda k: select(run.plan.init(k)), out_shardings=shardings)(key)
+
+
+def with_seed(config: TrainConfig, directory: epath.Path, console: RunConsole) -> TrainConfig:
+    """Returns the configuration with a seed, chosen by the time if it has none.
+
+    A run that resumes has the seed that its record contains.
+    """
+    if config.seed is not None:
+        return config
+    seed = record.recorded_setting(directory, 'random_seed')
+    how = f'of the earlier run in {directory}'
+    if seed is None:
+        seed, how = agree_on(int(time.time()) % 2**31), 'chosen by the time'
+    console.say(f'seed {seed}, {how}')
+    return dataclasses.replace(config, seed=seed)
+
+
+def data_seed(config: TrainConfig) -> int:
+    """Returns the seed of the order of the training rows."""
+    return (config.seed or 0) if config.data_seed is None else config.data_seed
+
+
+def make_key(config: TrainConfig) -> jax.Array:
+    """Returns the key of a run's random numbers."""
+    return jax.random.key(config.seed or 0, impl=config.prng_impl)
+
+
+def report(run: Run) -> None:
+    """Prints the data, the parameters and the layout of a run."""
+    say = run.console.say
+    for line in describe_data(run.record['parts']):
+        say(line)
+    rows = run.config.total_steps * run.config.batch_size
+    say(describe_epochs(rows, run.data.rows_per_epoch))
+    title, table = describe_parameters([r for r in run.plan.rows if r.role == 'parameters'])
+    run.console.heading(title)
+    run.console.show(table)
+    for line in describe_audit(run.plan.audit()):
+        say(line)
+    for line in describe_options(run.plan.compiler_options):
+        say(line)
+
+
+def open_tasks(config: TrainConfig, progress: Any) -> tuple[OpenTask, dict[str, OpenTask]]:
+    """Opens the training task and the tasks of the evaluators.
+
+    Raises:
+      ConfigError: if a task cannot be opened, if the vocabulary of the model is too small, or if
+        tasks have different tokenizers.
+    """
+    tasks = {
+        name: _task_of(evaluator, config.task)
+        for name, evaluator in config.evaluators.items()
+        if hasattr(evaluator, 'task')
+    }
+    for task in (config.task, *tasks.values()):
+        check_vocabulary(config.objective, task.num_tokens)
+    data = config.task.open(config.sequence_length, progress)
+    opened = {}
+    for name, task in tasks.items():
+        lengths = getattr(config.evaluators[name], 'sequence_length', None)
+        lengths = config.sequence_length if lengths is None else lengths
+        same = task is config.task and lengths == config.sequence_length
+        opened[name] = data if same else task.open(lengths, progress)
+    for name, one in opened.items():
+        ours, theirs = data.tokenizer_identity, one.tokenizer_identity
+        if ours != theirs:
+            raise ConfigError(
+                f'the evaluator {name!r} uses the tokenizer {str(theirs)[:28]}, but the training '
+                f'uses {str(ours)[:28]}: use the same for both'
+            )
+    return data, opened
+
+
+def _task_of(evaluator: Any, task: Task) -> Task:
+    """The task that an evaluator reads, in the form that it needs."""
+    own = task if evaluator.task is None else evaluator.task
+    return evaluator.change_task(own) if hasattr(evaluator, 'change_task') else own
+
+
+def abstract_batch(
+    row: Row, batch_size: int, config: TrainConfig
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the ShapeDtypeStructs of a batch of such rows, each [batch, ...]."""
+    partitioner = config.partitioner
+    sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
+    return {
+        name: jax.ShapeDtypeStruct((batch_size, *shape), dtype, sharding=sharding)
+        for name, (shape, dtype) in features(dict(row)).items()
+    }
+
+
+def check_vocabulary(
+    objective: Objective, num_tokens: int | None, num_logits: int | None = None
+) -> None:
+    """Checks that the model's vocabulary has every token of the task, if both are known."""
+    vocab_size = num_logits or getattr(objective, 'vocab_size', None)
+    if vocab_size is not None and num_tokens is not None and vocab_size < num_tokens:
+        raise ConfigError(
+            f'vocab_size {vocab_size} is smaller than the {num_tokens} tokens of the task: use '
+            f'{num_tokens} or more'
+        )

@@ -1,0 +1,233 @@
+"""The start of a run: its first step, its state and data, and the files that describe it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from partitioning import TrainState
+from train.checkpoints import Checkpoints, DamagedCheckpoint, RestoreConfig
+from train.checkpoints.reading import CheckpointReader
+from train.checkpoints.steps.finding import t5x_steps
+from train.data import Feed, LocalBatches, record
+from train.errors import ConfigError
+from train.paths import replacing
+from train.processes.together import check_same_step
+from train.reporting.compiling import describe_options
+from train.reporting.gin_text import beside, write_gin_text
+from train.reporting.reports import describe_variables
+from train.running.run import Run, initialize_some
+
+
+class Start(NamedTuple):
+    """Where a run starts.
+
+    Attributes:
+      step: the last finished step, or 0.
+      source: the checkpoints that contain it.
+      restored: the step of the checkpoint to restore, or None if the run starts from scratch. It
+        can differ from `step` if the settings leave out the step of the checkpoint.
+      pending: the names of the evaluators that a signal has kept from finishing at this step.
+      scores: the scores of those that had finished, by name.
+    """
+
+    step: int
+    source: CheckpointReader
+    restored: int | None
+    pending: tuple[str, ...] = ()
+    scores: Mapping[str, float] = MappingProxyType({})
+
+
+def find_start(run: Run, saved: Checkpoints) -> Start:
+    """Finds the start of a run: its own newest checkpoint, that of another run, or step 0.
+
+    Raises:
+      ConfigError: if the checkpoint cannot be continued with the data or the steps of the run, or
+        if processes find different checkpoints.
+    """
+    config, changes = run.config, list[str]()
+    source: CheckpointReader = saved
+    with run.console.phase('looking for checkpoints'):
+        step, restored = 0, saved.newest_step(run.console.say)
+        if restored is not None:
+            step = restored
+            changes = record.check_same_as_before(run.directory, run.record, step)
+        elif config.restore is not None:
+            folder, restored = config.restore.find(run.console.say)
+            source = config.restore.open(folder)
+            step = source.first_step(restored)
+            if config.total_steps and not config.relative_steps:
+                _check_steps_left(config.restore, step, config.total_steps)
+            record.check_restored_tokenizer(folder, {'': run.data}, config.restore.setting)
+    check_same_step(restored or 0)
+    # Before anything is compiled or written.
+    start = _start_from(saved, source, step, restored)
+    start = _compare_with_run(run, saved, start)
+    for change in changes:
+        run.console.say(change)
+    return start
+
+
+def _compare_with_run(run: Run, saved: Checkpoints, start: Start) -> Start:
+    """Compares the arrays of a checkpoint with those of the run. A damaged one is skipped.
+
+    Raises:
+      ConfigError: if they differ, and the settings do not say what to do about it.
+    """
+    while start.restored is not None:
+        try:
+            preflight = start.source.preflight(start.restored, run.plan.abstract_state)
+        except DamagedCheckpoint as error:
+            start = _older_start(run, saved, start, error)
+            continue
+        preflight.report(run.console)
+        preflight.check()
+        break
+    return start
+
+
+def _start_from(
+    saved: Checkpoints, source: CheckpointReader, step: int, restored: int | None
+) -> Start:
+    """The start from a checkpoint, with what a signal has left to do if the run has saved it."""
+    about = saved.record(restored) if source is saved and restored is not None else None
+    if about is None or not about.pending:
+        return Start(step, source, restored)
+    scores = {name: x for name, x in about.scores.items() if not name.startswith('train/')}
+    return Start(step, source, restored, about.pending, scores)
+
+
+def _check_steps_left(restore: RestoreConfig, restored_step: int, total_steps: int) -> None:
+    """Checks that a run that starts from another run's checkpoint has steps left to train."""
+    if restored_step >= total_steps:
+        raise ConfigError(
+            f'total_steps is {total_steps}, but the checkpoint of {restore.setting} '
+            f'{restore.path} is already at step {restored_step}, which counts '
+            f'towards total_steps: use {restored_step + total_steps} to train for {total_steps} '
+            'more steps'
+        )
+
+
+def restore_state(run: Run, saved: Checkpoints, start: Start) -> tuple[TrainState | None, Start]:
+    """Restores the state from which a run starts. A damaged checkpoint is skipped with a warning.
+
+    Args:
+      run: the run.
+      saved: its checkpoints.
+      start: its start.
+
+    Returns:
+      The state, or None if the run starts from scratch; and the start of the run, which is an older
+      one if the checkpoint is damaged.
+
+    Raises:
+      ConfigError: if the checkpoint has other arrays than the run, or if it is damaged and there is
+        no older one.
+    """
+    initialize = functools.partial(initialize_some, run)
+    while start.restored is not None:
+        try:
+            with run.console.measuring('restoring the state'):
+                state = start.source.restore(start.restored, run.plan.abstract_state, initialize)
+            return state, start
+        except DamagedCheckpoint as error:
+            start = _compare_with_run(run, saved, _older_start(run, saved, start, error))
+    return None, start
+
+
+def _older_start(run: Run, saved: Checkpoints, start: Start, damage: DamagedCheckpoint) -> Start:
+    """The start from the next older checkpoint, before anything is written.
+
+    Raises:
+      DamagedCheckpoint: if there is none, or if the settings name the damaged one.
+    """
+    source, restore, is_own = start.source, run.config.restore, start.source is saved
+    if not is_own and (restore is None or restore.mode == 'specific'):
+        raise damage
+    run.console.say(f'{damage}: it is kept, and an older one is looked for')
+    older = source.newest_step(run.console.say, below=start.restored)
+    check_same_step(older or 0)
+    if older is None:
+        raise damage
+    step = older if is_own else source.first_step(older)
+    return _start_from(saved, source, step, older)
+
+
+def roll_back(
+    run: Run, saved: Checkpoints, newest: int | None, step: int
+) -> tuple[TrainState, int]:
+    """Restores a checkpoint of a run, as the state after a later step.
+
+    The optimizer's own count of updates stays as it was saved.
+
+    Args:
+      run: the run.
+      saved: its checkpoints.
+      newest: the step of the checkpoint.
+      step: the step number of the state. The batches of the steps in between are passed over.
+
+    Returns:
+      The state, and the step of its checkpoint, which is an earlier one if the newest is damaged.
+    """
+    state, start = restore_state(run, saved, Start(step, saved, newest))
+    assert state is not None and start.restored is not None
+    number, sharding = np.asarray(step, state.step.dtype), state.step.sharding
+    number_of_step = jax.make_array_from_callback((), sharding, lambda _: number)
+    return state.replace(step=number_of_step), start.restored
+
+
+def open_feed(run: Run, first_step: int) -> Feed:
+    """Begins to read the batches of a run.
+
+    Args:
+      run: the run.
+      first_step: the last finished step, whose successor gets the first batch.
+    """
+    config = run.config
+    layout = config.partitioner.get_data_layout(config.batch_size)
+    batches = LocalBatches(run.rows, config.batch_size, layout.row_indices)
+    return Feed(batches, config.partitioner, first_step=first_step, prefetch=config.prefetch)
+
+
+def write_run_files(run: Run) -> dict[str, str]:
+    """Creates the folder of a run, and writes its configuration, layout and data record.
+
+    Returns:
+      The files that each checkpoint contains, too, by name. Other processes than 0 need none.
+
+    Raises:
+      ConfigError: if the folder cannot be written.
+    """
+    with run.console.phase('writing the description of the run'):
+        try:
+            run.directory.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                write_gin_text(run.directory, _name_here(run, 'config.gin'))
+                info = run.directory / _name_here(run, 'model-info.txt')
+                compiled = '\n'.join(describe_options(run.plan.compiler_options))
+                text = f'{run.plan.audit()}\n\n{describe_variables(run.plan.rows)}'
+                with replacing(info) as unfinished:
+                    unfinished.write_text(f'{text}\n{compiled}\n' if compiled else text)
+                with replacing(run.directory / 'plan.json') as unfinished:
+                    run.plan.save(unfinished)
+                record.write_record(run.directory, run.record)
+                names = {n: _name_here(run, n) for n in ('config.gin', 'plan.json', record.FILE)}
+                paths = {name: run.directory / here for name, here in names.items()}
+                return {name: path.read_text() for name, path in paths.items() if path.exists()}
+        except OSError as error:
+            raise ConfigError(
+                f'MODEL_DIR {run.directory} cannot be written: {error.strerror or error}'
+            ) from error
+    return {}
+
+
+def _name_here(run: Run, name: str) -> str:
+    """The name of a file of this run. What T5X has written into its folder stays as it is."""
+    other = beside(name)
+    ours = (run.directory / record.FILE).exists() or not t5x_steps(run.directory)
+    return name if ours and not (run.directory / other).exists() else other

@@ -1,0 +1,158 @@
+"""The train step and the eval step: pure functions of a state and a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from partitioning import TrainState, with_sharding_constraint
+from partitioning.state import path_str
+from train.objectives import Loss, Objective, compute_loss
+from train.objectives.objective import Batch
+from train.optimizers import global_norm
+from train.running.health import NOT_FINITE, NotFinitePolicy, describe_not_finite
+
+Metrics = dict[str, jax.Array]
+GradientDType = Literal['float32', 'bfloat16']
+
+
+def make_train_step(
+    objective: Objective,
+    tx: optax.GradientTransformation,
+    *,
+    key: jax.Array,
+    num_microbatches: int,
+    data_spec: jax.sharding.PartitionSpec,
+    learning_rate: Callable[[TrainState], jax.Array | None] = lambda state: None,
+    weight_metrics: bool = False,
+    gradient_dtype: GradientDType = 'float32',
+    accumulation_dtype: GradientDType = 'float32',
+    not_finite: NotFinitePolicy = 'ignore',
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """Returns the function (state, batch) -> (state, metrics) that does one update.
+
+    Args:
+      objective: what the step minimizes.
+      tx: the optimizer.
+      key: the key of the random numbers of the model. Step n uses fold_in(key, n), so a resumed
+        run repeats them.
+      num_microbatches: the number of parts of a batch. Their gradients are computed one after
+        another and summed before the update. The variables of the model pass from each part to the
+        next.
+      data_spec: the PartitionSpec of the batch, which microbatches keep.
+      learning_rate: returns the learning rate of the update that led to a state, to be reported,
+        or None.
+      weight_metrics: whether to add the metrics of every parameter, see `per_parameter_metrics`.
+      gradient_dtype: the dtype of the gradients that the optimizer gets.
+      accumulation_dtype: the dtype of the sums of the gradients of microbatches.
+      not_finite: 'ignore' looks at nothing. The others add the metric `health.NOT_FINITE`, and
+        'skip' also keeps the state as it is, but for its step, if anything is not finite.
+    """
+
+    def gradients(params: Any, batch: Batch, rng: jax.Array, variables: Any) -> tuple[Any, Loss]:
+        def loss(params: Any) -> tuple[jax.Array, Loss]:
+            result = compute_loss(objective, params, batch, rng, variables)
+            if num_microbatches > 1:
+                return result.total, result
+            # Divided before the backward pass, as in T5X: optimizers that divide by tiny second
+            # moments amplify any other rounding.
+            return result.total / jax.lax.stop_gradient(
+                objective.divisor(result.sums, batch)
+            ), result
+
+        grads, result = jax.grad(loss, has_aux=True)(params)
+        dtype = gradient_dtype if num_microbatches == 1 else accumulation_dtype
+        return jax.tree.map(lambda g: g.astype(dtype), grads), result
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        rng = jax.random.fold_in(key, state.step)
+        variables = state.flax_mutables or {}
+        if num_microbatches == 1:
+            grads, (_, sums, variables) = gradients(state.params, batch, rng, variables)
+        else:
+            parts = jax.tree.map(lambda x: _split_batch(x, num_microbatches, data_spec), batch)
+
+            def add(carry: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+                (grads, sums), variables = carry
+                key = jax.random.fold_in(rng, part[1])
+                new, (_, new_sums, changed) = gradients(state.params, part[0], key, variables)
+                # Each device sums shards, laid out like the optimizer's state, which they go to.
+                return (jax.tree.map(jnp.add, (grads, sums), (new, new_sums)), changed), None
+
+            first = jax.tree.map(lambda x: x[0], parts)
+            shapes = jax.eval_shape(gradients, state.params, first, rng, variables)
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0], shapes[1].sums))
+            ((grads, sums), variables), _ = jax.lax.scan(
+                add, (zeros, variables), (parts, jnp.arange(num_microbatches))
+            )
+            divisor = objective.divisor(sums, batch)
+            grads = jax.tree.map(lambda g: (g / divisor).astype(gradient_dtype), grads)
+        if gradient_dtype == 'float32':
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        new_state = state.apply_gradients(grads, tx, variables or None)
+        metrics = mean_metrics(sums) | {
+            'gradient_norm': global_norm(grads),
+            'parameter_norm': optax.tree.norm(new_state.params),
+        }
+        if (rate := learning_rate(new_state)) is not None:
+            metrics['learning_rate'] = rate
+        if weight_metrics:
+            metrics |= per_parameter_metrics(state.params, grads, new_state.params)
+        if not_finite != 'ignore':
+            norms = metrics['gradient_norm'], metrics['parameter_norm']
+            metrics[NOT_FINITE] = describe_not_finite(metrics['loss'], *norms, new_state)
+        if not_finite == 'skip':
+            bad = metrics[NOT_FINITE] != 0
+            kept = jax.tree.map(lambda old, new: jnp.where(bad, old, new), state, new_state)
+            new_state = kept.replace(step=new_state.step)
+        return new_state, metrics
+
+    return train_step
+
+
+def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], Metrics]:
+    """Returns the function (params, variables, batch) -> the sums of the objective."""
+
+    def eval_step(params: Any, variables: Any, batch: Batch) -> Metrics:
+        return dict(compute_loss(objective, params, batch, None, variables or {}).sums)
+
+    return eval_step
+
+
+def mean_metrics(sums: Any) -> Any:
+    """Divides sums by their weight, and leaves the weight out."""
+    return {name: value / sums['weight'] for name, value in sums.items() if name != 'weight'}
+
+
+def per_parameter_metrics(before: Any, grads: Any, after: Any) -> Metrics:
+    """Returns T5X's weight metrics: the RMS of weights, gradients and updates, and max |weight|."""
+
+    def rms(x: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.mean(jnp.square(x.astype(jnp.float32))))
+
+    updates = jax.tree.map(jnp.subtract, after, before)
+    measured = {
+        'weight_rms': jax.tree.map(rms, after),
+        'weight_gradient_rms': jax.tree.map(rms, grads),
+        'weight_update_rms': jax.tree.map(rms, updates),
+        'weight_max': jax.tree.map(lambda x: jnp.max(jnp.abs(x)), after),
+    }
+    leaves = jax.tree_util.tree_leaves_with_path
+    return {
+        f'{name}/{path_str(path)}': value
+        for name, tree in measured.items()
+        for path, value in leaves(tree)
+    }
+
+
+def _split_batch(x: jax.Array, parts: int, spec: jax.sharding.PartitionSpec) -> jax.Array:
+    """Reshapes [batch, ...] to [parts, batch / parts, ...] without moving rows between devices.
+
+    Part m takes the rows m, m + parts, ..., so each device keeps its rows.
+    """
+    rows = x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
+    return with_sharding_constraint(rows, jax.sharding.PartitionSpec(None, *spec))
