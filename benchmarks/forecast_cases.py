@@ -43,7 +43,8 @@ def measure(case: Case) -> dict[str, Any]:
     """Forecasts a case, and returns its figures and the text of its JSON without times."""
     from meshwright import forecast
     from meshwright.report.forecast_tables import wire_bytes
-    from train.gin import find_config, load_config
+    from train.gin.entry import find_config
+    from train.gin.load import load_config
     from train.planning.forecasting import plan_step
 
     load_config(case.files, case.all_bindings)

@@ -21,9 +21,9 @@ import train
 from partitioning.plan import building
 from tests.code_blocks import ROOT, read_blocks, run_block, run_blocks
 from train.cli import command, launch, main, training
-from train.gin import load_config
+from train.gin.load import load_config
+from train.machine import devices as machine
 from train.processes import joining
-from train.reporting import machine
 
 HAS_LIBTPU = importlib.util.find_spec('libtpu') is not None
 PAGES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob('docs/**/*.md'))

@@ -18,11 +18,11 @@ from train.data import Lengths, Prefetch, Task
 from train.data.rows.lengths import check_lengths
 from train.errors import ConfigError, FailurePolicy, check_counts, first_line
 from train.evaluators import HeldOut
+from train.machine.compiling import CacheSetting, check_cache_setting
 from train.objectives import Objective
 from train.optimizers import Optimizer
 from train.paths import as_path, is_remote
 from train.processes.watchdog import WatchdogConfig
-from train.reporting.compilation_cache import CacheSetting, check_cache_setting
 from train.reporting.writers import JsonWriter, MetricWriter, TensorBoardWriter
 from train.running.health import NotFinitePolicy
 from train.running.steps import GradientDType

@@ -1,4 +1,4 @@
-"""Paths that settings name: local, or in a store of objects, as in `gs://` and `s3://`."""
+"""Paths that settings name, and the files of a run: local, or in a store such as `gs://`."""
 
 from __future__ import annotations
 
@@ -89,6 +89,18 @@ def replacing(path: epath.Path) -> Iterator[epath.Path]:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+
+
+def beside(name: str) -> str:
+    """The name of a file of this trainer in a folder where T5X has written a file `name`."""
+    stem, ending = name.rsplit('.', 1)
+    return f'{stem}.meshwright.{ending}'
+
+
+def file_of_run(directory: epath.Path, name: str) -> epath.Path:
+    """The file that this trainer calls `name` in the folder of a run. It may not exist."""
+    path = directory / beside(name)
+    return path if path.exists() else directory / name
 
 
 def _is_installed(module: str) -> bool:

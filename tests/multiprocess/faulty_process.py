@@ -27,11 +27,11 @@ from train.cli.command import run
 from train.cli.interruption import run_until_signal
 from train.data import CausalLM, Prefetch, Records
 from train.data.batches import LocalBatches
+from train.machine import devices as machine
 from train.processes import channel, output, signals
 from train.processes.environment import ProcessAddress
 from train.processes.joining import join_processes
 from train.processes.limits import Limits
-from train.reporting import machine
 
 COMMAND = 'meshwright train mine'
 

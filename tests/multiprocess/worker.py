@@ -10,9 +10,9 @@ import sys
 
 import jax
 
+from train.machine import devices as machine
 from train.processes.environment import ProcessAddress
 from train.processes.joining import join_processes
-from train.reporting import machine
 
 
 def main():

@@ -8,7 +8,7 @@ import pytest
 from described_machines import needs_libtpu
 
 from train.cli import main
-from train.reporting import machine
+from train.machine import devices as machine
 
 pytestmark = needs_libtpu
 

@@ -9,7 +9,8 @@ from described_machines import needs_libtpu
 from etils import epath
 
 from meshwright.time import Work
-from train.gin import find_config, load_config
+from train.gin.entry import find_config
+from train.gin.load import load_config
 from train.planning.forecasting import parse_machine
 from train.planning.searching import Choices, Layout, Outcome, runs
 from train.planning.searching.predicting import (

@@ -8,7 +8,8 @@ import pytest
 from small_t5x import T5X_MODEL, T5X_SMALL, T5X_TASK
 
 from train.errors import ConfigError
-from train.gin import find_entry, load_config
+from train.gin.entry import find_entry
+from train.gin.load import load_config
 
 
 @pytest.fixture

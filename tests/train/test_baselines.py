@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from rich.console import Console
 
 from train.data import baselines
-from train.reporting.charts import score_chart
+from train.reporting.reports import score_chart
 
 pytestmark = pytest.mark.core
 

@@ -12,9 +12,9 @@ import pytest
 from partitioning.rules import as_tuple
 from train.cli import main
 from train.cli.command import CommandParser
-from train.gin import find_config, load_config
-from train.gin.load import find_config_root
-from train.reporting import machine
+from train.gin.entry import find_config
+from train.gin.load import find_config_root, load_config
+from train.machine import devices as machine
 
 REPOSITORY = find_config_root()
 FILES = ('configs/runs/pretrain.gin', 'configs/models/tiny.gin')

@@ -11,8 +11,8 @@ import train
 from partitioning import PjitPartitioner
 from train.cli import main, training
 from train.errors import ConfigError
-from train.gin import find_config
-from train.reporting import machine
+from train.gin.entry import find_config
+from train.machine import devices as machine
 
 
 @pytest.fixture(autouse=True)

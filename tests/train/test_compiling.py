@@ -8,8 +8,8 @@ from small import small_config
 
 from partitioning import Plan
 from train.errors import ConfigError
+from train.machine.compiling import choose_options
 from train.planning.precompiling import precompile
-from train.reporting.compiling import choose_options
 from train.running.run import prepare, report
 from train.running.start import write_run_files
 

@@ -10,8 +10,8 @@ from partitioning.hardware import CompilerOption
 from train import train
 from train.cli import main
 from train.errors import ConfigError
-from train.reporting import machine
-from train.reporting.expected_plan import UnexpectedLayout
+from train.machine import devices as machine
+from train.running.agreements import UnexpectedLayout
 
 
 def test_a_run_with_another_layout_is_refused_before_it_compiles(finished, texts, tmp_path):

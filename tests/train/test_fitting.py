@@ -10,7 +10,8 @@ from hugging_face_models import MODELS, NEAR_MODELS, sizes
 from partitioning.hardware import CHIPS
 from train.checkpoints.huggingface.config_json import ConfigJson
 from train.errors import ConfigError
-from train.gin import find_config, load_config
+from train.gin.entry import find_config
+from train.gin.load import load_config
 from train.planning.fitting import (
     find_model,
     find_smallest,

@@ -8,8 +8,8 @@ import gin
 import pytest
 
 from train.cli import main
+from train.machine import devices as machine
 from train.planning.forecasting import machines
-from train.reporting import machine
 
 pytestmark = pytest.mark.core
 

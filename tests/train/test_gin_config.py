@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from train.data.text.sources import TextFiles
-from train.gin import load_config
+from train.gin.load import load_config
+from train.gin.text import operative_text
 from train.models.transformer import Transformer
 from train.optimizers import Optimizer
-from train.reporting.gin_text import operative_text
 
 pytestmark = pytest.mark.core
 

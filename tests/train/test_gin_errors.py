@@ -7,8 +7,7 @@ import pytest
 
 from train.data.text.sources import TextFiles
 from train.errors import ConfigError
-from train.gin import load_config
-from train.gin.load import find_config_root
+from train.gin.load import find_config_root, load_config
 
 pytestmark = pytest.mark.core
 

@@ -6,7 +6,7 @@ import gin
 import pytest
 
 import train.gin.configurables  # noqa: F401  # registers the names, as every command does
-from train.gin import load_config
+from train.gin.load import load_config
 from train.gin.names import BY_MODULE
 
 pytestmark = [

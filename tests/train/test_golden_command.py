@@ -8,7 +8,7 @@ import pytest
 from forecasts_by_hand import GIB, make_forecast
 
 from train.cli import forecast as command, main
-from train.reporting import machine
+from train.machine import devices as machine
 
 pytestmark = pytest.mark.core
 

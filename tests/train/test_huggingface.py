@@ -44,11 +44,12 @@ from train.checkpoints.offline.converting import plan_conversion, write
 from train.cli import main
 from train.data.text.tokenizers import SentencePieceTokenizer
 from train.errors import ConfigError
-from train.gin import find_config, load_config
+from train.gin.entry import find_config
+from train.gin.load import load_config
+from train.machine import devices as machine
 from train.models.parameters import list_parameters
 from train.models.t5 import T5
 from train.objectives import EncoderDecoder, NextToken
-from train.reporting import machine
 
 pytestmark = pytest.mark.core
 

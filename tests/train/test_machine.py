@@ -10,15 +10,15 @@ from absl.testing import flagsaver
 
 from train.cli import main
 from train.errors import ConfigError
+from train.machine import devices as machine
 from train.processes import joining
 from train.processes.joining import find_address
 from train.processes.limits import Limits
-from train.reporting import machine
 
 COUNTS = ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')
 PROGRAM = """
 import sys, jax
-from train.reporting import machine
+from train.machine import devices as machine
 machine.use_virtual_devices(eval(sys.argv[1]))
 print(jax.device_count())
 """

@@ -14,8 +14,8 @@ from train.data import InputsToTargets
 from train.decoding import Predictions
 from train.errors import ConfigError
 from train.evaluators import PredictionFiles, prepare_evaluators
+from train.evaluators.files import PartFiles
 from train.objectives import Objective
-from train.reporting.part_files import PartFiles
 from train.running.run import prepare
 
 pytestmark = pytest.mark.core

@@ -17,7 +17,7 @@ from test_shipped_configs import PRESETS, RUN
 
 from partitioning import unbox
 from train import NextToken
-from train.gin import load_config
+from train.gin.load import load_config
 
 pytestmark = pytest.mark.core
 

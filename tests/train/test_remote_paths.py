@@ -41,10 +41,10 @@ from train.data import (
     record,
 )
 from train.errors import ConfigError
-from train.gin import load_config
+from train.gin.load import load_config
 from train.objectives import Loss, Objective
 from train.paths import absolute, as_path, is_remote
-from train.reporting import appended_file, writers
+from train.reporting import metric_files as appended_file, writers
 
 
 @pytest.fixture(scope='module')

@@ -11,8 +11,8 @@ from small import records, small_config
 from train import EarlyStopping, Optimizer, StopIfNotFinite
 from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.errors import ConfigError
-from train.reporting import machine
-from train.reporting.machine import collect_garbage
+from train.machine import devices as machine
+from train.machine.devices import collect_garbage
 from train.running.run import prepare
 
 pytestmark = pytest.mark.core

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from train.errors import ConfigError
-from train.gin import find_config, load_config
+from train.gin.entry import find_config
+from train.gin.load import load_config
 from train.planning.searching import (
     Candidate,
     Choices,

@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from partitioning import TrainState, unbox
 from train.errors import ConfigError
-from train.gin import load_config
-from train.gin.load import find_config_root
+from train.gin.load import find_config_root, load_config
 from train.models.transformer import TransformerConfig
 
 pytestmark = pytest.mark.core

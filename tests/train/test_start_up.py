@@ -14,8 +14,8 @@ from small import small_config
 
 from train import train
 from train.errors import ConfigError
-from train.reporting import start_up
-from train.reporting.compilation_cache import _Folders, _remove_oldest, use_compilation_cache
+from train.machine.compiling import _Folders, _remove_oldest, use_compilation_cache
+from train.reporting import meter as start_up
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_the_oldest_programs_are_removed(tmp_path):
 def test_a_second_start_reads_the_programs_and_tells_its_time(cache, texts, tmp_path, monkeypatch):
     """jax's events say what it read. The times are in the first record only."""
     # Programs that a fast machine compiles at once are kept, too.
-    monkeypatch.setattr('train.reporting.compilation_cache._WORTH_KEEPING_SECONDS', 0.0)
+    monkeypatch.setattr('train.machine.compiling._WORTH_KEEPING_SECONDS', 0.0)
     events = []
     jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
     hit = '/jax/compilation_cache/cache_hits'

@@ -9,11 +9,11 @@ from flax.linen.partitioning import AxisMetadata
 
 from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules, unbox
 from partitioning.state import path_str
-from train.adafactor import FactorDim
 from train.checkpoints.formats.t5x_files import read_arrays
 from train.errors import ConfigError
 from train.models.t5 import T5, T5Config
 from train.optimizers import as_transformation
+from train.optimizers.factored import FactorDim
 from train.t5x.adafactor import (
     HEURISTIC_RULE,
     Adafactor,

@@ -17,7 +17,7 @@ from partitioning.state import path_str
 from train.checkpoints import CheckpointConfig
 from train.checkpoints.formats.t5x_files import read_arrays
 from train.errors import ConfigError
-from train.gin import find_entry
+from train.gin.entry import find_entry
 from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
 from train.optimizers import as_transformation
 from train.t5x import state_utils

@@ -16,10 +16,10 @@ from train.checkpoints import CheckpointConfig
 from train.cli import main
 from train.data import ByT5Tokenizer, CausalLM, TextFiles
 from train.errors import ConfigError
-from train.gin import find_entry, load_config
-from train.gin.load import find_config_root
+from train.gin.entry import find_entry
+from train.gin.load import find_config_root, load_config
+from train.machine import devices as machine
 from train.models.t5 import DecoderOnly, DecoderOnlyConfig
-from train.reporting import machine
 from train.running.training import train as train_here
 from train.t5x import seqio
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules

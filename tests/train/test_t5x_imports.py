@@ -5,7 +5,7 @@ import pytest
 
 import train.gin.configurables  # noqa: F401  # registers the names, as every command does
 from train.errors import ConfigError
-from train.gin import load_config
+from train.gin.load import load_config
 
 pytestmark = pytest.mark.core
 

@@ -10,7 +10,8 @@ from tensorboardX.record_writer import RecordWriter
 from test_tf_records import example
 
 from train.errors import ConfigError
-from train.gin import find_entry, load_config
+from train.gin.entry import find_entry
+from train.gin.load import load_config
 
 pytestmark = pytest.mark.core
 

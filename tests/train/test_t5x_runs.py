@@ -13,8 +13,8 @@ import gin
 import pytest
 
 from train.cli.command import CommandParser
-from train.gin import find_entry, load_config
-from train.gin.load import find_config_root
+from train.gin.entry import find_entry
+from train.gin.load import find_config_root, load_config
 
 FOLDER = find_config_root() / 'configs/t5x'
 FRAGMENTS = {  # files that are not a whole run -> the files that complete them

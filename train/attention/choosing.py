@@ -13,11 +13,14 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from train.attention.blockwise import attend_by_blocks
-from train.attention.cudnn import attend_by_cudnn, cudnn_problems
-from train.attention.devices import attend_on_each_device
-from train.attention.dot import attend_at_once
-from train.attention.layout import find_layout, length_axes
-from train.attention.machine import device_kind, platform
+from train.attention.dot_product import attend_at_once, attend_by_cudnn, cudnn_problems
+from train.attention.layout import (
+    attend_on_each_device,
+    device_kind,
+    find_layout,
+    length_axes,
+    platform,
+)
 from train.attention.settings import ATTENDED, AttentionSettings, Kind, default_splash_blocks
 from train.attention.sight import Sight
 from train.errors import ConfigError

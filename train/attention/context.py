@@ -2,7 +2,7 @@
 
 The rules divide the length of the activations, for example by `('length', 'context')`. Everything
 in a layer except attention then works on each device's own tokens. Here the queries are exchanged,
-see `zigzag`, and the keys and values of a row are gathered: if several heads share one kv_head,
+see `ring`, and the keys and values of a row are gathered: if several heads share one kv_head,
 they are smaller than the queries, and their gradients are scattered in the backward pass.
 
 Suffixes of array names: B batch, L length, S slots of keys and values, H heads, K kv_heads,
@@ -20,14 +20,12 @@ import jax
 from jax.sharding import PartitionSpec
 
 from partitioning.rules import free_axes
-from train.attention.layout import Layout, find_layout
-from train.attention.machine import device_kind, platform
+from train.attention.layout import Layout, device_kind, find_layout, platform
 from train.attention.parts import PartSettings
-from train.attention.ring import Ring
+from train.attention.ring import Ring, Zigzag
 from train.attention.settings import AttentionSettings, default_splash_blocks
 from train.attention.sight import Sight
 from train.attention.splash_parts import attend_by_splash_parts
-from train.attention.zigzag import Zigzag
 from train.errors import ConfigError
 
 LANES = 128

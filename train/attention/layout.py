@@ -1,15 +1,37 @@
-"""How queries, keys and values are divided over the devices of a mesh."""
+"""The machine that attention runs on, and how it divides queries, keys and values over devices.
+
+Suffixes of array names: B batch, L length, S slots of keys and values, H heads, K kv_heads,
+N head_dim.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
 from partitioning import activation_spec
-from partitioning.rules import sharding_axes
+from partitioning.rules import free_axes, sharding_axes
+from train.attention.sight import Sight
+
+
+def device_kind() -> str:
+    """Returns the `device_kind` of the mesh that is set, or of this process without a mesh.
+
+    The mesh knows it also for described devices, where this process has others. A mesh that was
+    made without devices, an `AbstractMesh`, counts as this process's devices.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return str(jax.devices()[0].device_kind if device is None else device.device_kind)
+
+
+def platform() -> str:
+    """Returns 'tpu', 'gpu' or 'cpu': the platform of `device_kind`."""
+    kind = device_kind()
+    return 'tpu' if kind.startswith('TPU') else 'cpu' if kind == 'cpu' else 'gpu'
 
 
 class Layout(NamedTuple):
@@ -80,3 +102,47 @@ def find_layout(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Layout | 
     if axes[: len(kv_axes)] == kv_axes:  # the heads of a device are among its kv_heads
         return Layout(queries, keys, sliced=axes[len(kv_axes) :])
     return Layout(queries, gathered, sliced=axes)
+
+
+def attend_on_each_device(
+    attend: Callable[[jax.Array, jax.Array, jax.Array, Sight], jax.Array],
+    q_BLHN: jax.Array,
+    k_BSKN: jax.Array,
+    v_BSKN: jax.Array,
+    sight: Sight,
+) -> jax.Array:
+    """Calls a function of the queries, keys, values and sight of each device.
+
+    Args:
+      attend: the function. Its result is like the queries.
+      q_BLHN: the queries of all devices.
+      k_BSKN: the keys.
+      v_BSKN: the values.
+      sight: what each query sees.
+
+    Returns:
+      The results of all devices. Without a mesh, and inside a `jax.shard_map` over all axes, the
+      arguments are those of one device.
+    """
+    layout = find_layout(q_BLHN.shape, k_BSKN.shape)
+    assert layout is not None
+    free, group = free_axes(jax.sharding.get_abstract_mesh()), q_BLHN.shape[2] // k_BSKN.shape[2]
+    if not free:
+        return attend(q_BLHN, k_BSKN, v_BSKN, sight)
+    if layout.repeats > 1:
+        k_BSKN, v_BSKN = (x.repeat(layout.repeats, axis=2) for x in (k_BSKN, v_BSKN))
+
+    def on_one(q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, arrays: Any) -> jax.Array:
+        heads = q_BLHN.shape[2]
+        k_BSKN, v_BSKN = (layout.own_heads(x, heads, group) for x in (k_BSKN, v_BSKN))
+        return attend(q_BLHN, k_BSKN, v_BSKN, sight.with_arrays(arrays))
+
+    rows, arrays = PartitionSpec(layout.queries[0]), sight.arrays()
+    array_specs = {name: rows if 'segments' in name else PartitionSpec() for name in arrays}
+    return jax.shard_map(
+        on_one,
+        in_specs=(layout.queries, layout.keys, layout.keys, array_specs),
+        out_specs=layout.queries,
+        axis_names={*free},
+        check_vma=False,  # the kernels do not say over which axes their results vary
+    )(q_BLHN, k_BSKN, v_BSKN, arrays)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from partitioning.products.recomputed import computed_again
-from train.attention.dot import masked_scores
+from train.attention.dot_product import masked_scores
 from train.attention.settings import SplashBlocks
 from train.attention.sight import Sight
 from train.attention.splash_parts import splash_part, splash_part_gradients

@@ -1,4 +1,4 @@
-"""What each query of an attention sees.
+"""What each query of an attention sees: keys by their distance, and by their segment.
 
 Suffixes of array names: B batch, L length (queries), S slots (keys and values).
 """
@@ -12,7 +12,38 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from train.attention.band import Band
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Band:
+    """The distances between a query and the keys that it sees: `least` <= distance < `most`.
+
+    A distance is the place of the query less the place of the key. The methods take integers and
+    arrays.
+
+    Attributes:
+      least: the least distance, or None if there is none.
+      most: the first distance that is too far, or None if there is none.
+    """
+
+    least: int | None
+    most: int | None
+
+    def sees(self, distance: Any) -> Any:
+        """Returns whether keys at this distance are seen."""
+        return self.sees_any(distance, distance)
+
+    def sees_any(self, nearest: Any, farthest: Any) -> Any:
+        """Returns whether a key at any distance from `nearest` to `farthest` is seen."""
+        seen = nearest <= farthest
+        if self.least is not None:
+            seen = seen & (farthest >= self.least)
+        if self.most is not None:
+            seen = seen & (nearest < self.most)
+        return seen
+
+    def sees_all(self, nearest: Any, farthest: Any) -> Any:
+        """Returns whether all keys at distances from `nearest` to `farthest` are seen."""
+        return self.sees(nearest) & self.sees(farthest)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,21 +1,130 @@
 """Splash attention: Pallas kernels for TPUs that never hold the scores of all queries and keys.
 
+The kernel for a mask is made in little time for rows of any length.
+
 Suffixes of array names: B batch, L length, H heads, K kv_heads, N head_dim.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
 
-from train.attention.band import Band
-from train.attention.machine import platform
-from train.attention.settings import SplashBlocks
-from train.attention.sight import Sight
-from train.attention.splash_kernels import heads_first, make_kernel, segment_ids
+from train.attention.layout import platform
+from train.attention.settings import ATTENDED, SplashBlocks
+from train.attention.sight import Band, Sight
+
+
+@dataclasses.dataclass(frozen=True)
+class BandMask(splash_attention_mask.Mask):
+    """Which keys each query of a row sees.
+
+    The kernels compute the mask from the places of queries and keys, by `mask_function`. `Mask` is
+    also asked for the values of each block, to find out whether any is true and whether all are,
+    which takes a minute for 128k positions. `BandMask` returns an array of only two values, which
+    has the same answers.
+
+    Attributes:
+      band: the distances that are seen.
+      length: the number of queries, and of keys.
+    """
+
+    band: Band
+    length: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.length, self.length
+
+    @property
+    def q_sequence(self) -> np.ndarray:
+        """The places of the queries."""
+        return np.arange(self.length, dtype=np.int32)
+
+    def mask_function(self, queries: Any, keys: Any) -> Any:
+        """Returns whether queries at these places see keys at these places."""
+        return self.band.sees(queries - keys)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        queries, keys = index
+        ends = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start
+        return np.array([self.band.sees_any(*ends), self.band.sees_all(*ends)])
+
+
+@functools.lru_cache(maxsize=32)
+def make_kernel(
+    *,
+    length: int,
+    heads: int,
+    band: Band,
+    soft_cap: float | None,
+    blocks: SplashBlocks,
+    interpret: bool,
+) -> Any:
+    """Returns a function of queries, keys, values and segments of one row, heads first.
+
+    Args:
+      length: the number of queries, and of keys.
+      heads: the number of query heads.
+      band: the distances that a query sees.
+      soft_cap: see `attend`.
+      blocks: the largest block sizes.
+      interpret: whether jax interprets the kernels, on machines other than TPUs.
+    """
+    with jax.ensure_compile_time_eval():
+        kernel = splash_attention_kernel.make_splash_mha(
+            splash_attention_mask.MultiHeadMask([BandMask(band, length)] * heads),
+            block_sizes=block_sizes(blocks, length, length),
+            attn_logits_soft_cap=soft_cap,
+            residual_checkpoint_name=ATTENDED,
+            head_shards=1,
+            q_seq_shards=1,
+            interpret=interpret,
+        )
+    return jax.tree.map(np.asarray, kernel)  # the devices of this process may not be the mesh's
+
+
+def block_sizes(
+    blocks: SplashBlocks, queries: int, keys: int
+) -> splash_attention_kernel.BlockSizes:
+    """Returns the block sizes for numbers of queries and keys, which are multiples of 128."""
+    return splash_attention_kernel.BlockSizes(
+        block_q=_fit(blocks.queries, queries),
+        block_kv=_fit(blocks.keys, keys),
+        block_kv_compute=_fit(blocks.keys_compute, keys),
+        block_q_dkv=_fit(blocks.dkv_queries, queries),
+        block_kv_dkv=_fit(blocks.dkv_keys, keys),
+        block_kv_dkv_compute=_fit(blocks.dkv_keys_compute, keys),
+        block_q_dq=_fit(blocks.dq_queries, queries),
+        block_kv_dq=_fit(blocks.dq_keys, keys),
+    )
+
+
+def _fit(size: int, length: int) -> int:
+    """The largest multiple of 128 that is at most `size` and divides the length."""
+    return max(n for n in range(128, size + 1, 128) if length % n == 0)
+
+
+def heads_first(x: jax.Array) -> jax.Array:
+    """Swaps the length and the heads of arrays of rows."""
+    return x.swapaxes(1, 2)
+
+
+def segment_ids(sight: Sight) -> Any:
+    """Returns the segments of queries and keys as the kernels take them, or None."""
+    if sight.segments_BL is None or sight.segments_BS is None:
+        return None
+    return splash_attention_kernel.SegmentIds(sight.segments_BL, sight.segments_BS)
+
 
 LANES = 128  # the width of a TPU's vector registers: blocks are whole multiples of it
 

@@ -1,6 +1,6 @@
 """Splash attention between a part of the queries of a row and a part of its keys.
 
-The kernels of `splash_kernels` know where queries and keys are when they are compiled. Devices that
+The kernels of `splash` know where queries and keys are when they are compiled. Devices that
 share a row run one program, so there the distance of the two parts is an array. The kernels read
 which blocks they compute from arrays too, so these are computed here from the distance.
 
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask_info import MaskInfo
 
-from train.attention.machine import platform
+from train.attention.layout import platform
 from train.attention.settings import ATTENDED, SplashBlocks
 from train.attention.sight import Sight
-from train.attention.splash_kernels import block_sizes, heads_first, segment_ids
+from train.attention.splash import block_sizes, heads_first, segment_ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

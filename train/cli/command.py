@@ -111,10 +111,10 @@ class CommandParser(OneLineParser):
 def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
     """Finds the devices, and loads gin files, followed by those of the flags."""
     # These import jax, so they wait until the flags have been checked.
-    from train.gin import load_config
+    from train.gin.load import load_config
+    from train.machine import devices as machine
     from train.processes.joining import find_address, join_processes
     from train.processes.limits import Limits
-    from train.reporting import machine
 
     machine.use_virtual_devices(options.cpu_devices)
     address = find_address(

@@ -139,7 +139,7 @@ def _forecast_all(
     The run is planned on all machines before it is compiled for the first.
     """
     from train.errors import ConfigError
-    from train.gin import find_config
+    from train.gin.entry import find_config
     from train.planning.fitting.remedies import helping, list_remedies
     from train.planning.forecasting import NotInstalledError, forecast_step, plan_on
     from train.planning.forecasting.progress import show_progress

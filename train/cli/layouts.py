@@ -12,7 +12,7 @@ from train.cli.command import OneLineParser
 
 def show_mesh(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright mesh`, and returns its exit status."""
-    from train.reporting import machine
+    from train.machine import devices as machine
 
     machine.use_virtual_devices(None)
     usage = f'{prog} [--num_partitions N | --mesh data=4,model=2] [--topology v5p:4x4x4] [...]'

@@ -122,9 +122,8 @@ def _make_parser(prog: str, usage: str, description: str) -> CommandParser:
 
 def _read_run(options: argparse.Namespace) -> tuple[TrainConfig, RestoreConfig | None]:
     """Returns the settings of a run, as if it were trained in its folder, and its checkpoint."""
-    from train.gin import find_config
-    from train.paths import as_path
-    from train.reporting.gin_text import file_of_run
+    from train.gin.entry import find_config
+    from train.paths import as_path, file_of_run
 
     path = as_path('RUN', options.run)
     if not (file := file_of_run(path, 'config.gin')).exists():

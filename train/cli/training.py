@@ -56,7 +56,7 @@ def precompile(arguments: Sequence[str], prog: str) -> int:
     options = parser.read(arguments)
 
     def command() -> None:
-        from train.gin import find_config
+        from train.gin.entry import find_config
         from train.planning.precompiling import precompile
 
         configure(options, [find_gin_file(run) for run in options.runs])
@@ -67,8 +67,8 @@ def precompile(arguments: Sequence[str], prog: str) -> int:
 
 def _start(options: argparse.Namespace) -> None:
     from train.errors import ConfigError
-    from train.gin import find_entry
-    from train.reporting.start_up import note_start_of_process
+    from train.gin.entry import find_entry
+    from train.reporting.meter import note_start_of_process
 
     profile, expected = options.profile_steps, options.expect_plan
     if profile is not None:
@@ -108,8 +108,7 @@ def find_gin_file(run: str) -> str:
     """
     from partitioning.rules import nearest
     from train.errors import ConfigError
-    from train.paths import as_path
-    from train.reporting.gin_text import file_of_run
+    from train.paths import as_path, file_of_run
 
     if (configuration := file_of_run(as_path('RUN', run), 'config.gin')).exists():
         return str(configuration)

@@ -1,6 +1,6 @@
 """Temperature sampling, greedy decoding, and the choice of one token.
 
-Suffixes of array names: see `search`.
+Suffixes of array names: see `interface`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from train.decoding.caches import Cache, tile, tile_cache
-from train.decoding.search import (
+from train.decoding.interface import (
     NEGATIVE,
+    Cache,
     Decoded,
     DecodingState,
     TokensToLogits,
@@ -22,6 +22,8 @@ from train.decoding.search import (
     first_index,
     first_sequences,
     put,
+    tile,
+    tile_cache,
 )
 from train.errors import ConfigError, check_counts
 

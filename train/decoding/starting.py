@@ -1,6 +1,6 @@
 """Starts the decoding of a batch: fills the cache of a model, and makes its decoding step.
 
-Suffixes of array names: see `search`; S length of the encoder, E embed.
+Suffixes of array names: see `interface`; S length of the encoder, E embed.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from partitioning import constrain
-from train.decoding.caches import NO_ROWS, Cache, find_row_axes, tile
-from train.decoding.search import DecodingState, TokensToLogits
+from train.decoding.interface import (
+    NO_ROWS,
+    Cache,
+    DecodingState,
+    TokensToLogits,
+    find_row_axes,
+    tile,
+)
 from train.errors import ConfigError
 
 Batch = Mapping[str, jax.Array]

@@ -18,10 +18,10 @@ from train.data.rows.lengths import check_lengths
 from train.data.rows.pairs import Pairs
 from train.decoding import predict as predict_batch
 from train.errors import ConfigError, check_counts
+from train.evaluators.files import write_metrics, write_results
 from train.evaluators.references import Reference, references_of
-from train.evaluators.results import write_metrics, write_results
 from train.evaluators.text_metrics import Metric
-from train.reporting.machine import must_wait_for_steps
+from train.machine.devices import must_wait_for_steps
 from train.reporting.reports import format_scores
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ from train.data.rows.lengths import check_lengths
 from train.data.rows.open_task import describe_features, features
 from train.data.rows.packing import Row
 from train.errors import ConfigError, check_counts
-from train.reporting.charts import score_chart
-from train.reporting.machine import must_wait_for_steps
-from train.reporting.reports import format_scores
+from train.machine.devices import must_wait_for_steps
+from train.reporting.reports import format_scores, score_chart
 from train.running.steps import make_eval_step, mean_metrics
 
 if TYPE_CHECKING:

@@ -21,12 +21,11 @@ from train.data.rows.open_task import features
 from train.data.rows.pairs import Pairs
 from train.decoding import check_can_decode, predict as predict_batch
 from train.errors import ConfigError, check_counts
-from train.evaluators.prediction_lines import Mode, describe_function, to_line
-from train.evaluators.references import Reference, references_of
+from train.evaluators.files import PartFiles
+from train.evaluators.references import Mode, Reference, describe_function, references_of, to_line
+from train.machine.devices import must_wait_for_steps
 from train.paths import as_folder
 from train.processes.together import agree_on
-from train.reporting.machine import must_wait_for_steps
-from train.reporting.part_files import PartFiles
 from train.reporting.reports import format_seconds
 
 if TYPE_CHECKING:

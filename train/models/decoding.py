@@ -13,9 +13,8 @@ import jax.numpy as jnp
 from partitioning import constrain
 from partitioning.state.boxes import array_of, is_carrier
 from train.decoding import DecodingState, sample
-from train.decoding.caches import NO_ROWS
+from train.decoding.interface import NO_ROWS, TokensToLogits
 from train.decoding.sampling import check_sampling
-from train.decoding.search import TokensToLogits
 from train.errors import ConfigError, check_counts
 from train.models.config import TransformerConfig
 from train.models.forward import compute_logits, empty_cache

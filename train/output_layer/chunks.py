@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from partitioning.products.recomputed import computed_again
 from train.errors import ConfigError
-from train.output_layer.deferred import finish, multiply
+from train.output_layer.logits import finish, multiply
 
 # The limit of the float32 logits of one chunk, in bytes.
 CHUNK_BYTES = 2**28

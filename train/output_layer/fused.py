@@ -1,8 +1,8 @@
-"""The output layer with the scores of targets, and its gradients, without whole logits.
+"""The scores of targets and their gradients, from logits or from the hidden states before them.
 
-The weights are gathered once, over the axes that shard their rows, and kept for the backward pass.
-Their gradient is reduced and scattered chunk by chunk, and the gradient of the hidden states once,
-after all chunks.
+If a model hands over its hidden states, whole logits never exist. The weights are gathered once,
+over the axes that shard their rows, and kept for the backward pass. Their gradient is reduced and
+scattered chunk by chunk, and the gradient of the hidden states once, after all chunks.
 
 Suffixes of array names: B batch, L length, D embed, V vocab.
 """
@@ -23,6 +23,7 @@ from partitioning import constrain
 from partitioning.constraints import lay_out
 from partitioning.products import scatter_sum, sum_over
 from partitioning.rules import free_axes
+from train.errors import ConfigError
 from train.output_layer.chunks import (
     Chunking,
     Cotangents,
@@ -31,7 +32,7 @@ from train.output_layer.chunks import (
     differentiate_chunks,
     score_chunks,
 )
-from train.output_layer.deferred import DeferredLogits
+from train.output_layer.logits import DeferredLogits, OutputSettings, TargetScores, score_logits
 from train.output_layer.placement import (
     Placement,
     find_placement,
@@ -39,8 +40,6 @@ from train.output_layer.placement import (
     index_along,
     take_part,
 )
-from train.output_layer.scores import TargetScores
-from train.output_layer.settings import OutputSettings
 
 
 class _Kept(NamedTuple):
@@ -227,3 +226,27 @@ def _run(
         check_vma=False,
     )
     return on_devices(*arguments)
+
+
+def score_targets(
+    outputs: jax.Array | DeferredLogits, targets_BL: jax.Array, settings: OutputSettings
+) -> TargetScores:
+    """Scores targets, without whole logits if the model has deferred them.
+
+    Args:
+      outputs: the logits, [batch, length, vocab], or what computes them.
+      targets_BL: int targets, [batch, length].
+      settings: how deferred logits are computed.
+
+    Raises:
+      ConfigError: if the logits are not deferred, and the settings are not the defaults.
+    """
+    if isinstance(outputs, DeferredLogits):
+        return score_deferred(outputs, targets_BL, settings)
+    if settings != OutputSettings():
+        raise ConfigError(
+            f'{settings} needs a model that hands over its hidden states, but this one returns '
+            'logits: remove the settings, or give its __call__ an argument defer_logits with which '
+            'it returns train.output_layer.DeferredLogits'
+        )
+    return score_logits(outputs, targets_BL)

@@ -13,8 +13,8 @@ from partitioning.hardware.compiler_errors import own_compiler_errors
 from partitioning.programs import PartitionedCallable
 from train.config import TrainConfig
 from train.errors import ConfigError
+from train.gin.text import write_gin_text
 from train.planning.cost_lines import describe_costs
-from train.reporting.gin_text import write_gin_text
 from train.reporting.memory import check_fits, memory_advice
 from train.running.programs import partition_train_step
 from train.running.run import Run, prepare, report

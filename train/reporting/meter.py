@@ -1,10 +1,13 @@
-"""The speed of a run: tokens per second, model FLOP/s, memory, and the time that remains."""
+"""How fast a run is: the time to its first step, the speed of its steps, and traces of some."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,6 +15,58 @@ import jax
 from partitioning.amounts import bytes_str
 from partitioning.hardware import chip_of
 from train.reporting.reports import format_seconds
+
+_WORTH_NAMING = 0.05  # seconds
+
+# When the process began that a command runs in, on the clock of `time.perf_counter`. A program of
+# someone's own that calls the trainer has its own beginning.
+_began: list[float] = []
+
+
+def note_start_of_process() -> None:
+    """Notes that this process was started for one run, whose time therefore begins with it."""
+    _began[:] = [time.perf_counter() - _age_of_process()]
+
+
+class StartClock:
+    """Measures the time from the start of a run to the end of its first step."""
+
+    def __init__(self) -> None:
+        now = time.perf_counter()
+        self._began = _began.pop() if _began else now
+        self._imports = now - self._began
+
+    def report(self, phases: Mapping[str, float]) -> tuple[str, dict[str, float]]:
+        """Returns the time until now as a line, and as metrics.
+
+        Args:
+          phases: the seconds of each phase of the start, in their order.
+        """
+        total = time.perf_counter() - self._began
+        parts = {'imports': self._imports, **phases}
+        rest = total - sum(parts.values())
+        shown = [
+            f'{name} {format_seconds(seconds)}'
+            for name, seconds in {**parts, 'the rest': rest}.items()
+            if seconds > _WORTH_NAMING
+        ]
+        metrics = {f'start/seconds_{n.replace(" ", "_")}': s for n, s in parts.items() if s}
+        line = f'first step after {format_seconds(total)}'
+        return ': '.join([line, ', '.join(shown)] if shown else [line]), {
+            'start/seconds_to_first_step': total,
+            **metrics,
+        }
+
+
+def _age_of_process() -> float:
+    """The seconds since this process was started, or since Python noted a time, without Linux."""
+    try:
+        fields = Path('/proc/self/stat').read_text().rpartition(')')[2].split()
+        booted = float(Path('/proc/uptime').read_text().split()[0])
+        return booted - int(fields[19]) / os.sysconf('SC_CLK_TCK')
+    except (OSError, ValueError, IndexError):
+        return time.process_time()
+
 
 if TYPE_CHECKING:
     from train.running.run import Run
@@ -98,3 +153,43 @@ def format_figures(metrics: Mapping[str, float]) -> str:
     if 'train/device_memory_bytes' in metrics:
         parts.append(bytes_str(metrics['train/device_memory_bytes']))
     return '  '.join([*parts, f'{format_seconds(metrics["train/seconds_left"])} left'])
+
+
+class Profiler:
+    """Traces a range of steps. It stops the trace if the run ends inside the range.
+
+    Args:
+      directory: the folder of the trace.
+      steps: the first and the last step to trace, or None.
+    """
+
+    def __init__(self, directory: Any, steps: Sequence[int] | None):
+        self._directory, self._steps, self._tracing = directory, steps, False
+
+    def before(self, step: int) -> None:
+        """Starts the trace before its first step."""
+        if self._steps is not None and step == self._steps[0]:
+            jax.profiler.start_trace(str(self._directory))
+            self._tracing = True
+
+    def after(self, step: int, state: Any) -> None:
+        """Ends the trace after its last step, whose work it waits for."""
+        if self._tracing and self._steps is not None and step == self._steps[1]:
+            jax.block_until_ready(state)
+            self._stop()
+
+    def __enter__(self) -> Profiler:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._tracing:
+            self._stop()
+
+    def _stop(self) -> None:
+        jax.profiler.stop_trace()
+        self._tracing = False

@@ -14,8 +14,7 @@ from etils import epath
 from train.errors import ConfigError, FailurePolicy, describe_error, import_optional
 from train.paths import is_remote
 from train.processes.together import raise_on_all_processes
-from train.reporting.appended_file import AppendedFile
-from train.reporting.event_file import EventFile
+from train.reporting.metric_files import AppendedFile, EventFile
 
 
 class MetricWriter(Protocol):

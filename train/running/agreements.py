@@ -1,18 +1,22 @@
-"""What all processes of a run must have in common before its first step: see each function."""
+"""What must hold before the first step: all processes agree, and the layout is the expected one."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
+import os
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 
+from partitioning import Plan
+from partitioning.plan import diff
 from train.config import TrainConfig
+from train.errors import ConfigError
+from train.gin.text import operative_text
+from train.paths import as_path, file_of_run
 from train.processes.agreement import digest
 from train.processes.together import check_same, check_shared_folder
-from train.reporting.gin_text import operative_text
 from train.running.run import Run
 
 _ADVICE = 'start the same command, with the same files, on all hosts'
@@ -66,7 +70,7 @@ def agree_on_program(lowered: Any) -> None:
 
 def settings_of(config: TrainConfig) -> dict[str, str]:
     """The settings of a run by name: those that gin has used, or else the fields of the config."""
-    text = operative_text() if 'gin' in sys.modules else ''
+    text = operative_text()
     found: dict[str, str] = {}
     name = ''
     for line in text.splitlines():
@@ -93,3 +97,55 @@ def _fields(name: str, value: Any) -> Any:
         yield name, repr(value)
     else:
         yield name, type(value).__name__
+
+
+class UnexpectedLayout(ConfigError):
+    """The layout of a run differs from the expected one.
+
+    Attributes:
+      details: the differences, as lines of text, which a command prints after the message. It has
+        no default in the class, which would hide the value in the copies that gin makes of errors.
+    """
+
+    def __init__(self, message: str, details: str):
+        super().__init__(message)
+        self.details = details
+
+
+def check_plan(plan: Plan, expected: str | os.PathLike[str]) -> None:
+    """Checks that a run is laid out as a plan file says.
+
+    Other compiler options are accepted, because they depend on the kind of the devices, and the
+    plan may have been made on a machine without them. They are listed with other differences.
+
+    Args:
+      plan: the plan of the run.
+      expected: a plan file, or the folder of a run.
+
+    Raises:
+      UnexpectedLayout: if the meshes or the arrays differ.
+      ConfigError: if there is no such file.
+      ValueError: if it is not a plan.
+    """
+    path = as_path('--expect_plan', expected)
+    path = file_of_run(path, 'plan.json') if path.is_dir() else path
+    if not path.exists():
+        raise ConfigError(
+            f'--expect_plan {path}: no such file; write the plan.json of a run, or '
+            'the precompile-plan.json of `meshwright precompile`'
+        )
+    changes = diff(Plan.load(path), plan)
+    if not changes.changes_layout:
+        return
+    counts = {
+        'are missing': len(changes.removed),
+        'are new': len(changes.added),
+        'differ': len(changes.changed),
+    }
+    found = [f'{count:,} {what}' for what, count in counts.items() if count]
+    arrays = f'of {len(plan.rows):,} arrays, {" and ".join(found)}' if found else 'the mesh differs'
+    raise UnexpectedLayout(
+        f'the layout is not the one of --expect_plan {path}: {arrays}; nothing has been written. '
+        'Undo the change that caused it, or save the new plan in its place',
+        str(changes),
+    )

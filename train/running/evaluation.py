@@ -15,9 +15,9 @@ from train.config import TrainConfig
 from train.data import record
 from train.errors import ConfigError
 from train.evaluators import prepare_evaluators, run_evaluators
+from train.gin.text import write_gin_text
 from train.paths import as_folder
 from train.processes.together import check_same_step, raise_on_all_processes
-from train.reporting.gin_text import write_gin_text
 from train.reporting.writers import open_writers
 from train.running.run import Run, initialize_some, prepare
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from partitioning import TrainState
 from train.checkpoints import Checkpoints
-from train.decoding.predict import CanDecode
+from train.decoding.predicting import CanDecode
 from train.errors import ConfigError
 from train.evaluators import is_due, run_evaluators
 from train.objectives import NextToken
+from train.paths import file_of_run
 from train.processes import signals
 from train.processes.interrupted import Interrupted
 from train.processes.together import agree_on, raise_on_all_processes
-from train.reporting.gin_text import file_of_run
 from train.reporting.writers import Writers
 from train.running.health import NotFinite
 from train.running.run import Run

@@ -22,12 +22,11 @@ from train.data import OpenTask, Task, record
 from train.data.rows.open_task import features
 from train.data.rows.packing import Row
 from train.errors import ConfigError
+from train.machine.compiling import choose_options, describe_options, use_compilation_cache
 from train.objectives import Objective, TokenLoss
 from train.optimizers import as_transformation
 from train.paths import as_folder
 from train.processes.together import agree_on
-from train.reporting.compilation_cache import use_compilation_cache
-from train.reporting.compiling import choose_options, describe_options
 from train.reporting.console import RunConsole
 from train.reporting.reports import (
     describe_audit,

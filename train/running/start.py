@@ -16,10 +16,10 @@ from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps.finding import t5x_steps
 from train.data import Feed, LocalBatches, record
 from train.errors import ConfigError
-from train.paths import replacing
+from train.gin.text import write_gin_text
+from train.machine.compiling import describe_options
+from train.paths import beside, replacing
 from train.processes.together import check_same_step
-from train.reporting.compiling import describe_options
-from train.reporting.gin_text import beside, write_gin_text
 from train.reporting.reports import describe_variables
 from train.running.run import Run, initialize_some
 

@@ -12,17 +12,14 @@ import jax
 from partitioning import TrainState
 from train.config import TrainConfig
 from train.evaluators import prepare_evaluators
+from train.machine.devices import collect_garbage, must_wait_for_steps
 from train.processes import signals
 from train.processes.together import taking_part
 from train.processes.watchdog import Watchdog
 from train.reporting.console import RunConsole
-from train.reporting.expected_plan import check_plan
-from train.reporting.machine import collect_garbage, must_wait_for_steps
-from train.reporting.meter import Meter, format_figures
-from train.reporting.profile import Profiler
-from train.reporting.start_up import StartClock
+from train.reporting.meter import Meter, Profiler, StartClock, format_figures
 from train.reporting.writers import open_writers
-from train.running.agreements import agree_on_layout, agree_on_settings
+from train.running.agreements import agree_on_layout, agree_on_settings, check_plan
 from train.running.health import Health
 from train.running.loop import (
     completing,

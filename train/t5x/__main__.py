@@ -28,7 +28,8 @@ def report(arguments: Sequence[str]) -> int:
 def _report(options: argparse.Namespace) -> None:
     import train.gin.configurables  # noqa: F401  # registers the names that gin files may use
     from train.errors import ConfigError
-    from train.gin import check, find_entry
+    from train.gin import check
+    from train.gin.entry import find_entry
     from train.gin.load import read_statements
     from train.reporting.console import SafeConsole
     from train.t5x.report import describe_imports, print_report, report_rows

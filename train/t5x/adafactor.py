@@ -1,4 +1,4 @@
-"""T5X's `adafactor`: its optimizer by T5X's names. The update rule is in `train.adafactor`."""
+"""T5X's `adafactor`: its optimizer by T5X's names. `train.optimizers.factored` has the rule."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from train.adafactor import (
+from train.errors import ConfigError, check_counts
+from train.optimizers import LogicalAxes, Optimizer
+from train.optimizers.factored import (
     HEURISTIC_RULE as HEURISTIC_RULE,
     AdafactorSettings,
     FactorDim as FactorDim,
@@ -20,8 +22,6 @@ from train.adafactor import (
     factor_dimensions,
     rule_by_axes,
 )
-from train.errors import ConfigError, check_counts
-from train.optimizers import LogicalAxes, Optimizer
 from train.t5x.refusals import check_number, check_off, check_one_of, refusal
 
 KEY = 'adafactor.Adafactor'
@@ -101,7 +101,7 @@ class Adafactor:
       logical_factor_rules: what each logical axis is: 'row', 'column', 'batch' or 'none'.
       beta1, decay_rate, step_offset, clipping_threshold, weight_decay_rate, epsilon1, epsilon2,
         dtype_momentum, weight_decay_rate_lr_exponent, global_norm_clip_threshold,
-        max_parameter_scale, skip_nan_updates: see `train.adafactor.AdafactorSettings`.
+        max_parameter_scale, skip_nan_updates: see `train.optimizers.factored.AdafactorSettings`.
     """
 
     learning_rate: float | None = None

@@ -16,9 +16,8 @@ from train.decoding import (
     beam_search as search_beams,
     predict,
 )
-from train.decoding.caches import NO_ROWS
+from train.decoding.interface import NO_ROWS, TokensToLogits
 from train.decoding.sampling import SamplingState, sample
-from train.decoding.search import TokensToLogits
 from train.errors import ConfigError
 
 # Cached arrays that all rows share. The index has rows after a prefill.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
 
-from train.reporting.event_file import EventFile
-from train.reporting.gin_text import operative_text
+from train.gin.text import operative_text
+from train.reporting.metric_files import EventFile
 from train.reporting.writers import JsonWriter, MetricWriter, TensorBoardWriter
 from train.t5x.refusals import refusal
 
@@ -59,7 +58,7 @@ def summarize_gin_config(
       summary_writer: the writer, or None to write nothing.
       step: the step of the text.
     """
-    text = operative_text() if 'gin' in sys.modules else ''
+    text = operative_text()
     if summary_writer is not None and text.strip():
         lines = [f'    {line}' for line in text.splitlines()]  # Markdown shows them as they are
         summary_writer.write_texts(step, {'gin_config': '\n'.join(lines)})

@@ -15,10 +15,10 @@ from partitioning import BasePartitioner
 from train.data import InputsToTargets, Subset, Task, TfRecords
 from train.errors import ConfigError
 from train.evaluators import PredictionFiles
-from train.evaluators.prediction_lines import Mode
+from train.evaluators.references import Mode
+from train.gin.text import write_gin_text
 from train.paths import as_folder
 from train.processes.together import raise_on_all_processes
-from train.reporting.gin_text import write_gin_text
 from train.running.evaluation import evaluate
 from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
 from train.t5x.gin_utils import writers_with

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from partitioning.state.boxes import key_names
-from train.adafactor import AdafactorState
+from train.optimizers.factored import AdafactorState
 
 # The beginnings of the names of what an evaluation needs.
 VARIABLES = ('state/step', 'target', 'flax_mutables')

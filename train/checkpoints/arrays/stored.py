@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
+from train.checkpoints.arrays.on_s3 import in_s3
 from train.errors import ConfigError
 from train.paths import is_remote
-from train.reporting.arrays_on_s3 import in_s3
 
 Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]

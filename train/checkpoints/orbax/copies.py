@@ -14,11 +14,11 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from train.checkpoints.arrays.on_s3 import support_s3
 from train.checkpoints.arrays.pieces import chunk_shape, grid, split
 from train.checkpoints.arrays.stored import StoredArray
 from train.checkpoints.orbax.writer import Texts, TextsHandler
 from train.paths import is_remote
-from train.reporting.arrays_on_s3 import support_s3
 
 # The largest chunk of a written array, and the values that are read but not yet written.
 CHUNK_BYTES, BYTES_IN_FLIGHT = 2**26, 2**29

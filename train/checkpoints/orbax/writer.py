@@ -22,9 +22,9 @@ from absl import logging
 from etils import epath
 
 from partitioning.state import path_str
+from train.checkpoints.arrays.on_s3 import support_s3
 from train.checkpoints.steps.record import TEMPORARY
 from train.paths import is_remote
-from train.reporting.arrays_on_s3 import support_s3
 
 MIN_SLICE_BYTES = 2**24
 # Processes share the work of checksums by files, and a slice is read with all files it touches.

@@ -14,7 +14,8 @@ from partitioning.hardware import CHIPS, chip_of
 from partitioning.products.flops import count_jaxpr_flops
 from train.config import TrainConfig
 from train.errors import ConfigError
-from train.gin import find_config, load_config
+from train.gin.entry import find_config
+from train.gin.load import load_config
 from train.planning.forecasting import Machine, PlannedStep, move_to, plan_step, stand_in
 from train.planning.searching.search import Prediction
 

@@ -1,8 +1,9 @@
-"""The folder in which jax keeps compiled programs, so that a later start need not compile them.
+"""How the programs of a run are compiled: with which options, and where they are kept.
 
-jax's keys contain the program, its options, the devices, and the versions of jaxlib and the
-compiler, so a folder may be used by all of them. Who can write to the folder can run code in the
-processes that read it, which is why every user has one.
+jax keeps compiled programs in a folder, so that a later start need not compile them. jax's keys
+contain the program, its options, the devices, and the versions of jaxlib and the compiler, so a
+folder may be used by all of them. Who can write to the folder can run code in the processes that
+read it, which is why every user has one.
 """
 
 from __future__ import annotations
@@ -11,16 +12,57 @@ import functools
 import hashlib
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AbstractMesh, Mesh
 
+from partitioning.hardware import (
+    FLAG_VARIABLES,
+    CompilerOption,
+    OptionValue,
+    change_options,
+    default_options,
+)
 from train.errors import ConfigError
 from train.paths import as_path, is_remote
+
+
+def choose_options(
+    setting: Literal['auto'] | Mapping[str, OptionValue | None], mesh: Mesh | AbstractMesh
+) -> tuple[CompilerOption, ...]:
+    """Returns the options with which the programs of a run are compiled.
+
+    Args:
+      setting: `TrainConfig.compiler_options`.
+      mesh: the mesh, whose chips decide the default options.
+
+    Raises:
+      ConfigError: if a default option is to be removed that the chips do not have.
+    """
+    options = () if isinstance(mesh, AbstractMesh) else default_options(mesh.devices.flat)
+    if setting == 'auto':
+        return options
+    if not setting:
+        return ()
+    try:
+        return change_options(options, setting, 'set by TrainConfig.compiler_options')
+    except ValueError as error:
+        raise ConfigError(f'TrainConfig.compiler_options: {error}') from None
+
+
+def describe_options(options: Sequence[CompilerOption]) -> Iterator[str]:
+    """Yields a line for each compiler option, and for each variable from which more are read."""
+    for option in options:
+        yield f'compiler option {option}'
+    for name in FLAG_VARIABLES:
+        if value := os.environ.get(name, '').strip():
+            yield f'compiler options of the environment: {name}={value}'
+
 
 CacheSetting = Literal['auto'] | str | os.PathLike[str] | None
 

@@ -1,6 +1,7 @@
-"""A file that is written in parts, so that a program which was stopped resumes after the last one.
+"""The files of an evaluation: its scores, and examples with their predictions.
 
-The parts are in a folder next to the file, which also says what they belong to.
+Scores and examples are named as seqio's JSONLogger does. A file of many predictions is written in
+parts, so that a program which was stopped resumes after the last one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,42 @@ from etils import epath
 from partitioning.untrusted_text import parse_json
 from train.errors import ConfigError
 from train.paths import replacing
+
+
+def write_metrics(
+    folder: epath.Path, task: str, step: int, scores: Mapping[str, float]
+) -> epath.Path:
+    """Adds a line with the scores of a step to `<task>-metrics.jsonl`.
+
+    Lines of this step and of later ones are replaced: a run that was resumed has written them.
+    """
+    path = _path(folder, f'{task}-metrics.jsonl')
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = [line for line in lines if json.loads(line)['step'] < step]
+    _replace(path, [*kept, json.dumps({'step': step, **scores})])
+    return path
+
+
+def write_results(
+    folder: epath.Path, task: str, step: int, results: Iterable[Mapping[str, Any]]
+) -> epath.Path:
+    """Writes `<task>-<step>.jsonl`, with one example per line."""
+    path = _path(folder, f'{task}-{step:06}.jsonl')
+    _replace(path, [json.dumps(result, default=str, ensure_ascii=False) for result in results])
+    return path
+
+
+def _path(folder: epath.Path, name: str) -> epath.Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / name.replace('/', '_')
+
+
+def _replace(path: epath.Path, lines: list[str]) -> None:
+    """Writes a file in one step, so that it is never half-written."""
+    unfinished = path.with_name(f'{path.name}.unfinished')
+    unfinished.write_text(''.join(f'{line}\n' for line in lines))
+    unfinished.replace(path)
+
 
 SETTINGS = 'settings.json'
 

@@ -1,4 +1,7 @@
-"""The settings that gin has used in this process, if it has used any."""
+"""The settings that gin has used in this process, if it has used any.
+
+A run that gin has not configured does not load gin: this module imports it where it is needed.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,20 @@ CONFIG_FILE = 'config.gin'
 
 def write_gin_text(directory: epath.Path, name: str = CONFIG_FILE) -> None:
     """Writes `<directory>/config.gin`, unless nothing in this process was configured by gin."""
-    if 'gin' in sys.modules and (text := operative_text().strip()):
+    if text := operative_text().strip():
         with replacing(directory / name) as unfinished:
             unfinished.write_text(text + '\n')
 
 
-def beside(name: str) -> str:
-    """The name of a file of this trainer in a folder where T5X has written a file `name`."""
-    stem, ending = name.rsplit('.', 1)
-    return f'{stem}.meshwright.{ending}'
-
-
-def file_of_run(directory: epath.Path, name: str) -> epath.Path:
-    """The file that this trainer calls `name` in the folder of a run. It may not exist."""
-    path = directory / beside(name)
-    return path if path.exists() else directory / name
-
-
 def operative_text() -> str:
-    """Returns the settings of all calls so far, as the text of a gin file.
+    """Returns the settings of all calls so far as the text of a gin file, or '' without gin.
 
     gin lists the calls in the value of a macro under a scope with the name of the macro. In a gin
     file, such settings would win over a later `PjitPartitioner.layout = 'fsdp'` without a scope, so
     this function leaves out the scopes in which nothing is set.
     """
+    if 'gin' not in sys.modules:
+        return ''
     from gin import config as gin_internals
 
     macro = 'gin.macro'

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
+from train.decoding.interface import Search
 from train.decoding.sampling import sample
-from train.decoding.search import Search
 from train.decoding.starting import Batch, Start
 from train.errors import ConfigError, check_counts
 

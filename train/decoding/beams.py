@@ -1,6 +1,6 @@
 """Beam search: the most likely sequences, with a penalty for short ones.
 
-Suffixes of array names: see `search`. K is the number of beams; the beams of a row are sorted by
+Suffixes of array names: see `interface`. K is the number of beams; the beams of a row are sorted by
 their log-probabilities, the best one last.
 """
 
@@ -12,15 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from train.decoding.caches import Cache, select_beams, tile, tile_cache
-from train.decoding.search import (
+from train.decoding.interface import (
     NEGATIVE,
+    Cache,
     Decoded,
     DecodingState,
     TokensToLogits,
     at,
     first_index,
     first_sequences,
+    select_beams,
+    tile,
+    tile_cache,
 )
 from train.errors import ConfigError, check_counts
 
