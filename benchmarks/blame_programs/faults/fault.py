@@ -7,10 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-LINEN = 'benchmarks/blame_programs/linen_trainer.py'
-PLAIN = 'benchmarks/blame_programs/plain_trainer.py'
+ROOT = Path(__file__).resolve().parents[3]
+FILES = {
+    name: f'benchmarks/blame_programs/{name}.py'
+    for name in (
+        *('linen_trainer', 'plain_trainer'),
+        *('vision_trainer', 'translation_trainer', 'experts_trainer'),
+    )
+}
+ATTENTION = 'train/models/attention.py'
+EMBEDDING = 'train/models/embedding.py'
+LAYERS = 'train/models/layers.py'
+STEPS = 'train/running/steps.py'
 
 Fault = dict[str, Any]
 
@@ -47,6 +55,14 @@ def edit(
     return fault | {'suggested': old} if suggested else fault
 
 
+def rewritten(
+    program: str, file: str, kind: str, line: str, part: str, texts: Mapping[str, str]
+) -> Iterator[Fault]:
+    """Yields faults that write a part of a line in another way, by what each fault is called."""
+    for place, text in texts.items():
+        yield edit(program, file, kind, place, line, line.replace(part, text, 1), suggested=True)
+
+
 class Constraint(NamedTuple):
     """A constraint on the layout of an array, as a line of a program has it.
 
@@ -71,17 +87,17 @@ class Constraint(NamedTuple):
         opening = self.names[: self.names.index('(') + 1]
         return f'{opening}{", ".join(entries)})'
 
-    def relaid(self, program: str, file: str, kind: str, entries: Sequence[str]) -> Fault:
-        """The fault by which the line has other entries."""
+    def relaid(self, program: str, kind: str, entries: Sequence[str]) -> Fault:
+        """The fault that gives the line other entries."""
         written = self.write(entries)
         place = f'{self.line.strip()[:60]} -> {written}'
         new = self.line.replace(self.names, written)
-        return edit(program, file, kind, place, f'{self.line}\n', f'{new}\n')
+        return edit(program, FILES[program], kind, place, f'{self.line}\n', f'{new}\n')
 
 
-def constraints_of(file: str) -> Iterator[Constraint]:
-    """Yields the constraints in a file, in the order of their lines."""
-    for line in (ROOT / file).read_text().splitlines():
+def constraints_of(program: str) -> Iterator[Constraint]:
+    """Yields the constraints in the file of a program, in the order of their lines."""
+    for line in (ROOT / FILES[program]).read_text().splitlines():
         found = re.search(r'\b(constrain|lay_out)\((.*), (\(.*?\)|P\(.*?\))\)', line)
         if found and 'import' not in line:
             entries = re.findall(r"'\w+'|None", found[3])

@@ -1,0 +1,204 @@
+"""Faults of constraints: they are missing, forget dimensions, or lay out another dimension."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.blame_programs.faults.fault import (
+    ATTENTION,
+    EMBEDDING,
+    FILES,
+    LAYERS,
+    ROOT,
+    Constraint,
+    Fault,
+    constraints_of,
+    edit,
+)
+
+_ROWS = ("'batch'", "'data'", "'dp'")
+_OF_MODEL = ("'mlp'", "'heads'", "'vocab'", "'model'")
+# The last dimension of an array, and the last dimension of another array of the same rank.
+_OF_OTHERS = {"'embed'": "'mlp'", "'kv'": "'heads'", "'heads'": "'kv'", "'vocab'": "'embed'"}
+_USERS = ('linen_trainer', 'plain_trainer')
+
+
+def constraint_faults(number: int) -> Iterator[Fault]:
+    """Yields the faults of constraints in a set."""
+    for program in _USERS:
+        yield from (_missing_or_wrong, _forgotten_axes, _other_axes, _other_arrays)[number - 1](
+            program
+        )
+    if number == 1:
+        yield from _own_missing_or_wrong()
+    if number == 4:
+        yield from _own_other_arrays()
+
+
+def _missing_or_wrong(program: str) -> Iterator[Fault]:
+    """Constraints that are missing, or that forget one or all dimensions."""
+    for found in constraints_of(program):
+
+        def fault(kind: str, text: str, found: Constraint = found) -> Fault:
+            new = found.line.replace(found.call, text)
+            place = f'{found.line.strip()[:60]} -> {text[-60:]}'
+            return edit(program, FILES[program], kind, place, f'{found.line}\n', f'{new}\n')
+
+        def other(entries: list[str], found: Constraint = found) -> str:
+            return f'{found.function}({found.value}, {found.write(entries)})'
+
+        yield fault('missing constraint', found.value)
+        yield fault('wrong constraint', other(['None'] * len(found.entries)))
+        forgotten = [e if e not in _ROWS else 'None' for e in found.entries]
+        if forgotten != found.entries and set(forgotten) != {'None'}:
+            yield fault('wrong constraint', other(forgotten))
+
+
+def _forgotten_axes(program: str) -> Iterator[Fault]:
+    """Constraints that forget the axis of a model, or shard another dimension as the rows."""
+    for found in constraints_of(program):
+        entries = found.entries
+        rows = next((n for n, entry in enumerate(entries) if entry in _ROWS), 0)
+        swapped = list(entries)
+        swapped[rows : rows + 2] = swapped[rows : rows + 2][::-1]
+        for kind, new in (
+            ('forgotten axis of a model', [e if e not in _OF_MODEL else 'None' for e in entries]),
+            ('rows on another dimension', swapped),
+        ):
+            if new != entries:
+                yield found.relaid(program, kind, new)
+
+
+def _other_axes(program: str) -> Iterator[Fault]:
+    """Constraints that also shard the length, or whose two mesh axes have changed places."""
+    for found in constraints_of(program):
+        new = list(found.entries)
+        used = [n for n, entry in enumerate(new) if entry in _OF_MODEL]
+        rows = next(n for n, entry in enumerate(new) if entry in _ROWS)
+        if used:
+            kind = "two axes of a constraint in each other's place"
+            new[rows], new[used[0]] = new[used[0]], new[rows]
+        else:
+            kind = 'constraint that also shards the length'
+            new[rows + 1] = "'mlp'" if program == 'linen_trainer' else "'model'"
+        yield found.relaid(program, kind, new)
+
+
+def _other_arrays(program: str) -> Iterator[Fault]:
+    """Constraints whose last dimensions have the names of another array of the same rank."""
+    for found in constraints_of(program):
+        if program == 'linen_trainer':
+            new = [*found.entries[:2], *(_OF_OTHERS.get(e, e) for e in found.entries[2:])]
+        elif len(found.entries) == 3 and found.entries[2] == 'None':
+            new = [*found.entries[:2], "'model'"]
+        else:
+            continue
+        if new != found.entries:
+            yield found.relaid(program, 'constraint of another array', new)
+
+
+def _own_other_arrays() -> Iterator[Fault]:
+    for file, old, new in (
+        (ATTENTION, "(q_BLHN, ('batch', 'length', 'heads', 'kv'))", "'kv', 'heads'"),
+        (ATTENTION, "(attended_BLHN, ('batch', 'length', 'heads', 'kv'))", "'kv', 'heads'"),
+        (LAYERS, "(hidden_BLF, ('batch', 'length', 'mlp'))", "'embed'"),
+    ):
+        before = "'mlp'" if 'mlp' in old else "'heads', 'kv'"
+        text = old.replace(before, new)
+        kind = 'constraint of another array'
+        yield edit('our_transformer', file, kind, f'{old} -> {new}', old, text)
+
+
+def _own_missing_or_wrong() -> Iterator[Fault]:
+    """Constraints of the trainer's own model that are missing or wrong."""
+    for file, old, missing, wrong in _OWN:
+        for kind, new in (('missing constraint', missing), ('wrong constraint', wrong)):
+            # The number of lines stays, so that lines keep their numbers.
+            new = new if new or not old.endswith('\n') else '\n'
+            place = f'{Path(file).name} {old.strip()[:50]} -> {new.strip()[:50]}'
+            yield edit('our_transformer', file, kind, place, old, new)
+
+
+def other_program_faults(program: str) -> Iterator[Fault]:
+    """Yields the faults of constraints in one of the programs of set 5."""
+    text = (ROOT / FILES[program]).read_text()
+    for found in constraints_of(program):
+        if text.count(f'{found.line}\n') > 1:
+            continue
+        missing = found.line.replace(found.call, found.value)
+        place = f'{found.line.strip()[:60]} -> {found.value[-40:]}'
+        old, new = f'{found.line}\n', f'{missing}\n'
+        yield edit(program, FILES[program], 'missing constraint', place, old, new)
+        for rows in _ROWS:
+            if rows in found.entries:
+                forgotten = ['None' if e == rows else e for e in found.entries]
+                yield found.relaid(program, 'wrong constraint', forgotten)
+        if set(found.entries) - {*_ROWS, "'length'", 'None'}:
+            yield found.relaid(program, 'constraint of nothing', ['None'] * len(found.entries))
+
+
+# A file, the text of a constraint, the text without it, and the text with a wrong one.
+_OWN = (
+    (
+        LAYERS,
+        "constrain(hidden_BLF, ('batch', 'length', 'mlp'))",
+        'hidden_BLF',
+        'constrain(hidden_BLF, (None, None, None))',
+    ),
+    (
+        LAYERS,
+        '        branch_BLD = named(lay_out_residual(branch_BLD), out)\n',
+        '        branch_BLD = named(branch_BLD, out)\n',
+        '        branch_BLD = named(constrain(branch_BLD, (None, None, None)), out)\n',
+    ),
+    (
+        LAYERS,
+        '        return lay_out_residual(x_BLD + branch_BLD)\n',
+        '        return x_BLD + branch_BLD\n',
+        '        return constrain(x_BLD + branch_BLD, (None, None, None))\n',
+    ),
+    (
+        LAYERS,
+        "    x_BLD = named(lay_out_residual(x_BLD), 'residual')\n",
+        "    x_BLD = named(x_BLD, 'residual')\n",
+        "    x_BLD = named(constrain(x_BLD, (None, None, None)), 'residual')\n",
+    ),
+    (
+        LAYERS,
+        "    normed_BLD = constrain(normed_BLD, ('batch', length_name('projection'), 'embed'))\n",
+        '',
+        '    normed_BLD = constrain(normed_BLD, (None, None, None))\n',
+    ),
+    (
+        ATTENTION,
+        "    q_BLHN = named(constrain(q_BLHN, ('batch', 'length', 'heads', 'kv')), 'query')\n",
+        "    q_BLHN = named(q_BLHN, 'query')\n",
+        "    q_BLHN = named(constrain(q_BLHN, (None, None, None, None)), 'query')\n",
+    ),
+    (
+        ATTENTION,
+        "    v_BSKN = named(constrain(v_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv')), "
+        "'value')\n",
+        "    v_BSKN = named(v_BSKN, 'value')\n",
+        "    v_BSKN = named(constrain(v_BSKN, ('batch', 'length', None, 'kv')), 'value')\n",
+    ),
+    (
+        ATTENTION,
+        "    attended_BLHN = constrain(attended_BLHN, ('batch', 'length', 'heads', 'kv'))\n",
+        '',
+        "    attended_BLHN = constrain(attended_BLHN, (None, 'length', 'heads', 'kv'))\n",
+    ),
+    (
+        EMBEDDING,
+        "    return constrain(rows_BLD, ('batch', 'length', 'embed'))\n",
+        '    return rows_BLD\n',
+        '    return constrain(rows_BLD, (None, None, None))\n',
+    ),
+    (
+        EMBEDDING,
+        '    rows_BLD = constrain(rows_BLD, (batch, length, columns))\n',
+        '    rows_BLD = rows_BLD + 0\n',
+        '    rows_BLD = constrain(rows_BLD, (None, None, None))\n',
+    ),
+)
