@@ -1,6 +1,6 @@
 """Seeds faults into training programs, and asks `explain_program` for their cause.
 
-  python benchmarks/blame.py [--seed 1] [--count 60] [--folder benchmarks/results/blame]
+  python benchmarks/blame.py [--seed 1] [--count 60] [--folder build/blame]
 
 Each fault is a change of one line in the source of a program, or of one rule or layout. Every case
 compiles the program with the fault for 8 virtual CPU devices, and takes the exchanges, the buffers
@@ -12,11 +12,8 @@ least 80% of the bytes that the fault added to exchanges and to the peak of the 
 add less than 1% are drawn again.
 
 The results are written as they come, and the command continues where it stopped. The faults of
-seed 0 were used to write the code. Those of seed 1 are the other ones of the same kinds. Those of
-seed 2 are of kinds that were added when the code was finished. `suggest_change` was written with
-seed 2 in view; the faults of seed 3 are those that seed 2 left and others of new kinds. Seed 3 led
-to corrections; the faults of seed 4 are all of kinds that no other seed has. Seed 5 has the faults
-that users make most, in three programs that no other seed has.
+seed 0 were used to write the code. `blame_programs/faults/drawing.py` says which faults the other
+seeds draw, and `results/blame.md` what was found, and which figures are blind.
 """
 
 from __future__ import annotations
@@ -35,8 +32,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = Path(__file__).resolve().parents[1]
 LEAST = 0.01  # the share of exchanged bytes and peak memory that a fault has to add
 FRESH = ('benchmarks.blame_programs', 'train.models', 'train.objectives', 'train.running.steps')
 ENVIRONMENT = {
@@ -89,7 +85,7 @@ def run_case(program: str, fault: dict[str, Any] | None, known: dict[str, Any] |
 def edited_source(fault: dict[str, Any] | None) -> Iterator[None]:
     """Makes Python import the file of a fault with a part of its text replaced."""
     for name in list(sys.modules):
-        if name.startswith(FRESH) and not name.endswith('faults'):
+        if name.startswith(FRESH) and '.faults' not in name:
             del sys.modules[name]
     loader: Any = importlib.machinery.SourceFileLoader
     original = loader.get_code
@@ -268,25 +264,19 @@ def main() -> None:
     )
     parser.add_argument('--seed', type=int, default=1)
     parser.add_argument('--count', type=int, default=60)
-    parser.add_argument('--folder', type=Path, default=HERE / 'results' / 'blame')
+    parser.add_argument('--folder', type=Path, default=ROOT / 'build' / 'blame')
     args = parser.parse_args()
     run_campaign(args.seed, args.count, args.folder)
 
 
 def run_campaign(seed: int, count: int, folder: Path) -> None:
     """Runs cases until there are enough that do harm, and prints the table."""
-    from benchmarks.blame_programs.faults import draw_faults
-    from benchmarks.blame_programs.fresh_faults import fresh_faults
-    from benchmarks.blame_programs.held_out_faults import held_out_faults
-    from benchmarks.blame_programs.later_faults import later_faults
-    from benchmarks.blame_programs.other_programs import other_programs
+    from benchmarks.blame_programs.faults.drawing import draw_faults
 
-    faults_of = {2: held_out_faults, 3: later_faults, 4: fresh_faults, 5: other_programs}
-    faults = faults_of[seed]() if seed in faults_of else None
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f'seed_{seed}.json'
     results = json.loads(path.read_text()) if path.exists() else {}
-    for fault in draw_faults(seed, faults):
+    for fault in draw_faults(seed):
         done = [r for r in results.values() if 'fault' in r and not r.get('harmless')]
         if len(done) >= count:
             break

@@ -35,7 +35,7 @@ from hand_counts.sizes import Case
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / 'benchmarks' / 'results' / 'forecast_cases.json'
+RESULTS = ROOT / 'build' / 'forecast_cases.json'
 MOST_SECONDS, MOST_BYTES = 90, 3e9
 
 

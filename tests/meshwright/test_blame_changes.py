@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.blame_programs.faults import ROOT, all_faults, draw_faults
 from meshwright import read_costs
 from meshwright.causes import compile_partitioned, explain_program
 from meshwright.causes.changes import ConstraintRemoval, RuleChange
@@ -148,19 +147,6 @@ def test_warnings_of_full_rematerialization_are_read():
     assert found.after == '{devices=[1,1,4,2]<=[8] last_tile_dim_replicate}'
     assert found.op_name.endswith('transpose(jvp(Model))/sharding_constraint')
     assert not list(find_rematerializations('W1123 nothing of the kind'))
-
-
-def test_seeded_faults_change_lines_that_exist():
-    """The faults of `benchmarks/blame.py` are edits of one place, which keep line numbers."""
-    faults = list(all_faults())
-    assert len(faults) > 140
-    for fault in faults:
-        if 'file' in fault:
-            assert (ROOT / fault['file']).read_text().count(fault['old']) == 1, fault['place']
-            assert fault['old'].count('\n') == fault['new'].count('\n'), fault['place']
-    keys = [[fault['key'] for fault in draw_faults(seed)] for seed in (0, 1)]
-    assert not {*keys[0]} & {*keys[1]}, 'the code was written with the first'
-    assert len(keys[0]) + len(keys[1]) == len(faults)
 
 
 def test_rules_of_a_partitioner_are_swapped_and_confirmed():
