@@ -29,6 +29,7 @@ from train.data import CausalLM, Prefetch, Records
 from train.data.batches import LocalBatches
 from train.machine import devices as machine
 from train.processes import channel, output, signals
+from train.processes.activity import current_activity
 from train.processes.environment import ProcessAddress
 from train.processes.joining import join_processes
 from train.processes.limits import Limits
@@ -115,8 +116,7 @@ def await_moment(settings):
     """Waits for the moment in a thread, and lets the fault happen."""
     note_at = f'{settings.fault} of process {settings.index}'
     while True:
-        member = channel.current_member()
-        place = 'the start of the process' if member is None else member.activity.title
+        place = current_activity().title
         if place.startswith(settings.moment):
             time.sleep(settings.delay)
             note(settings.folder, settings.index, note_at)

@@ -12,7 +12,8 @@ import jax
 import pytest
 
 from train.errors import ConfigError
-from train.processes.watchdog import Activity, Watchdog, WatchdogConfig
+from train.processes.activity import Activity
+from train.processes.watchdog import Watchdog, WatchdogConfig
 
 pytestmark = pytest.mark.core
 

@@ -22,6 +22,7 @@ from train.checkpoints.steps.hashing import complete_step
 from train.checkpoints.steps.record import StepRecord, read_record, unfinished_file
 from train.errors import ConfigError, describe_error
 from train.paths import absolute, is_remote
+from train.processes.activity import awaiting_threads
 from train.processes.together import (
     agree_on,
     any_process,
@@ -186,7 +187,8 @@ class Checkpoints(CheckpointReader):
     def wait(self) -> None:
         """Waits until nothing is being written."""
         if self._saving is not None:
-            self._saving.join()
+            with awaiting_threads():
+                self._saving.join()
             self._saving = None
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from train.evaluators.files import write_metrics, write_results
 from train.evaluators.references import Reference, references_of
 from train.evaluators.text_metrics import Metric
 from train.machine.devices import must_wait_for_steps
+from train.processes.activity import compiling, wait_for_devices
 from train.reporting.reports import format_scores
 
 if TYPE_CHECKING:
@@ -169,9 +170,11 @@ class PreparedDecodedText:
         with closing(Feed(task.batches, config.partitioner, prefetch=config.prefetch)) as feed:
             for number, batch in enumerate(feed):
                 given = (state.params, state.flax_mutables, batch, jax.random.fold_in(key, number))
-                found.append(self._predict(*given))
+                with compiling():
+                    found.append(self._predict(*given))
                 if must_wait_for_steps():
-                    jax.block_until_ready(found[-1])
+                    wait_for_devices(found[-1])
+        wait_for_devices(found)
         rows = [row for tokens in found for row in np.asarray(tokens)]
         return rows[: len(task.references)]
 

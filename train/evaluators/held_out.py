@@ -20,6 +20,7 @@ from train.data.rows.open_task import describe_features, features
 from train.data.rows.packing import Row
 from train.errors import ConfigError, check_counts
 from train.machine.devices import must_wait_for_steps
+from train.processes.activity import compiling, wait_for_devices
 from train.reporting.reports import format_scores, score_chart
 from train.running.steps import make_eval_step, mean_metrics
 
@@ -79,7 +80,7 @@ class HeldOut:
         batches = FiniteBatches(held_out.rows, size, row_indices)
         data_spec, state = partitioner.data_partition_spec, run.plan.abstract_state
         specs = run.plan.specs
-        with run.console.phase(f'compiling the evaluation {name}'):
+        with run.console.phase(f'compiling the evaluation {name}'), compiling():
             eval_step = partitioner.compile(
                 partitioner.partition(
                     make_eval_step(c.objective),
@@ -115,7 +116,8 @@ class PreparedHeldOut:
             for batch in feed:
                 sums.append(self.eval_step(state.params, state.flax_mutables, batch))
                 if must_wait_for_steps():
-                    jax.block_until_ready(sums[-1])
+                    wait_for_devices(sums[-1])
+        wait_for_devices(sums)
         # Added in float64 on the host: a sum over many batches needs more digits than float32 has.
         total = {name: sum(np.float64(s[name]) for s in sums) for name in sums[0]}
         scores = {name: float(value) for name, value in mean_metrics(total).items()}

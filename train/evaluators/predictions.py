@@ -25,6 +25,7 @@ from train.evaluators.files import PartFiles
 from train.evaluators.references import Mode, Reference, describe_function, references_of, to_line
 from train.machine.devices import must_wait_for_steps
 from train.paths import as_folder
+from train.processes.activity import compiling, wait_for_devices
 from train.processes.together import agree_on
 from train.reporting.reports import format_seconds
 
@@ -199,7 +200,7 @@ class PreparedPredictionFiles:
                 path / f'{task.name}-{settings.mode}.{settings.extension}-{shard}',
                 path / f'tmp-{task.name}-{settings.mode}-{shard}',
             )
-            with owner.console.phase(f'compiling {settings.mode} for {task.name}'):
+            with owner.console.phase(f'compiling {settings.mode} for {task.name}'), compiling():
                 infer = self._compile(task)
             started = time.perf_counter()
             outputs = functools.partial(self._outputs, infer, state, task)
@@ -266,8 +267,7 @@ class PreparedPredictionFiles:
                 batch.pop('row_weights')
                 given = (state.params, state.flax_mutables, batch, jax.random.fold_in(key, number))
                 output = infer(*given)
-                if must_wait_for_steps():
-                    jax.block_until_ready(output)
+                wait_for_devices(output)
                 done = min((number + 1) * size, len(task.rows))
                 arrays = jax.tree.map(np.asarray, output)
                 count = done - number * size

@@ -220,7 +220,7 @@ class Hub:
                 self.end(line, RESTARTABLE, [index])
                 return
         limit = self._limits.watchdog_seconds
-        patient = [i for i, seen in present.items() if seen.waits]
+        patient = [i for i, seen in present.items() if seen.waits and seen.quiet >= limit]
         stuck = [
             i
             for i, seen in present.items()

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import faulthandler
 import math
 import os
+import socket
+import threading
+import time
 from typing import Any
 
 import jax
 
 from train.errors import ConfigError, first_line
 from train.processes import signals
-from train.processes.aborting import wait_before_aborting
 from train.processes.channel import current_member, open_channel
 from train.processes.environment import ProcessAddress, find_processes
 from train.processes.errors import NotTogether
 from train.processes.limits import Limits
 from train.processes.metadata import read_metadata
+from train.processes.output import error_fd
 
 # jax's own limits are longer than ours, because its end of a process is an abortion with a trace.
 _TIMES_OURS = 4
+_SECONDS_BETWEEN_TRIES = 0.05
 
 
 def find_address(
@@ -81,6 +87,10 @@ def join_processes(address: ProcessAddress, limits: Limits | None = None) -> Non
     limits = limits or Limits()
     where = address.coordinator_address, address.process_count, address.process_index
     one = open_channel(*where, limits)
+    if (
+        not faulthandler.is_enabled()
+    ):  # A library of C++ that aborts this process does not say where.
+        faulthandler.enable(error_fd())
     # jax would stop the processes at different steps, or take SIGTERM for itself.
     jax.config.update('jax_enable_preemption_service', False)
     settings: dict[str, Any] = {
@@ -93,7 +103,8 @@ def join_processes(address: ProcessAddress, limits: Limits | None = None) -> Non
     if address.local_device_ids is not None:
         settings['local_device_ids'] = address.local_device_ids
     try:
-        jax.distributed.initialize(*where, **settings)
+        relayed = relay(where[0]) if address.process_index else where[0]
+        jax.distributed.initialize(relayed, *where[1:], **settings)
     except (ValueError, RuntimeError) as error:
         raise NotTogether(
             f'jax cannot connect process {address.process_index} of {address.process_count} at '
@@ -102,13 +113,59 @@ def join_processes(address: ProcessAddress, limits: Limits | None = None) -> Non
     finally:  # Also after an error: at exit, jax waits long for processes that have ended.
         atexit.register(leave_processes)
     signals.share(one.forward, one.leave)
-    wait_before_aborting(
-        lambda: f'process {one.index} was aborted by a library of C++',
-        lambda: signals.final_code() if one.all_left else None,
-    )
 
 
 def leave_processes() -> None:
     """Waits until all processes of the run are done. Without others it does nothing."""
     if one := current_member():
         one.leave()
+
+
+# ---- the relay
+
+
+def relay(address: str) -> str:
+    """Relays connections to jax's coordinator, and keeps them open when the coordinator has gone.
+
+    jax's client aborts its process as soon as its connection to process 0 breaks. That is often
+    before Python has read from the channel why, and no setting of jax changes it. Behind the relay,
+    jax learns nothing, and the channel ends this process with one line and its exit code. Without
+    any sign from the coordinator, jax still aborts after its own limit.
+
+    Args:
+      address: host:port of the coordinator.
+
+    Returns:
+      The address to connect to instead, on this host.
+    """
+    listener = socket.create_server(('127.0.0.1', 0))
+
+    def listen() -> None:
+        while True:
+            ours = listener.accept()[0]
+            threading.Thread(target=_relay_one, args=(ours, address), daemon=True).start()
+
+    threading.Thread(target=listen, name='relay', daemon=True).start()
+    return f'127.0.0.1:{listener.getsockname()[1]}'
+
+
+def _relay_one(ours: socket.socket, address: str) -> None:
+    """Relays a connection until jax closes it."""
+    host, _, port = address.rpartition(':')
+    theirs = None
+    while theirs is None:  # jax gives up by itself if process 0 does not answer.
+        try:
+            theirs = socket.create_connection((host.strip('[]'), int(port)))
+        except OSError:
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+    threading.Thread(target=_copy, args=(theirs, ours), daemon=True).start()
+    _copy(ours, theirs)
+    ours.close()
+    theirs.close()
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+    """Sends to one connection what arrives at another one, until that is closed."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(2**16):
+            target.sendall(data)

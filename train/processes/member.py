@@ -11,38 +11,25 @@ import os
 import sys
 import threading
 import time
-from types import FrameType
 from typing import Any
 
 from partitioning.untrusted_text import printable
 from train.processes import signals
-from train.processes.ending import end_process
+from train.processes.activity import Activity, begin_activity, current_activity, waiting
 from train.processes.hub import BEGIN
 from train.processes.interrupted import AFTER_CTRL_C, RESTARTABLE, how_to_resume
 from train.processes.limits import Limits
 from train.processes.output import print_error
 from train.processes.phrases import died, silent
-from train.processes.watchdog import Activity
+from train.processes.watchdog import end_process
 from train.processes.wire import Connection, Message
 
 # How long a process that has raised an error of its own may take to print it.
 SECONDS_TO_FAIL = 2.0
 # How much a process computes between two signs of life if it is busy.
 _LEAST_CPU_SECONDS = 0.02
-# The functions in which jax and Orbax wait for other processes, and those in which jax compiles.
-_WAITING = {
-    'block_until_ready',
-    'device_get',
-    'sync_global_devices',
-    'sync_global_processes',
-    'process_allgather',
-    'broadcast_one_to_all',
-    'wait_at_barrier',
-    '_wait_for_part',  # of the manifest of a checkpoint
-}
-# Functions in which a thread waits for another one.
-_JOINING = {'join', 'result'}
-_COMPILING = {'backend_compile', 'backend_compile_and_load', 'compile_or_get_cached'}
+# How long a connection that breaks may take to say why, and a process that is done to end.
+SECONDS_FOR_THE_HUB = 3.0
 
 
 class Member:
@@ -55,14 +42,13 @@ class Member:
       limits: how long processes wait for each other.
 
     Attributes:
-      activity: what the run does, which the hub names when something is wrong.
       stacks: the folder for the stacks of a process that is stuck.
       all_left: whether all processes have said that they are done.
     """
 
     def __init__(self, connection: Connection, index: int, count: int, limits: Limits):
         self.index, self.count, self.limits = index, count, limits
-        self.activity = self._start = Activity('the start of the process')
+        self._start = current_activity()
         self.stacks: Any = '.'
         self._connection = connection
         self._changed = threading.Condition()
@@ -89,7 +75,8 @@ class Member:
           activity: what the run does.
           folder: the folder of the run.
         """
-        self.activity, self.stacks = activity, folder
+        begin_activity(activity)
+        self.stacks = folder
         with self._changed:
             self._paused, self._stop = False, None
         self.gather(BEGIN, None)
@@ -106,7 +93,7 @@ class Member:
         with self._changed:
             self._gathers += 1
             number = self._gathers
-        with self.activity.waiting():
+        with waiting():
             self._connection.send('gather', number=number, name=name, value=value)
             with self._changed:
                 self._changed.wait_for(lambda: number in self._results)
@@ -155,7 +142,7 @@ class Member:
         if self._left:
             return
         self._left = True
-        self.activity.end_loop()
+        current_activity().end_loop()
         self._connection.send('left')
         with self._changed:
             self._changed.wait_for(lambda: self.all_left)
@@ -170,7 +157,7 @@ class Member:
         signs, since, cpu = -1, time.monotonic(), 0.0
         last = since
         while True:
-            now, activity = time.monotonic(), self.activity
+            now, activity = time.monotonic(), current_activity()
             # A process that was stopped and continues has not been stuck in the meantime.
             since += max(0.0, now - last - 2 * self.limits.beat_seconds)
             last = now
@@ -179,18 +166,12 @@ class Member:
             cpu = time.process_time()
             if activity.signs != signs or starts:
                 signs, since = activity.signs, now
-            quiet = now - since
-            waits, compiles = activity.is_waiting, activity.is_compiling
-            if quiet > min(1.0, self.limits.watchdog_seconds / 4):
-                running = _running_functions()
-                waits = waits or not running.isdisjoint(_WAITING)
-                compiles = compiles or not running.isdisjoint(_COMPILING)
             self._connection.send(
                 'beat',
                 place=activity.title,
-                quiet=quiet,
-                waits=waits,
-                compiles=compiles,
+                quiet=now - since,
+                waits=activity.is_waiting,
+                compiles=activity.is_compiling,
             )
             time.sleep(self.limits.beat_seconds)
 
@@ -206,6 +187,7 @@ class Member:
             if message is None:
                 if not self.all_left:
                     self._end(died('process 0', self._place_of_0), RESTARTABLE, [0])
+                self._end_if_done()
                 return
             self._handle(message)
 
@@ -228,6 +210,15 @@ class Member:
                     self.all_left = True
             self._changed.notify_all()
 
+    def _end_if_done(self) -> None:
+        """Ends a command that is done and that jax holds back at its exit.
+
+        jax waits there for process 0, which may have been killed after all of them were done.
+        """
+        time.sleep(SECONDS_FOR_THE_HUB)
+        if (code := signals.final_code()) is not None:
+            signals.end_process(code)
+
     def _end(self, line: str, code: int, causes: list[int], reason: str = '') -> None:
         """Ends this process, whatever its main thread does."""
         if self._failed:  # It prints its own error, and ends with it.
@@ -246,20 +237,3 @@ class Member:
         again = how_to_resume() if is_resumable else ''
         print_error(printable(f'{line}{again}'))
         os._exit(code)
-
-
-def _running_functions() -> set[str]:
-    """The names of the functions that the main thread is in, and what it waits for in a thread."""
-    frames = sys._current_frames()
-    names = _functions(frames.get(threading.main_thread().ident or 0))
-    if not names.isdisjoint(_JOINING):
-        names = names.union(*map(_functions, frames.values()))
-    return names
-
-
-def _functions(frame: FrameType | None) -> set[str]:
-    names = set[str]()
-    while frame is not None:
-        names.add(frame.f_code.co_name)
-        frame = frame.f_back
-    return names

@@ -19,12 +19,12 @@ from etils import epath
 from partitioning.untrusted_text import printable
 from train.errors import USER_ERRORS, ConfigError, first_line
 from train.processes import signals
-from train.processes.aborting import SECONDS_FOR_THE_HUB
+from train.processes.activity import Activity
 from train.processes.agreement import differences, digest, disagreement
 from train.processes.channel import current_member, member
 from train.processes.errors import note_raised_everywhere, raised_everywhere
+from train.processes.member import SECONDS_FOR_THE_HUB
 from train.processes.output import print_error
-from train.processes.watchdog import Activity
 
 _LONGEST_MESSAGE = 1000
 

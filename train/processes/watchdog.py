@@ -8,22 +8,30 @@ holds the interpreter's lock; compilers, collectives and file systems release it
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import faulthandler
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 import jax
 
+from partitioning.untrusted_text import printable
 from train.errors import check_seconds
-from train.processes.ending import end_process
+from train.paths import is_remote
+from train.processes.activity import Activity
+from train.processes.interrupted import RESTARTABLE
+from train.processes.output import error_fd, print_error
 
 # Without a limit for steps, a step may take this many times as long as the slowest one so far,
 # and at least so many seconds.
 TIMES_THE_SLOWEST, LEAST_SECONDS = 5.0, 600.0
+# The longest time in which the stacks are written: the storage may be what the run waits for.
+SECONDS_TO_WRITE = 30.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,82 +54,6 @@ class WatchdogConfig:
         if self.step_seconds is None:
             del given['WatchdogConfig.step_seconds']
         check_seconds(**given)
-
-
-class Activity:
-    """What a run does at the moment. One thread writes it, and the watchdog reads it.
-
-    Args:
-      place: what it does before anything else is known.
-
-    Attributes:
-      signs: the number of signs of progress so far.
-      steps: how many of them were steps of the training loop.
-      in_loop: whether the run is in the training loop.
-      is_waiting: whether it waits for other processes.
-    """
-
-    def __init__(self, place: str = 'the start of the run') -> None:
-        self.signs = self.steps = 0
-        self.in_loop = self.is_waiting = False
-        self._place = place
-        self._phases: list[str] = []
-        self._thread = threading.get_ident()
-
-    @property
-    def title(self) -> str:
-        """The innermost phase, or else the step."""
-        phases = self._phases[-1:]  # a copy, because the other thread may change the list
-        return phases[0] if phases else self._place
-
-    @property
-    def is_compiling(self) -> bool:
-        """Whether the run waits for a compiler, which may take any time."""
-        return any('compil' in phase for phase in self._phases[:])
-
-    @property
-    def in_step(self) -> bool:
-        """Whether the run is in a step of the training loop, and in no other phase."""
-        return self.in_loop and not self._phases
-
-    @contextlib.contextmanager
-    def doing(self, title: str) -> Iterator[None]:
-        """Names what the body does. Phases of other threads have no names."""
-        if threading.get_ident() != self._thread:
-            yield
-            return
-        self._phases.append(title)
-        self.signs += 1
-        try:
-            yield
-        finally:
-            self._phases.pop()
-            self.signs += 1
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Says that the body waits for other processes, or for the devices of all of them."""
-        before, self.is_waiting = self.is_waiting, True
-        try:
-            yield
-        finally:
-            self.is_waiting = before
-            self.signs += 1
-
-    def progress(self) -> None:
-        """Notes that the current phase makes progress."""
-        self.signs += 1
-
-    def begin_step(self, step: int) -> None:
-        """Notes that the training loop begins a step."""
-        self._place, self.in_loop = f'step {step}', True
-        self.steps += 1
-        self.signs += 1
-
-    def end_loop(self) -> None:
-        """Notes that the training loop has ended."""
-        self._place, self.in_loop = 'the end of the run', False
-        self.signs += 1
 
 
 class Watchdog:
@@ -211,3 +143,35 @@ class Watchdog:
         if seconds is None:
             seconds = max(TIMES_THE_SLOWEST * self._slowest, LEAST_SECONDS)
         return 'WatchdogConfig.step_seconds', seconds
+
+
+def end_process(message: str, model_dir: str | os.PathLike[str], process: int) -> None:
+    """Prints a message, writes the stacks of all threads, and ends the process with RESTARTABLE.
+
+    Args:
+      message: why, in one line.
+      model_dir: the folder of the run, where the stacks are written if it is on a local path.
+      process: the index of this process.
+    """
+    # Printing and writing may wait forever for what the run waits for, so another thread does it.
+    report = threading.Thread(target=_report, args=(message, model_dir, process), daemon=True)
+    report.start()
+    report.join(SECONDS_TO_WRITE)
+    os._exit(RESTARTABLE)
+
+
+def _report(message: str, model_dir: str | os.PathLike[str], process: int) -> None:
+    folder = Path() if is_remote(model_dir) else Path(model_dir).expanduser()
+    if is_remote(model_dir) or not folder.is_dir():
+        folder = Path(tempfile.gettempdir())
+    path, where = folder / f'stacks-of-process-{process}.txt', ''
+    print_error(printable(message))
+    try:
+        with path.open('a') as file:
+            file.write(f'{time.strftime("%Y-%m-%d %H:%M:%S")} {message}\n')
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+        where = f'the stacks of all threads are in {path}; '
+    except OSError:
+        faulthandler.dump_traceback(error_fd(), all_threads=True)
+    print_error(f'{where}exit code {RESTARTABLE}, so that a scheduler can start the run again')

@@ -24,8 +24,8 @@ from rich.segment import Segment
 from rich.text import Text
 
 from partitioning.untrusted_text import printable
+from train.processes.activity import Activity
 from train.processes.together import raise_on_all_processes
-from train.processes.watchdog import Activity
 from train.reporting.reports import format_seconds
 
 # A phase that takes longer is mentioned when it ends, in seconds.

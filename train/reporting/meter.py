@@ -14,6 +14,7 @@ import jax
 
 from partitioning.amounts import bytes_str
 from partitioning.hardware import chip_of
+from train.processes.activity import wait_for_devices
 from train.reporting.reports import format_seconds
 
 _WORTH_NAMING = 0.05  # seconds
@@ -175,7 +176,7 @@ class Profiler:
     def after(self, step: int, state: Any) -> None:
         """Ends the trace after its last step, whose work it waits for."""
         if self._tracing and self._steps is not None and step == self._steps[1]:
-            jax.block_until_ready(state)
+            wait_for_devices(state)
             self._stop()
 
     def __enter__(self) -> Profiler:

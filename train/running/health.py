@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from train.processes.activity import wait_for_devices
+
 NotFinitePolicy = Literal['stop', 'skip', 'roll_back', 'ignore']
 
 # The metric of a step that says what is not finite: bit i of the int32 stands for PARTS[i].
@@ -113,7 +115,8 @@ class Health:
         """
         steps, self._steps = self._steps, []
         skipped = list[NotFinite]()
-        for (step, _), bits in zip(steps, jax.device_get([x for _, x in steps]), strict=True):
+        flags = jax.device_get(wait_for_devices([x for _, x in steps]))
+        for (step, _), bits in zip(steps, flags, strict=True):
             if not bits:
                 self._skips_in_a_row = 0
                 continue

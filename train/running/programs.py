@@ -13,6 +13,7 @@ from partitioning.hardware.compiler_errors import own_compiler_errors
 from partitioning.products.flops import count_flops
 from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
 from train.optimizers import learning_rate_of
+from train.processes.activity import awaiting_threads, compiling
 from train.reporting.memory import check_fits, memory_advice
 from train.reporting.meter import peak_flops
 from train.running.agreements import agree_on_program
@@ -58,14 +59,18 @@ class Compilation:
         agree_on_program(lowered)
 
         def compile_step() -> CompiledPartitionedCallable:
-            with own_compiler_errors('train_step', mesh):
+            with compiling(), own_compiler_errors('train_step', mesh):
                 return lowered.compile()
+
+        def compile_init() -> Callable[..., Any]:
+            with compiling():
+                return plan.compile_init(run.key)
 
         self._pool = ThreadPoolExecutor(2)
         self._step: Future[CompiledPartitionedCallable] = self._pool.submit(compile_step)
         self._init: Future[Callable[..., Any]] | None = None
         if start.restored is None:
-            self._init = self._pool.submit(plan.compile_init, run.key)
+            self._init = self._pool.submit(compile_init)
 
     def __enter__(self) -> Compilation:
         return self
@@ -84,10 +89,11 @@ class Compilation:
     def _finish(self) -> None:
         """Waits for the compiler, and raises its errors in the order of the programs."""
         run, plan, partitioner = self._run, self._run.plan, self._run.config.partitioner
-        with memory_advice(plan, partitioner):
+        with memory_advice(plan, partitioner), awaiting_threads():
             step = self._step.result()
         check_fits(plan, partitioner, step)
-        init = None if self._init is None else self._init.result()
+        with awaiting_threads():
+            init = None if self._init is None else self._init.result()
         self.programs = Programs(step, init, _count_flops(run))
 
 

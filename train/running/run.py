@@ -26,6 +26,7 @@ from train.machine.compiling import choose_options, describe_options, use_compil
 from train.objectives import Objective, TokenLoss
 from train.optimizers import as_transformation
 from train.paths import as_folder
+from train.processes.activity import compiling
 from train.processes.together import agree_on
 from train.reporting.console import RunConsole
 from train.reporting.reports import (
@@ -194,7 +195,8 @@ def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:
     key = run.key
     run.console.say(f'initializing {len(paths):,} arrays that are not restored')
     shardings = select(run.plan.shardings)
-    return jax.jit(lambda k: select(run.plan.init(k)), out_shardings=shardings)(key)
+    with compiling():
+        return jax.jit(lambda k: select(run.plan.init(k)), out_shardings=shardings)(key)
 
 
 def with_seed(config: TrainConfig, directory: epath.Path, console: RunConsole) -> TrainConfig:

@@ -14,6 +14,7 @@ from train.config import TrainConfig
 from train.evaluators import prepare_evaluators
 from train.machine.devices import collect_garbage, must_wait_for_steps
 from train.processes import signals
+from train.processes.activity import wait_for_devices
 from train.processes.together import taking_part
 from train.processes.watchdog import Watchdog
 from train.reporting.console import RunConsole
@@ -148,7 +149,7 @@ def _train(
                 batch = next(feed)
             state, metrics = train_step(state, batch)
             if step == start.step + 1:
-                jax.block_until_ready(metrics)
+                wait_for_devices(metrics)
                 line, starting = clock.report(console.seconds)
                 console.say(line)
             health.note(step, metrics)
@@ -179,7 +180,7 @@ def _train(
                 writers.write(step, scalars)
                 console.step(step, last_step, format_figures(scalars))
             elif must_wait_for_steps():
-                jax.block_until_ready(metrics)
+                wait_for_devices(metrics)
             profiler.after(step, state)
             paused = time.perf_counter()
             scores, pending = evaluate_until_signal(due.evaluators, state, step, writers)

@@ -6,6 +6,7 @@ neither looks for other steps nor deletes any. Both belong to this package, whic
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -25,6 +26,7 @@ from partitioning.state import path_str
 from train.checkpoints.arrays.on_s3 import support_s3
 from train.checkpoints.steps.record import TEMPORARY
 from train.paths import is_remote
+from train.processes.activity import wait_for_devices, waiting
 
 MIN_SLICE_BYTES = 2**24
 # Processes share the work of checksums by files, and a slice is read with all files it touches.
@@ -121,6 +123,17 @@ def _folder_per_array() -> ocp.PyTreeCheckpointHandler:
     return handler
 
 
+def _wait_at_barrier(*, key: str, timeout_ms: int) -> None:
+    """Waits for the other processes in the thread in which Orbax commits a step."""
+    with waiting():
+        ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+
+def _waiting_for_process_0() -> contextlib.AbstractContextManager[None]:
+    """Says that the body waits, except in process 0, which alone uses the storage there."""
+    return waiting() if jax.process_index() else contextlib.nullcontext()
+
+
 class StepWriter:
     """Writes the steps of one folder, each of them in the background.
 
@@ -138,23 +151,22 @@ class StepWriter:
         names: Any = _NoSteps(prefix)
         self._chunk_bytes = None if use_ocdbt else MAX_FILE_BYTES
         arrays = ocp.PyTreeCheckpointHandler() if use_ocdbt else _folder_per_array()
-        self._manager = ocp.CheckpointManager(
-            directory,
-            item_handlers={
-                'state': arrays,
-                **{name: TextsHandler() for name in texts},
-            },
-            options=ocp.CheckpointManagerOptions(
-                create=False,
-                save_root_metadata=False,
-                step_name_format=names,
-                preservation_policy=ocp.checkpoint_managers.LatestN(None),
-                # A store of objects cannot rename a folder, so a last file completes a checkpoint.
-                temporary_path_class=(
-                    ocp.path.atomicity.CommitFileTemporaryPath if is_remote(directory) else None
-                ),
+        options = ocp.CheckpointManagerOptions(
+            create=False,
+            save_root_metadata=False,
+            step_name_format=names,
+            preservation_policy=ocp.checkpoint_managers.LatestN(None),
+            # A store of objects cannot rename a folder, so a last file completes a checkpoint.
+            temporary_path_class=(
+                ocp.path.atomicity.CommitFileTemporaryPath if is_remote(directory) else None
             ),
+            async_options=ocp.options.AsyncOptions(barrier_sync_fn=_wait_at_barrier),
         )
+        handlers = {'state': arrays, **{name: TextsHandler() for name in texts}}
+        with _waiting_for_process_0():
+            self._manager = ocp.CheckpointManager(
+                directory, item_handlers=handlers, options=options
+            )
 
     def start(
         self,
@@ -182,7 +194,9 @@ class StepWriter:
         items['state'] = ocp.args.PyTreeSave(
             tree, save_args=jax.tree_util.tree_map_with_path(save_args, tree)
         )
-        self._manager.save(step, args=ocp.args.Composite(**items), force=True)
+        wait_for_devices(tree)
+        with _waiting_for_process_0():
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
     def wait(self) -> None:
         """Waits until the step is committed.
@@ -194,4 +208,5 @@ class StepWriter:
 
     def close(self) -> None:
         """Ends the threads of Orbax."""
-        self._manager.close()
+        with _waiting_for_process_0():
+            self._manager.close()

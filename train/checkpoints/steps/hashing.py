@@ -27,6 +27,7 @@ from train.checkpoints.steps.manifest import (
     record_file,
 )
 from train.paths import is_remote
+from train.processes.activity import waiting
 
 SECONDS_TO_WAIT = 3600.0
 SECONDS_BETWEEN_LOOKS = 0.05
@@ -68,10 +69,11 @@ def _part(folder: epath.Path, process: int) -> epath.Path:
 def _wait_for_part(path: epath.Path) -> dict[str, FileRecord]:
     """Reads the part of another process as soon as it is there."""
     give_up = time.monotonic() + SECONDS_TO_WAIT
-    while not path.exists():
-        if time.monotonic() > give_up:
-            raise TimeoutError(f'{path} is still missing after {SECONDS_TO_WAIT:,.0f} s')
-        time.sleep(SECONDS_BETWEEN_LOOKS)
+    with waiting():
+        while not path.exists():
+            if time.monotonic() > give_up:
+                raise TimeoutError(f'{path} is still missing after {SECONDS_TO_WAIT:,.0f} s')
+            time.sleep(SECONDS_BETWEEN_LOOKS)
     return {name: FileRecord(*record) for name, record in json.loads(path.read_text()).items()}
 
 
