@@ -24,7 +24,7 @@ from partitioning import PjitPartitioner
 from train import Supervised, TrainConfig, checkpoints, programs, run as run_module, train
 from train.checkpoints import CheckpointConfig, complete_steps
 from train.data import Examples
-from train.processes import signal_watch, signals
+from train.processes import interrupted as watched, signals
 from train.processes.interrupted import SIGNALS, Interrupted
 from train.reporting.writers import JsonWriter
 
@@ -217,7 +217,7 @@ def test_a_signal_before_the_first_step_ends_the_run_at_once(
 
 
 def test_a_second_signal_of_a_program_raises_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(signal_watch, 'SECONDS_OF_ONE_REQUEST', 0.0)
+    monkeypatch.setattr(watched, 'SECONDS_OF_ONE_REQUEST', 0.0)
 
     def twice(state, step, metrics):
         signal.raise_signal(signal.SIGINT)
@@ -284,7 +284,7 @@ def test_a_signal_to_one_of_several_processes_takes_effect_where_all_stop(monkey
         forwarded.append(signum_and_again)
         told.set()
 
-    monkeypatch.setattr(signal_watch.handling, 'forward', forward)
+    monkeypatch.setattr(watched.handling, 'forward', forward)
     with signals.handle():
         signals.defer()
         os.kill(os.getpid(), signal.SIGTERM)

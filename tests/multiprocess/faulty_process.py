@@ -32,7 +32,7 @@ from train.processes import channel, output, signals
 from train.processes.activity import current_activity
 from train.processes.environment import ProcessAddress
 from train.processes.joining import join_processes
-from train.processes.limits import Limits
+from train.processes.wire import Limits
 
 COMMAND = 'meshwright train mine'
 

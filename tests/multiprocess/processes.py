@@ -9,7 +9,7 @@ import tempfile
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from train.launching.ports import reserved_port
+from train.processes.launching.children import reserved_port
 
 HERE = Path(__file__).parent
 HANG_SECONDS = 1200  # Far longer than any job takes; it only ends processes that hang.

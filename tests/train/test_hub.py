@@ -11,8 +11,7 @@ from train.errors import ConfigError
 from train.processes import together
 from train.processes.agreement import differences, disagreement
 from train.processes.hub import Hub
-from train.processes.limits import Limits
-from train.processes.wire import Connection
+from train.processes.wire import Connection, Limits
 
 pytestmark = pytest.mark.core
 

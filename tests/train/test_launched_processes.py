@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from train.launching import attempts, supervision
-from train.launching.attempts import LaunchConfig, run_attempts
-from train.launching.children import child_environment
-from train.launching.endings import find_cause
-from train.launching.inbox import signal_inbox
-from train.launching.lines import Printer
-from train.launching.supervision import Child, supervise
+from train.processes.launching import attempts, supervision
+from train.processes.launching.attempts import LaunchConfig, run_attempts
+from train.processes.launching.children import child_environment
+from train.processes.launching.endings import find_cause
+from train.processes.launching.lines import Printer
+from train.processes.launching.supervision import Child, signal_inbox, supervise
 
 pytestmark = pytest.mark.core
 
@@ -258,9 +257,9 @@ def test_a_wrong_setting_is_not_tried_again(attempts_of):
 
 LAUNCHER = """
 import json, os, sys
-from train.launching.attempts import LaunchConfig, run_attempts
-from train.launching.children import child_environment
-from train.launching.supervision import Child
+from train.processes.launching.attempts import LaunchConfig, run_attempts
+from train.processes.launching.children import child_environment
+from train.processes.launching.supervision import Child
 commands = json.loads(sys.argv[1])
 environment = child_environment(os.environ, 'x', [])
 config = LaunchConfig(processes=len(commands), devices_per_process=1)
@@ -334,7 +333,7 @@ def test_the_processes_die_with_the_launcher(tmp_path):
     modules = str(Path(supervision.__file__).parents[2])
     code = f"""
 sys.path.insert(0, {modules!r})
-from train.launching.children import end_with_launcher
+from train.processes.launching.children import end_with_launcher
 end_with_launcher()
 note(f'pid {{index}}', os.getpid())
 wait_forever()
@@ -379,9 +378,10 @@ def test_the_launcher_does_not_import_jax():
     code = """
 import sys
 from train.cli import launch
-from train.launching.supervision import Child
+from train.processes.launching.supervision import Child
 launch.make_children = lambda *_: [Child(['true'], {})]
-print(launch.launch(['--processes=1', '--', 'x'], 'meshwright launch'), 'jax' in sys.modules)
+code = launch.start_processes(['--processes=1', '--', 'x'], 'meshwright launch')
+print(code, 'jax' in sys.modules)
 """
     command = [sys.executable, '-c', code]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout

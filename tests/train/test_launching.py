@@ -10,8 +10,8 @@ import pytest
 from train.cli import main
 from train.cli.launch import make_children
 from train.errors import ConfigError
-from train.launching.devices import devices_per_process, visible_gpus
-from train.launching.endings import (
+from train.processes.launching.children import devices_per_process, reserved_port, visible_gpus
+from train.processes.launching.endings import (
     Attempt,
     ProcessEnd,
     count_after_loss,
@@ -21,8 +21,7 @@ from train.launching.endings import (
     find_cause,
     lost_processes,
 )
-from train.launching.lines import MAX_LINE_BYTES, LineReader, prefixed
-from train.launching.ports import reserved_port
+from train.processes.launching.lines import MAX_LINE_BYTES, LineReader, prefixed
 
 pytestmark = pytest.mark.core
 

@@ -13,7 +13,7 @@ from train.errors import ConfigError
 from train.machine import devices as machine
 from train.processes import joining
 from train.processes.joining import find_address
-from train.processes.limits import Limits
+from train.processes.wire import Limits
 
 COUNTS = ('XLA_FLAGS', 'JAX_NUM_CPU_DEVICES')
 PROGRAM = """

@@ -114,7 +114,7 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
     from train.gin.load import load_config
     from train.machine import devices as machine
     from train.processes.joining import find_address, join_processes
-    from train.processes.limits import Limits
+    from train.processes.wire import Limits
 
     machine.use_virtual_devices(options.cpu_devices)
     address = find_address(

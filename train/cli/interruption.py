@@ -10,9 +10,9 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 
-from train.launching.children import command_of_launcher
 from train.processes import signals
 from train.processes.interrupted import AFTER_CTRL_C, Interrupted, how_to_resume, note_command
+from train.processes.launching.children import command_of_launcher
 
 EXIT_CODES = """\
 exit codes: 0 if everything is done, 2 after an error, which is one line, 75 if SIGTERM, SIGHUP or

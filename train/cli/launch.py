@@ -9,12 +9,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from train.cli.command import OneLineParser, run
+from train.cli.commands import COMMANDS as ALL_COMMANDS
 from train.cli.interruption import EXIT_CODES, line_of_process
-from train.launching.attempts import LaunchConfig, run_attempts
-from train.launching.children import child_environment
-from train.launching.devices import devices_per_process, visible_gpus
-from train.launching.supervision import Child
 from train.processes import signals
+from train.processes.launching.attempts import LaunchConfig, run_attempts
+from train.processes.launching.children import child_environment, devices_per_process, visible_gpus
+from train.processes.launching.supervision import Child
 
 _DESCRIPTION = """\
 Starts several JAX processes of one run on this machine, to try what a cluster does. What follows --
@@ -39,7 +39,7 @@ _TAKEN = {
 }
 
 
-def launch(arguments: Sequence[str], prog: str) -> int:
+def start_processes(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright launch`, and returns its exit status."""
     parser = _make_parser(prog)
     own, rest = _split(parser, list(arguments))
@@ -158,8 +158,6 @@ def _split(parser: argparse.ArgumentParser, arguments: list[str]) -> tuple[list[
 
 def _command_of(parser: argparse.ArgumentParser, rest: Sequence[str]) -> list[str]:
     """Returns the name of the command that each process runs, with its arguments."""
-    from train.cli import COMMANDS as ALL_COMMANDS
-
     for argument in rest:
         flag = argument.partition('=')[0]
         if flag in _TAKEN:

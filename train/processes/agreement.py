@@ -1,4 +1,4 @@
-"""What all processes of a run must have in common, and a table of what they do not."""
+"""Errors of runs of several processes, and a table of the settings in which processes differ."""
 
 from __future__ import annotations
 
@@ -11,10 +11,44 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from train.processes.errors import Disagreement
+from train.errors import ConfigError
+from train.processes.interrupted import RESTARTABLE
 
 _LONGEST_VALUE = 60  # characters of a value in the table
 _MOST_ROWS = 20
+
+
+class NotTogether(ConnectionError):
+    """The processes of a run have not found each other in time. Starting again may help.
+
+    Attributes:
+      exit_code: the exit code of a command that ends with it.
+    """
+
+    exit_code = RESTARTABLE
+
+
+class Disagreement(ConfigError):
+    """The processes of a run differ in what they must have in common.
+
+    Args:
+      message: what they differ in.
+      details: a table of item, value and processes.
+    """
+
+    def __init__(self, message: str, details: str = ''):
+        super().__init__(message)
+        self.details = details
+
+
+def raised_everywhere(error: BaseException) -> bool:
+    """Whether all processes raise an error together, so that none has to tell the others."""
+    return bool(getattr(error, 'raised_everywhere', False))
+
+
+def note_raised_everywhere(error: BaseException) -> None:
+    """Notes that all processes raise an error together."""
+    error.raised_everywhere = True  # type: ignore[attr-defined]
 
 
 def digest(value: Any) -> str:

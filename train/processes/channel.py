@@ -20,12 +20,16 @@ from typing import Any
 import jax
 
 from train.errors import ConfigError
-from train.processes.agreement import differences, disagreement
-from train.processes.errors import Disagreement, NotTogether, note_raised_everywhere
+from train.processes.agreement import (
+    Disagreement,
+    NotTogether,
+    differences,
+    disagreement,
+    note_raised_everywhere,
+)
 from train.processes.hub import Hub
-from train.processes.limits import Limits
 from train.processes.member import Member
-from train.processes.wire import Connection, Message
+from train.processes.wire import Connection, Limits, Message
 
 _PACKAGES = ('meshwright', 'jax', 'jaxlib', 'flax', 'optax', 'numpy', 'orbax-checkpoint', 'libtpu')
 _SECONDS_BETWEEN_TRIES = 0.2
@@ -34,7 +38,7 @@ _SECONDS_FOR_THE_MESSAGE = 5.0
 _members: list[Member] = []
 
 
-def member() -> Member:
+def connected_member() -> Member:
     """This process as a member of its run. The first call may open the channel.
 
     Raises:

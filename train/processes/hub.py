@@ -11,12 +11,10 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from train.processes.interrupted import AT_ONCE, RESTARTABLE, Interrupted
-from train.processes.limits import Limits
-from train.processes.phrases import died, enumerated, silent, waiting
-from train.processes.wire import Connection, Message
+from train.processes.wire import Connection, Limits, Message
 
 # What the processes gather at the start of a run, which forgets the signals of an earlier one.
 BEGIN = 'the start of the run'
@@ -169,7 +167,7 @@ class Hub:
             gone = [i for i, seen in self._seen.items() if seen.left and i not in found]
             if gone and not self._ending:
                 name = next(iter(found.values()))['name']
-                others = waiting(list(found))
+                others = describe_waiting(list(found))
                 self.end(
                     f'{self._seen[gone[0]].name} has ended, and {others} for it at {name!r}',
                     RESTARTABLE,
@@ -231,7 +229,7 @@ class Hub:
             places = enumerated([f'{present[i].name} at {present[i].place!r}' for i in stuck])
             self.end(
                 f'stuck: {places} {"has" if len(stuck) == 1 else "have"} made no progress for '
-                f'{one.quiet:,.0f} s, and {waiting(patient)} for it '
+                f'{one.quiet:,.0f} s, and {describe_waiting(patient)} for it '
                 f'(--watchdog_seconds={limit:g}: raise it if this is normal)',
                 RESTARTABLE,
                 stuck,
@@ -276,3 +274,40 @@ class Hub:
             # Process 0 is last: it ends when it hears this, and the hub with it.
             for index in reversed(self._seen):
                 self._seen[index].connection.send('all left')
+
+
+# ---- what messages say
+
+
+def died(name: str, place: str) -> str:
+    """Says that a process has died, and what it did at its last sign of life."""
+    return f'{name} died, last seen at {place!r}'
+
+
+def silent(name: str, place: str, seconds: float, limit: float) -> str:
+    """Says that a process gives no sign of life, and what it did at the last one.
+
+    Args:
+      name: what the process is called.
+      place: what it did.
+      seconds: how long ago that was.
+      limit: the limit that it has passed, in seconds.
+    """
+    return (
+        f'{name} has given no sign of life for {seconds:,.0f} s, since it was at {place!r}: it is '
+        f'stopped, or its host or network has failed (--heartbeat_seconds={limit:g})'
+    )
+
+
+def describe_waiting(indices: Sequence[int]) -> str:
+    """Says that processes wait, as in 'process 3 waits' or 'processes 0, 1 and 3 wait'."""
+    if len(indices) == 1:
+        return f'process {indices[0]} waits'
+    few = sorted(indices)[:8]
+    more = f' and {len(indices) - len(few)} more' if len(indices) > len(few) else ''
+    return f'processes {enumerated(list(map(str, few)))}{more} wait'
+
+
+def enumerated(items: Sequence[str]) -> str:
+    """Joins words, as in 'a, b and c'."""
+    return ' and '.join(filter(None, [', '.join(items[:-1]), items[-1]]))

@@ -16,12 +16,12 @@ import jax
 
 from train.errors import ConfigError, first_line
 from train.processes import signals
+from train.processes.agreement import NotTogether
 from train.processes.channel import current_member, open_channel
 from train.processes.environment import ProcessAddress, find_processes
-from train.processes.errors import NotTogether
-from train.processes.limits import Limits
 from train.processes.metadata import read_metadata
 from train.processes.output import error_fd
+from train.processes.wire import Limits
 
 # jax's own limits are longer than ours, because its end of a process is an abortion with a trace.
 _TIMES_OURS = 4

@@ -16,13 +16,11 @@ from typing import Any
 from partitioning.untrusted_text import printable
 from train.processes import signals
 from train.processes.activity import Activity, begin_activity, current_activity, waiting
-from train.processes.hub import BEGIN
+from train.processes.hub import BEGIN, died, silent
 from train.processes.interrupted import AFTER_CTRL_C, RESTARTABLE, how_to_resume
-from train.processes.limits import Limits
 from train.processes.output import print_error
-from train.processes.phrases import died, silent
 from train.processes.watchdog import end_process
-from train.processes.wire import Connection, Message
+from train.processes.wire import Connection, Limits, Message
 
 # How long a process that has raised an error of its own may take to print it.
 SECONDS_TO_FAIL = 2.0

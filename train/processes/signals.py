@@ -2,7 +2,7 @@
 
 While there is nothing to save, a signal raises `Interrupted` at once. Later it is only noted, and
 the training loop asks for it after each step. A command also has a thread that watches the signals;
-see `signal_watch.py`.
+see `interrupted.py`.
 
 In a run of several processes, a signal to any of them is forwarded to the hub, which stops all of
 them at the same place; see `member.py`. It is then delivered to each of them there.
@@ -22,9 +22,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from train.processes import signal_watch
-from train.processes.interrupted import AT_ONCE, SIGNALS, Interrupted
-from train.processes.signal_watch import forward_signal, handling, watch_signals
+from train.processes import interrupted
+from train.processes.interrupted import (
+    AT_ONCE,
+    SIGNALS,
+    Interrupted,
+    forward_signal,
+    handling,
+    watch_signals,
+)
 
 # How long after an error that Python has ignored a signal is sent again: after the destructor.
 SECONDS_UNTIL_AGAIN = 0.05
@@ -226,7 +232,7 @@ def _note(signum: int, frame: FrameType | None) -> None:
         handling.lost = False
         if handling.interruptible or not handling.saves:
             _raise_if_received()
-    elif not handling.watched and now - handling.received_at >= signal_watch.SECONDS_OF_ONE_REQUEST:
+    elif not handling.watched and now - handling.received_at >= interrupted.SECONDS_OF_ONE_REQUEST:
         raise KeyboardInterrupt(str(Interrupted(signum, AT_ONCE)))
 
 

@@ -20,9 +20,14 @@ from partitioning.untrusted_text import printable
 from train.errors import USER_ERRORS, ConfigError, first_line
 from train.processes import signals
 from train.processes.activity import Activity
-from train.processes.agreement import differences, digest, disagreement
-from train.processes.channel import current_member, member
-from train.processes.errors import note_raised_everywhere, raised_everywhere
+from train.processes.agreement import (
+    differences,
+    digest,
+    disagreement,
+    note_raised_everywhere,
+    raised_everywhere,
+)
+from train.processes.channel import connected_member, current_member
 from train.processes.member import SECONDS_FOR_THE_HUB
 from train.processes.output import print_error
 
@@ -40,7 +45,7 @@ def taking_part(activity: Activity, folder: str | os.PathLike[str]) -> Iterator[
     if jax.process_count() == 1:
         yield
         return
-    one = member()
+    one = connected_member()
     signals.share(one.forward, one.leave)
     try:
         one.begin(activity, folder)
@@ -70,7 +75,7 @@ def end_all_processes(error: ConfigError) -> None:
     if jax.process_count() == 1:
         return
     _await_cause(error)
-    member().fail(str(error), 2)
+    connected_member().fail(str(error), 2)
     print_error(f'error: {printable(str(error))}')
     os._exit(2)
 
@@ -117,7 +122,7 @@ def raise_on_all_processes(title: str = 'a part of the run') -> Iterator[None]:
         failure = error
     own = None if failure is None else [type(failure).__name__, first_line(failure)]
     own = own and [text[:_LONGEST_MESSAGE] for text in own]
-    failures = member().gather(title, own)
+    failures = connected_member().gather(title, own)
     if failure is None and any(failures):
         process = next(i for i, one in enumerate(failures) if one)
         name, line = failures[process]
@@ -148,11 +153,11 @@ def check_same(title: str, values: Mapping[str, Any], advice: str) -> None:
     """
     if jax.process_count() == 1:
         return
-    digests = member().gather(title, {name: digest(value) for name, value in values.items()})
-    names = differences(digests)
+    one = connected_member()
+    names = differences(one.gather(title, {name: digest(value) for name, value in values.items()}))
     if not names:
         return
-    differing = member().gather(title, {n: v for n, v in values.items() if n in names})
+    differing = one.gather(title, {n: v for n, v in values.items() if n in names})
     error = disagreement(differences(differing), jax.process_count(), advice)
     note_raised_everywhere(error)
     raise error
@@ -184,7 +189,7 @@ def check_shared_folder(setting: str, folder: epath.Path) -> None:
     """
     if jax.process_count() == 1:
         return
-    name = f'.seen-by-all-{member().gather("naming a file", secrets.token_hex(4))[0]}'
+    name = f'.seen-by-all-{connected_member().gather("naming a file", secrets.token_hex(4))[0]}'
     title = f'checking that all processes share {setting}'
     path = folder / name
     with raise_on_all_processes(title):
@@ -206,18 +211,18 @@ def check_shared_folder(setting: str, folder: epath.Path) -> None:
         if jax.process_index() == 0:
             path.unlink(missing_ok=True)
     # In a store, a folder that was empty is gone with the file: no process may look at it before.
-    member().gather(title, None)
+    connected_member().gather(title, None)
 
 
 def agree_on(value: Any) -> Any:
     """Returns the value of process 0, a JSON value."""
     if jax.process_count() == 1:
         return value
-    return member().gather('a decision of process 0', value)[0]
+    return connected_member().gather('a decision of process 0', value)[0]
 
 
 def any_process(condition: bool) -> bool:
     """Whether a condition holds on any process."""
     if jax.process_count() == 1:
         return condition
-    return any(member().gather('a decision of all processes', bool(condition)))
+    return any(connected_member().gather('a decision of all processes', bool(condition)))

@@ -1,8 +1,9 @@
-"""Messages between the processes of a run: one line of JSON each, over a socket."""
+"""Messages between the processes of a run, one line of JSON each, and how long they are awaited."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from partitioning.untrusted_text import parse_json
+from train.errors import check_seconds
 
 Message = dict[str, Any]
 # A message contains at most the settings of a run. A longer line is not one of ours.
@@ -91,3 +93,26 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long the processes of a run wait for each other, in seconds.
+
+    Attributes:
+      init_seconds: for all processes to start.
+      heartbeat_seconds: for a sign of life of a process, which it gives even while it compiles.
+      watchdog_seconds: for a sign of progress of a process for which others wait.
+    """
+
+    init_seconds: float = 60.0
+    heartbeat_seconds: float = 30.0
+    watchdog_seconds: float = 120.0
+
+    def __post_init__(self) -> None:
+        check_seconds(**{f'--{name}': value for name, value in vars(self).items()})
+
+    @property
+    def beat_seconds(self) -> float:
+        """The time between two signs of life."""
+        return min(1.0, self.heartbeat_seconds / 10)

@@ -8,13 +8,14 @@ import os
 import select
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
 
-from train.launching.endings import Attempt, ProcessEnd
-from train.launching.inbox import read_inbox
-from train.launching.lines import LineReader, Printer
-from train.processes.signal_watch import SECONDS_OF_ONE_REQUEST
+from train.processes.interrupted import SECONDS_OF_ONE_REQUEST, SIGNALS
+from train.processes.launching.endings import Attempt, ProcessEnd
+from train.processes.launching.lines import LineReader, Printer
 
 # The time between SIGTERM and SIGKILL.
 SECONDS_AFTER_SIGTERM = 5.0
@@ -226,3 +227,45 @@ class _Supervisor:
             if process.sent != signum:
                 process.send(signum)
                 process.sent = signum
+
+
+# ---- signals
+
+
+@contextlib.contextmanager
+def signal_inbox() -> Iterator[int]:
+    """Handles the signals that end a run, and the ends of children, in a context.
+
+    A SIGHUP that is ignored, as under `nohup`, stays ignored. Use it in the main thread.
+
+    Yields:
+      A file descriptor that never blocks. Each byte that is read from it is a signal's number.
+    """
+    assert threading.current_thread() is threading.main_thread()
+    reader, writer = os.pipe()
+    for fd in (reader, writer):
+        os.set_blocking(fd, False)
+    handled = [signal.SIGCHLD, *SIGNALS]
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        handled.remove(signal.SIGHUP)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    previous = {signum: signal.signal(signum, _pass) for signum in handled}
+    try:
+        yield reader
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
+
+
+def _pass(signum: int, frame: FrameType | None) -> None:
+    """Its presence alone makes Python write the number."""
+
+
+def read_inbox(reader: int) -> list[int]:
+    """Returns the signals since the last call, except those of children."""
+    with contextlib.suppress(BlockingIOError):
+        return [signum for signum in os.read(reader, 4096) if signum in SIGNALS]
+    return []

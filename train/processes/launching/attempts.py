@@ -9,12 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from train.errors import ConfigError, check_counts
-from train.launching.endings import decide
-from train.launching.inbox import read_inbox, signal_inbox
-from train.launching.lines import Printer
-from train.launching.ports import reserved_port
-from train.launching.supervision import Child, supervise
 from train.processes.interrupted import exit_code_after
+from train.processes.launching.children import reserved_port
+from train.processes.launching.endings import decide
+from train.processes.launching.lines import Printer
+from train.processes.launching.supervision import Child, read_inbox, signal_inbox, supervise
 
 # So that a run which fails at once does not fill the log.
 SECONDS_BEFORE_RESTART = 1.0

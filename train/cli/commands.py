@@ -1,0 +1,54 @@
+"""The commands of `meshwright`: the table that the command line reads."""
+
+from __future__ import annotations
+
+# The name of a command -> its function in train.cli, what it does, and an example.
+COMMANDS = {
+    'train': ('training.train', 'train a model, or resume a run', 'quickstart'),
+    'launch': (
+        'launch.start_processes',
+        'start several processes of a run on this machine',
+        '--processes=2 -- quickstart',
+    ),
+    'precompile': (
+        'training.precompile',
+        'compile the train step of a run, and say what it costs',
+        'pretrain forecast',
+    ),
+    'forecast': (
+        'forecast.forecast',
+        'say whether a run fits into any machine, and how fast it is there',
+        'pretrain --topology=v5e:4x4',
+    ),
+    'fits': (
+        'fits.fits',
+        'say on which machines a model of Hugging Face can be trained',
+        'config.json --topology=v5e:4x4',
+    ),
+    'eval': ('scoring.evaluate', 'score a run on held-out data', 'runs/quickstart'),
+    'predict': (
+        'scoring.predict',
+        'write what a model predicts for every held-out example',
+        'runs/translate --beams=4',
+    ),
+    'generate': (
+        'scoring.generate',
+        'continue prompts with a trained model',
+        "runs/quickstart --prompt 'def ' --length=200",
+    ),
+    'checkpoint': (
+        'checkpoint.main',
+        'look into checkpoints, compare, verify and convert them',
+        'inspect runs/quickstart',
+    ),
+    'mesh': (
+        'layouts.show_mesh',
+        'draw the mesh of this machine, or of any other',
+        '--topology=v5p:4x4x4 --mesh=data=-1,model=8',
+    ),
+    'plan': (
+        'layouts.show_plan',
+        'show the layout of every array of a run, or compare two',
+        'diff runs/before runs/after',
+    ),
+}
