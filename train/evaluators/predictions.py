@@ -23,7 +23,6 @@ from train.decoding import check_can_decode, predict as predict_batch
 from train.errors import ConfigError, check_counts
 from train.evaluators.files import PartFiles
 from train.evaluators.references import Mode, Reference, describe_function, references_of, to_line
-from train.machine.devices import must_wait_for_steps
 from train.paths import as_folder
 from train.processes.activity import compiling, wait_for_devices
 from train.processes.together import agree_on
