@@ -3,11 +3,9 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings, strategies as st
 
 from train.errors import ConfigError
 from train.processes.environment import ProcessAddress, find_processes
-from train.processes.slurm import expand_hosts, tasks_of_host
 
 pytestmark = pytest.mark.core
 
@@ -323,65 +321,34 @@ def test_the_flags_help_where_process_0_is_elsewhere():
 
 
 @pytest.mark.parametrize(
-    ('hosts', 'expected'),
+    ('hosts', 'first'),
     [
         # The manual of slurm_hostlist_create, and that of libslurm's Perl interface
-        ('linux[1-3,6]', ['linux1', 'linux2', 'linux3', 'linux6']),
-        ('node1,node[2-5,12]', ['node1', 'node2', 'node3', 'node4', 'node5', 'node12']),
-        ('login', ['login']),
-        ('a[098-101]', ['a098', 'a099', 'a100', 'a101']),
-        ('r[0-1]n[01-02]x,b', ['r0n01x', 'r0n02x', 'r1n01x', 'r1n02x', 'b']),
-        ('n-1.dom[5]', ['n-1.dom5']),
+        ('linux[1-3,6]', 'linux1'),
+        ('node1,node[2-5,12]', 'node1'),
+        ('login', 'login'),
+        ('a[098-101]', 'a098'),
+        ('r[0-1]n[01-02]x,b', 'r0n01x'),
+        ('n-1.dom[5]', 'n-1.dom5'),
     ],
 )
-def test_a_list_of_hosts(hosts, expected):
-    assert list(expand_hosts(hosts)) == expected
+def test_process_0_runs_on_the_first_host_of_slurms_list(hosts, first):
+    found = find_processes(SLURM | {'SLURM_STEP_NODELIST': hosts})
+    assert found.coordinator_address == f'{first}:{SLURM_PORT}'
 
 
-TEXT = st.text('abz-.', min_size=1, max_size=3)
-RANGE = st.tuples(st.integers(0, 120), st.integers(0, 4), st.integers(1, 4))
-NAMES = st.tuples(TEXT, st.lists(st.tuples(st.lists(RANGE, min_size=1, max_size=3), TEXT)))
-
-
-@given(st.lists(NAMES, min_size=1, max_size=3))
-@settings(max_examples=50, deadline=None)
-def test_lists_of_hosts_are_expanded_as_they_were_written(items):
-    """Each list is written from its hosts: every bracket multiplies them, the last one fastest."""
-    written, expected = [], []
-    for prefix, brackets in items:
-        text, hosts = prefix, [prefix]
-        for ranges, after in brackets[:2]:
-            numbers = [
-                f'{n:0{width}d}' for low, more, width in ranges for n in range(low, low + more + 1)
-            ]
-            shown = [
-                f'{low:0{width}d}' + (f'-{low + more:0{width}d}' if more else '')
-                for low, more, width in ranges
-            ]
-            text += f'[{",".join(shown)}]{after}'
-            hosts = [host + number + after for host in hosts for number in numbers]
-        written.append(text)
-        expected += hosts
-    assert list(expand_hosts(','.join(written))) == expected
-
-
-@pytest.mark.parametrize(
-    'hosts', ['', 'a,', ',a', 'a b', 'a[', 'a]', 'a[]', 'a[1-]', 'a[x]', 'a[[1]]']
-)
+@pytest.mark.parametrize('hosts', ['a,', ',a', 'a b', 'a[', 'a]', 'a[]', 'a[1-]', 'a[x]', 'a[[1]]'])
 def test_a_malformed_list_of_hosts(hosts):
     with pytest.raises(ConfigError, match='list of hosts'):
-        list(expand_hosts(hosts))
+        find_processes(SLURM | {'SLURM_STEP_NODELIST': hosts})
 
 
-def test_a_range_that_goes_down():
-    with pytest.raises(ConfigError, match='9-7'):
-        list(expand_hosts('a[9-7]'))
-
-
-def test_the_tasks_of_each_host():
+def test_a_host_shares_its_gpus_among_its_own_tasks():
     # The manual of srun: "2(x3),1" are two tasks on each of three hosts, and one on the fourth.
-    assert [tasks_of_host('2(x3),1', host) for host in range(4)] == [2, 2, 2, 1]
+    tasks = SLURM | FOUR_GPUS | {'SLURM_STEP_TASKS_PER_NODE': '2(x3),1'}
+    found = [find_processes(tasks | {'SLURM_NODEID': str(host)}) for host in range(4)]
+    assert [one.local_device_ids for one in found] == [(2, 3), (2, 3), (2, 3), None]
     with pytest.raises(ConfigError, match=r'4 hosts, and not of host 4'):
-        tasks_of_host('2(x3),1', 4)
+        find_processes(tasks | {'SLURM_NODEID': '4'})
     with pytest.raises(ConfigError, match='4x2'):
-        tasks_of_host('4x2', 0)
+        find_processes(SLURM | {'SLURM_STEP_TASKS_PER_NODE': '4x2'})

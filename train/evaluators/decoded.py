@@ -22,7 +22,7 @@ from train.evaluators.files import write_metrics, write_results
 from train.evaluators.references import Reference, references_of
 from train.evaluators.text_metrics import Metric
 from train.machine.devices import must_wait_for_steps
-from train.processes.activity import compiling, wait_for_devices
+from train.processes.activity import calling_compiler, wait_for_devices
 from train.reporting.reports import format_scores
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class PreparedDecodedText:
         with closing(Feed(task.batches, config.partitioner, prefetch=config.prefetch)) as feed:
             for number, batch in enumerate(feed):
                 given = (state.params, state.flax_mutables, batch, jax.random.fold_in(key, number))
-                with compiling():
+                with calling_compiler():
                     found.append(self._predict(*given))
                 if must_wait_for_steps():
                     wait_for_devices(found[-1])

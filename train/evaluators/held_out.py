@@ -20,7 +20,7 @@ from train.data.rows.open_task import describe_features, features
 from train.data.rows.packing import Row
 from train.errors import ConfigError, check_counts
 from train.machine.devices import must_wait_for_steps
-from train.processes.activity import compiling, wait_for_devices
+from train.processes.activity import calling_compiler, wait_for_devices
 from train.reporting.reports import format_scores, score_chart
 from train.running.steps import make_eval_step, mean_metrics
 
@@ -80,7 +80,7 @@ class HeldOut:
         batches = FiniteBatches(held_out.rows, size, row_indices)
         data_spec, state = partitioner.data_partition_spec, run.plan.abstract_state
         specs = run.plan.specs
-        with run.console.phase(f'compiling the evaluation {name}'), compiling():
+        with run.console.phase(f'compiling the evaluation {name}'), calling_compiler():
             eval_step = partitioner.compile(
                 partitioner.partition(
                     make_eval_step(c.objective),

@@ -24,7 +24,7 @@ from train.errors import ConfigError, check_counts
 from train.evaluators.files import PartFiles
 from train.evaluators.references import Mode, Reference, describe_function, references_of, to_line
 from train.paths import as_folder
-from train.processes.activity import compiling, wait_for_devices
+from train.processes.activity import calling_compiler, wait_for_devices
 from train.processes.together import agree_on
 from train.reporting.reports import format_seconds
 
@@ -199,7 +199,10 @@ class PreparedPredictionFiles:
                 path / f'{task.name}-{settings.mode}.{settings.extension}-{shard}',
                 path / f'tmp-{task.name}-{settings.mode}-{shard}',
             )
-            with owner.console.phase(f'compiling {settings.mode} for {task.name}'), compiling():
+            with (
+                owner.console.phase(f'compiling {settings.mode} for {task.name}'),
+                calling_compiler(),
+            ):
                 infer = self._compile(task)
             started = time.perf_counter()
             outputs = functools.partial(self._outputs, infer, state, task)

@@ -18,7 +18,7 @@ from train.errors import ConfigError, check_counts
 from train.models.config import TransformerConfig
 from train.models.decoding import generate
 from train.objectives import NextToken, as_model
-from train.processes.activity import compiling, wait_for_devices
+from train.processes.activity import calling_compiler, wait_for_devices
 
 if TYPE_CHECKING:
     from train.running.run import Run
@@ -121,7 +121,7 @@ class PreparedSamples:
             jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
             for x in (tokens_BP, lengths_B)
         )
-        with compiling():
+        with calling_compiler():
             tokens = self._sampler(state.params, state.flax_mutables, *given)
         rows = np.asarray(wait_for_devices(tokens))
         return [

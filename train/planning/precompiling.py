@@ -15,7 +15,7 @@ from train.config import TrainConfig
 from train.errors import ConfigError
 from train.gin.text import write_gin_text
 from train.planning.cost_lines import describe_costs
-from train.processes.activity import compiling
+from train.processes.activity import calling_compiler
 from train.reporting.memory import check_fits, memory_advice
 from train.running.programs import partition_train_step
 from train.running.run import Run, prepare, report
@@ -62,7 +62,7 @@ def compile_step(config: TrainConfig) -> CompiledStep:
     run = prepare(config)
     report(run)
     step, mesh = partition_train_step(run), config.partitioner.mesh
-    with run.console.phase('compiling the train step'), compiling():
+    with run.console.phase('compiling the train step'), calling_compiler():
         lowered = step.lower(run.plan.abstract_state, dict(run.batch))
         with memory_advice(run.plan, config.partitioner), own_compiler_errors('train_step', mesh):
             compiled = lowered.compile()

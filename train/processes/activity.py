@@ -2,7 +2,7 @@
 
 Whoever calls a compiler, or waits for other processes, says so where it does:
 
-  with compiling():
+  with calling_compiler():
     program = lowered.compile()
 
 The hub then knows a process that keeps the others waiting from one that waits for it.
@@ -127,7 +127,7 @@ def waiting() -> contextlib.AbstractContextManager[None]:
     return current_activity().marking(_WAITS)
 
 
-def compiling() -> contextlib.AbstractContextManager[None]:
+def calling_compiler() -> contextlib.AbstractContextManager[None]:
     """Says that the body compiles a program, or calls one that may have to be compiled first."""
     return current_activity().marking(_COMPILES)
 

@@ -218,13 +218,14 @@ class Hub:
                 self.end(line, RESTARTABLE, [index])
                 return
         limit = self._limits.watchdog_seconds
-        patient = [i for i, seen in present.items() if seen.waits and seen.quiet >= limit]
+        patient = [i for i, seen in present.items() if seen.waits]
+        is_late = any(present[i].quiet >= limit for i in patient)
         stuck = [
             i
             for i, seen in present.items()
             if not seen.waits and not seen.compiles and seen.quiet >= limit
         ]
-        if patient and stuck:
+        if is_late and stuck:
             one = present[stuck[0]]
             places = enumerated([f'{present[i].name} at {present[i].place!r}' for i in stuck])
             self.end(

@@ -13,7 +13,7 @@ from partitioning.hardware.compiler_errors import own_compiler_errors
 from partitioning.products.flops import count_flops
 from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
 from train.optimizers import learning_rate_of
-from train.processes.activity import awaiting_threads, compiling
+from train.processes.activity import awaiting_threads, calling_compiler
 from train.reporting.memory import check_fits, memory_advice
 from train.reporting.meter import peak_flops
 from train.running.agreements import agree_on_program
@@ -59,11 +59,11 @@ class Compilation:
         agree_on_program(lowered)
 
         def compile_step() -> CompiledPartitionedCallable:
-            with compiling(), own_compiler_errors('train_step', mesh):
+            with calling_compiler(), own_compiler_errors('train_step', mesh):
                 return lowered.compile()
 
         def compile_init() -> Callable[..., Any]:
-            with compiling():
+            with calling_compiler():
                 return plan.compile_init(run.key)
 
         self._pool = ThreadPoolExecutor(2)

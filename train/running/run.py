@@ -26,7 +26,7 @@ from train.machine.compiling import choose_options, describe_options, use_compil
 from train.objectives import Objective, TokenLoss
 from train.optimizers import as_transformation
 from train.paths import as_folder
-from train.processes.activity import compiling
+from train.processes.activity import calling_compiler
 from train.processes.together import agree_on
 from train.reporting.console import RunConsole
 from train.reporting.reports import (
@@ -195,7 +195,7 @@ def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:
     key = run.key
     run.console.say(f'initializing {len(paths):,} arrays that are not restored')
     shardings = select(run.plan.shardings)
-    with compiling():
+    with calling_compiler():
         return jax.jit(lambda k: select(run.plan.init(k)), out_shardings=shardings)(key)
 
 

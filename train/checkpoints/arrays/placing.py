@@ -18,7 +18,7 @@ from partitioning.rules import sharding_axes
 from train.checkpoints.arrays.shares import Piece, Share, by_size, find_shares
 from train.checkpoints.arrays.stored import Bounds, StoredArray, StoreReader, bounds_of
 from train.errors import first_line
-from train.processes.activity import compiling, wait_for_devices
+from train.processes.activity import calling_compiler, wait_for_devices
 
 # The host memory of arrays that are read at the same time; at least one is read.
 MAX_BYTES_IN_FLIGHT = 2**27
@@ -195,7 +195,7 @@ def _exchange(struct: jax.ShapeDtypeStruct, buffers: Mapping[Bounds, np.ndarray]
         placed.add(bounds)
         shards.append(_put(values[None], device, stacked))
     bits = jax.make_array_from_single_device_arrays(shape, stacked, shards)
-    with compiling():
+    with calling_compiler():
         added = _adder(sharding, struct.dtype)(bits)
     # Processes on CPUs whose programs run ahead of each other can wait forever.
     return wait_for_devices(added)
