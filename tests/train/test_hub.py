@@ -11,6 +11,7 @@ from train.errors import ConfigError
 from train.processes import together
 from train.processes.agreement import differences, disagreement
 from train.processes.hub import Hub
+from train.processes.joining import relay
 from train.processes.wire import Connection, Limits
 
 pytestmark = pytest.mark.core
@@ -262,3 +263,19 @@ def test_a_long_message_arrives_whole_and_a_foreign_one_ends_the_connection():
     assert theirs.receive(10) is None
     ours.close()
     assert theirs.is_closed()
+
+
+def test_a_relay_keeps_a_connection_open_when_the_coordinator_has_gone():
+    with socket.create_server(('127.0.0.1', 0)) as coordinator:
+        host, _, port = relay(f'127.0.0.1:{coordinator.getsockname()[1]}').rpartition(':')
+        with socket.create_connection((host, int(port)), timeout=10) as client:
+            server = coordinator.accept()[0]
+            client.sendall(b'ping')
+            assert server.recv(4) == b'ping'
+            server.sendall(b'pong')
+            assert client.recv(4) == b'pong'
+            server.close()
+            client.settimeout(0.2)
+            with pytest.raises(TimeoutError):  # Without the relay, it would read the end.
+                client.recv(1)
+            client.sendall(b'more')

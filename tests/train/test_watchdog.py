@@ -130,6 +130,27 @@ def test_threads_other_than_that_of_the_run_do_not_rename_its_phase():
     assert titles == ['restoring']
 
 
+def test_a_run_waits_and_compiles_itself_or_through_a_thread_that_it_awaits():
+    activity, entered, left = Activity(), threading.Event(), threading.Event()
+
+    def work():
+        with activity.marking('compiles'):
+            entered.set()
+            left.wait()
+
+    with activity.marking('waits'):
+        assert activity.is_waiting and not activity.is_compiling
+    thread = threading.Thread(target=work)
+    thread.start()
+    entered.wait()
+    assert not activity.is_waiting and not activity.is_compiling
+    with activity.marking('awaits threads'):
+        assert activity.is_compiling and not activity.is_waiting
+        left.set()
+        thread.join()
+        assert not activity.is_compiling
+
+
 def test_the_message_names_the_process(monkeypatch):
     monkeypatch.setattr(jax, 'process_count', lambda: 4)
     monkeypatch.setattr(jax, 'process_index', lambda: 3)
