@@ -42,7 +42,7 @@ class Call:
     @property
     def boundary(self) -> Boundary:
         """The arguments of the function, with their layouts."""
-        return self.fn._partitioned.boundary  # type: ignore[attr-defined]
+        return self.fn.boundary
 
     @property
     def name(self) -> str:

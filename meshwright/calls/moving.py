@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from partitioning.hardware import default_options, option_values
 from partitioning.partitioner import BasePartitioner
 from partitioning.programs import PartitionedCallable
-from partitioning.programs.settings import settings_of
+from partitioning.programs.partitioned_function import settings_of
 
 
 def move_partitioner(partitioner: BasePartitioner, mesh: Mesh) -> BasePartitioner:

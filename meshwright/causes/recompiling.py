@@ -14,7 +14,7 @@ from meshwright.program.costs import read_costs
 from partitioning.partitioner import PjitPartitioner
 from partitioning.plan import Plan, PlanRow
 from partitioning.programs import PartitionedCallable
-from partitioning.programs.settings import settings_of
+from partitioning.programs.partitioned_function import settings_of
 from partitioning.rules import LogicalAxisRules, PaddedSpec
 
 

@@ -31,12 +31,12 @@ from partitioning.partitioner.partitioner_object import (
 )
 from partitioning.partitioner.training_setup import TrainingSetup, partition_step
 from partitioning.plan import Plan
-from partitioning.programs.partitioned import (
+from partitioning.programs.boundary import to_shardings
+from partitioning.programs.partitioned_function import (
     CompiledPartitionedCallable,
     PartitionedCallable,
 )
-from partitioning.programs.recompilation import OnRecompile
-from partitioning.programs.resources import to_shardings
+from partitioning.programs.trace_log import OnRecompile
 from partitioning.rules import (
     LogicalAxisRules,
     MeshAxes,
@@ -301,7 +301,7 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         """
         plan = self.plan(init_fn, *args)
         data_spec = self.data_partition_spec
-        step = partition_step(self.partition, train_step, plan.specs, data_spec)
+        step = partition_step(self.partition, self.mesh, train_step, plan.specs, data_spec)
         return TrainingSetup(plan.init(*args), step, data_spec)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:

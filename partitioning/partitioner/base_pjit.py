@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import Mesh
 
 from partitioning.hardware import OptionValue, check_options
 from partitioning.hardware.compiler_errors import own_compiler_errors
@@ -15,13 +15,13 @@ from partitioning.layout import LocalChunker
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base import BasePartitioner
 from partitioning.plan import Plan
-from partitioning.programs.lowering_only import without_devices
-from partitioning.programs.partitioned import (
+from partitioning.programs.boundary import PartitionSettings
+from partitioning.programs.partitioned_function import (
     CompiledPartitionedCallable,
     PartitionedCallable,
+    PartitionedFunction,
 )
-from partitioning.programs.partitioned_calls import partition_function
-from partitioning.programs.recompilation import OnRecompile
+from partitioning.programs.trace_log import OnRecompile
 from partitioning.rules import LogicalAxisRules, check_has_devices
 
 
@@ -60,21 +60,18 @@ class BasePjitPartitioner(BasePartitioner):
         on_recompile: OnRecompile = 'allow',
         compiler_options: Mapping[str, OptionValue] | None = None,
     ) -> PartitionedCallable:
-        partitioned = partition_function(
-            fn,
-            self.mesh,
-            self.logical_axis_rules,
-            in_resources=in_axis_resources,
-            out_resources=out_axis_resources,
+        settings = PartitionSettings(
+            fn=fn,
+            in_axis_resources=in_axis_resources,
+            out_axis_resources=out_axis_resources,
             static_argnums=static_argnums,
             donate_argnums=donate_argnums,
             on_recompile=on_recompile,
             compiler_options=compiler_options,
-            gradient_rules=self._gradient_rules,
         )
-        if isinstance(self.mesh, AbstractMesh):
-            return without_devices(partitioned, self.mesh)
-        return partitioned
+        return PartitionedFunction(
+            settings, self.mesh, self.logical_axis_rules, self._gradient_rules
+        )
 
     def compile(
         self,

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.plan import InitProgram, Plan
-from partitioning.programs.partitioned import in_context
+from partitioning.programs.contexts import in_context
 from partitioning.rules import LogicalAxisRules, check_has_devices
 from partitioning.state import check_only_arrays, unbox
 

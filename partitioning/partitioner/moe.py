@@ -14,8 +14,8 @@ from partitioning.hardware import HardwareMesh, OptionValue
 from partitioning.mesh import MeshConfig
 from partitioning.mesh.validation import check_count
 from partitioning.partitioner.pjit import PjitPartitioner
-from partitioning.programs.partitioned import PartitionedCallable
-from partitioning.programs.recompilation import OnRecompile
+from partitioning.programs.partitioned_function import PartitionedCallable
+from partitioning.programs.trace_log import OnRecompile
 from partitioning.rules import (
     AxisNames,
     LogicalAxisRules,

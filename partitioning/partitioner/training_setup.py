@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from partitioning.constraints import lay_out
-from partitioning.programs.partitioned import PartitionedCallable
+from partitioning.programs.contexts import PjittedFnWithContext
+from partitioning.programs.partitioned_function import PartitionedCallable
 from partitioning.state import check_only_arrays, path_str
 from partitioning.state.same_paths import match_by_path
 
@@ -34,6 +35,7 @@ class TrainingSetup(NamedTuple):
 
 def partition_step(
     partition: Callable[..., PartitionedCallable],
+    mesh: Mesh,
     train_step: Callable[..., Any],
     specs: Any,
     data_spec: PartitionSpec,
@@ -46,28 +48,48 @@ def partition_step(
 
     Args:
       partition: the method of the partitioner.
+      mesh: the mesh of the partitioner.
       train_step: maps (state, batch, ...) to a state, or to a tuple that begins with a state.
       specs: the specs of the state.
       data_spec: the spec of the batch.
     """
     needed, optional = _arguments(train_step)
-    partitioned = partition(
+    pairs = partition(
         _returning_pairs(train_step, specs),
         (specs, data_spec, *[None] * (needed - 2)),
         (specs, None),
         donate_argnums=0,
     )
+    return cast(PartitionedCallable, _Step(pairs, mesh, needed, optional))
 
-    @functools.wraps(partitioned)
-    def step(*args: Any, **kwargs: Any) -> Any:
+
+class _Step(PjittedFnWithContext):
+    """A partitioned step whose calls return what the step of the user returns.
+
+    Args:
+      pairs: the partitioned function, which returns pairs.
+      mesh: its mesh.
+      needed: the number of arguments that a call must have.
+      optional: the names of those that may follow them.
+    """
+
+    def __init__(self, pairs: PartitionedCallable, mesh: Mesh, needed: int, optional: list[str]):
+        super().__init__(pairs, mesh)
+        self._needed, self._optional = needed, optional
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        needed, optional = self._needed, self._optional
         if needed < len(args) <= needed + len(optional):
-            by_name = dict(zip(optional, args[needed:], strict=False))
-            pair = partitioned(*args[:needed], **by_name, **kwargs)
-        else:
-            pair = partitioned(*args, **kwargs)
+            kwargs |= dict(zip(optional, args[needed:], strict=False))
+            args = args[:needed]
+        pair = self._pjitted_fn(*args, **kwargs)
         return pair[1].with_state(pair[0]) if type(pair[1]) is _Rest else pair
 
-    return cast(PartitionedCallable, step)
+    def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return getattr(self._pjitted_fn, method)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self).get('_pjitted_fn'), name)
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=['values'], meta_fields=['kind'])

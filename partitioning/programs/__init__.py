@@ -1,19 +1,15 @@
 """Functions compiled over a mesh: as fast as plain `jax.jit`, and with errors that name arguments.
 
-`partitioned` has the contexts in which functions are traced, `partitioned_calls` makes a function,
-and `partitioned_methods` has its methods. What `partition` accepts is in `resources`, `arguments`
-and `inner_layouts`, and `boundary` puts it together. `recompilation` knows why a function was
-compiled again.
-
-After an exception, `call_errors` looks for the cause with `argument_checks`, `placement_checks`,
-`pmap_leftovers` and `donation`. `trace_errors` and `explicit_axes` help while a function is traced.
+`partitioned_function` has the one object, and `contexts` what surrounds a function while it is
+traced. What `partition` accepts is checked in `boundary`; layouts that jax.jit does not accept are
+applied by `inner_layouts`, and functions that Explicit axes refuse are traced by `explicit_axes`.
+`trace_log` counts traces. What runs only after a failure is in `explaining`.
 """
 
-from partitioning.programs.partitioned import (
+from partitioning.programs.contexts import PjittedFnWithContext as PjittedFnWithContext
+from partitioning.programs.partitioned_function import (
     CompiledPartitionedCallable as CompiledPartitionedCallable,
     PartitionedCallable as PartitionedCallable,
-    PjittedFnWithContext as PjittedFnWithContext,
+    PartitionedFunction as PartitionedFunction,
 )
-from partitioning.programs.recompilation import (
-    check_compiled_once as check_compiled_once,
-)
+from partitioning.programs.trace_log import check_compiled_once as check_compiled_once

@@ -1,20 +1,60 @@
-"""The boundary of a partitioned function: its arguments and results, with their layouts."""
+"""The boundary of a partitioned function: its arguments and results, with their layouts.
+
+What `partition` accepts is checked here, before the function is called.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jax.sharding import Mesh
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from partitioning.hardware import OptionValue
 from partitioning.programs.arguments import Arguments, positions
+from partitioning.programs.inner_layouts import inner_spec, is_resource
+from partitioning.programs.trace_log import OnRecompile
 from partitioning.programs.tree_matching import KeyPath, pair_leaves
+from partitioning.rules import PaddedSpec, boundary_spec, check_definite, check_spec
+from partitioning.state import path_str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PartitionSettings:
+    """What `partition` was called with.
+
+    Attributes:
+      fn: the function.
+      in_axis_resources, out_axis_resources, static_argnums, donate_argnums, on_recompile,
+        compiler_options: the arguments of `BasePartitioner.partition`.
+    """
+
+    fn: Callable[..., Any]
+    in_axis_resources: Any
+    out_axis_resources: Any
+    static_argnums: int | Sequence[int] = ()
+    donate_argnums: int | Sequence[int] = ()
+    on_recompile: OnRecompile = 'allow'
+    compiler_options: Mapping[str, OptionValue] | None = None
+
+    def on_any_mesh(self) -> PartitionSettings:
+        """The settings with the specs of shardings in place of the shardings.
+
+        Raises:
+          ValueError: if a resource is a sharding without a spec.
+        """
+        return dataclasses.replace(
+            self,
+            in_axis_resources=_without_mesh(self.in_axis_resources),
+            out_axis_resources=_without_mesh(self.out_axis_resources),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Boundary:
-    """The layouts of the arguments and the result of a partitioned function.
+    """The arguments and the result of a partitioned function, with their layouts on its mesh.
 
     Attributes:
       arguments: the arguments of the function.
@@ -62,10 +102,111 @@ class Argument(NamedTuple):
         """The path of each array in the argument, its sharding, and the array.
 
         Args:
-          static_fields: whether the static fields of the entry must be those of the argument. The
-            methods of partitioned functions adapt them, so usually they do not count.
+          static_fields: whether the static fields of the entry and the argument must be equal. By
+            default they do not count, because partitioned functions adapt them.
 
         Raises:
           TreeMismatchError: where the structures differ.
         """
         return pair_leaves(self.entry, self.value, prefix=True, static_fields=static_fields)
+
+
+def find_boundary(settings: PartitionSettings, mesh: Mesh) -> Boundary:
+    """The boundary on a mesh that settings describe.
+
+    Raises:
+      ValueError: if a setting does not fit the signature of the function, or the mesh.
+    """
+    arguments = Arguments(settings.fn)
+    static = arguments.check_indices(settings.static_argnums, 'static_argnums')
+    donated = arguments.check_indices(settings.donate_argnums, 'donate_argnums')
+    for i in donated:
+        if i in static:
+            raise ValueError(
+                f'{arguments.function}: {arguments.name(i)} is in both static_argnums and '
+                'donate_argnums, but a constant has no buffer to donate: remove one'
+            )
+    _check_entries(arguments, settings.in_axis_resources, static)
+    return Boundary(
+        arguments=arguments,
+        mesh=mesh,
+        in_shardings=to_shardings(settings.in_axis_resources, mesh, allow_unconstrained=True),
+        out_shardings=to_shardings(settings.out_axis_resources, mesh, allow_unconstrained=True),
+        static=static,
+        donated=donated,
+    )
+
+
+def to_shardings(resources: Any, mesh: Mesh, *, allow_unconstrained: bool = False) -> Any:
+    """The shardings on `mesh` of a pytree of PartitionSpecs, Shardings or None, which replicates.
+
+    Args:
+      resources: the pytree.
+      mesh: the mesh.
+      allow_unconstrained: whether a spec may have UNCONSTRAINED dimensions. It becomes None, with
+        which jax.jit keeps or chooses the layout; `lay_out_inside` applies the rest of the spec.
+
+    Raises:
+      ValueError: if a leaf is anything else, or if the mesh cannot have a spec.
+    """
+
+    def convert(path: Any, leaf: Any) -> Sharding | None:
+        if isinstance(leaf, Sharding) and inner_spec(leaf) is None:
+            return leaf
+        spec = leaf.spec if isinstance(leaf, NamedSharding) else boundary_spec(leaf)
+        spec = PartitionSpec() if leaf is None else spec
+        where = path_str(path) or 'axis resource'
+        if not isinstance(spec, PartitionSpec):
+            raise ValueError(
+                f'{where}: a resource must be a PartitionSpec, a Sharding or None, not {leaf!r}; '
+                'plan.specs has the PartitionSpecs of a state with logical axes'
+            )
+        check_spec(spec, mesh, where)
+        if not allow_unconstrained:
+            check_definite(spec, where)
+        elif isinstance(inner_spec(leaf), PartitionSpec):
+            return None
+        if isinstance(leaf, PaddedSpec):
+            check_spec(leaf.inside, mesh, where)
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(convert, resources, is_leaf=is_resource)
+
+
+def _check_entries(arguments: Arguments, in_resources: Any, static: Sequence[int]) -> None:
+    """Checks that `in_axis_resources` has no entry without an argument that is not static.
+
+    Entries may be missing: those arguments are passed by name, in the layout that they have.
+    """
+    if is_resource(in_resources):
+        return
+    if type(in_resources) is not tuple:
+        raise ValueError(
+            f'{arguments.function}: in_axis_resources must be a tuple with one entry per '
+            f'argument, not a {type(in_resources).__name__}; for one argument write (specs,)'
+        )
+    dynamic = [name for i, name in enumerate(arguments.positional) if i not in static]
+    count = len(in_resources)
+    if arguments.unlimited or count <= len(dynamic):
+        return
+    listed = f' ({", ".join(dynamic)})' if dynamic else ''
+    text = f'{arguments.function}: in_axis_resources has {count} entries, but there are '
+    text += f'{len(dynamic)} positional arguments for them{listed}'
+    if static:
+        constants = ', '.join(arguments.name(i) for i in static)
+        raise ValueError(f'{text}: a static argument ({constants}) has no entry; remove it')
+    raise ValueError(f'{text}: remove {count - len(dynamic)}')
+
+
+def _without_mesh(resources: Any) -> Any:
+    def spec(resource: Any) -> Any:
+        if isinstance(resource, NamedSharding):
+            return resource.spec
+        if isinstance(resource, Sharding):
+            raise ValueError(
+                f'{resource!r} has no PartitionSpec, so the function cannot be moved to another '
+                'mesh: give specs or NamedShardings to partition'
+            )
+        return resource
+
+    return jax.tree.map(spec, resources, is_leaf=is_resource)

@@ -18,12 +18,14 @@ def check_donation(boundary: Boundary, args: Sequence[Any]) -> None:
     Raises:
       ValueError: with the first array that was deleted or that appears twice.
     """
+    if not boundary.donated:
+        return
     for i in boundary.donated:
         if i < len(args):
             name = boundary.arguments.name(i)
             for problem in deletion_problems(boundary, name, i, args[i]):
                 raise ValueError(f'{boundary.arguments.function}: {problem}')
-    for problem in alias_problems(boundary, args):
+    for problem in _alias_problems(boundary, args):
         raise ValueError(f'{boundary.arguments.function}: {problem}')
 
 
@@ -50,7 +52,7 @@ def deletion_problems(
             )
 
 
-def alias_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
+def _alias_problems(boundary: Boundary, args: Sequence[Any]) -> Iterator[str]:
     """No array may appear twice if one of the two is donated."""
     seen: dict[int, tuple[str, bool]] = {}
     for i, arg in enumerate(args):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +17,10 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.programs.arguments import positions
-from partitioning.programs.trace_errors import needs_explicit_axes, place_of
 from partitioning.rules import as_tuple
 from partitioning.state.same_paths import match_by_path
 
 _LOGGER = logging.getLogger(__name__)
-_TYPED = re.compile(r'\w+\[[\w,()@]*@[\w,()@]*\]')  # float32[8,4@model]
 
 
 def auto_where_needed(
@@ -48,18 +45,20 @@ def auto_where_needed(
             # In a jaxpr of its own, a failed attempt leaves no operations behind.
             return jax.jit(fn, static_argnums=tuple(static), inline=True)(*args)
         except Exception as error:  # jax's class of this error is not public
-            if not _lacks_sharding(error):
+            from partitioning.programs.explaining import trace_errors as explaining
+
+            if not explaining.lacks_out_sharding(error):
                 raise
             reason = error
-        why = _explain(fn, reason)
+        why = explaining.explain_lack(getattr(fn, '__name__', 'the function'), reason)
         try:
             result = _over_auto_axes(fn, args, static, mesh)
         except ValueError as error:
-            if not needs_explicit_axes(error):
+            if not explaining.needs_explicit_axes(error):
                 raise
             raise ValueError(
                 f'{why} there. The function cannot be traced over Auto axes instead, because it '
-                f'gives an out_sharding elsewhere{place_of(error)}'
+                f'gives an out_sharding elsewhere{explaining.place_of(error)}'
             ).with_traceback(reason.__traceback__) from None
         _LOGGER.warning(
             '%s there to keep Explicit types. Until then, the function is traced over Auto axes',
@@ -98,25 +97,3 @@ def _explicit_part(sharding: Any) -> PartitionSpec:
     auto = {*sharding.mesh.abstract_mesh.auto_axes}
     entries = map(as_tuple, sharding.spec)
     return PartitionSpec(*(tuple(a for a in axes if a not in auto) or None for axes in entries))
-
-
-def _lacks_sharding(error: Exception) -> bool:
-    """Whether jax refuses an operation perhaps only because the axes are Explicit.
-
-    The last case is that of types that differ by their shardings, such as those of the carry of a
-    scan: float32[8,4] and float32[8,4@model].
-    """
-    text = str(error)
-    is_sharding_error = type(error).__name__ == 'ShardingTypeError'
-    return is_sharding_error or 'acts as an assert' in text or _TYPED.search(text) is not None
-
-
-def _explain(fn: Callable[..., Any], error: Exception) -> str:
-    """Which operation jax refuses over Explicit axes, why, and the beginning of what to write."""
-    name = getattr(fn, '__name__', 'the function')
-    said = ' '.join(str(error).split())
-    said = said if len(said) < 400 else f'{said[:400]} ...'
-    return (
-        f'{name}: over the Explicit axes of the mesh, jax refuses an operation{place_of(error)}: '
-        f'{said.rstrip(".")}. Pass out_sharding= or constrain the inputs'
-    )

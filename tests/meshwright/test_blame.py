@@ -11,9 +11,8 @@ from jax.sharding import Mesh
 from meshwright import read_costs
 from meshwright.causes import explain_program
 from meshwright.user_lines import user_line
-from partitioning import constrain
+from partitioning import PjitPartitioner, constrain
 from partitioning.plan.rows import make_row
-from partitioning.programs.partitioned_calls import partition_function
 from partitioning.rules import ResolvedDimension, resolve_axes
 
 NAMES = {'down': ('mlp', 'embed'), 'up': ('embed', 'mlp')}
@@ -66,9 +65,8 @@ def explain(function, mesh, rules, names=NAMES):
     rows.append(make_row('x', x, mesh, given, 'other'))
     specs = {row.path.rpartition('/')[2]: row.spec for row in rows}
     batch = specs.pop('x')
-    partitioned = partition_function(
-        function, mesh, rules, in_resources=(specs, batch), out_resources=specs
-    )
+    partitioner = PjitPartitioner(mesh=mesh, logical_axis_rules=rules)
+    partitioned = partitioner.partition(function, (specs, batch), specs)
     params = {key: jnp.zeros(shape) for key, shape in SHAPES.items()}
     traced = partitioned.trace(params, x)
     compiled = traced.lower().compile()

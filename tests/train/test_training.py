@@ -58,7 +58,7 @@ def test_shardings_are_a_fixed_point_and_the_step_compiles_once(single_device_lo
     assert_same_losses(run, single_device_losses)
     assert shardings(run.state) == before
     assert run.traces == 1
-    assert run.step._partitioned._pjitted_fn._cache_size() == 1
+    assert run.step._pjitted_fn._cache_size() == 1
     assert all(x.is_deleted() for x in jax.tree.leaves(first.params)), 'the state is donated'
 
 

@@ -11,7 +11,10 @@ import jax
 from partitioning import TrainState
 from partitioning.hardware.compiler_errors import own_compiler_errors
 from partitioning.products.flops import count_flops
-from partitioning.programs.partitioned import CompiledPartitionedCallable, PartitionedCallable
+from partitioning.programs.partitioned_function import (
+    CompiledPartitionedCallable,
+    PartitionedCallable,
+)
 from train.optimizers import learning_rate_of
 from train.processes.activity import awaiting_threads, calling_compiler
 from train.reporting.memory import check_fits, memory_advice

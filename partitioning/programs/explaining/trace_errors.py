@@ -1,12 +1,10 @@
-"""Errors of jax and flax while a partitioner traces a function, in our own words."""
+"""Errors of jax, flax and optax while a function is traced, in our own words."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sysconfig
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -19,32 +17,23 @@ _NOT_EXPLICIT = re.compile(
     r'PartitionSpec passed to (\S+) cannot contain axis names .*PartitionSpec: (.*) with axis name'
 )
 _NOT_AN_ARRAY = re.compile(r"\w+ requires ndarray or scalar arguments, got <class '(\S+)'>")
-_PACKAGE = str(Path(__file__).parents[1])
+_TYPED = re.compile(r'\w+\[[\w,()@]*@[\w,()@]*\]')  # float32[8,4@model]
+_PACKAGE = str(Path(__file__).parents[2])
 _LAYERS = ('flax.linen.', 'flax.nnx.nn.')
 _LIBRARIES = (str(Path(jax.__file__).parent), _PACKAGE, sysconfig.get_path('stdlib'), '<')
 
 
-@contextlib.contextmanager
-def own_errors(rules: LogicalAxisRules) -> Iterator[None]:
-    """Raises ValueErrors that say what to write for errors that users cannot read.
+def translate(error: Exception, rules: LogicalAxisRules) -> str | None:
+    """What is wrong and what to write, for an error that users cannot read; None for others.
+
+    A mesh axis may not exist, the program may give an `out_sharding` over Auto axes, a
+    transformation of nnx may not name the dimension that it adds, or optax may have received
+    something that is not an array.
 
     Args:
-      rules: the rules under which the function is traced.
-
-    Raises:
-      ValueError: if a mesh axis does not exist, if the program gives an `out_sharding` over Auto
-        axes, if a transformation of nnx does not name the dimension that it adds, or if optax
-        receives something that is not an array. Any other error is raised unchanged.
+      error: the error.
+      rules: the rules under which the function was traced.
     """
-    try:
-        yield
-    except Exception as error:
-        if (message := _translate(error, rules)) is None:
-            raise
-        raise ValueError(message).with_traceback(error.__traceback__) from None
-
-
-def _translate(error: Exception, rules: LogicalAxisRules) -> str | None:
     text = str(error)
     if absent := _ABSENT_AXIS.match(text):
         return _absent_axis(absent[1], rules) + place_of(error)
@@ -72,15 +61,35 @@ def _translate(error: Exception, rules: LogicalAxisRules) -> str | None:
     return None
 
 
+def lacks_out_sharding(error: Exception) -> bool:
+    """Whether jax may refuse an operation only because the axes of the mesh are Explicit.
+
+    The last case is an error about types that differ by their shardings, such as the carry of a
+    scan: float32[8,4] and float32[8,4@model].
+    """
+    text = str(error)
+    is_sharding_error = type(error).__name__ == 'ShardingTypeError'
+    return is_sharding_error or 'acts as an assert' in text or _TYPED.search(text) is not None
+
+
 def needs_explicit_axes(error: Exception) -> bool:
     """Whether jax refuses an operation only because the axes of the mesh are Auto."""
     return _NOT_EXPLICIT.match(str(error)) is not None
 
 
-def _absent_axis(axis: str, rules: LogicalAxisRules) -> str:
-    (problem, *_) = axis_problems([axis], jax.sharding.get_abstract_mesh())
-    rule = next((rule for rule in rules if axis in as_tuple(rule[1])), None)
-    return problem.message if rule is None else f'rule {tuple(rule)!r}: {problem.message}'
+def explain_lack(name: str, error: Exception) -> str:
+    """Which operation jax refuses over Explicit axes, why, and the beginning of what to write.
+
+    Args:
+      name: the name of the function.
+      error: an error for which `lacks_out_sharding` is True.
+    """
+    said = ' '.join(str(error).split())
+    said = said if len(said) < 400 else f'{said[:400]} ...'
+    return (
+        f'{name}: over the Explicit axes of the mesh, jax refuses an operation{place_of(error)}: '
+        f'{said.rstrip(".")}. Pass out_sharding= or constrain the inputs'
+    )
 
 
 def place_of(error: Exception) -> str:
@@ -93,3 +102,9 @@ def place_of(error: Exception) -> str:
         elif not path.startswith(_LIBRARIES) and not {'flax', 'optax'} & {*Path(path).parts}:
             layer, line = '', f'{Path(path).name}:{number}'
     return f' ({layer}at {line})' if line else ''
+
+
+def _absent_axis(axis: str, rules: LogicalAxisRules) -> str:
+    (problem, *_) = axis_problems([axis], jax.sharding.get_abstract_mesh())
+    rule = next((rule for rule in rules if axis in as_tuple(rule[1])), None)
+    return problem.message if rule is None else f'rule {tuple(rule)!r}: {problem.message}'

@@ -1,4 +1,4 @@
-"""Why a partitioned function was compiled again: the argument that changed, before and after.
+"""The record of the traces of a partitioned function, and the policy that forbids a second one.
 
 A function is traced whenever jax meets arguments of a new kind. `TraceLog` keeps the abstract
 arguments of the first and of the latest trace, so it costs nothing at a call.
@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 import jax
 
 from partitioning.programs.arguments import Arguments, positions
-from partitioning.programs.tree_matching import TreeMismatchError, pair_leaves, short_repr
-from partitioning.rules import describe_axes, spec_str
 
 OnRecompile = Literal['allow', 'error']
+# The sharding of each keyword array that has been put somewhere, by its path.
+Layouts = dict[str, Any]
 
 
 class RecompilationError(ValueError):
@@ -29,13 +29,6 @@ class StaticValue:
     """A static argument in the record of a trace."""
 
     value: Any
-
-
-class Change(NamedTuple):
-    """A difference between two traces, and what to write instead."""
-
-    text: str
-    hint: str
 
 
 class TraceLog:
@@ -67,8 +60,8 @@ class TraceLog:
         self.result: Any = None
         self._first: dict[str, Any] = {}
         self._latest: dict[str, Any] = {}
-        self._layouts: dict[Any, list[dict[str, Any]]] = {}
-        self._relayouts: list[Change] = []
+        self._layouts: dict[Any, list[Layouts]] = {}
+        self._relayouts: list[tuple[Layouts, Layouts]] = []
 
     @property
     def num_compilations(self) -> int:
@@ -87,7 +80,7 @@ class TraceLog:
             for name, value in self._arguments.by_name(args, kwargs).items()
         }
         if self.count and self.on_recompile == 'error':
-            raise RecompilationError(self._describe(_changes(self._first, traced)))
+            raise RecompilationError(self._refusal(self._first, traced))
         self._latest = traced
         if not self.count:
             self._first = traced
@@ -109,7 +102,7 @@ class TraceLog:
         """
         known = self._layouts.get(_kind(keywords), [])
         if known and (layouts := _layouts(keywords)) not in known:
-            raise RecompilationError(self._describe([_relayout(known[0], layouts)]))
+            raise RecompilationError(self._refusal(known[0], layouts))
 
     def record_layouts(self, keywords: Mapping[str, Any], *, traced: bool) -> None:
         """Records the layouts of keyword arguments, for which jax compiles without a trace.
@@ -121,18 +114,22 @@ class TraceLog:
         known = self._layouts.setdefault(_kind(keywords), [])
         if (layouts := _layouts(keywords)) not in known:
             if known and not traced:
-                self._relayouts.append(_relayout(known[0], layouts))
+                self._relayouts.append((known[0], layouts))
             known.append(layouts)
 
     def describe(self) -> str:
         """Why there was more than one compilation."""
-        changes = list(_changes(self._first, self._latest)) if self.count > 1 else self._relayouts
-        name, count = self._arguments.function, self.num_compilations
-        return f'{name} was compiled {count} times instead of once: {_joined(changes)}'
+        from partitioning.programs.explaining.changed_arguments import describe_changes
 
-    def _describe(self, changes: Sequence[Change] | Iterator[Change]) -> str:
-        name = self._arguments.function
-        return f"{name} would be compiled again (on_recompile='error'): {_joined(list(changes))}"
+        pairs = [(self._first, self._latest)] if self.count > 1 else self._relayouts
+        name, count = self._arguments.function, self.num_compilations
+        return f'{name} was compiled {count} times instead of once: {describe_changes(pairs)}'
+
+    def _refusal(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+        from partitioning.programs.explaining.changed_arguments import describe_changes
+
+        changes, name = describe_changes([(before, after)]), self._arguments.function
+        return f"{name} would be compiled again (on_recompile='error'): {changes}"
 
 
 def observe(fn: Callable[..., Any], trace_log: TraceLog) -> Callable[..., Any]:
@@ -168,103 +165,18 @@ def check_compiled_once(partitioned: Callable[..., Any]) -> None:
       ValueError: if it was never compiled, or if it was compiled again; the message names the
         argument that changed, before and after.
     """
-    if not hasattr(partitioned, '_partitioned'):
+    function: Any = partitioned
+    log = getattr(function, 'trace_log', None)
+    if not isinstance(log, TraceLog):
         raise ValueError(
             f'{partitioned!r} must be a function that PjitPartitioner.partition returned'
         )
-    function = partitioned._partitioned
     count = function.num_compilations()
     if not count:
         name = getattr(partitioned, '__name__', 'the function')
         raise ValueError(f'{name} was compiled 0 times instead of once: call it first')
     if count > 1:
-        raise ValueError(function.trace_log.describe())
-
-
-def _joined(changes: Sequence[Change]) -> str:
-    if not changes:
-        return (
-            'its arguments are equal, so a jax setting, a mesh context or a cleared cache changed '
-            'between the calls'
-        )
-    others = len(changes) - 1
-    more = f' (and {others} more {"change" if others == 1 else "changes"})' if others else ''
-    return f'{changes[0].text}{more}. {changes[0].hint}'
-
-
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
-    """What differs between the arguments of two traces."""
-    same = 'Pass the same arguments in every call, either by position or by name'
-    for name in {**before, **after}:
-        if name not in after:
-            yield Change(f'{name} was given and is now left out', same)
-        elif name not in before:
-            yield Change(f'{name} was left out and is now given', same)
-        elif isinstance(before[name], StaticValue) or isinstance(after[name], StaticValue):
-            yield from _static_changes(name, before[name], after[name])
-        else:
-            yield from _array_changes(name, before[name], after[name])
-
-
-def _static_changes(name: str, before: StaticValue, after: StaticValue) -> Iterator[Change]:
-    if before == after:
-        return
-    one, other = short_repr(before.value), short_repr(after.value)
-    if one == other:
-        yield Change(
-            f'the static argument {name} is another object in each call, not equal to the first, '
-            f'{one}',
-            'Create it once, or give its class __eq__ and __hash__',
-        )
-        return
-    yield Change(
-        f'the static argument {name} changed from {one} to {other}',
-        f'Pass {name} as an array, or partition one function for each of its values',
-    )
-
-
-def _array_changes(name: str, before: Any, after: Any) -> Iterator[Change]:
-    try:
-        for path, one, other in pair_leaves(before, after):
-            if one != other:
-                yield _leaf_change(f'{name}{jax.tree_util.keystr(path)}', one, other)
-    except TreeMismatchError as error:
-        where = f'{name}{jax.tree_util.keystr(error.path)}'
-        yield Change(
-            f'{where} had {error.first} and now has {error.second}',
-            'Pass trees of one structure in every call',
-        )
-
-
-def _leaf_change(where: str, before: Any, after: Any) -> Change:
-    one, other = _array_str(before), _array_str(after)
-    changed = f'{where} changed from {one} to {other}'
-    if before.shape != after.shape:
-        return Change(changed, 'Pass one shape in every call: pad or drop the last batch')
-    if before.dtype != after.dtype:
-        return Change(changed, f"Convert it before the call, with x.astype('{before.dtype}')")
-    if before.weak_type != after.weak_type:
-        return Change(
-            changed, f"A Python number is weakly typed: write jnp.asarray(x, '{before.dtype}')"
-        )
-    layouts = ' to '.join(_abstract_layout_str(x.sharding) for x in (before, after))
-    return Change(
-        f'{where}, {one}, changed its layout from {layouts}',
-        'Put it there before the first call, as jax.device_put(state, plan.shardings) does',
-    )
-
-
-def _abstract_layout_str(sharding: Any) -> str:
-    """The layout that is part of an array's type: the mesh, and the spec on Explicit axes."""
-    if sharding.mesh.empty:
-        return 'no mesh (such as a numpy array)'
-    return f'{spec_str(sharding.spec)} over {describe_axes(sharding.mesh)}'
-
-
-def _array_str(aval: Any) -> str:
-    """The kind of an array: `float32[8, 16]`."""
-    weak = 'weakly typed ' if getattr(aval, 'weak_type', False) else ''
-    return f'{weak}{aval.dtype}{list(aval.shape)}'
+        raise ValueError(log.describe())
 
 
 def _kind(keywords: Mapping[str, Any]) -> Any:
@@ -273,27 +185,10 @@ def _kind(keywords: Mapping[str, Any]) -> Any:
     return treedef, tuple(map(abstract, leaves))
 
 
-def _layouts(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The sharding of each keyword array that has been put somewhere, by its path."""
+def _layouts(keywords: Mapping[str, Any]) -> Layouts:
     return {
         f'{name}{jax.tree_util.keystr(path)}': x.sharding
         for name, tree in keywords.items()
         for path, x in jax.tree_util.tree_leaves_with_path(tree)
         if getattr(x, 'committed', False)
     }
-
-
-def _relayout(before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:
-    where = next(k for k in {**before, **after} if before.get(k) != after.get(k))
-    one, other = (_layout_str(layouts.get(where)) for layouts in (before, after))
-    return Change(
-        f'the keyword argument {where} changed its layout from {one} to {other}',
-        'Give the argument an entry in in_axis_resources, which fixes its layout',
-    )
-
-
-def _layout_str(sharding: Any) -> str:
-    spec = getattr(sharding, 'spec', None)
-    if sharding is None:
-        return 'none'
-    return str(sharding) if spec is None else spec_str(spec)

@@ -1,34 +1,42 @@
-"""Our own errors at partitioned calls: one message, in place of a long traceback of jax.
+"""The cause of a failed call: one message of our own, in place of a long traceback of jax.
 
-A call runs inside a try block, which costs nothing if it succeeds. After an exception the arguments
-are inspected. If that finds the cause, the caller gets one ValueError; otherwise the exception of
-jax or of the user's function passes through unchanged.
+The arguments are inspected. If that finds the cause, the caller gets one ValueError; otherwise the
+exception of jax or of the user's function passes through unchanged.
 """
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from partitioning.constraints import explain_batched_axis
 from partitioning.hardware.compiler_errors import explain_compiler_error
-from partitioning.programs.argument_checks import (
+from partitioning.programs.boundary import Boundary
+from partitioning.programs.donation import deletion_problems
+from partitioning.programs.explaining.argument_problems import (
     entry_problems,
-    fit_problems,
-    result_problems,
     static_field_problems,
     static_problems,
     value_problems,
 )
-from partitioning.programs.boundary import Boundary
-from partitioning.programs.donation import deletion_problems
-from partitioning.programs.placement_checks import device_problems, layout_problems
-from partitioning.programs.pmap_leftovers import axis_error, pmap_hint, shard_hint
-from partitioning.programs.recompilation import RecompilationError, TraceLog, call_function
-from partitioning.programs.trace_errors import place_of
+from partitioning.programs.explaining.layout_problems import (
+    device_problems,
+    fit_problems,
+    layout_problems,
+    pmap_hint,
+    result_problems,
+    shard_hint,
+)
+from partitioning.programs.explaining.trace_errors import place_of
+from partitioning.programs.trace_log import RecompilationError, TraceLog, call_function
+from partitioning.rules import describe_axes
+
+_UNBOUND_AXIS = re.compile(r'unbound axis name: ([^\s.]+)')
 
 
 def find_cause(
@@ -49,6 +57,8 @@ def find_cause(
       args, kwargs: the arguments of the call.
       abstract: whether the call takes ShapeDtypeStructs, as `lower` does.
     """
+    if isinstance(boundary.mesh, AbstractMesh) and not abstract:
+        return None  # the error says that the mesh has no devices
     if isinstance(error, jax.errors.JaxRuntimeError):
         of_compiler = explain_compiler_error(error, boundary.arguments.function, boundary.mesh)
         if of_compiler is not None:
@@ -56,7 +66,7 @@ def find_cause(
     if isinstance(error, RecompilationError):
         return RecompilationError(str(error))
     if _is_inside(error):
-        known = axis_error(error, boundary) or _mesh_error(error, boundary, args)
+        known = _axis_of_pmap_error(error, boundary) or _mesh_error(error, boundary, args)
         known = known or _batched_axis_error(error, boundary)
         if known:
             return known
@@ -101,6 +111,20 @@ def _is_inside(error: Exception) -> bool:
     """Whether the user's function raised an exception, or something that it called."""
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return call_function.__code__ in frames[:-1]
+
+
+def _axis_of_pmap_error(error: Exception, boundary: Boundary) -> ValueError | None:
+    """Our error for an axis of pmap, whose collectives programs keep when they are moved."""
+    found = _UNBOUND_AXIS.search(str(error)) if isinstance(error, NameError) else None
+    if found is None:
+        return None
+    axis = found[1]
+    return ValueError(
+        f'{boundary.arguments.function}{place_of(error)}: there is no axis {axis!r} as in pmap. '
+        'Arrays in a partitioned function are global, so a mean over the batch already covers all '
+        f'devices: remove lax.pmean(x, {axis!r}) and axis_name={axis!r}. Inside shard_map, use the '
+        f'axes of the mesh, {describe_axes(boundary.mesh)}'
+    )
 
 
 def _batched_axis_error(error: Exception, boundary: Boundary) -> ValueError | None:

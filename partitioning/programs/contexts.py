@@ -1,46 +1,28 @@
-"""What a partitioned function is, and the contexts in which functions are traced."""
+"""The mesh, the rules and everything else that surrounds a function while jax traces it."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
+import types
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, Self
 
 import jax
 from jax.sharding import Mesh
 
 from partitioning.hardware import described_cudnn
+from partitioning.hardware.compiler_errors import own_compiler_errors
 from partitioning.products import find_rounds, in_rounds, scattering_by
-from partitioning.programs.trace_errors import own_errors
 from partitioning.rules import AxisRules, LogicalAxisRules
 
-CompiledPartitionedCallable = Callable[..., Any]
 
-
-class PartitionedCallable(Protocol):
-    """A function over a mesh, with the methods of PjittedFnWithContext."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered: ...
-    def lower_and_compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled: ...
-    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced: ...
-    def eval_shape(self, *args: Any, **kwargs: Any) -> Any: ...
-    def clear_cache(self) -> None: ...
-
-
-class _CountsPartitionedFunctions(type):
-    """`partition` returns plain functions, which count as instances of PjittedFnWithContext."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return hasattr(instance, '_partitioned') or super().__instancecheck__(instance)
-
-
-class PjittedFnWithContext(metaclass=_CountsPartitionedFunctions):
+class PjittedFnWithContext:
     """Calls a jitted function inside a mesh and logical axis rules, entered at every call.
 
-    `partition_function` makes functions that pay for the contexts only while they are traced.
+    It has the name, the docstring and the signature of the function. `PartitionedFunction`, which
+    partitioners make, pays for the contexts only while it is traced.
 
     Args:
       pjitted_fn: the result of `jax.jit`.
@@ -54,10 +36,13 @@ class PjittedFnWithContext(metaclass=_CountsPartitionedFunctions):
         partition_mesh: Mesh,
         logical_axis_rules: LogicalAxisRules = (),
     ):
+        # The attributes of the function, but not the methods that jax.jit adds to it.
+        given = getattr(pjitted_fn, '__dict__', {})
+        vars(self).update({k: v for k, v in given.items() if not hasattr(type(self), k)})
+        functools.update_wrapper(self, pjitted_fn, updated=())
         self._pjitted_fn: Any = pjitted_fn
         self._mesh = partition_mesh
         self._logical_axis_rules = AxisRules(logical_axis_rules)
-        functools.update_wrapper(self, pjitted_fn)
 
     def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         with jax.set_mesh(self._mesh), _context(self._mesh, self._logical_axis_rules):
@@ -72,7 +57,9 @@ class PjittedFnWithContext(metaclass=_CountsPartitionedFunctions):
 
     def lower_and_compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
         """Lowers and compiles for arrays or ShapeDtypeStructs."""
-        return self.lower(*args, **kwargs).compile()
+        lowered = self.lower(*args, **kwargs)
+        with own_compiler_errors(getattr(self, '__name__', 'the function'), self._mesh):
+            return lowered.compile()
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces for arrays or ShapeDtypeStructs; see `jax.jit`."""
@@ -85,6 +72,17 @@ class PjittedFnWithContext(metaclass=_CountsPartitionedFunctions):
     def clear_cache(self) -> None:
         """Forgets every trace and compilation of the function."""
         self._pjitted_fn.clear_cache()
+
+    # As for a plain function, a copy is the function itself, and an attribute of a class a method.
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
 
 
 def in_context(
@@ -115,7 +113,7 @@ def _context(
     from partitioning.state.traced_boxes import boxes_like_ours
 
     with (
-        own_errors(rules),
+        _own_errors(rules),
         spmd.logical_axis_rules(rules),
         in_rounds(find_rounds(mesh)),
         scattering_by(gradient_rules),
@@ -128,3 +126,16 @@ def _context(
         if 'flax.nnx' in sys.modules:
             stack.enter_context(sys.modules['flax.nnx'].use_eager_sharding(False))
         yield
+
+
+@contextlib.contextmanager
+def _own_errors(rules: LogicalAxisRules) -> Iterator[None]:
+    """Raises ValueErrors that say what to write for errors of jax, flax and optax in a trace."""
+    try:
+        yield
+    except Exception as error:
+        from partitioning.programs.explaining.trace_errors import translate
+
+        if (message := translate(error, rules)) is None:
+            raise
+        raise ValueError(message).with_traceback(error.__traceback__) from None

@@ -1,0 +1,234 @@
+"""What is wrong with the layouts of a call: trees, shapes and places that do not fit their entries.
+
+Each function yields one message per problem, which names the argument and the array in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from partitioning.programs.boundary import Argument, Boundary
+from partitioning.programs.tree_matching import TreeMismatchError, pair_leaves, short_repr
+from partitioning.rules import (
+    check_spec,
+    describe_axes,
+    padding_problems,
+    sharding_str,
+    size_problems,
+    spec_str,
+)
+
+
+def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[str]:
+    """The trees and shapes of the arguments must fit their entries."""
+    misfits = [argument for argument in arguments if any(_misfits(boundary, argument))]
+    if not misfits:
+        return
+    if pair := _swapped(boundary, arguments):
+        one, other = pair
+        yield (
+            f'the entries of {one.name} and {other.name} in in_axis_resources are in the wrong '
+            f'order: write that of {one.name} first'
+        )
+    for argument in misfits:
+        yield from _misfits(boundary, argument)
+
+
+def result_problems(boundary: Boundary, result: Any) -> Iterator[str]:
+    """The result must fit out_axis_resources."""
+    try:
+        for path, sharding, leaf in pair_leaves(
+            boundary.out_shardings, result, prefix=True, static_fields=False
+        ):
+            where = f'result{jax.tree_util.keystr(path)}'
+            if not hasattr(leaf, 'shape'):
+                yield f'{where} is a {type(leaf).__name__}, {short_repr(leaf)}: return only arrays'
+                continue
+            yield from _shape_problems(where, leaf, sharding)
+    except TreeMismatchError as error:
+        yield (
+            f'result{jax.tree_util.keystr(error.path)}: out_axis_resources has {error.first}, '
+            f'but the function returns {error.second}: write one entry for each value that it '
+            'returns'
+        )
+
+
+def layout_problems(
+    boundary: Boundary, argument: Argument, *, only_other_meshes: bool = False
+) -> Iterator[str]:
+    """Arrays that were put somewhere must be where their entry says.
+
+    Args:
+      boundary: the layouts of the function.
+      argument: the argument.
+      only_other_meshes: whether to skip arrays on the mesh of the function.
+    """
+    for path, sharding, leaf in argument.pairs():
+        where = f'{argument.name}{jax.tree_util.keystr(path)}'
+        if sharding is None:
+            continue
+        if isinstance(leaf, np.ndarray) and jax.process_count() > 1:
+            if not sharding.is_fully_replicated:
+                yield (
+                    f'{where} is a numpy array, but each process holds only a part of it: make a '
+                    'global array with partitioner.to_global'
+                )
+            continue
+        if not _is_placed(leaf) or leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
+            continue
+        if only_other_meshes and getattr(leaf.sharding, 'mesh', None) == boundary.mesh:
+            continue
+        yield (
+            f'{where} of shape {leaf.shape} is laid out as {_layout_str(leaf.sharding)}, but its '
+            f'entry in in_axis_resources says {_layout_str(sharding)}: '
+            f'{_move(argument, sharding)}'
+        ) + pmap_hint(argument, boundary.mesh, leaf, sharding)
+
+
+def device_problems(boundary: Boundary, keywords: Mapping[str, Any]) -> Iterator[str]:
+    """Keyword arguments keep their layout, so they must be on the devices of the mesh."""
+    if not isinstance(boundary.mesh, Mesh):
+        return
+    devices = set(boundary.mesh.devices.flat)
+    for name, tree in keywords.items():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+            if _is_placed(leaf) and leaf.sharding.device_set != devices:
+                yield (
+                    f'{name}{jax.tree_util.keystr(path)} is laid out as '
+                    f'{_layout_str(leaf.sharding)}, but the function runs on the '
+                    f'{len(devices)} devices of {describe_axes(boundary.mesh)}: write '
+                    f'jax.device_put({name}, NamedSharding(partitioner.mesh, P()))'
+                )
+
+
+def pmap_hint(argument: Argument, mesh: Mesh, leaf: Any, sharding: Sharding) -> str:
+    """A hint if an array seems to have the leading dimension of devices that pmap needs.
+
+    It is certain if `jax_utils.replicate` laid out the array. The specs of a plan have one entry
+    per dimension, so an array with one dimension more is suspicious too.
+    """
+    shape = np.shape(leaf)
+    if not shape or shape[0] not in (mesh.size, jax.local_device_count()):
+        return ''
+    held = getattr(leaf, 'sharding', None)
+    replicated = (
+        isinstance(held, NamedSharding)
+        and held.spec == PartitionSpec(*held.mesh.shape)
+        and held.mesh.axis_names != mesh.axis_names
+    )
+    planned = 0 < len(getattr(sharding, 'spec', ())) == len(shape) - 1
+    if not replicated and (not planned or isinstance(argument.entry, Sharding)):
+        return ''
+    return (
+        f'. The first dimension of {argument.name}, {shape[0]}, seems to be that of the devices: '
+        'remove jax_utils.replicate and jax_utils.shard, which are for pmap; a partitioned '
+        'function takes global arrays'
+    )
+
+
+def shard_hint(argument: Argument) -> str:
+    """A hint if a batch may have been reshaped with `jax_utils.shard` for pmap."""
+    entry = argument.entry
+    if not isinstance(entry, NamedSharding) or entry.is_fully_replicated:
+        return ''
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(argument.value)]
+    devices = jax.local_device_count()
+    if not shapes or any(len(shape) < 2 or shape[0] != devices for shape in shapes):
+        return ''
+    return (
+        f'If the first dimension of {argument.name}, {devices}, is that of the devices, remove '
+        'jax_utils.shard, which is for pmap'
+    )
+
+
+def _swapped(boundary: Boundary, arguments: Sequence[Argument]) -> tuple[Argument, Argument] | None:
+    """Two arguments that would fit if their entries were exchanged."""
+
+    def fits(argument: Argument, entry: Any) -> bool:
+        return not any(_misfits(boundary, argument._replace(entry=entry)))
+
+    for n, one in enumerate(arguments):
+        for other in arguments[n + 1 :]:
+            wrong = not (fits(one, one.entry) and fits(other, other.entry))
+            if wrong and fits(one, other.entry) and fits(other, one.entry):
+                return one, other
+    return None
+
+
+def _misfits(boundary: Boundary, argument: Argument) -> Iterator[str]:
+    try:
+        for path, sharding, leaf in argument.pairs():
+            where = f'{argument.name}{jax.tree_util.keystr(path)}'
+            for problem in _shape_problems(where, leaf, sharding):
+                hint = pmap_hint(argument, boundary.mesh, leaf, sharding)
+                yield problem + hint + _list_hint(path, leaf)
+    except TreeMismatchError as error:
+        where = f'{argument.name}{jax.tree_util.keystr(error.path)}'
+        yield (
+            f'{where}: the entry in in_axis_resources has {error.first}, but the argument has '
+            f'{error.second}. Make the specs from this {argument.name}, for example with '
+            'partitioner.plan, or pass the one that they were made from'
+        )
+
+
+def _shape_problems(where: str, leaf: Any, sharding: Sharding) -> Iterator[str]:
+    """An array needs a dimension for each entry of its spec, of a size that its shards divide."""
+    if not isinstance(sharding, NamedSharding):
+        return
+    shape, spec = np.shape(leaf), sharding.spec
+    mesh: Any = sharding.mesh
+    try:
+        check_spec(spec, mesh, where, shape)
+    except ValueError as error:
+        yield str(error)
+        return
+    for dim, problem in size_problems(spec, mesh, shape):
+        yield f'{where}: {spec_str(spec)}: {problem.message}{_padding_hint(spec, dim, mesh)}'
+
+
+def _list_hint(path: Sequence[Any], leaf: Any) -> str:
+    """A hint for a list of numbers, which is a tree with one leaf per number."""
+    if not isinstance(leaf, int | float) or not path or not hasattr(path[-1], 'idx'):
+        return ''
+    return '. A list of numbers is not one array: convert it with numpy.asarray'
+
+
+def _padding_hint(spec: PartitionSpec, dim: int, mesh: Mesh) -> str:
+    if padding_problems(mesh):
+        return ''
+    outside = PartitionSpec(*(None if i == dim else entry for i, entry in enumerate(spec)))
+    return (
+        f'; the entry PaddedSpec({spec_str(outside)}, {spec_str(spec)}) pads it inside the function'
+    )
+
+
+def _is_placed(leaf: Any) -> bool:
+    """Whether the program has put an array on devices, so that jax does not move it."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return False
+    return leaf.committed
+
+
+def _move(argument: Argument, sharding: Sharding) -> str:
+    name = argument.name
+    if not isinstance(argument.entry, Sharding):
+        return f'write jax.device_put({name}, plan.shardings)'
+    spec = getattr(sharding, 'spec', None)
+    if spec is None:
+        return f'move it with jax.device_put({name}, sharding)'
+    move = f'jax.device_put({name}, NamedSharding(partitioner.mesh, {spec_str(spec)}))'
+    if sharding.is_fully_replicated:
+        return f'write its own specs as the entry, such as plan.specs, or {move}'
+    return f'write {move}'
+
+
+def _layout_str(sharding: Sharding) -> str:
+    """A layout on one line: `P('data') over data 4 x model 2`, or the single device."""
+    if len(sharding.device_set) == 1:
+        return f'one device, {next(iter(sharding.device_set))}'
+    return sharding_str(sharding)

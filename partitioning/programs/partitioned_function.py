@@ -1,0 +1,306 @@
+"""`PartitionedFunction`: a function over a mesh, with all that it knows and can do."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from partitioning.hardware import check_options
+from partitioning.programs.boundary import PartitionSettings, find_boundary
+from partitioning.programs.contexts import PjittedFnWithContext, in_context
+from partitioning.programs.donation import check_donation
+from partitioning.programs.explicit_axes import auto_where_needed
+from partitioning.programs.inner_layouts import lay_out_inside
+from partitioning.programs.trace_log import TraceLog, observe
+from partitioning.programs.tree_matching import have_same_paths
+from partitioning.rules import LogicalAxisRules, check_has_devices
+from partitioning.state.same_paths import has_structure_of, like, with_static_fields
+
+
+class PartitionedFunction(PjittedFnWithContext):
+    """A function jitted over a mesh, as `BasePartitioner.partition` returns it.
+
+    A call costs what a call of the plain `jax.jit` of the function costs, on a mesh of any size:
+    the contexts are entered only while the function is traced, and errors are explained after they
+    are raised.
+
+    jax.jit accepts no keyword arguments together with in_shardings. Those that name a parameter
+    with an entry in in_shardings become positional. The others are passed as one last dict, in the
+    layout that they already have.
+
+    Over an AbstractMesh, `trace` and `eval_shape` work as usual, and `lower` lowers for JAX's
+    default backend; for another one, write `trace(...).lower(lowering_platforms=('tpu',))`. Calls
+    raise ValueError.
+
+    Args:
+      settings: the arguments of `partition`.
+      mesh: the mesh.
+      rules: rules for the linen models and `constrain` calls inside.
+      gradient_rules: the rules by which `multiply` scatters gradients, if they differ.
+
+    Attributes:
+      settings: what `partition` was called with, to partition the function again.
+      boundary: its arguments and results, with their layouts.
+      trace_log: the record of its traces.
+
+    Raises:
+      ValueError: if a setting does not fit the signature of the function.
+    """
+
+    def __init__(
+        self,
+        settings: PartitionSettings,
+        mesh: Mesh,
+        rules: LogicalAxisRules = (),
+        gradient_rules: LogicalAxisRules | None = None,
+    ):
+        super().__init__(settings.fn, mesh, rules)
+        if isinstance(settings.in_axis_resources, list):
+            entries = tuple(settings.in_axis_resources)
+            settings = dataclasses.replace(settings, in_axis_resources=entries)
+        self.settings = settings
+        self.boundary = boundary = find_boundary(settings, mesh)
+        self.trace_log = TraceLog(boundary.arguments, boundary.static, settings.on_recompile)
+        self._gradient_rules = gradient_rules
+        self._jit = functools.partial(
+            jax.jit,
+            static_argnums=boundary.static,
+            donate_argnums=boundary.donated,
+            compiler_options=check_options(settings.compiler_options),
+        )
+        body = lay_out_inside(
+            observe(settings.fn, self.trace_log),
+            mesh,
+            settings.in_axis_resources,
+            settings.out_axis_resources,
+            boundary.static,
+        )
+        self._use(body, boundary.in_shardings, boundary.out_shardings)
+        self._dispatch: Callable[..., Any] = self._first_call
+        self._watched = _watched_argument(mesh, boundary.donated)
+        self._last_watched = 0
+        self._compiled_ahead = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            return self._apply('__call__', args, kwargs)
+        try:  # which costs nothing unless an exception is raised
+            watched = self._watched
+            if watched is not None and watched < len(args):
+                given = id(args[watched])
+                if given == self._last_watched:
+                    check_donation(self.boundary, args)
+                self._last_watched = given
+            return self._dispatch(*args)
+        except Exception as error:
+            if not isinstance(error, ValueError) or not self._adopt_static_fields(args):
+                self._raise_cause(error, args, {})
+                raise
+        return self._apply('__call__', args, {})
+
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+        """Lowers for arrays or ShapeDtypeStructs; see `jax.jit`."""
+        if isinstance(self.boundary.mesh, AbstractMesh):
+            return self.trace(*args, **kwargs).lower(lowering_platforms=(jax.default_backend(),))
+        return super().lower(*args, **kwargs)
+
+    def lower_and_compile(self, *args: Any, **kwargs: Any) -> jax.stages.Compiled:
+        """Lowers and compiles for arrays or ShapeDtypeStructs."""
+        self._check_has_devices()
+        return super().lower_and_compile(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forgets every trace and compilation of the function."""
+        super().clear_cache()
+        self._with_keywords.clear()
+        self._cache_sizes.clear()
+        self._compiled_ahead = False
+        self.trace_log.clear()
+
+    def num_traces(self) -> int:
+        """The number of times the function was traced: once per kind of arguments."""
+        return self.trace_log.count
+
+    def num_compilations(self) -> int:
+        """The number of times the function was compiled.
+
+        The layout of positional arguments is always the same, so each trace is compiled once.
+        """
+        jitted = (self._pjitted_fn, *self._with_keywords.values())
+        compiled = self._compiled_ahead or any(fn._cache_size() for fn in jitted)
+        return self.trace_log.num_compilations if compiled else 0
+
+    def _first_call(self, *args: Any) -> Any:
+        """The first call, which also checks what later calls need not check again."""
+        self._check_has_devices()
+        check_donation(self.boundary, args)
+        self._dispatch = self._pjitted_fn
+        return self._pjitted_fn(*args)
+
+    def _apply(self, method: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Applies a method of the jitted function, also with keyword arguments."""
+        try:
+            if method == '__call__':
+                self._check_has_devices()
+            positional, keywords = self._bind(args, kwargs) if kwargs else (args, {})
+            try:
+                return self._run(method, positional, keywords)
+            except ValueError:
+                if not self._adopt_static_fields(positional):
+                    raise
+            return self._run(method, positional, keywords)
+        except Exception as error:
+            self._raise_cause(error, args, kwargs, abstract=method != '__call__')
+            raise
+
+    def _run(self, method: str, args: tuple, keywords: dict[str, Any]) -> Any:
+        self._compiled_ahead |= method in ('lower', 'trace')
+        if not keywords:
+            return getattr(self._pjitted_fn, method)(*args)
+        variant = self._keyword_variant(len(args))
+        log, num_traces = self.trace_log, self.trace_log.count
+        if method == '__call__' and log.on_recompile == 'error':
+            log.check_layouts(keywords)
+        result = getattr(variant, method)(*args, keywords)
+        if variant._cache_size() != self._cache_sizes.get(len(args), 0):
+            # jax may have compiled again without a trace: keywords have no fixed layout.
+            log.record_layouts(keywords, traced=log.count > num_traces)
+            self._cache_sizes[len(args)] = variant._cache_size()
+        return result
+
+    def _raise_cause(
+        self, error: Exception, args: tuple, kwargs: dict[str, Any], *, abstract: bool = False
+    ) -> None:
+        """Raises our own error if the arguments of a call explain an exception of jax.
+
+        `abstract` says whether the call takes ShapeDtypeStructs.
+        """
+        from partitioning.programs.explaining.causes import find_cause
+
+        if kwargs and self.boundary.arguments.call_error(args, kwargs) is None:
+            args, kwargs = self._bind(args, kwargs)
+        found = find_cause(error, self.boundary, self.trace_log, args, kwargs, abstract=abstract)
+        if found is not None:
+            raise found from None
+
+    def _check_has_devices(self) -> None:
+        function = self.boundary.arguments.function
+        check_has_devices(self.boundary.mesh, f'calling or compiling {function}')
+
+    def _use(self, body: Callable[..., Any], in_shardings: Any, out_shardings: Any) -> None:
+        """Compiles this body from now on, with these shardings."""
+        self._body, self._in_shardings, self._out_shardings = body, in_shardings, out_shardings
+        self._with_keywords: dict[int, Any] = {}
+        self._cache_sizes: dict[int, int] = {}
+        self._pjitted_fn = self._jit(
+            self._inside(body), in_shardings=in_shardings, out_shardings=out_shardings
+        )
+
+    def _inside(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """`body` in the contexts."""
+        boundary = self.boundary
+        typed = auto_where_needed(body, boundary.mesh, self._out_shardings, boundary.static)
+        return in_context(typed, boundary.mesh, self._logical_axis_rules, self._gradient_rules)
+
+    def _adopt_static_fields(self, args: tuple) -> bool:
+        """Gives the shardings the static fields of the arguments, if it is these that differ.
+
+        An optimizer or a bound method that init creates is new in every trace, so a state can have
+        other ones than the specs that were made for it.
+
+        Args:
+          args: the positional arguments of a call that failed.
+
+        Returns:
+          Whether another call with these arguments may succeed.
+        """
+        body, out_shardings = self._body, self._out_shardings
+        returned = self.trace_log.result
+        dynamic = [args[i] for i in self.boundary.dynamic_indices(len(args))]
+        adapted = with_static_fields(self._in_shardings, out_shardings, dynamic)
+        if adapted is None:
+            if returned is None or has_structure_of(out_shardings, returned):
+                return False
+            if not have_same_paths(out_shardings, returned):
+                return False
+            # The result differs, and does so in every trace. An inner jit keeps one of them.
+            self.trace_log.forget_latest()  # nothing was compiled
+            body = jax.jit(body, static_argnums=self.boundary.static)
+            result = jax.jit(self._inside(body), static_argnums=self.boundary.static)
+            if (out_shardings := like(out_shardings, result.eval_shape(*args))) is None:
+                return False
+            adapted = self._in_shardings, out_shardings
+        self._use(body, *adapted)
+        self._dispatch = self._pjitted_fn
+        return True
+
+    def _bind(self, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Splits a call into arguments with an entry in in_shardings, and other keywords."""
+        names = self.boundary.arguments.positional
+        if isinstance(self._in_shardings, tuple):
+            laid_out = len(self._in_shardings) + len(self.boundary.static)
+        else:  # one entry for all arguments, up to the first one that is missing
+            named = itertools.takewhile(kwargs.__contains__, names[len(args) :])
+            laid_out = len(args) + len(list(named))
+        laid_out = max(laid_out, len(args))
+        signature = self.boundary.arguments.signature
+        if signature is None:
+            return args, kwargs
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()  # for arguments before one that is given
+        keywords = {k: v for k, v in kwargs.items() if k not in names[:laid_out]}
+        return bound.args[:laid_out], keywords
+
+    def _keyword_variant(self, num_positional: int) -> Any:
+        """The jitted function for calls whose last argument is a dict of keyword arguments."""
+        if num_positional not in self._with_keywords:
+            body, shardings = self._body, self._in_shardings
+            if not isinstance(shardings, tuple):
+                static = sum(i < num_positional for i in self.boundary.static)
+                shardings = (shardings,) * (num_positional - static)
+
+            @functools.wraps(body)
+            def call(*args: Any) -> Any:
+                return body(*args[:-1], **args[-1])
+
+            self._with_keywords[num_positional] = self._jit(
+                self._inside(call),
+                in_shardings=(*shardings, None),
+                out_shardings=self._out_shardings,
+            )
+        return self._with_keywords[num_positional]
+
+
+def _watched_argument(mesh: Any, donated: tuple[int, ...]) -> int | None:
+    """The donated argument that each call compares with the one of the previous call.
+
+    On CPU, jaxlib 0.10 crashes if a donated array is used again. Elsewhere jax raises an error.
+    """
+    if not donated or not isinstance(mesh, Mesh):
+        return None
+    return donated[0] if getattr(mesh.devices.flat[0], 'platform', None) == 'cpu' else None
+
+
+PartitionedCallable = PartitionedFunction
+CompiledPartitionedCallable = Callable[..., Any]
+
+
+def settings_of(partitioned: Any) -> PartitionSettings:
+    """The settings of a partitioned function.
+
+    Raises:
+      ValueError: if no partitioner of this library partitioned it.
+    """
+    found = getattr(partitioned, 'settings', None)
+    if not isinstance(found, PartitionSettings):
+        name = getattr(partitioned, '__name__', repr(partitioned))
+        raise ValueError(
+            f'{name} is not a partitioned function: pass what partitioner.partition(...) returned'
+        )
+    return found
