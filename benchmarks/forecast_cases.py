@@ -45,7 +45,7 @@ def measure(case: Case) -> dict[str, Any]:
     from meshwright.report.forecast_tables import wire_bytes
     from train.gin.entry import find_config
     from train.gin.load import load_config
-    from train.planning.forecasting import plan_step
+    from train.planning.forecasts import plan_step
 
     load_config(case.files, case.all_bindings)
     config = find_config()

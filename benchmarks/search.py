@@ -16,11 +16,11 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -96,7 +96,9 @@ CASES = (
 
 def space_of(case: Case) -> Any:
     """Returns the space of a case."""
-    from train.planning.searching import Choices, Layout, list_space
+    from train.planning.candidates import sizes_of
+    from train.planning.presets import Layout
+    from train.planning.space import Choices, list_space
 
     choices = Choices(
         layouts=[Layout(preset, sizes) for preset, sizes in case.layouts],
@@ -105,32 +107,30 @@ def space_of(case: Case) -> Any:
         output_chunks=(None,),
         compiler_options=[_WINDOWED if windowed else () for windowed in case.windowed],
     )
-    return list_space(run_of(case), choices)
+    config, machine = read(case)
+    return list_space(sizes_of(config, machine.num_devices), choices)
 
 
-def run_of(case: Case) -> Any:
-    """Returns what the run of a case decides about its candidates."""
-    from train.planning.forecasting import parse_machine
-    from train.planning.searching.predicting import Source, read_config
-    from train.planning.searching.run_sizes import sizes_of
+@functools.cache
+def read(case: Case) -> tuple[Any, Any]:
+    """Returns the settings of the run of a case, and its machine."""
+    from train.gin.entry import find_config
+    from train.gin.load import load_config
+    from train.planning.machines import parse_machine, stand_in
 
     machine = parse_machine(case.topology)
-    config = read_config(Source(files=case.files, bindings=case.bindings), machine)
-    return sizes_of(config, len(machine.describe().devices))
+    load_config(case.files, case.bindings)
+    with stand_in(machine):
+        return find_config(), machine
 
 
 def plan(case: Case, candidate: Any) -> Any:
     """Lays out the train step of a candidate."""
-    from train.planning.forecasting import parse_machine
-    from train.planning.searching.gin_file import write_gin
-    from train.planning.searching.predicting import Source, plan_candidate, read_config
+    from train.planning.candidates import change_run
+    from train.planning.forecasts import plan_step
 
-    machine = parse_machine(case.topology)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / 'candidate.gin'
-        file.write_text(write_gin(candidate, run_of(case), case.files, case.bindings))
-        config = read_config(Source(files=[str(file)]), machine)
-        return plan_candidate(config, machine)
+    config, machine = read(case)
+    return plan_step(change_run(config, candidate, machine))
 
 
 def measure(case: Case, number: int) -> dict[str, Any]:
@@ -241,11 +241,12 @@ def compile_all(case: Case, path: Path, results: dict[str, dict[str, Any]]) -> N
 
 def search_case(case: Case, stored: Mapping[str, Any], pictures: Path | None) -> None:
     """Searches the space of a case, and prints the winner next to the best of all candidates."""
+
     from partitioning.hardware import CHIPS
+    from train.planning.frontier import draw_search
+    from train.planning.predictions import predict_step
     from train.planning.searching import Prediction, search
-    from train.planning.searching.frontier import draw_search
-    from train.planning.searching.predicting import predict_step
-    from train.planning.searching.tables import summary_lines
+    from train.planning.tables import summary_lines
 
     space = space_of(case)
     limit = CHIPS[case.topology.partition(':')[0]].hbm_bytes_per_device

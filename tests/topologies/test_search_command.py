@@ -7,9 +7,12 @@ import gin
 import pytest
 from described_machines import needs_libtpu
 
-from train.cli import main
+from train.cli import main, searching
 from train.gin.load import find_config_root
-from train.planning.searching import Choices, Layout, Outcome, runs
+from train.planning import search_runs
+from train.planning.presets import Layout
+from train.planning.searching import Outcome
+from train.planning.space import Choices
 
 ARGUMENTS = [
     'forecast',
@@ -40,8 +43,8 @@ def test_a_search_prints_its_winner_and_writes_it(capsys, monkeypatch, tmp_path)
     choices = Choices(
         layouts=layouts, num_microbatches=(1, 8), remats=('full',), output_chunks=(None,)
     )
-    monkeypatch.setattr(runs, 'choices_for', lambda chip: choices)
-    monkeypatch.setattr(runs, 'compile_in_new_process', lambda folder: lambda text: outcome)
+    monkeypatch.setattr(search_runs, 'choices_for', lambda chip: choices)
+    monkeypatch.setattr(searching, 'compile_in_new_process', lambda *args: lambda one: outcome)
     out = tmp_path / 'out'
     assert main([*ARGUMENTS, '--topology=v5e:2x2', f'--out={out}']) == 0
     printed, progress = capsys.readouterr()
@@ -50,6 +53,8 @@ def test_a_search_prints_its_winner_and_writes_it(capsys, monkeypatch, tmp_path)
     assert f'winner: {out}/best.gin' in printed
     assert 'compiling 1 of at most 8: fsdp, remat full' in progress
     assert "TransformerConfig.remat = 'full'" in (out / 'best.gin').read_text()
+    written = {file.name for file in out.iterdir()}
+    assert written == {'best.gin', 'search.json', 'search.png', 'remembered.json'}
 
     assert main([*ARGUMENTS, '--topology=v5e:2x2', f'--out={out}', '--json']) == 0
     assert json.loads(capsys.readouterr().out)['num_compiled'] == 1

@@ -1,33 +1,34 @@
-"""The search for a run on a described TPU, with a compiler that is made up."""
+"""The search for a run on a described TPU, with settings of Python."""
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-import gin
+import optax
 import pytest
 from described_machines import needs_libtpu
 from etils import epath
 
 from meshwright.time import Work
-from train.gin.entry import find_config
-from train.gin.load import load_config
-from train.planning.forecasting import parse_machine
-from train.planning.searching import Choices, Layout, Outcome, runs
-from train.planning.searching.predicting import (
-    Source,
-    least_work,
-    plan_candidate,
-    predict_step,
-    read_config,
-)
-from train.planning.searching.runs import search_run
+from partitioning import PjitPartitioner
+from train import NextToken, Optimizer, TrainConfig
+from train.data import RandomTokens
+from train.models.transformer import Transformer, TransformerConfig
+from train.planning import search_runs
+from train.planning.candidates import change_run
+from train.planning.forecasts import plan_step
+from train.planning.machines import move_to, parse_machine, stand_in
+from train.planning.predictions import least_work, predict_step
+from train.planning.presets import Layout
+from train.planning.search_runs import search_run
+from train.planning.searching import Outcome
+from train.planning.space import Choices
 
 pytestmark = needs_libtpu
 
-SOURCE = Source(
-    files=['configs/runs/pretrain.gin', 'configs/models/tiny.gin'],
-    bindings=["TEXT = 'none'", 'BATCH_SIZE = 32', 'SEQUENCE_LENGTH = 256'],
-)
 MACHINE = parse_machine('v5e:2x2')
 CHOICES = Choices(
     layouts=[Layout('fsdp'), Layout('fsdp_tensor', (('NUM_PARTITIONS', 2),))],
@@ -38,10 +39,21 @@ CHOICES = Choices(
 )
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    yield
-    gin.clear_config()
+def make_config(**changes):
+    """A run of the model of configs/models/tiny.gin."""
+    sizes = {'num_layers': 2, 'embed_dim': 128, 'num_heads': 4, 'num_kv_heads': 4, 'head_dim': 32}
+    model = TransformerConfig(vocab_size=384, mlp_dim=256, tie_embeddings=True, **sizes)
+    settings = {
+        'model_dir': 'runs/none',
+        'objective': NextToken(model=Transformer(model)),
+        'partitioner': PjitPartitioner(num_partitions=1),
+        'optimizer': Optimizer(transform=optax.adamw, learning_rate=1e-3),
+        'task': RandomTokens(vocab_size=384),
+        'total_steps': 10,
+        'batch_size': 32,
+        'sequence_length': 256,
+    }
+    return TrainConfig(**settings | changes)
 
 
 def test_a_run_is_searched(tmp_path, monkeypatch):
@@ -52,39 +64,68 @@ def test_a_run_is_searched(tmp_path, monkeypatch):
     """
     compiled = []
 
-    def compile_text(text):
-        compiled.append(request := json.loads(text))
-        [file] = request['source']['files']
-        settings = epath.Path(file).read_text()
-        fast = ('xla_a' in settings) + ('fsdp_tensor' in settings)
+    def compile_candidate(candidate):
+        compiled.append(candidate)
+        fast = bool(candidate.compiler_options) + (candidate.layout.preset == 'fsdp_tensor')
         return Outcome(fits=True, peak=2**28, seconds=100.0 * (3 - fast), compile_seconds=1.0)
 
-    def run(**settings):
-        folder = epath.Path(tmp_path / 'out')
+    def run():
         return search_run(
-            SOURCE, MACHINE, folder, compile_text=compile_text, say=lambda text: None, **settings
+            make_config(),
+            MACHINE,
+            epath.Path(tmp_path),
+            choices=CHOICES,
+            best=4,
+            compile_candidate=compile_candidate,
+            write=lambda candidate, comment: repr(candidate),
+            say=lambda text: None,
         )
 
-    found = run(choices=CHOICES, best=4)
+    found = run()
     assert found.result.dropped == {'the batch cannot be divided': 2}
     assert len(found.result.found) == 6
     winner = found.result.winner.candidate
     assert winner.layout.preset == 'fsdp_tensor' and winner.compiler_options == (('xla_a', 1),)
-    assert {request['machine'] for request in compiled} == {'v5e:2x2'}
     assert len(compiled) == found.result.num_compiled == 4
 
-    monkeypatch.setattr(runs, 'predict_step', None)
-    again = run(choices=CHOICES, best=4)
+    monkeypatch.setattr(search_runs, 'predict_step', None)
+    again = run()
     assert again.result == found.result and len(compiled) == 4
 
     written = json.loads(found.files['search'].read_text())
     assert written['found'][0]['name'] == str(winner) and written['num_compiled'] == 4
     assert found.files['picture'].read_bytes()[:4] == b'\x89PNG'
-    gin.clear_config()
-    load_config([str(found.files['winner'])])
-    config = find_config()
-    assert config.batch_size == 32 and config.compiler_options == {'xla_a': 1}
-    assert dict(config.partitioner.mesh.shape) == {'data': 4, 'model': 2}  # of the 8 devices here
+    there = change_run(make_config(), winner, MACHINE)
+    assert there.compiler_options == {'xla_a': 1}
+    assert dict(there.partitioner.mesh.shape) == {'data': 2, 'model': 2}
+
+
+def test_a_search_and_a_fit_need_no_gin_and_write_no_file_per_candidate(tmp_path):
+    """In a new process, because gin is loaded in this one."""
+    code = f"""
+import sys
+from test_search_runs import CHOICES, MACHINE, make_config
+from etils import epath
+from train.planning.bounds import Workload
+from train.planning.candidates import change_run
+from train.planning.fits import fit_machine
+from train.planning.search_runs import search_run
+
+config = make_config()
+before = dict(vars(config))
+fit = fit_machine(Workload.of_run(config), MACHINE)
+assert fit.fits and change_run(config, fit.candidate, MACHINE).num_microbatches == 1
+found = search_run(config, MACHINE, epath.Path({str(tmp_path)!r}), choices=CHOICES, best=1)
+assert found.result.winner.seconds > 0, found.result
+assert vars(config) == before
+assert 'gin' not in sys.modules
+"""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    environment = os.environ | {'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu'}
+    environment.pop('XLA_FLAGS', None)  # compilers of TPUs do not know those of conftest
+    done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    assert {file.name for file in tmp_path.iterdir()} == {'search.json', 'search.png'}
 
 
 def test_formulas_and_the_bound_of_a_step():
@@ -93,8 +134,7 @@ def test_formulas_and_the_bound_of_a_step():
     By hand, per layer: attention 128 x 128 four times, MLP 128 x 256 three times; the output layer
     is 128 x 384; 32 x 256 tokens on 4 devices. Scores are 2 products of 256 x 256 x 128 per row.
     """
-    step = plan_candidate(read_config(SOURCE, MACHINE), MACHINE)
-    prediction = predict_step(step)
+    prediction = predict_step(plan_step(move_to(make_config(), MACHINE)))
     weights = 2 * (4 * 128 * 128 + 3 * 128 * 256) + 128 * 384
     tokens = 32 * 256 / 4
     flops = 6 * weights * tokens + 3 * 2 * (2 * 2 * 256 * 128) * tokens
@@ -107,10 +147,8 @@ def test_formulas_and_the_bound_of_a_step():
 def test_machines_without_data_are_refused():
     with pytest.raises(ValueError, match='unknown topology'):
         parse_machine('v9:4x4')
-    with pytest.raises(ValueError, match=r'\(3\).*data mesh size \(4\)'):
-        read_config(
-            Source(files=SOURCE.files, bindings=[*SOURCE.bindings, 'BATCH_SIZE = 3']), MACHINE
-        )
+    with stand_in(MACHINE), pytest.raises(ValueError, match=r'\(3\).*data mesh size \(4\)'):
+        make_config(batch_size=3)
 
 
 def test_the_least_work_has_products_at_the_peak_rate():

@@ -1,31 +1,30 @@
 """Models of Hugging Face: their parameters, their gin files, and the machines they fit into."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import gin
+import jax
 import pytest
-from etils import epath
 from hugging_face_models import MODELS, NEAR_MODELS, sizes
+from small import small_config
 
-from partitioning.hardware import CHIPS
+from partitioning import PjitPartitioner
+from partitioning.hardware import CHIPS, stand_in_devices
+from train import NextToken
 from train.checkpoints.huggingface.config_json import ConfigJson
+from train.data import RandomTokens
 from train.errors import ConfigError
 from train.gin.entry import find_config
 from train.gin.load import load_config
-from train.planning.fitting import (
-    find_model,
-    find_smallest,
-    fit_machine,
-    fits,
-    make_task,
-    parse_tokens,
-    read_model,
-    write_fit,
-)
-from train.planning.fitting.bounds import bytes_of_batch, expected_peak, least_peak
-from train.planning.fitting.fits import plan_candidate
-from train.planning.fitting.smallest import list_machines
-from train.planning.forecasting import parse_machine
+from train.models.transformer import Transformer
+from train.planning import fits
+from train.planning.bounds import Workload
+from train.planning.candidates import change_run
+from train.planning.fits import find_smallest, fit_machine, list_machines
+from train.planning.gin_text import PRETRAIN, write_fit, write_pretraining
+from train.planning.huggingface.models import choose_rows, find_model, parse_tokens, read_model
+from train.planning.machines import parse_machine
 
 pytestmark = pytest.mark.core
 
@@ -66,9 +65,21 @@ def test_what_our_model_computes_in_another_way_is_said():
 
 
 @pytest.fixture
-def task_of(tmp_path):
-    def make(model, tokens, length=None):
-        return make_task(model, tokens, length, epath.Path(tmp_path))
+def work_of(tmp_path):
+    """Makes the run of a decoder, with settings of Python and not of gin."""
+
+    def make(model, tokens, length):
+        with stand_in_devices(jax.devices()[:1]):
+            config = small_config(
+                tmp_path,
+                tmp_path,
+                objective=NextToken(model=Transformer(model.config)),
+                partitioner=PjitPartitioner(num_partitions=1),
+                task=RandomTokens(vocab_size=model.config.vocab_size),
+                batch_size=tokens // length,
+                sequence_length=length,
+            )
+        return Workload(config=config, num_parameters=model.num_parameters)
 
     return make
 
@@ -76,26 +87,27 @@ def task_of(tmp_path):
 @pytest.mark.parametrize(
     'name', ['Llama-3.1-8B', 'gpt2', 'gemma-2-9b', 'Mixtral-8x7B-v0.1', 'flan-t5-base']
 )
-def test_the_gin_file_trains_the_model_of_the_file(name, task_of, tmp_path, monkeypatch):
+def test_the_gin_settings_train_the_model_of_the_file(name):
     model = model_of(name, dtype='bfloat16')
-    (tmp_path / 'run.gin').write_text(task_of(model, 16 * 512, 512).text)
+    lines = write_pretraining(model.config, batch_size=16, sequence_length=512)
     gin.clear_config()
-    load_config([str(tmp_path / 'run.gin')], ["TEXT = 'corpus/*.txt'"])
+    load_config([PRETRAIN], ["TEXT = 'corpus/*.txt'", *filter(None, lines)])
     config = find_config()
     assert config.objective.model.config == model.config
     assert config.batch_size == 16
     row = config.task.blank_row(config.sequence_length)
     longest = row.get('encoder_input_tokens', row['decoder_input_tokens'])
     assert longest.shape == (512,)
+    assert Workload.of_run(config).num_parameters == model.num_parameters
     gin.clear_config()
 
 
-def test_a_small_model_fits_with_everything_kept(task_of):
-    """And the written file plans the step that was forecast."""
+def test_a_small_model_fits_with_everything_kept(work_of, tmp_path):
+    """And the written file has the settings that were forecast."""
     small = sizes(256, 2, 4, 4, 512, 1024, model_type='llama')
     model = read_model(ConfigJson(small, 'config.json'), dtype='bfloat16')
-    task = task_of(model, 64 * 128, 128)
-    fit = fit_machine(task, parse_machine('v5e:2x2'))
+    work = work_of(model, 64 * 128, 128)
+    fit = fit_machine(work, parse_machine('v5e:2x2'))
     assert fit.fits and str(fit.candidate) == 'fsdp, remat none'
     # Parameters and two moments in float32, over 4 devices: 12 bytes for each.
     memory = fit.forecast.memory
@@ -103,47 +115,48 @@ def test_a_small_model_fits_with_everything_kept(task_of):
     assert model.num_parameters == count
     assert memory.parameters == count
     assert memory.optimizer == pytest.approx(2 * count, rel=1e-4)
-    text = write_fit(task, fit)
-    (task.folder / 'written.gin').write_text(text)
-    planned = plan_candidate(task, fit.sizes, fit.candidate, fit.machine)
+    lines = write_pretraining(model.config, batch_size=64, sequence_length=128)
+    (tmp_path / 'written.gin').write_text(write_fit(model, fit, lines))
+    there = change_run(work.config, fit.candidate, fit.machine)
     gin.clear_config()
-    load_config([str(task.folder / 'written.gin')], ["TEXT = 'corpus/*.txt'"])
-    assert find_config().objective.model.config == planned.run.config.objective.model.config
+    load_config([str(tmp_path / 'written.gin')], ["TEXT = 'corpus/*.txt'"])
+    assert find_config().objective.model.config == there.objective.model.config
+    assert find_config().partitioner.rule_set == there.partitioner.rule_set
     gin.clear_config()
 
 
-def test_the_machines_that_can_hold_a_state(task_of):
+def test_the_machines_that_can_hold_a_state(work_of):
     """With one row of 64 tokens, the activations of a step are negligible.
 
     Each of the 8.03 B parameters needs 14 bytes: the parameter and two moments in float32, and the
     gradient in bfloat16. These 104.7 GiB need 7 chips of v5e with 15.75 GiB each, so the first
     machine has 8 chips. The smallest host of v5p, with 4 times 95 GiB, and 2 H100 are enough.
     """
-    task = task_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 64, 64)
-    names = [str(machine) for machine in list_machines(task, CHIPS['v5e'])]
+    work = work_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 64, 64)
+    names = [str(machine) for machine in list_machines(work, CHIPS['v5e'])]
     assert names == ['v5e:2x4', 'v5e:4x4', 'v5e:4x8', 'v5e:8x8', 'v5e:8x16', 'v5e:16x16']
-    assert next(map(str, list_machines(task, CHIPS['v5p']))) == 'v5p:2x2x1'
-    assert next(map(str, list_machines(task, CHIPS['h100']))) == 'h100:1x2'
+    assert next(map(str, list_machines(work, CHIPS['v5p']))) == 'v5p:2x2x1'
+    assert next(map(str, list_machines(work, CHIPS['h100']))) == 'h100:1x2'
 
 
-def test_the_least_memory_of_a_run(task_of):
+def test_the_least_memory_of_a_run(work_of):
     """Counted by hand: the state, gradients, and the inputs of 32 layers of 4096 in bfloat16."""
-    task = task_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 2**22, 4096)
+    work = work_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 2**22, 4096)
     count, tokens = 8_030_261_248, 2**22 // 16
-    sizes = task.sizes_of(16)
-    assert least_peak(task, sizes, 1) == count * 14 / 16 + tokens * 32 * 4096 * 2
-    assert least_peak(task, sizes, 8) == count * 18 / 16 + tokens * 32 * 4096 * 2 / 8
-    kept = least_peak(task, sizes, 1, keeps_products=True)
+    sizes = work.sizes_on(parse_machine('v5e:4x4'))
+    assert work.least_peak(sizes, 1) == count * 14 / 16 + tokens * 32 * 4096 * 2
+    assert work.least_peak(sizes, 8) == count * 18 / 16 + tokens * 32 * 4096 * 2 / 8
+    kept = work.least_peak(sizes, 1, keeps_products=True)
     assert kept == count * 14 / 16 + tokens * 32 * (4096 + 2 * 14_336) * 2
 
 
-def test_what_a_batch_needs_is_divided_by_its_microbatches(task_of):
+def test_what_a_batch_needs_is_divided_by_its_microbatches(work_of):
     """The peaks of 8 and 32 microbatches are on one line over 1 / n: so is the one of 16."""
-    task = task_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 2**22, 4096)
+    work = work_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 2**22, 4096)
     fixed, of_batch = 20 * 8_030_261_248 / 16, 100 * 2**30
     peak = round(fixed + of_batch / 8)
-    assert bytes_of_batch(task, 16, 8, peak) == pytest.approx(of_batch)
-    assert expected_peak(task, 16, 32, of_batch) == pytest.approx(fixed + of_batch / 32)
+    assert work.bytes_of_batch(16, 8, peak) == pytest.approx(of_batch)
+    assert work.expected_peak(16, 32, of_batch) == pytest.approx(fixed + of_batch / 32)
 
 
 @pytest.fixture
@@ -151,27 +164,27 @@ def tried(monkeypatch):
     """The numbers of microbatches that are tried, of a model whose peaks follow a formula."""
     numbers = []
 
-    def forecast(planned, machine, **settings):
-        sizes, candidate = planned
+    def forecast(work, fit, **settings):
+        candidate, devices = fit.candidate, fit.sizes.num_devices
         if candidate.remat != 'full':
             raise ValueError('not here')
         number = candidate.num_microbatches
-        numbers.append((sizes.num_devices, number))
+        numbers.append((devices, number))
         peak = (14 if number == 1 else 19) * 8_030_261_248 + 1500 * 2**30 / number
-        peak = round(peak / sizes.num_devices)
-        limit = CHIPS['v5e'].hbm_bytes
+        peak, limit = round(peak / devices), CHIPS['v5e'].hbm_bytes
         memory = SimpleNamespace(peak=peak, limit=limit)
-        return SimpleNamespace(memory=memory, fits=peak <= limit, time=None)
+        return dataclasses.replace(
+            fit, forecast=SimpleNamespace(memory=memory, fits=peak <= limit, time=None)
+        )
 
-    monkeypatch.setattr(fits, 'plan_candidate', lambda task, sizes, one, machine: (sizes, one))
-    monkeypatch.setattr(fits, 'forecast_step', forecast)
+    monkeypatch.setattr(fits, 'forecast_fit', forecast)
     return numbers
 
 
 @pytest.mark.parametrize('devices, shape', [(16, '4x4'), (32, '4x8'), (64, '8x8'), (256, '16x16')])
-def test_the_fewest_microbatches_that_fit_are_found_with_few_tries(tried, task_of, devices, shape):
-    task = task_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 2**22, 4096)
-    found = fit_machine(task, parse_machine(f'v5e:{shape}'))
+def test_the_fewest_microbatches_that_fit_are_found_with_few_tries(tried, work_of, devices, shape):
+    work = work_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 2**22, 4096)
+    found = fit_machine(work, parse_machine(f'v5e:{shape}'))
     fitting = [
         n
         for n in (1, 2, 4, 8, 16, 32, 64)
@@ -182,29 +195,29 @@ def test_the_fewest_microbatches_that_fit_are_found_with_few_tries(tried, task_o
     assert len(tried) <= 3
 
 
-def test_nothing_is_tried_twice(tried, task_of):
+def test_nothing_is_tried_twice(tried, work_of):
     """The smallest machine that fits is one that was asked about; 2x4 is excluded by its state."""
-    task = task_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 2**22, 4096)
+    work = work_of(model_of('Llama-3.1-8B', dtype='bfloat16'), 2**22, 4096)
     known = {}
-    fit = fit_machine(task, parse_machine('v5e:4x4'), None, known)
+    fit = fit_machine(work, parse_machine('v5e:4x4'), None, known)
     before = list(tried)
-    assert fit.fits and find_smallest(task, CHIPS['v5e'], None, known) is fit
+    assert fit.fits and find_smallest(work, CHIPS['v5e'], None, known) is fit
     assert tried == before
 
 
-def test_tokens_of_a_batch(task_of):
+def test_tokens_of_a_batch():
     assert [parse_tokens(text) for text in ('4M', '512K', '65536')] == [4194304, 524288, 65536]
     for text in ('-4M', '0', '4.5M', '4m', '', '1G'):
         with pytest.raises(ValueError, match='number of tokens, such as 4M'):
             parse_tokens(text)
     model = model_of('gpt2')
-    assert task_of(model, 65536).sequence_length == 1024
+    assert choose_rows(model, 65536, None) == {'batch_size': 64, 'sequence_length': 1024}
     with pytest.raises(ConfigError, match=r'65000 is not a multiple of the 1024.*write 64512'):
-        task_of(model, 65000)
+        choose_rows(model, 65000, None)
     with pytest.raises(ConfigError, match='--sequence_length=2048, but the gpt2 has 1024'):
-        task_of(model, 65536, 2048)
+        choose_rows(model, 65536, 2048)
     with pytest.raises(ConfigError, match='--sequence_length is -1'):
-        task_of(model, 65536, -1)
+        choose_rows(model, 65536, -1)
 
 
 @pytest.mark.parametrize(

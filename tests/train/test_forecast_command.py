@@ -9,7 +9,7 @@ import pytest
 
 from train.cli import main
 from train.machine import devices as machine
-from train.planning.forecasting import machines
+from train.planning import machines
 
 pytestmark = pytest.mark.core
 

@@ -8,7 +8,8 @@ from partitioning.hardware import stand_in_devices
 from train.data import CausalLM, TextFiles
 from train.errors import ConfigError
 from train.objectives import NextToken
-from train.planning.forecasting import Machine, move_to, parse_machine, plan_step, stand_in
+from train.planning.forecasts import plan_step
+from train.planning.machines import Machine, move_to, parse_machine, stand_in
 
 pytestmark = pytest.mark.core
 

@@ -7,7 +7,7 @@ import gin
 import pytest
 from forecasts_by_hand import GIB, make_forecast
 
-from train.cli import forecast as command, main
+from train.cli import forecasting as command, main
 from train.machine import devices as machine
 
 pytestmark = pytest.mark.core

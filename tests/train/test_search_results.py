@@ -7,21 +7,17 @@ import sys
 import pytest
 from etils import epath
 from rich.console import Console
+from small import small_config
 
-from train.planning.searching import (
-    Candidate,
-    Found,
-    Layout,
-    Outcome,
-    Prediction,
-    SearchResult,
-    Space,
-    search,
-)
-from train.planning.searching.compiling import answer, compile_in_new_process
-from train.planning.searching.frontier import draw_search, find_frontier, list_points
-from train.planning.searching.memory import file_name, remember
-from train.planning.searching.tables import search_table, summary_lines
+from train.cli.searching import Source, answer, compile_in_new_process
+from train.planning import search_runs
+from train.planning.candidates import Candidate
+from train.planning.frontier import draw_search, find_frontier, list_points
+from train.planning.machines import Machine
+from train.planning.presets import Layout
+from train.planning.searching import Found, Outcome, Prediction, SearchResult
+from train.planning.space import Choices
+from train.planning.tables import search_table, summary_lines
 
 GIB = 2**30
 LAYOUTS = [Layout('fsdp'), Layout('zero'), Layout('fsdp_tensor', (('NUM_PARTITIONS', 4),))]
@@ -97,65 +93,78 @@ def test_the_table():
     assert 'below 1.600 s' in summary[-1]
 
 
-def test_a_second_search_compiles_nothing(tmp_path):
-    compiled = []
+MACHINE = Machine('v5e:4x4')
 
-    def compile_text(text):
-        compiled.append(text)
+
+def test_a_second_search_compiles_nothing(tmp_path, monkeypatch):
+    """The settings of the run, its machine and the compilers decide what is known."""
+    compiled, predicted, versions = [], [], {'libtpu': '1'}
+    monkeypatch.setattr(search_runs, '_versions', lambda: versions)
+    config = small_config(tmp_path / 'run', tmp_path, batch_size=32)
+    monkeypatch.setattr(search_runs, 'change_run', lambda config, candidate, machine: candidate)
+    monkeypatch.setattr(search_runs, 'plan_step', predicted.append)
+    prediction = Prediction(peak=7, seconds=1, bound=0.1)
+    monkeypatch.setattr(search_runs, 'predict_step', lambda planned: prediction)
+
+    def compile_candidate(candidate):
+        compiled.append(candidate)
         return Outcome(fits=True, peak=7, seconds=float(len(compiled)), compile_seconds=1.5)
 
-    def run(best, text_of=str):
-        return search(
-            Space(candidates=tuple(Candidate(layout=layout) for layout in LAYOUTS), dropped={}),
-            lambda candidate: Prediction(peak=7, seconds=1, bound=0.1),
-            remember(epath.Path(tmp_path), text_of, compile_text),
-            limit=8,
+    def run(best, machine=MACHINE, name='mine'):
+        found = search_runs.search_run(
+            config,
+            machine,
+            epath.Path(tmp_path),
             best=best,
+            choices=Choices.of_layouts(layouts=LAYOUTS[:2], num_microbatches=(1, 2)),
+            compile_candidate=compile_candidate,
+            write=lambda candidate, comment: f'{name}: {candidate}',
+            say=lambda text: None,
         )
+        return found.result
 
     first = run(best=2)
     assert len(compiled) == 2
-    again = run(best=2)
-    assert again == first and len(compiled) == 2
+    assert run(best=2) == first and (len(compiled), len(predicted)) == (2, 4)
     assert run(best=3).num_compiled == 3 and len(compiled) == 3
-    run(best=1, text_of=lambda candidate: f'another machine, {candidate}')
-    assert len(compiled) == 4
-    [file] = [f for f in (tmp_path / 'compiled').iterdir() if f.name.startswith('zero')]
-    stored = json.loads(file.read_text())
-    assert stored['candidate'] == stored['request'] == 'zero'
-    assert stored['outcome']['compile_seconds'] == 1.5
-
-
-def test_files_of_different_requests_differ():
-    candidate = Candidate(layout=LAYOUTS[2], remat='dots')
-    first, second = file_name(candidate, 'a'), file_name(candidate, 'b')
-    assert first != second and first.startswith('fsdp-tensor-4-remat-dots-')
+    run(best=1, name='another run')
+    run(best=1, machine=Machine('v5e:2x4'))
+    versions['libtpu'] = '2'
+    run(best=1)
+    assert len(compiled) == 6
+    written = {file.name for file in tmp_path.iterdir()}
+    assert written == {'best.gin', 'search.json', 'search.png', 'remembered.json'}
 
 
 @pytest.mark.parametrize(
     ('machine', 'words'), [('v5e:4x4', 'no such gin file'), ('v9:4x4', 'unknown topology')]
 )
 def test_settings_that_cannot_be_honoured_are_an_answer(machine, words):
-    outcome = answer({'source': {'files': ['nowhere.gin']}, 'machine': machine})
+    candidate = dataclasses.asdict(Candidate(layout=LAYOUTS[2]))
+    request = {'source': {'files': ['nowhere.gin']}, 'machine': machine, 'candidate': candidate}
+    outcome = answer(request)
     assert not outcome.fits and words in outcome.error
 
 
 @pytest.mark.parametrize(
     ('script', 'expected'),
     [
-        ("""echo '{"fits": true, "peak": 7, "seconds": 0.5}' > $5""", (True, 7, 0.5, '')),
+        ("""echo '{"fits": true, "peak": 7, "seconds": 0.5}'""", (True, 7, 0.5, '')),
         ('echo one >&2; echo two >&2; exit 1', (False, None, None, 'two')),
         ('kill -9 $$', (False, None, None, 'exit status -9')),
     ],
     ids=['an answer', 'an error', 'killed'],
 )
 def test_a_process_of_its_own(tmp_path, monkeypatch, script, expected):
-    """The process is called with -P -m MODULE REQUEST ANSWER."""
+    """The process is called with -P -m MODULE, and reads its request from standard input."""
     python = tmp_path / 'python'
-    python.write_text(f'#!/bin/sh\n{script}\n')
+    python.write_text(f'#!/bin/sh\ncat > {tmp_path}/request.json\n{script}\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, 'executable', str(python))
-    outcome = compile_in_new_process(epath.Path(tmp_path))('{"machine": "v5e:4x4"}')
+    candidate = Candidate(layout=LAYOUTS[2])
+    outcome = compile_in_new_process(Source(files=['mine.gin']), MACHINE)(candidate)
     assert (outcome.fits, outcome.peak, outcome.seconds) == expected[:3]
     assert outcome.error.endswith(expected[3]) and bool(outcome.error) == bool(expected[3])
-    assert (tmp_path / 'request.json').read_text() == '{"machine": "v5e:4x4"}'
+    request = json.loads((tmp_path / 'request.json').read_text())
+    assert request['machine'] == 'v5e:4x4' and request['source']['files'] == ['mine.gin']
+    assert request['candidate']['layout']['sizes'] == [['NUM_PARTITIONS', 4]]

@@ -11,20 +11,12 @@ from hypothesis import given, settings, strategies as st
 from train.errors import ConfigError
 from train.gin.entry import find_config
 from train.gin.load import load_config
-from train.planning.searching import (
-    Candidate,
-    Choices,
-    Layout,
-    Outcome,
-    Prediction,
-    RunSizes,
-    Space,
-    list_space,
-    search,
-)
-from train.planning.searching.gin_file import write_gin
-from train.planning.searching.ranking import correct
-from train.planning.searching.run_sizes import sizes_of
+from train.planning.candidates import Candidate, RunSizes, change_run, sizes_of
+from train.planning.gin_text import write_gin
+from train.planning.machines import Machine
+from train.planning.presets import Layout
+from train.planning.searching import Outcome, Prediction, correct, search
+from train.planning.space import Choices, Space, list_space
 
 MODEL_8B = {
     'embed_dim': 4096,
@@ -232,7 +224,11 @@ def test_corrections_are_shared_by_setting():
     assert 1 <= second < math.sqrt(2) < third <= first <= 2
 
 
-# The winner as a gin file.
+# The winner, by value and as a gin file.
+
+
+def sized(preset, **sizes):
+    return Layout(preset, tuple(sizes.items()))
 
 
 @pytest.mark.parametrize(
@@ -240,42 +236,38 @@ def test_corrections_are_shared_by_setting():
     [
         Candidate(layout=Layout('fsdp'), num_microbatches=1, remat='offload', output_chunks=4),
         Candidate(
-            layout=Layout('fsdp_tensor', (('NUM_PARTITIONS', 4),)),
+            layout=sized('fsdp_tensor', NUM_PARTITIONS=4),
             num_microbatches=2,
             remat='dots',
             compiler_options=(('xla_a', 7), ('xla_b', None)),
         ),
-        Candidate(layout=Layout('three_d', (('FSDP_PARTITIONS', 2), ('NUM_PARTITIONS', 1)))),
+        Candidate(layout=sized('three_d', FSDP_PARTITIONS=2, NUM_PARTITIONS=1)),
+        Candidate(layout=sized('few_kv_heads', NUM_PARTITIONS=2, HEAD_GROUPS=2), remat='none'),
+        Candidate(layout=sized('context', CONTEXT_PARTITIONS=2, NUM_PARTITIONS=2)),
+        Candidate(layout=sized('pipeline', STAGES=2, NUM_PARTITIONS=1)),
+        Candidate(layout=Layout('zero')),
+        Candidate(layout=Layout(''), remat='full', output_chunks=1),
     ],
     ids=str,
 )
-def test_the_winner_is_a_gin_file_that_trains(candidate, tmp_path):
+def test_the_winner_by_value_is_what_its_gin_file_trains(candidate, tmp_path):
+    """The presets of the gin files are the expected values of the presets in Python."""
     files = ['configs/runs/pretrain.gin', 'configs/models/tiny.gin']
-    bindings = ["TEXT = 'a/*.txt'", 'BATCH_SIZE = 64', 'NUM_PARTITIONS = 2']
+    bindings = ["TEXT = 'a/*.txt'", 'BATCH_SIZE = 64', 'TrainConfig.evaluators = {}']
     gin.clear_config()
     load_config(files, bindings)
-    run = sizes_of(find_config(), num_devices=8)
+    config = find_config()
+    run = sizes_of(config, num_devices=8)
+    there = change_run(config, candidate, Machine('v5e:2x4', on_cpu=True))
     (tmp_path / 'best.gin').write_text(write_gin(candidate, run, files, bindings, ['found']))
     gin.clear_config()
     load_config([str(tmp_path / 'best.gin')])
-    config = find_config()
-    model = config.objective.model.config
-    assert config.batch_size == 64 and config.num_microbatches == (candidate.num_microbatches or 1)
-    shape = {n: size for n, size in config.partitioner.mesh.shape.items() if size > 1}
-    assert (
-        shape
-        == {
-            'fsdp': {'data': 8},
-            'fsdp_tensor': {'data': 2, 'model': 4},
-            'three_d': {'data': 4, 'fsdp': 2},
-        }[candidate.layout.preset]
-    )
-    if candidate.remat == 'offload':
-        assert model.remat.offload == ('residual',) and config.objective.output.num_chunks == 4
-    elif candidate.remat:
-        assert model.remat == candidate.remat
-    if candidate.compiler_options:
-        assert config.compiler_options == {'xla_a': 7, 'xla_b': None}
+    from_gin = find_config()
+    assert from_gin.partitioner.mesh.shape == there.partitioner.mesh.shape
+    assert from_gin.partitioner.rule_set == there.partitioner.rule_set
+    for name in ('objective', 'batch_size', 'num_microbatches', 'compiler_options'):
+        assert getattr(from_gin, name) == getattr(there, name), name
+    gin.clear_config()
 
 
 def test_the_options_of_the_run_are_kept():

@@ -16,12 +16,12 @@ COMMANDS = {
         'pretrain forecast',
     ),
     'forecast': (
-        'forecast.forecast',
+        'forecasting.forecast',
         'say whether a run fits into any machine, and how fast it is there',
         'pretrain --topology=v5e:4x4',
     ),
     'fits': (
-        'fits.fits',
+        'fitting.find_machines',
         'say on which machines a model of Hugging Face can be trained',
         'config.json --topology=v5e:4x4',
     ),

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 from meshwright import ProgramCosts, read_costs
+from partitioning.amounts import bytes_str
 from partitioning.hardware.compiler_errors import own_compiler_errors
 from partitioning.programs import PartitionedCallable
 from train.config import TrainConfig
 from train.errors import ConfigError
 from train.gin.text import write_gin_text
-from train.planning.cost_lines import describe_costs
 from train.processes.activity import calling_compiler
 from train.reporting.memory import check_fits, memory_advice
+from train.reporting.reports import format_seconds
 from train.running.programs import partition_train_step
 from train.running.run import Run, prepare, report
 
 LOWERED, COMPILED, MEMORY = 'train_step.stablehlo.txt', 'train_step.hlo.txt', 'memory.json'
 COSTS = 'costs.json'
+_MOST = 3  # the lines of each kind about the costs
 # What jax's memory analysis of a program says, and its names here.
 SIZES = {
     'arguments': 'argument_size_in_bytes',
@@ -51,9 +55,9 @@ class CompiledStep(NamedTuple):
 
 
 def compile_step(config: TrainConfig) -> CompiledStep:
-    """Compiles the train step of a run. No array is created, and nothing is written.
+    """Compiles the train step of a run, also for a described mesh.
 
-    The mesh may be of devices that are not here.
+    No array is created, and nothing is written.
 
     Raises:
       ConfigError, ValueError: if a setting cannot be honoured, or if the devices have too little
@@ -76,7 +80,7 @@ def precompile(config: TrainConfig) -> dict[str, Any]:
     the program of a device with its collectives; `memory.json`, what the compiler says about the
     memory of a device; `costs.json`, the fields of `meshwright.ProgramCosts`: estimated
     computation, collectives, and the largest arrays; and `precompile-plan.json`, the layout. No
-    array is created, so the mesh may be of devices that are not here.
+    array is created, so the mesh may be a described one.
 
     Args:
       config: the settings of the run.
@@ -89,7 +93,8 @@ def precompile(config: TrainConfig) -> dict[str, Any]:
     """
     run, _, lowered, compiled, costs = compile_step(config)
     mesh = config.partitioner.mesh
-    memory: dict[str, Any] = {'mesh': dict(mesh.shape), 'devices': [str(d) for d in _devices(mesh)]}
+    devices = [str(device) for device in mesh.devices.flat]  # the first is the first on every axis
+    memory: dict[str, Any] = {'mesh': dict(mesh.shape), 'devices': devices}
     if (sizes := compiled.memory_analysis()) is not None:
         memory['bytes_per_device'] = {name: getattr(sizes, field) for name, field in SIZES.items()}
     files = {
@@ -107,9 +112,31 @@ def precompile(config: TrainConfig) -> dict[str, Any]:
     return memory
 
 
-def _devices(mesh: Any) -> list[Any]:
-    """The devices of a mesh in its order: the first is the first along every axis."""
-    return list(mesh.devices.flat)
+def describe_costs(costs: ProgramCosts) -> Iterator[str]:
+    """Yields lines about what a program costs on each device, all from the compiler."""
+    if memory := costs.memory:
+        yield (
+            f'memory of a device at its fullest: {bytes_str(memory.peak)}, of which arguments '
+            f'{bytes_str(memory.arguments)}; the largest other arrays:'
+        )
+        for array in costs.at_peak.arrays[:_MOST]:
+            several = f'{array.count} x ' if array.count > 1 else ''
+            yield f'  {bytes_str(array.nbytes)}  {several}{array.array}{_at(array.source)}'
+    if costs.compute_seconds is not None:
+        yield (
+            f'computation: {format_seconds(costs.compute_seconds)}, estimated without kernels and '
+            'collectives; the slowest operations:'
+        )
+        for operation in costs.operations[:_MOST]:
+            seconds = costs.compute_seconds * operation.cycles / costs.cycles
+            yield f'  {format_seconds(seconds)}  {operation.kind}{_at(operation.source)}'
+    for (network, axes, kind), size in costs.wire_table().items():
+        over = f' over {", ".join(axes)}' if axes else ''
+        yield f'each device sends {bytes_str(size)} per step: {kind}{over} ({network.upper()})'
+
+
+def _at(source: str) -> str:
+    return f', {os.path.basename(source)}' if source else ''
 
 
 def _write(run: Run, files: dict[str, str]) -> None:

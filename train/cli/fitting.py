@@ -9,11 +9,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from train.cli.command import OneLineParser, run
-from train.cli.forecast import add_topologies, leave_devices_alone
+from train.cli.forecasting import add_topologies, leave_devices_alone
+from train.cli.searching import DEFAULTS
 
 if TYPE_CHECKING:
-    from train.planning.fitting import Fit, Known, Task
-    from train.planning.forecasting import Machine
+    from train.config import TrainConfig
+    from train.planning.bounds import Workload
+    from train.planning.fits import Fit, Known
+    from train.planning.huggingface.models import FoundModel
+    from train.planning.machines import Machine
 
 _DESCRIPTION = """\
 Says on which machines the model of a Hugging Face config.json can be trained from scratch, with
@@ -27,7 +31,7 @@ The exit status is 0 if the model fits everywhere, 1 if it does not fit somewher
 """
 
 
-def fits(arguments: Sequence[str], prog: str) -> int:
+def find_machines(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright fits`, and returns its exit status."""
     parser = OneLineParser(
         prog,
@@ -54,62 +58,80 @@ def fits(arguments: Sequence[str], prog: str) -> int:
     )
     parser.add_argument('--traceback', action='store_true', help='show the traceback of an error')
     options = parser.parse_args(arguments)
-    return run(lambda: _fits(options), options)
+    return run(lambda: _answer(options), options)
 
 
-def _fits(options: argparse.Namespace) -> int:
+def _answer(options: argparse.Namespace) -> int:
     leave_devices_alone()
-    import tempfile
-
-    from etils import epath
-
-    from train.planning.fitting import find_model, make_task, parse_tokens
-    from train.planning.forecasting import check_compilers, parse_machine
+    from train.planning.bounds import Workload
+    from train.planning.gin_text import write_pretraining
+    from train.planning.huggingface.models import choose_rows, find_model, parse_tokens
+    from train.planning.machines import check_compilers, parse_machine
 
     machines = [parse_machine(name) for name in options.topology]
     if options.compile:
         check_compilers(machines)
     tokens = parse_tokens(options.batch_tokens)
     model = find_model(options.config, dtype='bfloat16')
-    with tempfile.TemporaryDirectory() as folder:
-        task = make_task(model, tokens, options.sequence_length, epath.Path(folder))
-        return _answer(task, machines, options)
+    rows = choose_rows(model, tokens, options.sequence_length)
+    lines = write_pretraining(model.config, **rows)
+    work = Workload(config=_read_config(lines), num_parameters=model.num_parameters)
+    found, smallest = _fit_all(work, machines, compile=options.compile)
+    _show(model, work, lines, found, smallest, options)
+    return int(not all(fit.fits for fit in found))
 
 
-def _answer(task: Task, machines: Sequence[Machine], options: argparse.Namespace) -> int:
-    from partitioning.hardware import CHIPS, parse_topology
-    from train.planning.fitting import confirm, find_smallest, fit_machine
-    from train.planning.forecasting.progress import show_progress
+def _read_config(lines: Sequence[str]) -> TrainConfig:
+    """The settings of a run of pretraining with these changes, for one device."""
+    import jax
+
+    from partitioning.hardware import stand_in_devices
+    from train.gin.entry import find_config
+    from train.gin.load import load_config
+    from train.planning.gin_text import PRETRAIN
+
+    load_config([DEFAULTS, PRETRAIN], [line for line in lines if line])
+    with stand_in_devices(jax.devices()[:1]):
+        return find_config()
+
+
+def _fit_all(
+    work: Workload, machines: Sequence[Machine], *, compile: bool
+) -> tuple[list[Fit], dict[str, Fit | None]]:
+    """How a run does on each machine, and on the smallest machine of each of their chips."""
+    from train.planning.fits import find_smallest, fit_machine, forecast_fit
+    from train.planning.output import show_progress
 
     found: list[Fit] = []
     known: Known = {}
     for machine in machines:
         with show_progress(str(machine)) as progress:
-            fit = fit_machine(task, machine, progress, known)
-            found.append(confirm(task, fit, progress) if options.compile else fit)
-    chips = list(dict.fromkeys(parse_topology(machine.topology)[0].name for machine in machines))
+            fit = fit_machine(work, machine, progress, known)
+            found.append(forecast_fit(work, fit, progress=progress) if compile else fit)
     smallest: dict[str, Fit | None] = {}
-    for name in chips:
+    for name, chip in {machine.chip.name: machine.chip for machine in machines}.items():
         with show_progress(f'the smallest {name}') as progress:
-            smallest[name] = find_smallest(task, CHIPS[name], progress, known)
-    _show(task, found, smallest, options)
-    return int(not all(fit.fits for fit in found))
+            smallest[name] = find_smallest(work, chip, progress, known)
+    return found, smallest
 
 
 def _show(
-    task: Task,
+    model: FoundModel,
+    work: Workload,
+    lines: Sequence[str],
     found: Sequence[Fit],
     smallest: dict[str, Fit | None],
     options: argparse.Namespace,
 ) -> None:
     """Prints the answer, and writes or prints the gin file."""
     from train.errors import ConfigError
-    from train.planning.fitting import fastest, write_fit
-    from train.planning.fitting.tables import as_dict, describe_task, fits_table
+    from train.planning.fits import find_fastest
+    from train.planning.gin_text import write_fit
+    from train.planning.tables import as_dict, describe_model, fits_table
     from train.reporting.console import SafeConsole
 
-    best = fastest([*found, *(fit for fit in smallest.values() if fit is not None)])
-    text = None if best is None else write_fit(task, best)
+    best = find_fastest([*found, *(fit for fit in smallest.values() if fit is not None)])
+    text = None if best is None else write_fit(model, best, lines)
     if options.out and text is not None:
         try:
             with open(options.out, 'w', encoding='utf-8') as file:
@@ -118,13 +140,13 @@ def _show(
             raise ConfigError(f'--out={options.out} cannot be written: {error.strerror}') from error
     if options.json:
         held = {
-            'model': task.model.kind,
-            'num_parameters': task.model.num_parameters,
-            'differs': list(task.model.differs),
-            'batch_tokens': task.batch_tokens,
-            'sequence_length': task.sequence_length,
-            'machines': [as_dict(fit, task) for fit in found],
-            'smallest': {k: None if x is None else as_dict(x, task) for k, x in smallest.items()},
+            'model': model.kind,
+            'num_parameters': model.num_parameters,
+            'differs': list(model.differs),
+            'batch_tokens': work.batch_tokens,
+            'sequence_length': work.row_tokens,
+            'machines': [as_dict(fit, work) for fit in found],
+            'smallest': {k: None if x is None else as_dict(x, work) for k, x in smallest.items()},
             'gin': text,
         }
         print(json.dumps(held, indent=1))
@@ -132,13 +154,13 @@ def _show(
     console = SafeConsole()
     if not console.is_terminal:
         console.width = 160
-    for line in describe_task(task):
+    for line in describe_model(model, work):
         console.print(line, soft_wrap=True)
     console.print()
-    console.print(fits_table(found, task))
+    console.print(fits_table(found, work))
     console.print('\nthe smallest machine of each chip that fits:')
     fitting = [fit for fit in smallest.values() if fit is not None]
-    console.print(fits_table(fitting, task))
+    console.print(fits_table(fitting, work))
     for name in (name for name, fit in smallest.items() if fit is None):
         console.print(f'{name}: none')
     if text is None or best is None:

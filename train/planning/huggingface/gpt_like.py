@@ -12,7 +12,7 @@ from train.checkpoints.huggingface.decoders import (
     read_gpt2,
     read_windows,
 )
-from train.planning.fitting.readers.llama_like import layer_norm
+from train.planning.huggingface.llama_like import layer_norm
 
 GELU = {'gelu': 'gelu', 'gelu_new': 'gelu_tanh', 'gelu_fast': 'gelu_tanh', GELU_TANH: 'gelu_tanh'}
 ALL_BIASES = ('qkv', 'out', 'mlp', 'norm')

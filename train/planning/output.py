@@ -1,18 +1,23 @@
-"""What a forecast prints and writes."""
+"""What a forecast prints and writes, and what it shows while it is made."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from etils import epath
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from meshwright import Forecast, forecast_table
 from meshwright.report.page import write_page
 from train.errors import ConfigError
 from train.paths import as_path
+from train.reporting.console import SafeConsole
+from train.reporting.reports import format_seconds
 
 JSON, PAGE = 'forecast.json', 'forecast.html'
 _PIPE = 160  # the characters of a line where there is no terminal
@@ -68,3 +73,31 @@ def write_files(
             (folder / f'{machine.replace(":", "-")}.hlo.txt').write_text(text)
     except OSError as error:
         raise ConfigError(f'{folder} cannot be written: {error.strerror or error}') from error
+
+
+@contextlib.contextmanager
+def show_progress(name: str) -> Iterator[Callable[[str], None]]:
+    """Shows on standard error what is done for a machine, with the seconds that it takes.
+
+    A file or a pipe gets one line, at the end.
+
+    Args:
+      name: the machine.
+
+    Yields:
+      The function to call with a text when a stage begins.
+    """
+    console, started = SafeConsole(stderr=True), time.monotonic()
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn('{task.description}', markup=False),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task(name)
+    with bar:
+        yield lambda text: bar.update(task, description=f'{name}: {text}')
+    seconds = format_seconds(time.monotonic() - started)
+    console.print(f'{name}: {seconds}', style='dim', soft_wrap=True)

@@ -1,8 +1,9 @@
-"""Settings of a run with which its step needs less memory, as lines of gin files."""
+"""Changes with which a run that does not fit into a machine may fit, the least drastic first."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -11,24 +12,30 @@ from meshwright import Forecast
 from meshwright.remedies import Alternative, Call
 from partitioning.hardware import chip_of
 from train.config import TrainConfig
-from train.planning.forecasting import Machine, PlannedStep, plan_on
-from train.planning.searching import Candidate, Choices, Layout, RunSizes, list_space
-from train.planning.searching.gin_file import bindings_of, files_of
-from train.planning.searching.predicting import Source, read_config
-from train.planning.searching.run_sizes import sizes_of
+from train.planning.candidates import (
+    Candidate,
+    RunSizes,
+    change_run,
+    find_model_config,
+    sizes_of,
+)
+from train.planning.forecasts import PlannedStep, plan_step
+from train.planning.gin_text import list_bindings, list_includes
+from train.planning.machines import Machine
+from train.planning.presets import Layout
+from train.planning.space import Choices, list_space
 
 _CHUNKS = 16
 _MOST_TENSOR = 8
 _AS_IT_IS = Layout('')
 
 
-def list_remedies(source: Source, machine: Machine, planned: PlannedStep) -> Iterator[Alternative]:
+def list_changes(planned: PlannedStep, machine: Machine) -> Iterator[Alternative]:
     """Yields settings that can make a run fit into a machine, the least drastic first.
 
     Args:
-      source: the gin settings of the run.
-      machine: the machine.
       planned: the step that does not fit.
+      machine: the machine.
     """
     config = planned.run.config
     sizes = sizes_of(config, config.partitioner.mesh.size, machine.num_slices)
@@ -38,22 +45,18 @@ def list_remedies(source: Source, machine: Machine, planned: PlannedStep) -> Ite
         same_layout = _list_settings(sizes, config.num_microbatches, _is_recomputed(config))
         candidates = [*same_layout, *candidates]
     for candidate in candidates:
-        lines = bindings_of(candidate, sizes)
-        files = files_of(candidate)
-        setting = '; '.join([*(f'include {file!r}' for file in files), *lines])
-        changed = dataclasses.replace(
-            source, files=[*source.files, *files], bindings=[*source.bindings, *lines]
-        )
-
-        def build(changed: Source = changed) -> Call:
-            step = plan_on(machine, lambda: read_config(changed, machine))
-            return Call(step.run.config.partitioner, step.step, step.arguments)
-
-        yield Alternative(setting, build)
+        setting = '; '.join([*list_includes(candidate), *list_bindings(candidate, sizes)])
+        yield Alternative(setting, functools.partial(_call, config, candidate, machine))
 
 
-def helping(forecast: Forecast) -> Forecast:
-    """Returns a forecast without the remedies that save no memory, the best of the others first."""
+def _call(config: TrainConfig, candidate: Candidate, machine: Machine) -> Call:
+    """The train step of a run with the changes of a candidate."""
+    step = plan_step(change_run(config, candidate, machine))
+    return Call(step.run.config.partitioner, step.step, step.arguments)
+
+
+def keep_helpful(forecast: Forecast) -> Forecast:
+    """Returns a forecast without the changes that save no memory, the best of the others first."""
     peak = forecast.memory.analytic_peak
     kept = [one for one in forecast.remedies if one.fits or one.peak < peak]
     ordered = sorted(kept, key=lambda one: (not one.fits, one.peak))
@@ -62,8 +65,7 @@ def helping(forecast: Forecast) -> Forecast:
 
 def _is_recomputed(config: TrainConfig) -> bool:
     """Whether the layers of a model recompute everything already."""
-    model = getattr(getattr(config.objective, 'model', None), 'config', None)
-    return getattr(model, 'remat', None) == 'full'
+    return getattr(find_model_config(config.objective), 'remat', None) == 'full'
 
 
 def _least_state(planned: PlannedStep) -> int:
@@ -95,8 +97,7 @@ def _list_presets(sizes: RunSizes, recomputed: bool) -> Iterator[Candidate]:
     """One layout of each preset that divides the run."""
     if not sizes.model:
         return
-    only = Choices(num_microbatches=(1,), remats=('full',), output_chunks=(None,))
-    found = [candidate.layout for candidate in list_space(sizes, only).candidates]
+    found = [one.layout for one in list_space(sizes, Choices.of_layouts()).candidates]
     for preset in ('fsdp', 'fsdp_tensor', 'few_kv_heads'):
         fitting = [x for x in found if x.preset == preset]
         small = [x for x in fitting if dict(x.sizes).get('NUM_PARTITIONS', 1) <= _MOST_TENSOR]

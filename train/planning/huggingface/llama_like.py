@@ -1,4 +1,4 @@
-"""Decoders that followed Llama: rotary positions, and mostly gated MLPs and RMSNorm."""
+"""Decoders that followed Llama: rotary positions, mostly gated MLPs and RMSNorm, or experts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from train.checkpoints.huggingface.decoders import (
     read_common,
     read_gemma2,
     read_llama,
+    read_qwen3,
     read_windows,
 )
+from train.errors import ConfigError
+from train.models.experts import ExpertsConfig
 
 
 def read_phi3(c: ConfigJson) -> Settings:
@@ -19,7 +22,7 @@ def read_phi3(c: ConfigJson) -> Settings:
 
 
 def read_ministral(c: ConfigJson) -> Settings:
-    """Ministral, of whose layers some are local."""
+    """Ministral, in which some layers are local."""
     _require_silu(c)
     return read_common(c) | read_windows(c, c.get('sliding_window', 4096), lambda i: True)
 
@@ -105,7 +108,7 @@ def read_glm4(c: ConfigJson) -> Settings:
 
 
 def read_exaone4(c: ConfigJson) -> Settings:
-    """EXAONE 4, of whose layers every fourth one is global in the large model."""
+    """EXAONE 4. In the large model, every fourth layer is global."""
     _require_silu(c)
     every = c.get('sliding_window_pattern', 4)
     # Small models have no window, and older files say so with a pattern of null.
@@ -125,7 +128,7 @@ def read_olmo2(c: ConfigJson) -> Settings:
 
 
 def read_olmo3(c: ConfigJson) -> Settings:
-    """OLMo 3, of whose layers every fourth one is global."""
+    """OLMo 3, in which every fourth layer is global."""
     window = c.values.get('sliding_window', 4096)
     return read_olmo2(c) | read_windows(c, window, lambda i: (i + 1) % 4 != 0)
 
@@ -142,7 +145,7 @@ def read_cohere(c: ConfigJson) -> Settings:
 
 
 def read_cohere2(c: ConfigJson) -> Settings:
-    """Command R7B and Command A, of whose layers every fourth one is global."""
+    """Command R7B and Command A, in which every fourth layer is global."""
     window, every = c.values.get('sliding_window', 4096), c.get('sliding_window_pattern', 4)
     return read_cohere(c) | read_windows(c, window, lambda i: (i + 1) % every != 0)
 
@@ -150,6 +153,69 @@ def read_cohere2(c: ConfigJson) -> Settings:
 def read_vaultgemma(c: ConfigJson) -> Settings:
     """VaultGemma: Gemma 2 that norms only the inputs of attention and MLP."""
     return read_gemma2(c) | {'post_norms': False}
+
+
+def read_mixtral(c: ConfigJson) -> Settings:
+    """Mixtral, whose layers all have experts."""
+    _require_silu(c)
+    settings = read_common(c) | {'rope_max_wavelength': float(c.get('rope_theta', 1e6))}
+    settings |= read_windows(c, c.get('sliding_window'), lambda i: True)
+    loss = c.get('router_aux_loss_coef', 0.001)
+    return settings | _experts(c.get('num_local_experts', 8), c.get('num_experts_per_tok', 2), loss)
+
+
+def read_granitemoe(c: ConfigJson) -> Settings:
+    """Granite 3 whose layers all have experts."""
+    loss = c.get('router_aux_loss_coef', 0.001)
+    experts = _experts(c.get('num_local_experts', 8), c.get('num_experts_per_tok', 2), loss)
+    return read_llama(c) | experts | {'attention_scale': c.get('attention_multiplier')}
+
+
+def read_qwen3_moe(c: ConfigJson) -> Settings:
+    """Qwen 3 whose layers all have experts."""
+    c.require('decoder_sparse_step', 1, default=1)
+    c.require('mlp_only_layers', [], default=[])
+    loss, normalized = c.get('router_aux_loss_coef', 0.001), c.get('norm_topk_prob', False)
+    count, chosen = c.get('num_experts', 128), c.get('num_experts_per_tok', 8)
+    experts = _experts(count, chosen, loss, normalize_weights=normalized)
+    return read_qwen3(c) | experts | {'mlp_dim': c.get('moe_intermediate_size', 768)}
+
+
+def read_olmoe(c: ConfigJson) -> Settings:
+    """OLMoE."""
+    loss, normalized = c.get('router_aux_loss_coef', 0.01), c.get('norm_topk_prob', False)
+    count, chosen = c.get('num_experts', 64), c.get('num_experts_per_tok', 8)
+    experts = _experts(count, chosen, loss, normalize_weights=normalized)
+    return read_llama(c) | experts | {'qk_norm': True}
+
+
+def read_gpt_oss(c: ConfigJson) -> Settings:
+    """gpt-oss, in which every second layer is global."""
+    _require_silu(c)
+    window, loss = c.values.get('sliding_window', 128), c.get('router_aux_loss_coef', 0.9)
+    experts = _experts(c.get('num_local_experts', 128), c.get('num_experts_per_tok', 4), loss)
+    windows = read_windows(c, window, lambda i: i % 2 == 0)
+    biases = ('qkv', 'out') if c.get('attention_bias', True) else ()
+    return read_common(c) | windows | experts | {'biases': biases}
+
+
+def read_qwen2_moe(c: ConfigJson) -> Settings:
+    """Qwen 2 with experts, which also has an expert that all tokens share."""
+    raise ConfigError(
+        f'{c.where}: a qwen2_moe has an expert that all tokens share, which the model here does '
+        'not: use a mixtral or a qwen3_moe'
+    )
+
+
+def _experts(count: int, chosen: int, loss: float, *, normalize_weights: bool = True) -> Settings:
+    experts = ExpertsConfig(
+        num_experts=count,
+        num_selected_experts=chosen,
+        dropless=True,
+        normalize_weights=normalize_weights,
+        auxiliary_loss_factor=loss,
+    )
+    return {'experts': experts}
 
 
 def layer_norm(c: ConfigJson, epsilon: str) -> Settings:

@@ -3,58 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
-import gin
 from jax.sharding import Mesh
 
 from meshwright.jaxpr import estimate_memory, trace_function
 from meshwright.time import Work, estimate_step_time, estimate_work
 from partitioning.hardware import CHIPS, chip_of
 from partitioning.products.flops import count_jaxpr_flops
-from train.config import TrainConfig
 from train.errors import ConfigError
-from train.gin.entry import find_config
-from train.gin.load import load_config
-from train.planning.forecasting import Machine, PlannedStep, move_to, plan_step, stand_in
-from train.planning.searching.search import Prediction
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-    """Where the settings of a run come from, as `load_config` takes them.
-
-    Attributes:
-      files: the gin files of the run.
-      bindings: the gin bindings, which override them.
-      defaults: gin files that are read first, for settings that a run need not have.
-      search_paths: folders with gin files.
-      allow: packages that gin files may import.
-    """
-
-    files: Sequence[str]
-    bindings: Sequence[str] = ()
-    defaults: Sequence[str] = ()
-    search_paths: Sequence[str] = ()
-    allow: Sequence[str] = ()
-
-
-def read_config(source: Source, machine: Machine) -> TrainConfig:
-    """Reads the settings of a run for a machine. The settings of gin so far are forgotten.
-
-    Raises:
-      ConfigError, ValueError: if a setting is invalid.
-    """
-    gin.clear_config()
-    load_config(
-        [*source.defaults, *source.files], source.bindings, source.search_paths, source.allow
-    )
-    with stand_in(machine):
-        return find_config()
+from train.planning.forecasts import PlannedStep
+from train.planning.searching import Prediction
 
 
 def predict_step(planned: PlannedStep) -> Prediction:
-    """Says by formulas what a planned step needs and takes.
+    """Returns what a planned step needs and takes, by formulas.
 
     Raises:
       ConfigError: if nothing is known about the chip.
@@ -74,11 +36,6 @@ def predict_step(planned: PlannedStep) -> Prediction:
         seconds=_seconds(work, mesh),
         bound=_seconds(least_work(work, even_share), mesh),
     )
-
-
-def plan_candidate(config: TrainConfig, machine: Machine) -> PlannedStep:
-    """Lays out the train step of a candidate on a machine."""
-    return plan_step(move_to(config, machine))
 
 
 def least_work(work: Work, even_share: float) -> Work:

@@ -1,13 +1,20 @@
-"""What a search has found, as text."""
+"""What a search has found, and into which machines a model fits, as text."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from partitioning.amounts import bytes_str
-from train.planning.searching.search import Found, SearchResult, Status
+from partitioning.amounts import bytes_str, seconds_str, share_str
+from partitioning.hardware.chips import GIB
+from train.planning.bounds import Workload
+from train.planning.fits import Fit
+from train.planning.huggingface.models import FoundModel
+from train.planning.searching import Found, SearchResult, Status
 
 _COLUMNS = ('step', 'range', 'memory', 'by formulas', 'compiled in')
 # How many candidates that were not compiled are listed.
@@ -75,3 +82,66 @@ def _row(found: Found) -> list[str]:
         step, spread = 'does not fit', ''
     took = f'{outcome.compile_seconds:.0f} s'
     return [str(found.candidate), step, spread, memory, formulas, took]
+
+
+def describe_model(model: FoundModel, work: Workload) -> list[str]:
+    """Returns lines about a model and a batch of its training."""
+    count = model.num_parameters
+    lines = [
+        f'{model.kind} with {count / 1e9:,.2f} B parameters ({count:,}); '
+        f'{work.config.batch_size:,} rows of {work.row_tokens:,} tokens in a step',
+        'parameters and AdamW in float32, products in bfloat16; all figures are by formula',
+    ]
+    return lines + [f'our model differs: {text}' for text in model.differs]
+
+
+def fits_table(fits: Sequence[Fit], work: Workload) -> Table:
+    """Returns a table with a row for each machine."""
+    table = Table(box=None, pad_edge=False, header_style='bold')
+    for name in ('machine', 'devices', 'fits', 'GiB', 'limit', 'layout'):
+        table.add_column(name, justify='right' if name in ('devices', 'GiB', 'limit') else 'left')
+    for name in ('step', 'range', 'tokens/s', 'MFU'):
+        table.add_column(name, justify='right')
+    for fit in fits:
+        table.add_row(*_cells(fit, work), style=None if fit.fits else 'red')
+    return table
+
+
+def _cells(fit: Fit, work: Workload) -> list[str]:
+    start = [str(fit.machine), f'{fit.machine.num_devices:,}']
+    if fit.forecast is None:
+        return [*start, 'no', '', '', fit.problem, '', '', '', '']
+    memory, time = fit.forecast.memory, fit.forecast.time
+    limit = '?' if memory.limit is None else f'{memory.limit / GIB:.2f}'
+    shown = [*start, 'yes' if fit.fits else 'no', f'{memory.peak / GIB:.2f}', limit]
+    shown.append(str(fit.candidate))
+    if time is None or not fit.fits:
+        return [*shown, '', '', '', '']
+    return [
+        *shown,
+        seconds_str(time.seconds),
+        f'{seconds_str(time.low)} to {seconds_str(time.high)}',
+        f'{work.batch_tokens / time.seconds:,.0f}',
+        share_str(fit.forecast.mfu or 0.0),
+    ]
+
+
+def as_dict(fit: Fit, work: Workload) -> dict[str, Any]:
+    """Returns a row of the table with exact figures."""
+    forecast = fit.forecast
+    time = forecast.time if forecast else None
+    return {
+        'machine': str(fit.machine),
+        'num_devices': fit.machine.num_devices,
+        'fits': fit.fits,
+        'peak': forecast.memory.peak if forecast else None,
+        'limit': forecast.memory.limit if forecast else None,
+        'layout': str(fit.candidate) if fit.candidate else None,
+        'problem': fit.problem,
+        'seconds': time.seconds if time else None,
+        'low': time.low if time else None,
+        'high': time.high if time else None,
+        'tokens_per_second': work.batch_tokens / time.seconds if time else None,
+        'mfu': forecast.mfu if forecast else None,
+        'back_end': forecast.back_end if forecast else None,
+    }

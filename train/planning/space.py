@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from partitioning.hardware import OptionValue
-from train.planning.searching.candidate import Candidate, Layout, RematChoice
-from train.planning.searching.run_sizes import RunSizes
+from train.planning.candidates import Candidate, RematChoice, RunSizes
+from train.planning.presets import Layout
 
 Options = tuple[tuple[str, OptionValue | None], ...]
 # What must divide what: (the size that is divided, its name, the number of shards).
@@ -47,6 +47,20 @@ class Choices:
     remats: Sequence[RematChoice] = ('none', 'dots', 'full', 'offload')
     output_chunks: Sequence[int | None] = (None, 1)
     compiler_options: Sequence[Options] = ((),)
+
+    @classmethod
+    def of_layouts(
+        cls,
+        layouts: Sequence[Layout] | None = None,
+        num_microbatches: Sequence[int] = (1,),
+    ) -> Choices:
+        """Returns choices that leave everything else as it needs the least memory."""
+        return cls(
+            layouts=layouts,
+            num_microbatches=num_microbatches,
+            remats=('full',),
+            output_chunks=(None,),
+        )
 
 
 def choices_for(chip: str) -> Choices:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from partitioning.hardware.chips import GIB
 from partitioning.pictures.figures import new_figure
-from train.planning.searching.search import Found, SearchResult
+from train.planning.searching import Found, SearchResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from train.cli import search
+from train.cli import searching
 from train.cli.command import CommandParser, configure, run
 from train.cli.training import find_gin_file, known_runs
 
 if TYPE_CHECKING:
     from meshwright.report.forecast import Forecast
-    from train.planning.forecasting import Machine
+    from train.planning.machines import Machine
 
 _DESCRIPTION = """\
 Says whether the train step of a run fits into the memory of machines that are not here, what its
@@ -63,14 +63,14 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         'be installed',
     )
     add_golden(parser)
-    search.add_flags(parser)
+    searching.add_flags(parser)
     options = parser.read(arguments)
 
     def command() -> int:
         leave_devices_alone()
         from train.errors import ConfigError
-        from train.planning.forecasting import check_compilers, parse_machine
-        from train.planning.forecasting.output import prepare_folder, to_json, to_text, write_files
+        from train.planning.machines import check_compilers, parse_machine
+        from train.planning.output import prepare_folder, to_json, to_text, write_files
 
         if options.update and not options.golden:
             raise ConfigError('--update replaces golden forecasts: name their folder, --golden=DIR')
@@ -78,13 +78,13 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
             raise ConfigError(f'no run: name one, such as `{prog} pretrain --topology=v5p:4x4x4`')
         machines = [parse_machine(name, on_cpu=options.on_cpu) for name in options.topology]
         if options.search:
-            search.check(options)
+            searching.check(options)
         if not options.no_compile:
             check_compilers(machines)
         if options.search:
-            return search.search(options, machines[0], _DEFAULTS)
+            return searching.search_settings(options, machines[0])
         folder = prepare_folder(options.out) if options.out else None
-        configure(options, [_DEFAULTS, *(find_gin_file(one) for one in options.runs)])
+        configure(options, [searching.DEFAULTS, *(find_gin_file(one) for one in options.runs)])
         forecasts, programs = _forecast_all(machines, options)
         print(to_json(forecasts) if options.json else to_text(forecasts))
         if folder is not None:
@@ -93,9 +93,6 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         return int(not unchanged or any(one.fits is False for one in forecasts))
 
     return run(command, options)
-
-
-_DEFAULTS = 'configs/forecasting/defaults.gin'
 
 
 def add_topologies(parser: argparse.ArgumentParser) -> None:
@@ -140,28 +137,28 @@ def _forecast_all(
     """
     from train.errors import ConfigError
     from train.gin.entry import find_config
-    from train.planning.fitting.remedies import helping, list_remedies
-    from train.planning.forecasting import NotInstalledError, forecast_step, plan_on
-    from train.planning.forecasting.progress import show_progress
+    from train.planning.changes import keep_helpful, list_changes
+    from train.planning.forecasts import forecast_step, plan_on
+    from train.planning.machines import NotInstalledError
+    from train.planning.output import show_progress
 
     try:
         planned = [plan_on(machine, find_config) for machine in machines]
     except NotInstalledError as error:
         raise ConfigError(f'{error}, or add --on_cpu to compile for virtual CPU devices') from error
-    source, programs = search.source_of(options, _DEFAULTS), dict[str, str]()
-    forecasts = []
+    forecasts, programs = [], dict[str, str]()
     for machine, step in zip(machines, planned, strict=True):
         with show_progress(str(machine)) as progress:
             one = forecast_step(
                 step,
                 machine,
                 compile=not options.no_compile,
-                alternatives=list(list_remedies(source, machine, step)),
+                alternatives=list(list_changes(step, machine)),
                 confirm=options.confirm,
                 on_program=functools.partial(programs.__setitem__, str(machine)),
                 progress=progress,
             )
-        forecasts.append(helping(one))
+        forecasts.append(keep_helpful(one))
     return forecasts, programs
 
 

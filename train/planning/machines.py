@@ -1,9 +1,10 @@
-"""Machines by their names on a command line, and runs that are moved to them."""
+"""Described machines by name, and runs that are moved to them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from jax.sharding import Mesh
 from meshwright.calls.target import target_of_topology
 from partitioning import MeshConfig
 from partitioning.hardware import (
+    Chip,
     JaxDevice,
     Topology,
     check_flags,
@@ -30,7 +32,7 @@ class NotInstalledError(ConfigError):
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A machine that need not be here.
+    """A machine, described by its name.
 
     Attributes:
       topology: one slice: a chip and its arrangement, 'v5p:4x4x4' or 'h100:2x8'.
@@ -48,9 +50,15 @@ class Machine:
         return f'{self.num_slices}x{self.topology}' if self.num_slices > 1 else self.topology
 
     @property
-    def platform(self) -> str:
-        """The platform of its devices: 'tpu' or 'gpu'."""
-        return parse_topology(self.topology)[0].platform
+    def chip(self) -> Chip:
+        """The kind of its chips."""
+        return parse_topology(self.topology)[0]
+
+    @property
+    def num_devices(self) -> int:
+        """The number of its devices, in all slices."""
+        chip, shape = parse_topology(self.topology)
+        return math.prod(shape) * chip.devices * self.num_slices
 
     def describe(self) -> Topology:
         """Returns its devices.
@@ -105,30 +113,37 @@ def check_compilers(machines: Iterable[Machine]) -> None:
     Raises:
       ValueError: if one of them does not, and would end this process.
     """
-    for platform in sorted({machine.platform for machine in machines if not machine.on_cpu}):
+    for platform in sorted({machine.chip.platform for machine in machines if not machine.on_cpu}):
         check_flags(platform)
 
 
 @contextlib.contextmanager
 def stand_in(machine: Machine) -> Iterator[None]:
-    """Inside, settings without devices of their own are made for the machine.
+    """Lets settings that are made in the body take the devices of the machine for those of jax.
 
-    So the sizes in gin files are checked against the machine, not against this computer.
+    Their sizes are then checked against the machine, not against this computer.
     """
     with stand_in_devices(machine.devices()):
         yield
 
 
-def move_to(config: TrainConfig, machine: Machine) -> TrainConfig:
-    """Returns the settings of a run with its mesh on another machine, and without evaluations.
+def move_to(config: TrainConfig, machine: Machine, **changes: Any) -> TrainConfig:
+    """Returns the settings of a run on another machine, without its evaluations.
 
-    Sizes of -1 take what the machine has. Whatever the mesh was made for is replaced.
+    Axes of the mesh whose size is -1 take the devices that are left there. The settings are checked
+    once, with all changes.
+
+    Args:
+      config: the settings.
+      machine: the machine, which replaces the machine of the mesh.
+      **changes: other settings to change, such as `num_microbatches`.
 
     Raises:
+      NotInstalledError: if the compiler that describes the machine is not installed.
       ConfigError, ValueError: if the mesh, the state or the batch cannot be divided there, or if
         the partitioner does not say how its mesh was made.
     """
-    partitioner = config.partitioner
+    partitioner = changes.pop('partitioner', config.partitioner)
     source, with_mesh = partitioner.mesh_source, getattr(partitioner, 'with_mesh', None)
     if isinstance(source, Mesh):
         source = MeshConfig(axes=dict(source.shape))
@@ -137,9 +152,11 @@ def move_to(config: TrainConfig, machine: Machine) -> TrainConfig:
             f'the mesh of {type(partitioner).__name__} cannot be moved to {machine}: describe it '
             'with mesh=MeshConfig(...) of a PjitPartitioner'
         )
-    changes: dict[str, Any] = {'devices': None, 'backend': None, 'process_is_granule': None}
+    of_here: dict[str, Any] = {'devices': None, 'backend': None, 'process_is_granule': None}
     described = dataclasses.replace(
-        source, topology=machine.topology, num_slices=machine.num_slices, **changes
+        source, topology=machine.topology, num_slices=machine.num_slices, **of_here
     )
+    if not machine.on_cpu:
+        machine.describe()  # says which compiler is not installed
     there = machine.make_mesh(described) if machine.on_cpu else described
-    return dataclasses.replace(config, partitioner=with_mesh(there), evaluators={})
+    return dataclasses.replace(config, partitioner=with_mesh(there), evaluators={}, **changes)

@@ -1,0 +1,152 @@
+"""The layouts of `configs/partitioning` as values: the mesh and the rules of a partitioner.
+
+A user of gin includes a file; a search and the advice of a forecast change a partitioner. A test
+compares both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from partitioning import BasePartitioner, MeshConfig, PjitPartitioner, fsdp_logical_axis_rules
+from partitioning.rules import MeshAxes
+from train.errors import ConfigError
+from train.models.pipeline.settings import Pipeline
+
+# The microbatches of a pipeline, if the run has none.
+_PIPELINED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A file of configs/partitioning with the sizes of its mesh.
+
+    Attributes:
+      preset: the name of the file, or '' for the layout that the run has.
+      sizes: the macros of the file that decide its mesh, with their values.
+    """
+
+    preset: str
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        if not self.preset:
+            return "the run's"
+        return ' '.join([self.preset, *(str(size) for _, size in self.sizes)])
+
+
+def _rules(
+    *,
+    layers: MeshAxes = None,
+    batch: MeshAxes = 'data',
+    model: MeshAxes = 'model',
+    kv_heads: MeshAxes = 'model',
+    embed: MeshAxes = None,
+    second_embed: MeshAxes = None,
+    length: MeshAxes = None,
+    residual_length: MeshAxes = None,
+    projection_length: MeshAxes = None,
+) -> list[tuple[str, MeshAxes]]:
+    """The rules of `configs/partitioning/rules.gin`, for the mesh axes of each kind of dimension.
+
+    `model` has heads, MLP and vocabulary. `second_embed` is for arrays in which another dimension
+    takes `embed`.
+    """
+    return [
+        ('layers', layers),
+        ('batch', batch),
+        ('projection_length', projection_length),  # before 'heads', which have the rest
+        ('vocab', model),
+        ('heads', model),
+        ('kv_heads', kv_heads),
+        ('mlp', model),
+        ('expert', None),
+        ('expert_mlp', model),
+        ('embed', embed),
+        ('embed', second_embed),
+        ('joined_kv', model),
+        ('relpos_buckets', None),
+        ('kv', None),
+        ('length', length),
+        ('residual_length', residual_length),
+    ]
+
+
+_RULES: dict[str, list[tuple[str, MeshAxes]]] = {
+    'fsdp': _rules(batch=('data', 'model'), model=None, kv_heads=None, embed=('data', 'model')),
+    'zero': _rules(),
+    'three_d': _rules(batch=('data', 'fsdp'), embed='fsdp'),
+    'fsdp_tensor': _rules(embed='data', residual_length='model', projection_length='model'),
+    'few_kv_heads': _rules(
+        model=('model', 'group'),
+        embed=('data', 'group'),
+        second_embed='data',
+        residual_length=('model', 'group'),
+    ),
+    'context': _rules(
+        embed=('data', 'context'),
+        length='context',
+        residual_length=('context', 'model'),
+        projection_length='context',
+    ),
+    'pipeline': _rules(
+        layers='stage',
+        batch=('stage', 'data'),
+        embed=('stage', 'data'),
+        second_embed='data',
+        residual_length='model',
+    ),
+}
+# The mesh axes between 'data' and the end, each with the macro that has its size. The other presets
+# have the axes of T5X: 'data' and 'model'.
+_AXES = {
+    'three_d': {'fsdp': 'FSDP_PARTITIONS', 'model': 'NUM_PARTITIONS'},
+    'few_kv_heads': {'model': 'NUM_PARTITIONS', 'group': 'HEAD_GROUPS'},
+    'context': {'context': 'CONTEXT_PARTITIONS', 'model': 'NUM_PARTITIONS'},
+    'pipeline': {'stage': 'STAGES', 'model': 'NUM_PARTITIONS'},
+}
+# The axis over slices, of presets that say which one it is. In the others, the run decides.
+_SLICE_AXES = {'three_d': None, 'few_kv_heads': 'replica', 'context': 'replica'}
+
+
+def lay_out(partitioner: BasePartitioner, layout: Layout) -> PjitPartitioner:
+    """Returns a partitioner with the mesh and the rules of a preset, and the policies of another.
+
+    Args:
+      partitioner: the partitioner of a run.
+      layout: the preset with its sizes.
+
+    Raises:
+      ConfigError: if the partitioner has no rules that could be replaced.
+    """
+    if not isinstance(partitioner, PjitPartitioner):
+        raise ConfigError(
+            f'the layout of a {type(partitioner).__name__} cannot be changed: use a PjitPartitioner'
+        )
+    given, rules = partitioner.rule_set, _RULES[layout.preset]
+    sizes, source = dict(layout.sizes), partitioner.mesh_source
+    settings: dict[str, Any] = {'num_partitions': sizes.get('NUM_PARTITIONS', 1)}
+    if axes := _AXES.get(layout.preset):
+        of_run = source.slice_axis if isinstance(source, MeshConfig) else None
+        mesh = MeshConfig(
+            axes={'data': -1} | {axis: sizes[macro] for axis, macro in axes.items()},
+            slice_axis=_SLICE_AXES.get(layout.preset, of_run),
+        )
+        settings = {'mesh': mesh}
+    return PjitPartitioner(
+        logical_axis_rules=rules,
+        optimizer_axis_rules=fsdp_logical_axis_rules(rules) if layout.preset == 'zero' else None,
+        on_unmatched=given.rules.on_unmatched,
+        on_indivisible=given.rules.on_indivisible,
+        params_axes_names_override=given.overrides,
+        **settings,
+    )
+
+
+def change_pipeline(pipeline: Pipeline | None, layout: Layout) -> Pipeline | None:
+    """Returns the pipeline of a model under a preset: only one of the presets has any."""
+    if layout.preset != 'pipeline':
+        return None
+    kept = {} if pipeline is None else {'recompute_stages': pipeline.recompute_stages}
+    return Pipeline(num_microbatches=_PIPELINED, **kept)

@@ -1,0 +1,245 @@
+"""The search for the fastest settings of a run: what is asked, remembered and written."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from etils import epath
+
+from meshwright import Forecast
+from meshwright.time import constants_of
+from partitioning.amounts import bytes_str
+from train.config import TrainConfig
+from train.errors import ConfigError, first_line
+from train.paths import replacing
+from train.planning.candidates import Candidate, change_run, sizes_of
+from train.planning.forecasts import forecast_run, plan_step
+from train.planning.frontier import draw_search
+from train.planning.machines import Machine
+from train.planning.predictions import predict_step
+from train.planning.searching import Outcome, Prediction, SearchResult, search
+from train.planning.space import Choices, choices_for, list_space
+from train.planning.tables import summary_lines
+
+BEST, RESULT, PICTURE, REMEMBERED = 'best.gin', 'search.json', 'search.png', 'remembered.json'
+# A forecast depends on the versions of what compiles it.
+_COMPILERS = ('jax', 'jaxlib', 'libtpu', 'jax-cuda13-pjrt', 'jax-cuda12-pjrt')
+
+# Compiles a candidate, and says what came out.
+Compile = Callable[[Candidate], Outcome]
+# Writes a candidate as text, below lines of a comment.
+Write = Callable[[Candidate, Sequence[str]], str]
+
+
+class Searched(NamedTuple):
+    """A search of a run, and the files that it has written.
+
+    Attributes:
+      result: what was found.
+      files: the files, by what they are.
+    """
+
+    result: SearchResult
+    files: dict[str, epath.Path]
+
+
+def search_run(
+    config: TrainConfig,
+    machine: Machine,
+    folder: epath.Path,
+    *,
+    best: int = 8,
+    choices: Choices | None = None,
+    compile_candidate: Compile | None = None,
+    write: Write | None = None,
+    say: Callable[[str], None] = print,
+) -> Searched:
+    """Searches the settings with which a run is fastest on a machine.
+
+    The winner as settings is `change_run(config, searched.result.winner.candidate, machine)`.
+
+    Args:
+      config: the settings of the run.
+      machine: the machine.
+      folder: the folder for the picture and everything that was found.
+      best: how many candidates to compile at most.
+      choices: the values of each setting, by default those that matter on the chip.
+      compile_candidate: compiles a candidate, by default in this process. A compiler can take
+        gigabytes, and can end its process.
+      write: writes a candidate as a file, such as gin. With it, the winner is written to the
+        folder, and what the compiler says is kept there, so that a second search compiles nothing
+        again. The text tells one run from another.
+      say: prints a line about the progress.
+
+    Raises:
+      ConfigError, ValueError: if the settings of the run cannot be honoured on the machine.
+    """
+    num_devices = len(machine.describe().devices)
+    space = list_space(
+        sizes_of(config, num_devices, machine.num_slices), choices or choices_for(machine.chip.name)
+    )
+    say(f'{len(space.candidates)} candidates on {machine}, {sum(space.dropped.values())} dropped')
+
+    def predict_here(candidate: Candidate) -> Prediction:
+        return predict_step(plan_step(change_run(config, candidate, machine)))
+
+    def compile_here(candidate: Candidate) -> Outcome:
+        return compile_changed(config, candidate, machine)
+
+    memory = _Memory.load(folder, machine, write)
+    predict, compiler = memory.remember(predict_here, compile_candidate or compile_here)
+    result = search(
+        space,
+        lambda candidate: predict(candidate.program),  # formulas know no compiler options
+        compiler,
+        limit=machine.chip.hbm_bytes_per_device,
+        best=best,
+        say=say,
+    )
+    memory.save()
+    return Searched(result, _write_files(result, machine, folder, write))
+
+
+def compile_changed(config: TrainConfig, candidate: Candidate, machine: Machine) -> Outcome:
+    """Compiles a run with the settings of a candidate, in this process."""
+    try:
+        return outcome_of(forecast_run(change_run(config, candidate, machine), machine))
+    except ValueError as error:
+        return Outcome(fits=False, error=first_line(error))
+
+
+def outcome_of(forecast: Forecast) -> Outcome:
+    """What a search keeps of a forecast."""
+    fits, peak, time = forecast.fits is not False, forecast.memory.peak, forecast.time
+    if time is None:
+        return Outcome(fits=fits, peak=peak)
+    return Outcome(fits=fits, peak=peak, seconds=time.seconds, low=time.low, high=time.high)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    """What earlier searches in a folder have found out, in one file.
+
+    Attributes:
+      file: the file.
+      machine: the machine.
+      write: writes a candidate as text; without it, nothing is remembered.
+      held: the file's content: 'predicted' and 'compiled', each by the name of a candidate.
+    """
+
+    file: epath.Path
+    machine: Machine
+    write: Write | None
+    held: dict[str, dict[str, Any]]
+
+    @classmethod
+    def load(cls, folder: epath.Path, machine: Machine, write: Write | None) -> _Memory:
+        file = folder / REMEMBERED
+        known = json.loads(file.read_text()) if write is not None and file.exists() else {}
+        return cls(file, machine, write, {'predicted': {}, 'compiled': {}} | known)
+
+    def remember(
+        self, predict: Callable[[Candidate], Prediction], compile_candidate: Compile
+    ) -> tuple[Callable[[Candidate], Prediction], Compile]:
+        """The functions, which are called only for candidates that are not known.
+
+        An entry is valid as long as the settings, the machine and the compilers are the same.
+        """
+        predicted, compiled = self.held['predicted'], self.held['compiled']
+
+        def look_up_prediction(candidate: Candidate) -> Prediction:
+            key = self.key(candidate)
+            if key not in predicted:
+                predicted[key] = dataclasses.asdict(predict(candidate))
+            return Prediction(**predicted[key])
+
+        def look_up_outcome(candidate: Candidate) -> Outcome:
+            key = self.key(candidate)
+            if key not in compiled:
+                compiled[key] = dataclasses.asdict(compile_candidate(candidate))
+                self.save()
+            return Outcome(**compiled[key])
+
+        return look_up_prediction, look_up_outcome
+
+    def key(self, candidate: Candidate) -> str:
+        """A name for what is known about a candidate, readable and unique."""
+        decisive = {
+            'machine': str(self.machine),
+            'text': repr(candidate) if self.write is None else self.write(candidate, ()),
+            'versions': _versions(),
+            'constants': dataclasses.asdict(constants_of(self.machine.chip)),
+        }
+        words = re.sub(r'[^a-z0-9]+', '-', str(candidate).lower()).strip('-')
+        digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+        return f'{words[:60]}-{digest[:10]}'
+
+    def save(self) -> None:
+        if self.write is not None:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            _replace(self.file, json.dumps(self.held, indent=1) + '\n')
+
+
+def _versions() -> dict[str, str]:
+    """The versions of the compilers that are installed."""
+    found = {}
+    for name in _COMPILERS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _replace(file: epath.Path, text: str) -> None:
+    with replacing(file) as unfinished:
+        unfinished.write_text(text)
+
+
+def _write_files(
+    result: SearchResult, machine: Machine, folder: epath.Path, write: Write | None
+) -> dict[str, epath.Path]:
+    """Writes what was found, and returns the files."""
+    files = {'search': folder / RESULT}
+    found = [dataclasses.asdict(one) | {'name': str(one.candidate)} for one in result.found]
+    held = {
+        'machine': str(machine),
+        'limit': result.limit,
+        'bound': result.bound,
+        'gap': result.gap,
+        'num_compiled': result.num_compiled,
+        'dropped': dict(result.dropped),
+        'found': found,
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(files['search'], json.dumps(held, indent=1) + '\n')
+        if result.winner is not None and write is not None:
+            files['winner'] = folder / BEST
+            _replace(files['winner'], write(result.winner.candidate, _comment(result, machine)))
+        try:
+            draw_search(result, folder / PICTURE, title=f'{machine}: {len(found)} candidates')
+            files['picture'] = folder / PICTURE
+        except RuntimeError:  # matplotlib is optional
+            pass
+    except OSError as error:
+        raise ConfigError(f'--out {folder}: {error.strerror or error}') from error
+    return files
+
+
+def _comment(result: SearchResult, machine: Machine) -> list[str]:
+    """What stands above the settings of the winner."""
+    winner = result.winner
+    assert winner is not None and winner.outcome is not None
+    return [
+        f'The fastest of {len(result.found)} candidates for {machine}, by forecast: '
+        f'{winner.seconds:.3f} s per step, {bytes_str(winner.outcome.peak or 0)} per device.',
+        f'{winner.candidate}',
+        summary_lines(result)[-1] + '.',
+    ]
