@@ -21,12 +21,13 @@ import optax
 import pytest
 
 from partitioning import PjitPartitioner
-from train import Supervised, TrainConfig, checkpoints, programs, run as run_module, train
+from train import Supervised, TrainConfig, checkpoints, train
 from train.checkpoints import CheckpointConfig, complete_steps
 from train.data import Examples
 from train.processes import interrupted as watched, signals
 from train.processes.interrupted import SIGNALS, Interrupted
 from train.reporting.writers import JsonWriter
+from train.running import programs, run as run_module
 
 STEPS = 6
 X = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)

@@ -10,12 +10,11 @@ import pytest
 from train.cli import main
 from train.cli.launch import make_children
 from train.errors import ConfigError
+from train.processes.launching.attempts import LaunchConfig, count_after_loss, decide
 from train.processes.launching.children import devices_per_process, reserved_port, visible_gpus
 from train.processes.launching.endings import (
     Attempt,
     ProcessEnd,
-    count_after_loss,
-    decide,
     describe_failure,
     failure_lines,
     find_cause,
@@ -145,9 +144,11 @@ INVALID = ends((1, 2), (0, 2), (2, 75), (3, 75))
     ],
 )
 def test_what_happens_after_an_attempt(ended, settings, exit_code, processes, words):
-    settings = {'restarts': 0, 'restarted': 0, 'min_processes': None, 'stopped_by': None} | settings
-    attempt = Attempt(ended, settings.pop('stopped_by'))
-    decision = decide(attempt, original=4, devices=2, **settings)
+    settings = dict(settings)
+    attempt = Attempt(ended, settings.pop('stopped_by', None))
+    restarted = settings.pop('restarted', 0)
+    config = LaunchConfig(processes=4, devices_per_process=2, **settings)
+    decision = decide(config, attempt, restarted)
     assert (decision.exit_code, decision.processes) == (exit_code, processes)
     assert not [part for part in words if part not in decision.message]
     assert bool(decision.message) == bool(words)

@@ -27,7 +27,7 @@ def run_until_signal(command: Callable[[], int], line: str) -> int:
       line: the command as one types it.
 
     Returns:
-      The exit code: that of the command, 75 after SIGTERM or SIGHUP, or 130 after Ctrl-C. The
+      The exit code of the command, 75 after SIGTERM or SIGHUP, or 130 after Ctrl-C. The
       process of an interrupted command ends here, without waiting for threads that compile.
     """
     note_command(line)
@@ -47,7 +47,7 @@ def run_until_signal(command: Callable[[], int], line: str) -> int:
 
 
 def line_of_process(name: str) -> str:
-    """The command of this process as one types it, which may be that of its launcher.
+    """The command of this process as one types it, which may be the command of its launcher.
 
     Args:
       name: the name of the program.

@@ -88,7 +88,7 @@ def make_children(
       count: the number of processes.
       port: the port of process 0.
       devices: the number of devices of each process.
-      gpus: all GPUs, of which each process gets its part, or none for virtual devices of the CPU.
+      gpus: all GPUs, divided evenly among the processes; without any, they use virtual devices.
       line: the command that starts all processes again, as one types it.
       environment: the environment of the launcher.
     """
@@ -99,7 +99,7 @@ def make_children(
         shared += [f'--coordinator_address=127.0.0.1:{port}', f'--process_count={count}']
     return [
         Child(
-            # A process that is alone has nobody to find, and its collectives are faster.
+            # A single process joins no others, so that its collectives are faster.
             [*program, *shared, *([f'--process_index={index}'] if count > 1 else [])],
             child_environment(environment, line, gpus[index * devices : (index + 1) * devices]),
         )

@@ -1,7 +1,7 @@
 """The connection of this process to the others, which begins before jax's own and ends after it.
 
 Process 0 listens at the address at which jax's coordinator will listen. The others connect to it
-and say who they are. When all are there, or some are late, it tells everyone. It then stops
+and say who they are. When all have come, or some are late, it tells all of them. It then stops
 listening, so that jax can use the address, but the connections stay: they are the channel of
 `hub.py` and `member.py`.
 """
@@ -195,7 +195,7 @@ def _check_packages(versions: list[Mapping[str, str]]) -> ConfigError | None:
 
 
 def _connect(host: str, port: int, hello: Message, limits: Limits) -> Member:
-    """Connects to process 0, and waits until all are there."""
+    """Connects to process 0, and waits until all processes have connected."""
     deadline, why = time.monotonic() + limits.init_seconds, ''
     while True:
         try:

@@ -217,7 +217,7 @@ def _find_mpirun(environ: Environment) -> tuple[str | None, int]:
 
 
 def _read_slurm(environ: Environment) -> _Found | None:
-    """Reads what srun sets, unless its tasks are mpirun's: then those of Open MPI are the run's."""
+    """Reads what srun sets, unless mpirun has started the processes: then Open MPI knows them."""
     if not environ.get('SLURM_JOB_ID') or environ.get('OMPI_COMM_WORLD_RANK'):
         return None
     name = 'SLURM_STEP_NUM_TASKS' if environ.get('SLURM_STEP_NUM_TASKS') else 'SLURM_NTASKS'
@@ -387,7 +387,7 @@ def _first_host(hosts: str) -> str:
 
 
 def _tasks_of_host(tasks: str, host: int) -> int:
-    """The number of tasks of a host, given those of all hosts, such as '4(x2),1' for 4, 4 and 1."""
+    """The number of tasks of a host, given a list for all hosts: '4(x2),1' is 4, 4 and 1."""
     if not re.fullmatch(f'{_TASKS}(?:,{_TASKS})*', tasks):
         raise ConfigError(f"{tasks!r} is not a list of tasks per host, such as '4(x2),1'")
     left = host

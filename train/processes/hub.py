@@ -1,7 +1,7 @@
 """The hub: what process 0 knows of all processes of a run, and when it ends them.
 
 Every process, including process 0, has a connection to the hub. The hub ends all of them, with one
-line that names whoever is the cause, when a process dies, gives no sign of life, fails, or keeps
+line that names the cause, when a process dies, gives no sign of life, fails, or keeps
 others waiting. It collects what the processes decide together, and makes them stop at the same tick
 after a signal; see `member.py` for ticks.
 """
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from train.processes.interrupted import AT_ONCE, RESTARTABLE, Interrupted
+from train.processes.output import enumerated
 from train.processes.wire import Connection, Limits, Message
 
 # What the processes gather at the start of a run, which forgets the signals of an earlier one.
@@ -307,8 +308,3 @@ def describe_waiting(indices: Sequence[int]) -> str:
     few = sorted(indices)[:8]
     more = f' and {len(indices) - len(few)} more' if len(indices) > len(few) else ''
     return f'processes {enumerated(list(map(str, few)))}{more} wait'
-
-
-def enumerated(items: Sequence[str]) -> str:
-    """Joins words, as in 'a, b and c'."""
-    return ' and '.join(filter(None, [', '.join(items[:-1]), items[-1]]))

@@ -22,7 +22,7 @@ from train.processes.output import print_error
 from train.processes.watchdog import end_process
 from train.processes.wire import Connection, Limits, Message
 
-# How long a process that has raised an error of its own may take to print it.
+# How long a process that has raised an error may take to print it.
 SECONDS_TO_FAIL = 2.0
 # How much a process computes between two signs of life if it is busy.
 _LEAST_CPU_SECONDS = 0.02

@@ -58,7 +58,7 @@ def read_metadata(server: str | None = None, wait: float = 1.0) -> dict[str, str
 
 
 def _ask(server: str, attribute: str, wait: float) -> str | None:
-    """An attribute of this machine; None if it has none, or there is no such server."""
+    """An attribute of this machine, or None if the attribute or the server does not exist."""
     request = urllib.request.Request(
         f'http://{server}/computeMetadata/v1/instance/attributes/{attribute}',
         headers={'Metadata-Flavor': 'Google'},

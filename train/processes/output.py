@@ -14,6 +14,7 @@ import io
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -100,6 +101,11 @@ def print_error(line: str) -> None:
     cursor = '\x1b[?25h\n' if os.isatty(_Terminal.err) else ''  # A progress bar has hidden it.
     with contextlib.suppress(OSError):
         _write(_Terminal.err, f'{cursor}{_Terminal.prefix}{line}\n')
+
+
+def enumerated(items: Sequence[str]) -> str:
+    """Joins words, as in 'a, b and c'."""
+    return ' and '.join(filter(None, [', '.join(items[:-1]), items[-1]]))
 
 
 def _write(fd: int, text: str) -> None:

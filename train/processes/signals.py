@@ -71,7 +71,7 @@ def handle() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_disguise() -> Iterator[None]:
-    """Raises `Interrupted` again where a library has turned it into an error of its own.
+    """Raises `Interrupted` again where a library has turned it into another error.
 
     Modules that are not written in Python do so while they are imported, for example.
     """
@@ -138,7 +138,7 @@ def leave_to_others() -> None:
                 signal.signal(signum, signal.default_int_handler if is_ctrl_c else signal.SIG_DFL)
 
 
-# Signals of a child, such as a worker that reads data, are not those of the run.
+# A child, such as a worker that reads data, does not handle the signals of the run.
 os.register_at_fork(after_in_child=leave_to_others)
 
 
@@ -184,7 +184,7 @@ def owns_process() -> bool:
 def end_process(code: int) -> int:
     """Ends the process of a command with an exit code, or returns the code in any other process.
 
-    Threads that nothing can stop, such as those of a compiler, are not waited for.
+    It does not wait for threads that nothing can stop, such as the threads of a compiler.
     """
     if not handling.watched:
         return code

@@ -1,7 +1,7 @@
 """The watchdog of a run: it ends a process that makes no progress, and leaves its stacks.
 
 A process can wait forever: for another process that is alive but stuck, for storage that does not
-answer, or for a lock of its own. Schedulers do not notice, and the machines stay occupied. The
+answer, or for one of its own locks. Schedulers do not notice, and the machines stay occupied. The
 watchdog is a thread that looks at what the run does. It cannot act while code that is not Python's
 holds the interpreter's lock; compilers, collectives and file systems release it.
 """

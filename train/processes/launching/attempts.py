@@ -1,4 +1,4 @@
-"""Runs the processes of a run, and starts them again as often as the user allows."""
+"""Runs the processes of a run, and decides after a failure whether to start them again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ import sys
 from collections.abc import Callable, Sequence
 
 from train.errors import ConfigError, check_counts
-from train.processes.interrupted import exit_code_after
+from train.processes.interrupted import AFTER_CTRL_C, RESTARTABLE, exit_code_after
 from train.processes.launching.children import reserved_port
-from train.processes.launching.endings import decide
+from train.processes.launching.endings import (
+    Attempt,
+    ProcessEnd,
+    describe_failure,
+    exit_code_of,
+    find_cause,
+    lost_processes,
+)
 from train.processes.launching.lines import Printer
 from train.processes.launching.supervision import Child, read_inbox, signal_inbox, supervise
 
@@ -52,6 +59,85 @@ class LaunchConfig:
             raise ConfigError(f'--grace_seconds={self.grace_seconds} must be a number >= 0')
 
 
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What happens after an attempt.
+
+    Attributes:
+      exit_code: the exit code of the launcher, if it ends.
+      processes: how many processes are started next, or None if the launcher ends.
+      message: what is said about it, without a line end; '' if nothing is.
+    """
+
+    exit_code: int
+    processes: int | None = None
+    message: str = ''
+
+
+def count_after_loss(original: int, remaining: int, minimum: int) -> int | None:
+    """Returns how many processes replace the original ones when only some remain.
+
+    Args:
+      original: the number at the first start. The result divides it, so that what was divided
+        evenly among the processes still is.
+      remaining: how many remain.
+      minimum: how many the user wants at least.
+
+    Returns:
+      The largest such number, or None if there is none.
+    """
+    counts = range(remaining, minimum - 1, -1)
+    return next((count for count in counts if count > 0 and original % count == 0), None)
+
+
+def decide(config: LaunchConfig, attempt: Attempt, restarted: int) -> Decision:
+    """Decides what happens after all processes have ended.
+
+    Args:
+      config: the settings.
+      attempt: how the processes have ended.
+      restarted: how often they have been started again so far.
+    """
+    count, cause = len(attempt.ends), find_cause(attempt.ends)
+    if cause is None:
+        return Decision(0)
+    code = exit_code_of(cause)
+    stopped_by = attempt.stopped_by
+    if stopped_by is not None and code in (RESTARTABLE, AFTER_CTRL_C):
+        # A process that ends so has said where its state is saved.
+        has_said = any(end.code in (RESTARTABLE, AFTER_CTRL_C) for end in attempt.ends)
+        code = exit_code_after(stopped_by)
+        return Decision(code, message='' if has_said else f'stopped by {stopped_by.name}')
+    failure = describe_failure(attempt.ends)
+    if config.restarts == 0 or stopped_by is not None:
+        return Decision(code, message=failure)
+    if code != RESTARTABLE:
+        hint = f'exit code {code} is not followed by a restart'
+        return Decision(code, message=f'{failure}\n{hint}')
+    if restarted == config.restarts:
+        return Decision(code, message=f'{failure}\nall {config.restarts} restarts have been used')
+    why = f'because process {cause.process} {cause}{_because(cause)}'
+    new, lost = count, lost_processes(attempt.ends)
+    if config.min_processes is not None and lost:
+        remaining = count - len(lost)
+        found = count_after_loss(config.processes, remaining, config.min_processes)
+        if found is None:
+            hint = f'no restart: {remaining} of {count} processes remain, and --min_processes='
+            return Decision(code, message=f'{failure}\n{hint}{config.min_processes}')
+        new = found
+    what = f'restart {restarted + 1} of {config.restarts}'
+    if new != count:
+        noun = 'process' if new == 1 else 'processes'
+        now, before = (n * config.devices_per_process for n in (new, count))
+        what += f': {new} {noun} with {now} devices in total instead of {count} with {before}'
+    return Decision(code, new, f'{what}, {why}')
+
+
+def _because(cause: ProcessEnd) -> str:
+    """The last line of a process that ended by itself."""
+    return f' ({cause.lines[-1]})' if cause.code > 0 and cause.lines else ''
+
+
 def run_attempts(
     config: LaunchConfig, make_children: Callable[[int, int], Sequence[Child]], command: str
 ) -> int:
@@ -65,8 +151,8 @@ def run_attempts(
       command: the command that starts the run again, as one types it.
 
     Returns:
-      The exit code: 0, or that of the process that failed first. It is 75 if that process was
-      killed by a signal, and after SIGTERM or SIGHUP, and 130 after Ctrl-C.
+      The exit code: 0, or the exit code of the process that failed first. It is 75 if a signal
+      killed that process, and after SIGTERM or SIGHUP, and 130 after Ctrl-C.
     """
     count, restarted = config.processes, 0
     with signal_inbox() as inbox:
@@ -75,14 +161,7 @@ def run_attempts(
                 children = make_children(count, port)
                 grace = config.grace_seconds
                 attempt = supervise(children, Printer(), inbox, grace_seconds=grace)
-            decision = decide(
-                attempt,
-                original=config.processes,
-                devices=config.devices_per_process,
-                restarts=config.restarts,
-                restarted=restarted,
-                min_processes=config.min_processes,
-            )
+            decision = decide(config, attempt, restarted)
             resume = f'; resume with: {command}' if attempt.stopped_by else ''
             if decision.message:
                 print(f'{decision.message}{resume}', file=sys.stderr, flush=True)

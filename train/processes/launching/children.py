@@ -27,9 +27,9 @@ def child_environment(
     """Returns the environment of a child.
 
     Args:
-      environment: that of the launcher, whose process is the current one.
+      environment: the environment of the launcher, which is the current process.
       command: the command that starts all processes again, as one types it.
-      gpus: the GPUs of the child, or none if it uses virtual devices of the CPU.
+      gpus: the GPUs of the child; without any, it uses virtual devices of the CPU.
     """
     child = dict(environment)
     # The flag --cpu_devices decides, and refuses a second opinion.

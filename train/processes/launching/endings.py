@@ -1,4 +1,4 @@
-"""How the processes of a run have ended, which one is the cause, and whether to start again."""
+"""How the processes of a run have ended, and which one is the cause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import signal
 from collections.abc import Sequence
 
-from train.processes.interrupted import AFTER_CTRL_C, RESTARTABLE, exit_code_after
+from train.processes.interrupted import RESTARTABLE, exit_code_after
+from train.processes.output import enumerated
 
 # How many lines of a process are repeated at the end to explain its failure.
 _MOST_LINES, _FEW_LINES = 40, 3
@@ -55,21 +56,6 @@ class Attempt:
     stopped_by: signal.Signals | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """What happens after an attempt.
-
-    Attributes:
-      exit_code: that of the launcher, if it ends.
-      processes: how many processes are started next, or None if the launcher ends.
-      message: what is said about it, without a line end; '' if nothing is.
-    """
-
-    exit_code: int
-    processes: int | None = None
-    message: str = ''
-
-
 def signal_name(number: int) -> str:
     """Returns the name of a signal, such as 'SIGKILL'."""
     names = {int(s): s.name for s in signal.Signals}
@@ -109,77 +95,6 @@ def lost_processes(ends: Sequence[ProcessEnd]) -> list[int]:
     return sorted(killed)
 
 
-def count_after_loss(original: int, remaining: int, minimum: int) -> int | None:
-    """Returns how many processes replace the original ones when only some remain.
-
-    Args:
-      original: the number at the first start. The result divides it, so that what was divided
-        evenly among the processes still is.
-      remaining: how many remain.
-      minimum: how many the user wants at least.
-
-    Returns:
-      The largest such number, or None if there is none.
-    """
-    counts = range(remaining, minimum - 1, -1)
-    return next((count for count in counts if count > 0 and original % count == 0), None)
-
-
-def decide(
-    attempt: Attempt,
-    *,
-    original: int,
-    devices: int,
-    restarts: int,
-    restarted: int,
-    min_processes: int | None,
-) -> Decision:
-    """Decides what happens after all processes have ended.
-
-    Args:
-      attempt: how they have ended.
-      original: the number of processes at the first start.
-      devices: the number of devices of each process.
-      restarts: how often the processes may be started again.
-      restarted: how often they were.
-      min_processes: the fewest processes with which the run may continue after a loss, or None if
-        it always continues with as many as before.
-    """
-    count, cause = len(attempt.ends), find_cause(attempt.ends)
-    if cause is None:
-        return Decision(0)
-    code = exit_code_of(cause)
-    stopped_by = attempt.stopped_by
-    if stopped_by is not None and code in (RESTARTABLE, AFTER_CTRL_C):
-        # A process that ends so has said where its state is saved.
-        has_said = any(end.code in (RESTARTABLE, AFTER_CTRL_C) for end in attempt.ends)
-        code = exit_code_after(stopped_by)
-        return Decision(code, message='' if has_said else f'stopped by {stopped_by.name}')
-    failure = describe_failure(attempt.ends)
-    if restarts == 0 or stopped_by is not None:
-        return Decision(code, message=failure)
-    if code != RESTARTABLE:
-        hint = f'exit code {code} is not followed by a restart'
-        return Decision(code, message=f'{failure}\n{hint}')
-    if restarted == restarts:
-        return Decision(code, message=f'{failure}\nall {restarts} restarts have been used')
-    why = f'because process {cause.process} {cause}{_because(cause)}'
-    new, lost = count, lost_processes(attempt.ends)
-    if min_processes is not None and lost:
-        remaining = count - len(lost)
-        found = count_after_loss(original, remaining, min_processes)
-        if found is None:
-            hint = f'no restart: {remaining} of {count} processes remain, and --min_processes='
-            return Decision(code, message=f'{failure}\n{hint}{min_processes}')
-        new = found
-    what = f'restart {restarted + 1} of {restarts}'
-    if new != count:
-        noun = 'process' if new == 1 else 'processes'
-        now, before = new * devices, count * devices
-        what += f': {new} {noun} with {now} devices in total instead of {count} with {before}'
-    return Decision(code, new, f'{what}, {why}')
-
-
 def describe_failure(ends: Sequence[ProcessEnd]) -> str:
     """Returns what failed first, with its last lines, and how the others ended."""
     cause = find_cause(ends)
@@ -194,7 +109,7 @@ def describe_failure(ends: Sequence[ProcessEnd]) -> str:
 
 
 def failure_lines(lines: Sequence[str]) -> list[str]:
-    """Returns those of the last lines of a process that say why it failed.
+    """Returns the last lines of a process that explain why it failed.
 
     They are an error with its details, or a traceback, or else just the last lines.
     """
@@ -209,11 +124,6 @@ def failure_lines(lines: Sequence[str]) -> list[str]:
     return found[: next(ends, len(found)) + _FEW_LINES][-_MOST_LINES:]
 
 
-def _because(cause: ProcessEnd) -> str:
-    """The last line of a process that ended by itself."""
-    return f' ({cause.lines[-1]})' if cause.code > 0 and cause.lines else ''
-
-
 def _describe_others(ends: Sequence[ProcessEnd], cause: ProcessEnd) -> list[str]:
     """A line for each way in which the other processes have ended."""
     ways: dict[str, list[int]] = {}
@@ -221,16 +131,11 @@ def _describe_others(ends: Sequence[ProcessEnd], cause: ProcessEnd) -> list[str]
         if end is not cause:
             ways.setdefault(str(end), []).append(end.process)
     return [
-        f'{"processes" if len(some) > 1 else "process"} {_join(sorted(some))} {_plural(way, some)}'
+        f'{"processes" if len(some) > 1 else "process"} {enumerated(list(map(str, sorted(some))))} '
+        f'{_plural(way, some)}'
         for way, some in ways.items()
     ]
 
 
 def _plural(way: str, processes: Sequence[int]) -> str:
     return way.replace('was ', 'were ', 1) if len(processes) > 1 else way
-
-
-def _join(numbers: Sequence[int]) -> str:
-    """Joins numbers as in a sentence: 0, 1 and 3."""
-    *first, last = map(str, numbers)
-    return f'{", ".join(first)} and {last}' if first else last
