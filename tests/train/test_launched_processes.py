@@ -330,7 +330,7 @@ wait_forever()
 
 
 def test_the_processes_die_with_the_launcher(tmp_path):
-    modules = str(Path(supervision.__file__).parents[2])
+    modules = str(Path(supervision.__file__).parents[3])
     code = f"""
 sys.path.insert(0, {modules!r})
 from train.processes.launching.children import end_with_launcher
