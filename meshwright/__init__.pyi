@@ -30,15 +30,15 @@ from meshwright.program.peak_memory import (
     LiveArray as LiveArray,
     PeakMemory as PeakMemory,
 )
-from meshwright.report.forecast import (
+from meshwright.report.forecast_tables import (
+    forecast_table as forecast_table,
+)
+from meshwright.report.forecasts import (
     Compilation as Compilation,
     Forecast as Forecast,
     MemoryForecast as MemoryForecast,
     Remedy as Remedy,
     Replicated as Replicated,
-)
-from meshwright.report.forecast_tables import (
-    forecast_table as forecast_table,
 )
 from meshwright.report.page import (
     render_page as render_page,

@@ -24,6 +24,7 @@ from meshwright.calls.held import (
 )
 from meshwright.calls.moving import move_arguments, move_function, move_partitioner
 from meshwright.calls.notes import find_notes
+from meshwright.calls.partitioned import Call, PartitionedLike, PartitionerLike
 from meshwright.calls.target import (
     Target,
     target_of_mesh,
@@ -47,16 +48,14 @@ from meshwright.program.costs import (
 )
 from meshwright.program.peak_memory import LiveArray
 from meshwright.program.program_text import read_text
-from meshwright.remedies import Alternative, Call, find_remedies, general_alternatives
-from meshwright.report.forecast import Compilation, Forecast, MemoryForecast, Replicated
+from meshwright.remedies import Alternative, find_remedies, general_alternatives
+from meshwright.report.forecasts import Compilation, Forecast, MemoryForecast, Replicated
 from meshwright.report.plain_values import map_texts
 from meshwright.time import Work, estimate_step_time, estimate_work, read_work
 from meshwright.time.model_flops import count_device_flops
 from meshwright.user_lines import shorten_sources
 from partitioning.hardware import OptionValue, check_flags, parse_topology
 from partitioning.mesh import axis_rings, find_placement
-from partitioning.partitioner import BasePartitioner
-from partitioning.programs import PartitionedCallable
 
 _LARGEST = 20  # the buffers of a forecast
 
@@ -65,8 +64,8 @@ Buffers = tuple[tuple[LiveArray, Cause | None], ...]
 
 
 def forecast(
-    partitioner: BasePartitioner,
-    fn: PartitionedCallable,
+    partitioner: PartitionerLike,
+    fn: PartitionedLike,
     *abstract_args: Any,
     topology: str | None = None,
     num_slices: int = 1,

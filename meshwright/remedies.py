@@ -14,40 +14,13 @@ from jax.sharding import AbstractMesh, Mesh
 from meshwright.calls.compiling import Progress
 from meshwright.calls.held import HeldArray
 from meshwright.calls.moving import move_arguments, move_function, move_partitioner
+from meshwright.calls.partitioned import Call
 from meshwright.jaxpr import estimate_memory, lay_out_trace
-from meshwright.report.forecast import Remedy
+from meshwright.report.forecasts import Remedy
 from partitioning.hardware import Chip
-from partitioning.partitioner import BasePartitioner
-from partitioning.programs import PartitionedCallable
-from partitioning.programs.boundary import Boundary
 from partitioning.rules import as_tuple, boundary_spec, num_shards, sharding_axes
 
 _MOST_DOUBLINGS = 6  # of the devices, and halvings of the batch
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call of a partitioned function.
-
-    Attributes:
-      partitioner: the partitioner of the function.
-      fn: the function.
-      args: its arguments, abstract or not.
-    """
-
-    partitioner: BasePartitioner
-    fn: PartitionedCallable
-    args: tuple[Any, ...]
-
-    @property
-    def boundary(self) -> Boundary:
-        """The arguments of the function, with their layouts."""
-        return self.fn.boundary
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return self.boundary.arguments.function
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,9 +30,8 @@ FLOORS = {
     'meshwright': [
         {'live_buffers', 'user_lines'},
         {'program'},
-        {'jaxpr'},
+        {'calls', 'jaxpr'},
         {'causes', 'time'},
-        {'calls'},
         {'report'},
         {'remedies'},
         {'forecasting'},

@@ -14,10 +14,10 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from meshwright.calls.compiler_warnings import read_compiler_log
+from meshwright.calls.partitioned import PartitionedLike
 from partitioning.hardware import OptionValue, check_options
 from partitioning.hardware.compiler_errors import own_compiler_errors
 from partitioning.hardware.memory_limits import OutOfMemoryError
-from partitioning.programs import PartitionedCallable
 from partitioning.rules import MeshLike
 
 # Receives a text when a stage begins: 'tracing train_step', 'compiling train_step for v5p:4x4x4'.
@@ -79,7 +79,7 @@ class Stopwatch:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def trace(fn: PartitionedCallable, args: Sequence[Any]) -> Program:
+def trace(fn: PartitionedLike, args: Sequence[Any]) -> Program:
     """Traces a partitioned function without compiling it."""
     return Program(traced=fn.trace(*args), compiled=None, out_of_memory=None, warnings=())
 

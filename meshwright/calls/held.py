@@ -9,11 +9,10 @@ from typing import Any, Literal, get_args
 import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from partitioning.partitioner import BasePartitioner
+from meshwright.calls.partitioned import ArgumentLike, BoundaryLike, PartitionerLike
 from partitioning.plan import Plan, PlanRow
 from partitioning.plan.audit import audit_rows
 from partitioning.plan.rows import make_row
-from partitioning.programs.boundary import Argument, Boundary
 from partitioning.rules import (
     MeshLike,
     ResolvedDimension,
@@ -54,7 +53,7 @@ class HeldArray:
 
 
 def find_held(
-    boundary: Boundary, args: Sequence[Any], partitioner: BasePartitioner
+    boundary: BoundaryLike, args: Sequence[Any], partitioner: PartitionerLike
 ) -> tuple[HeldArray, ...]:
     """Lists the arrays of the arguments of a function.
 
@@ -86,7 +85,7 @@ def free_axes(row: PlanRow, mesh: MeshLike) -> tuple[str, ...]:
 
 
 def _arrays_of(
-    argument: Argument, partitioner: BasePartitioner, data_axes: tuple[str, ...], mesh: MeshLike
+    argument: ArgumentLike, partitioner: PartitionerLike, data_axes: tuple[str, ...], mesh: MeshLike
 ) -> Iterator[HeldArray]:
     leaves = [(key_names(path), entry, x) for path, entry, x in argument.pairs() if _is_array(x)]
     is_batch = _is_batch(argument.name, leaves, data_axes)
@@ -136,7 +135,7 @@ def _is_array(x: Any) -> bool:
     return hasattr(x, 'shape') or isinstance(x, bool | int | float | complex)
 
 
-def _plan_of(value: Any, partitioner: BasePartitioner) -> Plan | None:
+def _plan_of(value: Any, partitioner: PartitionerLike) -> Plan | None:
     """The plan of an argument that is a state, or None."""
     try:
         plan = partitioner.resolve(value)
@@ -175,7 +174,7 @@ def _first_axes(sharding: Sharding | None) -> tuple[str, ...]:
     return as_tuple(spec[0]) if len(spec) else ()
 
 
-def _data_axes(partitioner: BasePartitioner) -> tuple[str, ...]:
+def _data_axes(partitioner: PartitionerLike) -> tuple[str, ...]:
     """The mesh axes of the batch; empty if the partitioner has none."""
     try:
         spec = partitioner.data_partition_spec

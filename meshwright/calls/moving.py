@@ -7,13 +7,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from meshwright.calls.partitioned import PartitionedLike, PartitionerLike, check_partitioned
 from partitioning.hardware import default_options, option_values
-from partitioning.partitioner import BasePartitioner
-from partitioning.programs import PartitionedCallable
-from partitioning.programs.partitioned_function import settings_of
 
 
-def move_partitioner(partitioner: BasePartitioner, mesh: Mesh) -> BasePartitioner:
+def move_partitioner(partitioner: PartitionerLike, mesh: Mesh) -> PartitionerLike:
     """The same partitioner on another mesh.
 
     Raises:
@@ -29,8 +27,8 @@ def move_partitioner(partitioner: BasePartitioner, mesh: Mesh) -> BasePartitione
 
 
 def move_function(
-    moved: BasePartitioner, fn: PartitionedCallable, mesh: Mesh, *, with_options: bool
-) -> PartitionedCallable:
+    moved: PartitionerLike, fn: PartitionedLike, mesh: Mesh, *, with_options: bool
+) -> PartitionedLike:
     """Partitions a partitioned function again, by a partitioner on another mesh.
 
     Its layouts are moved by their specs. If it is compiled with the default options of its devices,
@@ -45,7 +43,8 @@ def move_function(
     Raises:
       ValueError: if it is not a partitioned function, or if the new mesh cannot have its layouts.
     """
-    settings = settings_of(fn).on_any_mesh()
+    check_partitioned(fn)
+    settings = fn.settings.on_any_mesh()
     options = settings.compiler_options
     if options is not None and options == _default_values(mesh):
         options = _default_values(moved.mesh)

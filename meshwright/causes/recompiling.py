@@ -8,18 +8,21 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from meshwright.calls.partitioned import (
+    PartitionedLike,
+    PartitionerLike,
+    PartitionerWithRules,
+    check_partitioned,
+)
 from meshwright.causes.confirming import CompiledFunction
 from meshwright.causes.described_arguments import describe_arguments
 from meshwright.program.costs import read_costs
-from partitioning.partitioner import PjitPartitioner
 from partitioning.plan import Plan, PlanRow
-from partitioning.programs import PartitionedCallable
-from partitioning.programs.partitioned_function import settings_of
 from partitioning.rules import LogicalAxisRules, PaddedSpec
 
 
 def compile_partitioned(
-    partitioner: PjitPartitioner, fn: PartitionedCallable, *args: Any
+    partitioner: PartitionerWithRules, fn: PartitionedLike, *args: Any
 ) -> CompiledFunction:
     """Compiles a partitioned function, to explain it and to try changes of its rules.
 
@@ -34,9 +37,10 @@ def compile_partitioned(
       *args: the arguments of a call, as ShapeDtypeStructs or arrays.
 
     Raises:
-      ValueError: if the function was not partitioned by a partitioner of this library.
+      ValueError: if the function is not partitioned.
     """
-    settings = settings_of(fn).on_any_mesh()
+    check_partitioned(fn)
+    settings = fn.settings.on_any_mesh()
     plans = [_plan_of(partitioner, arg) for arg in args]
     known: list[PlanRow] = [row for plan in plans if plan is not None for row in plan.rows]
 
@@ -70,7 +74,7 @@ def compile_partitioned(
     )
 
 
-def _plan_of(partitioner: PjitPartitioner, argument: Any) -> Plan | None:
+def _plan_of(partitioner: PartitionerLike, argument: Any) -> Plan | None:
     """The plan of an argument that is a state, or None."""
     try:
         plan = partitioner.resolve(argument)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.calls.partitioned import PartitionedLike, PartitionerLike
 from meshwright.checks.golden_file import (
     Golden,
     Tolerances,
@@ -17,9 +18,7 @@ from meshwright.checks.golden_file import (
     golden_to_text,
 )
 from meshwright.forecasting import forecast
-from meshwright.report.forecast import Forecast
-from partitioning.partitioner import BasePartitioner
-from partitioning.programs import PartitionedCallable
+from meshwright.report.forecasts import Forecast
 
 UPDATE_VARIABLE = 'MESHWRIGHT_UPDATE_FORECASTS'
 
@@ -27,10 +26,10 @@ OnMissing = Literal['write', 'error']
 
 
 def assert_forecast_unchanged(
-    fn: PartitionedCallable,
+    fn: PartitionedLike,
     args: Sequence[Any],
     *,
-    partitioner: BasePartitioner,
+    partitioner: PartitionerLike,
     topologies: Sequence[str | tuple[str, int]],
     golden: str | os.PathLike[str] = 'forecasts',
     name: str | None = None,

@@ -25,7 +25,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshwright.report.forecast import Forecast
+from meshwright.report.forecasts import Forecast
 from partitioning.amounts import bytes_str, share_str
 from partitioning.plan.tables import shape_str, spec_or_padded_str
 from partitioning.untrusted_text import parse_json

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.causes import Cause
 from meshwright.program.collectives import Collective
-from meshwright.report.forecast import Forecast, Replicated
+from meshwright.report.forecasts import Forecast, Replicated
 from meshwright.time.work import Origin
 from partitioning.amounts import bytes_str
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from meshwright.report.forecast import Forecast, MemoryForecast
 from meshwright.report.forecast_lists import lists_below, machine_name, shortened
+from meshwright.report.forecasts import Forecast, MemoryForecast
 from meshwright.time import TimePart
 from partitioning.amounts import bytes_str, flops_str, seconds_str, share_str
 

@@ -289,18 +289,3 @@ def _watched_argument(mesh: Any, donated: tuple[int, ...]) -> int | None:
 
 PartitionedCallable = PartitionedFunction
 CompiledPartitionedCallable = Callable[..., Any]
-
-
-def settings_of(partitioned: Any) -> PartitionSettings:
-    """The settings of a partitioned function.
-
-    Raises:
-      ValueError: if no partitioner of this library partitioned it.
-    """
-    found = getattr(partitioned, 'settings', None)
-    if not isinstance(found, PartitionSettings):
-        name = getattr(partitioned, '__name__', repr(partitioned))
-        raise ValueError(
-            f'{name} is not a partitioned function: pass what partitioner.partition(...) returned'
-        )
-    return found

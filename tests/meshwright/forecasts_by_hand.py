@@ -10,7 +10,7 @@ from mock_devices import tpus
 from meshwright.causes import Cause
 from meshwright.program.collectives import Collective
 from meshwright.program.peak_memory import LiveArray
-from meshwright.report.forecast import Compilation, Forecast, MemoryForecast, Replicated
+from meshwright.report.forecasts import Compilation, Forecast, MemoryForecast, Replicated
 from meshwright.time import Constant, StepTime, TimePart
 from partitioning.hardware import CHIPS
 from partitioning.mesh import axis_rings, find_placement

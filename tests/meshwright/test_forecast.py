@@ -17,9 +17,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from meshwright import Forecast, forecast, forecast_table, render_page
 from meshwright.calls.compiler_warnings import read_compiler_log
+from meshwright.calls.partitioned import Call
 from meshwright.program.collectives import Collective
-from meshwright.remedies import Alternative, Call
-from meshwright.report.forecast import Compilation
+from meshwright.remedies import Alternative
+from meshwright.report.forecasts import Compilation
 from meshwright.time import StepTime, TimePart
 from partitioning import CHIPS, MeshConfig, PjitPartitioner
 

@@ -15,7 +15,7 @@ from train.cli.command import CommandParser, configure, run
 from train.cli.training import find_gin_file, known_runs
 
 if TYPE_CHECKING:
-    from meshwright.report.forecast import Forecast
+    from meshwright.report.forecasts import Forecast
     from train.planning.machines import Machine
 
 _DESCRIPTION = """\

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from meshwright import Forecast
-from meshwright.remedies import Alternative, Call
+from meshwright.calls.partitioned import Call
+from meshwright.remedies import Alternative
 from partitioning.hardware import chip_of
 from train.config import TrainConfig
 from train.planning.candidates import (

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from meshwright.forecasting import forecast
-from meshwright.report.forecast import Forecast
+from meshwright.report.forecasts import Forecast
 from partitioning.programs import PartitionedCallable
 from train.config import TrainConfig
 from train.errors import ConfigError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.report.forecast import Forecast
+from meshwright.report.forecasts import Forecast
 from meshwright.report.page.cause_lines import cause_markup
 from meshwright.report.page.html_tables import Cell, Column, sortable_table
 from meshwright.report.page.markup import Html, tag

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.report.forecast import Forecast
+from meshwright.report.forecasts import Forecast
 from meshwright.report.page.array_section import show_arrays, show_buffers, show_replicated
 from meshwright.report.page.exchange_section import show_exchanges
 from meshwright.report.page.markup import Html, tag

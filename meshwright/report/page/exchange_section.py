@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from meshwright.causes import Cause
 from meshwright.program.collectives import Collective
-from meshwright.report.forecast import Forecast
+from meshwright.report.forecasts import Forecast
 from meshwright.report.page.bars import Part, color_of, legend, stacked_bar
 from meshwright.report.page.cause_lines import cause_markup
 from meshwright.report.page.html_tables import Cell, Column, sortable_table

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.report.forecast import Forecast, MemoryForecast
+from meshwright.report.forecasts import Forecast, MemoryForecast
 from meshwright.report.page.bars import Part, legend, lens, mark, stacked_bar
 from meshwright.report.page.html_tables import plain_table
 from meshwright.report.page.markup import Html, tag

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.report.forecast import Forecast
+from meshwright.report.forecasts import Forecast
 from meshwright.report.page.axis_picture import MOST_LINKED, picture_axis
 from meshwright.report.page.markup import Html, tag
 from partitioning.mesh import AxisRing, Placement

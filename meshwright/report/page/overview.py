@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from meshwright.report.forecast import Forecast
+from meshwright.report.forecasts import Forecast
 from meshwright.report.page.exchange_section import network_name
 from meshwright.report.page.markup import Child, Html, tag
 from meshwright.report.page.memory_section import meter

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.report.forecast import Forecast
+from meshwright.report.forecasts import Forecast
 from meshwright.report.page.bars import Part, color_of, legend, span, stacked_bar
 from meshwright.report.page.html_tables import plain_table
 from meshwright.report.page.markup import Html, tag

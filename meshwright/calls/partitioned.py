@@ -1,0 +1,148 @@
+"""What forecasts read from a partitioner and from a function that it has partitioned.
+
+The types are protocols, so that any partitioner with these attributes can be used, and so that
+`meshwright` does not import the partitioners of `partitioning`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import jax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from partitioning.hardware import OptionValue
+from partitioning.mesh import MeshConfig
+from partitioning.plan import Plan
+from partitioning.rules import LogicalAxisRules
+
+
+class PartitionerLike(Protocol):
+    """A partitioner, such as `partitioning.PjitPartitioner`."""
+
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def mesh_source(self) -> Mesh | AbstractMesh | MeshConfig: ...
+    @property
+    def logical_axis_rules(self) -> LogicalAxisRules: ...
+    @property
+    def data_partition_spec(self) -> PartitionSpec: ...
+    def resolve(self, train_state: Any, /) -> Plan: ...
+    def partition(
+        self,
+        fn: Callable[..., Any],
+        in_axis_resources: Any,
+        out_axis_resources: Any,
+        static_argnums: int | Sequence[int] = (),
+        donate_argnums: int | Sequence[int] = (),
+        *,
+        on_recompile: Any = 'allow',
+        compiler_options: Mapping[str, OptionValue] | None = None,
+    ) -> PartitionedLike: ...
+
+
+class PartitionerWithRules(PartitionerLike, Protocol):
+    """A partitioner whose rules can be replaced."""
+
+    def with_rules(self, logical_axis_rules: LogicalAxisRules, /) -> Self: ...
+
+
+class PartitionedLike(Protocol):
+    """A function that a partitioner has partitioned."""
+
+    @property
+    def boundary(self) -> BoundaryLike: ...
+    @property
+    def settings(self) -> SettingsLike: ...
+    def trace(self, *args: Any) -> jax.stages.Traced: ...
+
+
+class BoundaryLike(Protocol):
+    """The arguments of a partitioned function, with their layouts."""
+
+    @property
+    def arguments(self) -> SignatureLike: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    def dynamic(self, args: Sequence[Any], /) -> Sequence[ArgumentLike]: ...
+
+
+class SignatureLike(Protocol):
+    """The name of a function, and the names of its arguments by their positions."""
+
+    @property
+    def function(self) -> str: ...
+    def name(self, index: int, /) -> str: ...
+
+
+class ArgumentLike(Protocol):
+    """An argument of a call that is not static; `pairs` yields its arrays with their shardings."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> Any: ...
+    def pairs(self) -> Iterator[tuple[tuple[Any, ...], Any, Any]]: ...
+
+
+class SettingsLike(Protocol):
+    """The arguments that `partition` was called with."""
+
+    @property
+    def fn(self) -> Callable[..., Any]: ...
+    @property
+    def in_axis_resources(self) -> Any: ...
+    @property
+    def out_axis_resources(self) -> Any: ...
+    @property
+    def static_argnums(self) -> int | Sequence[int]: ...
+    @property
+    def donate_argnums(self) -> int | Sequence[int]: ...
+    @property
+    def on_recompile(self) -> Any: ...
+    @property
+    def compiler_options(self) -> Mapping[str, OptionValue] | None: ...
+    def on_any_mesh(self) -> Self: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a partitioned function.
+
+    Attributes:
+      partitioner: the partitioner of the function.
+      fn: the function.
+      args: its arguments, abstract or not.
+
+    Raises:
+      ValueError: if the function is not partitioned.
+    """
+
+    partitioner: PartitionerLike
+    fn: PartitionedLike
+    args: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        check_partitioned(self.fn)
+
+    @property
+    def boundary(self) -> BoundaryLike:
+        """The arguments of the function, with their layouts."""
+        return self.fn.boundary
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self.boundary.arguments.function
+
+
+def check_partitioned(fn: Any) -> None:
+    """Raises ValueError if no partitioner has partitioned a function."""
+    if not hasattr(fn, 'boundary') or not hasattr(fn, 'settings'):
+        raise ValueError(
+            f'{getattr(fn, "__name__", repr(fn))} is not a partitioned function: pass what '
+            'partitioner.partition(...) returned'
+        )
