@@ -1,7 +1,8 @@
 """The names of `train`, each with the module that has it; `train/__init__.py` reads this file."""
 
 from train.config import TrainConfig as TrainConfig
-from train.evaluators import HeldOut as HeldOut, Samples as Samples
+from train.evaluators.held_out import HeldOut as HeldOut
+from train.evaluators.samples import Samples as Samples
 from train.objectives import (
     EncoderDecoder as EncoderDecoder,
     Loss as Loss,

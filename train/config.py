@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import optax
 from jax.sharding import AxisType
@@ -17,18 +17,35 @@ from train.checkpoints import CheckpointConfig, RestoreConfig
 from train.data import Lengths, Prefetch, Task
 from train.data.rows.lengths import check_lengths
 from train.errors import ConfigError, FailurePolicy, check_counts, first_line
-from train.evaluators import HeldOut
-from train.machine.compiling import CacheSetting, check_cache_setting
+from train.machine.compiling import CacheSetting
 from train.objectives import Objective
 from train.optimizers import Optimizer
 from train.paths import as_path, is_remote
 from train.processes.watchdog import WatchdogConfig
 from train.reporting.writers import JsonWriter, MetricWriter, TensorBoardWriter
-from train.running.health import NotFinitePolicy
-from train.running.steps import GradientDType
-from train.running.stopping import StopCondition, check_conditions
 
 PrngImpl = Literal['threefry2x32', 'rbg', 'unsafe_rbg']
+GradientDType = Literal['float32', 'bfloat16']
+NotFinitePolicy = Literal['stop', 'skip', 'roll_back', 'ignore']
+Check = Callable[[str, Any], None]
+
+
+class StopCondition(Protocol):
+    """Decides after each record of a metric whether the run ends.
+
+    Attributes:
+      metric: the metric, such as 'train/loss' or the score 'eval/loss'.
+    """
+
+    @property
+    def metric(self) -> str: ...
+
+    def reason(self, values: Sequence[float]) -> str | None:
+        """Returns why the run ends, or None.
+
+        Args:
+          values: the values of the metric since the run started or resumed, the newest last.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,109 +169,97 @@ class TrainConfig:
     watchdog: WatchdogConfig | None = dataclasses.field(default_factory=WatchdogConfig)
 
     def __post_init__(self) -> None:
-        names = ('batch_size', 'num_microbatches', 'log_every', 'max_skips', 'max_roll_backs')
-        check_counts(**{name: getattr(self, name) for name in names})
-        check_counts(minimum=0, total_steps=self.total_steps)
-        check_counts(minimum=0, collect_garbage_every=self.collect_garbage_every)
-        for name in ('seed', 'data_seed'):
-            if getattr(self, name) is not None:
-                check_counts(minimum=0, **{name: getattr(self, name)})
-        for name, words in WORDS.items():
-            value = getattr(self, name)
-            if value not in get_args(words) and (name, value) != ('prng_impl', None):
-                raise ConfigError(f'TrainConfig.{name} is {value!r}: use one of {get_args(words)}')
+        for name, check in CHECKS.items():
+            check(name, getattr(self, name))
         if self.accumulation_dtype != 'float32' and self.num_microbatches == 1:
             raise ConfigError(
                 f'TrainConfig.accumulation_dtype is {self.accumulation_dtype!r}, but '
                 'num_microbatches is 1, so nothing is summed: remove it'
             )
-        for name in ('relative_steps', 'evaluate_first'):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    f'TrainConfig.{name} is {getattr(self, name)!r}: use True or False'
-                )
-        check_cache_setting(self.compilation_cache)
-        _check_compiler_options(self.compiler_options)
-        check_lengths('sequence_length', self.sequence_length)
-        for name in KINDS:
-            if getattr(self, name) is not None or name not in ('restore', 'watchdog'):
-                _check_object(name, getattr(self, name))
-        as_path('TrainConfig.model_dir', self.model_dir)
-        if self.evaluators is None:
-            default = {'eval': HeldOut()} if self.task.holds_out else {}
-            object.__setattr__(self, 'evaluators', default)
-        _check_evaluators(self.evaluators)
-        for name in ('hooks', 'writers'):
-            _check_functions(f'TrainConfig.{name}', getattr(self, name))
-        check_conditions('TrainConfig.stop_when', self.stop_when)
         last_step = math.inf if self.relative_steps else self.total_steps
         _check_profile(self.profile_steps, last_step, self.model_dir)
         check_partitioner(self.partitioner)
         check_batch(self.partitioner, self.batch_size, self.num_microbatches)
 
 
-# The words from which a setting chooses.
-WORDS: dict[str, Any] = {
-    'prng_impl': PrngImpl,
-    'gradient_dtype': GradientDType,
-    'accumulation_dtype': GradientDType,
-    'not_finite': NotFinitePolicy,
-    'metrics_on_failure': FailurePolicy,
-}
+def _count(minimum: int = 1, *, optional: bool = False) -> Check:
+    """A check for an integer of at least `minimum`, or None if the setting is optional."""
 
-# The types of a setting, and what to write.
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    'model_dir': ((str, os.PathLike), "'runs/mine'"),
-    'objective': ((Objective,), 'NextToken(model=...)'),
-    'partitioner': ((BasePartitioner,), "PjitPartitioner(layout='fsdp')"),
-    'optimizer': ((Optimizer, optax.GradientTransformation), 'optax.adamw(1e-3)'),
-    'task': ((Task,), 'CausalLM(source=...)'),
-    'checkpoints': ((CheckpointConfig,), 'CheckpointConfig()'),
-    'restore': ((RestoreConfig,), 'RestoreConfig(path=...)'),
-    'prefetch': ((Prefetch,), 'Prefetch()'),
-    'watchdog': ((WatchdogConfig,), 'WatchdogConfig()'),
-}
+    def check(name: str, value: Any) -> None:
+        if value is not None or not optional:
+            check_counts(minimum, **{name: value})
+
+    return check
 
 
-def _check_object(name: str, value: Any) -> None:
-    """Checks that a setting is an object of its types (`@Name` in gin is the class)."""
-    kinds, written = KINDS[name]
-    if isinstance(value, kinds):
-        return
-    shown, names = repr(value), ' or '.join(kind.__name__ for kind in kinds)
-    if isinstance(value, type):
-        shown = f'the class {value.__name__}'
-        written = f'{value.__name__}(), or @{value.__name__}() in a gin file, with parentheses'
-    elif '\n' in shown or len(shown) > 60:
-        shown = f'of type {type(value).__name__}'
-    raise ConfigError(
-        f'TrainConfig.{name} is {shown}, but it must be an instance of {names}: write {written}'
-    )
+def _one_of(*words: Any) -> Check:
+    def check(name: str, value: Any) -> None:
+        # 1 == True, so words are compared with their types.
+        if not any(type(value) is type(word) and value == word for word in words):
+            raise ConfigError(f'TrainConfig.{name} is {value!r}: use one of {words}')
+
+    return check
 
 
-def _check_compiler_options(options: Any) -> None:
+def _instance(*kinds: type, written: str, optional: bool = False) -> Check:
+    """A check for an object of one of these types (`@Name` in gin is the class).
+
+    Args:
+      kinds: the types.
+      written: what to write, for the message.
+      optional: whether None is allowed, too.
+    """
+
+    def check(name: str, value: Any) -> None:
+        if isinstance(value, kinds) or (optional and value is None):
+            return
+        shown, names, advice = repr(value), ' or '.join(k.__name__ for k in kinds), written
+        if isinstance(value, type):
+            shown = f'the class {value.__name__}'
+            advice = f'{value.__name__}(), or @{value.__name__}() in a gin file, with parentheses'
+        elif '\n' in shown or len(shown) > 60:
+            shown = f'of type {type(value).__name__}'
+        raise ConfigError(
+            f'TrainConfig.{name} is {shown}, but it must be an instance of {names}: write {advice}'
+        )
+
+    return check
+
+
+def _check_path(name: str, value: Any) -> None:
+    as_path(f'TrainConfig.{name}', value)
+
+
+def _check_compiler_options(name: str, options: Any) -> None:
     if not isinstance(options, Mapping):
         if options == 'auto':
             return
         raise ConfigError(
-            f"TrainConfig.compiler_options is {options!r}: write 'auto', or a dict such as "
+            f"TrainConfig.{name} is {options!r}: write 'auto', or a dict such as "
             "{'xla_tpu_scoped_vmem_limit_kib': 65536}"
         )
-    for name, value in options.items():
+    for option, value in options.items():
         try:
-            check_option(name, False if value is None else value)
+            check_option(option, False if value is None else value)
         except ValueError as error:
-            raise ConfigError(f'TrainConfig.compiler_options: {error}') from None
+            raise ConfigError(f'TrainConfig.{name}: {error}') from None
 
 
-def _check_evaluators(evaluators: Any) -> None:
+def _check_cache(name: str, setting: Any) -> None:
+    if setting is not None and setting != 'auto':
+        _check_path(name, setting)
+
+
+def _check_evaluators(name: str, evaluators: Any) -> None:
     """Checks that evaluators have the attribute `every` and the method `run` or `prepare`."""
+    if evaluators is None:
+        return
     if not isinstance(evaluators, Mapping):
         raise ConfigError(
-            f"TrainConfig.evaluators is {evaluators!r}: write {{'eval': HeldOut(), ...}}, or {{}}"
+            f"TrainConfig.{name} is {evaluators!r}: write {{'eval': HeldOut(), ...}}, or {{}}"
         )
-    for name, evaluator in evaluators.items():
-        setting = f'TrainConfig.evaluators[{name!r}]'
+    for key, evaluator in evaluators.items():
+        setting = f'TrainConfig.{name}[{key!r}]'
         called = getattr(evaluator, 'prepare', None) or getattr(evaluator, 'run', None)
         if isinstance(evaluator, type) or not callable(called):
             raise ConfigError(
@@ -265,9 +270,61 @@ def _check_evaluators(evaluators: Any) -> None:
         check_counts(minimum=0, **{f'{setting}.every': every})
 
 
-def _check_functions(setting: str, functions: Any) -> None:
+def _check_functions(name: str, functions: Any) -> None:
     if not isinstance(functions, list | tuple) or not all(map(callable, functions)):
-        raise ConfigError(f'{setting} is {functions!r}: it must be a list of functions or classes')
+        raise ConfigError(
+            f'TrainConfig.{name} is {functions!r}: it must be a list of functions or classes'
+        )
+
+
+def _check_conditions(name: str, conditions: Any) -> None:
+    written = "write [EarlyStopping(metric='eval/loss')]"
+    if not isinstance(conditions, list | tuple):
+        raise ConfigError(f'TrainConfig.{name} is {conditions!r}: {written}')
+    for i, condition in enumerate(conditions):
+        has_metric = isinstance(getattr(condition, 'metric', None), str)
+        if isinstance(condition, type) or not has_metric or not hasattr(condition, 'reason'):
+            raise ConfigError(
+                f'TrainConfig.{name}[{i}] is {condition!r}: it must have a metric and '
+                f'reason(values); {written}'
+            )
+
+
+# What each setting must be by itself. `TrainConfig` checks how settings fit together.
+CHECKS: dict[str, Check] = {
+    'model_dir': _check_path,
+    'objective': _instance(Objective, written='NextToken(model=...)'),
+    'partitioner': _instance(BasePartitioner, written="PjitPartitioner(layout='fsdp')"),
+    'optimizer': _instance(Optimizer, optax.GradientTransformation, written='optax.adamw(1e-3)'),
+    'task': _instance(Task, written='CausalLM(source=...)'),
+    'total_steps': _count(0),
+    'batch_size': _count(),
+    'relative_steps': _one_of(True, False),
+    'sequence_length': check_lengths,
+    'evaluators': _check_evaluators,
+    'checkpoints': _instance(CheckpointConfig, written='CheckpointConfig()'),
+    'evaluate_first': _one_of(True, False),
+    'stop_when': _check_conditions,
+    'not_finite': _one_of(*get_args(NotFinitePolicy)),
+    'max_skips': _count(),
+    'max_roll_backs': _count(),
+    'restore': _instance(RestoreConfig, written='RestoreConfig(path=...)', optional=True),
+    'hooks': _check_functions,
+    'writers': _check_functions,
+    'metrics_on_failure': _one_of(*get_args(FailurePolicy)),
+    'num_microbatches': _count(),
+    'gradient_dtype': _one_of(*get_args(GradientDType)),
+    'accumulation_dtype': _one_of(*get_args(GradientDType)),
+    'log_every': _count(),
+    'compiler_options': _check_compiler_options,
+    'compilation_cache': _check_cache,
+    'prefetch': _instance(Prefetch, written='Prefetch()'),
+    'collect_garbage_every': _count(0),
+    'seed': _count(0, optional=True),
+    'data_seed': _count(0, optional=True),
+    'prng_impl': _one_of(None, *get_args(PrngImpl)),
+    'watchdog': _instance(WatchdogConfig, written='WatchdogConfig()', optional=True),
+}
 
 
 def _check_profile(steps: Any, total_steps: float, model_dir: Any) -> None:

@@ -118,9 +118,9 @@ def trace_program(program: Any) -> Traced:
     from meshwright.time import find_kernel_work
     from partitioning.hardware import chip_of
     from partitioning.products.flops import count_flops, count_jaxpr_flops
+    from train.objectives.objective import make_eval_step
     from train.running.programs import partition_train_step
     from train.running.run import prepare
-    from train.running.steps import make_eval_step
 
     from .tracing import find_products, find_traced_kernels
 

@@ -14,7 +14,7 @@ from small import model, partitioner
 from partitioning import TrainState, unbox
 from train.data.text.tokenizers import ByteTokenizer
 from train.errors import ConfigError
-from train.evaluators import Samples
+from train.evaluators.samples import Samples
 from train.models.decoding import generate
 from train.models.nnx_transformer import NnxTransformer
 from train.objectives import NextToken

@@ -17,7 +17,7 @@ from train import HeldOut, Objective, Samples, Supervised, TrainConfig, train
 from train.checkpoints import CheckpointConfig
 from train.data import Examples
 from train.errors import ConfigError
-from train.evaluators import prepare_evaluators
+from train.evaluators.evaluator import prepare_evaluators
 from train.reporting.console import RunConsole
 
 pytestmark = [pytest.mark.core, pytest.mark.filterwarnings('error:Explicitly requested')]

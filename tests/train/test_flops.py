@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from jax.experimental import pallas
 from jax.sharding import Mesh, PartitionSpec
-from small import partitioner, small_config
 
 from partitioning.products.flops import count_flops, count_jaxpr_flops
 from train.reporting import meter
@@ -104,15 +103,14 @@ def test_the_flops_of_groups_of_rows_alone():
     assert count_jaxpr_flops(both.jaxpr, dense=False) == count_flops(ragged, A, B)
 
 
-def test_the_speed_of_the_steps_between_two_records(monkeypatch, tmp_path):
+def test_the_speed_of_the_steps_between_two_records(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(meter, 'time', types.SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(meter, 'peak_flops', lambda devices: 1e6 * len(devices))
     monkeypatch.setattr(meter, 'memory_in_use', lambda: 12345)
-    config = small_config(tmp_path, tmp_path, total_steps=100, partitioner=partitioner(4, 2))
     tokens = jax.ShapeDtypeStruct((8, 16), jnp.int32)
     batch = {'decoder_input_tokens': tokens, 'decoder_target_tokens': tokens}
-    measured = meter.Meter(types.SimpleNamespace(config=config, batch=batch), 10, flops=2e6)
+    measured = meter.Meter(batch, jax.devices()[:8], total_steps=100, step=10, flops=2e6)
     now[0] += 30
     measured.skip(10.0)  # an evaluation
     assert measured.read(20, waited=5.0) == pytest.approx(

@@ -13,8 +13,9 @@ from train import TrainConfig
 from train.data import InputsToTargets
 from train.decoding import Predictions
 from train.errors import ConfigError
-from train.evaluators import PredictionFiles, prepare_evaluators
+from train.evaluators.evaluator import prepare_evaluators
 from train.evaluators.files import PartFiles
+from train.evaluators.predictions import PredictionFiles
 from train.objectives import Objective
 from train.running.run import prepare
 

@@ -14,7 +14,7 @@ from train import Objective, TrainConfig, train
 from train.checkpoints import CheckpointConfig
 from train.data import InputsToTargets, Mixture
 from train.errors import ConfigError
-from train.evaluators import DecodedText
+from train.evaluators.decoded import DecodedText
 from train.evaluators.text_metrics import (
     bleu,
     exact_match,

@@ -63,7 +63,7 @@ def predict(arguments: Sequence[str], prog: str) -> int:
         import functools
 
         from train.decoding import beam_search, predict, sample
-        from train.evaluators import PredictionFiles
+        from train.evaluators.predictions import PredictionFiles
         from train.running.evaluation import evaluate
 
         config, restore = _read_run(options)
@@ -89,7 +89,7 @@ def generate(arguments: Sequence[str], prog: str) -> int:
     options = parser.read(arguments)
 
     def command() -> None:
-        from train.evaluators import Samples
+        from train.evaluators.samples import Samples
         from train.running.evaluation import evaluate
 
         config, restore = _read_run(options)

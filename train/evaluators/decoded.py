@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,15 +18,13 @@ from train.data.rows.lengths import check_lengths
 from train.data.rows.pairs import Pairs
 from train.decoding import predict as predict_batch
 from train.errors import ConfigError, check_counts
+from train.evaluators.evaluator import EvaluatedRun
 from train.evaluators.files import write_metrics, write_results
 from train.evaluators.references import Reference, references_of
 from train.evaluators.text_metrics import Metric
 from train.machine.devices import must_wait_for_steps
 from train.processes.activity import calling_compiler, wait_for_devices
 from train.reporting.reports import format_scores
-
-if TYPE_CHECKING:
-    from train.running.run import Run
 
 # (objective, params, batch, key, variables=..., end_token=...) -> tokens [batch, length]
 Predict = Callable[..., Any]
@@ -78,7 +76,7 @@ class DecodedText:
         """The task with one example per row."""
         return adapt(task, pack=False)
 
-    def prepare(self, run: Run, name: str) -> PreparedDecodedText:
+    def prepare(self, run: EvaluatedRun, name: str) -> PreparedDecodedText:
         """Opens the held-out examples of each task.
 
         Raises:
@@ -124,7 +122,7 @@ class PreparedDecodedText:
 
     every: int
     name: str
-    owner: Run
+    owner: EvaluatedRun
     settings: DecodedText
     tasks: list[_Examined]
 

@@ -1,19 +1,66 @@
-"""The interface of evaluators, and when they run."""
+"""The interface of evaluators, what they read of a run, and when they run."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from partitioning import TrainState
+import jax
+from etils import epath
+
+from partitioning import BasePartitioner, Plan, TrainState
+from partitioning.hardware import OptionValue
+from train.data import OpenTask, Prefetch
 from train.errors import ConfigError
+from train.objectives import Objective
 from train.processes.signals import interruptible
 from train.reporting.console import RunConsole
 from train.reporting.reports import format_scores
 
-if TYPE_CHECKING:
-    from train.running.run import Run
+
+class EvaluatedSettings(Protocol):
+    """The settings of a run that evaluators read; `TrainConfig` describes them."""
+
+    @property
+    def objective(self) -> Objective: ...
+    @property
+    def partitioner(self) -> BasePartitioner: ...
+    @property
+    def total_steps(self) -> int: ...
+    @property
+    def batch_size(self) -> int: ...
+    @property
+    def prefetch(self) -> Prefetch: ...
+    @property
+    def seed(self) -> int | None: ...
+
+
+class EvaluatedRun(Protocol):
+    """A run as evaluators see it; `train.running.run.Run` describes the attributes."""
+
+    @property
+    def config(self) -> EvaluatedSettings: ...
+    @property
+    def batch(self) -> Mapping[str, jax.ShapeDtypeStruct]: ...
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def compiler_options(self) -> dict[str, OptionValue]: ...
+    @property
+    def key(self) -> jax.Array: ...
+    @property
+    def console(self) -> RunConsole: ...
+    @property
+    def directory(self) -> epath.Path: ...
+    @property
+    def data(self) -> OpenTask: ...
+    @property
+    def evaluators(self) -> Mapping[str, Any]: ...
+    @property
+    def evaluated(self) -> Mapping[str, OpenTask]: ...
+    @property
+    def rows(self) -> Any: ...
 
 
 class Evaluator(Protocol):
@@ -44,7 +91,7 @@ class Evaluator(Protocol):
         """Returns the scores of a state by name. Every process calls it."""
 
 
-def prepare_evaluators(run: Run) -> dict[str, Any]:
+def prepare_evaluators(run: EvaluatedRun) -> dict[str, Any]:
     """Prepares the evaluators of a run, by name."""
     return {
         name: _Watched(
@@ -54,7 +101,7 @@ def prepare_evaluators(run: Run) -> dict[str, Any]:
             name,
             run.console,
         )
-        for name, evaluator in run.config.evaluators.items()
+        for name, evaluator in run.evaluators.items()
     }
 
 

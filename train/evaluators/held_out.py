@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.extend
@@ -19,13 +19,11 @@ from train.data.rows.lengths import check_lengths
 from train.data.rows.open_task import describe_features, features
 from train.data.rows.packing import Row
 from train.errors import ConfigError, check_counts
+from train.evaluators.evaluator import EvaluatedRun
 from train.machine.devices import must_wait_for_steps
+from train.objectives.objective import make_eval_step, mean_metrics
 from train.processes.activity import calling_compiler, wait_for_devices
 from train.reporting.reports import format_scores, score_chart
-from train.running.steps import make_eval_step, mean_metrics
-
-if TYPE_CHECKING:
-    from train.running.run import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +61,7 @@ class HeldOut:
                 check_counts(**{f'HeldOut.{name}': getattr(self, name)})
         check_lengths('HeldOut.sequence_length', self.sequence_length)
 
-    def prepare(self, run: Run, name: str) -> PreparedHeldOut:
+    def prepare(self, run: EvaluatedRun, name: str) -> PreparedHeldOut:
         """Opens the held-out rows, and compiles the evaluation of a batch."""
         c, partitioner = run.config, run.config.partitioner
         size = self.batch_size or c.batch_size
@@ -99,7 +97,7 @@ class PreparedHeldOut:
 
     every: int
     name: str
-    owner: Run
+    owner: EvaluatedRun
     held_out: EvaluationSet
     batches: FiniteBatches
     eval_step: Any
@@ -138,7 +136,9 @@ class PreparedHeldOut:
             console.show(score_chart({'this model': score, **self._baselines}))
 
 
-def _abstract_batch(row: Row, batch_size: int, run: Run) -> dict[str, jax.ShapeDtypeStruct]:
+def _abstract_batch(
+    row: Row, batch_size: int, run: EvaluatedRun
+) -> dict[str, jax.ShapeDtypeStruct]:
     """The ShapeDtypeStructs of a batch of such rows, with the weights of its rows."""
     sharding = next(iter(run.batch.values())).sharding
     arrays = {**features(row), 'row_weights': ((), np.dtype(np.float32))}
@@ -148,7 +148,7 @@ def _abstract_batch(row: Row, batch_size: int, run: Run) -> dict[str, jax.ShapeD
     }
 
 
-def _check_same_arrays(name: str, held_out: EvaluationSet, run: Run) -> None:
+def _check_same_arrays(name: str, held_out: EvaluationSet, run: EvaluatedRun) -> None:
     """Checks that held-out rows have the arrays of training rows.
 
     Raises:
@@ -164,7 +164,7 @@ def _check_same_arrays(name: str, held_out: EvaluationSet, run: Run) -> None:
 
 
 def _check_fillers(
-    name: str, held_out: EvaluationSet, run: Run, batch: Mapping[str, jax.ShapeDtypeStruct]
+    name: str, held_out: EvaluationSet, run: EvaluatedRun, batch: Mapping[str, jax.ShapeDtypeStruct]
 ) -> None:
     """Checks that the rows that fill up the last batch do not count.
 
@@ -181,7 +181,7 @@ def _check_fillers(
     )
 
 
-def _uses_weights(run: Run, batch: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
+def _uses_weights(run: EvaluatedRun, batch: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
     """Whether the loss depends on an array of the batch that is 0 for rows of zeros."""
     state = run.plan.abstract_state
     eval_step = make_eval_step(run.config.objective)

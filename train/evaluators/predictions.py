@@ -7,7 +7,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -21,15 +21,13 @@ from train.data.rows.open_task import features
 from train.data.rows.pairs import Pairs
 from train.decoding import check_can_decode, predict as predict_batch
 from train.errors import ConfigError, check_counts
+from train.evaluators.evaluator import EvaluatedRun
 from train.evaluators.files import PartFiles
 from train.evaluators.references import Mode, Reference, describe_function, references_of, to_line
 from train.paths import as_folder
 from train.processes.activity import calling_compiler, wait_for_devices
 from train.processes.together import agree_on
 from train.reporting.reports import format_seconds
-
-if TYPE_CHECKING:
-    from train.running.run import Run
 
 # (number of the first batch) -> the number of examples so far and the outputs of the next batch
 _OutputsFrom = Callable[[int], Iterator[tuple[int, list[Any]]]]
@@ -93,7 +91,7 @@ class PredictionFiles:
         """The task with one example per row."""
         return adapt(task, pack=False)
 
-    def prepare(self, run: Run, name: str) -> PreparedPredictionFiles:
+    def prepare(self, run: EvaluatedRun, name: str) -> PreparedPredictionFiles:
         """Opens the examples of each task.
 
         Raises:
@@ -149,7 +147,7 @@ class PreparedPredictionFiles:
 
     every: int
     name: str
-    owner: Run
+    owner: EvaluatedRun
     settings: PredictionFiles
     tasks: list[_OpenPart]
 

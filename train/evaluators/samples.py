@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,13 +15,11 @@ from partitioning import TrainState
 from train.data.text.tokenizers import Tokenizer
 from train.decoding.sampling import check_sampling
 from train.errors import ConfigError, check_counts
+from train.evaluators.evaluator import EvaluatedRun
 from train.models.config import TransformerConfig
 from train.models.decoding import generate
 from train.objectives import NextToken, as_model
 from train.processes.activity import calling_compiler, wait_for_devices
-
-if TYPE_CHECKING:
-    from train.running.run import Run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +53,7 @@ class Samples:
         except ConfigError as error:
             raise ConfigError(f'Samples.{error}') from error
 
-    def prepare(self, run: Run, name: str) -> PreparedSamples:
+    def prepare(self, run: EvaluatedRun, name: str) -> PreparedSamples:
         """Encodes the prompts.
 
         Raises:
@@ -97,7 +95,7 @@ class PreparedSamples:
     """Encoded prompts; see `Samples`."""
 
     every: int
-    owner: Run
+    owner: EvaluatedRun
     settings: Samples
     prompts: list[np.ndarray]
 

@@ -112,12 +112,6 @@ def use_compilation_cache(
         jax.config.update(_THRESHOLD, _WORTH_KEEPING_SECONDS)
 
 
-def check_cache_setting(setting: Any) -> None:
-    """Raises ConfigError if `TrainConfig.compilation_cache` is malformed."""
-    if setting is not None and setting != 'auto':
-        as_path('TrainConfig.compilation_cache', setting)
-
-
 def user_folder() -> Path:
     """`meshwright/programs` in the user's cache directory; for CPUs, a folder in it.
 

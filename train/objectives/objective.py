@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -107,3 +107,17 @@ def row_weights(batch: Batch) -> jax.Array:
     if 'row_weights' in batch:
         return batch['row_weights']
     return jax.numpy.ones(next(iter(batch.values())).shape[0], jax.numpy.float32)
+
+
+def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], dict[str, jax.Array]]:
+    """Returns the function (params, variables, batch) -> the sums of the objective."""
+
+    def eval_step(params: Any, variables: Any, batch: Batch) -> dict[str, jax.Array]:
+        return dict(compute_loss(objective, params, batch, None, variables or {}).sums)
+
+    return eval_step
+
+
+def mean_metrics(sums: Any) -> Any:
+    """Divides sums by their weight, and leaves the weight out."""
+    return {name: value / sums['weight'] for name, value in sums.items() if name != 'weight'}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -69,10 +69,6 @@ def _age_of_process() -> float:
         return time.process_time()
 
 
-if TYPE_CHECKING:
-    from train.running.run import Run
-
-
 # The arrays of a batch that hold its tokens.
 TOKENS = ('encoder_input_tokens', 'decoder_target_tokens')
 
@@ -81,19 +77,32 @@ class Meter:
     """Measures the speed of steps between two records of metrics.
 
     Args:
-      run: the run.
+      batch: the ShapeDtypeStructs of a training batch, each [batch, ...].
+      devices: the devices of the mesh.
+      total_steps: the last step of the run.
       step: the step at which the measurement starts.
       flops: the FLOPs of the model in one step, or None if they are not known.
     """
 
-    def __init__(self, run: Run, step: int, flops: float | None):
-        config = run.config
-        self._step, self._time, self._waited = step, time.perf_counter(), 0.0
-        self._total_steps = config.total_steps
-        tokens = [math.prod(run.batch[name].shape) for name in TOKENS if name in run.batch]
+    def __init__(
+        self,
+        batch: Mapping[str, jax.ShapeDtypeStruct],
+        devices: Iterable[Any],
+        *,
+        total_steps: int,
+        step: int,
+        flops: float | None,
+    ):
+        self.restart(step)
+        self._total_steps = total_steps
+        tokens = [math.prod(batch[name].shape) for name in TOKENS if name in batch]
         self._unit = 'tokens' if tokens else 'rows'
-        self._per_step = sum(tokens) or config.batch_size
-        self._flops, self._peak = flops, peak_flops(config.partitioner.mesh.devices.flat)
+        self._per_step = sum(tokens) or next(iter(batch.values())).shape[0]
+        self._flops, self._peak = flops, peak_flops(devices)
+
+    def restart(self, step: int) -> None:
+        """Begins a new measurement after a step."""
+        self._step, self._time, self._waited = step, time.perf_counter(), 0.0
 
     def read(self, step: int, waited: float) -> dict[str, float]:
         """Returns the metrics of the steps since the last call.

@@ -14,7 +14,7 @@ from train.checkpoints.reading import CheckpointReader, with_dtype
 from train.config import TrainConfig
 from train.data import record
 from train.errors import ConfigError
-from train.evaluators import prepare_evaluators, run_evaluators
+from train.evaluators.evaluator import prepare_evaluators, run_evaluators
 from train.gin.text import write_gin_text
 from train.paths import as_folder
 from train.processes.together import check_same_step, raise_on_all_processes

@@ -7,14 +7,13 @@ evaluates or saves anything.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from train.config import NotFinitePolicy
 from train.processes.activity import wait_for_devices
-
-NotFinitePolicy = Literal['stop', 'skip', 'roll_back', 'ignore']
 
 # The metric of a step that says what is not finite: bit i of the int32 stands for PARTS[i].
 NOT_FINITE = 'not_finite'

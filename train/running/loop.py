@@ -10,7 +10,7 @@ from partitioning import TrainState
 from train.checkpoints import Checkpoints
 from train.decoding.predicting import CanDecode
 from train.errors import ConfigError
-from train.evaluators import is_due, run_evaluators
+from train.evaluators.evaluator import is_due, run_evaluators
 from train.objectives import NextToken
 from train.paths import file_of_run
 from train.processes import signals

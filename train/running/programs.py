@@ -15,6 +15,7 @@ from partitioning.programs.partitioned_function import (
     CompiledPartitionedCallable,
     PartitionedCallable,
 )
+from train.objectives.objective import make_eval_step
 from train.optimizers import learning_rate_of
 from train.processes.activity import awaiting_threads, calling_compiler
 from train.reporting.memory import check_fits, memory_advice
@@ -22,7 +23,7 @@ from train.reporting.meter import peak_flops
 from train.running.agreements import agree_on_program
 from train.running.run import PlannedRun, Run
 from train.running.start import Start
-from train.running.steps import make_eval_step, make_train_step
+from train.running.steps import make_train_step
 
 
 class Programs(NamedTuple):

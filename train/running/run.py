@@ -22,6 +22,7 @@ from train.data import OpenTask, Task, record
 from train.data.rows.open_task import features
 from train.data.rows.packing import Row
 from train.errors import ConfigError
+from train.evaluators.held_out import HeldOut
 from train.machine.compiling import choose_options, describe_options, use_compilation_cache
 from train.objectives import Objective, TokenLoss
 from train.optimizers import as_transformation
@@ -74,6 +75,7 @@ class Run(PlannedRun):
       console: prints its progress.
       directory: its folder.
       data: the training data.
+      evaluators: what is evaluated, by name: `TrainConfig.evaluators` or its default.
       evaluated: the data of each evaluator that reads any, by the name of the evaluator.
       rows: the training rows, endless and with random access.
     """
@@ -81,6 +83,7 @@ class Run(PlannedRun):
     console: RunConsole
     directory: epath.Path
     data: OpenTask
+    evaluators: Mapping[str, Any]
     evaluated: Mapping[str, OpenTask]
     rows: Any
 
@@ -125,7 +128,8 @@ def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
     with console.tokenizing() as progress, console.phase('opening the data'):
         directory = as_folder('MODEL_DIR', config.model_dir)
         use_compilation_cache(config.compilation_cache, directory, console.say)
-        data, evaluated = open_tasks(config, progress)
+        evaluators = choose_evaluators(config)
+        data, evaluated = open_tasks(config, evaluators, progress)
         config = with_seed(config, directory, console)
         rows = data.training(data_seed(config))
     with console.phase('planning the layout'):
@@ -135,6 +139,7 @@ def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
         console=console,
         directory=directory,
         data=data,
+        evaluators=evaluators,
         evaluated=evaluated,
         rows=rows,
     )
@@ -240,7 +245,16 @@ def report(run: Run) -> None:
         say(line)
 
 
-def open_tasks(config: TrainConfig, progress: Any) -> tuple[OpenTask, dict[str, OpenTask]]:
+def choose_evaluators(config: TrainConfig) -> Mapping[str, Any]:
+    """Returns the evaluators of a run by name: by default, the loss of what the task holds out."""
+    if config.evaluators is None:
+        return {'eval': HeldOut()} if config.task.holds_out else {}
+    return config.evaluators
+
+
+def open_tasks(
+    config: TrainConfig, evaluators: Mapping[str, Any], progress: Any
+) -> tuple[OpenTask, dict[str, OpenTask]]:
     """Opens the training task and the tasks of the evaluators.
 
     Raises:
@@ -249,7 +263,7 @@ def open_tasks(config: TrainConfig, progress: Any) -> tuple[OpenTask, dict[str, 
     """
     tasks = {
         name: _task_of(evaluator, config.task)
-        for name, evaluator in config.evaluators.items()
+        for name, evaluator in evaluators.items()
         if hasattr(evaluator, 'task')
     }
     for task in (config.task, *tasks.values()):
@@ -257,7 +271,7 @@ def open_tasks(config: TrainConfig, progress: Any) -> tuple[OpenTask, dict[str, 
     data = config.task.open(config.sequence_length, progress)
     opened = {}
     for name, task in tasks.items():
-        lengths = getattr(config.evaluators[name], 'sequence_length', None)
+        lengths = getattr(evaluators[name], 'sequence_length', None)
         lengths = config.sequence_length if lengths is None else lengths
         same = task is config.task and lengths == config.sequence_length
         opened[name] = data if same else task.open(lengths, progress)

@@ -1,9 +1,9 @@
-"""The train step and the eval step: pure functions of a state and a batch."""
+"""The train step: a pure function of a state and a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,13 @@ import optax
 
 from partitioning import TrainState, with_sharding_constraint
 from partitioning.state import path_str
+from train.config import GradientDType, NotFinitePolicy
 from train.objectives import Loss, Objective, compute_loss
-from train.objectives.objective import Batch
+from train.objectives.objective import Batch, mean_metrics
 from train.optimizers import global_norm
-from train.running.health import NOT_FINITE, NotFinitePolicy, describe_not_finite
+from train.running.health import NOT_FINITE, describe_not_finite
 
 Metrics = dict[str, jax.Array]
-GradientDType = Literal['float32', 'bfloat16']
 
 
 def make_train_step(
@@ -112,20 +112,6 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
-
-
-def make_eval_step(objective: Objective) -> Callable[[Any, Any, Batch], Metrics]:
-    """Returns the function (params, variables, batch) -> the sums of the objective."""
-
-    def eval_step(params: Any, variables: Any, batch: Batch) -> Metrics:
-        return dict(compute_loss(objective, params, batch, None, variables or {}).sums)
-
-    return eval_step
-
-
-def mean_metrics(sums: Any) -> Any:
-    """Divides sums by their weight, and leaves the weight out."""
-    return {name: value / sums['weight'] for name, value in sums.items() if name != 'weight'}
 
 
 def per_parameter_metrics(before: Any, grads: Any, after: Any) -> Metrics:

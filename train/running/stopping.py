@@ -6,29 +6,12 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from partitioning.rules import nearest
+from train.config import StopCondition
 from train.errors import ConfigError, check_counts
 from train.processes.together import agree_on
-
-
-class StopCondition(Protocol):
-    """Decides after each record of a metric whether the run ends.
-
-    Attributes:
-      metric: the metric, such as 'train/loss' or the score 'eval/loss'.
-    """
-
-    @property
-    def metric(self) -> str: ...
-
-    def reason(self, values: Sequence[float]) -> str | None:
-        """Returns why the run ends, or None.
-
-        Args:
-          values: the values of the metric since the run started or resumed, the newest last.
-        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,24 +75,6 @@ class StopIfNotFinite:
         if not math.isfinite(values[-1]):
             raise FloatingPointError(
                 f'{self.metric} is {values[-1]}: the state is not saved; lower the learning rate'
-            )
-
-
-def check_conditions(setting: str, conditions: Any) -> None:
-    """Checks that a setting is a list of conditions.
-
-    Raises:
-      ConfigError: if it is not, for example if an entry is a class.
-    """
-    written = "write [EarlyStopping(metric='eval/loss')]"
-    if not isinstance(conditions, list | tuple):
-        raise ConfigError(f'{setting} is {conditions!r}: {written}')
-    for i, condition in enumerate(conditions):
-        has_metric = isinstance(getattr(condition, 'metric', None), str)
-        if isinstance(condition, type) or not has_metric or not hasattr(condition, 'reason'):
-            raise ConfigError(
-                f'{setting}[{i}] is {condition!r}: it must have a metric and reason(values); '
-                f'{written}'
             )
 
 

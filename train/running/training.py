@@ -11,7 +11,7 @@ import jax
 
 from partitioning import TrainState
 from train.config import TrainConfig
-from train.evaluators import prepare_evaluators
+from train.evaluators.evaluator import prepare_evaluators
 from train.machine.devices import collect_garbage, must_wait_for_steps
 from train.processes import signals
 from train.processes.activity import wait_for_devices
@@ -134,7 +134,8 @@ def _train(
         console.training(step, last_step),
         Profiler(directory / 'profile', config.profile_steps) as profiler,
     ):
-        meter, starting = Meter(run, step, flops), dict[str, float]()
+        devices, starting = config.partitioner.mesh.devices.ravel(), dict[str, float]()
+        meter = Meter(run.batch, devices, total_steps=last_step, step=step, flops=flops)
         health = Health(
             config.not_finite,
             max_skips=config.max_skips,
@@ -171,7 +172,7 @@ def _train(
                     state, restored_step = roll_back(run, saved, newest, step)
                     writers.write(step, {'train/rolled_back_to': float(restored_step)})
                     feed.restart(step)
-                    meter = Meter(run, step, flops)
+                    meter.restart(step)
                     continue
                 scalars = {f'train/{name}': float(value) for name, value in metrics.items()}
             if due.writing:

@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from partitioning import BasePartitioner
-from train.evaluators import HeldOut
+from train.evaluators.held_out import HeldOut
 from train.running.evaluation import evaluate as evaluate_here
 from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
 from train.t5x.evaluations import decoded

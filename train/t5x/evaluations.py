@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from train.data import Mixture, Subset, Task
-from train.evaluators import DecodedText, HeldOut
+from train.evaluators.decoded import DecodedText
+from train.evaluators.held_out import HeldOut
 from train.t5x.datasets import DatasetConfig, Reader
 from train.t5x.models import BaseTransformerModel, DecoderOnlyModel
 from train.t5x.seqio import Evaluator

@@ -1,4 +1,4 @@
-"""T5X's `infer`: predictions or scores of a checkpoint, by `train.evaluators.PredictionFiles`.
+"""T5X's `infer`: predictions or scores of a checkpoint, by `PredictionFiles`.
 
 For an example, see configs/t5x/infer.gin.
 """
@@ -14,7 +14,7 @@ import jax
 from partitioning import BasePartitioner
 from train.data import InputsToTargets, Subset, Task, TfRecords
 from train.errors import ConfigError
-from train.evaluators import PredictionFiles
+from train.evaluators.predictions import PredictionFiles
 from train.evaluators.references import Mode
 from train.gin.text import write_gin_text
 from train.paths import as_folder

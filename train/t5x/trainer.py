@@ -8,9 +8,10 @@ from typing import Any, Literal
 
 import optax
 
+from train.config import StopCondition
 from train.errors import ConfigError
 from train.optimizers import Optimizer
-from train.running.stopping import EarlyStopping, StopCondition, StopIfNotFinite
+from train.running.stopping import EarlyStopping, StopIfNotFinite
 from train.t5x.refusals import expect, refusal
 
 
