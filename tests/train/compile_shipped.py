@@ -11,11 +11,11 @@ import gin
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gin_fixtures import load_config
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from test_shipped_configs import MODELS, PRESETS, pretrain
 
 from partitioning import TrainState
-from train.gin.load import load_config
 from train.running.steps import make_train_step
 
 # Each axis of a mesh has at least two devices.

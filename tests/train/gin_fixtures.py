@@ -1,5 +1,6 @@
 """Fixtures for tests of gin files, which conftest.py makes available to every test."""
 
+import functools
 import sys
 import textwrap
 
@@ -9,7 +10,11 @@ from small_t5x import T5X_MODEL, T5X_SMALL, T5X_TASK
 
 from train.errors import ConfigError
 from train.gin.entry import find_entry
-from train.gin.load import load_config
+from train.gin.load import load_config as load_with_aliases
+from train.t5x.modules import ALIASES
+
+# As every command does, with T5X's names.
+load_config = functools.partial(load_with_aliases, aliases=ALIASES)
 
 
 @pytest.fixture

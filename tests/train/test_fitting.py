@@ -16,7 +16,7 @@ from train.checkpoints.huggingface.config_json import ConfigJson
 from train.data import RandomTokens
 from train.errors import ConfigError
 from train.gin.entry import find_config
-from train.gin.load import load_config
+from gin_fixtures import load_config
 from train.models.transformer import Transformer
 from train.planning import fits
 from train.planning.bounds import Workload

@@ -5,9 +5,9 @@ import re
 import gin
 import jax.numpy as jnp
 import pytest
+from gin_fixtures import load_config
 
 from train.data.text.sources import TextFiles
-from train.gin.load import load_config
 from train.gin.text import operative_text
 from train.models.transformer import Transformer
 from train.optimizers import Optimizer

@@ -19,6 +19,7 @@ import pytest
 import small
 from etils import epath
 from flax.traverse_util import flatten_dict
+from gin_fixtures import load_config
 from hypothesis import given, strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -45,7 +46,6 @@ from train.cli import main
 from train.data.text.tokenizers import SentencePieceTokenizer
 from train.errors import ConfigError
 from train.gin.entry import find_config
-from train.gin.load import load_config
 from train.machine import devices as machine
 from train.models.parameters import list_parameters
 from train.models.t5 import T5

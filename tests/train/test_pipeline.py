@@ -7,12 +7,12 @@ import gin
 import jax
 import numpy as np
 import pytest
+from gin_fixtures import load_config
 from small import batch, model
 
 from partitioning import PjitPartitioner, unbox
 from partitioning.mesh import MeshConfig
 from train.errors import ConfigError
-from train.gin.load import load_config
 from train.models.forward import compute_logits
 from train.models.pipeline import Pipeline
 from train.objectives import NextToken

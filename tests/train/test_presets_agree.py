@@ -12,12 +12,12 @@ import gin
 import jax
 import numpy as np
 import pytest
+from gin_fixtures import load_config
 from small import model
 from test_shipped_configs import PRESETS, RUN
 
 from partitioning import unbox
 from train import NextToken
-from train.gin.load import load_config
 
 pytestmark = pytest.mark.core
 

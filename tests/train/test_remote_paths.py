@@ -19,6 +19,7 @@ import pyarrow.parquet
 import pytest
 import tokenizers
 from etils import epath
+from gin_fixtures import load_config
 from jax.sharding import NamedSharding, PartitionSpec
 from s3_server import Bucket, needs_s3, s3_server
 from written_files import documents_of_both_parts, index_of
@@ -41,7 +42,6 @@ from train.data import (
     record,
 )
 from train.errors import ConfigError
-from train.gin.load import load_config
 from train.objectives import Loss, Objective
 from train.paths import absolute, as_path, is_remote
 from train.reporting import metric_files as appended_file, writers

@@ -9,13 +9,13 @@ from typing import ClassVar
 import gin
 import numpy as np
 import pytest
+from gin_fixtures import load_config
 from small import records
 
 from train.data import ByT5Tokenizer, ByteTokenizer, CausalLM, InputsToTargets, Mixture, Subset
 from train.data.text.sources import Records
 from train.errors import ConfigError
 from train.gin.entry import find_entry
-from train.gin.load import load_config
 from train.gin.places import allow_packages
 from train.t5x import seqio
 from train.t5x.datasets import DatasetConfig, Reader

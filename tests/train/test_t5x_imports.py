@@ -2,11 +2,12 @@
 
 import gin
 import pytest
+from gin_fixtures import load_config
 
-import train.gin.configurables  # noqa: F401  # registers the names, as every command does
 from train.errors import ConfigError
-from train.gin.load import load_config
+from train.gin.registry import register_listed
 
+register_listed()  # as every command does
 pytestmark = pytest.mark.core
 
 DYNAMIC = 'from __gin__ import dynamic_registration\n'

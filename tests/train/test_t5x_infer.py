@@ -6,12 +6,12 @@ import gin
 import numpy as np
 import pytest
 import t5x_reference
+from gin_fixtures import load_config
 from tensorboardX.record_writer import RecordWriter
 from test_tf_records import example
 
 from train.errors import ConfigError
 from train.gin.entry import find_entry
-from train.gin.load import load_config
 
 pytestmark = pytest.mark.core
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-import train.gin.configurables  # noqa: F401  # registers the names, as every command does
 from train.gin.check import is_gone
-from train.gin.registry import listed_names, register
-from train.t5x.modules import translate
+from train.gin.registry import listed_names, register, register_listed
+from train.t5x.modules import ALIASES
 
+register_listed()  # as every command does
 pytestmark = pytest.mark.core
 
 NAMES = [
@@ -21,7 +21,7 @@ NAMES = [
 
 @pytest.mark.parametrize('name, parameters', [(n, p.split()) for n, _, p in NAMES])
 def test_every_name_that_t5x_files_bind_exists(name, parameters):
-    ours = translate(name.replace(' ', '.'))
+    ours = ALIASES.translate(name.replace(' ', '.'))
     assert ours in listed_names()
     found = register(ours)
     known = inspect.signature(found.wrapped).parameters

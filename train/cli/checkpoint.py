@@ -194,13 +194,14 @@ def convert(options: argparse.Namespace) -> int:
 def _find_model(source: Checkpoint) -> Any:
     """The settings of the built-in model or T5 that a checkpoint of a run has, or None."""
     from train.checkpoints.steps.record import read_record
-    from train.gin.models import find_model
+    from train.gin.entry import find_model
     from train.models.config import TransformerConfig
     from train.models.t5 import T5Config
+    from train.t5x.modules import ALIASES
 
     known = read_record(source.place.path)
     text = None if known is None else known.texts.get('config.gin')
-    model = None if text is None else find_model(text)
+    model = None if text is None else find_model(text, ALIASES)
     return model if isinstance(model, TransformerConfig | T5Config) else None
 
 

@@ -115,6 +115,8 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
     from train.machine import devices as machine
     from train.processes.joining import find_address, join_processes
     from train.processes.wire import Limits
+    from train.processes.limits import Limits
+    from train.t5x.modules import ALIASES
 
     machine.use_virtual_devices(options.cpu_devices)
     address = find_address(
@@ -132,7 +134,9 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
         [entry for value in values for entry in value.split(',') if entry]
         for values in (options.gin_search_paths, options.gin_allow)
     )
-    load_config([*files, *options.gin_file], options.gin_bindings, folders, packages)
+    load_config(
+        [*files, *options.gin_file], options.gin_bindings, folders, packages, aliases=ALIASES
+    )
 
 
 def _begin_output(address: ProcessAddress, folder: str | None) -> None:

@@ -11,18 +11,21 @@ from gin import config as gin_internals, config_parser
 
 from partitioning.rules import nearest
 from train.errors import ConfigError
+from train.gin.aliases import NO_ALIASES, Aliases
 from train.gin.parse import Statement
 from train.gin.registry import is_within, listed_names
 from train.gin.selectors import Resolver, is_import, refusal
-from train.t5x.modules import GONE, SCOPES, is_t5x, translate
 
 
-def check_imports(statements: Iterable[Statement], allow: Sequence[str] = ()) -> None:
+def check_imports(
+    statements: Iterable[Statement], allow: Sequence[str] = (), aliases: Aliases = NO_ALIASES
+) -> None:
     """Refuses imports of modules without listed names. This check itself imports nothing.
 
     Args:
       statements: the statements of all files and flags.
       allow: additional packages that the user allows.
+      aliases: names of another system that the files may use.
 
     Raises:
       ConfigError: if an import is refused. The message names the flag that allows it.
@@ -30,22 +33,24 @@ def check_imports(statements: Iterable[Statement], allow: Sequence[str] = ()) ->
     listed = listed_names()
     for statement in filter(is_import, statements):
         module = statement.parsed.module
-        known = is_t5x(module) or any(is_within(name, [module]) for name in listed)
+        known = aliases.covers(module) or any(is_within(name, [module]) for name in listed)
         if not known and not is_within(module, allow):
             raise refusal(statement, f'import of {module!r}', module)
 
 
-def import_modules(statements: Iterable[Statement], allow: Sequence[str] = ()) -> None:
+def import_modules(
+    statements: Iterable[Statement], allow: Sequence[str] = (), aliases: Aliases = NO_ALIASES
+) -> None:
     """Imports the modules that checked statements name, which registers their configurables.
 
-    T5X's modules are not imported unless the user allows them.
+    The modules of another system are not imported unless the user allows them.
 
     Raises:
       ConfigError: if a module cannot be imported.
     """
     for statement in filter(is_import, statements):
         module = statement.parsed.module
-        if is_t5x(module) and not is_within(module, allow):
+        if aliases.covers(module) and not is_within(module, allow):
             continue
         try:
             importlib.import_module(module)
@@ -53,12 +58,15 @@ def import_modules(statements: Iterable[Statement], allow: Sequence[str] = ()) -
             raise ConfigError(f'{statement.place}: cannot import {module!r}: {error}') from error
 
 
-def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> Resolver:
+def check_names(
+    statements: Sequence[Statement], allow: Sequence[str] = (), aliases: Aliases = NO_ALIASES
+) -> Resolver:
     """Checks that every name exists and that gin files may use it.
 
     Args:
       statements: the statements of all files and flags.
       allow: additional packages that the user allows.
+      aliases: names of another system that the files may use.
 
     Returns:
       The configurables that the names stand for.
@@ -67,7 +75,7 @@ def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> R
       ConfigError: if a configurable, parameter, macro or scope is unknown, a macro has no value, or
         a name is not on the list of names.
     """
-    resolver = Resolver(statements, allow)
+    resolver = Resolver(statements, allow, aliases)
     used = {r.name for s in statements for r in s.references if r.is_macro}
     defined = {s.macro for s in statements if s.macro and not s.from_flag}
     for statement in statements:
@@ -80,7 +88,7 @@ def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> R
             )
         elif statement.is_binding:
             configurable = resolver.resolve(parsed.selector, statement)
-            if configurable and not is_gone(configurable, parsed.arg_name):
+            if configurable and not is_gone(configurable, parsed.arg_name, aliases):
                 _check_parameter(configurable.wrapped, parsed, statement)
         elif isinstance(parsed, config_parser.BlockDeclaration):
             resolver.resolve(parsed.selector, statement)
@@ -93,14 +101,15 @@ def check_names(statements: Sequence[Statement], allow: Sequence[str] = ()) -> R
                 resolver.resolve(reference.selector, statement)
     last = _last_statements(statements, resolver)
     _check_macros(last, unused={s.macro for s in statements if s.macro} - used)
-    t5x = any(is_import(s) and translate(s.parsed.module) != s.parsed.module for s in statements)
-    _check_scopes(statements, own_code=bool(allow), known=SCOPES if t5x else ())
+    modules = [s.parsed.module for s in statements if is_import(s)]
+    foreign = any(aliases.translate(module) != module for module in modules)
+    _check_scopes(statements, own_code=bool(allow), known=aliases.scopes if foreign else ())
     return resolver
 
 
-def is_gone(configurable: Any, parameter: str) -> str | None:
-    """The reason why a parameter that T5X no longer has changes nothing, if it is one."""
-    return GONE.get(configurable.selector, {}).get(parameter)
+def is_gone(configurable: Any, parameter: str, aliases: Aliases) -> str | None:
+    """Returns why a parameter that the other system no longer has changes nothing, or None."""
+    return aliases.gone.get(configurable.selector, {}).get(parameter)
 
 
 def _last_statements(

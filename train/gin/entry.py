@@ -1,19 +1,21 @@
-"""The entry point of a command: the one function that its gin files configure."""
+"""What gin files describe: the function that a command calls, the settings of a run, its model."""
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
+import tempfile
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import gin
 from gin import config as gin_internals
 
 from train.errors import ConfigError
-
-if TYPE_CHECKING:
-    from train.config import TrainConfig
+from train.gin.aliases import NO_ALIASES, Aliases
+from train.gin.load import load_config
 
 ENTRY_POINTS = (
     'train.running.training.train',
@@ -42,8 +44,8 @@ def find_entry() -> Callable[..., Any]:
     return gin_internals._REGISTRY[(configured or ENTRY_POINTS)[0]].wrapper
 
 
-def find_config() -> TrainConfig:
-    """Returns the settings of the run that the configuration describes, without starting it.
+def find_config() -> Any:
+    """Returns the `TrainConfig` that the configuration describes, without starting the run.
 
     Raises:
       ConfigError: if the configuration does not describe a complete training run.
@@ -67,3 +69,26 @@ def find_config() -> TrainConfig:
         raise ConfigError(f'{name}: {error}: set it in a gin file') from error
     arguments.apply_defaults()
     return translate(arguments.arguments)
+
+
+def find_model(text: str, aliases: Aliases = NO_ALIASES) -> Any:
+    """Returns the settings of the model that a gin file configures, without devices and data.
+
+    Args:
+      text: the text of the file, for example of the `config.gin` of a run.
+      aliases: names of another system that it may use.
+
+    Returns:
+      The `config` of the model, or None if the file configures no objective with such a model.
+
+    Raises:
+      ConfigError: if the file is invalid.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / 'config.gin'
+        file.write_text(text)
+        load_config([str(file)], aliases=aliases)
+    settings = gin.get_bindings('train.config.TrainConfig', resolve_references=False)
+    # gin calls what a reference names when it copies the reference.
+    objective = copy.deepcopy(settings.get('objective'))
+    return getattr(getattr(objective, 'model', None), 'config', None)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import gin
-import jax
 from gin import config as gin_internals
 
 from train.errors import ConfigError, first_line
 from train.gin import check, parse, places
+from train.gin.aliases import NO_ALIASES, Aliases
+from train.gin.registry import register_listed
 from train.gin.selectors import Resolver, is_import
-from train.t5x.modules import PARTITIONING, is_t5x
-
-SUBMESH = 'model_parallel_submesh'
 
 
 def find_config_root() -> Path:
@@ -30,6 +27,7 @@ def load_config(
     bindings: Sequence[str] = (),
     search_paths: Sequence[str] = (),
     allow: Sequence[str] = (),
+    aliases: Aliases = NO_ALIASES,
 ) -> None:
     """Reads gin files and flags, checks them, and configures gin with them.
 
@@ -39,6 +37,7 @@ def load_config(
       search_paths: directories in which files and their includes are searched, after the current
         directory and before the directory that contains `configs/`.
       allow: packages that gin files may use in addition to the listed names.
+      aliases: names of another system that gin files may use.
 
     Raises:
       ConfigError: if a file, a statement or a flag is invalid. gin has not run anything then.
@@ -46,53 +45,22 @@ def load_config(
     if not files:
         raise ConfigError('no gin file: add --gin_file=configs/runs/quickstart.gin')
     statements = read_statements(files, bindings, search_paths)
-    import train.gin.configurables  # noqa: F401  # registers the names that gin files may use
-
-    check.check_imports(statements, allow)
-    check.import_modules(statements, allow)
-    resolver = check.check_names(statements, allow)
+    register_listed()
+    check.check_imports(statements, allow, aliases)
+    check.import_modules(statements, allow, aliases)
+    resolver = check.check_names(statements, allow, aliases)
     places.remember(statements)
     places.allow_packages(allow)
     for statement in statements:
         try:
-            _bind(statement, resolver, allow)
+            _bind(statement, resolver, allow, aliases)
         except Exception as error:  # the checks above missed it, so the message is gin's own
             raise ConfigError(f'{statement.place}: gin: {first_line(error)}') from error
-    if any(is_import(s) and s.parsed.module in PARTITIONING for s in statements):
-        _let_the_submesh_decide()
+    aliases.adjust(statements)
     try:
         gin.finalize()
     except Exception as error:
         raise ConfigError(f'gin: {first_line(error)}') from error
-
-
-def _let_the_submesh_decide() -> None:
-    """Lets a submesh decide where a file sets num_partitions too, which T5X only logs.
-
-    A submesh is a tile of a TPU torus. On another machine, its size is the number of partitions.
-    """
-    for (scope, name), settings in gin_internals._CONFIG.items():
-        if name.endswith('PjitPartitioner') and 'num_partitions' in settings:
-            submesh, count = map(_macro_value, (settings.get(SUBMESH), settings['num_partitions']))
-            if submesh and count is not None:
-                on_tpu = jax.default_backend() == 'tpu'
-                dropped = 'num_partitions' if on_tpu else SUBMESH
-                gin.bind_parameter((scope, name, dropped), None)
-                if not on_tpu:
-                    gin.bind_parameter((scope, name, 'num_partitions'), math.prod(submesh))
-                places.report(
-                    f'num_partitions={count} has no effect, because {SUBMESH}={submesh} is set, too'
-                )
-
-
-def _macro_value(value: Any) -> Any:
-    """The value of a macro, and any other value as it is."""
-    while isinstance(value, gin_internals.ConfigurableReference):
-        scope, name = value.config_key
-        if name != 'gin.macro':
-            break
-        value = gin_internals._CONFIG.get((scope, name), {}).get('value')
-    return value
 
 
 def read_statements(
@@ -112,13 +80,15 @@ def read_statements(
     return [*sources.statements, *parse.read_bindings(bindings)]
 
 
-def _bind(statement: parse.Statement, resolver: Resolver, allow: Sequence[str]) -> None:
+def _bind(
+    statement: parse.Statement, resolver: Resolver, allow: Sequence[str], aliases: Aliases
+) -> None:
     """Gives gin the value that a statement sets."""
     parsed = statement.parsed
     if statement.is_dynamic:
         gin_internals._IMPORTS.add(parsed)
     elif is_import(statement):
-        if not is_t5x(parsed.module) or parsed.module.split('.')[0] in allow:
+        if not aliases.covers(parsed.module) or parsed.module.split('.')[0] in allow:
             gin_internals._IMPORTS.add(parsed)
     elif statement.macro:
         value = _resolved(parsed.value, statement, resolver)
@@ -126,7 +96,7 @@ def _bind(statement: parse.Statement, resolver: Resolver, allow: Sequence[str]) 
     elif statement.is_binding:
         configurable = resolver.resolve(parsed.selector, statement)
         name = configurable.selector if configurable else parsed.selector
-        if configurable and (why := check.is_gone(configurable, parsed.arg_name)):
+        if configurable and (why := check.is_gone(configurable, parsed.arg_name, aliases)):
             places.report(f'{statement.place}: {parsed.selector}.{parsed.arg_name} is gone: {why}')
             return
         value = _resolved(parsed.value, statement, resolver)

@@ -1,23 +1,75 @@
-"""gin's registry of configurables: what is registered, and how a listed name is added to it."""
+"""The names that gin files may use, and gin's registry of what they stand for.
+
+names.ini lists the names as text. Some are registered with gin at once; the others when a gin file
+names them.
+"""
 
 from __future__ import annotations
 
+import configparser
 import contextlib
+import functools
 import importlib
 import inspect
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from gin import config as gin_internals, config_parser
 
-from train.gin.names import BY_MODULE
+from partitioning import Plan
+
+
+def _read(section: str) -> dict[str, list[str]]:
+    parser = configparser.ConfigParser(delimiters=('=',))
+    parser.optionxform = str  # type: ignore[assignment,method-assign]  # keeps upper case
+    parser.read_string(Path(__file__).with_name('names.ini').read_text())
+    return {module: names.split() for module, names in parser[section].items()}
+
+
+REGISTERED = _read('registered')
+BY_MODULE = REGISTERED | _read('by module')
 
 GIN_OWN = ('macro', 'gin.macro', 'singleton', 'gin.singleton', 'gin.constant', 'constant')
 # Configurables that a gin file has named by an import. A name without a module never stands for
 # one of them, so the files of one run cannot make a name of another run ambiguous. Those of a
 # package that one run allows stay refused in the next.
 _BY_IMPORT: set[str] = set()
+
+
+def load_plan(path: str) -> Plan:
+    """Reads the plan file at `path`, for `PjitPartitioner.plan`."""
+    return Plan.load(path)
+
+
+@functools.cache
+def register_listed() -> None:
+    """Registers the names of the first section of names.ini with gin, once."""
+    for module, names in REGISTERED.items():
+        for name in names:
+            _register(module, name)
+
+
+def _register(module: str, name: str) -> None:
+    """Registers a function or class, unless gin has this name or the library does not have it.
+
+    Users may have registered it under a name of their own before. Unlike
+    `gin.external_configurable`, this notes the module from which the written configuration of a run
+    imports the name. The module where it is defined may be private.
+    """
+    try:
+        found = attrgetter(name)(importlib.import_module(module))
+    except AttributeError:
+        return
+    known = gin_internals._inverse_lookup(found)
+    if known is None or known.name not in REGISTERED.get(known.module, ()):
+        location = config_parser.Location(None, 0, None, '')
+        source = config_parser.ImportStatement(module, '.' in module, None, location)
+        gin_internals._make_configurable(
+            found, name, module, avoid_class_mutation=True, import_source=(source, name)
+        )
 
 
 def is_within(name: str, packages: Iterable[str]) -> bool:

@@ -2,8 +2,8 @@
 
 gin files are code: they import modules and call what they name. They may only use names on a list:
 names.ini, and what modules of the user register. A name is compared with the list as text, so
-nothing is imported, and no attribute is read, that is not on the list. T5X's names are translated
-to ours before the comparison.
+nothing is imported, and no attribute is read, that is not on the list. Names of another system are
+translated to ours before the comparison.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from gin import config as gin_internals, config_parser
 from partitioning.rules import nearest
 from train.errors import ConfigError
 from train.gin import registry
-from train.gin.names import BY_MODULE
+from train.gin.aliases import NO_ALIASES, Aliases
 from train.gin.parse import Statement
-from train.gin.registry import is_within
-from train.t5x.modules import is_t5x, translate
+from train.gin.registry import BY_MODULE, is_within
 
 # Names that differ here -> what to write instead.
 _RENAMED = {
@@ -49,10 +48,16 @@ class Resolver:
     Args:
       statements: the statements of all files and flags.
       allow: additional packages that the user allows.
+      aliases: names of another system that the files may use.
     """
 
-    def __init__(self, statements: Sequence[Statement], allow: Sequence[str] = ()) -> None:
-        self._allow = allow
+    def __init__(
+        self,
+        statements: Sequence[Statement],
+        allow: Sequence[str] = (),
+        aliases: Aliases = NO_ALIASES,
+    ) -> None:
+        self._allow, self._aliases = allow, aliases
         self._dynamic = {s.file for s in statements if s.is_dynamic}
         self._imports: dict[str, dict[str, str]] = {}  # file -> name in the file -> module
         self._named: dict[str, Any] = {}  # full name as imported -> configurable
@@ -127,7 +132,7 @@ class Resolver:
         head, _, rest = selector.partition('.')
         names = [f'{module}.{rest}' for module in self._everywhere().get(head, ())]
         listed = registry.listed_names()
-        for name in sorted(names, key=lambda name: translate(name) not in listed):
+        for name in sorted(names, key=lambda name: self._aliases.translate(name) not in listed):
             return self._look_up(name, selector, statement)
         known = registry.known_names() | self._everywhere().keys()
         raise ConfigError(
@@ -143,8 +148,8 @@ class Resolver:
         return modules
 
     def _look_up(self, written: str, selector: str, statement: Statement) -> Any:
-        """The configurable with a full name, in which T5X's modules may occur."""
-        name = translate(written)
+        """The configurable with a full name, in which modules of another system may occur."""
+        name = self._aliases.translate(written)
         if name in _RENAMED:
             raise ConfigError(
                 f'{statement.place}: {selector!r} differs here: write {_RENAMED[name]}'
@@ -170,13 +175,13 @@ class Resolver:
 
     def _unknown(self, written: str, selector: str, statement: Statement) -> ConfigError:
         """The error for a name that is not on the list."""
-        name = translate(written)
+        name = self._aliases.translate(written)
         home, _, last = name.rpartition('.')
         listed = registry.listed_names()
         names = [n.removeprefix(f'{home}.') for n in listed if n.rpartition('.')[0] == home]
         if hint := nearest(last, names):
             return ConfigError(f'{statement.place}: {selector!r} does not exist in {home}.{hint}')
-        if is_t5x(written) and not is_within(written, self._allow):
+        if self._aliases.covers(written) and not is_within(written, self._allow):
             has = f': {home} has {", ".join(sorted(names))}' if names else ''
             return ConfigError(
                 f'{statement.place}: {selector!r} is {written}, which has no equivalent here{has}'

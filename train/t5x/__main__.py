@@ -26,12 +26,13 @@ def report(arguments: Sequence[str]) -> int:
 
 
 def _report(options: argparse.Namespace) -> None:
-    import train.gin.configurables  # noqa: F401  # registers the names that gin files may use
     from train.errors import ConfigError
     from train.gin import check
     from train.gin.entry import find_entry
     from train.gin.load import read_statements
+    from train.gin.registry import register_listed
     from train.reporting.console import SafeConsole
+    from train.t5x.modules import ALIASES
     from train.t5x.report import describe_imports, print_report, report_rows
 
     files = [*options.files, *options.gin_file]
@@ -40,8 +41,9 @@ def _report(options: argparse.Namespace) -> None:
     if not files:
         raise ConfigError('no gin file: add FILE.gin')
     statements = read_statements(files, options.gin_bindings, folders)
-    check.check_imports(statements, allow)
-    check.import_modules(statements, allow)
+    register_listed()
+    check.check_imports(statements, allow, ALIASES)
+    check.import_modules(statements, allow, ALIASES)
     notes = list(describe_imports(statements))
     rows = report_rows(statements, allow)
     try:

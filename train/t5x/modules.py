@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gin
+import jax
+from gin import config as gin_internals
+
+from train.gin import places
+from train.gin.aliases import Aliases
+from train.gin.parse import Statement
+from train.gin.selectors import is_import
 
 # T5X's modules -> ours.
 MODULES = {
@@ -32,6 +43,7 @@ MODULES = {
     't5x.trainer': 'train.t5x.trainer',
     't5x.utils': 'train.t5x.configs',
 }
+SUBMESH = 'model_parallel_submesh'
 PARTITIONING = ('t5x.partitioning', 't5x.contrib.moe.partitioning')
 # `__main__` is the script that T5X runs, so the name decides which of them a file means.
 SCRIPTS = {
@@ -61,22 +73,43 @@ GONE: Mapping[str, Mapping[str, str]] = {
 SCOPES = ('train', 'train_eval', 'infer_eval', 'inputs', 'outputs')
 
 
-def is_t5x(module: str) -> bool:
-    """Whether a module is one of T5X's packages, whose imports import nothing here."""
-    return module.split('.')[0] in PACKAGES
+def let_the_submesh_decide(statements: Sequence[Statement]) -> None:
+    """Lets a submesh decide where a file sets num_partitions too, which T5X only logs.
 
-
-def translate(name: str) -> str:
-    """Returns our full name of a name of T5X, such as `t5x.utils.DatasetConfig`.
-
-    A name of another package, or without an equivalent, is returned unchanged.
+    Only files that import T5X's partitioner are changed. A submesh is a tile of a TPU torus. On
+    another machine, its size is the number of partitions.
     """
-    head, _, rest = name.partition('.')
-    if head == '__main__':
-        script = SCRIPTS.get(rest.split('.')[0])
-        return f'{script}.{rest}' if script else name
-    parts = name.split('.')
-    for length in range(len(parts), 0, -1):
-        if ours := MODULES.get('.'.join(parts[:length])):
-            return '.'.join([ours, *parts[length:]])
-    return name
+    if not any(is_import(s) and s.parsed.module in PARTITIONING for s in statements):
+        return
+    for (scope, name), settings in gin_internals._CONFIG.items():
+        if name.endswith('PjitPartitioner') and 'num_partitions' in settings:
+            submesh, count = map(_macro_value, (settings.get(SUBMESH), settings['num_partitions']))
+            if submesh and count is not None:
+                on_tpu = jax.default_backend() == 'tpu'
+                dropped = 'num_partitions' if on_tpu else SUBMESH
+                gin.bind_parameter((scope, name, dropped), None)
+                if not on_tpu:
+                    gin.bind_parameter((scope, name, 'num_partitions'), math.prod(submesh))
+                places.report(
+                    f'num_partitions={count} has no effect, because {SUBMESH}={submesh} is set, too'
+                )
+
+
+def _macro_value(value: Any) -> Any:
+    """The value of a macro, and any other value as it is."""
+    while isinstance(value, gin_internals.ConfigurableReference):
+        scope, name = value.config_key
+        if name != 'gin.macro':
+            break
+        value = gin_internals._CONFIG.get((scope, name), {}).get('value')
+    return value
+
+
+ALIASES = Aliases(
+    packages=PACKAGES,
+    modules=MODULES,
+    scripts=SCRIPTS,
+    gone=GONE,
+    scopes=SCOPES,
+    adjust=let_the_submesh_decide,
+)

@@ -23,7 +23,7 @@ from train.errors import ConfigError
 from train.gin.check import is_gone
 from train.gin.parse import Reference, Statement
 from train.gin.selectors import Resolver, is_import
-from train.t5x.modules import is_t5x, translate
+from train.t5x.modules import ALIASES
 
 STYLES = {'equivalent': '', 'no effect': 'dim', 'none': 'red'}
 
@@ -56,7 +56,7 @@ def report_rows(statements: Sequence[Statement], allow: Sequence[str] = ()) -> l
       statements: the statements of all files and flags.
       allow: additional packages that the user allows.
     """
-    resolver = Resolver(statements, allow)
+    resolver = Resolver(statements, allow, ALIASES)
     macros = {s.macro: s.parsed.value for s in statements if s.macro}
     rows: dict[tuple[str, str], Row] = {}
     for statement in statements:
@@ -94,7 +94,7 @@ def describe(configurable: Any, parameter: str) -> tuple[str, str]:
       configurable: gin's record of what has the parameter.
       parameter: the parameter.
     """
-    if why := is_gone(configurable, parameter):
+    if why := is_gone(configurable, parameter, ALIASES):
         return f'no effect: T5X no longer has it, and {why}', 'no effect'
     if parameter not in inspect.signature(configurable.wrapped).parameters:
         return f'no equivalent: {configurable.selector} has no such setting', 'none'
@@ -145,7 +145,7 @@ def describe_imports(statements: Sequence[Statement]) -> Iterator[str]:
     """Yields a line for each module of T5X's files that has no equivalent and is not imported."""
     modules = dict.fromkeys(s.parsed.module for s in statements if is_import(s))
     for module in modules:
-        if is_t5x(module) and module != '__main__' and translate(module) == module:
+        if ALIASES.covers(module) and module != '__main__' and ALIASES.translate(module) == module:
             yield f'{module}: not imported; name your own tasks instead of those that it adds'
 
 
