@@ -226,11 +226,11 @@ def measure_save(gib: float, folder: Path, settings: dict[str, Any]) -> dict[str
     import jax
     from etils import epath
 
-    from train.checkpoints import CheckpointConfig
+    from train.checkpoints import CheckpointConfig, open_checkpoints
 
     state = jax.block_until_ready(random_state(abstract_state(gib, SAVE_MESH)))
     warm_up(folder / f'warm{os.getpid()}', SAVE_MESH)
-    saved = CheckpointConfig(period=1, keep=1, **settings).open(epath.Path(folder))
+    saved = open_checkpoints(CheckpointConfig(period=1, keep=1, **settings), epath.Path(folder))
     touch_memory(round(gib * GIB))
     before = reset_peak()
     start = time.perf_counter()
@@ -253,10 +253,10 @@ def warm_up(folder: Path, mesh_shape: tuple[int, int], replicated: bool = False)
     import jax
     from etils import epath
 
-    from train.checkpoints import CheckpointConfig
+    from train.checkpoints import CheckpointConfig, open_checkpoints
 
     abstract = abstract_state(0, mesh_shape, replicated)
-    small = CheckpointConfig().open(epath.Path(folder))
+    small = open_checkpoints(CheckpointConfig(), epath.Path(folder))
     small.save(1, random_state(abstract))
     small.close()
     wait_for_all('saved')
@@ -278,11 +278,11 @@ def measure_restore(gib: float, folder: Path, restore: Restore) -> dict[str, flo
     import jax
     from etils import epath
 
-    from train.checkpoints import CheckpointConfig
+    from train.checkpoints import CheckpointConfig, open_checkpoints
 
     abstract = abstract_state(gib, restore.mesh, restore.replicated)
     warm_up(folder / 'warm', restore.mesh, restore.replicated)
-    saved = CheckpointConfig(keep=2).open(epath.Path(folder))
+    saved = open_checkpoints(CheckpointConfig(keep=2), epath.Path(folder))
     step = saved.latest_step()
     assert step is not None
     saved.preflight(step, abstract).check()

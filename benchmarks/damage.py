@@ -30,7 +30,7 @@ import optax
 from partitioning import PjitPartitioner
 from partitioning.mesh import MeshConfig
 from train import TrainConfig, train
-from train.checkpoints import CheckpointConfig
+from train.checkpoints import CheckpointConfig, open_checkpoints
 from train.data import CausalLM, Records
 from train.objectives import Loss, Objective
 from train.reporting.console import RunConsole
@@ -167,7 +167,7 @@ def outcome(saved: Saved, file: str) -> str:
     console = Lines()
     run = dataclasses.replace(saved.run, console=console)
     try:
-        checkpoints = run.config.checkpoints.open(run.directory)
+        checkpoints = open_checkpoints(run.config.checkpoints, run.directory)
         state, start = restore_state(run, checkpoints, find_start(run, checkpoints))
     except Exception as error:
         return 'error' if isinstance(error, ValueError) else f'error: {type(error).__name__}'

@@ -119,7 +119,7 @@ def prepare_restore(name: str, folder: Path) -> tuple[Callable[[], Any], int, st
     import optax
 
     from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules
-    from train.checkpoints import RestoreConfig
+    from train.checkpoints import RestoreConfig, find_checkpoint, open_restored
     from train.checkpoints.huggingface.folders import load_huggingface_model
     from train.objectives import NextToken
 
@@ -138,8 +138,8 @@ def prepare_restore(name: str, folder: Path) -> tuple[Callable[[], Any], int, st
         return TrainState.create(objective.init(key, batch), optax.identity())
 
     state = partitioner.plan(init, jax.random.key(0)).abstract_state
-    source, step = RestoreConfig(path=str(folder / 'model')).find()
-    reader = RestoreConfig(path=str(source)).open(source)
+    source, step = find_checkpoint(RestoreConfig(path=str(folder / 'model')))
+    reader = open_restored(RestoreConfig(path=str(source)), source)
     shards = sum(
         NUM_DEVICES * x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape))
         for x in jax.tree.leaves(state)

@@ -29,7 +29,7 @@ from t5x_parity import Reference
 
 from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules
 from partitioning.mesh import MeshConfig
-from train.checkpoints import CheckpointConfig
+from train.checkpoints import CheckpointConfig, find_checkpoint, open_restored
 from train.checkpoints.formats.t5x_files import read_arrays
 from train.optimizers import as_transformation
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
@@ -80,8 +80,8 @@ def compare_states(folder: Path) -> Iterator[Row]:
             plan = _plan(folder, mesh, path.name == 'checkpoint_0')
             config = RestoreCheckpointConfig(path=str(path), mode='specific').translated()
             assert config is not None
-            at, step = config.find()
-            state = config.open(at).restore(step, plan.abstract_state)
+            at, step = find_checkpoint(config)
+            state = open_restored(config, at).restore(step, plan.abstract_state)
             plan.check(state)
             arrays = dict(zip(names_of(state), jax.tree.leaves(state), strict=True))
             shown = f'{name} on {mesh[0]}x{mesh[1]}'

@@ -14,6 +14,7 @@ import gin
 import jax
 import numpy as np
 import pytest
+from gin_fixtures import load_config
 from jax.sharding import PartitionSpec as P
 
 import partitioning
@@ -21,7 +22,6 @@ import train
 from partitioning.plan import building
 from tests.code_blocks import ROOT, read_blocks, run_block, run_blocks
 from train.cli import command, launch, main, training
-from train.gin.load import load_config
 from train.machine import devices as machine
 from train.processes import joining
 

@@ -18,7 +18,7 @@ from etils import epath
 from test_not_finite import Line, configure, read
 
 from train import train
-from train.checkpoints import CheckpointConfig, complete_steps
+from train.checkpoints import CheckpointConfig, complete_steps, open_checkpoints
 from train.checkpoints.steps.manifest import check_contents, check_files, read_manifest
 from train.errors import ConfigError
 from train.reporting.writers import JsonWriter, TensorBoardWriter
@@ -139,16 +139,18 @@ class Unreported(CheckpointConfig):
     period: int = 3
     when_busy: Any = 'wait'
 
-    def open(self, model_dir):
-        checkpoints = super().open(model_dir)
-        failure, latest_step = checkpoints.failure, checkpoints.latest_step
 
-        def report_now():
-            checkpoints.failure = failure
-            return latest_step()
+@open_checkpoints.register
+def open_unreported(config: Unreported, model_dir):
+    checkpoints = open_checkpoints.dispatch(CheckpointConfig)(config, model_dir)
+    failure, latest_step = checkpoints.failure, checkpoints.latest_step
 
-        checkpoints.failure, checkpoints.latest_step = lambda: None, report_now
-        return checkpoints
+    def report_now():
+        checkpoints.failure = failure
+        return latest_step()
+
+    checkpoints.failure, checkpoints.latest_step = lambda: None, report_now
+    return checkpoints
 
 
 @pytest.mark.parametrize('kinds', [(JsonWriter,), (JsonWriter, TensorBoardWriter)])

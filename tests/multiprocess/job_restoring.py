@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from job_failures import error_of
 
 from partitioning import TrainState
-from train.checkpoints import CheckpointConfig
+from train.checkpoints import CheckpointConfig, open_checkpoints
 from train.processes.together import raise_on_all_processes
 
 # Shapes, dtypes and specs on a mesh of 4x2. The state of 1 process is on a mesh of 2x4.
@@ -74,7 +74,7 @@ def save_alone(folder):
 
 
 def save(folder, state):
-    checkpoints = CheckpointConfig().open(epath.Path(folder))
+    checkpoints = open_checkpoints(CheckpointConfig(), epath.Path(folder))
     checkpoints.save(STEP, state)
     checkpoints.close()
 
@@ -82,7 +82,7 @@ def save(folder, state):
 def run(folder):
     """Restores and saves; reports the bytes that this process has read, and read amplification."""
     folder, abstract = Path(folder), abstract_state(4)
-    checkpoints = CheckpointConfig().open(epath.Path(folder / SAVED))
+    checkpoints = open_checkpoints(CheckpointConfig(), epath.Path(folder / SAVED))
     preflight = checkpoints.preflight(STEP, abstract)
     checkpoints.restore(STEP, abstract)  # It imports modules, whose files do not count.
     before = bytes_read()

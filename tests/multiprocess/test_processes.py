@@ -16,7 +16,7 @@ from processes import run_worker
 from small import records
 
 from train import train
-from train.checkpoints import CheckpointConfig, complete_steps
+from train.checkpoints import CheckpointConfig, complete_steps, open_checkpoints
 
 
 @pytest.fixture(scope='module')
@@ -264,7 +264,7 @@ def test_four_processes_read_each_byte_of_one_process_once_and_one_restores_thei
 
     abstract = job_restoring.abstract_state(8)
     folder = epath.Path(reports[0]['folder'])
-    again = CheckpointConfig().open(folder).restore(job_restoring.STEP, abstract)
+    again = open_checkpoints(CheckpointConfig(), folder).restore(job_restoring.STEP, abstract)
     job_restoring.assert_has_values(again, abstract)
 
 

@@ -26,7 +26,13 @@ from written_files import documents_of_both_parts, index_of
 
 from partitioning import PjitPartitioner, Plan, TrainState
 from train import TrainConfig, train
-from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig, complete_steps
+from train.checkpoints import (
+    CheckpointConfig,
+    Checkpoints,
+    RestoreConfig,
+    complete_steps,
+    find_checkpoint,
+)
 from train.cli.command import explain
 from train.cli.training import find_gin_file
 from train.data import (
@@ -95,7 +101,7 @@ def test_a_store_without_its_package_names_the_extra(monkeypatch, path, package,
         lambda: as_path('MODEL_DIR', path),
         source.listing,
         lambda: HuggingFaceTokenizer(path=path).num_tokens,
-        lambda: RestoreConfig(path=path).find(),
+        lambda: find_checkpoint(RestoreConfig(path=path)),
     ):
         with pytest.raises(ConfigError, match=rf"{package}: pip install 'meshwright\[{extra}\]'"):
             use()
@@ -314,7 +320,7 @@ def test_a_checkpoint_that_was_interrupted_is_saved_again(bucket):
         bucket.delete('run/checkpoints/1/commit_success.txt')
         assert complete_steps(directory) == []
     with pytest.raises(ConfigError, match=r'complete steps in .*: none'):
-        RestoreConfig(path=f'{bucket.url}/run').find()
+        find_checkpoint(RestoreConfig(path=f'{bucket.url}/run'))
 
 
 class Table(Objective):

@@ -7,7 +7,7 @@ import pytest
 from small import Bigram, partitioner, records, small_config, text_task
 
 from train import NextToken, evaluate
-from train.checkpoints import RestoreConfig
+from train.checkpoints import RestoreConfig, find_checkpoint
 from train.data import ByteTokenizer
 from train.errors import ConfigError
 
@@ -118,4 +118,4 @@ def test_a_checkpoint_of_another_model_names_the_array_and_the_setting(
 def test_missing_checkpoints(tmp_path, path, mode, expected):
     (tmp_path / 'model/checkpoints/7').mkdir(parents=True)
     with pytest.raises(ConfigError, match=expected):
-        RestoreConfig(path=str(tmp_path / path), mode=mode).find()
+        find_checkpoint(RestoreConfig(path=str(tmp_path / path), mode=mode))

@@ -13,7 +13,13 @@ from rich.console import Console
 from small import small_config
 
 from partitioning import PjitPartitioner, TrainState
-from train.checkpoints import CheckpointConfig, Checkpoints, RestoreConfig
+from train.checkpoints import (
+    CheckpointConfig,
+    Checkpoints,
+    RestoreConfig,
+    open_checkpoints,
+    open_restored,
+)
 from train.checkpoints.arrays.shares import split
 from train.checkpoints.steps.manifest import DamagedCheckpoint
 from train.reporting.console import RunConsole
@@ -63,7 +69,7 @@ def saved_arrays(folder, arrays, **settings):
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), one
         ), one
 
-    saved = CheckpointConfig(**settings).open(epath.Path(folder))
+    saved = open_checkpoints(CheckpointConfig(**settings), epath.Path(folder))
     saved.save(3, state(arrays)[1])
     saved.close()
     return lambda **changes: state(arrays, **changes)[0]
@@ -73,7 +79,7 @@ def test_the_preflight_says_what_differs_in_one_table_before_any_array_is_read(t
     arrays = {name: np.ones((256, 64), np.float32) for name in ('a', 'b', 'c')}
     abstract = saved_arrays(tmp_path, arrays)
     restore = RestoreConfig(path=str(tmp_path))
-    reader = restore.open(tmp_path / 'checkpoints')
+    reader = open_restored(restore, tmp_path / 'checkpoints')
     for file in (tmp_path / 'checkpoints/3/state').glob('params.*/0*'):
         file.unlink()  # No array can be read.
     wrong = abstract(
@@ -101,21 +107,21 @@ def test_the_preflight_says_what_differs_in_one_table_before_any_array_is_read(t
 def test_dtypes_are_converted_only_if_asked(tmp_path):
     values = np.linspace(-1, 1, 64, dtype=np.float32)
     abstract = saved_arrays(tmp_path, {'a': values}, dtype='bfloat16')()
-    reader = RestoreConfig(path=str(tmp_path)).open(tmp_path / 'checkpoints')
+    reader = open_restored(RestoreConfig(path=str(tmp_path)), tmp_path / 'checkpoints')
     with pytest.raises(ValueError, match=r"other dtypes: 1 .*set RestoreConfig.dtype = 'float32'"):
         reader.restore(3, abstract)
     restore = RestoreConfig(path=str(tmp_path), dtype='float32')
-    state = restore.open(tmp_path / 'checkpoints').restore(3, abstract)
+    state = open_restored(restore, tmp_path / 'checkpoints').restore(3, abstract)
     expected = np.asarray(jax.numpy.asarray(values, jax.numpy.bfloat16), np.float32)
     assert np.array_equal(state.params['a'], expected) and not np.array_equal(expected, values)
     # The run's own settings ask for it.
-    own = CheckpointConfig(dtype='bfloat16').open(epath.Path(tmp_path))
+    own = open_checkpoints(CheckpointConfig(dtype='bfloat16'), epath.Path(tmp_path))
     assert np.array_equal(own.restore(3, abstract).params['a'], expected)
 
 
 def test_damage_of_an_array_is_named_when_it_is_read_and_not_before(tmp_path):
     abstract = saved_arrays(tmp_path, {'a': np.ones((256, 64), np.float32)})()
-    reader = CheckpointConfig().open(epath.Path(tmp_path))
+    reader = open_checkpoints(CheckpointConfig(), epath.Path(tmp_path))
     [chunk] = (tmp_path / 'checkpoints/3/state/params.a').glob('0*')
     content = bytearray(chunk.read_bytes())
     content[len(content) // 2] ^= 4

@@ -14,7 +14,7 @@ from small import partitioner
 
 from partitioning import TrainState, standard_logical_axis_rules
 from partitioning.state import path_str
-from train.checkpoints import CheckpointConfig
+from train.checkpoints import CheckpointConfig, find_checkpoint, open_checkpoints, open_restored
 from train.checkpoints.formats.t5x_files import read_arrays
 from train.errors import ConfigError
 from train.gin.entry import find_entry
@@ -56,8 +56,8 @@ def make_plan(name, data=4, model=2, mlp_dim=None):
 
 def restore(path, plan, *, variables=False, initialize=None, **settings):
     [config] = RestoreCheckpointConfig(path=str(path), **settings).each()
-    folder, step = config.find()
-    checkpoints = config.open(folder)
+    folder, step = find_checkpoint(config)
+    checkpoints = open_restored(config, folder)
     if variables:
         return checkpoints.restore_variables(step, plan.abstract_state, initialize)
     return checkpoints.restore(step, plan.abstract_state, initialize)
@@ -174,7 +174,9 @@ def test_what_is_not_restored_is_initialized(tmp_path):
     name = 'target/decoder/decoder_norm/scale'
     np.testing.assert_array_equal(named_leaves(state)[name], read_arrays(path)[name].read())
     [config] = RestoreCheckpointConfig(path=str(path), **settings).each()
-    assert config.open(config.find()[0]).first_step(10) == 0, 'the step is one of these arrays'
+    assert open_restored(config, find_checkpoint(config)[0]).first_step(10) == 0, (
+        'the step is one of these arrays'
+    )
 
 
 def test_an_evaluation_reads_parameters_only_and_can_use_bfloat16(tmp_path):
@@ -211,7 +213,9 @@ def test_experts_start_as_copies_of_a_dense_layer(tmp_path):
     settings = {'assignment_map': idiom, 'checkpointer_cls': Four, 'strict': False}
     sparse = RestoreCheckpointConfig(path=str(path), mode='specific', **settings)
     [config] = sparse.each()
-    restored = config.open(config.find()[0]).restore_variables(10, state.replace(params=params))
+    restored = open_restored(config, find_checkpoint(config)[0]).restore_variables(
+        10, state.replace(params=params)
+    )
     found = restored.params['encoder']['layers_0']['mlp']['expert']['wo']['kernel']
     assert found.sharding == sharding
     expected = dense['target/encoder/layers_0/mlp/wo/kernel'].read()
@@ -242,25 +246,25 @@ def files_in(folder):
 def test_checkpoints_of_t5x_are_found(run_of_t5x):
     path = str(run_of_t5x)
     latest = RestoreCheckpointConfig(path=path, mode='latest').translated()
-    assert latest.find() == (run_of_t5x, 12)
+    assert find_checkpoint(latest) == (run_of_t5x, 12)
     every = RestoreCheckpointConfig(path=[path], mode='all').each()
-    assert [one.find()[1] for one in every] == [10, 12]
+    assert [find_checkpoint(one)[1] for one in every] == [10, 12]
     several = RestoreCheckpointConfig(
         path=[f'{path}/checkpoint_12', f'{path}/checkpoint_10'], mode='specific'
     )
-    assert [one.find()[1] for one in several.each()] == [12, 10]
+    assert [find_checkpoint(one)[1] for one in several.each()] == [12, 10]
     for config in (several, RestoreCheckpointConfig(path=path, mode='all')):
         with pytest.raises(ConfigError, match='a run starts from one checkpoint'):
             config.translated()
     missing = RestoreCheckpointConfig(path=f'{path}/checkpoint_16', mode='specific').translated()
     with pytest.raises(ConfigError, match=r'not a complete checkpoint; complete .*: 10, 12$'):
-        missing.find()
+        find_checkpoint(missing)
 
 
 def test_new_checkpoints_leave_those_of_t5x_alone(run_of_t5x):
     plan, before = make_plan('decoder_only'), files_in(run_of_t5x)
     for keep, left in ((None, [10, 12, 20]), (1, [10, 12, 21])):
-        saved = T5XCheckpointConfig(keep=keep, dtype='float32').open(run_of_t5x)
+        saved = open_checkpoints(T5XCheckpointConfig(keep=keep, dtype='float32'), run_of_t5x)
         step = saved.latest_step()
         state = saved.restore(step, plan.abstract_state)
         saved.save(10, state)  # There is one already.
@@ -271,11 +275,11 @@ def test_new_checkpoints_leave_those_of_t5x_alone(run_of_t5x):
     (run_of_t5x / 'checkpoints/3/state').mkdir(parents=True)
     (run_of_t5x / 'checkpoints/3/state/_METADATA').write_text('')
     with pytest.raises(ConfigError, match=r'of T5X, up to checkpoint_21, and .*checkpoints/3'):
-        T5XCheckpointConfig().open(run_of_t5x)
+        open_checkpoints(T5XCheckpointConfig(), run_of_t5x)
 
 
 def test_a_model_of_other_sizes_is_refused(run_of_t5x):
-    saved = T5XCheckpointConfig().open(run_of_t5x)
+    saved = open_checkpoints(T5XCheckpointConfig(), run_of_t5x)
     plan = make_plan('decoder_only', 4, 2, mlp_dim=32)
     changed = r'\([\d, ]*64[\d, ]*\) float32 in the checkpoint, \([\d, ]*32[\d, ]*\) float32 in'
     with pytest.raises(ConfigError, match=rf'checkpoint_12 .*{changed} .*MODEL_DIR') as error:

@@ -15,6 +15,7 @@ from small import batch
 
 from partitioning import MoePjitPartitioner, TrainState
 from partitioning.state import path_str
+from train.checkpoints import find_checkpoint, open_restored
 from train.data import ByteTokenizer
 from train.errors import ConfigError
 from train.models.experts import ExpertsConfig
@@ -292,8 +293,8 @@ def test_an_upcycled_checkpoint_of_t5x():
             (r'state\/param_states.*', None),
         ],
     ).each()
-    folder, step = config.find()
-    state = config.open(folder).restore(step, plan.abstract_state, initialize)
+    folder, step = find_checkpoint(config)
+    state = open_restored(config, folder).restore(step, plan.abstract_state, initialize)
     apply = functools.partial(module.apply, deterministic=True)
     program = partitioner.partition(
         lambda p: apply({'params': p}, *rows), (plan.specs.params,), None

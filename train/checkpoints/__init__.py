@@ -1,8 +1,8 @@
 """Checkpoints by Orbax: saved without a mesh, restored onto any mesh."""
 
-from train.checkpoints.config import CheckpointConfig
+from train.checkpoints.config import CheckpointConfig, RestoreConfig, RestoreMode, check_renames
 from train.checkpoints.folder import Checkpoints, FailedSave
-from train.checkpoints.restore import RestoreConfig, RestoreMode, check_renames
+from train.checkpoints.opening import find_checkpoint, open_checkpoints, open_restored
 from train.checkpoints.steps.finding import complete_steps
 from train.checkpoints.steps.manifest import DamagedCheckpoint
 from train.checkpoints.steps.record import StepRecord
@@ -17,4 +17,7 @@ __all__ = [
     'StepRecord',
     'check_renames',
     'complete_steps',
+    'find_checkpoint',
+    'open_checkpoints',
+    'open_restored',
 ]

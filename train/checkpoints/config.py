@@ -1,20 +1,18 @@
-"""The settings of saving: when a run saves checkpoints, and which of them it keeps."""
+"""The settings of checkpoints: when a run saves them, which it keeps, and which it starts from."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from etils import epath
 
-from train.checkpoints.restore import RestoreConfig
-from train.checkpoints.steps.finding import t5x_steps
 from train.errors import ConfigError, FailurePolicy, check_counts
 
-if TYPE_CHECKING:
-    from train.checkpoints.folder import Checkpoints
-
+RestoreMode = Literal['latest', 'specific']
+Renames = Sequence[tuple[str, str | None]]
 WhenBusy = Literal['later', 'skip', 'wait']
 Mode = Literal['min', 'max']
 DTYPES = (None, 'float32', 'bfloat16', 'float16')
@@ -101,22 +99,83 @@ class CheckpointConfig:
         """Whether a run saves any checkpoints."""
         return bool(self.period or self.steps or self.at_end)
 
-    def open(self, model_dir: epath.Path) -> Checkpoints:
-        """Opens the checkpoints of a run, which may be none yet.
-
-        Raises:
-          ConfigError: if the folder of the run contains checkpoints of T5X.
-        """
-        from train.checkpoints.folder import Checkpoints
-
-        if steps := t5x_steps(model_dir):
-            raise ConfigError(
-                f'MODEL_DIR {model_dir} contains checkpoints of T5X, up to checkpoint_{steps[-1]}: '
-                'this run cannot continue them. Use another MODEL_DIR, or resume them with a gin '
-                'file of T5X (train.t5x)'
-            )
-        return Checkpoints(model_dir / 'checkpoints', self)
-
     def restore_of(self, model_dir: epath.Path, step: int) -> RestoreConfig:
         """The settings that restore one of the checkpoints of a run."""
         return RestoreConfig(path=str(model_dir / f'checkpoints/{step}'), mode='specific')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RestoreConfig:
+    """The checkpoint of another run that a run starts from.
+
+    Attributes:
+      path: in mode 'specific', one checkpoint, `<model_dir>/checkpoints/<step>`; in mode 'latest',
+        the folder of a run or of its checkpoints; the newest complete checkpoint is restored. In
+        both, it can be a folder of safetensors, such as a model of Hugging Face. A run takes its
+        parameters, and begins at step 0.
+      mode: 'latest' or 'specific'.
+      renames: pairs of a regular expression, which must match the whole path of an array of this
+        run, such as 'params/(.*)/kernel', and the path of the array in the checkpoint, such as
+        'params/\\1/weights'. The first pair that matches counts, and an array without one keeps its
+        path. With None, an array is not restored. Every pair must match an array.
+      strict: whether an array of the checkpoint that the run does not use is an error.
+      initialize_missing: whether an array that is not in the checkpoint is initialized as in a new
+        run; otherwise it is an error.
+      dtype: the dtype of the parameters, such as 'bfloat16'. Without it, arrays whose dtype differs
+        from that of the run are an error; with it, floating-point arrays are converted. It must be
+        the dtype in which a run trains; an evaluation can use any.
+      parameters_only: whether only the step, the parameters and the other variables of the model
+        are restored. The optimizer state is new, and the step counts on. To begin at step 0, leave
+        it out with `renames`, ('step', None), and set `initialize_missing`.
+    """
+
+    path: str
+    mode: RestoreMode = 'latest'
+    renames: Renames = ()
+    strict: bool = True
+    initialize_missing: bool = False
+    dtype: str | None = None
+    parameters_only: bool = False
+    # The names of settings in messages.
+    setting: ClassVar[str] = 'RestoreConfig.path'
+    renames_setting: ClassVar[str] = 'RestoreConfig.renames'
+    initialize_setting: ClassVar[str] = 'RestoreConfig.initialize_missing'
+    dtype_setting: ClassVar[str] = 'RestoreConfig.dtype'
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str) or not self.path:
+            raise ConfigError(f'{self.setting} is {self.path!r}: it must be the path of a folder')
+        if self.mode not in get_args(RestoreMode):
+            raise ConfigError(f"RestoreConfig.mode is {self.mode!r}: use 'latest' or 'specific'")
+        check_renames(self.renames_setting, self.renames)
+        if self.dtype not in (None, 'float32', 'bfloat16', 'float16'):
+            raise ConfigError(
+                f"RestoreConfig.dtype is {self.dtype!r}: use 'float32', 'bfloat16', 'float16' or "
+                'None'
+            )
+
+    def drops(self, name: str) -> bool:
+        """Whether the array of this name is not restored."""
+        rules = (new for pattern, new in self.renames if re.fullmatch(pattern, name))
+        return next(rules, name) is None
+
+
+def check_renames(setting: str, renames: Renames) -> None:
+    """Checks that renames are pairs of a regular expression and a replacement.
+
+    Args:
+      setting: the name of the setting, for the message.
+      renames: its value.
+
+    Raises:
+      ConfigError: if they are not.
+    """
+    for i, pair in enumerate(renames):
+        try:
+            pattern, replacement = pair
+            re.compile(pattern).sub(replacement or '', '')  # also checks the groups it refers to
+        except (TypeError, ValueError, re.error, IndexError) as error:
+            raise ConfigError(
+                f'{setting}[{i}] is {pair!r} ({error}): write a pair of a regular expression and a '
+                "replacement, such as ('params/(.*)', 'params/model/\\\\1')"
+            ) from error

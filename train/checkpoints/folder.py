@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from etils import epath
 
-from train.checkpoints.config import CheckpointConfig
+from train.checkpoints.config import CheckpointConfig, RestoreConfig
 from train.checkpoints.reading import CheckpointReader
-from train.checkpoints.restore import RestoreConfig
 from train.checkpoints.retention import delete_surplus
 from train.checkpoints.steps import record
 from train.checkpoints.steps.deleting import delete_unfinished, make_room, remove_failed

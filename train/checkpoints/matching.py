@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from partitioning.rules import nearest
 from train.checkpoints.arrays.stored import HasShape
-from train.checkpoints.restore import RestoreConfig
+from train.checkpoints.config import RestoreConfig
 from train.errors import ConfigError
 
 Kind = Literal['missing', 'extra', 'shape', 'dtype']

@@ -14,11 +14,11 @@ from etils import epath
 from partitioning.state import path_str
 from train.checkpoints.arrays.placing import UnreadableArrayError, read_all
 from train.checkpoints.arrays.stored import StoredArray
+from train.checkpoints.config import RestoreConfig
 from train.checkpoints.formats.opening import find_place, open_checkpoint
 from train.checkpoints.matching import Initialize, Matched, Wanted, find_problem, match_arrays
 from train.checkpoints.orbax.files import read_orbax
 from train.checkpoints.preflight import Preflight, count_bytes
-from train.checkpoints.restore import RestoreConfig
 from train.checkpoints.steps import manifest
 from train.checkpoints.steps.checked import open_checked
 from train.checkpoints.steps.manifest import DamagedCheckpoint

@@ -8,12 +8,12 @@ import numpy as np
 from etils import epath
 
 from train.checkpoints.arrays.stored import StoredArray, in_memory
+from train.checkpoints.config import RestoreConfig
 from train.checkpoints.formats.safetensors_files import has_safetensors, open_safetensors
 from train.checkpoints.huggingface import config_json
 from train.checkpoints.huggingface.folders import open_parameters
 from train.checkpoints.matching import Matched, Wanted
 from train.checkpoints.reading import CheckpointReader
-from train.checkpoints.restore import RestoreConfig
 
 # The arrays of a state that are not taken, if a folder has them.
 OTHERS = ('step', 'opt_state')

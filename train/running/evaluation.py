@@ -9,7 +9,8 @@ from contextlib import closing
 import jax
 
 from partitioning import TrainState
-from train.checkpoints import RestoreConfig
+from train.checkpoints.config import RestoreConfig
+from train.checkpoints.opening import find_checkpoint, open_checkpoints, open_restored
 from train.checkpoints.reading import CheckpointReader, with_dtype
 from train.config import TrainConfig
 from train.data import record
@@ -86,14 +87,14 @@ def restore_for_evaluation(run: Run, restore: RestoreConfig | None = None) -> Tr
     saved: CheckpointReader
     with run.console.phase('looking for checkpoints'):
         if restore is None:
-            own = run.config.checkpoints.open(run.directory)
+            own = open_checkpoints(run.config.checkpoints, run.directory)
             newest = own.newest_step(run.console.say)
             if newest is None:
                 raise ConfigError(f'{run.directory} has no complete checkpoint to evaluate')
             saved, step = own, newest
         else:
-            folder, step = restore.find(run.console.say)
-            saved = restore.open(folder)
+            folder, step = find_checkpoint(restore, run.console.say)
+            saved = open_restored(restore, folder)
             record.check_restored_tokenizer(folder, run.evaluated, restore.setting)
     check_same_step(step)
     abstract, initialize = run.plan.abstract_state, functools.partial(initialize_some, run)

@@ -12,6 +12,7 @@ import numpy as np
 
 from partitioning import TrainState
 from train.checkpoints import Checkpoints, DamagedCheckpoint, RestoreConfig
+from train.checkpoints.opening import find_checkpoint, open_restored
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps.finding import t5x_steps
 from train.data import Feed, LocalBatches, record
@@ -58,8 +59,8 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
             step = restored
             changes = record.check_same_as_before(run.directory, run.record, step)
         elif config.restore is not None:
-            folder, restored = config.restore.find(run.console.say)
-            source = config.restore.open(folder)
+            folder, restored = find_checkpoint(config.restore, run.console.say)
+            source = open_restored(config.restore, folder)
             step = source.first_step(restored)
             if config.total_steps and not config.relative_steps:
                 _check_steps_left(config.restore, step, config.total_steps)

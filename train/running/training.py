@@ -10,6 +10,7 @@ from typing import cast
 import jax
 
 from partitioning import TrainState
+from train.checkpoints import open_checkpoints
 from train.config import TrainConfig
 from train.evaluators.evaluator import prepare_evaluators
 from train.machine.devices import collect_garbage, must_wait_for_steps
@@ -89,7 +90,7 @@ def _train(
     plan, directory = prepared.plan, prepared.directory
     if expect_plan is not None:
         check_plan(plan, expect_plan)
-    saved = config.checkpoints.open(directory)
+    saved = open_checkpoints(config.checkpoints, directory)
     start = find_start(prepared, saved)
     run = prepared.from_step(start.step)
     report(run)

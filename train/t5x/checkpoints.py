@@ -112,23 +112,6 @@ class T5XCheckpointConfig(checkpoints.CheckpointConfig):
 
     when_busy: WhenBusy = 'wait'
 
-    def open(self, model_dir: epath.Path) -> checkpoints.Checkpoints:
-        """Opens the checkpoints of a run, which T5X or this trainer has begun.
-
-        Raises:
-          ConfigError: if the folder has checkpoints of T5X and of this trainer.
-        """
-        own, t5x = saved_steps(model_dir / 'checkpoints'), t5x_steps(model_dir)
-        if own and t5x:
-            raise ConfigError(
-                f'MODEL_DIR {model_dir} contains checkpoints of T5X, up to checkpoint_{t5x[-1]}, '
-                f"and of this trainer's own format, up to checkpoints/{own[-1]}: move one of them "
-                'away'
-            )
-        if own:
-            return checkpoints.Checkpoints(model_dir / 'checkpoints', self)
-        return T5XCheckpoints(model_dir, self)
-
     def restore_of(self, model_dir: epath.Path, step: int) -> checkpoints.RestoreConfig:
         """The settings that restore one of the checkpoints of a run."""
         if saved_steps(model_dir / 'checkpoints'):
@@ -158,62 +141,97 @@ class T5XRestore(checkpoints.RestoreConfig):
         path = as_path(self.setting, self.path)
         return path if self.mode == 'specific' and t5x_format(path) else None
 
-    def find(self, say: Callable[[str], None] = lambda line: None) -> tuple[epath.Path, int]:
-        """Finds the checkpoint; see `RestoreConfig.find`."""
-        path = as_path(self.setting, self.path)
-        try:
-            return self._find(path, say)
-        except ConfigError:
-            raise
-        except Exception as error:
-            if not is_remote(path):
-                raise
-            raise ConfigError(
-                f'{self.setting} {path} cannot be read ({first_line(error)}): copy the checkpoint '
-                'to this machine, or check the permissions and the network'
-            ) from error
-
-    def _find(self, path: epath.Path, say: Callable[[str], None]) -> tuple[epath.Path, int]:
-        if (path.parent / f'{path.name}.index').exists():
-            raise ConfigError(
-                f'{self.setting} {path} is a checkpoint of TensorFlow: convert it with T5X'
-            )
-        if self.named:
-            if name := re.fullmatch(r'checkpoint_(\d+)', path.name):
-                return path.parent, int(name[1])
-            step = read_arrays(path).get(state_names.STEP)
-            if step is None:
-                raise ConfigError(f'{self.setting} {path} has no array {state_names.STEP}')
-            return path.parent, int(step.read().reshape(()))
-        if re.fullmatch(r'checkpoint_\d+', path.name):
-            found = ', '.join(map(str, t5x_steps(path.parent))) or 'none'
-            raise ConfigError(
-                f'{self.setting} {path} is not a complete checkpoint; complete steps in '
-                f'{path.parent}: {found}'
-            )
-        steps = usable_t5x_steps(path) if self.mode == 'latest' else []
-        if steps and saved_steps(path / 'checkpoints'):
-            raise ConfigError(
-                f'{self.setting} {path} contains checkpoints of T5X, up to checkpoint_{steps[-1]}, '
-                "and of this trainer: write the path of one of them, and mode = 'specific'"
-            )
-        return (path, steps[-1]) if steps else super().find(say)
-
     def all(self) -> list[T5XRestore]:
         """All checkpoints in the folder `path`, in the order of their steps.
 
         Raises:
           ConfigError: if there are none.
         """
-        folder, _ = self.find()
+        folder, _ = find_t5x_checkpoint(self)
         t5x = [f'checkpoint_{step}' for step in usable_t5x_steps(folder)]
         names = t5x or [str(step) for step in complete_steps(folder)]
         paths = [str(folder / name) for name in names]
         return [dataclasses.replace(self, path=path, mode='specific') for path in paths]
 
-    def open(self, folder: epath.Path) -> CheckpointReader:
-        """Opens the folder that `find` returned."""
-        config = checkpoints.CheckpointConfig(keep=None)
-        if self.named or t5x_steps(folder):
-            return T5XCheckpoints(folder, config, self)
-        return super().open(folder)
+
+# What settings of this trainer's own format do.
+_find_own = checkpoints.find_checkpoint.dispatch(checkpoints.RestoreConfig)
+_open_own = checkpoints.open_restored.dispatch(checkpoints.RestoreConfig)
+
+
+@checkpoints.open_checkpoints.register
+def open_t5x_checkpoints(
+    config: T5XCheckpointConfig, model_dir: epath.Path
+) -> checkpoints.Checkpoints:
+    """Opens the checkpoints of a run, which T5X or this trainer has begun.
+
+    Raises:
+      ConfigError: if the folder has checkpoints of T5X and of this trainer.
+    """
+    own, t5x = saved_steps(model_dir / 'checkpoints'), t5x_steps(model_dir)
+    if own and t5x:
+        raise ConfigError(
+            f'MODEL_DIR {model_dir} contains checkpoints of T5X, up to checkpoint_{t5x[-1]}, '
+            f"and of this trainer's own format, up to checkpoints/{own[-1]}: move one of them "
+            'away'
+        )
+    if own:
+        return checkpoints.Checkpoints(model_dir / 'checkpoints', config)
+    return T5XCheckpoints(model_dir, config)
+
+
+@checkpoints.find_checkpoint.register
+def find_t5x_checkpoint(
+    restore: T5XRestore, say: Callable[[str], None] = lambda line: None
+) -> tuple[epath.Path, int]:
+    """Finds the checkpoint; see `find_checkpoint`."""
+    path = as_path(restore.setting, restore.path)
+    try:
+        return _find(restore, path, say)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if not is_remote(path):
+            raise
+        raise ConfigError(
+            f'{restore.setting} {path} cannot be read ({first_line(error)}): copy the checkpoint '
+            'to this machine, or check the permissions and the network'
+        ) from error
+
+
+def _find(
+    restore: T5XRestore, path: epath.Path, say: Callable[[str], None]
+) -> tuple[epath.Path, int]:
+    if (path.parent / f'{path.name}.index').exists():
+        raise ConfigError(
+            f'{restore.setting} {path} is a checkpoint of TensorFlow: convert it with T5X'
+        )
+    if restore.named:
+        if name := re.fullmatch(r'checkpoint_(\d+)', path.name):
+            return path.parent, int(name[1])
+        step = read_arrays(path).get(state_names.STEP)
+        if step is None:
+            raise ConfigError(f'{restore.setting} {path} has no array {state_names.STEP}')
+        return path.parent, int(step.read().reshape(()))
+    if re.fullmatch(r'checkpoint_\d+', path.name):
+        found = ', '.join(map(str, t5x_steps(path.parent))) or 'none'
+        raise ConfigError(
+            f'{restore.setting} {path} is not a complete checkpoint; complete steps in '
+            f'{path.parent}: {found}'
+        )
+    steps = usable_t5x_steps(path) if restore.mode == 'latest' else []
+    if steps and saved_steps(path / 'checkpoints'):
+        raise ConfigError(
+            f'{restore.setting} {path} contains checkpoints of T5X, up to checkpoint_{steps[-1]}, '
+            "and of this trainer: write the path of one of them, and mode = 'specific'"
+        )
+    return (path, steps[-1]) if steps else _find_own(restore, say)
+
+
+@checkpoints.open_restored.register
+def open_t5x_restored(restore: T5XRestore, folder: epath.Path) -> CheckpointReader:
+    """Opens the folder that `find_t5x_checkpoint` returned."""
+    config = checkpoints.CheckpointConfig(keep=None)
+    if restore.named or t5x_steps(folder):
+        return T5XCheckpoints(folder, config, restore)
+    return _open_own(restore, folder)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from partitioning import BasePartitioner, PjitPartitioner, TrainState
+from train.checkpoints import find_checkpoint, open_restored
 from train.errors import ConfigError, check_counts
 from train.exporting import export_program
 from train.paths import as_path
@@ -138,8 +139,11 @@ def save(
     if restore is None:
         raise ConfigError('utils.RestoreCheckpointConfig.path is empty: give a checkpoint')
     lengths = _lengths(model, task_feature_lengths)
-    folder, step = restore.find()
-    with console.phase('restoring the checkpoint'), closing(restore.open(folder)) as checkpoints:
+    folder, step = find_checkpoint(restore)
+    with (
+        console.phase('restoring the checkpoint'),
+        closing(open_restored(restore, folder)) as checkpoints,
+    ):
         abstract = _abstract_state(model, lengths, partitioner or PjitPartitioner(num_partitions=1))
         state = checkpoints.restore_variables(step, abstract)
     with console.phase('exporting the program'):

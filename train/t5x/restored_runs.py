@@ -9,7 +9,7 @@ import optax
 
 from partitioning import BasePartitioner
 from partitioning.untrusted_text import parse_json
-from train.checkpoints import RestoreConfig
+from train.checkpoints import RestoreConfig, find_checkpoint
 from train.config import TrainConfig
 from train.data import Lengths, Subset, Task, TextTask, record
 from train.errors import ConfigError
@@ -96,7 +96,7 @@ def _lengths(dataset_cfg: DatasetConfig, task: Task, restore: RestoreConfig) -> 
     """The numbers of tokens in a row. Rows without inputs are as long as those of the training."""
     if dataset_cfg.task_feature_lengths is not None or has_pairs(task):
         return dataset_cfg.lengths(task)
-    path = record.record_of(restore.find()[0])
+    path = record.record_of(find_checkpoint(restore)[0])
     try:
         return parse_json(path.read_text())['settings']['sequence_length']
     except (OSError, ValueError, KeyError, TypeError) as error:
