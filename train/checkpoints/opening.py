@@ -45,7 +45,9 @@ def open_checkpoints(config: CheckpointConfig, model_dir: epath.Path) -> Checkpo
 def find_checkpoint(
     restore: RestoreConfig, say: Callable[[str], None] = lambda line: None
 ) -> tuple[epath.Path, int]:
-    """Finds the checkpoint that a run starts from by looking at files only, so processes need not wait for each other.
+    """Finds the checkpoint that a run starts from.
+
+    It looks at files only, so processes need not wait for each other.
 
     Args:
       restore: the settings that name it.

@@ -115,7 +115,6 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
     from train.machine import devices as machine
     from train.processes.joining import find_address, join_processes
     from train.processes.wire import Limits
-    from train.processes.limits import Limits
     from train.t5x.modules import ALIASES
 
     machine.use_virtual_devices(options.cpu_devices)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 
 from train.gin.parse import Statement
-
-_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def _change_nothing(statements: Sequence[Statement]) -> None:
@@ -31,9 +28,9 @@ class Aliases:
     """
 
     packages: Sequence[str] = ()
-    modules: Mapping[str, str] = _NONE
-    scripts: Mapping[str, str] = _NONE
-    gone: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    scripts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    gone: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     scopes: Sequence[str] = ()
     adjust: Callable[[Sequence[Statement]], None] = _change_nothing
 
