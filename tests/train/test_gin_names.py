@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from train.gin.registry import BY_MODULE
+from train.gin.configurables import BY_MODULE
 
 pytestmark = pytest.mark.core
 

@@ -6,7 +6,7 @@ import gin
 import pytest
 from gin_fixtures import load_config
 
-from train.gin.registry import BY_MODULE, register_listed
+from train.gin.configurables import BY_MODULE, register_listed
 
 register_listed()  # as every command does
 pytestmark = [
@@ -87,7 +87,7 @@ import operator | A = @operator.attrgetter()
 from train.data.text import files | A = @files.needed() | files.needed.package = 'antigravity'
 from train.gin import check | A = @check.import_modules()
 from train.gin import load | A = @load.load_config()
-from train.gin.registry import importlib | A = @importlib.import_module()
+from train.gin.configurables import importlib | A = @importlib.import_module()
 from jax._src.debugger import cli_debugger | A = @cli_debugger.CliDebugger.evaluate
 from jax._src import test_util | A = @test_util.parse_version
 import jax.tools.jax_to_ir | A = @jax.tools.jax_to_ir.main()
@@ -106,7 +106,7 @@ import jax.debug | A = @jax.debug.callback()
 import gin | A = @gin.parse_config()
 from gin import config | A = @config.external_configurable()
 A = @gin.external_configurable() | gin.external_configurable.name_or_fn = @gin.parse_config
-from train.gin import registry | A = @registry._register()
+from train.gin import configurables | A = @configurables._register()
 from __gin__ import unknown_feature
 
 # chains of attributes that begin at a listed name

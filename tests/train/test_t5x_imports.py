@@ -5,7 +5,7 @@ import pytest
 from gin_fixtures import load_config
 
 from train.errors import ConfigError
-from train.gin.registry import register_listed
+from train.gin.configurables import register_listed
 
 register_listed()  # as every command does
 pytestmark = pytest.mark.core

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from train.gin.check import is_gone
-from train.gin.registry import listed_names, register, register_listed
+from train.gin.configurables import listed_names, register, register_listed
 from train.t5x.modules import ALIASES
 
 register_listed()  # as every command does

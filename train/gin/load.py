@@ -12,7 +12,7 @@ from gin import config as gin_internals
 from train.errors import ConfigError, first_line
 from train.gin import check, parse, places
 from train.gin.aliases import NO_ALIASES, Aliases
-from train.gin.registry import register_listed
+from train.gin.configurables import register_listed
 from train.gin.selectors import Resolver, is_import
 
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 
 from partitioning.untrusted_text import printable
+from train.gin.configurables import is_within
 from train.gin.parse import Reference, Statement
-from train.gin.registry import is_within
 
 # The setting as written, such as `utils.DatasetConfig.pack` -> the statements that set it.
 _settings: dict[str, list[Statement]] = {}

@@ -15,10 +15,9 @@ from gin import config as gin_internals, config_parser
 
 from partitioning.rules import nearest
 from train.errors import ConfigError
-from train.gin import registry
 from train.gin.aliases import NO_ALIASES, Aliases
+from train.gin.configurables import BY_MODULE, is_within
 from train.gin.parse import Statement
-from train.gin.registry import BY_MODULE, is_within
 
 # Names that differ here -> what to write instead.
 _RENAMED = {
@@ -95,7 +94,7 @@ class Resolver:
         """
         key = id(statement), selector
         if key not in self._found:
-            if selector in registry.GIN_OWN:
+            if selector in configurables.GIN_OWN:
                 self._found[key] = None
             elif statement.file in self._dynamic:
                 self._found[key] = self._resolve_imported(selector, statement)
@@ -121,7 +120,7 @@ class Resolver:
         matches = {n: c for n, c in self._named.items() if n.endswith(f'.{selector}')}
         if len({configurable.selector for configurable in matches.values()}) == 1:
             return next(iter(matches.values()))
-        own = registry.matches(selector)
+        own = configurables.matches(selector)
         if len(matches) > 1 or len(own) > 1:
             raise ConfigError(
                 f'{statement.place}: {selector!r} is ambiguous: write one of '
@@ -131,10 +130,10 @@ class Resolver:
             return gin_internals._REGISTRY[own[0]]
         head, _, rest = selector.partition('.')
         names = [f'{module}.{rest}' for module in self._everywhere().get(head, ())]
-        listed = registry.listed_names()
+        listed = configurables.listed_names()
         for name in sorted(names, key=lambda name: self._aliases.translate(name) not in listed):
             return self._look_up(name, selector, statement)
-        known = registry.known_names() | self._everywhere().keys()
+        known = configurables.known_names() | self._everywhere().keys()
         raise ConfigError(
             f'{statement.place}: no configurable {selector!r}.{nearest(selector, known)}'
         )
@@ -154,8 +153,8 @@ class Resolver:
             raise ConfigError(
                 f'{statement.place}: {selector!r} differs here: write {_RENAMED[name]}'
             )
-        if name in registry.listed_names():
-            found = registry.register(name)
+        if name in configurables.listed_names():
+            found = configurables.register(name)
         elif is_within(name, self._allow):
             found = self._allowed(name, statement)
         else:
@@ -166,18 +165,18 @@ class Resolver:
     def _allowed(self, name: str, statement: Statement) -> Any:
         """The configurable of an allowed package with this name."""
         try:
-            found = registry.find_allowed(name, self._allow)
+            found = configurables.find_allowed(name, self._allow)
         except LookupError as error:
             raise ConfigError(f'{statement.place}: {name!r} {error}') from error
-        if origin := registry.foreign_origin(found, self._allow):
+        if origin := configurables.foreign_origin(found, self._allow):
             raise refusal(statement, f'{name!r}, which belongs to {origin!r},', origin)
-        return registry.register(name)
+        return configurables.register(name)
 
     def _unknown(self, written: str, selector: str, statement: Statement) -> ConfigError:
         """The error for a name that is not on the list."""
         name = self._aliases.translate(written)
         home, _, last = name.rpartition('.')
-        listed = registry.listed_names()
+        listed = configurables.listed_names()
         names = [n.removeprefix(f'{home}.') for n in listed if n.rpartition('.')[0] == home]
         if hint := nearest(last, names):
             return ConfigError(f'{statement.place}: {selector!r} does not exist in {home}.{hint}')

@@ -28,9 +28,9 @@ def report(arguments: Sequence[str]) -> int:
 def _report(options: argparse.Namespace) -> None:
     from train.errors import ConfigError
     from train.gin import check
+    from train.gin.configurables import register_listed
     from train.gin.entry import find_entry
     from train.gin.load import read_statements
-    from train.gin.registry import register_listed
     from train.reporting.console import SafeConsole
     from train.t5x.modules import ALIASES
     from train.t5x.report import describe_imports, print_report, report_rows
