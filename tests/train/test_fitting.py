@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import gin
 import jax
 import pytest
+from gin_fixtures import load_config
 from hugging_face_models import MODELS, NEAR_MODELS, sizes
 from small import small_config
 
@@ -16,7 +17,6 @@ from train.checkpoints.huggingface.config_json import ConfigJson
 from train.data import RandomTokens
 from train.errors import ConfigError
 from train.gin.entry import find_config
-from gin_fixtures import load_config
 from train.models.transformer import Transformer
 from train.planning import fits
 from train.planning.bounds import Workload

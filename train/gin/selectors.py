@@ -15,6 +15,7 @@ from gin import config as gin_internals, config_parser
 
 from partitioning.rules import nearest
 from train.errors import ConfigError
+from train.gin import configurables
 from train.gin.aliases import NO_ALIASES, Aliases
 from train.gin.configurables import BY_MODULE, is_within
 from train.gin.parse import Statement
