@@ -1,4 +1,4 @@
-"""`meshwright forecast`: the train step of a run on machines that are not here."""
+"""`meshwright forecast`: the train step of a run on described machines."""
 
 from __future__ import annotations
 

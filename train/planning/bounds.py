@@ -102,7 +102,7 @@ class Workload:
 
         Args:
           num_devices: the number of devices that share the state.
-          num_microbatches: the number of microbatches of a run whose peak is known.
+          num_microbatches: the number of microbatches of a run with a known peak.
           peak: its peak, in bytes.
         """
         of_batch = peak - self._fixed(num_devices, num_microbatches)

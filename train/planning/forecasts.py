@@ -79,7 +79,7 @@ def forecast_run(config: TrainConfig, machine: Machine, **settings: Any) -> Fore
 
 
 def plan_on(machine: Machine, make_config: Callable[[], TrainConfig]) -> PlannedStep:
-    """Plans the train step of a run whose settings are made for the machine.
+    """Plans the train step of a run, and makes its settings for the machine.
 
     Args:
       machine: the machine.

@@ -38,7 +38,7 @@ def list_bindings(candidate: Candidate, run: RunSizes) -> list[str]:
 
     Args:
       candidate: the candidate.
-      run: the run, whose objective and compiler options they name.
+      run: the run. The statements name its objective and its compiler options.
     """
     lines = [f'{name} = {size}' for name, size in candidate.layout.sizes]
     if candidate.num_microbatches is not None:

@@ -119,7 +119,7 @@ def check_compilers(machines: Iterable[Machine]) -> None:
 
 @contextlib.contextmanager
 def stand_in(machine: Machine) -> Iterator[None]:
-    """Lets settings that are made in the body take the devices of the machine for those of jax.
+    """Lets settings that are made in the body find the devices of the machine, as if jax had them.
 
     Their sizes are then checked against the machine, not against this computer.
     """
@@ -130,7 +130,7 @@ def stand_in(machine: Machine) -> Iterator[None]:
 def move_to(config: TrainConfig, machine: Machine, **changes: Any) -> TrainConfig:
     """Returns the settings of a run on another machine, without its evaluations.
 
-    Axes of the mesh whose size is -1 take the devices that are left there. The settings are checked
+    An axis of size -1 takes the devices that the other axes leave. The settings are checked
     once, with all changes.
 
     Args:

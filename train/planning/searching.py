@@ -143,8 +143,8 @@ def search(
     """Searches a space for the fastest candidate that fits, and compiles few of its candidates.
 
     The next candidate to compile is the one with the shortest predicted time, after predictions
-    have been corrected by what the compiled ones have shown. Candidates whose bound is above the
-    time of a compiled one are never compiled.
+    have been corrected by what the compiled ones have shown. A candidate is never compiled if its
+    bound is above the time of a compiled one.
 
     Args:
       space: the candidates.
@@ -215,8 +215,8 @@ def correct(
     The factor is a product of one factor per setting, which a ridge regression finds in logarithms.
 
     Args:
-      known: candidates whose figure is known, each with the ratio of the figure to its prediction.
-      candidates: those whose factors are wanted.
+      known: candidates with a known figure, each with the ratio of the figure to its prediction.
+      candidates: the candidates to correct.
     """
     if not known:
         return [1.0] * len(candidates)

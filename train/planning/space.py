@@ -73,7 +73,7 @@ class Space:
     """The candidates of a search.
 
     Attributes:
-      candidates: those whose sizes can be divided.
+      candidates: the combinations whose sizes can be divided.
       dropped: the number of the others, by reason.
     """
 
@@ -91,7 +91,7 @@ def list_space(run: RunSizes, choices: Choices | None = None) -> Space:
 
     Args:
       run: the sizes that must be divided.
-      choices: the values of each setting, by default those of `Choices`.
+      choices: the values of each setting, by default `Choices()`.
     """
     choices = choices or Choices()
     layouts = choices.layouts
@@ -167,7 +167,7 @@ def _demands(run: RunSizes, layout: Layout) -> tuple[int, Needs]:
         case 'pipeline':
             layers = (model.get('num_layers', 0), 'num_layers', stages)
             return data * stages, (*of_model, layers, (embed, 'embed_dim', data * stages))
-    return devices // tensor, of_model if tensor > 1 else ()  # zero and those of any model
+    return devices // tensor, of_model if tensor > 1 else ()  # zero
 
 
 def _list_layouts(run: RunSizes) -> Iterator[Layout]:

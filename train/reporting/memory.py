@@ -32,7 +32,7 @@ def check_fits(
       plan: the plan of the state.
       partitioner: the partitioner that made the plan.
       compiled: the compiled train step, whose memory includes the state.
-      limit: the memory of a device in bytes, by default that of the devices of the mesh.
+      limit: the memory of a device in bytes, by default the memory of the devices of the mesh.
 
     Raises:
       ConfigError: if the memory does not suffice, with the nearest mesh where it does.

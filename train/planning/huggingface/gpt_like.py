@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from train.checkpoints.huggingface.config_json import ConfigJson
 from train.checkpoints.huggingface.decoders import (
@@ -22,12 +23,7 @@ def read_gpt_neox(c: ConfigJson) -> Settings:
     """GPT-NeoX and Pythia."""
     theta = {'rope_theta': c.get('rotary_emb_base', 10_000.0)}
     biases = ('qkv', 'out') if c.get('attention_bias', True) else ()
-    return read_common(_with(c, theta)) | {
-        **layer_norm(c, 'layer_norm_eps'),
-        'biases': (*biases, 'mlp', 'norm'),
-        'activation': _gelu(c, 'hidden_act'),
-        'gated_mlp': False,
-    }
+    return read_common(_with(c, theta)) | _norm_and_mlp(c, (*biases, 'mlp', 'norm'))
 
 
 def read_gptj(c: ConfigJson) -> Settings:
@@ -39,23 +35,15 @@ def read_gptj(c: ConfigJson) -> Settings:
         'num_attention_heads': c.need('n_head'),
         'intermediate_size': c.get('n_inner', 4 * width),
     }
-    return read_common(_with(c, names)) | {
-        **layer_norm(c, 'layer_norm_epsilon'),
-        'biases': ('mlp', 'norm'),
-        'activation': _gelu(c, 'activation_function'),
-        'gated_mlp': False,
-    }
+    return read_common(_with(c, names)) | _norm_and_mlp(
+        c, ('mlp', 'norm'), epsilon='layer_norm_epsilon', activation='activation_function'
+    )
 
 
 def read_phi(c: ConfigJson) -> Settings:
     """Phi 1, 1.5 and 2."""
     c.require('qk_layernorm', False, default=False)
-    return read_common(c) | {
-        **layer_norm(c, 'layer_norm_eps'),
-        'biases': ALL_BIASES,
-        'activation': _gelu(c, 'hidden_act'),
-        'gated_mlp': False,
-    }
+    return read_common(c) | _norm_and_mlp(c, ALL_BIASES)
 
 
 def read_falcon(c: ConfigJson) -> Settings:
@@ -69,12 +57,9 @@ def read_falcon(c: ConfigJson) -> Settings:
         keys = 1 if c.get('multi_query', True) else heads
     sizes = {'num_key_value_heads': keys, 'intermediate_size': c.get('ffn_hidden_size', 4 * width)}
     biases = ('qkv', 'out', 'mlp') if c.get('bias') else ()
-    return read_common(_with(c, sizes), is_tied=True) | {
-        **layer_norm(c, 'layer_norm_epsilon'),
-        'biases': (*biases, 'norm'),
-        'activation': _gelu(c, 'activation'),
-        'gated_mlp': False,
-    }
+    return read_common(_with(c, sizes), is_tied=True) | _norm_and_mlp(
+        c, (*biases, 'norm'), epsilon='layer_norm_epsilon', activation='activation'
+    )
 
 
 def shares_norm_in_falcon(c: ConfigJson) -> bool:
@@ -85,13 +70,10 @@ def shares_norm_in_falcon(c: ConfigJson) -> bool:
 
 def read_starcoder2(c: ConfigJson) -> Settings:
     """StarCoder 2."""
-    settings = read_common(c, is_tied=True) | layer_norm(c, 'norm_epsilon')
+    settings = read_common(c, is_tied=True)
     settings |= read_windows(c, c.get('sliding_window'), lambda i: True)
-    return settings | {
-        'biases': ALL_BIASES if c.get('use_bias', True) else ('norm',),
-        'activation': _gelu(c, 'hidden_act'),
-        'gated_mlp': False,
-    }
+    biases = ALL_BIASES if c.get('use_bias', True) else ('norm',)
+    return settings | _norm_and_mlp(c, biases, epsilon='norm_epsilon')
 
 
 def read_gpt_bigcode(c: ConfigJson) -> Settings:
@@ -143,6 +125,22 @@ def read_opt(c: ConfigJson) -> Settings:
         'biases': ALL_BIASES,
         'norm': 'layer',
         'norm_epsilon': 1e-5,
+    }
+
+
+def _norm_and_mlp(
+    c: ConfigJson,
+    biases: Sequence[str],
+    *,
+    epsilon: str = 'layer_norm_eps',
+    activation: str = 'hidden_act',
+) -> Settings:
+    """LayerNorm and an MLP without a gate, with the names of their settings in the file."""
+    return {
+        **layer_norm(c, epsilon),
+        'biases': tuple(biases),
+        'activation': _gelu(c, activation),
+        'gated_mlp': False,
     }
 
 

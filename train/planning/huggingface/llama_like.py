@@ -41,30 +41,23 @@ def read_granite(c: ConfigJson) -> Settings:
     return read_llama(c) | {'attention_scale': c.get('attention_multiplier')}
 
 
-def read_nemotron(c: ConfigJson) -> Settings:
-    """Nemotron 3 and 4, and Minitron."""
-    c.require('hidden_act', 'relu2', default='relu2')
-    qkv = ('qkv', 'out') if c.get('attention_bias') else ()
-    mlp = ('mlp',) if c.get('mlp_bias') else ()
-    return read_common(c) | {
-        **layer_norm(c, 'norm_eps'),
-        'norm_scale_offset': True,
-        'biases': (*qkv, *mlp, 'norm'),
-        'activation': 'relu2',
-        'gated_mlp': False,
-    }
-
-
 def read_arcee(c: ConfigJson) -> Settings:
-    """Arcee's foundation models: Llama whose MLP has no gate."""
+    """Arcee's foundation models: Llama with an MLP that has no gate."""
     c.require('hidden_act', 'relu2', default='relu2')
     qkv = ('qkv', 'out') if c.get('attention_bias') else ()
     mlp = ('mlp',) if c.get('mlp_bias') else ()
     return read_common(c) | {'biases': (*qkv, *mlp), 'activation': 'relu2', 'gated_mlp': False}
 
 
+def read_nemotron(c: ConfigJson) -> Settings:
+    """Nemotron 3 and 4, and Minitron."""
+    settings = read_arcee(c)
+    biases = (*settings['biases'], 'norm')
+    return settings | layer_norm(c, 'norm_eps') | {'norm_scale_offset': True, 'biases': biases}
+
+
 def read_helium(c: ConfigJson) -> Settings:
-    """Helium, whose output of attention never has a bias."""
+    """Helium. Its output of attention never has a bias."""
     settings = read_llama(c)
     return settings | {'biases': tuple(b for b in settings['biases'] if b != 'out')}
 
@@ -156,7 +149,7 @@ def read_vaultgemma(c: ConfigJson) -> Settings:
 
 
 def read_mixtral(c: ConfigJson) -> Settings:
-    """Mixtral, whose layers all have experts."""
+    """Mixtral. All its layers have experts."""
     _require_silu(c)
     settings = read_common(c) | {'rope_max_wavelength': float(c.get('rope_theta', 1e6))}
     settings |= read_windows(c, c.get('sliding_window'), lambda i: True)
@@ -219,7 +212,7 @@ def _experts(count: int, chosen: int, loss: float, *, normalize_weights: bool = 
 
 
 def layer_norm(c: ConfigJson, epsilon: str) -> Settings:
-    """LayerNorm, whose epsilon is a setting of this name."""
+    """LayerNorm with an epsilon that the file has under this name."""
     return {'norm': 'layer', 'norm_epsilon': c.get(epsilon, 1e-5)}
 
 

@@ -215,7 +215,7 @@ def _text_model(config: ConfigJson) -> tuple[ConfigJson, tuple[str, ...]]:
 
 
 def _without_details(config: ConfigJson, kind: str) -> tuple[ConfigJson, tuple[str, ...]]:
-    """The settings without those of rotary positions that cost nothing, and what they are."""
+    """The file without settings of rotary positions that cost nothing, and their names."""
     values = dict(config.values)
     differs: tuple[str, ...] = ()
     for key in ('rope_scaling', 'rope_parameters'):
