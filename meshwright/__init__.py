@@ -3,7 +3,7 @@
 `jaxpr` reads a function that was only traced, and `program` the text of a compiled one. `time`
 knows how long the work takes that they found. `causes` finds the line and the rule that an exchange
 or a buffer comes from. `calls` moves a function and its arguments to another machine. `forecasting`
-puts these together, and `remedies` finds what makes a function fit. `report` has the type of a
+puts these together, and `changes` finds what makes a function fit. `report` has the type of a
 forecast, and draws it. `checks` compares it with a golden file.
 
 `__init__.pyi` lists every name with its module, which is imported when the name is first used.

@@ -36,8 +36,8 @@ from meshwright.report.forecast_tables import (
 from meshwright.report.forecasts import (
     Compilation as Compilation,
     Forecast as Forecast,
+    MemoryChange as MemoryChange,
     MemoryForecast as MemoryForecast,
-    Remedy as Remedy,
     Replicated as Replicated,
 )
 from meshwright.report.page import (

@@ -32,6 +32,7 @@ from meshwright.calls.target import (
     version_of,
 )
 from meshwright.causes import Cause, explain_estimate, explain_program
+from meshwright.changes import SettingChange, list_general_changes, rank_changes
 from meshwright.jaxpr import (
     MemoryEstimate,
     TracedProgram,
@@ -48,7 +49,6 @@ from meshwright.program.costs import (
 )
 from meshwright.program.peak_memory import LiveArray
 from meshwright.program.program_text import read_text
-from meshwright.remedies import Alternative, find_remedies, general_alternatives
 from meshwright.report.forecasts import Compilation, Forecast, MemoryForecast, Replicated
 from meshwright.report.plain_values import map_texts
 from meshwright.time import Work, estimate_step_time, estimate_work, read_work
@@ -73,7 +73,7 @@ def forecast(
     compile: bool = True,
     compiler_options: Mapping[str, OptionValue] | None = None,
     on_cpu: bool = False,
-    alternatives: Sequence[Alternative] | None = (),
+    changes: Sequence[SettingChange] | None = (),
     confirm: bool = False,
     explain: bool = True,
     on_program: Callable[[str], None] | None = None,
@@ -101,7 +101,7 @@ def forecast(
       compiler_options: options of the compiler in addition to those of the function.
       on_cpu: whether to compile for virtual CPU devices in place of the machine. This happens in
         any case if the compiler of the machine is not installed.
-      alternatives: settings to try if the function does not fit, in addition to a smaller batch and
+      changes: changes to try if the function does not fit, in addition to a smaller batch and
         more devices. None tries nothing.
       confirm: whether to compile those that fit by formula, until the compiler confirms one.
       explain: whether to find the causes of exchanges and buffers.
@@ -140,17 +140,17 @@ def forecast(
     if on_program is not None and program.compiled is not None:
         on_program(read_text(program.compiled))
     made = _assemble(call, target, program, held, explain=explain)
-    if made.fits is False and target.chip is not None and alternatives is not None:
+    if made.fits is False and target.chip is not None and changes is not None:
         limit = made.memory.limit or 0
-        general = general_alternatives(call, held, made.memory.gradients, target.chip, limit)
-        remedies = find_remedies(
-            [*alternatives, *general],
+        general = list_general_changes(call, held, made.memory.gradients, target.chip, limit)
+        ranked = rank_changes(
+            [*changes, *general],
             target.chip,
             limit,
             compile_peak=_compile_peak if confirm else None,
             progress=progress,
         )
-        made = dataclasses.replace(made, remedies=remedies)
+        made = dataclasses.replace(made, changes=ranked)
     taken = Compilation(seconds=watch.seconds, peak_rss=watch.peak_rss)
     return dataclasses.replace(made, compilation=taken)
 
@@ -177,7 +177,7 @@ def _compile_peak(call: Call) -> int:
 def _assemble(
     call: Call, target: Target, program: Program, held: Sequence[HeldArray], *, explain: bool
 ) -> Forecast:
-    """The forecast of a program, without remedies and without what it took."""
+    """The forecast of a program, without changes and without what it took."""
     costs = _read(program, target)
     mesh, jaxpr = target.mesh, program.traced.jaxpr
     model_flops, program_flops = count_device_flops(jaxpr, mesh.size)

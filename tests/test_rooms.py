@@ -33,7 +33,7 @@ FLOORS = {
         {'calls', 'jaxpr'},
         {'causes', 'time'},
         {'report'},
-        {'remedies'},
+        {'changes'},
         {'forecasting'},
         {'checks'},
     ],

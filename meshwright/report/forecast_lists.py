@@ -33,7 +33,7 @@ def _sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
     yield 'replicated', list(_replicated(forecast))
     yield 'largest exchanges', list(_exchanges(forecast))[:_FEW]
     yield _buffer_title(forecast), list(_buffers(forecast))
-    yield 'what would make it fit', list(_remedies(forecast))
+    yield 'what would make it fit', list(_changes(forecast))
     yield 'warnings of the compiler', [shortened(w, 300) for w in forecast.warnings]
     yield 'notes', list(forecast.notes)
 
@@ -120,11 +120,11 @@ def _buffers(forecast: Forecast) -> Iterator[str]:
         yield f'{bytes_str(array.nbytes):>10}  {several}{array.array} {", ".join(parts)}'.rstrip()
 
 
-def _remedies(forecast: Forecast) -> Iterator[str]:
-    for remedy in forecast.remedies:
-        fits = {True: 'fits', False: 'does not fit', None: ''}[remedy.fits]
-        figure = f'{bytes_str(remedy.peak)}, {fits}' if fits else bytes_str(remedy.peak)
-        yield f'{remedy.setting}: {figure} ({origin_str(remedy.peak_from, forecast)})'
+def _changes(forecast: Forecast) -> Iterator[str]:
+    for change in forecast.changes:
+        fits = {True: 'fits', False: 'does not fit', None: ''}[change.fits]
+        figure = f'{bytes_str(change.peak)}, {fits}' if fits else bytes_str(change.peak)
+        yield f'{change.setting}: {figure} ({origin_str(change.peak_from, forecast)})'
 
 
 def machine_name(forecast: Forecast) -> str:

@@ -89,13 +89,13 @@ class Replicated:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Remedy:
-    """A setting with which a function needs less memory.
+class MemoryChange:
+    """A change of a setting, and how much memory a function needs with it.
 
     Attributes:
       setting: what to write, such as "TransformerConfig.remat = 'full'".
       peak: the most memory of a device that is in use with it, in bytes.
-      fits: whether that suffices; None if the limit is not known.
+      fits: whether the device has that memory; None if the limit is not known.
       peak_from: whether the peak is from the compiler, or by formula.
     """
 
@@ -145,7 +145,7 @@ class Forecast:
       arrays: the arrays of the arguments, in their order, each with its layout and reasons.
       rings: the network and the distances along each axis of the mesh.
       placement: where the devices of the mesh are in the machine; None if the mesh has no devices.
-      remedies: what would make the function fit, if it does not.
+      changes: what would make the function fit, if it does not.
     """
 
     function: str
@@ -168,7 +168,7 @@ class Forecast:
     arrays: tuple[PlanRow, ...] = ()
     rings: tuple[AxisRing, ...] = ()
     placement: Placement | None = None
-    remedies: tuple[Remedy, ...] = ()
+    changes: tuple[MemoryChange, ...] = ()
 
     @property
     def fits(self) -> bool | None:

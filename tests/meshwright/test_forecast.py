@@ -18,8 +18,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from meshwright import Forecast, forecast, forecast_table, render_page
 from meshwright.calls.compiler_warnings import read_compiler_log
 from meshwright.calls.partitioned import Call
+from meshwright.changes import SettingChange
 from meshwright.program.collectives import Collective
-from meshwright.remedies import Alternative
 from meshwright.report.forecasts import Compilation
 from meshwright.time import StepTime, TimePart
 from partitioning import CHIPS, MeshConfig, PjitPartitioner
@@ -131,7 +131,7 @@ def test_without_a_compiler(program):
     assert memory.gradients >= 2 * 4 * WIDTH * HIDDEN // 64
 
 
-def test_a_step_that_does_not_fit_has_remedies(program):
+def test_a_step_that_does_not_fit_has_changes_that_help(program):
     """2**26 rows of float32 over 8 devices: 8 GiB each, and more for the hidden layer."""
     partitioner, step, state = program
     batch = {'x': jax.ShapeDtypeStruct((2**26, WIDTH), jnp.float32)}
@@ -141,13 +141,13 @@ def test_a_step_that_does_not_fit_has_remedies(program):
         smaller = {'x': jax.ShapeDtypeStruct((2**20, WIDTH), jnp.float32)}
         return Call(partitioner, step, (state, smaller, 3))
 
-    tried = Alternative('Trainer.rows = 2**20', build)
-    impossible = Alternative('Trainer.rows = 3', _raise_value_error)
-    made = forecast(partitioner, step, state, batch, 3, **there, alternatives=[impossible, tried])
+    tried = SettingChange('Trainer.rows = 2**20', build)
+    impossible = SettingChange('Trainer.rows = 3', _raise_value_error)
+    made = forecast(partitioner, step, state, batch, 3, **there, changes=[impossible, tried])
     memory = made.memory
     assert made.fits is False and memory.batch == 2**26 * WIDTH * 4 // 4
     assert memory.peak > memory.limit == CHIPS['v5e'].hbm_bytes
-    settings = {remedy.setting: remedy for remedy in made.remedies}
+    settings = {change.setting: change for change in made.changes}
     assert settings['Trainer.rows = 2**20'].fits
     assert 'Trainer.rows = 3' not in settings
     rows = [

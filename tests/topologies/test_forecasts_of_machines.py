@@ -63,7 +63,7 @@ def test_out_of_memory_is_an_answer(program, topology):
     assert memory.peak > memory.limit > 0 and memory.peak > 2 * (4 * rows * WIDTH // 4)
     assert memory.buffers_from == ('jaxpr' if made.back_end == 'tpu' else 'compiler')
     assert memory.buffers[0][0].nbytes >= 4 * rows * WIDTH // 4
-    assert [remedy.fits for remedy in made.remedies] == [True] * len(made.remedies) != []
+    assert [change.fits for change in made.changes] == [True] * len(made.changes) != []
     assert 'NO, lacks' in forecast_table([made])
 
 

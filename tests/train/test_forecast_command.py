@@ -145,9 +145,9 @@ def test_what_would_make_a_run_fit(capsys):
     [one] = json.loads(out)['forecasts']
     assert status == 1 and one['fits'] is False
     assert one['memory']['peak'] > 12 * 8_030_261_248 > one['memory']['limit']
-    fitting = [remedy['setting'] for remedy in one['remedies'] if remedy['fits']]
+    fitting = [change['setting'] for change in one['changes'] if change['fits']]
     assert "include 'configs/partitioning/fsdp.gin'" in fitting
-    assert {remedy['peak_from'] for remedy in one['remedies']} == {'jaxpr'}
+    assert {change['peak_from'] for change in one['changes']} == {'jaxpr'}
 
 
 def test_the_machines_that_a_model_fits_into(capsys, tmp_path):

@@ -153,7 +153,7 @@ def _forecast_all(
                 step,
                 machine,
                 compile=not options.no_compile,
-                alternatives=list(list_changes(step, machine)),
+                changes=list(list_changes(step, machine)),
                 confirm=options.confirm,
                 on_program=functools.partial(programs.__setitem__, str(machine)),
                 progress=progress,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from meshwright import Forecast
 from meshwright.calls.partitioned import Call
-from meshwright.remedies import Alternative
+from meshwright.changes import SettingChange
 from partitioning.hardware import chip_of
 from train.config import TrainConfig
 from train.planning.candidates import (
@@ -31,7 +31,7 @@ _MOST_TENSOR = 8
 _AS_IT_IS = Layout('')
 
 
-def list_changes(planned: PlannedStep, machine: Machine) -> Iterator[Alternative]:
+def list_changes(planned: PlannedStep, machine: Machine) -> Iterator[SettingChange]:
     """Yields settings that can make a run fit into a machine, the least drastic first.
 
     Args:
@@ -47,7 +47,7 @@ def list_changes(planned: PlannedStep, machine: Machine) -> Iterator[Alternative
         candidates = [*same_layout, *candidates]
     for candidate in candidates:
         setting = '; '.join([*list_includes(candidate), *list_bindings(candidate, sizes)])
-        yield Alternative(setting, functools.partial(_call, config, candidate, machine))
+        yield SettingChange(setting, functools.partial(_call, config, candidate, machine))
 
 
 def _call(config: TrainConfig, candidate: Candidate, machine: Machine) -> Call:
@@ -59,9 +59,9 @@ def _call(config: TrainConfig, candidate: Candidate, machine: Machine) -> Call:
 def keep_helpful(forecast: Forecast) -> Forecast:
     """Returns a forecast without the changes that save no memory, the best of the others first."""
     peak = forecast.memory.analytic_peak
-    kept = [one for one in forecast.remedies if one.fits or one.peak < peak]
+    kept = [one for one in forecast.changes if one.fits or one.peak < peak]
     ordered = sorted(kept, key=lambda one: (not one.fits, one.peak))
-    return dataclasses.replace(forecast, remedies=tuple(ordered))
+    return dataclasses.replace(forecast, changes=tuple(ordered))
 
 
 def _is_recomputed(config: TrainConfig) -> bool:

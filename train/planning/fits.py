@@ -249,7 +249,7 @@ def forecast_fit(work: Workload, fit: Fit, **settings: Any) -> Fit:
     if fit.candidate is None:
         return fit
     config = change_run(work.config, fit.candidate, fit.machine)
-    forecast = forecast_run(config, fit.machine, alternatives=None, **settings)
+    forecast = forecast_run(config, fit.machine, changes=None, **settings)
     return dataclasses.replace(fit, forecast=forecast)
 
 

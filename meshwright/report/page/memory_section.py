@@ -31,21 +31,21 @@ def show_memory(forecast: Forecast) -> Html:
             stacked_bar(formula, whole, 'the memory by formula'),
             legend(formula),
         ]
-    if forecast.remedies:
-        blocks.append(_remedies(forecast))
+    if forecast.changes:
+        blocks.append(_changes(forecast))
     return tag('section', tag('h3', 'Memory of a device'), *blocks, class_='memory')
 
 
-def _remedies(forecast: Forecast) -> Html:
+def _changes(forecast: Forecast) -> Html:
     """The settings with which less memory is needed."""
     rows = [
         (
-            tag('code', remedy.setting),
-            bytes_str(remedy.peak),
-            {True: 'fits', False: 'does not fit', None: 'limit not known'}[remedy.fits],
-            'compiler' if remedy.peak_from == 'compiler' else 'formula',
+            tag('code', change.setting),
+            bytes_str(change.peak),
+            {True: 'fits', False: 'does not fit', None: 'limit not known'}[change.fits],
+            'compiler' if change.peak_from == 'compiler' else 'formula',
         )
-        for remedy in forecast.remedies
+        for change in forecast.changes
     ]
     heading = tag('h4', 'Settings that need less')
     return tag('div', heading, plain_table(('setting', 'peak', '', 'figure from'), rows))

@@ -1,4 +1,4 @@
-"""Settings with which a function needs less memory, tried without a compiler or with one."""
+"""Changes of settings with which a function needs less memory, by formula or by the compiler."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from meshwright.calls.held import HeldArray
 from meshwright.calls.moving import move_arguments, move_function, move_partitioner
 from meshwright.calls.partitioned import Call
 from meshwright.jaxpr import estimate_memory, lay_out_trace
-from meshwright.report.forecasts import Remedy
+from meshwright.report.forecasts import MemoryChange
 from partitioning.hardware import Chip
 from partitioning.rules import as_tuple, boundary_spec, num_shards, sharding_axes
 
@@ -24,43 +24,43 @@ _MOST_DOUBLINGS = 6  # of the devices, and halvings of the batch
 
 
 @dataclasses.dataclass(frozen=True)
-class Alternative:
-    """A setting that changes how much memory a function needs.
+class SettingChange:
+    """A change of a setting, and the function with it.
 
     Attributes:
       setting: what to write, such as "TransformerConfig.remat = 'full'".
-      build: makes the call with this setting, on the machine of the forecast. It is called only if
-        the function does not fit. It may raise ValueError where the setting is impossible.
+      build: makes the call with this change, on the machine of the forecast. It is called only if
+        the function does not fit, and may raise ValueError if the change is impossible.
     """
 
     setting: str
     build: Callable[[], Call]
 
 
-def find_remedies(
-    alternatives: Iterable[Alternative],
+def rank_changes(
+    changes: Iterable[SettingChange],
     chip: Chip,
     limit: int,
     *,
     compile_peak: Callable[[Call], int] | None = None,
     progress: Progress | None = None,
-) -> tuple[Remedy, ...]:
-    """Says how much memory a function needs with each of some settings; those that fit come first.
+) -> tuple[MemoryChange, ...]:
+    """Returns how much memory a function needs with each change; changes that fit come first.
 
     Args:
-      alternatives: the settings.
+      changes: the changes to try, in this order.
       chip: the chip.
       limit: what a program can use on a device, in bytes.
-      compile_peak: compiles a call and returns its peak in bytes, for those that fit by formula,
-        until one of them fits by the compiler, too; by default all peaks are by formula.
-      progress: receives a text when a setting is tried.
+      compile_peak: compiles a call and returns its peak in bytes. Changes that fit by formula are
+        compiled until one of them fits by the compiler, too. By default, nothing is compiled.
+      progress: receives a text when a change is tried.
     """
     found, confirmed = [], False
-    for alternative in alternatives:
-        with contextlib.suppress(ValueError):  # the setting is not possible here
+    for change in changes:
+        with contextlib.suppress(ValueError):  # the change is not possible here
             if progress is not None:
-                progress(f'trying {alternative.setting}')
-            call = alternative.build()
+                progress(f'trying {change.setting}')
+            call = change.build()
             peak = analytic_peak(call, chip)
             compiled = (
                 compile_peak is not None
@@ -72,14 +72,14 @@ def find_remedies(
                 peak = compile_peak(call)
                 confirmed = peak <= limit
             found.append(
-                Remedy(
-                    setting=alternative.setting,
+                MemoryChange(
+                    setting=change.setting,
                     peak=peak,
                     fits=peak <= limit,
                     peak_from='compiler' if compiled else 'jaxpr',
                 )
             )
-    return tuple(sorted(found, key=lambda remedy: not remedy.fits))
+    return tuple(sorted(found, key=lambda one: not one.fits))
 
 
 def analytic_peak(call: Call, chip: Chip | None) -> int:
@@ -88,13 +88,13 @@ def analytic_peak(call: Call, chip: Chip | None) -> int:
     return estimate_memory(lay_out_trace(traced, call.args, call.partitioner.mesh), chip).peak
 
 
-def general_alternatives(
+def list_general_changes(
     call: Call, held: Sequence[HeldArray], gradients: int, chip: Chip, limit: int
-) -> Iterator[Alternative]:
-    """The smallest number of devices and the largest batch with which a function fits.
+) -> Iterator[SettingChange]:
+    """Yields the largest batch and the smallest number of devices with which a function fits.
 
-    They need no knowledge of the function: its batch becomes shorter, or the axes of the batch
-    longer. Nothing is yielded if the state and its gradients are too large in either case.
+    These changes need no knowledge of the function: its batch becomes shorter, or the axes of the
+    batch longer. Nothing is yielded if the state and its gradients are too large in either case.
 
     Args:
       call: a call that does not fit.
@@ -123,18 +123,18 @@ def _batch_axes(call: Call) -> tuple[str, ...]:
 
 
 def _first_that_fits(
-    alternatives: Iterable[Alternative], chip: Chip, limit: int
-) -> Iterator[Alternative]:
-    """The first of increasingly drastic settings that fits by formula."""
+    changes: Iterable[SettingChange], chip: Chip, limit: int
+) -> Iterator[SettingChange]:
+    """The first of increasingly drastic changes with which a function fits by formula."""
     least = None
-    for alternative in alternatives:
+    for change in changes:
         try:
-            call = alternative.build()
+            call = change.build()
             peak = analytic_peak(call, chip)
         except Exception:  # the function does not take such a batch, or the sizes do not divide
             return
         if peak <= limit:
-            yield Alternative(alternative.setting, functools.partial(_same, call))
+            yield SettingChange(change.setting, functools.partial(_same, call))
             return
         if least is not None and peak > 0.98 * least:
             return  # it does not help
@@ -145,7 +145,7 @@ def _same(call: Call) -> Call:
     return call
 
 
-def _smaller_batches(call: Call, held: Sequence[HeldArray]) -> Iterator[Alternative]:
+def _smaller_batches(call: Call, held: Sequence[HeldArray]) -> Iterator[SettingChange]:
     """Halved batches, as long as the devices divide them."""
     rows = {array.row.shape[0] for array in held if array.role == 'batch' and array.row.shape}
     if len(rows) != 1:
@@ -157,7 +157,7 @@ def _smaller_batches(call: Call, held: Sequence[HeldArray]) -> Iterator[Alternat
         smaller, rest = divmod(count, 2**halvings)
         if rest or smaller < shards or smaller % shards:
             return
-        yield Alternative(
+        yield SettingChange(
             f'a batch of {smaller:,} rows in place of {count:,}',
             functools.partial(_with_rows, call, names, count, smaller),
         )
@@ -177,7 +177,7 @@ def _with_rows(call: Call, names: set[str], count: int, smaller: int) -> Call:
     return dataclasses.replace(call, args=tuple(args))
 
 
-def _more_devices(call: Call) -> Iterator[Alternative]:
+def _more_devices(call: Call) -> Iterator[SettingChange]:
     """Meshes with twice as many devices along the first axis of the batch, and so on."""
     mesh, axes = call.partitioner.mesh, _batch_axes(call)
     if not axes:
@@ -187,7 +187,7 @@ def _more_devices(call: Call) -> Iterator[Alternative]:
         sizes[axes[0]] *= 2**doublings
         larger = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=mesh.axis_types)
         shown = ' x '.join(f'{axis} {n}' for axis, n in sizes.items() if n > 1)
-        yield Alternative(
+        yield SettingChange(
             f'{mesh.size * 2**doublings:,} devices in place of {mesh.size:,}: {shown}',
             functools.partial(_on, call, mesh, larger),
         )
