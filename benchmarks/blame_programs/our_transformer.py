@@ -8,7 +8,7 @@ from partitioning import PjitPartitioner, TrainState
 from partitioning.mesh import MeshConfig
 from train.models.config import TransformerConfig
 from train.models.transformer import Transformer
-from train.objectives.next_token import NextToken
+from train.objectives.sequences import NextToken
 from train.running.steps import make_train_step
 
 MESH = {'data': 4, 'model': 2}

@@ -15,6 +15,7 @@ from train.config import check_batch
 from train.data import CausalLM, Examples, Prefetch
 from train.errors import ConfigError
 from train.reporting.writers import JsonWriter, TensorBoardWriter
+from train.running.run import choose_evaluators
 
 pytestmark = pytest.mark.core
 
@@ -110,12 +111,12 @@ def test_the_defaults_and_that_settings_cannot_be_changed():
     required = ('model_dir', 'objective', 'partitioner', 'optimizer', 'task')
     given = small_config(Path('model'), TEXTS)
     config = TrainConfig(total_steps=5, batch_size=8, **{n: getattr(given, n) for n in required})
-    assert config.evaluators == {'eval': HeldOut()}
+    assert choose_evaluators(config) == {'eval': HeldOut()}
     assert config.writers == (JsonWriter, TensorBoardWriter)
     assert (config.checkpoints, config.prefetch) == (CheckpointConfig(), Prefetch())
     assert (config.seed, config.log_every, config.num_microbatches, config.hooks) == (0, 10, 1, ())
     no_held_out = dataclasses.replace(config, task=Examples(training={'x': [1]}), evaluators=None)
-    assert no_held_out.evaluators == {}
+    assert choose_evaluators(no_held_out) == {}
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.seed = 1
     with pytest.raises(TypeError, match='positional'):

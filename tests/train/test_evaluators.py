@@ -198,8 +198,7 @@ def weighted(errors, batch):
 @pytest.mark.parametrize('found', [3, {'a': 'b'}, {'a': np.zeros(2)}, None])
 def test_an_evaluator_returns_a_dict_of_numbers(found):
     bad = types.SimpleNamespace(every=1, run=lambda state, step: found)
-    config = types.SimpleNamespace(evaluators={'bad': bad})
-    run = types.SimpleNamespace(config=config, console=RunConsole())
+    run = types.SimpleNamespace(evaluators={'bad': bad}, console=RunConsole())
     [prepared] = prepare_evaluators(run).values()
     with pytest.raises(ConfigError, match=r"evaluator 'bad' returns .*: .* a dict of numbers"):
         prepared.run(None, 1)

@@ -4,10 +4,11 @@ import textwrap
 
 import gin
 import pytest
+from gin_fixtures import load_config
 
 from train.data.text.sources import TextFiles
 from train.errors import ConfigError
-from train.gin.load import find_config_root, load_config
+from train.gin.load import find_config_root
 
 pytestmark = pytest.mark.core
 

@@ -16,8 +16,8 @@ from partitioning.products.flops import count_jaxpr_flops
 from partitioning.rules import AxisRules
 from train import NextToken
 from train.errors import ConfigError
+from train.models.nnx_form import CreateNnxTransformer
 from train.models.t5 import DecoderOnly, DecoderOnlyConfig
-from train.models.transformer import CreateNnxTransformer
 from train.objectives import PrefixLanguageModel, compute_loss
 from train.output_layer import DeferredLogits, OutputSettings, score_targets
 from train.output_layer.chunks import choose_chunks

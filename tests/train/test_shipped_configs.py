@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from gin_fixtures import load_config
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from partitioning import TrainState, unbox
 from train.errors import ConfigError
-from train.gin.load import find_config_root, load_config
+from train.gin.load import find_config_root
 from train.models.transformer import TransformerConfig
 
 pytestmark = pytest.mark.core

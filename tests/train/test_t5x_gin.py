@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from absl.testing import flagsaver
+from gin_fixtures import load_config
 from small import records, text_task
 from small_t5x import T5X_MODEL, T5X_SMALL
 
@@ -17,7 +18,7 @@ from train.cli import main
 from train.data import ByT5Tokenizer, CausalLM, TextFiles
 from train.errors import ConfigError
 from train.gin.entry import find_entry
-from train.gin.load import find_config_root, load_config
+from train.gin.load import find_config_root
 from train.machine import devices as machine
 from train.models.t5 import DecoderOnly, DecoderOnlyConfig
 from train.running.training import train as train_here

@@ -12,9 +12,10 @@ from small import batch, model, partitioner
 
 from partitioning import PjitPartitioner, unbox
 from train.errors import ConfigError
+from train.models.nnx_form import CreateNnxTransformer
 from train.models.nnx_transformer import NnxTransformer
 from train.models.parameters import list_parameters
-from train.models.transformer import CreateNnxTransformer, RopeScaling, TransformerConfig
+from train.models.transformer import RopeScaling, TransformerConfig
 from train.objectives import NextToken
 
 pytestmark = pytest.mark.core

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import flax.linen as nn
 import jax
 
@@ -13,7 +10,7 @@ from train.models.config import RopeScaling, TransformerConfig
 from train.models.parameters import Params, list_parameters
 from train.output_layer import DeferredLogits
 
-__all__ = ['CreateNnxTransformer', 'RopeScaling', 'Transformer', 'TransformerConfig']
+__all__ = ['RopeScaling', 'Transformer', 'TransformerConfig']
 
 
 class Transformer(nn.Module):
@@ -61,15 +58,3 @@ class Transformer(nn.Module):
             for name, value in values.items():
                 self.sow(collection, name, value)
         return deferred if defer_logits else deferred.logits()
-
-
-@dataclasses.dataclass(frozen=True)
-class CreateNnxTransformer:
-    """Creates the nnx form of `Transformer(config)` from `nnx.Rngs`, as `NextToken` needs it."""
-
-    config: TransformerConfig
-
-    def __call__(self, rngs: Any) -> Any:
-        from train.models.nnx_transformer import NnxTransformer  # nnx takes long to import
-
-        return NnxTransformer(self.config, rngs=rngs)

@@ -1,9 +1,9 @@
 """What a run minimizes: objectives, and the models that they train."""
 
-from train.objectives.inputs_to_targets import EncoderDecoder, PrefixLanguageModel
-from train.objectives.model import LinenModel, Model, as_model
-from train.objectives.next_token import NextToken
+from train.objectives.model import Model
+from train.objectives.modules import LinenModel, as_model
 from train.objectives.objective import Loss, Objective, compute_loss, row_weights
+from train.objectives.sequences import EncoderDecoder, NextToken, PrefixLanguageModel
 from train.objectives.supervised import Supervised
 from train.objectives.token_loss import TokenLoss
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from partitioning import TrainState
 from train.errors import ConfigError
-from train.objectives.model import Applied, Model, as_model
+from train.objectives.model import Applied, Model
+from train.objectives.modules import as_model
 from train.objectives.objective import Batch, Loss, Objective, Variables, row_weights
 from train.output_layer import OutputSettings, score_targets
 

@@ -1,4 +1,7 @@
-"""Targets given inputs, with the models of T5: an encoder-decoder, or a decoder with a prefix."""
+"""What models of token sequences learn: the next token, or targets given inputs.
+
+Inputs are read by an encoder, or they are a prefix of the row that a decoder reads.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,25 @@ import jax
 from train.decoding.starting import Start, start_decoder_only, start_encoder_decoder
 from train.objectives.objective import Batch, Variables
 from train.objectives.token_loss import TokenLoss, check_arrays
+
+ARRAYS = ('decoder_input_tokens', 'decoder_target_tokens', 'decoder_loss_weights')
+# The arguments of the model that describe packed documents, and their arrays.
+PACKED_ARGUMENTS = {'positions_BL': 'decoder_positions', 'segments_BL': 'decoder_segment_ids'}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NextToken(TokenLoss):
+    """Minimizes the cross-entropy of the next token, in nats per target.
+
+    The attributes are those of `TokenLoss`. The model maps tokens [batch, length] to logits [batch,
+    length, vocab]. To train on packed documents, it also takes `positions_BL` and `segments_BL`.
+    """
+
+    def model_inputs(self, batch: Batch) -> tuple[tuple[jax.Array], dict[str, jax.Array]]:
+        check_arrays(type(self).__name__, batch, ARRAYS, 'CausalLM', (*PACKED_ARGUMENTS.values(),))
+        packed = {k: batch[name] for k, name in PACKED_ARGUMENTS.items() if name in batch}
+        return (batch['decoder_input_tokens'],), packed
+
 
 DECODER = ('decoder_input_tokens', 'decoder_target_tokens')
 PACKED_DECODER = ('decoder_segment_ids', 'decoder_positions')
