@@ -40,14 +40,14 @@ FLOORS = {
     'train': [
         {'errors'},
         {'attention', 'decoding', 'output_layer', 'paths'},
-        {'models', 'objectives', 'optimizers', 'processes'},
-        {'reporting'},
-        {'checkpoints', 'data'},
-        {'evaluators', 'exporting'},
-        {'config'},
+        {'gin', 'machine', 'models', 'objectives', 'optimizers', 'processes'},
+        {'data', 'reporting'},
+        {'checkpoints', 'evaluators'},
+        {'config', 'exporting'},
         {'running'},
-        {'gin', 'planning'},
-        {'cli', 't5x'},
+        {'planning'},
+        {'t5x'},
+        {'cli'},
     ],
 }
 # What a package may import of the packages below it; None allows everything.
