@@ -23,7 +23,7 @@ from small import partitioner, small_config
 
 from train import train
 from train.checkpoints import folder as saving
-from train.cli.command import run
+from train.cli.command import run_command
 from train.cli.interruption import run_until_signal
 from train.data import CausalLM, Prefetch, Records
 from train.data.batches import LocalBatches
@@ -227,6 +227,6 @@ def main(settings, path):
     output.begin(settings.index, f'{settings.folder}.logs')
     options = argparse.Namespace(traceback=False)
     try:
-        sys.exit(run_until_signal(lambda: run(lambda: command(settings), options), COMMAND))
+        sys.exit(run_until_signal(lambda: run_command(lambda: command(settings), options), COMMAND))
     finally:
         atexit._run_exitfuncs()  # which multiprocessing does not do

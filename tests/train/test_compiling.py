@@ -10,7 +10,7 @@ from partitioning import Plan
 from train.errors import ConfigError
 from train.machine.compiling import choose_options
 from train.planning.precompiling import precompile
-from train.running.run import prepare, report
+from train.running.run import prepare, report_run
 from train.running.start import write_run_files
 
 OFF = 'xla_jf_spmd_threshold_for_windowed_einsum_mib'
@@ -53,7 +53,7 @@ def test_a_run_says_and_records_its_options_and_those_of_the_environment(
     monkeypatch.setenv('LIBTPU_INIT_ARGS', '--xla_tpu_x=1')
     options = {'xla_cpu_enable_fast_math': False}
     run = prepare(small_config(tmp_path / 'run', texts, compiler_options=options))
-    report(run)
+    report_run(run)
     write_run_files(run)
     [option] = Plan.load(tmp_path / 'run/plan.json').compiler_options
     assert (option.name, option.value) == ('xla_cpu_enable_fast_math', False)

@@ -85,7 +85,7 @@ import builtins | A = @builtins.exec()
 import builtins | A = @builtins.__import__()
 import operator | A = @operator.attrgetter()
 from train.data.text import files | A = @files.needed() | files.needed.package = 'antigravity'
-from train.gin import check | A = @check.import_modules()
+from train.gin import checks | A = @checks.import_modules()
 from train.gin import load | A = @load.load_config()
 from train.gin.configurables import importlib | A = @importlib.import_module()
 from jax._src.debugger import cli_debugger | A = @cli_debugger.CliDebugger.evaluate

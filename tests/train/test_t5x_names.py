@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from train.gin.check import is_gone
+from train.gin.checks import is_gone
 from train.gin.configurables import listed_names, register, register_listed
 from train.t5x.modules import ALIASES
 

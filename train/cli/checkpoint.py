@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import logging
 
-from train.cli.command import OneLineParser, run
+from train.cli.command import OneLineParser, run_command
 
 if TYPE_CHECKING:
     from etils import epath
@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace) -> int:
         logging.set_verbosity(logging.FATAL)
         status = options.command(options)
 
-    return run(command, options) or status
+    return run_command(command, options) or status
 
 
 def inspect(options: argparse.Namespace) -> int:

@@ -154,7 +154,7 @@ def _begin_output(address: ProcessAddress, folder: str | None) -> None:
     )
 
 
-def run(command: Callable[[], Any], options: argparse.Namespace) -> int:
+def run_command(command: Callable[[], Any], options: argparse.Namespace) -> int:
     """Runs a command, and returns its exit status: what it returns, if that is an integer, or 0."""
     logging.use_absl_handler()
     logging.set_verbosity(logging.WARNING)

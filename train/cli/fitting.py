@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from train.cli.command import OneLineParser, run
+from train.cli.command import OneLineParser, run_command
 from train.cli.forecasting import add_topologies, leave_devices_alone
 from train.cli.searching import DEFAULTS
 
@@ -58,7 +58,7 @@ def find_machines(arguments: Sequence[str], prog: str) -> int:
     )
     parser.add_argument('--traceback', action='store_true', help='show the traceback of an error')
     options = parser.parse_args(arguments)
-    return run(lambda: _answer(options), options)
+    return run_command(lambda: _answer(options), options)
 
 
 def _answer(options: argparse.Namespace) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from train.cli import searching
-from train.cli.command import CommandParser, configure, run
+from train.cli.command import CommandParser, configure, run_command
 from train.cli.training import find_gin_file, known_runs
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
         unchanged = options.golden is None or _is_unchanged(forecasts, options)
         return int(not unchanged or any(one.fits is False for one in forecasts))
 
-    return run(command, options)
+    return run_command(command, options)
 
 
 def add_topologies(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
-from train.cli.command import OneLineParser, run
+from train.cli.command import OneLineParser, run_command
 from train.cli.commands import COMMANDS as ALL_COMMANDS
 from train.cli.interruption import EXIT_CODES, line_of_process
 from train.processes import signals
@@ -69,7 +69,7 @@ def start_processes(arguments: Sequence[str], prog: str) -> int:
 
         return run_attempts(config, children, line)
 
-    return run(start, options)
+    return run_command(start, options)
 
 
 def make_children(

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from train.cli.command import CommandParser, configure, run
+from train.cli.command import CommandParser, configure, run_command
 from train.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def evaluate(arguments: Sequence[str], prog: str) -> int:
         config, restore = _read_run(options)
         evaluate(config, restore=restore, output_dir=f'{config.model_dir}/eval')
 
-    return run(command, options)
+    return run_command(command, options)
 
 
 def predict(arguments: Sequence[str], prog: str) -> int:
@@ -76,7 +76,7 @@ def predict(arguments: Sequence[str], prog: str) -> int:
         changes = {'evaluators': {'predict': files}, 'seed': options.seed}
         evaluate(dataclasses.replace(config, **changes), restore=restore)
 
-    return run(command, options)
+    return run_command(command, options)
 
 
 def generate(arguments: Sequence[str], prog: str) -> int:
@@ -103,7 +103,7 @@ def generate(arguments: Sequence[str], prog: str) -> int:
         changes = {'evaluators': {'samples': samples}, 'seed': options.seed}
         evaluate(dataclasses.replace(config, **changes), restore=restore)
 
-    return run(command, options)
+    return run_command(command, options)
 
 
 def _add_sampling(parser: CommandParser, temperature: float) -> None:

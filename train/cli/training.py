@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from train.cli.command import CommandParser, configure, run
+from train.cli.command import CommandParser, configure, run_command
 
 _DESCRIPTION = """\
 Trains the model that gin files configure, or resumes the run in its MODEL_DIR.
@@ -45,7 +45,7 @@ def train(arguments: Sequence[str], prog: str) -> int:
         'or written, if this run would be laid out differently',
     )
     options = parser.read(arguments)
-    return run(lambda: _start(options), options)
+    return run_command(lambda: _start(options), options)
 
 
 def precompile(arguments: Sequence[str], prog: str) -> int:
@@ -62,7 +62,7 @@ def precompile(arguments: Sequence[str], prog: str) -> int:
         configure(options, [find_gin_file(run) for run in options.runs])
         precompile(find_config())
 
-    return run(command, options)
+    return run_command(command, options)
 
 
 def _start(options: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from train.gin.parse import Statement
+from train.gin.parsing import Statement
 
 
 def _change_nothing(statements: Sequence[Statement]) -> None:

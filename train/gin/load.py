@@ -10,7 +10,7 @@ import gin
 from gin import config as gin_internals
 
 from train.errors import ConfigError, first_line
-from train.gin import check, parse, places
+from train.gin import checks, parsing, places
 from train.gin.aliases import NO_ALIASES, Aliases
 from train.gin.configurables import register_listed
 from train.gin.selectors import Resolver, is_import
@@ -46,9 +46,9 @@ def load_config(
         raise ConfigError('no gin file: add --gin_file=configs/runs/quickstart.gin')
     statements = read_statements(files, bindings, search_paths)
     register_listed()
-    check.check_imports(statements, allow, aliases)
-    check.import_modules(statements, allow, aliases)
-    resolver = check.check_names(statements, allow, aliases)
+    checks.check_imports(statements, allow, aliases)
+    checks.import_modules(statements, allow, aliases)
+    resolver = checks.check_names(statements, allow, aliases)
     places.remember(statements)
     places.allow_packages(allow)
     for statement in statements:
@@ -65,7 +65,7 @@ def load_config(
 
 def read_statements(
     files: Sequence[str], bindings: Sequence[str] = (), search_paths: Sequence[str] = ()
-) -> list[parse.Statement]:
+) -> list[parsing.Statement]:
     """Returns the statements of files and flags in the order in which they take effect.
 
     Args:
@@ -74,14 +74,14 @@ def read_statements(
     Raises:
       ConfigError: if a file is not found or cannot be parsed.
     """
-    sources = parse.Sources([*search_paths, str(find_config_root())])
+    sources = parsing.Sources([*search_paths, str(find_config_root())])
     for file in files:
         sources.read(file)
-    return [*sources.statements, *parse.read_bindings(bindings)]
+    return [*sources.statements, *parsing.read_bindings(bindings)]
 
 
 def _bind(
-    statement: parse.Statement, resolver: Resolver, allow: Sequence[str], aliases: Aliases
+    statement: parsing.Statement, resolver: Resolver, allow: Sequence[str], aliases: Aliases
 ) -> None:
     """Gives gin the value that a statement sets."""
     parsed = statement.parsed
@@ -96,14 +96,16 @@ def _bind(
     elif statement.is_binding:
         configurable = resolver.resolve(parsed.selector, statement)
         name = configurable.selector if configurable else parsed.selector
-        if configurable and (why := check.is_gone(configurable, parsed.arg_name, aliases)):
-            places.report(f'{statement.place}: {parsed.selector}.{parsed.arg_name} is gone: {why}')
+        if configurable and (why := checks.is_gone(configurable, parsed.arg_name, aliases)):
+            places.print_note(
+                f'{statement.place}: {parsed.selector}.{parsed.arg_name} is gone: {why}'
+            )
             return
         value = _resolved(parsed.value, statement, resolver)
         gin.bind_parameter((parsed.scope, name, parsed.arg_name), value)
 
 
-def _resolved(value: Any, statement: parse.Statement, resolver: Resolver) -> Any:
+def _resolved(value: Any, statement: parsing.Statement, resolver: Resolver) -> Any:
     """The value with gin's references to configurables and macros."""
     if isinstance(value, dict):
         return {
@@ -112,7 +114,7 @@ def _resolved(value: Any, statement: parse.Statement, resolver: Resolver) -> Any
         }
     if isinstance(value, list | tuple):
         return type(value)(_resolved(part, statement, resolver) for part in value)
-    if not isinstance(value, parse.Reference):
+    if not isinstance(value, parsing.Reference):
         return value
     if value.is_macro:
         return gin_internals.ParserDelegate().macro(value.name)

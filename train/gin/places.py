@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from partitioning.untrusted_text import printable
 from train.gin.configurables import is_within
-from train.gin.parse import Reference, Statement
+from train.gin.parsing import Reference, Statement
 
 # The setting as written, such as `utils.DatasetConfig.pack` -> the statements that set it.
 _settings: dict[str, list[Statement]] = {}
@@ -69,6 +69,6 @@ def _value_of(statement: Statement) -> Statement:
     return statement
 
 
-def report(line: str) -> None:
+def print_note(line: str) -> None:
     """Tells the user about a setting that is accepted but has no effect."""
     print(f'note: {printable(line)}')

@@ -18,7 +18,7 @@ from train.errors import ConfigError
 from train.gin import configurables
 from train.gin.aliases import NO_ALIASES, Aliases
 from train.gin.configurables import BY_MODULE, is_within
-from train.gin.parse import Statement
+from train.gin.parsing import Statement
 
 # Names that differ here -> what to write instead.
 _RENAMED = {

@@ -112,7 +112,7 @@ class AdafactorSettings:
     dtype_momentum: Any = 'float32'
 
 
-def adafactor(
+def make_adafactor(
     learning_rate: optax.Schedule | float,
     settings: AdafactorSettings,
     factoring: Callable[[str, tuple[int, ...]], Factoring],

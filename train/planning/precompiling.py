@@ -21,7 +21,7 @@ from train.processes.activity import calling_compiler
 from train.reporting.memory import check_fits, memory_advice
 from train.reporting.reports import format_seconds
 from train.running.programs import partition_train_step
-from train.running.run import Run, prepare, report
+from train.running.run import Run, prepare, report_run
 
 LOWERED, COMPILED, MEMORY = 'train_step.stablehlo.txt', 'train_step.hlo.txt', 'memory.json'
 COSTS = 'costs.json'
@@ -64,7 +64,7 @@ def compile_step(config: TrainConfig) -> CompiledStep:
         memory.
     """
     run = prepare(config)
-    report(run)
+    report_run(run)
     step, mesh = partition_train_step(run), config.partitioner.mesh
     with run.console.phase('compiling the train step'), calling_compiler():
         lowered = step.lower(run.plan.abstract_state, dict(run.batch))

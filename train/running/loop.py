@@ -187,7 +187,9 @@ def evaluate_until_signal(
     return scores, tuple(pending)
 
 
-def interruption(run: Run, saved: Checkpoints, step: int, pending: Sequence[str]) -> Interrupted:
+def make_interruption(
+    run: Run, saved: Checkpoints, step: int, pending: Sequence[str]
+) -> Interrupted:
     """The error with which a run ends after a signal. It waits until the last save has ended.
 
     Args:

@@ -229,7 +229,7 @@ def make_key(config: TrainConfig) -> jax.Array:
     return jax.random.key(config.seed or 0, impl=config.prng_impl)
 
 
-def report(run: Run) -> None:
+def report_run(run: Run) -> None:
     """Prints the data, the parameters and the layout of a run."""
     say = run.console.say
     for line in describe_data(run.record['parts']):

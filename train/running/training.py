@@ -29,13 +29,13 @@ from train.running.loop import (
     evaluate_until_signal,
     find_due,
     find_newest,
-    interruption,
+    make_interruption,
     report_failed_save,
     report_results,
     report_skips,
 )
 from train.running.programs import compile_programs
-from train.running.run import prepare, report
+from train.running.run import prepare, report_run
 from train.running.start import (
     find_start,
     open_feed,
@@ -93,7 +93,7 @@ def _train(
     saved = open_checkpoints(config.checkpoints, directory)
     start = find_start(prepared, saved)
     run = prepared.from_step(start.step)
-    report(run)
+    report_run(run)
 
     # ---- steps: compiled once, before anything is written, while the rest is opened and read
     with compile_programs(run, start) as compilation:
@@ -199,7 +199,7 @@ def _train(
             meter.skip(time.perf_counter() - paused)
             work_left = pending or (step < last_step and not reason)
             if work_left and (saving or stopping) and signals.received():
-                raise interruption(run, saved, step, pending)
+                raise make_interruption(run, saved, step, pending)
 
     report_results(run, saved, writers)
     return state

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from train.cli.command import CommandParser, configure, run
+from train.cli.command import CommandParser, configure, run_command
 
 _DESCRIPTION = """\
 Lists the settings of T5X's gin files: their values, what they become here, and which of them have
@@ -22,12 +22,12 @@ def report(arguments: Sequence[str]) -> int:
     parser = CommandParser('python -m train.t5x report', 'FILE.gin ... [flags]', _DESCRIPTION)
     parser.add_argument('files', metavar='FILE.gin', nargs='*', help='later files override earlier')
     options = parser.read(arguments)
-    return run(lambda: _report(options), options)
+    return run_command(lambda: _report(options), options)
 
 
 def _report(options: argparse.Namespace) -> None:
     from train.errors import ConfigError
-    from train.gin import check
+    from train.gin import checks
     from train.gin.configurables import register_listed
     from train.gin.entry import find_entry
     from train.gin.load import read_statements
@@ -42,8 +42,8 @@ def _report(options: argparse.Namespace) -> None:
         raise ConfigError('no gin file: add FILE.gin')
     statements = read_statements(files, options.gin_bindings, folders)
     register_listed()
-    check.check_imports(statements, allow, ALIASES)
-    check.import_modules(statements, allow, ALIASES)
+    checks.check_imports(statements, allow, ALIASES)
+    checks.import_modules(statements, allow, ALIASES)
     notes = list(describe_imports(statements))
     rows = report_rows(statements, allow)
     try:

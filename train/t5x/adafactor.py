@@ -18,8 +18,8 @@ from train.optimizers.factored import (
     FactorDim as FactorDim,
     Factoring,
     FactorRule,
-    adafactor,
     factor_dimensions,
+    make_adafactor,
     rule_by_axes,
 )
 from train.t5x.refusals import check_number, check_off, check_one_of, refusal
@@ -168,7 +168,7 @@ class Adafactor:
             rule = self._rule(path, logical_axes)
             return factor_dimensions(path, shape, rule, self.min_dim_size_to_factor)
 
-        return adafactor(
+        return make_adafactor(
             learning_rate,
             AdafactorSettings(**settings),
             factoring,

@@ -12,7 +12,7 @@ from gin import config as gin_internals
 
 from train.gin import places
 from train.gin.aliases import Aliases
-from train.gin.parse import Statement
+from train.gin.parsing import Statement
 from train.gin.selectors import is_import
 
 # T5X's modules -> ours.
@@ -90,7 +90,7 @@ def let_the_submesh_decide(statements: Sequence[Statement]) -> None:
                 gin.bind_parameter((scope, name, dropped), None)
                 if not on_tpu:
                     gin.bind_parameter((scope, name, 'num_partitions'), math.prod(submesh))
-                places.report(
+                places.print_note(
                     f'num_partitions={count} has no effect, because {SUBMESH}={submesh} is set, too'
                 )
 

@@ -20,8 +20,8 @@ from rich.table import Table
 from rich.text import Text
 
 from train.errors import ConfigError
-from train.gin.check import is_gone
-from train.gin.parse import Reference, Statement
+from train.gin.checks import is_gone
+from train.gin.parsing import Reference, Statement
 from train.gin.selectors import Resolver, is_import
 from train.t5x.modules import ALIASES
 

@@ -13,7 +13,7 @@ from partitioning.rules import nearest
 from train.errors import ConfigError
 from train.gin.aliases import NO_ALIASES, Aliases
 from train.gin.configurables import is_within, listed_names
-from train.gin.parse import Statement
+from train.gin.parsing import Statement
 from train.gin.selectors import Resolver, is_import, refusal
 
 
