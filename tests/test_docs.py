@@ -165,7 +165,8 @@ def check_meshwright(*words):
 def texts_of_the_code():
     """All strings of the packages, without the values that are filled in."""
     texts = set()
-    for path in [*ROOT.glob('partitioning/**/*.py'), *ROOT.glob('train/**/*.py')]:
+    packages = ('partitioning', 'meshwright', 'train')
+    for path in [path for name in packages for path in ROOT.glob(f'{name}/**/*.py')]:
         for node in ast.walk(ast.parse(path.read_text())):
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             constants = [part.value for part in parts if isinstance(part, ast.Constant)]

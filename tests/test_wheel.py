@@ -14,7 +14,9 @@ def wheel():
 
 
 def test_a_wheel_has_all_modules_and_configs_and_nothing_else(wheel):
-    packages = [p for name in ('train', 'partitioning') for p in (ROOT / name).rglob('*.*')]
+    packages = [
+        p for name in ('train', 'meshwright', 'partitioning') for p in (ROOT / name).rglob('*.*')
+    ]
     code = {str(p.relative_to(ROOT)) for p in packages if '__pycache__' not in p.parts}
     configs = {f'train/{p.relative_to(ROOT)}' for p in (ROOT / 'configs').rglob('*') if p.is_file()}
     assert 'train/configs/runs/quickstart.gin' in configs
