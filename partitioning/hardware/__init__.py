@@ -20,9 +20,6 @@ from partitioning.hardware.compiler_options import (
     default_options as default_options,
     option_values as option_values,
 )
-from partitioning.hardware.cudnn import (
-    described_cudnn as described_cudnn,
-)
 from partitioning.hardware.devices import (
     HardwareMesh as HardwareMesh,
     JaxDevice as JaxDevice,
@@ -40,6 +37,11 @@ from partitioning.hardware.devices import (
 )
 from partitioning.hardware.granules import (
     granules_of as granules_of,
+)
+from partitioning.hardware.jax_private import (
+    described_cudnn as described_cudnn,
+    num_cached as num_cached,
+    this_process as this_process,
 )
 from partitioning.hardware.topology import (
     Topology as Topology,

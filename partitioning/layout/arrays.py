@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,22 +37,41 @@ def local_to_global(
       ValueError: if an array does not have the rows of this process, if arrays differ in their
         number of rows, if integers do not fit 32 bits, or if the spec does not fit an array.
     """
-    check_spec(spec, mesh, 'the batch')
-    axes = axes_per_dimension(spec)
-    ownership = shard_ownership(mesh, axes[:1] or ((),))
-    ownership.check_process(jax.process_index(), mesh)
-    chunk, [num_shards] = ownership.chunks[jax.process_index()], ownership.num_shards
+    batch = _batch_shards(mesh, spec)
     if batch_size is not None:
-        check_batch_size(batch_size, num_shards, mesh)
+        check_batch_size(batch_size, batch.num_shards, mesh)
     for path, leaf in jax.tree_util.tree_leaves_with_path(local_batch):
         name, shape = _name(path), np.shape(leaf)
-        _check_rows(name, shape, batch_size, len(chunk), num_shards, mesh)
+        _check_rows(name, shape, batch_size, batch)
         if batch_size is None:
-            batch_size = shape[0] // len(chunk) * num_shards
-        check_layout(spec, mesh, name, (batch_size, *shape[1:]))
+            batch_size = shape[0] // len(batch.chunk) * batch.num_shards
+        _check_layout(spec, mesh, name, (batch_size, *shape[1:]))
         _check_integers_fit(name, leaf)
-    sharding = NamedSharding(mesh, spec)
-    return jax.tree.map(lambda leaf: _global_array(leaf, sharding, chunk, num_shards), local_batch)
+    return jax.tree.map(lambda leaf: _global_array(leaf, batch), local_batch)
+
+
+class _BatchShards(NamedTuple):
+    """The shards of a batch: its sharding, the shards of this process, and how many there are."""
+
+    sharding: NamedSharding
+    chunk: tuple[int, ...]
+    num_shards: int
+
+
+# A run lays out batches of the same shapes again and again, and they are checked once.
+
+
+@functools.lru_cache(maxsize=64)
+def _batch_shards(mesh: Mesh, spec: PartitionSpec) -> _BatchShards:
+    check_spec(spec, mesh, 'the batch')
+    ownership = shard_ownership(mesh, axes_per_dimension(spec)[:1] or ((),))
+    ownership.check_process(jax.process_index(), mesh)
+    [num_shards] = ownership.num_shards
+    chunk = ownership.chunks[jax.process_index()]
+    return _BatchShards(NamedSharding(mesh, spec), chunk, num_shards)
+
+
+_check_layout = functools.lru_cache(maxsize=256)(check_layout)
 
 
 def global_to_local(global_batch: Any) -> Any:
@@ -103,30 +123,28 @@ def host_local_array_to_global_array(arr_tree: Any, mesh: Mesh, pspecs: Any) -> 
 
 
 def _check_rows(
-    name: str,
-    shape: tuple[int, ...],
-    batch_size: int | None,
-    local_shards: int,
-    num_shards: int,
-    mesh: Mesh,
+    name: str, shape: tuple[int, ...], batch_size: int | None, batch: _BatchShards
 ) -> None:
-    process = f'process {jax.process_index()}'
-    on = f'on the mesh {describe_axes(mesh.shape)}'
+    """Raises ValueError unless an array has the rows of this process."""
     if not shape:
         raise ValueError(f'{name} is a scalar, but the first dimension of a batch must be its rows')
-    rows = shape[0]
+    rows, held, num_shards = shape[0], len(batch.chunk), batch.num_shards
     if batch_size is None:
-        if not rows or rows % local_shards:
-            raise ValueError(
-                f'{name} has {rows} rows, shape {shape}, which is not a positive multiple of '
-                f'{local_shards}: {process} holds {local_shards} of the {num_shards} shards of the '
-                f'batch {on}. Pass {local_shards} or {2 * local_shards} rows, for example'
-            )
-    elif rows != (expected := batch_size // num_shards * local_shards):
-        raise ValueError(
-            f'{name} has {rows} rows, shape {shape}, but {process} holds {expected} of the '
-            f'{batch_size} rows of the batch {on}. Pass the rows of DataLayout.row_indices'
-        )
+        if rows and rows % held == 0:
+            return
+        wrong = f', which is not a positive multiple of {held}'
+        holds = f'{held} of the {num_shards} shards of the batch'
+        hint = f'{held} or {2 * held} rows, for example'
+    else:
+        if rows == (expected := batch_size // num_shards * held):
+            return
+        wrong = ''
+        holds = f'{expected} of the {batch_size} rows of the batch'
+        hint = 'the rows of DataLayout.row_indices'
+    raise ValueError(
+        f'{name} has {rows} rows, shape {shape}{wrong}: process {jax.process_index()} holds '
+        f'{holds} on the mesh {describe_axes(batch.sharding.mesh.shape)}. Pass {hint}'
+    )
 
 
 def _check_integers_fit(name: str, leaf: Any) -> None:
@@ -140,19 +158,17 @@ def _check_integers_fit(name: str, leaf: Any) -> None:
         )
 
 
-def _global_array(
-    leaf: Any, sharding: NamedSharding, chunk: tuple[int, ...], num_shards: int
-) -> jax.Array:
+def _global_array(leaf: Any, batch: _BatchShards) -> jax.Array:
     local = np.asarray(leaf)
-    rows_per_shard = local.shape[0] // len(chunk)
-    local_start = {shard: i * rows_per_shard for i, shard in enumerate(chunk)}
+    rows_per_shard = local.shape[0] // len(batch.chunk)
+    local_start = {shard: i * rows_per_shard for i, shard in enumerate(batch.chunk)}
 
     def rows_of_device(index: Any) -> np.ndarray:
         start = local_start[(index[0].start or 0) // rows_per_shard]
         return local[(slice(start, start + rows_per_shard), *index[1:])]
 
-    shape = (rows_per_shard * num_shards, *local.shape[1:])
-    return jax.make_array_from_callback(shape, sharding, rows_of_device)
+    shape = (rows_per_shard * batch.num_shards, *local.shape[1:])
+    return jax.make_array_from_callback(shape, batch.sharding, rows_of_device)
 
 
 def _local_rows(path: Any, array: Any) -> np.ndarray:

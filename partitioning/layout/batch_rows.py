@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from jax.sharding import Mesh
 
-from partitioning.layout.ownership import shard_ownership, this_process
+from partitioning.hardware import this_process
+from partitioning.layout.ownership import shard_ownership
 from partitioning.rules import as_tuple, describe_axes, is_count, sizes_that_fit
 
 
@@ -64,9 +66,9 @@ def data_layout(
         num_shards=len(ownership.chunk_ids),
         is_first_host_in_replica_set=ownership.replica_ids[process] == 0,
         row_indices=tuple(
-            row
-            for shard in chunk
-            for row in range(shard * rows_per_shard, (shard + 1) * rows_per_shard)
+            itertools.chain.from_iterable(
+                range(shard * rows_per_shard, (shard + 1) * rows_per_shard) for shard in chunk
+            )
         ),
         is_even=ownership.is_even,
     )

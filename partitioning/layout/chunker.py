@@ -11,12 +11,12 @@ from typing import Literal, get_args
 import numpy as np
 from jax.sharding import Mesh
 
+from partitioning.hardware import this_process
 from partitioning.layout.ownership import (
     Axes,
     ShardOwnership,
     axes_per_dimension,
     shard_ownership,
-    this_process,
 )
 from partitioning.rules import MeshAxes, as_tuple, indivisible, rank_problem
 

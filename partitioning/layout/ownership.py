@@ -8,9 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
-from jax._src import xla_bridge
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from partitioning.rules import (
@@ -20,8 +18,6 @@ from partitioning.rules import (
     describe_axes,
     num_shards,
 )
-
-_PROCESS_INDEX = xla_bridge.process_index
 
 # The mesh axes of each dimension of an array.
 Axes = tuple[tuple[str, ...], ...]
@@ -123,16 +119,6 @@ def shard_ownership(mesh: Mesh, axes: Axes) -> ShardOwnership:
     return ShardOwnership(shards, {process: chunks[process] for process in order})
 
 
-def this_process() -> int:
-    """The index of this process.
-
-    Tests of T5X's users replace the function inside JAX that `Mesh.local_mesh` calls, to see the
-    part of a process that is not here. The replacement counts here too.
-    """
-    inside = xla_bridge.process_index
-    return jax.process_index() if inside is _PROCESS_INDEX else inside()
-
-
 def axes_per_dimension(mesh_axes: Any) -> Axes:
     """The mesh axes of each dimension, as tuples.
 
@@ -168,6 +154,8 @@ def _chunks(mesh: Mesh, axes: Axes, shards: tuple[int, ...]) -> dict[int, tuple[
     index_map: Mapping[Any, Any] = sharding.devices_indices_map(shards)
     held: dict[int, set[int]] = {}
     for device, index in index_map.items():
-        shard = sum((s.start or 0) * stride for s, stride in zip(index, strides, strict=True))
+        shard = 0
+        for along, stride in zip(index, strides, strict=True):
+            shard += (along.start or 0) * stride
         held.setdefault(device.process_index, set()).add(shard)
     return {process: tuple(sorted(chunk)) for process, chunk in held.items()}

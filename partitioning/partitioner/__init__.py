@@ -1,7 +1,7 @@
 """The entry point most users need: a mesh, rules, and the plans and functions they make.
 
-`base`, `base_pjit`, `pjit` and `moe` are the partitioners, with their settings in `rule_settings`
-and `layout_setting`, and their behaviour as objects in `partitioner_object`. `initialization`
+`base`, `base_pjit`, `pjit` and `moe` are the partitioners, with their settings in `settings`, and
+their behaviour as objects in `partitioner_object`. `initialization`
 creates states, and `training_setup` is the one call that gives a running step.
 """
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from partitioning.hardware import HardwareMesh, OptionValue
+from partitioning.hardware import HardwareMesh
 from partitioning.layout import (
     DataLayout,
     Indivisible,
@@ -36,7 +36,6 @@ from partitioning.programs.partitioned_function import (
     CompiledPartitionedCallable,
     PartitionedCallable,
 )
-from partitioning.programs.trace_log import OnRecompile
 from partitioning.rules import (
     LogicalAxisRules,
     MeshAxes,
@@ -351,48 +350,13 @@ class BasePartitioner(PartitionerObject, abc.ABC):
         fn: Callable[..., Any],
         in_axis_resources: Any,
         out_axis_resources: Any,
-        static_argnums: int | Sequence[int] = (),
-        donate_argnums: int | Sequence[int] = (),
-        *,
-        on_recompile: OnRecompile = 'allow',
-        compiler_options: Mapping[str, OptionValue] | None = None,
+        *args: Any,
+        **settings: Any,
     ) -> PartitionedCallable:
-        """Partitions a function over the mesh.
-
-        Args:
-          fn: the function.
-          in_axis_resources: for each positional argument a pytree of PartitionSpecs, Shardings or
-            None, which replicates; it may be a prefix of the argument. Static arguments have no
-            entry. UNCONSTRAINED dimensions keep the layout that the argument has.
-          out_axis_resources: the same for the result; XLA chooses the layout of UNCONSTRAINED
-            dimensions.
-          static_argnums: the positions of compile-time constants.
-          donate_argnums: the positions of arguments whose buffers the result may reuse.
-          on_recompile: what happens if the function would be traced and compiled a second time.
-            'error' raises a ValueError that names the argument that changed, before and after.
-          compiler_options: the options with which the function is always compiled, by name, as
-            `jax.jit` takes them; `option_values(default_options(mesh.devices.flat))` for those of
-            the chip. jax refuses to call such a function inside another jitted function.
-
-        Raises:
-          ValueError: if a setting does not fit the signature of the function.
-        """
+        """Partitions a function over the mesh; see `PjitPartitioner.partition`."""
 
     @abc.abstractmethod
     def compile(
-        self,
-        partitioned_fn: PartitionedCallable,
-        *args: Any,
-        compiler_options: Mapping[str, OptionValue] | None = None,
+        self, partitioned_fn: PartitionedCallable, *args: Any, **settings: Any
     ) -> CompiledPartitionedCallable:
-        """Compiles a partitioned function ahead of time, for arguments of these shapes.
-
-        Args:
-          partitioned_fn: the function that `partition` returned.
-          *args: its arguments, arrays or ShapeDtypeStructs.
-          compiler_options: options for this compilation, in addition to those of the function.
-
-        Raises:
-          ValueError: if the arguments do not fit, or if the compiler does not know an option.
-          OutOfMemoryError: a ValueError, if a device has less memory than the program needs.
-        """
+        """Compiles a partitioned function ahead of time; see `PjitPartitioner.compile`."""

@@ -60,6 +60,26 @@ class BasePjitPartitioner(BasePartitioner):
         on_recompile: OnRecompile = 'allow',
         compiler_options: Mapping[str, OptionValue] | None = None,
     ) -> PartitionedCallable:
+        """Partitions a function over the mesh.
+
+        Args:
+          fn: the function.
+          in_axis_resources: for each positional argument a pytree of PartitionSpecs, Shardings or
+            None, which replicates; it may be a prefix of the argument. Static arguments have no
+            entry. UNCONSTRAINED dimensions keep the layout that the argument has.
+          out_axis_resources: the same for the result; XLA chooses the layout of UNCONSTRAINED
+            dimensions.
+          static_argnums: the positions of compile-time constants.
+          donate_argnums: the positions of arguments whose buffers the result may reuse.
+          on_recompile: what happens if the function would be traced and compiled a second time.
+            'error' raises a ValueError that names the argument that changed, before and after.
+          compiler_options: the options with which the function is always compiled, by name, as
+            `jax.jit` takes them; `option_values(default_options(mesh.devices.flat))` for those of
+            the chip. jax refuses to call such a function inside another jitted function.
+
+        Raises:
+          ValueError: if a setting does not fit the signature of the function.
+        """
         settings = PartitionSettings(
             fn=fn,
             in_axis_resources=in_axis_resources,
@@ -79,6 +99,17 @@ class BasePjitPartitioner(BasePartitioner):
         *args: Any,
         compiler_options: Mapping[str, OptionValue] | None = None,
     ) -> CompiledPartitionedCallable:
+        """Compiles a partitioned function ahead of time, for arguments of these shapes.
+
+        Args:
+          partitioned_fn: the function that `partition` returned.
+          *args: its arguments, arrays or ShapeDtypeStructs.
+          compiler_options: options for this compilation, in addition to those of the function.
+
+        Raises:
+          ValueError: if the arguments do not fit, or if the compiler does not know an option.
+          OutOfMemoryError: a ValueError, if a device has less memory than the program needs.
+        """
         check_has_devices(self.mesh, 'compile')
         options: Any = check_options(compiler_options)
         lowered = partitioned_fn.lower(*args)

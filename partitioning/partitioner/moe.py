@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
-from partitioning.hardware import HardwareMesh, OptionValue
+from partitioning.hardware import HardwareMesh
 from partitioning.mesh import MeshConfig
 from partitioning.mesh.validation import check_count
 from partitioning.partitioner.pjit import PjitPartitioner
 from partitioning.programs.partitioned_function import PartitionedCallable
-from partitioning.programs.trace_log import OnRecompile
 from partitioning.rules import (
     AxisNames,
     LogicalAxisRules,
@@ -97,22 +96,14 @@ class MoePjitPartitioner(PjitPartitioner):
         fn: Callable[..., Any],
         in_axis_resources: Any,
         out_axis_resources: Any,
-        static_argnums: int | Sequence[int] = (),
-        donate_argnums: int | Sequence[int] = (),
-        *,
-        on_recompile: OnRecompile = 'allow',
-        compiler_options: Mapping[str, OptionValue] | None = None,
+        *args: Any,
+        **settings: Any,
     ) -> PartitionedCallable:
-        batch = self.data_partition_spec
-        return super().partition(
-            fn,
-            _with_batch_spec(in_axis_resources, batch),
-            _with_batch_spec(out_axis_resources, batch),
-            static_argnums,
-            donate_argnums,
-            on_recompile=on_recompile,
-            compiler_options=compiler_options,
+        resources = (
+            _with_batch_spec(entry, self.data_partition_spec)
+            for entry in (in_axis_resources, out_axis_resources)
         )
+        return super().partition(fn, *resources, *args, **settings)
 
 
 def standard_logical_axis_rules(

@@ -11,20 +11,15 @@ from typing import Any, Self
 from partitioning.hardware import HardwareMesh
 from partitioning.mesh import MeshConfig
 from partitioning.partitioner.base_pjit import BasePjitPartitioner
-from partitioning.partitioner.layout_setting import (
+from partitioning.partitioner.partitioner_object import AnyMesh, settings_of_t5x
+from partitioning.partitioner.settings import (
     LayoutSetting,
     activation_rules,
-    check_batch_is_known,
-    check_layout,
-    check_no_word,
-    layout_on_mesh,
-)
-from partitioning.partitioner.partitioner_object import AnyMesh, settings_of_t5x
-from partitioning.partitioner.rule_settings import (
     check_batch_rule,
+    check_layout,
     check_plan,
-    check_shardy,
     describe_settings,
+    layout_on_mesh,
     over_slices,
 )
 from partitioning.plan import (
@@ -119,7 +114,11 @@ class PjitPartitioner(BasePjitPartitioner):
         layout: LayoutSetting | None = None,
         use_shardy_partitioner: bool | None = None,
     ):
-        check_shardy(use_shardy_partitioner)
+        if use_shardy_partitioner not in (None, True):
+            raise ValueError(
+                f'use_shardy_partitioner={use_shardy_partitioner!r} has no effect, because JAX '
+                'partitions every program with Shardy: remove it'
+            )
         shapes = (num_partitions, model_parallel_submesh, ici_mesh_shape, dcn_mesh_shape, mesh)
         if layout is not None and all(setting is None for setting in shapes):
             num_partitions = 1
@@ -194,7 +193,11 @@ class PjitPartitioner(BasePjitPartitioner):
 
     @_logical_axis_rules.setter
     def _logical_axis_rules(self, rules: LogicalAxisRules) -> None:
-        check_no_word(self._layout)
+        if isinstance(self._layout, str):
+            raise ValueError(
+                f'layout={self._layout!r} already determines the rules: make a partitioner without '
+                'layout, or with partition rules'
+            )
         self._given_rules = self._as_rules(rules)
         self._forget(kept=('mesh', '_local_chunker'))
 
@@ -208,10 +211,11 @@ class PjitPartitioner(BasePjitPartitioner):
             axes = self._axes_in_use
             known = set(axes) <= set(STANDARD_MESH_AXES)
             return self._as_rules(standard_logical_axis_rules(mesh_axes=axes) if known else ())
-        if not isinstance(self._mesh_source, MeshConfig):
+        slices = self._slice_axis
+        if slices is None or not isinstance(self._mesh_source, MeshConfig):
             return self._given_rules
         return self._given_rules.with_rules(
-            [over_slices(rule, self._slice_axis) for rule in self._given_rules]
+            [over_slices(rule, slices) for rule in self._given_rules]
         )
 
     def with_rules(self, logical_axis_rules: LogicalAxisRules) -> Self:
@@ -261,9 +265,7 @@ class PjitPartitioner(BasePjitPartitioner):
     @functools.cached_property
     def _data_axis(self) -> MeshAxes:
         self._check_default_rules()
-        if self._layout is not None:
-            check_batch_is_known(self.logical_axis_rules, self.mesh)
-        check_batch_rule(self.logical_axis_rules, self.mesh)
+        check_batch_rule(self.logical_axis_rules, self.mesh, self._layout)
         batch = logical_to_mesh_axes(
             ['batch'], self.logical_axis_rules, mesh=self.mesh, on_unmatched='replicate'
         )

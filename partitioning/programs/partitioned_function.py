@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-from partitioning.hardware import check_options
+from partitioning.hardware import check_options, num_cached
 from partitioning.programs.boundary import PartitionSettings, find_boundary
 from partitioning.programs.contexts import PjittedFnWithContext, in_context
 from partitioning.programs.donation import check_donation
@@ -133,7 +133,7 @@ class PartitionedFunction(PjittedFnWithContext):
         The layout of positional arguments is always the same, so each trace is compiled once.
         """
         jitted = (self._pjitted_fn, *self._with_keywords.values())
-        compiled = self._compiled_ahead or any(fn._cache_size() for fn in jitted)
+        compiled = self._compiled_ahead or any(map(num_cached, jitted))
         return self.trace_log.num_compilations if compiled else 0
 
     def _first_call(self, *args: Any) -> Any:
@@ -168,10 +168,10 @@ class PartitionedFunction(PjittedFnWithContext):
         if method == '__call__' and log.on_recompile == 'error':
             log.check_layouts(keywords)
         result = getattr(variant, method)(*args, keywords)
-        if variant._cache_size() != self._cache_sizes.get(len(args), 0):
+        if num_cached(variant) != self._cache_sizes.get(len(args), 0):
             # jax may have compiled again without a trace: keywords have no fixed layout.
             log.record_layouts(keywords, traced=log.count > num_traces)
-            self._cache_sizes[len(args)] = variant._cache_size()
+            self._cache_sizes[len(args)] = num_cached(variant)
         return result
 
     def _raise_cause(

@@ -10,7 +10,7 @@ import pytest
 from mock_devices import gpus, tpu_slices, tpus
 
 from partitioning import create_mesh, default_mesh
-from partitioning.mesh.__main__ import main
+from partitioning.pictures.mesh_command import main
 from partitioning.pictures.mesh_drawing import draw_mesh
 from partitioning.pictures.mesh_text import mesh_picture
 

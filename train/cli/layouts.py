@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from partitioning.mesh import __main__ as meshes
+from partitioning.pictures import mesh_command
 from partitioning.plan import __main__ as plans
 from train.cli.command import OneLineParser
 
@@ -16,7 +16,7 @@ def show_mesh(arguments: Sequence[str], prog: str) -> int:
 
     machine.use_virtual_devices(None)
     usage = f'{prog} [--num_partitions N | --mesh data=4,model=2] [--topology v5p:4x4x4] [...]'
-    return meshes.main(arguments, OneLineParser(prog, usage), with_picture=True)
+    return mesh_command.main(arguments, OneLineParser(prog, usage), with_picture=True)
 
 
 def show_plan(arguments: Sequence[str], prog: str) -> int:

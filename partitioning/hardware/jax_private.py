@@ -1,17 +1,23 @@
-"""cuDNN on described GPUs, where programs are traced on machines that have none."""
+"""Everything in `partitioning` that depends on names of jax which are not public.
+
+`tests/partitioning/test_jax_private.py` fails first when jax changes one of them.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax
+from jax._src import xla_bridge
 from jax.sharding import AbstractMesh, Mesh
 
 from partitioning.hardware.chips import chip_of
 
 # The cuDNN that described GPUs are taken to have, as jax counts its versions: 9.13.0.
-DESCRIBED_VERSION = 91300
+_DESCRIBED_VERSION = 91300
+_PROCESS_INDEX = xla_bridge.process_index
 
 
 @contextlib.contextmanager
@@ -33,8 +39,23 @@ def described_cudnn(mesh: Mesh | AbstractMesh) -> Iterator[None]:
     from jax._src.cudnn import fused_attention_stablehlo as kernels
 
     ask = kernels.check_cudnn_version
-    kernels.check_cudnn_version = lambda: DESCRIBED_VERSION
+    kernels.check_cudnn_version = lambda: _DESCRIBED_VERSION
     try:
         yield
     finally:
         kernels.check_cudnn_version = ask
+
+
+def this_process() -> int:
+    """Returns the index of this process.
+
+    Tests of T5X's users replace the function inside JAX that `Mesh.local_mesh` calls, to see the
+    chunk of another process. The replacement counts here too.
+    """
+    inside = xla_bridge.process_index
+    return jax.process_index() if inside is _PROCESS_INDEX else inside()
+
+
+def num_cached(jitted: Any) -> int:
+    """Returns the number of programs that a jitted function keeps in its cache of fast calls."""
+    return jitted._cache_size()

@@ -1,23 +1,31 @@
-"""The setting `layout` of a partitioner: a word or partition rules, and the mesh axes they use."""
+"""The settings of a partitioner by rules: their checks, and the rules that follow from them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, cast, get_args
 
+from jax.sharding import AbstractMesh, Mesh
+
+from partitioning.partitioner.partitioner_object import describe_rules
+from partitioning.plan import Plan
 from partitioning.plan.by_pattern import PartitionRules, RuleLayout, check_partition_rules
 from partitioning.plan.by_size import LayoutWord, WordLayout
 from partitioning.plan.rule_set import Layout
 from partitioning.rules import (
     AxisRules,
+    LogicalAxisRules,
     MeshAxes,
     MeshLike,
+    as_tuple,
     axis_sizes,
     describe_axes,
     from_tuple,
     nearest,
 )
 
+_LOGGER = logging.getLogger(__name__)
 LayoutSetting = LayoutWord | PartitionRules
 
 _WORDS = get_args(LayoutWord)
@@ -55,15 +63,6 @@ def check_layout(
     if given := ', '.join(name for name, value in settings.items() if value):
         raise ValueError(f'{shown} already determines what {given} would: remove {given} or layout')
     return checked
-
-
-def check_no_word(layout: LayoutSetting | None) -> None:
-    """Raises ValueError if a partitioner with a word for its layout gets other rules."""
-    if isinstance(layout, str):
-        raise ValueError(
-            f'layout={layout!r} already determines the rules: make a partitioner without layout, '
-            'or with partition rules'
-        )
 
 
 def layout_on_mesh(
@@ -104,12 +103,75 @@ def activation_rules(layout: LayoutSetting, mesh: MeshLike, policies: AxisRules)
     return policies.with_rules([('batch', from_tuple(known))] if known else ())
 
 
-def check_batch_is_known(rules: AxisRules, mesh: MeshLike) -> None:
-    """Raises ValueError if neither a rule nor the name of a mesh axis shards the batch."""
-    if not rules:
+def check_plan(plan: Any, settings: dict[str, Any]) -> None:
+    """Raises ValueError if `plan` is not a Plan, or if settings that it replaces are given too."""
+    if plan is None:
+        return
+    if not isinstance(plan, Plan):
+        raise ValueError(
+            f'plan= takes a Plan, not a {type(plan).__name__}: pass Plan.load(path) or the '
+            'result of resolve'
+        )
+    if given := ', '.join(name for name, value in settings.items() if value):
+        raise ValueError(f'plan= already determines what {given} would: remove {given}')
+
+
+def over_slices(rule: tuple[str, MeshAxes], slices: str) -> tuple[str, MeshAxes]:
+    """Adds the axis over slices, in front, to a rule that shards the batch over 'data'."""
+    name, axes = rule[0], as_tuple(rule[1])
+    if name != 'batch' or slices in axes or 'data' not in axes:
+        return rule
+    return name, (slices, *axes)
+
+
+def check_batch_rule(
+    rules: LogicalAxisRules, mesh: Mesh | AbstractMesh, layout: LayoutSetting | None
+) -> None:
+    """Raises ValueError if nothing says how the batch is sharded, but the user wanted it to be.
+
+    Under partition rules, a rule or the name of a mesh axis must shard the batch. Other rules may
+    omit 'batch' on purpose, but a name close to it is a mistake.
+    """
+    if layout is not None and not rules:
         axis = next(iter(axis_sizes(mesh)))
         raise ValueError(
             f'no axis of the mesh {describe_axes(mesh)} has a usual name for the batch '
             f"({', '.join(_DATA_AXES)}): add logical_axis_rules=[('batch', {axis!r})] next to the "
             'partition rules'
         )
+    names = {name for name, _ in rules}
+    if 'batch' in names or mesh.size == 1:
+        return
+    if hint := nearest('batch', names):
+        raise ValueError(
+            f"no rule for 'batch', so each device would compute all rows.{hint} Write "
+            "('batch', 'data'), or ('batch', None) to replicate it on purpose"
+        )
+    _LOGGER.warning("no rule for 'batch': each device computes all of its rows")
+
+
+def describe_settings(
+    rules: AxisRules | None, policies: AxisRules, others: Mapping[str, Any]
+) -> list[tuple[str, str]]:
+    """The settings of a partitioner by rules, as its repr shows them.
+
+    Args:
+      rules: the rules, or None if these are the standard rules for a mesh that is not built yet.
+      policies: rules with the policies.
+      others: the settings 'plan', 'layout', 'overrides' and 'optimizer rules'.
+    """
+    standard = 'standard_logical_axis_rules for the axes of the mesh'
+    if others['layout'] is not None:
+        standard = 'made by the layout, for activations'
+    rows = [('rules', standard if rules is None else describe_rules(rules))]
+    if others['optimizer rules'] is not None:
+        rows.append(('optimizer rules', describe_rules(others['optimizer rules'])))
+    on_unmatched, on_indivisible = policies.on_unmatched, policies.on_indivisible
+    rows.append(('policies', f'{on_unmatched=!r}, {on_indivisible=!r}'))
+    if others['overrides']:
+        shown = '; '.join(f'{path} -> {names}' for path, names in others['overrides'])
+        rows.append(('overrides', shown))
+    for name in ('plan', 'layout'):
+        if others[name] is not None:
+            rows.append((name, f'{others[name]!r} lays out the state, not the rules'))
+    return rows
