@@ -32,10 +32,6 @@ RUN_8B = RunSizes(
 LIMIT = 100
 
 
-def plain(layout, **settings):
-    return Candidate(layout=layout, **settings)
-
-
 # The space.
 
 
@@ -91,7 +87,7 @@ def test_runs_with_their_own_axes():
 def synthetic(times, peaks, guesses, bounds, limit=LIMIT, **settings):
     """Searches candidates with these figures; returns the result and what was compiled."""
     layouts = [Layout('three_d', (('FSDP_PARTITIONS', i),)) for i in range(len(times))]
-    index = {plain(layout): i for i, layout in enumerate(layouts)}
+    index = {Candidate(layout=layout): i for i, layout in enumerate(layouts)}
     compiled = []
 
     def compile_candidate(candidate):
@@ -171,7 +167,7 @@ def test_impossible_settings_have_a_reason():
     def predict(candidate):
         raise ConfigError('no such thing\nsecond line')
 
-    space = Space(candidates=(plain(Layout('fsdp')),), dropped={})
+    space = Space(candidates=(Candidate(layout=Layout('fsdp')),), dropped={})
     result = search(space, predict, lambda candidate: 1 / 0, limit=LIMIT)
     assert [(f.status, f.reason) for f in result.found] == [('impossible', 'no such thing')]
     assert result.winner is None and result.bound is None and result.gap is None
@@ -189,7 +185,9 @@ def made_up_space():
     for i, (layout, remat, micro, option) in enumerate(
         itertools.product(layouts, remats, (1, 2), options)
     ):
-        candidate = plain(layout, remat=remat, num_microbatches=micro, compiler_options=option)
+        candidate = Candidate(
+            layout=layout, remat=remat, num_microbatches=micro, compiler_options=option
+        )
         computed = {'none': 3, 'dots': 3.4, 'full': 4}[remat] * (1.05 if micro == 2 else 1)
         guesses[candidate] = computed * (1 + 0.1 * layouts.index(layout))
         hidden = {'fsdp': 1.6, 'zero': 1.5, 'fsdp_tensor': 1.05}[layout.preset]
@@ -216,10 +214,10 @@ def test_formulas_that_are_wrong_by_layout_are_corrected_by_what_is_compiled():
 
 def test_corrections_are_shared_by_setting():
     """One compiled candidate says something about all, and more about those that are like it."""
-    fsdp, zero = plain(Layout('fsdp')), plain(Layout('zero'))
+    fsdp, zero = Candidate(layout=Layout('fsdp')), Candidate(layout=Layout('zero'))
     assert correct([], [fsdp, zero]) == [1, 1]
     assert correct([(fsdp, 2.0)], [fsdp, zero]) == pytest.approx([2, 2])
-    more_fsdp = plain(Layout('fsdp'), remat='dots')
+    more_fsdp = Candidate(layout=Layout('fsdp'), remat='dots')
     first, second, third = correct([(fsdp, 2.0), (zero, 1.0)], [fsdp, zero, more_fsdp])
     assert 1 <= second < math.sqrt(2) < third <= first <= 2
 
@@ -272,7 +270,7 @@ def test_the_winner_by_value_is_what_its_gin_file_trains(candidate, tmp_path):
 
 def test_the_options_of_the_run_are_kept():
     run = RunSizes(num_devices=8, batch_size=8, model=MODEL_8B, compiler_options={'xla_c': 1})
-    candidate = plain(Layout('fsdp'), compiler_options=(('xla_a', 7),))
+    candidate = Candidate(layout=Layout('fsdp'), compiler_options=(('xla_a', 7),))
     text = write_gin(candidate, run, ['mine.gin'], [])
     assert "TrainConfig.compiler_options = {'xla_c': 1, 'xla_a': 7}" in text
     none = RunSizes(num_devices=8, batch_size=8, model=MODEL_8B, compiler_options={})

@@ -78,7 +78,7 @@ def forecast(arguments: Sequence[str], prog: str) -> int:
             raise ConfigError(f'no run: name one, such as `{prog} pretrain --topology=v5p:4x4x4`')
         machines = [parse_machine(name, on_cpu=options.on_cpu) for name in options.topology]
         if options.search:
-            searching.check(options)
+            searching.check_flags(options)
         if not options.no_compile:
             check_compilers(machines)
         if options.search:

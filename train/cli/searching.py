@@ -48,7 +48,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check(options: argparse.Namespace) -> None:
+def check_flags(options: argparse.Namespace) -> None:
     """Raises ConfigError if flags of `meshwright forecast` contradict --search."""
     from train.errors import ConfigError, check_counts
 
@@ -68,7 +68,7 @@ def search_settings(options: argparse.Namespace, machine: Machine) -> int:
     """Searches the settings of the runs in `options`, and prints what was found.
 
     Args:
-      options: the flags of `meshwright forecast`, which `check` accepts.
+      options: the flags of `meshwright forecast`, which `check_flags` accepts.
       machine: the machine.
 
     Returns:
