@@ -14,7 +14,7 @@ from train.gin.entry import find_config
 from train.planning.candidates import Candidate, RunSizes, change_run, sizes_of
 from train.planning.gin_text import write_gin
 from train.planning.machines import Machine
-from train.planning.presets import Layout
+from train.planning.presets import Layout, lay_out
 from train.planning.searching import Outcome, Prediction, correct, search
 from train.planning.space import Choices, Space, list_space
 
@@ -263,6 +263,9 @@ def test_the_winner_by_value_is_what_its_gin_file_trains(candidate, tmp_path):
     from_gin = find_config()
     assert from_gin.partitioner.mesh.shape == there.partitioner.mesh.shape
     assert from_gin.partitioner.rule_set == there.partitioner.rule_set
+    if candidate.layout.preset:
+        made = lay_out(config.partitioner, candidate.layout)
+        assert from_gin.partitioner.mesh_source == made.mesh_source
     for name in ('objective', 'batch_size', 'num_microbatches', 'compiler_options'):
         assert getattr(from_gin, name) == getattr(there, name), name
     gin.clear_config()
