@@ -27,7 +27,7 @@ from tolerances import assert_equal_but_for_rounding, rounding_spread
 from partitioning import TrainState
 from partitioning.state import path_str
 from train import evaluate
-from train.checkpoints import RestoreConfig
+from train.checkpoints import RestoreConfig, find_checkpoint, open_restored
 from train.checkpoints.arrays.stored import in_memory
 from train.checkpoints.formats.opening import choose_place, open_checkpoint
 from train.checkpoints.formats.safetensors_files import open_safetensors
@@ -210,8 +210,8 @@ def restore(folder, model, batch, mesh=(4, 2), **settings):
         return {path: jax.device_put(x, by_path[path].sharding) for path, x in zeros.items()}
 
     config = RestoreConfig(path=str(folder), **settings)
-    path, step = config.find()
-    reader = config.open(path)
+    path, step = find_checkpoint(config)
+    reader = open_restored(config, path)
     preflight = reader.preflight(step, plan.abstract_state)
     preflight.check()
     state = reader.restore(step, plan.abstract_state, initialize)

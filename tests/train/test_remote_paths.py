@@ -32,6 +32,7 @@ from train.checkpoints import (
     RestoreConfig,
     complete_steps,
     find_checkpoint,
+    open_restored,
 )
 from train.cli.command import explain
 from train.cli.training import find_gin_file
@@ -297,9 +298,9 @@ def test_a_checkpoint_is_restored_on_another_mesh(bucket):
     )
     for path, mode in ((f'{bucket.url}/run', 'latest'), (f'{directory}/2', 'specific')):
         config = RestoreConfig(path=path, mode=mode)
-        folder, step = config.find()
+        folder, step = find_checkpoint(config)
         assert (str(folder), step) == (str(directory), 2)
-    opened = config.open(folder)
+    opened = open_restored(config, folder)
     restored = opened.restore(2, abstract)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     assert restored.params['kernel'].sharding == other.params['kernel'].sharding
