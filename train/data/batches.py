@@ -9,12 +9,25 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
+from partitioning import BasePartitioner
 from train.data.rows.open_task import describe_features, features
 from train.data.rows.packing import Row, check_within
 from train.errors import ConfigError, check_counts
 
 Batch = dict[str, jax.Array]
+
+
+def abstract_batch(
+    row: Row, batch_size: int, partitioner: BasePartitioner
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the ShapeDtypeStructs of a batch of such rows, each [batch, ...]."""
+    sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
+    return {
+        name: jax.ShapeDtypeStruct((batch_size, *shape), dtype, sharding=sharding)
+        for name, (shape, dtype) in features(dict(row)).items()
+    }
 
 
 class LocalBatches:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from typing import Any
 
 import jax
 import numpy as np
 
 from partitioning import TrainState
-from train.data import Feed, FiniteBatches, Lengths, OpenText, Task
+from train.data import FiniteBatches, Lengths, OpenText, Task
 from train.data.rows.adapted import adapt
 from train.data.rows.lengths import check_lengths
 from train.data.rows.pairs import Pairs
 from train.decoding import predict as predict_batch
 from train.errors import ConfigError, check_counts
-from train.evaluators.evaluator import EvaluatedRun
+from train.evaluators.evaluator import (
+    EvaluatedRun,
+    feeding,
+    finite_batches,
+    partition_scoring,
+)
 from train.evaluators.files import write_metrics, write_results
 from train.evaluators.references import Reference, references_of
 from train.evaluators.text_metrics import Metric
@@ -85,8 +89,6 @@ class DecodedText:
         opened = run.evaluated[name]
         if not isinstance(opened, OpenText):
             raise ConfigError(f'the evaluator {name!r} decodes text, but the task has no text')
-        size = self.batch_size or run.config.batch_size
-        row_indices = run.config.partitioner.get_data_layout(size).row_indices
         examined = []
         with run.console.phase(f'opening the held-out examples of {name}'):
             for part in opened.parts:
@@ -96,7 +98,7 @@ class DecodedText:
                     rows = rows[: self.num_examples or len(rows)]
                     pairs = part.index.held_out if isinstance(part.index.held_out, Pairs) else None
                     references = references_of(rows, pairs, part, opened.tokenizer)
-                    batches = FiniteBatches(rows, size, row_indices)
+                    batches = finite_batches(run, rows, self.batch_size)
                     examined.append(_Examined(part.name, metrics, batches, references))
         if not examined:
             raise ConfigError(
@@ -144,11 +146,7 @@ class PreparedDecodedText:
             tokens: Any = getattr(found, 'tokens', found)
             return tokens if tokens.ndim == 2 else tokens[:, -1]
 
-        specs, spec = run.plan.specs, run.config.partitioner.data_partition_spec
-        resources = (specs.params, specs.flax_mutables, spec, None)
-        return run.config.partitioner.partition(
-            predict, resources, None, compiler_options=run.compiler_options
-        )
+        return partition_scoring(run, predict, None)
 
     def run(self, state: TrainState, step: int) -> dict[str, float]:
         scores: dict[str, float] = {}
@@ -163,10 +161,9 @@ class PreparedDecodedText:
 
     def _decode(self, state: TrainState, task: _Examined) -> list[np.ndarray]:
         """The predicted tokens of each example, without the rows that fill up the last batch."""
-        config, found = self.owner.config, []
-        key = self.owner.key
-        with closing(Feed(task.batches, config.partitioner, prefetch=config.prefetch)) as feed:
-            for number, batch in enumerate(feed):
+        found, key = list[Any](), self.owner.key
+        with feeding(self.owner, task.batches) as numbered:
+            for number, batch in numbered:
                 given = (state.params, state.flax_mutables, batch, jax.random.fold_in(key, number))
                 with calling_compiler():
                     found.append(self._predict(*given))

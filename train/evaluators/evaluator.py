@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from typing import Any, Protocol
 
 import jax
@@ -11,9 +13,10 @@ from etils import epath
 
 from partitioning import BasePartitioner, Plan, TrainState
 from partitioning.hardware import OptionValue
-from train.data import OpenTask, Prefetch
+from train.data import Feed, FiniteBatches, OpenTask, Prefetch
 from train.errors import ConfigError
 from train.objectives import Objective
+from train.processes.activity import calling_compiler
 from train.processes.signals import interruptible
 from train.reporting.console import RunConsole
 from train.reporting.reports import format_scores
@@ -145,6 +148,42 @@ class _Printed:
             ) from error
         self.console.scores(step, self.name, format_scores(scores))
         return scores
+
+
+def partition_scoring(run: EvaluatedRun, function: Callable[..., Any], *others: Any) -> Any:
+    """Partitions a function over the devices of a run.
+
+    Args:
+      run: the run.
+      function: a function (parameters, variables, batch, ...).
+      others: the specs of its other arguments.
+    """
+    partitioner, specs = run.config.partitioner, run.plan.specs
+    resources = (specs.params, specs.flax_mutables, partitioner.data_partition_spec, *others)
+    return partitioner.partition(function, resources, None, compiler_options=run.compiler_options)
+
+
+def compile_scoring(run: EvaluatedRun, partitioned: Any, *arguments: Any) -> Any:
+    """Compiles what `partition_scoring` returns for a state of the run and other arguments."""
+    state = run.plan.abstract_state
+    with calling_compiler():
+        return run.config.partitioner.compile(
+            partitioned, state.params, state.flax_mutables, *arguments
+        )
+
+
+def finite_batches(run: EvaluatedRun, rows: Any, size: int | None) -> FiniteBatches:
+    """Returns the batches of some rows, by default with as many rows as a training batch."""
+    size = size or run.config.batch_size
+    return FiniteBatches(rows, size, run.config.partitioner.get_data_layout(size).row_indices)
+
+
+@contextlib.contextmanager
+def feeding(run: EvaluatedRun, batches: FiniteBatches, first: int = 0) -> Iterator[Any]:
+    """Reads batches ahead of their use. Yields an iterator of numbered batches from the first."""
+    partitioner, prefetch = run.config.partitioner, run.config.prefetch
+    with closing(Feed(batches, partitioner, first_step=first, prefetch=prefetch)) as feed:
+        yield enumerate(feed, first)
 
 
 def is_due(evaluator: Any, step: int, last_step: int) -> bool:

@@ -47,11 +47,10 @@ def _path(folder: epath.Path, name: str) -> epath.Path:
     return folder / name.replace('/', '_')
 
 
-def _replace(path: epath.Path, lines: list[str]) -> None:
-    """Writes a file in one step, so that it is never half-written."""
-    unfinished = path.with_name(f'{path.name}.unfinished')
-    unfinished.write_text(''.join(f'{line}\n' for line in lines))
-    unfinished.replace(path)
+def _replace(path: epath.Path, lines: Iterable[str]) -> None:
+    """Writes a file of lines, which is never half-written."""
+    with replacing(path) as unfinished:
+        unfinished.write_text(''.join(f'{line}\n' for line in lines))
 
 
 SETTINGS = 'settings.json'
@@ -112,8 +111,7 @@ class PartFiles:
 
     def write(self, number: int, lines: Iterable[str]) -> None:
         """Writes a part. It is never half-written."""
-        with replacing(self.part(number)) as unfinished:
-            unfinished.write_text(''.join(f'{line}\n' for line in lines))
+        _replace(self.part(number), lines)
 
     def finish(self, count: int, merge: bool) -> Sequence[epath.Path]:
         """Joins the parts into the file and deletes their folder, or keeps the parts as they are.

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from contextlib import closing
 from typing import Any
 
 import jax
@@ -14,15 +13,21 @@ import jax.extend
 import numpy as np
 
 from partitioning import TrainState
-from train.data import EvaluationSet, Feed, FiniteBatches, Lengths, Task, baselines
+from train.data import EvaluationSet, FiniteBatches, Lengths, Task, baselines
+from train.data.batches import abstract_batch
 from train.data.rows.lengths import check_lengths
 from train.data.rows.open_task import describe_features, features
-from train.data.rows.packing import Row
 from train.errors import ConfigError, check_counts
-from train.evaluators.evaluator import EvaluatedRun
+from train.evaluators.evaluator import (
+    EvaluatedRun,
+    compile_scoring,
+    feeding,
+    finite_batches,
+    partition_scoring,
+)
 from train.machine.devices import must_wait_for_steps
 from train.objectives.objective import make_eval_step, mean_metrics
-from train.processes.activity import calling_compiler, wait_for_devices
+from train.processes.activity import wait_for_devices
 from train.reporting.reports import format_scores, score_chart
 
 
@@ -63,9 +68,7 @@ class HeldOut:
 
     def prepare(self, run: EvaluatedRun, name: str) -> PreparedHeldOut:
         """Opens the held-out rows, and compiles the evaluation of a batch."""
-        c, partitioner = run.config, run.config.partitioner
-        size = self.batch_size or c.batch_size
-        row_indices = partitioner.get_data_layout(size).row_indices
+        size = self.batch_size or run.config.batch_size
         with run.console.phase(f'opening the held-out rows of {name}'):
             held_out = run.evaluated[name].evaluation(self.limit)
             if self.num_batches and self.num_batches * size < len(held_out.rows):
@@ -73,21 +76,14 @@ class HeldOut:
                 held_out = dataclasses.replace(held_out, rows=rows, num_bytes=None)
             if self.sequence_length is None:
                 _check_same_arrays(name, held_out, run)
-            batch = _abstract_batch(held_out.rows[0], size, run)
+            batch = abstract_batch(held_out.rows[0], size, run.config.partitioner)
+            sharding = next(iter(batch.values())).sharding
+            batch['row_weights'] = jax.ShapeDtypeStruct((size,), np.float32, sharding=sharding)
             _check_fillers(name, held_out, run, batch)
-        batches = FiniteBatches(held_out.rows, size, row_indices)
-        data_spec, state = partitioner.data_partition_spec, run.plan.abstract_state
-        specs = run.plan.specs
-        with run.console.phase(f'compiling the evaluation {name}'), calling_compiler():
-            eval_step = partitioner.compile(
-                partitioner.partition(
-                    make_eval_step(c.objective),
-                    (specs.params, specs.flax_mutables, data_spec),
-                    None,
-                    compiler_options=run.compiler_options,
-                ),
-                *(state.params, state.flax_mutables, batch),
-            )
+        batches = finite_batches(run, held_out.rows, size)
+        with run.console.phase(f'compiling the evaluation {name}'):
+            partitioned = partition_scoring(run, make_eval_step(run.config.objective))
+            eval_step = compile_scoring(run, partitioned, batch)
         return PreparedHeldOut(self.every, name, run, held_out, batches, eval_step)
 
 
@@ -108,10 +104,9 @@ class PreparedHeldOut:
         return baselines.compute(self.held_out.text)
 
     def run(self, state: TrainState, step: int) -> dict[str, float]:
-        config = self.owner.config
         sums: list[Any] = []
-        with closing(Feed(self.batches, config.partitioner, prefetch=config.prefetch)) as feed:
-            for batch in feed:
+        with feeding(self.owner, self.batches) as numbered:
+            for _, batch in numbered:
                 sums.append(self.eval_step(state.params, state.flax_mutables, batch))
                 if must_wait_for_steps():
                     wait_for_devices(sums[-1])
@@ -134,18 +129,6 @@ class PreparedHeldOut:
         console.scores(step, self.name, line)
         if score is not None and step >= self.owner.config.total_steps:
             console.show(score_chart({'this model': score, **self._baselines}))
-
-
-def _abstract_batch(
-    row: Row, batch_size: int, run: EvaluatedRun
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """The ShapeDtypeStructs of a batch of such rows, with the weights of its rows."""
-    sharding = next(iter(run.batch.values())).sharding
-    arrays = {**features(row), 'row_weights': ((), np.dtype(np.float32))}
-    return {
-        name: jax.ShapeDtypeStruct((batch_size, *shape), dtype, sharding=sharding)
-        for name, (shape, dtype) in arrays.items()
-    }
 
 
 def _check_same_arrays(name: str, held_out: EvaluationSet, run: EvaluatedRun) -> None:

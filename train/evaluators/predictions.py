@@ -6,26 +6,30 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from typing import Any, get_args
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from rich.table import Table
 
 from partitioning import TrainState
-from train.data import Feed, FiniteBatches, Lengths, OpenText, Task
+from train.data import Lengths, OpenText, Task
+from train.data.batches import abstract_batch
 from train.data.rows.adapted import adapt
-from train.data.rows.open_task import features
 from train.data.rows.pairs import Pairs
 from train.decoding import check_can_decode, predict as predict_batch
 from train.errors import ConfigError, check_counts
-from train.evaluators.evaluator import EvaluatedRun
+from train.evaluators.evaluator import (
+    EvaluatedRun,
+    compile_scoring,
+    feeding,
+    finite_batches,
+    partition_scoring,
+)
 from train.evaluators.files import PartFiles
 from train.evaluators.references import Mode, Reference, describe_function, references_of, to_line
 from train.paths import as_folder
-from train.processes.activity import calling_compiler, wait_for_devices
+from train.processes.activity import wait_for_devices
 from train.processes.together import agree_on
 from train.reporting.reports import format_seconds
 
@@ -157,7 +161,7 @@ class PreparedPredictionFiles:
 
     def _compile(self, task: _OpenPart) -> Any:
         """Compiles the function (params, variables, batch, key) -> outputs of each row."""
-        run, settings, partitioner = self.owner, self.settings, self.owner.config.partitioner
+        run, settings = self.owner, self.settings
         objective: Any = run.config.objective
         end = run.evaluated[self.name].tokenizer.separator  # type: ignore[union-attr]
 
@@ -168,21 +172,8 @@ class PreparedPredictionFiles:
             options = {'variables': variables, 'end_token': end}
             return settings.predict(objective, params, batch, key, **options)
 
-        specs, spec, state = (
-            run.plan.specs,
-            partitioner.data_partition_spec,
-            run.plan.abstract_state,
-        )
-        sharding = NamedSharding(partitioner.mesh, spec)
-        batch = {
-            name: jax.ShapeDtypeStruct((self._batch_size, *shape), dtype, sharding=sharding)
-            for name, (shape, dtype) in features(task.rows[0]).items()
-        }
-        resources = (specs.params, specs.flax_mutables, spec, None)
-        return partitioner.compile(
-            partitioner.partition(infer, resources, None, compiler_options=run.compiler_options),
-            *(state.params, state.flax_mutables, batch, run.key),
-        )
+        batch = abstract_batch(task.rows[0], self._batch_size, run.config.partitioner)
+        return compile_scoring(run, partition_scoring(run, infer, None), batch, run.key)
 
     def run(self, state: TrainState, step: int) -> dict[str, float]:
         owner, settings = self.owner, self.settings
@@ -197,10 +188,7 @@ class PreparedPredictionFiles:
                 path / f'{task.name}-{settings.mode}.{settings.extension}-{shard}',
                 path / f'tmp-{task.name}-{settings.mode}-{shard}',
             )
-            with (
-                owner.console.phase(f'compiling {settings.mode} for {task.name}'),
-                calling_compiler(),
-            ):
+            with owner.console.phase(f'compiling {settings.mode} for {task.name}'):
                 infer = self._compile(task)
             started = time.perf_counter()
             outputs = functools.partial(self._outputs, infer, state, task)
@@ -255,15 +243,12 @@ class PreparedPredictionFiles:
 
         The rows that fill up the last batch are dropped.
         """
-        config, size = self.owner.config, self._batch_size
-        row_indices = config.partitioner.get_data_layout(size).row_indices
-        batches = FiniteBatches(task.rows, size, row_indices)
+        size, key = self._batch_size, self.owner.key
+        batches = finite_batches(self.owner, task.rows, size)
         if first_batch >= len(batches):
             return
-        key = self.owner.key
-        feed = Feed(batches, config.partitioner, first_step=first_batch, prefetch=config.prefetch)
-        with closing(feed):
-            for number, batch in enumerate(feed, first_batch):
+        with feeding(self.owner, batches, first_batch) as numbered:
+            for number, batch in numbered:
                 batch.pop('row_weights')
                 given = (state.params, state.flax_mutables, batch, jax.random.fold_in(key, number))
                 output = infer(*given)

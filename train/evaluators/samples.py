@@ -15,7 +15,7 @@ from partitioning import TrainState
 from train.data.text.tokenizers import Tokenizer
 from train.decoding.sampling import check_sampling
 from train.errors import ConfigError, check_counts
-from train.evaluators.evaluator import EvaluatedRun
+from train.evaluators.evaluator import EvaluatedRun, partition_scoring
 from train.models.config import TransformerConfig
 from train.models.decoding import generate
 from train.objectives import NextToken, as_model
@@ -168,8 +168,4 @@ class PreparedSamples:
                 num_tokens=num_tokens,
             )[0]
 
-        specs, spec = self.owner.plan.specs, partitioner.data_partition_spec
-        resources = (specs.params, specs.flax_mutables, spec, spec)
-        return partitioner.partition(
-            continue_prompts, resources, None, compiler_options=self.owner.compiler_options
-        )
+        return partition_scoring(self.owner, continue_prompts, partitioner.data_partition_spec)

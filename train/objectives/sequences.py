@@ -6,6 +6,7 @@ Inputs are read by an encoder, or they are a prefix of the row that a decoder re
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -53,22 +54,9 @@ class EncoderDecoder(TokenLoss):
         names = (*ENCODER_DECODER, *PACKED)
         return (), {name: batch[name] for name in names if name in batch}
 
-    def start_decoding(
-        self,
-        variables: Variables,
-        batch: Batch,
-        *,
-        prompt_with_targets: bool = False,
-        end_token: int | None = None,
-    ) -> Start:
-        """Starts the decoding of a batch, see `start_encoder_decoder`."""
-        return start_encoder_decoder(
-            self.model,
-            variables,
-            batch,
-            prompt_with_targets=prompt_with_targets,
-            end_token=end_token,
-        )
+    def start_decoding(self, variables: Variables, batch: Batch, **options: Any) -> Start:
+        """Starts the decoding of a batch, with the options of `start_encoder_decoder`."""
+        return start_encoder_decoder(self.model, variables, batch, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,20 +78,7 @@ class PrefixLanguageModel(TokenLoss):
         names = (*DECODER, *PACKED_DECODER, *([PREFIX] if self.bidirectional_prefix else []))
         return (), {name: batch[name] for name in names if name in batch}
 
-    def start_decoding(
-        self,
-        variables: Variables,
-        batch: Batch,
-        *,
-        prompt_with_targets: bool = False,
-        end_token: int | None = None,
-    ) -> Start:
-        """Starts the decoding of a batch, see `start_decoder_only`."""
-        return start_decoder_only(
-            self.model,
-            variables,
-            batch,
-            bidirectional_prefix=self.bidirectional_prefix,
-            prompt_with_targets=prompt_with_targets,
-            end_token=end_token,
-        )
+    def start_decoding(self, variables: Variables, batch: Batch, **options: Any) -> Start:
+        """Starts the decoding of a batch, with the options of `start_decoder_only`."""
+        options['bidirectional_prefix'] = self.bidirectional_prefix
+        return start_decoder_only(self.model, variables, batch, **options)

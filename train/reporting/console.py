@@ -45,7 +45,8 @@ class SafeConsole(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else printable(text), style, control)
+            shown = text if control or text.isprintable() else printable(text)
+            yield Segment(shown, style, control)
 
     def on_broken_pipe(self) -> None:
         """Prints nothing from now on, so that the run can save its state."""

@@ -12,14 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from etils import epath
-from jax.sharding import NamedSharding
 
 from partitioning import Plan, TrainState
 from partitioning.hardware import OptionValue, option_values
 from partitioning.state import path_str
 from train.config import TrainConfig
 from train.data import OpenTask, Task, record
-from train.data.rows.open_task import features
+from train.data.batches import abstract_batch
 from train.data.rows.packing import Row
 from train.errors import ConfigError
 from train.evaluators.held_out import HeldOut
@@ -161,7 +160,7 @@ def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
       ConfigError, ValueError: if the objective is malformed, or the rules do not fit the state.
     """
     partitioner = config.partitioner
-    batch = abstract_batch(row, config.batch_size, config)
+    batch = abstract_batch(row, config.batch_size, partitioner)
     made: list[optax.GradientTransformation] = []
 
     def init(key: jax.Array) -> TrainState:
@@ -289,18 +288,6 @@ def _task_of(evaluator: Any, task: Task) -> Task:
     """The task that an evaluator reads, in the form that it needs."""
     own = task if evaluator.task is None else evaluator.task
     return evaluator.change_task(own) if hasattr(evaluator, 'change_task') else own
-
-
-def abstract_batch(
-    row: Row, batch_size: int, config: TrainConfig
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns the ShapeDtypeStructs of a batch of such rows, each [batch, ...]."""
-    partitioner = config.partitioner
-    sharding = NamedSharding(partitioner.mesh, partitioner.data_partition_spec)
-    return {
-        name: jax.ShapeDtypeStruct((batch_size, *shape), dtype, sharding=sharding)
-        for name, (shape, dtype) in features(dict(row)).items()
-    }
 
 
 def check_vocabulary(
