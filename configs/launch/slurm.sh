@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains on GPUs under Slurm, with one process per node. The arguments are those of
-# `meshwright train`; options of sbatch replace the lines below:
+# Trains on GPUs under Slurm, with one process per node. The arguments are the
+# arguments of `meshwright train`; options of sbatch replace the lines below:
 #
 #   sbatch --nodes=4 --time=24:00:00 slurm.sh pretrain configs/models/8b.gin \
 #     --gin.TEXT="'/shared/corpus/*.zst'" --gin.MODEL_DIR="'/shared/runs/8b'"

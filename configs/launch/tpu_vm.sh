@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on all hosts of a Cloud TPU VM. The arguments are those of `meshwright train`:
+# Trains on all hosts of a Cloud TPU VM. It takes the arguments of `meshwright train`:
 #
 #   TPU=my-pod ZONE=us-east5-a ./tpu_vm.sh pretrain configs/models/8b.gin \
 #     --gin.TEXT="'gs://bucket/corpus/*.zst'" --gin.MODEL_DIR="'gs://bucket/runs/8b'"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains on TPU slices of a GKE cluster that XPK manages. The arguments are those of
+# Trains on TPU slices of a GKE cluster that XPK manages. It takes the arguments of
 # `meshwright train`:
 #
 #   CLUSTER=mine WORKLOAD=llm-8b TPU_TYPE=v5p-128 IMAGE=gcr.io/project/meshwright \
