@@ -293,7 +293,7 @@ def test_a_signal_to_one_of_several_processes_takes_effect_where_all_stop(monkey
         assert forwarded == [(signal.SIGTERM, False)]
         assert signals.received() is None, 'the others know nothing of it yet'
         signals.deliver(signal.SIGTERM, 3)
-        assert (signals.received(), signals.receiver()) == (signal.SIGTERM, 3)
+        assert (signals.received(), watched.handling.receiver) == (signal.SIGTERM, 3)
         interrupted = pytest.raises(Interrupted, match='by SIGTERM to process 3 ')
         with interrupted, signals.interruptible():
             pytest.fail('nothing is evaluated any more')

@@ -15,6 +15,7 @@ from partitioning.untrusted_text import printable
 from train.cli.interruption import EXIT_CODES
 from train.errors import USER_ERRORS, first_line
 from train.processes import output, signals
+from train.processes.interrupted import handling
 
 if TYPE_CHECKING:
     from train.processes.environment import ProcessAddress
@@ -125,7 +126,7 @@ def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
         options.multihost,
     )
     if address is not None:
-        if signals.owns_process():
+        if handling.watched:  # This process was started for one command, which may change it.
             _begin_output(address, options.log_dir)
         given = {name: getattr(options, name) for name in _LIMITS}
         join_processes(address, Limits(**{k: v for k, v in given.items() if v is not None}))

@@ -91,7 +91,7 @@ class Hub:
 
     def _listen(self, index: int) -> None:
         seen = self._seen[index]
-        for message in seen.connection.messages():
+        while (message := seen.connection.receive()) is not None:
             with self._lock:
                 seen.silent = 0.0
                 self.handle(index, message)

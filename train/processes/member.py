@@ -17,7 +17,7 @@ from partitioning.untrusted_text import printable
 from train.processes import signals
 from train.processes.activity import Activity, begin_activity, current_activity, waiting
 from train.processes.hub import BEGIN, died, silent
-from train.processes.interrupted import AFTER_CTRL_C, RESTARTABLE, how_to_resume
+from train.processes.interrupted import AFTER_CTRL_C, RESTARTABLE, handling, how_to_resume
 from train.processes.output import print_error
 from train.processes.watchdog import end_process
 from train.processes.wire import Connection, Limits, Message
@@ -214,8 +214,8 @@ class Member:
         jax waits there for process 0, which may have been killed after all of them were done.
         """
         time.sleep(SECONDS_FOR_THE_HUB)
-        if (code := signals.final_code()) is not None:
-            signals.end_process(code)
+        if handling.final_code is not None:
+            signals.end_process(handling.final_code)
 
     def _end(self, line: str, code: int, causes: list[int], reason: str = '') -> None:
         """Ends this process, whatever its main thread does."""

@@ -122,11 +122,6 @@ def saves() -> bool:
     return handling.active and handling.saves
 
 
-def receiver() -> int | None:
-    """The process that received the signal, in a run of several."""
-    return handling.receiver
-
-
 def leave_to_others() -> None:
     """Ends the handling of signals, in a process that was forked."""
     if handling.active:
@@ -169,16 +164,6 @@ def interruptible() -> Iterator[None]:
         yield
     finally:
         handling.interruptible = False
-
-
-def final_code() -> int | None:
-    """The exit code with which this process will end, or None if its command is not done."""
-    return handling.final_code
-
-
-def owns_process() -> bool:
-    """Whether this process was started for one command, so that the command may change it."""
-    return handling.watched
 
 
 def end_process(code: int) -> int:

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import socket
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 from partitioning.untrusted_text import parse_json
@@ -70,11 +69,6 @@ class Connection:
             if isinstance(message, dict) and isinstance(message.get('kind'), str):
                 return message
         return None
-
-    def messages(self) -> Iterator[Message]:
-        """Yields the messages until the other end closes the connection."""
-        while (message := self.receive()) is not None:
-            yield message
 
     def is_closed(self) -> bool:
         """Whether the other end has closed it. No other thread may receive meanwhile."""

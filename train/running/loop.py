@@ -14,7 +14,7 @@ from train.evaluators.evaluator import is_due, run_evaluators
 from train.objectives import NextToken
 from train.paths import file_of_run
 from train.processes import signals
-from train.processes.interrupted import Interrupted
+from train.processes.interrupted import Interrupted, handling
 from train.processes.together import agree_on, raise_on_all_processes
 from train.reporting.writers import Writers
 from train.running.health import NotFinite
@@ -198,7 +198,7 @@ def make_interruption(
       step: the last finished step.
       pending: the evaluations of this step that remain to be done.
     """
-    number, by, newest = signals.received(), signals.receiver(), find_newest(saved)
+    number, by, newest = signals.received(), handling.receiver, find_newest(saved)
     assert number is not None
     when = f'after step {step} of {run.config.total_steps}'
     if pending:
