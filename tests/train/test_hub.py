@@ -1,5 +1,6 @@
 """What the hub of several processes decides, without any process."""
 
+import os
 import signal
 import socket
 import types
@@ -265,7 +266,9 @@ def test_a_long_message_arrives_whole_and_a_foreign_one_ends_the_connection():
     assert theirs.is_closed()
 
 
-def test_a_relay_keeps_a_connection_open_when_the_coordinator_has_gone():
+def test_a_relay_keeps_a_connection_open_when_the_coordinator_has_gone(monkeypatch):
+    variable = 'no_grpc_proxy'
+    monkeypatch.setenv(variable, 'host0')
     with socket.create_server(('127.0.0.1', 0)) as coordinator:
         host, _, port = relay(f'127.0.0.1:{coordinator.getsockname()[1]}').rpartition(':')
         with socket.create_connection((host, int(port)), timeout=10) as client:
@@ -279,3 +282,4 @@ def test_a_relay_keeps_a_connection_open_when_the_coordinator_has_gone():
             with pytest.raises(TimeoutError):  # Without the relay, it would read the end.
                 client.recv(1)
             client.sendall(b'more')
+    assert os.environ[variable] == 'host0,127.0.0.1'

@@ -26,6 +26,8 @@ from train.processes.wire import Limits
 # jax's own limits are longer than ours, because its end of a process is an abortion with a trace.
 _TIMES_OURS = 4
 _SECONDS_BETWEEN_TRIES = 0.05
+# The variable of gRPC with the hosts that it reaches without a proxy.
+_WITHOUT_PROXY = 'no_grpc_proxy'
 
 
 def find_address(
@@ -87,9 +89,8 @@ def join_processes(address: ProcessAddress, limits: Limits | None = None) -> Non
     limits = limits or Limits()
     where = address.coordinator_address, address.process_count, address.process_index
     one = open_channel(*where, limits)
-    if (
-        not faulthandler.is_enabled()
-    ):  # A library of C++ that aborts this process does not say where.
+    # A library of C++ that aborts this process does not say what it was called for.
+    if not faulthandler.is_enabled():
         faulthandler.enable(error_fd())
     # jax would stop the processes at different steps, or take SIGTERM for itself.
     jax.config.update('jax_enable_preemption_service', False)
@@ -128,9 +129,10 @@ def relay(address: str) -> str:
     """Relays connections to jax's coordinator, and keeps them open when the coordinator has gone.
 
     jax's client aborts its process as soon as its connection to process 0 breaks. That is often
-    before Python has read from the channel why, and no setting of jax changes it. Behind the relay,
-    jax learns nothing, and the channel ends this process with one line and its exit code. Without
-    any sign from the coordinator, jax still aborts after its own limit.
+    before Python has read from the channel why. No setting of jax changes it: a callback of Python
+    for lost connections aborts the process as well, because jaxlib 0.10 cannot convert its argument.
+    Behind the relay, jax learns nothing, and the channel ends this process with one line and its
+    exit code. Without any sign from the coordinator, jax still aborts after its own limit.
 
     Args:
       address: host:port of the coordinator.
@@ -139,6 +141,9 @@ def relay(address: str) -> str:
       The address to connect to instead, on this host.
     """
     listener = socket.create_server(('127.0.0.1', 0))
+    # gRPC would ask a proxy even for an address of this host.
+    direct = os.environ.get(_WITHOUT_PROXY) or os.environ.get('no_proxy')
+    os.environ[_WITHOUT_PROXY] = f'{direct},127.0.0.1' if direct else '127.0.0.1'
 
     def listen() -> None:
         while True:
@@ -158,6 +163,8 @@ def _relay_one(ours: socket.socket, address: str) -> None:
             theirs = socket.create_connection((host.strip('[]'), int(port)))
         except OSError:
             time.sleep(_SECONDS_BETWEEN_TRIES)
+    for one in (ours, theirs):
+        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     threading.Thread(target=_copy, args=(theirs, ours), daemon=True).start()
     _copy(ours, theirs)
     ours.close()

@@ -26,7 +26,7 @@ from train.processes.wire import Connection, Limits, Message
 SECONDS_TO_FAIL = 2.0
 # How much a process computes between two signs of life if it is busy.
 _LEAST_CPU_SECONDS = 0.02
-# How long a connection that breaks may take to say why, and a process that is done to end.
+# How long the hub may take to name the cause of an error, and jax to end a process that is done.
 SECONDS_FOR_THE_HUB = 3.0
 
 
