@@ -130,9 +130,9 @@ def relay(address: str) -> str:
 
     jax's client aborts its process as soon as its connection to process 0 breaks. That is often
     before Python has read from the channel why. No setting of jax changes it: a callback of Python
-    for lost connections aborts the process as well, because jaxlib 0.10 cannot convert its argument.
-    Behind the relay, jax learns nothing, and the channel ends this process with one line and its
-    exit code. Without any sign from the coordinator, jax still aborts after its own limit.
+    for lost connections aborts the process as well, because jaxlib 0.10 cannot convert its
+    argument. Behind the relay, jax learns nothing, and the channel ends this process with one line
+    and its exit code. Without any sign from the coordinator, jax still aborts after its own limit.
 
     Args:
       address: host:port of the coordinator.
