@@ -172,7 +172,11 @@ def _relay_one(ours: socket.socket, address: str) -> None:
 
 
 def _copy(source: socket.socket, target: socket.socket) -> None:
-    """Sends to one connection what arrives at another one, until that is closed."""
+    """Sends to one connection what arrives at another one, until the other one is closed.
+
+    If the target has gone, the data is dropped: jax must not notice.
+    """
     with contextlib.suppress(OSError):
         while data := source.recv(2**16):
-            target.sendall(data)
+            with contextlib.suppress(OSError):
+                target.sendall(data)
