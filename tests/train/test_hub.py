@@ -269,6 +269,7 @@ def test_a_long_message_arrives_whole_and_a_foreign_one_ends_the_connection():
 def test_a_relay_keeps_a_connection_open_when_the_coordinator_has_gone(monkeypatch):
     variable = 'no_grpc_proxy'
     monkeypatch.setenv(variable, 'host0')
+    monkeypatch.setenv('grpc_proxy', 'http://proxy:3128')
     with socket.create_server(('127.0.0.1', 0)) as coordinator:
         host, _, port = relay(f'127.0.0.1:{coordinator.getsockname()[1]}').rpartition(':')
         with socket.create_connection((host, int(port)), timeout=10) as client:

@@ -61,7 +61,6 @@ def test_the_flags_of_a_process_reach_jax(monkeypatch, capsys):
     monkeypatch.setattr(machine, 'use_virtual_devices', given.append)
     monkeypatch.setattr(joining, 'open_channel', lambda *args: given.extend(args))
     monkeypatch.setattr(jax.distributed, 'initialize', fail_to_initialize)
-    monkeypatch.setenv('no_grpc_proxy', '')
     flags = ['--coordinator_address=host:1', '--process_count=2', '--process_index=1']
     with flagsaver.flagsaver():
         assert main(['train', '--cpu_devices=4', *flags, '--init_seconds=5']) == 75

@@ -26,8 +26,8 @@ from train.processes.wire import Limits
 # jax's own limits are longer than ours, because its end of a process is an abortion with a trace.
 _TIMES_OURS = 4
 _SECONDS_BETWEEN_TRIES = 0.05
-# The variable of gRPC with the hosts that it reaches without a proxy.
-_WITHOUT_PROXY = 'no_grpc_proxy'
+# gRPC's variables: its proxies, and the hosts that it reaches without them.
+_PROXIES, _WITHOUT_PROXY = ('grpc_proxy', 'https_proxy', 'http_proxy'), 'no_grpc_proxy'
 
 
 def find_address(
@@ -141,9 +141,9 @@ def relay(address: str) -> str:
       The address to connect to instead, on this host.
     """
     listener = socket.create_server(('127.0.0.1', 0))
-    # gRPC would ask a proxy even for an address of this host.
-    direct = os.environ.get(_WITHOUT_PROXY) or os.environ.get('no_proxy')
-    os.environ[_WITHOUT_PROXY] = f'{direct},127.0.0.1' if direct else '127.0.0.1'
+    if any(os.environ.get(name) for name in _PROXIES):  # gRPC would ask it even for this host.
+        direct = os.environ.get(_WITHOUT_PROXY) or os.environ.get('no_proxy')
+        os.environ[_WITHOUT_PROXY] = f'{direct},127.0.0.1' if direct else '127.0.0.1'
 
     def listen() -> None:
         while True:
