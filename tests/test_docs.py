@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import partitioning
 import train
-from partitioning.plan import building
+from partitioning.plan import by_rules
 from tests.code_blocks import ROOT, read_blocks, run_block, run_blocks
 from train.cli import command, launch, main, training
 from train.machine import devices as machine
@@ -57,8 +57,8 @@ def test_the_python_blocks_run_and_print_what_is_shown(page, folder):
 def test_partitioning_your_own_program(folder, monkeypatch):
     """The parts of `setup` trace the model once and walk the state once. The rest is right, too."""
     walks, traces, names = [], [], {'note': lambda: traces.append(1)}
-    walk = building.walk
-    monkeypatch.setattr(building, 'walk', lambda *a, **k: walks.append(1) or walk(*a, **k))
+    walk = by_rules.walk
+    monkeypatch.setattr(by_rules, 'walk', lambda *a, **k: walks.append(1) or walk(*a, **k))
     for block in read_blocks('docs/tutorials/partition.md', 'python'):
         before = len(walks), len(traces)
         code = block.code.replace('def init(key):\n', 'def init(key):\n    note()\n')

@@ -48,7 +48,6 @@ from partitioning.state import (
     PathRules,
     check_path_rules,
     get_logical_axes,
-    remember,
     says_itself,
     with_boxes,
 )
@@ -86,7 +85,7 @@ class PjitPartitioner(BasePjitPartitioner):
       plan: the layout of the state, such as `Plan.load` reads it. It replaces the rules for the
         state; the rules still lay out the batch and activations.
       layout: decides the layout of the state by itself, whatever names its arrays have or lack:
-        'fsdp' shards the largest dimension of every array, see `partitioning.plan.by_size`;
+        'fsdp' shards the largest dimension of every array, see `partitioning.plan.layouts`;
         'data_parallel' replicates every array; partition rules are for `from_partition_rules`.
         Under a word, all mesh axes shard the batch. `layout` alone means all devices.
       use_shardy_partitioner: True or None, by T5X's name: JAX partitions programs with Shardy.
@@ -306,9 +305,7 @@ class PjitPartitioner(BasePjitPartitioner):
         """The state with the linen boxes that it had when this partitioner last saw it."""
         if says_itself(train_state):
             return train_state
-        named, boxed = with_boxes(train_state, self._boxed_states)
-        if boxed is not None:
-            self._boxed_states = remember(boxed, self._boxed_states)
+        named, self._boxed_states = with_boxes(train_state, self._boxed_states)
         return named
 
     def resolve(self, train_state: Any) -> Plan:

@@ -10,9 +10,8 @@ from jax.sharding import AbstractMesh, Mesh
 
 from partitioning.partitioner.partitioner_object import describe_rules
 from partitioning.plan import Plan
-from partitioning.plan.by_pattern import PartitionRules, RuleLayout, check_partition_rules
-from partitioning.plan.by_size import LayoutWord, WordLayout
-from partitioning.plan.rule_set import Layout
+from partitioning.plan.layouts import Layout, LayoutWord, RuleLayout, WordLayout
+from partitioning.plan.partition_rules import PartitionRules, check_partition_rules
 from partitioning.rules import (
     AxisRules,
     LogicalAxisRules,

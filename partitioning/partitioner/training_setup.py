@@ -16,7 +16,7 @@ from partitioning.constraints import lay_out
 from partitioning.programs.contexts import PjittedFnWithContext
 from partitioning.programs.partitioned_function import PartitionedCallable
 from partitioning.state import check_only_arrays, path_str
-from partitioning.state.same_paths import match_by_path
+from partitioning.state.structures import match_by_path
 
 
 class TrainingSetup(NamedTuple):

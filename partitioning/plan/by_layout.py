@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
-from partitioning.plan.by_pattern import unmatched_problem
-from partitioning.plan.plan import Plan, Unplanned
-from partitioning.plan.rows import NOT_OF_PARAMETER, SMALL, PlanRow, make_row, without_name
-from partitioning.plan.rule_set import Layout, RuleSet
-from partitioning.plan.stacked_layers import stacked_dimensions
-from partitioning.plan.subject import Decision, Subject, whole
+from partitioning.plan.building import PlanBuilder, is_array
+from partitioning.plan.layouts import Layout, RuleSet, Subject, whole
+from partitioning.plan.partition_rules import unmatched_problem
+from partitioning.plan.plan import Plan
+from partitioning.plan.rows import SMALL, Decision, PlanRow
 from partitioning.rules import MeshLike, Problem, Report, ResolvedDimension, raise_problem
-from partitioning.state import Leaf, Path, key_names, nbytes, shape_of, walk
-from partitioning.state.boxes import array_of, carried_names, is_carrier, is_metadata
+from partitioning.state import Leaf, Path, key_names, nbytes, walk
+from partitioning.state.boxes import (
+    Entry,
+    FlatState,
+    carried_names,
+    flatten_state,
+    is_carrier,
+)
 from partitioning.state.naming import parameter_roots
 from partitioning.state.traversal import StateTree
 
+Shape = tuple[int, ...]
 _STACKS = ('layers', 'stack', 'stage')  # logical axes that count layers
+_MOST_LAYERS = 512
 
 
 def lay_out_state(
@@ -41,105 +47,87 @@ def lay_out_state(
     Raises:
       ValueError: with the path of the first array that cannot have its layout.
     """
-    builder = _Builder(layout, mesh, _without_t5x_words if report is raise_problem else report)
-    subjects = _parameters(state)
-    exact = {path: builder.decide(subject) for path, subject in subjects.items()}
-    tree = walk(state, exact=exact, report=lambda path, problem: None)
-    entries = tuple(x if is_metadata(x) else builder.entry(x) for x in tree.leaves)
-    builder.finish()
-    rows = tuple(x for x in entries if isinstance(x, PlanRow))
-    return Plan(mesh, rows, tree=StateTree(entries, tree.treedef), rules=rules)
+    flat = flatten_state(state)
+    builder = _LayoutBuilder(layout, mesh, _plain if report is raise_problem else report)
+    exact = {path: builder.decide(subject) for path, subject in _parameters(flat).items()}
+    tree = walk(flat, exact=exact, report=lambda path, problem: None)
+    leaves = tuple(x._replace(parameter=None) if _is_preconditioner(x) else x for x in tree.leaves)
+    plan = builder.plan(StateTree(leaves, tree.treedef), rules)
+    if builder.unmatched:
+        builder.report(builder.unmatched[0], unmatched_problem(builder.unmatched))
+    return plan
 
 
-def _without_t5x_words(path: str, problem: Problem) -> None:
-    """Raises a problem of an array, which has no logical axes to map."""
+def _plain(path: str, problem: Problem) -> None:
+    """Raises a problem of an array, without the words of T5X for logical axes."""
     raise ValueError(problem.message if problem.kind == 'unmatched' else f'{path}: {problem[1]}')
 
 
-class _Builder:
-    """The entries of one plan."""
+class _LayoutBuilder(PlanBuilder):
+    """Lays out every array by a layout, and collects the arrays that no rule matches."""
 
     def __init__(self, layout: Layout, mesh: MeshLike, report: Report):
-        self._layout, self._mesh, self._report = layout, mesh, report
-        self._unmatched: list[str] = []
-        self._known: dict[Any, PlanRow] = {}
+        super().__init__(mesh, report)
+        self._layout = layout
+        self.unmatched: list[str] = []
 
     def decide(self, subject: Subject) -> tuple[ResolvedDimension, ...]:
-        """The dimensions of an array; what is wrong is reported."""
-        return self._reported(subject, self._layout.decide(subject, self._mesh))
+        """The dimensions of an array; its problems are reported."""
+        return self._reported(subject, self._layout.decide(subject, self.mesh))
 
     def _reported(self, subject: Subject, decision: Decision) -> tuple[ResolvedDimension, ...]:
-        dimensions, problems = decision
-        for problem in problems:
+        for problem in decision[1]:
             if problem.kind == 'unmatched':
-                self._unmatched.append('/'.join(subject.path))
+                self.unmatched.append('/'.join(subject.path))
             else:
-                self._report('/'.join(subject.path), problem)
-        return dimensions
+                self.report('/'.join(subject.path), problem)
+        return tuple(decision[0])
 
-    def entry(self, leaf: Leaf) -> PlanRow | Unplanned:
-        """The row of a leaf: by its parameter, or decided for itself."""
-        held = leaf.array
-        if not hasattr(held, 'dtype') and not isinstance(held, complex | float | int):
-            return Unplanned(leaf.names, PartitionSpec())  # a string or a function
-        if leaf.parameter is None or _is_preconditioner(leaf):
-            dimensions = self._alone(leaf)
-        else:
-            nothing = without_name(NOT_OF_PARAMETER)
-            picked = leaf.pick(leaf.parameter.names)
-            dimensions = tuple(nothing if d is None else d for d in picked)
-        key = (dimensions, shape_of(held), getattr(held, 'dtype', type(held)), leaf.role)
-        if (row := self._known.get(key)) is None:
-            row = self._known[key] = make_row('', held, self._mesh, dimensions, leaf.role)
-        return row._replace(path='/'.join(leaf.path))
-
-    def finish(self) -> None:
-        """Reports the arrays that no rule matches, as one problem."""
-        if self._unmatched:
-            self._report(self._unmatched[0], unmatched_problem(self._unmatched))
-
-    def _alone(self, leaf: Leaf) -> tuple[ResolvedDimension, ...]:
-        """The dimensions of an array that follows no parameter."""
+    def nameless(self, leaf: Leaf) -> PlanRow:
         subject = Subject(leaf.path, leaf.array)
-        decision = self._layout.decide(subject, self._mesh)
+        decision = self._layout.decide(subject, self.mesh)
         if nbytes(leaf.array) <= SMALL and any(p.kind == 'unmatched' for p in decision[1]):
-            return whole(subject, 'no partition rule matches this small array')
-        return self._reported(subject, decision)
+            dimensions = whole(subject, 'no partition rule matches this small array')
+        else:
+            dimensions = self._reported(subject, decision)
+        return self.row(leaf.path, leaf.array, leaf.role, dimensions)
 
 
-def _is_preconditioner(leaf: Leaf) -> bool:
+def _is_preconditioner(leaf: Leaf | Any) -> bool:
     """Whether a statistic has dimensions that its parameter lacks, and would be whole therefore."""
-    if leaf.parameter is None or None not in leaf.dims or nbytes(leaf.array) <= SMALL:
+    if not isinstance(leaf, Leaf) or leaf.parameter is None or not is_array(leaf.array):
+        return False
+    if None not in leaf.dims or nbytes(leaf.array) <= SMALL:
         return False
     return not any(d.mesh_axes for d in leaf.pick(leaf.parameter.names) if d is not None)
 
 
-def _parameters(state: Any) -> Mapping[Path, Subject]:
+def _parameters(flat: FlatState) -> Mapping[Path, Subject]:
     """The parameters of a state, or all of its arrays if nothing distinguishes them."""
-    flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
-    entries = [(key_names(path), x) for path, x in flat if not is_metadata(x)]
-    candidates = [e for e in _outside_optimizers(state, entries) if not _is_bookkeeping(*e)]
-    roots = parameter_roots(candidates or entries)
-    held = dict(entries)
-    shapes = {'/'.join(path): shape_of(array_of(held[path])) for path in roots}
-    stacked = stacked_dimensions(shapes)
+    entries = [entry for entry in flat.entries if entry.carrier != 'metadata']
+    outside = _outside_optimizers(flat.state, entries)
+    roots = parameter_roots([e for e in outside if not _is_bookkeeping(e)] or entries)
+    held = {entry.path: entry for entry in entries}
+    stacked = stacked_dimensions({'/'.join(path): held[path].shape for path in roots})
     subjects = {}
     for path, root in roots.items():
-        carried = carried_names(held[path], path) if is_carrier(held[path]) else None
+        _, leaf, array, _, carrier = held[path]
+        carried = carried_names(leaf, path) if carrier else None
         names = () if carried is None else carried.names
         named = next((dim for dim, name in enumerate(names) if name in _STACKS), None)
         layers = stacked.get('/'.join(path), named)
-        subjects[path] = Subject(path, array_of(held[path]), len(root), names, layers)
+        subjects[path] = Subject(path, array, len(root), names, layers)
     return subjects
 
 
-def _is_bookkeeping(path: Path, leaf: Any) -> bool:
+def _is_bookkeeping(entry: Entry) -> bool:
     """Whether a leaf is a step number or a random key, next to the trees of the state."""
-    dtype = getattr(array_of(leaf), 'dtype', None)
-    return len(path) == 1 and (dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.inexact))
+    dtype = getattr(entry.array, 'dtype', None)
+    floating = dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)
+    return len(entry.path) == 1 and not floating
 
 
-def _outside_optimizers(state: Any, entries: list[tuple[Path, Any]]) -> list[tuple[Path, Any]]:
+def _outside_optimizers(state: Any, entries: Sequence[Entry]) -> list[Entry]:
     """The leaves that are not in a NamedTuple like those that hold the state of optax."""
 
     def is_optimizer(x: Any) -> bool:
@@ -150,4 +138,48 @@ def _outside_optimizers(state: Any, entries: list[tuple[Path, Any]]) -> list[tup
         state, is_leaf=lambda x: is_carrier(x) or is_optimizer(x)
     )
     inside = {key_names(path) for path, x in flat if is_optimizer(x)}
-    return [e for e in entries if not any(e[0][:n] in inside for n in range(len(e[0]) + 1))]
+    return [e for e in entries if not any(e.path[:n] in inside for n in range(len(e.path) + 1))]
+
+
+def stacked_dimensions(shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """The dimension that counts layers, for each array that has one.
+
+    All arrays of a scanned subtree have this dimension, those that have only one dimension in a
+    single layer too. It is the first dimension, or the second as T5X and MaxText stack layers.
+
+    Args:
+      shapes: the shape of each array, by path.
+    """
+    subtrees: dict[str, list[str]] = {}
+    for path in shapes:
+        keys = path.split('/')
+        for n in range(len(keys)):
+            subtrees.setdefault('/'.join(keys[:n]), []).append(path)
+    found: dict[str, int] = {}
+    for _, paths in sorted(subtrees.items(), key=lambda subtree: len(subtree[1]), reverse=True):
+        if any(path in found for path in paths):
+            continue
+        inside = {path: shapes[path] for path in paths}
+        dim = next((dim for dim in (0, 1) if _are_stacked(inside, dim)), None)
+        if dim is not None:
+            found |= dict.fromkeys(paths, dim)
+    return found
+
+
+def _are_stacked(shapes: Mapping[str, Shape], dim: int) -> bool:
+    ranks = {len(shape) for shape in shapes.values()}
+    if min(ranks) < 2 or max(ranks) < 3 or (dim == 1 and len(shapes) < 4):
+        return False
+    if len({shape[dim] for shape in shapes.values()}) > 1:
+        return False
+    single = {path: (*shape[:dim], *shape[dim + 1 :]) for path, shape in shapes.items()}
+    # Every layer has vectors, such as biases, and their sizes are those of its matrices. This is
+    # what distinguishes layers from, say, attention heads.
+    vectors = {path: shape[0] for path, shape in single.items() if len(shape) == 1}
+    others = {size for path, shape in single.items() if path not in vectors for size in shape}
+    return (
+        bool(vectors)
+        and {*vectors.values()} <= others
+        and not any(path.endswith('kernel') for path in vectors)
+        and next(iter(shapes.values()))[dim] <= _MOST_LAYERS
+    )

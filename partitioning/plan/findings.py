@@ -7,10 +7,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from partitioning.plan.by_pattern import RuleLayout, rule_str
-from partitioning.plan.by_size import WordLayout
+from partitioning.plan.layouts import RuleLayout, RuleSet, WordLayout
+from partitioning.plan.partition_rules import rule_str
 from partitioning.plan.rows import NO_NAMES, NOT_COVERED, OF_LAYERS, PlanRow, dimension_str
-from partitioning.plan.rule_set import RuleSet
 from partitioning.rules import (
     AxisRules,
     MeshLike,

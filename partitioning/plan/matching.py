@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from partitioning.plan.plan import Plan, Unplanned
-from partitioning.plan.rows import (
-    NO_NAMES,
-    NOT_OF_PARAMETER,
-    PlanRow,
-    dtype_name,
-    make_row,
-    without_name,
-)
-from partitioning.rules import MeshLike, axis_sizes, describe_axes, nearest
+from partitioning.plan.building import PlanBuilder
+from partitioning.plan.plan import Plan
+from partitioning.plan.rows import PlanRow, dtype_name
+from partitioning.rules import MeshLike, axis_sizes, describe_axes, nearest, raise_problem
 from partitioning.state import Leaf, Path, shape_of, walk
-from partitioning.state.boxes import array_of, is_carrier, is_metadata, key_names
+from partitioning.state.boxes import Entry, flatten_state
 from partitioning.state.naming import parameter_roots
-from partitioning.state.traversal import StateTree
 
 
 def impose_plan(plan: Plan, state: Any, mesh: Mesh) -> Plan:
@@ -37,13 +30,20 @@ def impose_plan(plan: Plan, state: Any, mesh: Mesh) -> Plan:
       ValueError: if the mesh, or the path, shape or dtype of an array differs from the plan.
     """
     check_mesh(plan, mesh)
-    flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
-    rows = match_rows([(key_names(path), x) for path, x in flat], plan.rows)
+    flat = flatten_state(state)
+    rows = match_rows(flat.entries, plan.rows)
     named = {path: row.dimensions for path, row in rows.items() if row.role != 'optimizer'}
-    tree = walk(state, exact=named)
-    entries = tuple(x if is_metadata(x) else _entry(x, rows, mesh) for x in tree.leaves)
-    made = tuple(x for x in entries if isinstance(x, PlanRow))
-    return Plan(mesh, made, tree=StateTree(entries, tree.treedef))
+    tree = walk(flat, exact=named)
+    given = {
+        x.path: _at(x, rows[x.path]) for x in tree.leaves if isinstance(x, Leaf) and x.path in rows
+    }
+    return PlanBuilder(mesh, raise_problem).plan(tree, given=given)
+
+
+def _at(leaf: Leaf, row: PlanRow) -> PlanRow:
+    """The row of a leaf, whose path may be longer than in the plan."""
+    dtype = dtype_name(leaf.array.dtype) if hasattr(leaf.array, 'dtype') else row.dtype
+    return row._replace(path='/'.join(leaf.path), dtype=dtype)
 
 
 def check_mesh(plan: Plan, mesh: MeshLike) -> None:
@@ -55,25 +55,11 @@ def check_mesh(plan: Plan, mesh: MeshLike) -> None:
         )
 
 
-def _entry(leaf: Leaf, rows: Mapping[Path, PlanRow], mesh: Mesh) -> PlanRow | Unplanned:
-    """The row of a leaf: its own in the plan, or one that follows from its parameter."""
-    path, row = '/'.join(leaf.path), rows.get(leaf.path)
-    if row is not None:
-        dtype = dtype_name(leaf.array.dtype) if hasattr(leaf.array, 'dtype') else row.dtype
-        return row._replace(path=path, dtype=dtype)
-    if leaf.parameter is None:
-        dimensions = [without_name(NO_NAMES)] * len(shape_of(leaf.array))
-    else:
-        picked = leaf.pick(leaf.parameter.names)
-        dimensions = [without_name(NOT_OF_PARAMETER) if d is None else d for d in picked]
-    return make_row(path, leaf.array, mesh, dimensions, leaf.role)
-
-
-def match_rows(entries: Sequence[tuple[Path, Any]], rows: Sequence[PlanRow]) -> dict[Path, PlanRow]:
+def match_rows(entries: Sequence[Entry], rows: Sequence[PlanRow]) -> dict[Path, PlanRow]:
     """The row of each leaf of a state, whose paths may be longer than those of the plan.
 
     Args:
-      entries: the leaves with their paths; each carrier of names is one leaf.
+      entries: the leaves of the state.
       rows: the rows of a plan, which may have no rows for the optimizer's state.
 
     Raises:
@@ -87,10 +73,10 @@ def match_rows(entries: Sequence[tuple[Path, Any]], rows: Sequence[PlanRow]) -> 
             by_suffix.setdefault(suffix, []).append(one)
     parameters = parameter_roots(entries).keys()
     found: dict[Path, PlanRow] = {}
-    for path, leaf in entries:
-        if is_metadata(leaf):
+    for path, _, array, shape, carrier in entries:
+        if carrier == 'metadata':
             continue
-        array, name, is_parameter = array_of(leaf), '/'.join(path), path in parameters
+        name, is_parameter = '/'.join(path), path in parameters
         fitting = (
             row
             for suffix in suffixes(path)
@@ -104,13 +90,13 @@ def match_rows(entries: Sequence[tuple[Path, Any]], rows: Sequence[PlanRow]) -> 
         if (row := next(fitting, None)) is not None:
             _check_same(name, array, row)
             found[path] = left.pop(row.path)
-        elif is_parameter and shape_of(array):
+        elif is_parameter and shape:
             known = [row.path for row in rows if row.role == 'parameters']
             raise ValueError(
                 f'{name} is not in the plan.{nearest(name, known)} Make the plan again for these '
                 'parameters'
             )
-    alone = parameters >= {path for path, leaf in entries if not is_metadata(leaf)}
+    alone = parameters >= {entry.path for entry in entries if entry.carrier != 'metadata'}
     absent = [row for row in left.values() if row.role == 'parameters' or not alone]
     if absent:
         plural = 's' if len(absent) > 1 else ''

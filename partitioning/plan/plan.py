@@ -13,12 +13,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.hardware import CompilerOption
-from partitioning.plan.audit import Audit, audit_rows
+from partitioning.plan.audit import Audit, audit_rows, check_fixed_point
 from partitioning.plan.findings import Finding, row_findings, rule_findings
-from partitioning.plan.fixed_point import check_fixed_point
+from partitioning.plan.layouts import RuleSet
 from partitioning.plan.plan_file import from_json, to_json
 from partitioning.plan.rows import PlanRow, shard_shape
-from partitioning.plan.rule_set import RuleSet
 from partitioning.plan.tables import count, shape_str, spec_or_padded_str, text_table
 from partitioning.rules import (
     AxisNames,

@@ -14,6 +14,7 @@ from partitioning.rules import (
     AxisNames,
     MeshLike,
     PaddedSpec,
+    Problem,
     ResolvedDimension,
     Spec,
     boundary_spec,
@@ -91,6 +92,10 @@ OF_LAYERS = (
     'if nnx.vmap or nnx.scan added dimension 0, give it transform_metadata={nnx.PARTITION_NAME: '
     'None}'
 )
+
+
+# The dimensions of an array, and why it cannot have the layout that it should have.
+Decision = tuple[Sequence[ResolvedDimension], Sequence[Problem]]
 
 
 def without_name(reason: str) -> ResolvedDimension:

@@ -110,7 +110,7 @@ def _context(
 ) -> Iterator[None]:
     from flax.core import spmd  # heavy, and only tracing needs it
 
-    from partitioning.state.traced_boxes import boxes_like_ours
+    from partitioning.state.linen import boxes_like_ours
 
     with (
         _own_errors(rules),

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from partitioning.programs.arguments import positions
 from partitioning.rules import as_tuple
-from partitioning.state.same_paths import match_by_path
+from partitioning.state.structures import match_by_path
 
 _LOGGER = logging.getLogger(__name__)
 

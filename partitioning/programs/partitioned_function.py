@@ -20,7 +20,7 @@ from partitioning.programs.inner_layouts import lay_out_inside
 from partitioning.programs.trace_log import TraceLog, observe
 from partitioning.programs.tree_matching import have_same_paths
 from partitioning.rules import LogicalAxisRules, check_has_devices
-from partitioning.state.same_paths import has_structure_of, like, with_static_fields
+from partitioning.state.structures import has_structure_of, like, with_static_fields
 
 
 class PartitionedFunction(PjittedFnWithContext):

@@ -1,16 +1,16 @@
 """Any train state -> its arrays: the path, role and axis names of each.
 
-The rooms of this package, in the order in which a state passes through them:
+The files of this package, in the order in which a state passes through them:
   boxes: the objects that carry axis names, and the arrays inside them.
   path_names: axis names by regular expressions on paths, for models without names.
   naming: the arrays of a state that have names, and the parameters among them.
   follow: the parameter that each array of an optimizer belongs to.
   traversal: the one walk over a state, which uses all of the above.
 
-In addition, `same_paths` matches shardings to arrays, `remembered_boxes` puts boxes back around the
-arrays of a state, `only_arrays` checks that functions return arrays, `train_state` defines a train
-state like T5X's, `linen` defines corrected linen boxes, and `conversion` translates between linen,
-nnx and T5X. The last two import flax, so they are loaded on first use.
+In addition, `structures` has the rest of a state: boxes, static fields and leaves that are not
+arrays. `train_state` defines a train state like T5X's, `linen` defines corrected linen boxes, and
+`conversion` translates between linen, nnx and T5X. The last two import flax, so they are loaded on
+first use.
 """
 
 from partitioning.state.boxes import (
@@ -23,17 +23,14 @@ from partitioning.state.boxes import (
     shape_of as shape_of,
     unbox as unbox,
 )
-from partitioning.state.only_arrays import (
-    check_only_arrays as check_only_arrays,
-)
 from partitioning.state.path_names import (
     PathRules as PathRules,
     check_path_rules as check_path_rules,
     override_params_axes_names as override_params_axes_names,
 )
-from partitioning.state.remembered_boxes import (
+from partitioning.state.structures import (
     BoxedState as BoxedState,
-    remember as remember,
+    check_only_arrays as check_only_arrays,
     with_boxes as with_boxes,
 )
 from partitioning.state.train_state import (

@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+from jax.tree_util import DictKey
 
 from partitioning.rules import LogicalAxisRules, check_rules
 
 Path = tuple[str, ...]
+Carrier = Literal['box', 'variable', 'metadata']
 
 
 class Parameter(NamedTuple):
@@ -45,13 +47,6 @@ class Parameter(NamedTuple):
         """The names that the array itself carries."""
         return self.names[: self.num_carried]
 
-    def with_shape(self, shape: tuple[int, ...]) -> Parameter:
-        """The same names for an array of this shape."""
-        carried = self.carried
-        names = pad_names(carried, len(shape))
-        num_carried = len(carried) if len(carried) < len(names) else None
-        return self._replace(names=names, shape=shape, num_carried=num_carried)
-
 
 def pad_names(names: Sequence[Any], rank: int) -> tuple[Any, ...]:
     """The names of all dimensions: if there are fewer names, the last dimensions get None.
@@ -59,11 +54,13 @@ def pad_names(names: Sequence[Any], rank: int) -> tuple[Any, ...]:
     Fewer names mean the same in flax and in a PartitionSpec. An empty tuple stays as it is: it
     names nothing, so the array would be replicated silently.
     """
-    return (*names, *[None] * (rank - len(names))) if names else ()
+    if len(names) == rank or not names:
+        return tuple(names)
+    return (*names, *[None] * (rank - len(names)))
 
 
 @functools.cache
-def _kind(cls: Any) -> Literal['box', 'variable', 'metadata'] | None:
+def _kind(cls: Any) -> Carrier | None:
     if hasattr(cls, 'get_metadata') and hasattr(cls, 'get_value'):
         return 'variable'
     if 'names' in getattr(cls, '__dataclass_fields__', ()) or hasattr(cls, 'names'):
@@ -72,6 +69,54 @@ def _kind(cls: Any) -> Literal['box', 'variable', 'metadata'] | None:
         if cls.__name__ == 'AxisMetadata':
             return 'metadata'
     return None
+
+
+class Entry(NamedTuple):
+    """One leaf of a state, as everything that reads the state sees it.
+
+    Attributes:
+      path: its place in the state.
+      leaf: what the state holds there: an array, or a carrier of names with its array.
+      array: the array without its carrier; an AxisMetadata of T5X stays as it is.
+      shape: the global shape of the array.
+      carrier: what carries the names: a linen box, an nnx variable, or T5X's AxisMetadata, which
+        names an array in another collection; None if `leaf` is the array.
+    """
+
+    path: Path
+    leaf: Any
+    array: Any
+    shape: tuple[int, ...]
+    carrier: Carrier | None
+
+
+class FlatState(NamedTuple):
+    """A state with its leaves, which are collected once.
+
+    Attributes:
+      state: the state.
+      entries: the leaves. Each carrier of names is one leaf.
+      treedef: the tree that the leaves make.
+    """
+
+    state: Any
+    entries: Sequence[Entry]
+    treedef: Any
+
+
+def flatten_state(state: Any) -> FlatState:
+    """Collects the leaves of a state; a FlatState is returned unchanged."""
+    if isinstance(state, FlatState):
+        return state
+    flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_carrier)
+    return FlatState(state, [make_entry(key_names(path), x) for path, x in flat], treedef)
+
+
+def make_entry(path: Path, leaf: Any) -> Entry:
+    """The entry of a leaf, whose array is taken out of its carrier."""
+    carrier = _kind(leaf.__class__)
+    array = leaf if carrier is None else array_of(leaf)
+    return Entry(path, leaf, array, shape_of(array), carrier)
 
 
 def is_carrier(x: Any) -> bool:
@@ -111,9 +156,9 @@ def rebox(boxed: Any, tree: Any) -> Any:
 
 def array_of(x: Any) -> Any:
     """The array inside a carrier; anything else is returned unchanged."""
-    while is_box(x):
+    while (kind := _kind(x.__class__)) == 'box':
         x = x.value
-    return x.get_value() if is_variable(x) else x
+    return x.get_value() if kind == 'variable' else x
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
@@ -129,22 +174,26 @@ def nbytes(array: Any) -> int:
 
 def carried_names(x: Any, path: Path = ()) -> Parameter | None:
     """The array inside the carrier `x` at `path` with its names, or None if it has no names."""
-    if is_variable(x):
-        metadata, shape = x.get_metadata(), shape_of(x.get_value())
+    kind = _kind(x.__class__)
+    if kind == 'variable':
+        metadata = x.get_metadata()
         names = metadata.get('out_sharding')
         names = getattr(names, 'spec', names)  # it may be a NamedSharding
         if names is None and 'optimizer_sharding' in metadata:
-            names = (None,) * len(shape)  # only its statistics are sharded
+            names = (None,) * len(shape_of(x.get_value()))  # only its statistics are sharded
         if names is None:
             return None
-        rules = check_rules(metadata.get('sharding_rules') or ())
-        variable = Parameter(path, tuple(names), None, True, rules, metadata.get('mesh'))
-        return variable.with_shape(shape)
-    logical = hasattr(x, 'rules') or is_metadata(x)
-    rules = check_rules(getattr(x, 'rules', None) or ())
-    mesh = getattr(x, 'mesh', None)
-    named = Parameter(path, tuple(x.names), None, not logical, rules, mesh)
-    return named if is_metadata(x) else named.with_shape(shape_of(array_of(x)))
+        rules, mesh = metadata.get('sharding_rules'), metadata.get('mesh')
+        axes_as_names = True
+    else:
+        names, rules, mesh = x.names, getattr(x, 'rules', None), getattr(x, 'mesh', None)
+        axes_as_names = kind == 'box' and not hasattr(x, 'rules')
+    shape = None if kind == 'metadata' else shape_of(array_of(x))
+    carried = tuple(names)
+    whole = carried if shape is None else pad_names(carried, len(shape))
+    num_carried = len(carried) if len(carried) < len(whole) else None
+    checked = check_rules(rules) if rules else ()
+    return Parameter(path, whole, shape, axes_as_names, checked, mesh, num_carried)
 
 
 def lacks_names(x: Any) -> bool:
@@ -176,7 +225,12 @@ def key_name(key: Any) -> str:
 
 def key_names(path: Sequence[Any]) -> Path:
     """The keys of a pytree path as strings."""
-    return tuple(map(key_name, path))
+    return tuple(
+        [
+            key.key if key.__class__ is DictKey and key.key.__class__ is str else key_name(key)
+            for key in path
+        ]
+    )
 
 
 def path_str(path: Sequence[Any]) -> str:
@@ -186,8 +240,8 @@ def path_str(path: Sequence[Any]) -> str:
 
 def array_leaves(state: Any) -> list[tuple[Path, Any]]:
     """The (path, array) pairs of a state, with the arrays taken out of their carriers."""
-    flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
-    return [(key_names(path), array_of(x)) for path, x in flat if not is_metadata(x)]
+    entries = flatten_state(state).entries
+    return [(entry.path, entry.array) for entry in entries if entry.carrier != 'metadata']
 
 
 def metadata_path(path: tuple[Any, ...]) -> tuple[Any, ...]:

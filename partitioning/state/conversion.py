@@ -17,13 +17,13 @@ from flax.linen.partitioning import AxisMetadata
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from partitioning.state.boxes import (
+    Entry,
     Parameter,
-    array_of,
     carried_names,
     is_box,
     is_carrier,
-    is_metadata,
     is_variable,
+    make_entry,
     metadata_path,
 )
 from partitioning.state.linen import LogicallyPartitioned, Partitioned
@@ -145,14 +145,14 @@ def _read(tree: Any) -> list[_Array]:
             "pass all variables, {'params': ...}, not the content of one collection"
         )
     flat = flatten_dict(tree, is_leaf=lambda _, x: is_carrier(x))
-    entries = [(tuple(map(str, keys)), x) for keys, x in flat.items()]
-    for path, x in entries:
-        _check_carrier('/'.join(path), x)
-    carried = named_arrays(entries, ()).carried if any(is_carrier(x) for x in flat.values()) else {}
+    for keys, x in flat.items():
+        _check_carrier('/'.join(map(str, keys)), x)
+    entries = [make_entry(tuple(map(str, keys)), x) for keys, x in flat.items()]
+    carried = named_arrays(entries, ()).carried if any(map(is_carrier, flat.values())) else {}
     return [
-        _from_collection(keys, x, carried.get(path))
-        for keys, (path, x) in zip(flat, entries, strict=True)
-        if not is_metadata(x)
+        _from_collection(keys, entry, carried.get(entry.path))
+        for keys, entry in zip(flat, entries, strict=True)
+        if entry.carrier != 'metadata'
     ]
 
 
@@ -165,12 +165,13 @@ def _is_collection(name: Any) -> bool:
     return True
 
 
-def _from_collection(keys: Keys, x: Any, carried: Parameter | None) -> _Array:
-    array = _Array(keys[0], keys[1:], array_of(x), carried)
-    if not is_box(x):
+def _from_collection(keys: Keys, entry: Entry, carried: Parameter | None) -> _Array:
+    array = _Array(keys[0], keys[1:], entry.array, carried)
+    if entry.carrier != 'box':
         return array
-    _check_fields(array, _field_names(type(x)) - _BOX_FIELDS)
-    return array._replace(box=type(x))
+    box = type(entry.leaf)
+    _check_fields(array, _field_names(box) - _BOX_FIELDS)
+    return array._replace(box=box)
 
 
 def _check_carrier(path: str, x: Any) -> None:

@@ -23,6 +23,12 @@ _STACKED_AXES = frozenset({'layers', 'stack', 'stage', 'expert'})
 Dims = tuple[int | None, ...]
 
 
+@functools.cache
+def all_dims(rank: int) -> Dims:
+    """The dimensions of an array that has the dimensions of its parameter."""
+    return tuple(range(rank))
+
+
 class Parameters:
     """The parameters of a state, looked up by the last keys of a path.
 
@@ -62,24 +68,20 @@ class Parameters:
         no_dims = (None,) * len(shape)
         if 0 in shape or not shape:
             return None, no_dims
-        candidates = [
-            parameters
-            for length in self._lengths
-            if (parameters := self._by_path.get(path[-length:])) is not None
-        ]
-        for parameters in candidates:
-            if same := [p for p in parameters if p.shape == shape]:
-                return _nearest_path(path, same), tuple(range(len(shape)))
+        candidates = []
+        for length in self._lengths:
+            if (parameters := self._by_path.get(path[-length:])) is not None:
+                if same := [p for p in parameters if p.shape == shape]:
+                    return _nearest_path(path, same), all_dims(len(shape))
+                candidates.append(parameters)
         if path[-1].isdecimal() and (owner := self._listed(path, int(path[-1]), shape)):
             return owner, (int(path[-1]),)
-        factored = next((key for key in path if key in ('v_row', 'v_col')), None)
+        factored = 'v_row' if 'v_row' in path else 'v_col' if 'v_col' in path else None
         for parameters in candidates:
             derived = [p for p in parameters if _match_dims(shape, p.shape or (), factored)]
             if derived:
                 owner = _nearest_path(path, derived)
-                if factored and (dims := _stacked_kept(shape, owner.shape or (), owner.names)):
-                    return owner, dims
-                return owner, _match_dims(shape, owner.shape or (), factored) or no_dims
+                return owner, _derived_dims(shape, owner, factored)
         if candidates:
             parameter = candidates[0][0]
             message = (
@@ -135,6 +137,13 @@ _FIX = (
     'put it in a flax.linen.LogicallyPartitioned with its own names, or name it in '
     'params_axes_names_override'
 )
+
+
+def _derived_dims(shape: tuple[int, ...], owner: Parameter, factored: str | None) -> Dims:
+    """The dimensions of a statistic that is derived from its parameter."""
+    if factored and (dims := _stacked_kept(shape, owner.shape or (), owner.names)):
+        return dims
+    return _match_dims(shape, owner.shape or (), factored) or (None,) * len(shape)
 
 
 @functools.lru_cache(maxsize=4096)

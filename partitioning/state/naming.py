@@ -9,18 +9,14 @@ from typing import Any, NamedTuple
 
 from partitioning.rules import ProblemError
 from partitioning.state.boxes import (
+    Entry,
     Parameter,
     Path,
-    array_of,
     carried_names,
     described_path,
-    is_carrier,
-    is_metadata,
     is_optimizer_variable,
     is_parameter_variable,
-    is_variable,
     lacks_names,
-    shape_of,
 )
 from partitioning.state.follow import Parameters
 from partitioning.state.path_names import (
@@ -31,8 +27,6 @@ from partitioning.state.path_names import (
     match_paths,
     replicating_rules,
 )
-
-Entries = Sequence[tuple[Path, Any]]  # the leaves of a state, with each carrier as one leaf
 
 
 class NoNamesError(ValueError):
@@ -60,7 +54,7 @@ class NamedArrays(NamedTuple):
 
 
 def named_arrays(
-    entries: Entries,
+    entries: Sequence[Entry],
     overrides: PathRules,
     exact: Mapping[Path, tuple[Any, ...]] | None = None,
 ) -> NamedArrays:
@@ -90,12 +84,11 @@ def named_arrays(
     if not overrides:
         known = _known({path: carried[path] for path in roots}, roots, carried, {})
         return known._replace(missing=_missing(entries, known))
-    arrays = {path: x for path, x in entries if not is_metadata(x)}
+    arrays = _arrays(entries)
     texts = _path_texts(roots, arrays)
     found = match_paths(texts, overrides)
-    unnamed = [path for path in roots if path not in carried and lacks_names(arrays[path])]
-    missing = {path: shape_of(array_of(arrays[path])) for path in unnamed if path not in found}
-    check_all_named(missing, texts)
+    unnamed = [path for path in roots if path not in carried and lacks_names(arrays[path].leaf)]
+    check_all_named({path: arrays[path].shape for path in unnamed if path not in found}, texts)
     given = _parameters({path: tuple(overrides[i][1]) for path, i in found.items()}, arrays)
     named = {**carried, **given}
     known = _known({path: named[path] for path in roots if path in named}, roots, carried, {})
@@ -124,18 +117,23 @@ class RuleTarget(NamedTuple):
     has_names: bool
 
 
-def rule_targets(entries: Entries) -> list[RuleTarget]:
+def rule_targets(entries: Sequence[Entry]) -> list[RuleTarget]:
     """The arrays that path rules can name: all but those that follow a parameter."""
     carried = _carried(entries)
     roots = _roots(*_candidates(entries, carried, True))
-    arrays = {path: array_of(x) for path, x in entries if not is_metadata(x)}
-    without = {path: (None,) * len(shape_of(arrays[path])) for path in roots}
+    arrays = _arrays(entries)
+    without = {path: (None,) * len(arrays[path].shape) for path in roots}
     known = _known(_parameters(without, arrays), roots, {}, {})
     return [
-        RuleTarget(path, texts, arrays[path], path in roots, path in carried)
+        RuleTarget(path, texts, arrays[path].array, path in roots, path in carried)
         for path, texts in _path_texts(roots, arrays).items()
-        if path in roots or not _follows(path, shape_of(arrays[path]), known.to_follow)
+        if path in roots or not _follows(path, arrays[path].shape, known.to_follow)
     ]
+
+
+def _arrays(entries: Sequence[Entry]) -> dict[Path, Entry]:
+    """The arrays of a state by path; an AxisMetadata is not one."""
+    return {entry.path: entry for entry in entries if entry.carrier != 'metadata'}
 
 
 def _path_texts(roots: Mapping[Path, Path], paths: Iterable[Path]) -> dict[Path, Texts]:
@@ -144,14 +142,14 @@ def _path_texts(roots: Mapping[Path, Path], paths: Iterable[Path]) -> dict[Path,
     return {**texts, **{path: ['/'.join(path)] for path in paths if path not in roots}}
 
 
-def parameter_roots(entries: Entries) -> Mapping[Path, Path]:
+def parameter_roots(entries: Sequence[Entry]) -> Mapping[Path, Path]:
     """The paths of all parameters, with names or without, each with the path of its tree."""
     return _roots(*_candidates(entries, {}, True))
 
 
-def _exactly_named(entries: Entries, exact: Mapping[Path, tuple[Any, ...]]) -> NamedArrays:
-    roots = parameter_roots([(path, x) for path, x in entries if path in exact])
-    named = _parameters(exact, dict(entries))
+def _exactly_named(entries: Sequence[Entry], exact: Mapping[Path, tuple[Any, ...]]) -> NamedArrays:
+    roots = parameter_roots([entry for entry in entries if entry.path in exact])
+    named = _parameters(exact, {entry.path: entry for entry in entries})
     parameters = {path: named.pop(path) for path in roots if path in named}
     return _known(parameters, roots, {}, named)
 
@@ -172,17 +170,16 @@ def _known(
     return NamedArrays(parameters, trees, Parameters(by_path), carried, overridden)
 
 
-def _missing(entries: Entries, known: NamedArrays) -> dict[Path, str]:
+def _missing(entries: Sequence[Entry], known: NamedArrays) -> dict[Path, str]:
     """What to write for the parameters without names, if other parameters have names."""
     shapes = {
-        path: shape_of(array_of(x))
-        for path, x in entries
-        if path not in known.carried and not is_metadata(x) and _is_parameter(path, x, known.trees)
+        e.path: e.shape
+        for e in entries
+        if e.shape and _is_parameter(e, known.trees) and e.path not in known.carried
     }
-    shapes = {path: shape for path, shape in shapes.items() if shape}
     if not shapes:
         return {}
-    texts = {path: ['/'.join(path)] for path, _ in entries}
+    texts = {entry.path: ['/'.join(entry.path)] for entry in entries}
     first, *others = shapes
     them = 'them' if others else 'it'
     message = (
@@ -198,32 +195,33 @@ def _missing(entries: Entries, known: NamedArrays) -> dict[Path, str]:
     }
 
 
-def _is_parameter(path: Path, leaf: Any, trees: set[Path]) -> bool:
-    if is_variable(leaf):
-        return is_parameter_variable(leaf)
+def _is_parameter(entry: Entry, trees: set[Path]) -> bool:
+    if entry.carrier == 'variable':
+        return is_parameter_variable(entry.leaf)
     for tree in trees:  # noqa: SIM110  # called for every leaf, and twice as fast as any()
-        if path[: len(tree)] == tree:
+        if entry.path[: len(tree)] == tree:
             return True
     return False
 
 
 def _candidates(
-    entries: Entries, carried: Mapping[Path, Parameter], overridden: bool
+    entries: Sequence[Entry], carried: Mapping[Path, Parameter], overridden: bool
 ) -> tuple[list[Path], Mapping[Path, tuple[int, ...]]]:
     """The paths that may be parameters, and the shapes of all arrays that they may be copies of."""
-    optimizer = {path for path, x in entries if is_optimizer_variable(x)}
+    variables = [entry for entry in entries if entry.carrier == 'variable']
+    optimizer = {entry.path for entry in variables if is_optimizer_variable(entry.leaf)}
     if not overridden:
         shapes = {path: parameter.shape or () for path, parameter in carried.items()}
         return [path for path in shapes if path not in optimizer] or list(shapes), shapes
-    shapes = {path: shape_of(array_of(x)) for path, x in entries if not is_metadata(x)}
-    variables = [path for path, x in entries if is_parameter_variable(x)]
-    return variables or [path for path in shapes if path not in optimizer], shapes
+    shapes = {path: entry.shape for path, entry in _arrays(entries).items()}
+    parameters = [entry.path for entry in variables if is_parameter_variable(entry.leaf)]
+    return parameters or [path for path in shapes if path not in optimizer], shapes
 
 
 def _parameters(
-    names: Mapping[Path, tuple[Any, ...]], arrays: Mapping[Path, Any]
+    names: Mapping[Path, tuple[Any, ...]], arrays: Mapping[Path, Entry]
 ) -> dict[Path, Parameter]:
-    return {path: Parameter(path, n, shape_of(array_of(arrays[path]))) for path, n in names.items()}
+    return {path: Parameter(path, n, arrays[path].shape) for path, n in names.items()}
 
 
 def _follows(path: Path, shape: tuple[int, ...], parameters: Parameters) -> bool:
@@ -233,12 +231,13 @@ def _follows(path: Path, shape: tuple[int, ...], parameters: Parameters) -> bool
         return False
 
 
-def _carried(entries: Entries) -> dict[Path, Parameter]:
+def _carried(entries: Sequence[Entry]) -> dict[Path, Parameter]:
     """The arrays that carry names, or whose names are in a collection of AxisMetadata."""
-    carriers = [(path, leaf) for path, leaf in entries if is_carrier(leaf)]
-    arrays = dict(entries) if any(is_metadata(leaf) for _, leaf in carriers) else {}
+    carriers = [entry for entry in entries if entry.carrier is not None]
+    has_metadata = any(entry.carrier == 'metadata' for entry in carriers)
+    shapes = {entry.path: entry.shape for entry in entries} if has_metadata else {}
     named: dict[Path, Parameter] = {}
-    for path, leaf in carriers:
+    for path, leaf, array, _, carrier in carriers:
         if isinstance(getattr(leaf, 'names', None), str):
             raise ValueError(
                 f'{"/".join(path)}: names must be a tuple, such as ({leaf.names!r},), not '
@@ -246,19 +245,19 @@ def _carried(entries: Entries) -> dict[Path, Parameter]:
             )
         if (parameter := carried_names(leaf, path)) is None:
             continue
-        if isinstance(array_of(leaf), dict | list | tuple):
+        if isinstance(array, dict | list | tuple):
             raise ValueError(
                 f'{"/".join(path)}: the box with names {parameter.names} contains several arrays; '
                 'put each array in a separate box'
             )
-        if is_metadata(leaf):
+        if carrier == 'metadata':
             path = described_path(path)
-            if path not in arrays:
+            if path not in shapes:
                 raise ValueError(
                     f'{"/".join(parameter.path)} names the array {"/".join(path)}, which does not '
                     'exist'
                 )
-            parameter = parameter._replace(path=path, shape=shape_of(array_of(arrays[path])))
+            parameter = parameter._replace(path=path, shape=shapes[path])
         named[path] = parameter
     return named
 

@@ -21,16 +21,18 @@ from partitioning.rules import (
     raise_problem,
 )
 from partitioning.state.boxes import (
+    Entry,
     Parameter,
     Path,
     array_leaves,
     array_of,
+    flatten_state,
     is_carrier,
     is_metadata,
     key_names,
     shape_of,
 )
-from partitioning.state.follow import Dims
+from partitioning.state.follow import Dims, all_dims
 from partitioning.state.naming import NamedArrays, named_arrays
 from partitioning.state.path_names import PathRules
 
@@ -110,8 +112,8 @@ def walk(
     """What the leaves of a train state are.
 
     Args:
-      state: a pytree, abstract or not, whose parameters carry names; or an object with T5X's
-        `as_logical_axes()`.
+      state: a pytree, abstract or not, whose parameters carry names, or its FlatState; or an
+        object with T5X's `as_logical_axes()`.
       overrides: path rules that name parameters; they win over the names that parameters carry.
       report: receives every array that lacks the names it should have, or whose shape its parameter
         does not explain; by default it raises.
@@ -129,22 +131,16 @@ def walk(
                 'with as_logical_axes(): remove one of the two'
             )
         return _as_it_says(state, state.as_logical_axes() if said is None else said)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_carrier)
-    entries = [(key_names(path), leaf) for path, leaf in flat]
-    known = named_arrays(entries, overrides, exact)
-    leaves = [_leaf(path, x, known, report) for path, x in entries]
+    flat = flatten_state(state)
+    known = named_arrays(flat.entries, overrides, exact)
+    leaves = [_leaf(entry, known, report) for entry in flat.entries]
     # An array next to statistics of parameters, such as a count, belongs to the optimizer too.
     depth = max(1, min(map(len, known.trees), default=1))
-    followed = {x.path[:depth] for x in leaves if isinstance(x, Leaf) and x.role == 'optimizer'}
-    return StateTree(
-        tuple(
-            x._replace(role='optimizer')
-            if isinstance(x, Leaf) and x.role == 'other' and x.path[:depth] in followed
-            else x
-            for x in leaves
-        ),
-        treedef,
-    )
+    followed = {x.path[:depth] for x in leaves if type(x) is Leaf and x.role == 'optimizer'}
+    for n, x in enumerate(leaves):
+        if type(x) is Leaf and x.role == 'other' and x.path[:depth] in followed:
+            leaves[n] = x._replace(role='optimizer')
+    return StateTree(tuple(leaves), flat.treedef)
 
 
 def says_itself(state: Any) -> bool:
@@ -165,11 +161,13 @@ def get_logical_axes(state: Any, overrides: PathRules = ()) -> Any:
     return walk(state, overrides).map(lambda leaf: leaf.names)
 
 
-def _leaf(path: Path, leaf: Any, known: NamedArrays, report: Report) -> Leaf | Any:
-    if is_metadata(leaf):
+def _leaf(entry: Entry, known: NamedArrays, report: Report) -> Leaf | Any:
+    path, leaf, array, shape, carrier = entry
+    own = known.parameters.get(path)
+    if own is not None and len(own.names) == len(shape):
+        return Leaf(path, array, 'parameters', own, all_dims(len(shape)))
+    if carrier == 'metadata':
         return leaf
-    array = array_of(leaf)
-    shape = shape_of(array)
     try:
         role, owner, dims = _origin(path, shape, known)
     except ProblemError as error:
@@ -184,11 +182,11 @@ def _origin(
     """The role of a leaf, the parameter it follows, and how their dimensions correspond."""
     role: Role = 'parameters'
     own = known.parameters.get(path)
-    if own is None:
+    if own is None and known.overridden:
         role, own = 'other', known.overridden.get(path)
     if own is None:
         own = known.carried.get(path)
-        if path in known.missing:
+        if known.missing and path in known.missing:
             raise ProblemError(Problem('names', known.missing[path]))
         owner, dims = known.to_follow.follow(path, shape)
         role = 'other' if owner is None else 'optimizer'
@@ -201,7 +199,7 @@ def _origin(
             return role, own._replace(shape=owner.shape), dims
     if len(own.names) != len(shape):
         raise ProblemError(names_rank_problem(own.names, shape))
-    return role, own, tuple(range(len(shape)))
+    return role, own, all_dims(len(shape))
 
 
 def _as_it_says(state: Any, said: Any) -> StateTree[Leaf]:
@@ -280,4 +278,4 @@ def _leaf_as_said(path: Path, names: Any, held: Any) -> Leaf:
         covered = () if is_array else tuple(((*path, *p), x) for p, x in array_leaves(held))
         return Leaf(path, array, role, None, dims, said_none=True, covered=covered)
     shape = None if array is None else shape_of(array)
-    return Leaf(path, array, role, Parameter(path, tuple(names), shape), tuple(range(len(names))))
+    return Leaf(path, array, role, Parameter(path, tuple(names), shape), all_dims(len(names)))

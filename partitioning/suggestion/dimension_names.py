@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from partitioning.plan.stacked_layers import Shape
+from partitioning.plan.by_layout import Shape
 from partitioning.rules import MeshLike, axis_sizes
 from partitioning.suggestion.path_words import PathWords, read_path
 

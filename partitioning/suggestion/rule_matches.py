@@ -8,15 +8,14 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jax.sharding import PartitionSpec
 
-from partitioning.plan.by_pattern import check_partition_rules
+from partitioning.plan.partition_rules import check_partition_rules
 from partitioning.plan.rows import SMALL
 from partitioning.plan.tables import Table, count, shape_str, text_tables
 from partitioning.rules import spec_str
-from partitioning.state import check_path_rules, key_names, nbytes, shape_of
-from partitioning.state.boxes import is_carrier
+from partitioning.state import check_path_rules, nbytes, shape_of
+from partitioning.state.boxes import flatten_state
 from partitioning.state.naming import RuleTarget, rule_targets
 from partitioning.state.path_names import How, match_paths, why_unused
 
@@ -175,9 +174,8 @@ def list_targets(state: Any) -> dict[str, RuleTarget]:
 
     This is the path below 'params' if that is there and enough, and otherwise the whole path.
     """
-    flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_carrier)
-    targets = rule_targets([(key_names(path), leaf) for path, leaf in flat])
-    targets = [target for target in targets if hasattr(target.array, 'dtype')]
+    found = rule_targets(flatten_state(state).entries)
+    targets = [target for target in found if hasattr(target.array, 'dtype')]
     below = {_below_params(target): target for target in targets}
     if len(below) == len(targets):
         return below

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from partitioning.plan.by_layout import Shape, stacked_dimensions
 from partitioning.plan.rows import SMALL
-from partitioning.plan.stacked_layers import Shape, stacked_dimensions
 from partitioning.plan.tables import count
 from partitioning.rules import MeshLike
 from partitioning.state import nbytes, shape_of

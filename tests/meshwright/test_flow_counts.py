@@ -14,7 +14,7 @@ from partitioning import (
     with_logical_partitioning,
 )
 from partitioning.partitioner import pjit
-from partitioning.plan import building, matching
+from partitioning.plan import by_rules, matching
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
@@ -57,8 +57,8 @@ def train_step(state, batch):
 @pytest.fixture(name='walks')
 def _walks(monkeypatch):
     """Counts the walks over states, of whichever module."""
-    walk = Counted(building.walk)
-    for module in (building, matching):
+    walk = Counted(by_rules.walk)
+    for module in (by_rules, matching):
         monkeypatch.setattr(module, 'walk', walk)
     return walk
 
@@ -95,7 +95,7 @@ def test_a_plan_of_a_file_traces_once_and_walks_once(walks, tmp_path, monkeypatc
     flow(rules, init)[0].save(tmp_path / 'plan.json')
     loaded = Plan.load(tmp_path / 'plan.json')
     monkeypatch.setattr(pjit, 'build_plan', None)
-    monkeypatch.setattr(building, 'try_resolve', None)
+    monkeypatch.setattr(by_rules, 'try_resolve', None)
     walks.calls, counted = 0, Counted(init)
     plan, _ = flow(PjitPartitioner(2, logical_axis_rules=[('batch', 'data')], plan=loaded), counted)
     assert (counted.calls, walks.calls) == (1, 1)

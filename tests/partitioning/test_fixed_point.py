@@ -8,7 +8,7 @@ from boxed_states import box
 from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 from partitioning import PjitPartitioner, check_compiled_once
-from partitioning.plan.fixed_point import check_fixed_point
+from partitioning.plan.audit import check_fixed_point
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 

@@ -1,4 +1,4 @@
-"""Layouts that one word selects: every array is whole, or sharded by its sizes alone.
+"""Layouts without logical axes: by one word, or by partition rules.
 
 'data_parallel' replicates every array. 'fsdp' (fully sharded data parallelism) shards every array
 over the mesh axes of the batch, and XLA gathers it where it is used:
@@ -21,21 +21,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Literal, NamedTuple
+import re
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
-from partitioning.plan.rows import SMALL, without_name
-from partitioning.plan.subject import Decision, Subject, whole, with_names
+from partitioning.plan.partition_rules import PartitionRule, rule_problems
+from partitioning.plan.rows import NO_NAMES, SMALL, Decision, without_name
 from partitioning.rules import (
+    AxisRules,
+    MeshAxes,
     MeshLike,
+    Problem,
     ResolvedDimension,
+    apply_policies,
     axis_sizes,
     from_tuple,
     largest_divisor,
     num_shards,
+    padding_problems,
     sharding_axes,
     sizes_that_fit,
 )
-from partitioning.state import nbytes
+from partitioning.state import Path, PathRules, Role, nbytes, shape_of
 
 LayoutWord = Literal['fsdp', 'data_parallel']
 
@@ -43,6 +50,111 @@ LayoutWord = Literal['fsdp', 'data_parallel']
 # would have less than 64 bytes, one line of a cache. The limit for an array grows with the number
 # of devices, as the latency of a gather does: it is 128 elements on 8 devices, and 65,536 on 4,096.
 MIN_SHARD_SIZE = 16
+
+
+class Subject(NamedTuple):
+    """An array that a layout decides about.
+
+    Attributes:
+      path: its place in the state.
+      array: the array or its ShapeDtypeStruct.
+      tree: the length of the path of the tree that the array belongs to, 1 for params/fc1/kernel.
+      names: the logical axis of each dimension, if the array carries any. They explain a layout
+        and never decide it.
+      layers: the dimension that counts the layers of a stack, if there is one.
+    """
+
+    path: Path
+    array: Any
+    tree: int = 0
+    names: tuple[Any, ...] = ()
+    layers: int | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return shape_of(self.array)
+
+
+def whole(subject: Subject, reason: str) -> tuple[ResolvedDimension, ...]:
+    """The dimensions of an array that every device holds whole."""
+    return with_names([without_name(reason)] * len(subject.shape), subject.names)
+
+
+def with_names(
+    dimensions: Sequence[ResolvedDimension], names: Sequence[Any]
+) -> tuple[ResolvedDimension, ...]:
+    """The dimensions with the logical axes that the array carries, if there is one for each."""
+    if len(names) != len(dimensions):
+        return tuple(dimensions)
+    return tuple(
+        dataclasses.replace(d, name=name if isinstance(name, str) else None)
+        for d, name in zip(dimensions, names, strict=True)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleLayout:
+    """The layout that partition rules give.
+
+    Attributes:
+      rules: the rules in order of priority; see `check_partition_rules`.
+      policies: the policy for arrays that no rule matches, and the one for sizes that their mesh
+        axes do not divide.
+    """
+
+    rules: tuple[PartitionRule, ...]
+    policies: AxisRules
+
+    def decide(self, subject: Subject, mesh: MeshLike) -> Decision:
+        """The dimensions of an array, and what is wrong with the rule that matches it."""
+        shape = subject.shape
+        if math.prod(shape) == 1:
+            return whole(subject, 'an array of one element'), ()
+        rule = self.first_match('/'.join(subject.path), '/'.join(subject.path[subject.tree :]))
+        if rule is None:
+            return self._unmatched(subject)
+        pattern, axes = rule
+        if problems := (*rule_problems(rule, shape, mesh),):
+            return whole(subject, f'partition rule {pattern!r} does not fit'), problems
+        entries = (*axes, *[None] * (len(shape) - len(axes)))
+        dimensions = [_dimension(pattern, entry) for entry in entries]
+        found = (*apply_policies(dimensions, shape, mesh, self.policies.on_indivisible),)
+        if any(d.policy == 'pad' for d in dimensions):
+            found = (*found, *padding_problems(mesh))
+        dimensions = [
+            dataclasses.replace(d, reason=f'partition rule {pattern!r}: {d.reason}')
+            if d.policy
+            else d
+            for d in dimensions
+        ]
+        if found:
+            dimensions = [dataclasses.replace(d, mesh_axes=None, policy=None) for d in dimensions]
+        problems = tuple(
+            p._replace(message=f'partition rule {pattern!r}: {p.message}') for p in found
+        )
+        return with_names(dimensions, subject.names), problems
+
+    def first_match(self, *texts: str) -> PartitionRule | None:
+        """The first rule whose regular expression is found in one of the texts."""
+        for rule in self.rules:
+            if any(re.search(rule[0], text) for text in texts):
+                return rule
+        return None
+
+    def _unmatched(self, subject: Subject) -> Decision:
+        reason = 'no partition rule matches it' if self.rules else NO_NAMES
+        dimensions = whole(subject, reason)
+        if self.policies.on_unmatched == 'error':
+            return dimensions, (Problem('unmatched', reason),)
+        return tuple(dataclasses.replace(d, policy='replicate') for d in dimensions), ()
+
+
+def _dimension(pattern: str, axes: MeshAxes) -> ResolvedDimension:
+    reason = f'partition rule {pattern!r} {"replicates" if axes is None else "shards"} it'
+    return dataclasses.replace(
+        without_name(reason), mesh_axes=axes, wanted=axes, rule=(pattern, axes)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,3 +276,31 @@ def _place(kind: _Kind, mesh: dict[str, int]) -> dict[int, tuple[str, ...]]:
         if placed:
             return placed
     return {}
+
+
+Layout = WordLayout | RuleLayout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleSet:
+    """The rules of a partitioner.
+
+    Attributes:
+      rules: the logical axis rules.
+      optimizer_rules: the rules for the optimizer's state; None if they are the same.
+      overrides: path rules that name parameters.
+      layout: lays out states instead of the rules, which then lay out only activations.
+      are_defaults: whether the user chose no rules, so that unused ones are no surprise.
+    """
+
+    rules: AxisRules
+    optimizer_rules: AxisRules | None = None
+    overrides: PathRules = ()
+    layout: Layout | None = None
+    are_defaults: bool = False
+
+    def of_role(self, role: Role) -> AxisRules:
+        """The rules for arrays of a role."""
+        if role == 'optimizer' and self.optimizer_rules is not None:
+            return self.optimizer_rules
+        return self.rules
