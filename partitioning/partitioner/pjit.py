@@ -350,7 +350,8 @@ class PjitPartitioner(BasePjitPartitioner):
           train_state: a state as for `resolve`; by default only the rules are examined.
         """
         # A loaded plan lays out the state, not the rules.
-        state = None if self._plan is not None else self._with_names(train_state)
+        ignored = train_state is None or self._plan is not None
+        state = None if ignored else self._with_names(train_state)
         found = lint(self.rule_set, self.mesh, state)
         if self._given_rules is not None:
             return found

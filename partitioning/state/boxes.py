@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-from jax.tree_util import DictKey
 
 from partitioning.rules import LogicalAxisRules, check_rules
 
@@ -225,12 +224,7 @@ def key_name(key: Any) -> str:
 
 def key_names(path: Sequence[Any]) -> Path:
     """The keys of a pytree path as strings."""
-    return tuple(
-        [
-            key.key if key.__class__ is DictKey and key.key.__class__ is str else key_name(key)
-            for key in path
-        ]
-    )
+    return tuple(map(key_name, path))
 
 
 def path_str(path: Sequence[Any]) -> str:

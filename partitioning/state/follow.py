@@ -141,8 +141,10 @@ _FIX = (
 
 def _derived_dims(shape: tuple[int, ...], owner: Parameter, factored: str | None) -> Dims:
     """The dimensions of a statistic that is derived from its parameter."""
-    if factored and (dims := _stacked_kept(shape, owner.shape or (), owner.names)):
-        return dims
+    if factored and not _STACKED_AXES.isdisjoint(owner.names):
+        stacked = _stacked_kept(shape, owner.shape or (), owner.names)
+        if stacked is not None:
+            return stacked
     return _match_dims(shape, owner.shape or (), factored) or (None,) * len(shape)
 
 
@@ -192,9 +194,9 @@ def _stacked_kept(
 
     Sizes alone cannot tell 12 layers from 12 heads, but statistics are never taken over layers.
     """
-    stacked = [d for d, name in enumerate(names) if name in _STACKED_AXES]
-    if not stacked or len(names) != len(parameter):
+    if len(names) != len(parameter):
         return None
+    stacked = [d for d, name in enumerate(names) if name in _STACKED_AXES]
     for dims in itertools.combinations(range(len(parameter)), len(shape)):
         if {*stacked} <= {*dims} and tuple(parameter[d] for d in dims) == shape:
             return dims
