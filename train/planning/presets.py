@@ -106,7 +106,7 @@ _AXES = {
     'context': {'context': 'CONTEXT_PARTITIONS', 'model': 'NUM_PARTITIONS'},
     'pipeline': {'stage': 'STAGES', 'model': 'NUM_PARTITIONS'},
 }
-# The axis over slices, of presets that say which one it is. In the others, the run decides.
+# The axis over slices, of presets that say which one it is.
 _SLICE_AXES = {'three_d': None, 'few_kv_heads': 'replica', 'context': 'replica'}
 
 
@@ -128,10 +128,9 @@ def lay_out(partitioner: BasePartitioner, layout: Layout) -> PjitPartitioner:
     sizes, source = dict(layout.sizes), partitioner.mesh_source
     settings: dict[str, Any] = {'num_partitions': sizes.get('NUM_PARTITIONS', 1)}
     if axes := _AXES.get(layout.preset):
-        of_run = source.slice_axis if isinstance(source, MeshConfig) else None
         mesh = MeshConfig(
             axes={'data': -1} | {axis: sizes[macro] for axis, macro in axes.items()},
-            slice_axis=_SLICE_AXES.get(layout.preset, of_run),
+            slice_axis=_find_slice_axis(layout.preset, source),
         )
         settings = {'mesh': mesh}
     return PjitPartitioner(
@@ -142,6 +141,14 @@ def lay_out(partitioner: BasePartitioner, layout: Layout) -> PjitPartitioner:
         params_axes_names_override=given.overrides,
         **settings,
     )
+
+
+def _find_slice_axis(preset: str, source: Any) -> str | None:
+    """The axis over slices of a preset, or else of a run with the same axes."""
+    if preset in _SLICE_AXES:
+        return _SLICE_AXES[preset]
+    same = isinstance(source, MeshConfig) and dict(source.axes).keys() == {'data', *_AXES[preset]}
+    return source.slice_axis if same else None
 
 
 def change_pipeline(pipeline: Pipeline | None, layout: Layout) -> Pipeline | None:
