@@ -73,7 +73,7 @@ class TrainConfig:
       total_steps: the step at which the run ends. 0 trains nothing: the run only evaluates the
         state that it starts from.
       relative_steps: whether `total_steps` counts from the step that the run starts from, which is
-        that of its checkpoint, and not from 0. Each time the run resumes, it counts anew.
+        the step of its checkpoint, and not from 0. Each time the run resumes, it counts anew.
       batch_size: the number of rows in the global batch.
       sequence_length: the number of tokens in a row, for tasks on text. Tasks with inputs and
         targets take both numbers, such as {'inputs': 512, 'targets': 114}.
@@ -126,8 +126,8 @@ class TrainConfig:
       watchdog: how long the run may make no progress before it is ended with exit code 75 and the
         stacks of all threads. None lets it wait forever.
       prng_impl: jax's implementation of random numbers: 'threefry2x32', 'rbg' or 'unsafe_rbg', by
-        default that of jax's configuration. The last two are faster on TPUs, and their numbers
-        depend on the mesh.
+        default the one that jax's configuration names. The last two are faster on TPUs, and their
+        numbers depend on the mesh.
 
     Raises:
       ConfigError, ValueError: if a setting is malformed, or if settings conflict.
@@ -192,13 +192,19 @@ def _count(minimum: int = 1, *, optional: bool = False) -> Check:
     return check
 
 
-def _one_of(*words: Any) -> Check:
+def _one_of(kind: Any, *, optional: bool = False) -> Check:
+    """A check for one of the words of a Literal."""
+
     def check(name: str, value: Any) -> None:
-        # 1 == True, so words are compared with their types.
-        if not any(type(value) is type(word) and value == word for word in words):
-            raise ConfigError(f'TrainConfig.{name} is {value!r}: use one of {words}')
+        if value not in get_args(kind) and not (optional and value is None):
+            raise ConfigError(f'TrainConfig.{name} is {value!r}: use one of {get_args(kind)}')
 
     return check
+
+
+def _check_switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f'TrainConfig.{name} is {value!r}: use True or False')
 
 
 def _instance(*kinds: type, written: str, optional: bool = False) -> Check:
@@ -299,22 +305,22 @@ CHECKS: dict[str, Check] = {
     'task': _instance(Task, written='CausalLM(source=...)'),
     'total_steps': _count(0),
     'batch_size': _count(),
-    'relative_steps': _one_of(True, False),
+    'relative_steps': _check_switch,
     'sequence_length': check_lengths,
     'evaluators': _check_evaluators,
     'checkpoints': _instance(CheckpointConfig, written='CheckpointConfig()'),
-    'evaluate_first': _one_of(True, False),
+    'evaluate_first': _check_switch,
     'stop_when': _check_conditions,
-    'not_finite': _one_of(*get_args(NotFinitePolicy)),
+    'not_finite': _one_of(NotFinitePolicy),
     'max_skips': _count(),
     'max_roll_backs': _count(),
     'restore': _instance(RestoreConfig, written='RestoreConfig(path=...)', optional=True),
     'hooks': _check_functions,
     'writers': _check_functions,
-    'metrics_on_failure': _one_of(*get_args(FailurePolicy)),
+    'metrics_on_failure': _one_of(FailurePolicy),
     'num_microbatches': _count(),
-    'gradient_dtype': _one_of(*get_args(GradientDType)),
-    'accumulation_dtype': _one_of(*get_args(GradientDType)),
+    'gradient_dtype': _one_of(GradientDType),
+    'accumulation_dtype': _one_of(GradientDType),
     'log_every': _count(),
     'compiler_options': _check_compiler_options,
     'compilation_cache': _check_cache,
@@ -322,7 +328,7 @@ CHECKS: dict[str, Check] = {
     'collect_garbage_every': _count(0),
     'seed': _count(0, optional=True),
     'data_seed': _count(0, optional=True),
-    'prng_impl': _one_of(None, *get_args(PrngImpl)),
+    'prng_impl': _one_of(PrngImpl, optional=True),
     'watchdog': _instance(WatchdogConfig, written='WatchdogConfig()', optional=True),
 }
 

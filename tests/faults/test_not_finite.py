@@ -185,7 +185,9 @@ def test_a_run_goes_back_and_passes_over_the_batches_up_to_the_bad_one(tmp_path,
     assert int(state.step) == 8
     assert_weights(state, by_hand(config, [1, 2, 3, 6, 7, 8]))
     [line] = [s for s in capsys.readouterr().out.splitlines() if 'going back' in s]
-    assert 'going back to step 3, and on with the batch of step 6; those of steps 4 to 5' in line
+    assert (
+        'going back to step 3, and on with the batch of step 6; the batches of steps 4 to 5' in line
+    )
     assert 'roll-back 1 of at most 3' in line
     assert read(tmp_path / 'whole', 'train/rolled_back_to') == {5: 3}
     assert complete_steps(tmp_path / 'whole/checkpoints') == [3, 6, 8]

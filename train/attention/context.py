@@ -6,7 +6,7 @@ see `ring`, and the keys and values of a row are gathered: if several heads shar
 they are smaller than the queries, and their gradients are scattered in the backward pass.
 
 Suffixes of array names: B batch, L length, S slots of keys and values, H heads, K kv_heads,
-N head_dim. Inside the shard_map, L is the length of a device, and S that of the row.
+N head_dim. Inside the shard_map, L is the length of a device, and S the length of the row.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Layout(NamedTuple):
       queries: the spec of the queries, and of the result.
       keys: the spec of keys and values.
       repeats: how often each kv_head is repeated before it is divided.
-      sliced: the axes along which devices have the same kv_heads and take those of their own heads.
+      sliced: the axes along which devices have the same kv_heads, of which each takes its own.
     """
 
     queries: PartitionSpec
@@ -75,7 +75,7 @@ def length_axes(q_BLHN: jax.Array) -> tuple[str, ...]:
 def find_layout(q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> Layout | None:
     """Returns the layout that the logical axis rules give, or None if it needs padding.
 
-    If the axes of 'kv_heads' are not those of 'heads', each device takes the kv_heads of its own
+    If the axes of 'kv_heads' and 'heads' differ, each device takes the kv_heads of its own
     heads, or if its heads are not whole groups, kv_heads are repeated.
 
     Args:
@@ -122,7 +122,7 @@ def attend_on_each_device(
 
     Returns:
       The results of all devices. Without a mesh, and inside a `jax.shard_map` over all axes, the
-      arguments are those of one device.
+      arguments belong to one device.
     """
     layout = find_layout(q_BLHN.shape, k_BSKN.shape)
     assert layout is not None

@@ -1,7 +1,7 @@
 """Attention of some queries of a row over some of its keys, as a part of a sum over all keys.
 
-Each part comes with the logarithm of the sum of its weights, so that parts can be added. For the
-gradients of a part, that of all keys is given.
+Each part comes with the logarithm of the sum of its weights, so that parts can be added. The
+gradients of a part are computed from the logarithm of the sum over all keys.
 
 Suffixes of array names: B batch, L length, S slots of keys and values, H heads, K kv_heads,
 G heads of one kv_head, N head_dim.

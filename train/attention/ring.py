@@ -212,7 +212,7 @@ def _backward(ring: Ring, kept: Any, gradients: Halves) -> Any:
     q, k, v, segments_BS, local, attended, log_sums = kept
 
     def add(sums: Any, step: Any, k: Halves, v: Halves) -> Any:
-        """Adds the gradients of queries, and those of the keys and values of one step."""
+        """Adds the gradients of queries, and of the keys and values of one step."""
         dq, (dk, dv) = list(sums[0]), (list(x) for x in sums[1])
         for i, query in enumerate(ring.zigzag.numbers()):
             for j, key in enumerate(ring.key_numbers(step)):

@@ -80,7 +80,7 @@ class AttentionSettings:
         times the number of keys is at least its square.
       block_queries: the largest number of queries of a block of 'blockwise'.
       block_keys: the largest number of keys of a block of 'blockwise'.
-      splash_blocks: the block sizes of 'splash'. None are those of the chip.
+      splash_blocks: the block sizes of 'splash'. By default, they suit the chip.
       context: how devices that share rows exchange keys and values: 'gather' gives all keys of a
         row to each of them; 'ring' passes them around, so that no device holds them all. A ring
         computes by 'splash', or all scores of its parts at once ('dot').

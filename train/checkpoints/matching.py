@@ -27,7 +27,7 @@ class Difference(NamedTuple):
     """An array of a checkpoint that is not the same in a run.
 
     Attributes:
-      name: its name, or that of the run's array if the settings rename it.
+      name: its name, or the name of the run's array if the settings rename it.
       kind: what differs. An array is 'missing' in the checkpoint, or 'extra' in it.
       stored: its shape and dtype in the checkpoint, or why it is not there.
       wanted: its shape and dtype in the run, or 'absent'.

@@ -59,7 +59,7 @@ class Preflight:
 
     @property
     def read_amplification(self) -> float:
-        """The bytes that all processes read, divided by those of the arrays."""
+        """The bytes that all processes read, divided by the bytes of the arrays."""
         return sum(self.process_bytes) / self.num_bytes if self.num_bytes else 1.0
 
     def check(self) -> None:

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one of the commands.
 
     Args:
-      arguments: the name of the command and its arguments, by default those of this process.
+      arguments: the name of the command and its arguments, by default from this process.
 
     Returns:
       The exit status: 0, 1 if plans differ, 2 after an error, 75 after SIGTERM or SIGHUP, or 130

@@ -110,7 +110,7 @@ class CommandParser(OneLineParser):
 
 
 def configure(options: argparse.Namespace, files: Sequence[str]) -> None:
-    """Finds the devices, and loads gin files, followed by those of the flags."""
+    """Finds the devices, and loads gin files, and after them the gin files of the flags."""
     # These import jax, so they wait until the flags have been checked.
     from train.gin.load import load_config
     from train.machine import devices as machine

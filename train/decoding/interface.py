@@ -78,12 +78,12 @@ def tile_cache(cache: Cache, axes: Any, num_decodes: int) -> Cache:
 
 
 def select_beams(cache: Cache, axes: Any, beams_BK: jax.Array) -> Cache:
-    """Makes the cache of new beams from that of the beams that they continue.
+    """Makes the cache of new beams from the cache of the beams that they continue.
 
     Args:
       cache: arrays with batch * beams rows.
       axes: their row dimensions.
-      beams_BK: for each new beam, the index of the old beam among those of the row.
+      beams_BK: for each new beam, the index of the old beam in the row.
     """
     batch, num_beams = beams_BK.shape
 

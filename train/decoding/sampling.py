@@ -80,7 +80,7 @@ def sample(
       max_new_tokens: the largest number of tokens after the prompt; by default, up to the length.
       rescale_log_probs: whether scores are log-probabilities under the distribution that is sampled
         from, after temperature, `top_k` and `top_p`. Then greedy sequences have the score 0. If
-        False, they are those of the model.
+        False, they are the log-probabilities of the model.
       process_logits: changes the logits before each choice.
       process_state: changes the state before each step.
 

@@ -50,9 +50,9 @@ class DecodedText:
       task: the task, by default the one that the run trains on. The tasks of a mixture are
         evaluated one by one.
       every: the number of steps between evaluations. 0 evaluates only at the end.
-      metrics: the metrics, by default those of each task.
+      metrics: the metrics, by default the metrics of each task.
       num_examples: the number of examples of each task. None evaluates all.
-      batch_size: the number of rows in a batch, by default that of the training.
+      batch_size: the number of rows in a batch, by default as in the training.
       sequence_length: the numbers of input and target tokens. By default, no text is cut.
       write_n_results: the number of examples that are written. None writes all, 0 none.
     """

@@ -44,8 +44,8 @@ class HeldOut:
       every: the number of steps between evaluations. 0 evaluates only at the end.
       limit: the number of held-out tokens (of text) or rows to evaluate. None evaluates all.
       num_batches: the number of batches to evaluate. None evaluates all.
-      batch_size: the number of rows in a batch, by default that of the training.
-      sequence_length: the number of tokens in a row, by default that of the training. With it, rows
+      batch_size: the number of rows in a batch, by default as in the training.
+      sequence_length: the number of tokens in a row, by default as in the training. With it, rows
         may also be packed differently from the training rows.
     """
 

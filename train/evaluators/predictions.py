@@ -53,8 +53,8 @@ class PredictionFiles:
         all decodes, `prediction` is a list, the best one last.
       task: the task, by default the one that the run trains on. Each task of a mixture has a file.
       every: the number of steps between predictions. 0 predicts only at the end.
-      batch_size: the number of rows in a batch, by default that of the training.
-      sequence_length: the numbers of input and target tokens. By default, those of the run.
+      batch_size: the number of rows in a batch, by default as in the training.
+      sequence_length: the numbers of input and target tokens. By default, as in the run.
       output_dir: the folder of the files, by default `<model_dir>/predictions/<step>`. It must be
         on storage that all hosts share.
       shard_index: which share of the examples is predicted: those with the numbers `shard_index`,

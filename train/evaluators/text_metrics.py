@@ -27,7 +27,7 @@ def exact_match(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str,
 
 
 def sequence_accuracy(targets: Sequence[Any], predictions: Sequence[Any]) -> dict[str, float]:
-    """The percentage of predictions whose tokens all equal those of their target."""
+    """The percentage of predictions whose tokens all equal the tokens of their target."""
     pairs = _paired(targets, predictions)
     return {'sequence_accuracy': _percent(np.array_equal(t, p) for t, p in pairs)}
 

@@ -56,7 +56,7 @@ class Statement:
       parsed: gin's own statement: a binding, an import, or the head of a block. The value of a
         binding contains instances of `Reference`.
       parsed_references: all references that gin's parser has seen, also those that a later entry
-        of the same dictionary replaces. The head of a block has those of the whole block.
+        of the same dictionary replaces. The head of a block has the references of the whole block.
     """
 
     place: str

@@ -17,7 +17,7 @@ _allowed: list[str] = []
 
 
 def remember(statements: Sequence[Statement]) -> None:
-    """Notes the places of the statements of a configuration, instead of those of an earlier one."""
+    """Notes the places of the statements of a configuration, and forgets an earlier one."""
     _settings.clear()
     _macros.clear()
     for statement in statements:
@@ -29,7 +29,7 @@ def remember(statements: Sequence[Statement]) -> None:
 
 
 def allow_packages(packages: Sequence[str]) -> None:
-    """Notes the packages that the user allows, instead of those of an earlier configuration."""
+    """Notes the packages that the user allows, and forgets an earlier configuration."""
     _allowed[:] = packages
 
 

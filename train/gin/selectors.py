@@ -42,7 +42,7 @@ class Resolver:
     """Finds the configurable that each name stands for, in the order of the statements.
 
     In a file with dynamic registration, the first part of a name is an import of the file. All
-    other names are those of registered configurables, or end the full name of a configurable that
+    other names are registered configurables, or end the full name of a configurable that
     an earlier file has named, or begin with a name that an earlier file has imported.
 
     Args:

@@ -23,7 +23,7 @@ PACKED_ARGUMENTS = {'positions_BL': 'decoder_positions', 'segments_BL': 'decoder
 class NextToken(TokenLoss):
     """Minimizes the cross-entropy of the next token, in nats per target.
 
-    The attributes are those of `TokenLoss`. The model maps tokens [batch, length] to logits [batch,
+    It has the attributes of `TokenLoss`. The model maps tokens [batch, length] to logits [batch,
     length, vocab]. To train on packed documents, it also takes `positions_BL` and `segments_BL`.
     """
 
@@ -44,7 +44,7 @@ PREFIX = 'decoder_causal_attention'
 class EncoderDecoder(TokenLoss):
     """Minimizes the cross-entropy of targets, given inputs that an encoder reads.
 
-    The attributes are those of `TokenLoss`. The model is called like `train.models.t5.T5`, with
+    It has the attributes of `TokenLoss`. The model is called like `train.models.t5.T5`, with
     the arrays of the batch that `encoder_decoder` rows have, by name.
     """
 
@@ -64,7 +64,7 @@ class PrefixLanguageModel(TokenLoss):
     """Minimizes the cross-entropy of targets, given inputs before them in the same row.
 
     The model is called like `train.models.t5.DecoderOnly`, with the arrays of the batch that
-    `decoder_only` rows have, by name. The other attributes are those of `TokenLoss`.
+    `decoder_only` rows have, by name. `TokenLoss` describes the other attributes.
 
     Attributes:
       bidirectional_prefix: whether the inputs see each other in both directions.

@@ -173,7 +173,7 @@ def differentiate_chunks(
       targets_BL: the targets.
       log_z_BL: the logarithms of the normalizers over the whole vocabulary.
       logits_BLV: what `score_chunks` has kept, or None.
-      cotangents: those of the scores.
+      cotangents: the cotangents of the scores.
       first_token: the token of the first column.
       reduce: reduces the gradient of a chunk of the weights over devices, [embed, chunk] to [part
         of embed, chunk].

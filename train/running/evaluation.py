@@ -29,7 +29,7 @@ def evaluate(
     """Runs the evaluators of a run on a checkpoint. It restores no optimizer state.
 
     Args:
-      config: the settings of the run. The mesh may differ from that of the training.
+      config: the settings of the run. The mesh may differ from the mesh of the training.
       restore: the checkpoint, by default the newest one of the run.
       output_dir: the folder for the scores, which are written to `<output_dir>/<step>`. By default,
         they are only printed and returned.

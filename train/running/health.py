@@ -47,7 +47,7 @@ def describe_not_finite(
 
 def _zero_if_finite(tree: Any) -> jax.Array:
     """Returns 0 if all floating-point values of a tree are finite, and NaN otherwise."""
-    # The products are 0 or NaN. The compiler merges their sums with those of the norms into one
+    # The products are 0 or NaN. The compiler merges their sums and the sums of the norms into one
     # collective, which it could not do with a logical operation.
     leaves = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
     return sum((jnp.sum(x * 0, dtype=jnp.float32) for x in leaves), jnp.float32(0))
@@ -149,8 +149,8 @@ class Health:
         self._gone_back_to = [newest] * (times + 1)
         return (
             f'{bad}: going back to step {newest}, and on with the batch of step {bad.step + 1}; '
-            f'those of steps {newest + 1} to {bad.step} are passed over (roll-back {times + 1} of '
-            f'at most {self._max_roll_backs} to this checkpoint)'
+            f'the batches of steps {newest + 1} to {bad.step} are left out '
+            f'(roll-back {times + 1} of at most {self._max_roll_backs} to this checkpoint)'
         )
 
     def _explain(self, bad: NotFinite, newest: int | None, last_step: int, times: int) -> str:

@@ -51,7 +51,7 @@ def find_due(
       saved: its checkpoints.
       step: the step.
       stopping: whether a signal ends the run after it. The state is then saved as well, but what is
-        written stays the same, so that the metrics of a resumed run are those of any other.
+        written stays the same, so that a resumed run has the metrics of a run without signals.
     """
     last = step == run.config.total_steps
     due = {name: e for name, e in evaluators.items() if is_due(e, step, run.config.total_steps)}

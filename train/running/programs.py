@@ -33,7 +33,7 @@ class Programs(NamedTuple):
       train_step: the function (state, batch) -> (state, metrics).
       init: the function that makes the state from a random key, or None if it will be restored.
       flops: the FLOPs of the model in one step, or None if the peak of the devices is not known.
-        They are three times those of the forward pass, so recomputation does not count.
+        The forward pass is counted three times, so recomputation does not count.
     """
 
     train_step: CompiledPartitionedCallable
@@ -45,7 +45,8 @@ class Compilation:
     """A context in which the programs of a run are compiled while its body does something else.
 
     The programs are traced first, in this thread. Then only the compiler works in other threads.
-    At the end of the context, its errors come before those of the body, as if it had run first.
+    At the end of the context, errors of the compiler come before errors of the body, as if the
+    compiler had run first.
 
     Attributes:
       programs: the compiled programs, after the end of the context.

@@ -45,7 +45,7 @@ class Start(NamedTuple):
 
 
 def find_start(run: Run, saved: Checkpoints) -> Start:
-    """Finds the start of a run: its own newest checkpoint, that of another run, or step 0.
+    """Finds the start of a run: its own newest checkpoint, another run's checkpoint, or step 0.
 
     Raises:
       ConfigError: if the checkpoint cannot be continued with the data or the steps of the run, or
@@ -75,7 +75,7 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
 
 
 def _compare_with_run(run: Run, saved: Checkpoints, start: Start) -> Start:
-    """Compares the arrays of a checkpoint with those of the run. A damaged one is skipped.
+    """Compares the arrays of a checkpoint with the arrays of the run. Skips damaged checkpoints.
 
     Raises:
       ConfigError: if they differ, and the settings do not say what to do about it.

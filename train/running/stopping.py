@@ -95,7 +95,7 @@ class StopConditions:
         Process 0 decides, because metrics that users compute may differ between processes.
 
         Raises:
-          ConfigError: if a metric is missing among those of the same evaluator.
+          ConfigError: if the evaluator of a metric has run and does not report the metric.
           FloatingPointError: if a metric must be finite and is not.
         """
         reasons = []
