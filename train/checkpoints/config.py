@@ -122,8 +122,8 @@ class RestoreConfig:
       initialize_missing: whether an array that is not in the checkpoint is initialized as in a new
         run; otherwise it is an error.
       dtype: the dtype of the parameters, such as 'bfloat16'. Without it, arrays whose dtype differs
-        from the dtype in the run are an error; with it, floating-point arrays are converted. It must
-        be the dtype in which a run trains; an evaluation can use any.
+        from the dtype in the run are an error; with it, floating-point arrays are converted. It
+        must be the dtype in which a run trains; an evaluation can use any.
       parameters_only: whether only the step, the parameters and the other variables of the model
         are restored. The optimizer state is new, and the step counts on. To begin at step 0, leave
         it out with `renames`, ('step', None), and set `initialize_missing`.
