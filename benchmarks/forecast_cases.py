@@ -42,7 +42,7 @@ MOST_SECONDS, MOST_BYTES = 90, 3e9
 def measure(case: Case) -> dict[str, Any]:
     """Forecasts a case, and returns its figures and the text of its JSON without times."""
     from meshwright import forecast
-    from meshwright.report.forecast_tables import wire_bytes
+    from meshwright.report.figures import sent_by_label, sum_exchanges
     from train.gin.entry import find_config
     from train.gin.load import load_config
     from train.planning.forecasts import plan_step
@@ -64,10 +64,7 @@ def measure(case: Case) -> dict[str, Any]:
             [array.array, array.nbytes, array.source.removeprefix(f'{ROOT}/')]
             for array, _ in memory.buffers[:5]
         ],
-        'wire': {
-            f'{kind} over {axes} ({network})': sum(sizes)
-            for (network, axes, kind), sizes in sorted(wire_bytes(made).items())
-        },
+        'wire': dict(sorted(sent_by_label(made, sum_exchanges(made)).items())),
         'model_flops': made.model_flops,
         'program_flops': made.program_flops,
         'time': made.time.seconds if made.time else None,

@@ -30,9 +30,6 @@ from meshwright.program.peak_memory import (
     LiveArray as LiveArray,
     PeakMemory as PeakMemory,
 )
-from meshwright.report.forecast_tables import (
-    forecast_table as forecast_table,
-)
 from meshwright.report.forecasts import (
     Compilation as Compilation,
     Forecast as Forecast,
@@ -43,4 +40,7 @@ from meshwright.report.forecasts import (
 from meshwright.report.page import (
     render_page as render_page,
     write_page as write_page,
+)
+from meshwright.report.terminal import (
+    forecast_table as forecast_table,
 )

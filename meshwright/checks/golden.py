@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -147,7 +147,7 @@ def _files(forecasts: Sequence[Forecast], folder: Path, name: str | None) -> dic
     return files
 
 
-def _read(file: Path) -> Mapping[str, Any]:
+def _read(file: Path) -> Golden:
     try:
         return golden_from_text(file.read_text(encoding='utf-8'))
     except ValueError as error:
@@ -161,6 +161,6 @@ def _section(made: Forecast, file: Path, lines: Sequence[str]) -> str:
 
 
 def _compiler_lines(before: Golden, now: Golden) -> list[str]:
-    if before['compiler'] == now['compiler']:
+    if before.compiler == now.compiler:
         return []
-    return [f'compiler: {before["compiler"]} -> {now["compiler"]}, which may be the reason']
+    return [f'compiler: {before.compiler} -> {now.compiler}, which may be the reason']

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ from meshwright.calls.target import BackEnd as BackEnd
 from meshwright.causes import Cause
 from meshwright.program.collectives import Collective
 from meshwright.program.peak_memory import LiveArray
-from meshwright.report.plain_values import from_plain, to_plain
+from meshwright.report.plain_values import from_plain, read_object, to_lines, to_plain
 from meshwright.time import StepTime
 from meshwright.time.work import Origin
 from partitioning.amounts import bytes_str
@@ -19,11 +18,10 @@ from partitioning.hardware import Chip
 from partitioning.mesh import AxisRing, Placement
 from partitioning.plan import PlanRow
 from partitioning.plan.plan_file import row_from_json, row_to_json
-from partitioning.untrusted_text import parse_json
 
 FORMAT = 'meshwright forecast 1'
 # What the JSON of a forecast has in addition to its fields.
-_DERIVED = ('format', 'fits', 'mfu')
+_DERIVED = ('fits', 'mfu')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,7 +196,7 @@ class Forecast:
 
         Two forecasts of one program differ only in "compilation".
         """
-        return _to_lines(self.as_dict())
+        return to_lines(self.as_dict())
 
     @classmethod
     def from_json(cls, text: str) -> Forecast:
@@ -207,25 +205,8 @@ class Forecast:
         Raises:
           ValueError: if the text is not a forecast.
         """
-        try:
-            held = parse_json(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f'the file is not JSON: {error}') from error
-        if not isinstance(held, dict) or held.get('format') != FORMAT:
-            found = held.get('format') if isinstance(held, dict) else held
-            raise ValueError(f'the file must have "format": "{FORMAT}", not {found!r}')
+        held = read_object(text, FORMAT)
         fields = {k: v for k, v in held.items() if k not in (*_DERIVED, 'arrays')}
         made = from_plain(cls, fields, 'forecast')
         rows = tuple(row_from_json(row, made.mesh) for row in held.get('arrays', ()))
         return dataclasses.replace(made, arrays=rows)
-
-
-def _to_lines(held: Mapping[str, Any]) -> str:
-    """JSON in which each entry of the object, and each object in a list in it, has its own line."""
-    lines = []
-    for key, value in held.items():
-        text = json.dumps(value)
-        if isinstance(value, list) and value:
-            text = '[\n' + ',\n'.join(f'  {json.dumps(x)}' for x in value) + '\n ]'
-        lines.append(f' {json.dumps(key)}: {text}')
-    return '{\n' + ',\n'.join(lines) + '\n}\n'

@@ -1,15 +1,21 @@
-"""Frozen dataclasses as values that JSON can hold, and back."""
+"""Frozen dataclasses as JSON, and back.
+
+to_plain(Tolerances(peak=0.02))      {'peak': 0.02, 'wire': 0.01, 'count': 0.0}
+from_plain(Tolerances, {'peak': 1})  Tolerances(peak=1)
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from partitioning.hardware import CHIPS, Chip
+from partitioning.untrusted_text import parse_json
 
 _Value = TypeVar('_Value')
 # Fields that only the process uses that made them: the changes that blame may try.
@@ -79,6 +85,33 @@ def from_plain(kind: Any, value: Any, path: str) -> Any:
     accepted = (int, float) if kind is float else kind
     is_kind = isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
     return _checked(value, lambda x: is_kind, f'of type {kind.__name__}', path)
+
+
+def to_lines(held: Mapping[str, Any]) -> str:
+    """JSON in which each entry of the object, and each entry of a list in it, has its own line."""
+    lines = []
+    for key, value in held.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value:
+            text = '[\n' + ',\n'.join(f'  {json.dumps(x)}' for x in value) + '\n ]'
+        lines.append(f' {json.dumps(key)}: {text}')
+    return '{\n' + ',\n'.join(lines) + '\n}\n'
+
+
+def read_object(text: str, expected: str) -> dict[str, Any]:
+    """The entries of a JSON object whose "format" is the expected one, without this entry.
+
+    Raises:
+      ValueError: if the text is not such an object.
+    """
+    try:
+        held = parse_json(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f'the file is not JSON: {error}') from error
+    found = held.get('format') if isinstance(held, dict) else held
+    if found != expected:
+        raise ValueError(f'the file must have "format": "{expected}", not {found!r}')
+    return {key: value for key, value in held.items() if key != 'format'}
 
 
 def _object(kind: Any, value: Any, path: str) -> Any:

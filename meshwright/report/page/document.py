@@ -9,13 +9,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from meshwright.report.figures import machine_name
 from meshwright.report.forecasts import Forecast
 from meshwright.report.page.array_section import show_arrays, show_buffers, show_replicated
 from meshwright.report.page.exchange_section import show_exchanges
 from meshwright.report.page.markup import Html, tag
 from meshwright.report.page.memory_section import show_memory
 from meshwright.report.page.mesh_section import show_machine
-from meshwright.report.page.overview import comparison, machine_name, tiles, verdict
+from meshwright.report.page.overview import comparison, tiles, verdict
 from meshwright.report.page.time_section import show_time
 from partitioning.amounts import bytes_str, seconds_str
 from partitioning.rules import describe_axes

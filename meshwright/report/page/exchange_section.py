@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from meshwright.causes import Cause
 from meshwright.program.collectives import Collective
+from meshwright.report.figures import SENT, figure_of, network_name, sum_exchanges
 from meshwright.report.forecasts import Forecast
 from meshwright.report.page.bars import Part, color_of, legend, stacked_bar
 from meshwright.report.page.cause_lines import cause_markup
@@ -22,12 +23,6 @@ _COLUMNS = (
     Column(key='overlap', title='overlap'),
     Column(key='cause', title='where it comes from', wide=True),
 )
-# The names of the fast and the slow network of a TPU and of other machines.
-_NETWORKS = {
-    'tpu': {'ici': 'ICI', 'dcn': 'DCN'},
-    'gpu': {'ici': 'NVLink', 'dcn': 'network'},
-}
-
 _SMALL = 0.001  # smaller shares of the largest axis have no bar
 
 _Exchange = tuple[Collective, Cause | None]
@@ -46,46 +41,42 @@ def show_exchanges(forecast: Forecast, name: str) -> Html:
         words = 'Devices exchange nothing.' if known else 'Not known: nothing was compiled.'
         nothing = tag('p', words, class_='none')
         return tag('section', heading, nothing, class_='exchanges')
-    total = sum(collective.total_bytes for collective, _ in forecast.collectives)
+    total = figure_of(forecast, SENT, 'all').text
     caption = 'collectives, with the bytes that a device sends in one call'
     rows = [_row(forecast, group) for group in _alike(forecast.collectives)]
     return tag(
         'section',
         heading,
-        tag('p', f'Each device sends {bytes_str(total)} per call.', class_='words'),
+        tag('p', f'Each device sends {total} per call.', class_='words'),
         _by_axis(forecast),
         sortable_table(name, caption, _COLUMNS, rows),
         class_='exchanges',
     )
 
 
-def network_name(forecast: Forecast, network: str) -> str:
-    """The name of a network of the machine: 'ICI', 'DCN', 'NVLink' or 'network'."""
-    platform = 'tpu' if forecast.chip is None else forecast.chip.platform
-    return _NETWORKS[platform].get(network, network)
-
-
 def _by_axis(forecast: Forecast) -> Html:
     totals: dict[tuple[str, str], dict[str, float]] = {}
-    for c, _ in forecast.collectives:
-        sent = totals.setdefault((c.network, _axes(c)), collections.defaultdict(float))
-        sent[c.kind] += c.total_bytes
-    kinds = sorted({kind for held in totals.values() for kind in held})
+    exchanges = sum_exchanges(forecast)
+    for sent in exchanges:
+        key = (network_name(forecast, sent.network, sent.axes), _axes(sent.axes))
+        held = totals.setdefault(key, {})
+        held[sent.kind] = held.get(sent.kind, 0) + sent.nbytes
+    kinds = sorted({sent.kind for sent in exchanges})
     most = max(sum(held.values()) for held in totals.values()) or 1.0
     drawn: list[Html] = []
     small = []
     for (network, axes), held in sorted(totals.items(), key=lambda t: -sum(t[1].values())):
+        figure = bytes_str(sum(held.values()))
         if sum(held.values()) < _SMALL * most:
-            small.append(f'{axes} {bytes_str(sum(held.values()))}')
+            small.append(f'{axes} {figure}')
             continue
         parts = [
             Part(name=kind, size=held[kind], figure=bytes_str(held[kind]), color=color_of(number))
             for number, kind in enumerate(kinds)
             if kind in held
         ]
-        figure = bytes_str(sum(held.values()))
         drawn += [
-            tag('h4', axes, tag('small', f' {network_name(forecast, network)}, {figure}')),
+            tag('h4', axes, tag('small', f' {network}, {figure}')),
             stacked_bar(parts, most, f'{figure} over {axes}'),
             legend(parts),
         ]
@@ -108,12 +99,14 @@ def _row(forecast: Forecast, group: Sequence[_Exchange]) -> list[Cell]:
     sent = sum(c.total_bytes for c, _ in group)
     times = sum(c.count for c, _ in group)
     arrays = ', '.join(dict.fromkeys(array for c, _ in group for array in c.arrays))
-    network = network_name(forecast, collective.network)
+    network = network_name(forecast, collective.network, collective.axes)
     within = f'{network}, {collective.group_size} each'
     hidden = 'asynchronous' if collective.asynchronous else 'synchronous'
+    if forecast.back_end == 'none':
+        hidden = '-'  # only a compiler decides it
     return [
         Cell(content=[tag('b', collective.kind), tag('small', _shortened(arrays), class_='code')]),
-        Cell(content=[_axes(collective), tag('small', within, class_='short')]),
+        Cell(content=[_axes(collective.axes), tag('small', within, class_='short')]),
         Cell(content=bytes_str(sent), value=sent),
         Cell(content=f'{times:,}', value=times),
         Cell(content=hidden),
@@ -125,5 +118,5 @@ def _shortened(text: str, most: int = 120) -> str:
     return text if len(text) <= most else f'{text[: most - 1]}…'
 
 
-def _axes(collective: Collective) -> str:
-    return ' x '.join(collective.axes) or 'unnamed axes'
+def _axes(axes: Sequence[str]) -> str:
+    return ' x '.join(axes) or 'unnamed axes'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.report.figures import verdict
 from meshwright.report.forecasts import Forecast, MemoryForecast
 from meshwright.report.page.bars import Part, legend, lens, mark, stacked_bar
 from meshwright.report.page.html_tables import plain_table
@@ -42,7 +43,7 @@ def _changes(forecast: Forecast) -> Html:
         (
             tag('code', change.setting),
             bytes_str(change.peak),
-            {True: 'fits', False: 'does not fit', None: 'limit not known'}[change.fits],
+            verdict(change.fits),
             'compiler' if change.peak_from == 'compiler' else 'formula',
         )
         for change in forecast.changes

@@ -1,4 +1,4 @@
-"""The lists below a table of forecasts: what is replicated, what is largest, and what helps."""
+"""Forecasts as plain text: one table with a column for each machine, and lists below it."""
 
 from __future__ import annotations
 
@@ -7,15 +7,62 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.causes import Cause
 from meshwright.program.collectives import Collective
+from meshwright.report.figures import MACHINE, heading, machine_name, source_name, table_rows
 from meshwright.report.forecasts import Forecast, Replicated
-from meshwright.time.work import Origin
 from partitioning.amounts import bytes_str
 
+WIDTH = 100  # columns of a terminal
+_LABEL = 30  # characters of the labels, and of the column of a machine, at least
+_LEAST = 20
+_GAP = 2
 _FEW = 5  # exchanges
 _LISTED = 8  # replicated arrays, buffers and warnings
 
 
-def lists_below(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
+def forecast_table(forecasts: Sequence[Forecast], *, width: int = WIDTH) -> str:
+    """Returns forecasts side by side, with what is replicated, what is largest, and notes below.
+
+    Args:
+      forecasts: the forecasts, usually of one function on several machines.
+      width: the characters of a line.
+    """
+    at_once = max(1, (width - _LABEL) // (_LEAST + _GAP))
+    blocks = []
+    for start in range(0, len(forecasts), at_once):
+        shown = forecasts[start : start + at_once]
+        blocks += ['\n'.join(_columns(shown, width)), *_lists_below(shown, width)]
+    return '\n\n'.join(blocks) + '\n'
+
+
+def _columns(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
+    lines = list(_lines(forecasts))
+    column = (width - _LABEL) // len(forecasts) - _GAP
+    column = min(column, max(_LEAST, *(len(cell) for _, cells in lines for cell in cells)))
+    labels = width - (column + _GAP) * len(forecasts)
+    labels = min(labels, max(_LABEL, *(len(label) for label, _ in lines)))
+    for label, cells in lines:
+        shown = (_shortened(cell, column).rjust(column) for cell in cells)
+        line = _shortened(label, labels).ljust(labels) + (' ' * _GAP).join(['', *shown])
+        yield line.rstrip()
+        if label and not label.startswith(' '):
+            yield '-' * (labels + (_GAP + column) * len(forecasts))
+
+
+def _lines(forecasts: Sequence[Forecast]) -> Iterator[tuple[str, list[str]]]:
+    """The labels and cells of the table; an empty line and a heading begin each section."""
+    section = ''
+    for row in table_rows(forecasts):
+        if row.section != section:
+            if section:
+                yield '', []
+            section = row.section
+            names = ', '.join(dict.fromkeys(f.function for f in forecasts))
+            title = names if section == MACHINE else section
+            yield title, [heading(section, forecast) for forecast in forecasts]
+        yield '  ' * row.depth + row.label, row.texts
+
+
+def _lists_below(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
     """The lists of each machine, in sections; those that are the same everywhere appear once."""
     made = [list(_sections(forecast)) for forecast in forecasts]
     for sections in zip(*made, strict=True):
@@ -32,9 +79,10 @@ def lists_below(forecasts: Sequence[Forecast], width: int) -> Iterator[str]:
 def _sections(forecast: Forecast) -> Iterator[tuple[str, list[str]]]:
     yield 'replicated', list(_replicated(forecast))
     yield 'largest exchanges', list(_exchanges(forecast))[:_FEW]
-    yield _buffer_title(forecast), list(_buffers(forecast))
+    origin = source_name(forecast.memory.buffers_from, forecast)
+    yield f'largest buffers ({origin})', list(_buffers(forecast))
     yield 'what would make it fit', list(_changes(forecast))
-    yield 'warnings of the compiler', [shortened(w, 300) for w in forecast.warnings]
+    yield 'warnings of the compiler', [_shortened(w, 300) for w in forecast.warnings]
     yield 'notes', list(forecast.notes)
 
 
@@ -70,7 +118,7 @@ def _replicated(forecast: Forecast) -> Iterator[str]:
 
 
 def _shortest(arrays: Sequence[Replicated]) -> str:
-    """The path that says most about arrays: that of a parameter, not of what follows it."""
+    """The shortest path, which is the path of a parameter and not of its optimizer state."""
     return min((array.path for array in arrays), key=lambda path: (path.count('/'), path))
 
 
@@ -100,15 +148,6 @@ def _exchange(collective: Collective, cause: Cause | None) -> str:
     return ', '.join(part for part in (named, operation, source) if part)
 
 
-def _buffer_title(forecast: Forecast) -> str:
-    return f'largest buffers ({origin_str(forecast.memory.buffers_from, forecast)})'
-
-
-def origin_str(origin: Origin, forecast: Forecast) -> str:
-    """Where a figure comes from: the name of the compiler, or 'by formula'."""
-    return forecast.back_end_version if origin == 'compiler' else 'by formula'
-
-
 def _buffers(forecast: Forecast) -> Iterator[str]:
     for array, cause in forecast.memory.buffers:
         several = f'{array.count} x ' if array.count > 1 else ''
@@ -124,15 +163,9 @@ def _changes(forecast: Forecast) -> Iterator[str]:
     for change in forecast.changes:
         fits = {True: 'fits', False: 'does not fit', None: ''}[change.fits]
         figure = f'{bytes_str(change.peak)}, {fits}' if fits else bytes_str(change.peak)
-        yield f'{change.setting}: {figure} ({origin_str(change.peak_from, forecast)})'
+        yield f'{change.setting}: {figure} ({source_name(change.peak_from, forecast)})'
 
 
-def machine_name(forecast: Forecast) -> str:
-    """The name of a machine, with the number of its slices: '2 x v5e:16x16'."""
-    slices = f'{forecast.num_slices} x ' if forecast.num_slices > 1 else ''
-    return slices + forecast.topology
-
-
-def shortened(text: str, width: int) -> str:
+def _shortened(text: str, width: int) -> str:
     """Returns a text in `width` characters; '…' stands for an end that was cut off."""
     return text if len(text) <= width else text[: width - 1] + '…'
