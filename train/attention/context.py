@@ -23,7 +23,7 @@ from partitioning.rules import free_axes
 from train.attention.layout import Layout, device_kind, find_layout, platform
 from train.attention.parts import PartSettings
 from train.attention.ring import Ring, Zigzag
-from train.attention.settings import AttentionSettings, default_splash_blocks
+from train.attention.settings import AttentionSettings, SplashBlocks, default_splash_blocks
 from train.attention.sight import Sight
 from train.attention.splash_parts import attend_by_splash_parts
 from train.errors import ConfigError
@@ -65,16 +65,7 @@ def attend_over_context(
     half = length // (2 * zigzag.devices)
     if layout.repeats > 1:
         k_BSKN, v_BSKN = (x.repeat(layout.repeats, axis=2) for x in (k_BSKN, v_BSKN))
-    by_splash = settings.kind == 'splash' or (settings.kind == 'auto' and platform() == 'tpu')
-    blocks = None
-    if by_splash and half % LANES == 0:
-        blocks = settings.splash_blocks or default_splash_blocks(device_kind())
-    if settings.kind == 'splash' and half % LANES:
-        raise ConfigError(
-            f"AttentionSettings.kind is 'splash', but each of {zigzag.devices} devices has two "
-            f'halves of {half} positions, which is not a multiple of {LANES}: use rows of another '
-            "length, or kind 'auto' or 'dot'"
-        )
+    blocks = _choose_blocks(settings, zigzag.devices, half)
 
     def attend_half(q_BLHN: Any, k_BSKN: Any, v_BSKN: Any, seen: Sight) -> jax.Array:
         arrays = (q_BLHN, k_BSKN, v_BSKN)
@@ -114,6 +105,24 @@ def attend_over_context(
         axis_names={*free_axes(jax.sharding.get_abstract_mesh())},
         check_vma=False,  # the kernels do not say over which axes their results vary
     )(*arguments)
+
+
+def _choose_blocks(settings: AttentionSettings, devices: int, half: int) -> SplashBlocks | None:
+    """The blocks of the kernel for TPUs, or None if another kind computes each half.
+
+    Raises:
+      ConfigError: if the settings require the kernel, which cannot compute halves of this length.
+    """
+    if settings.kind == 'splash' and half % LANES:
+        raise ConfigError(
+            f"AttentionSettings.kind is 'splash', but each of {devices} devices has two halves of "
+            f'{half} positions, which is not a multiple of {LANES}: use rows of another length, or '
+            "kind 'auto' or 'dot'"
+        )
+    by_splash = settings.kind == 'splash' or (settings.kind == 'auto' and platform() == 'tpu')
+    if not by_splash or half % LANES:
+        return None
+    return settings.splash_blocks or default_splash_blocks(device_kind())
 
 
 def _sight_of_half(

@@ -120,21 +120,32 @@ def beam_search(
             finished_BKT=_take(sequences, finished_BK),
         )
 
-    first_live = jnp.where(jnp.arange(beams) == beams - 1, 0.0, NEGATIVE)
-    live_BKT = tile(given_BT, beams).reshape(batch, beams, length + 2)
-    state = _BeamState(
-        index_B=first_index(prompts_BT, start_index_B),
-        live_log_probs_BK=jnp.broadcast_to(first_live, (batch, beams)),
-        live_BKT=live_BKT,
-        cache=tile_cache(cache, cache_axes, beams),
-        finished_scores_BK=jnp.full((batch, beams), NEGATIVE, jnp.float32),
-        finished_BKT=jnp.zeros_like(live_BKT),
+    first = _first_state(
+        given_BT,
+        first_index(prompts_BT, start_index_B),
+        tile_cache(cache, cache_axes, beams),
+        beams,
     )
-    state = jax.lax.while_loop(is_searching, step, state)
+    state = jax.lax.while_loop(is_searching, step, first)
     any_finished_B1 = state.finished_scores_BK[:, -1:] > NEGATIVE
     return Decoded(
         jnp.where(any_finished_B1[:, :, None], state.finished_BKT, state.live_BKT)[:, :, 1:-1],
         jnp.where(any_finished_B1, state.finished_scores_BK, state.live_log_probs_BK),
+    )
+
+
+def _first_state(given_BT: jax.Array, index_B: jax.Array, cache: Cache, beams: int) -> _BeamState:
+    """All beams of a row hold its prompt, and one of them is live: so they become different."""
+    batch, places = given_BT.shape
+    first_live = jnp.where(jnp.arange(beams) == beams - 1, 0.0, NEGATIVE)
+    live_BKT = tile(given_BT, beams).reshape(batch, beams, places)
+    return _BeamState(
+        index_B=index_B,
+        live_log_probs_BK=jnp.broadcast_to(first_live, (batch, beams)),
+        live_BKT=live_BKT,
+        cache=cache,
+        finished_scores_BK=jnp.full((batch, beams), NEGATIVE, jnp.float32),
+        finished_BKT=jnp.zeros_like(live_BKT),
     )
 
 

@@ -92,7 +92,7 @@ def sample(
     """
     check_sampling(temperature, top_k, top_p)
     check_counts(num_decodes=num_decodes)
-    (batch, length), tiled = prompts_BT.shape, lambda x: tile(x, num_decodes)
+    length, tiled = prompts_BT.shape[1], lambda x: tile(x, num_decodes)
     given_BT = first_sequences(prompts_BT, start_index_B)
     start_B = first_index(prompts_BT, start_index_B)
     last_N = tiled(_last_index(given_BT, start_B, start_index_B is not None, max_new_tokens))
@@ -134,19 +134,31 @@ def sample(
             rng=rng,
         )
 
-    state = SamplingState(
+    first = _first_state(given_NT, tiled(start_B), tile_cache(cache, cache_axes, num_decodes), key)
+    last = jax.lax.while_loop(lambda state: jnp.any(is_open(state)), step, first)
+    return _sort_by_score(last, num_decodes)
+
+
+def _first_state(
+    given_NT: jax.Array, start_N: jax.Array, cache: Cache, key: jax.Array | None
+) -> SamplingState:
+    return SamplingState(
         step=jnp.int32(0),
-        cur_index=tiled(start_B),
-        cur_token=at(given_NT, tiled(start_B)),
+        cur_index=start_N,
+        cur_token=at(given_NT, start_N),
         sequences=given_NT,
-        cache=tile_cache(cache, cache_axes, num_decodes),
-        ended=jnp.zeros(batch * num_decodes, bool),
-        log_prob=jnp.zeros(batch * num_decodes, jnp.float32),
+        cache=cache,
+        ended=jnp.zeros(len(given_NT), bool),
+        log_prob=jnp.zeros(len(given_NT), jnp.float32),
         rng=jax.random.PRNGKey(0) if key is None else key,
     )
-    state = jax.lax.while_loop(lambda state: jnp.any(is_open(state)), step, state)
-    tokens_BKT = state.sequences[:, 1:].reshape(batch, num_decodes, length)
-    scores_BK = state.log_prob.reshape(batch, num_decodes)
+
+
+def _sort_by_score(state: SamplingState, num_decodes: int) -> Decoded:
+    """The sequences of each row in the order of their scores, the best one last."""
+    places = state.sequences.shape[1]
+    tokens_BKT = state.sequences[:, 1:].reshape(-1, num_decodes, places - 1)
+    scores_BK = state.log_prob.reshape(-1, num_decodes)
     order_BK = jnp.argsort(scores_BK, axis=1)
     return Decoded(
         jnp.take_along_axis(tokens_BKT, order_BK[:, :, None], axis=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,19 +76,8 @@ def make_train_step(
             grads, (_, sums, variables) = gradients(state.params, batch, rng, variables)
         else:
             parts = jax.tree.map(lambda x: _split_batch(x, num_microbatches, data_spec), batch)
-
-            def add(carry: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
-                (grads, sums), variables = carry
-                key = jax.random.fold_in(rng, part[1])
-                new, (_, new_sums, changed) = gradients(state.params, part[0], key, variables)
-                # Each device sums shards, laid out like the optimizer's state, which they go to.
-                return (jax.tree.map(jnp.add, (grads, sums), (new, new_sums)), changed), None
-
-            first = jax.tree.map(lambda x: x[0], parts)
-            shapes = jax.eval_shape(gradients, state.params, first, rng, variables)
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0], shapes[1].sums))
-            ((grads, sums), variables), _ = jax.lax.scan(
-                add, (zeros, variables), (parts, jnp.arange(num_microbatches))
+            grads, sums, variables = _sum_over_microbatches(
+                functools.partial(gradients, state.params), parts, rng, variables
             )
             divisor = objective.divisor(sums, batch)
             grads = jax.tree.map(lambda g: (g / divisor).astype(gradient_dtype), grads)
@@ -112,6 +102,33 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def _sum_over_microbatches(
+    gradients: Callable[..., tuple[Any, Loss]], parts: Batch, rng: jax.Array, variables: Any
+) -> tuple[Any, Any, Any]:
+    """The sums of the gradients and of the metrics, and the variables after the last part.
+
+    Args:
+      gradients: the function (part, key, variables) -> (gradients, loss).
+      parts: the batch, with the number of the part as its first dimension.
+      rng: part n uses fold_in(rng, n).
+      variables: the variables of the model before the first part.
+    """
+
+    def add(carry: Any, part: tuple[Batch, jax.Array]) -> tuple[Any, None]:
+        (grads, sums), variables = carry
+        key = jax.random.fold_in(rng, part[1])
+        new, (_, new_sums, changed) = gradients(part[0], key, variables)
+        # Each device sums shards, laid out like the optimizer's state, which receives them.
+        return (jax.tree.map(jnp.add, (grads, sums), (new, new_sums)), changed), None
+
+    first = jax.tree.map(lambda x: x[0], parts)
+    shapes = jax.eval_shape(gradients, first, rng, variables)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (shapes[0], shapes[1].sums))
+    numbers = jnp.arange(len(jax.tree.leaves(parts)[0]))
+    ((grads, sums), variables), _ = jax.lax.scan(add, (zeros, variables), (parts, numbers))
+    return grads, sums, variables
 
 
 def per_parameter_metrics(before: Any, grads: Any, after: Any) -> Metrics:

@@ -122,7 +122,6 @@ def _run_on_stage(
     count, repeats, visits = stages.count, stages.pipeline.repeats, stages.visits
     stage = jax.lax.axis_index(stages.axis)
     weights = jax.tree.map(lambda x: x[0].reshape(repeats, stages.layers, *x.shape[2:]), weights)
-    left = [(s + 1, s) for s in range(count - 1)]
     right = [(s, (s + 1) % count) for s in range(count if repeats > 1 else count - 1)]
 
     def divide(visit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -144,28 +143,17 @@ def _run_on_stage(
         # The backward pass chooses the weights of each visit again. They would be kept otherwise.
         run_visit = jax.checkpoint(run_visit, prevent_cse=False, policy=policy)
 
-    def shift(
-        x_GRLD: jax.Array, group: jax.Array, enters: jax.Array | None, moves: jax.Array
-    ) -> jax.Array:
-        """Moves the rows of a group by one stage to the left, if it `moves`."""
-        held = jax.lax.dynamic_index_in_dim(x_GRLD, group, keepdims=False)
-        moved = jax.lax.ppermute(held, stages.axis, left)
-        if enters is not None:
-            moved = jnp.where(stage == count - 1, enters, moved)
-        moved = jnp.where(moves, moved, held)
-        return jax.lax.dynamic_update_index_in_dim(x_GRLD, moved, group, 0)
-
     def step(carry: Any, time: jax.Array) -> tuple[Any, None]:
         waiting_GRLD, done_GRLD, passed_RLD = carry
         group, repeat, _ = divide(time)  # of stage 0
         starts = repeat == 0
         started_RLD = jax.lax.dynamic_index_in_dim(waiting_GRLD, group, keepdims=False)
         x_RLD = jnp.where((stage == 0) & starts, started_RLD, passed_RLD)
-        waiting_GRLD = shift(waiting_GRLD, group, None, starts)
+        waiting_GRLD = _shift(stages, waiting_GRLD, group, None, starts)
         x_RLD = run_visit(weights, time - stage, x_RLD)
         group, repeat, _ = divide(time - (count - 1))  # of the last stage
         ends = (repeat == repeats - 1) & (time >= count - 1)
-        done_GRLD = shift(done_GRLD, group, x_RLD, ends)
+        done_GRLD = _shift(stages, done_GRLD, group, x_RLD, ends)
         return (waiting_GRLD, done_GRLD, jax.lax.ppermute(x_RLD, stages.axis, right)), None
 
     x_RGLD = x_BLD.reshape(-1, stages.groups, *x_BLD.shape[1:])
@@ -174,3 +162,20 @@ def _run_on_stage(
     carry = (waiting_GRLD, jnp.zeros_like(waiting_GRLD), waiting_GRLD[0])
     (_, done_GRLD, _), _ = jax.lax.scan(step, carry, jnp.arange(visits + count - 1))
     return done_GRLD.swapaxes(0, 1).reshape(x_BLD.shape)
+
+
+def _shift(
+    stages: Stages, x_GRLD: jax.Array, group: jax.Array, enters: jax.Array | None, moves: jax.Array
+) -> jax.Array:
+    """Moves the rows of a group by one stage to the left, if it `moves`.
+
+    The last stage then holds the rows that enter, if any do.
+    """
+    left = [(s + 1, s) for s in range(stages.count - 1)]
+    held = jax.lax.dynamic_index_in_dim(x_GRLD, group, keepdims=False)
+    moved = jax.lax.ppermute(held, stages.axis, left)
+    if enters is not None:
+        is_last = jax.lax.axis_index(stages.axis) == stages.count - 1
+        moved = jnp.where(is_last, enters, moved)
+    moved = jnp.where(moves, moved, held)
+    return jax.lax.dynamic_update_index_in_dim(x_GRLD, moved, group, 0)
