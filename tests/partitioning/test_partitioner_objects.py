@@ -169,7 +169,8 @@ def test_a_partitioner_without_devices_is_copied(kind, how, used):
 
 
 def test_a_topology_can_be_pickled_before_it_is_built():
-    again(WITHOUT_DEVICES['a topology']())
+    partitioner = WITHOUT_DEVICES['a topology']()
+    assert repr(again(partitioner)) == repr(partitioner)
 
 
 @pytest.mark.parametrize(
