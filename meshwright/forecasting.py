@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -143,11 +144,12 @@ def forecast(
     if made.fits is False and target.chip is not None and changes is not None:
         limit = made.memory.limit or 0
         general = list_general_changes(call, held, made.memory.gradients, target.chip, limit)
+        compile_peak = functools.partial(_compile_peak, options=compiler_options)
         ranked = rank_changes(
             [*changes, *general],
             target.chip,
             limit,
-            compile_peak=_compile_peak if confirm else None,
+            compile_peak=compile_peak if confirm else None,
             progress=progress,
         )
         made = dataclasses.replace(made, changes=ranked)
@@ -163,10 +165,10 @@ def _move(call: Call, source: Any, target: Target) -> Call:
     return Call(partitioner, fn, move_arguments(call.args, target.mesh))
 
 
-def _compile_peak(call: Call) -> int:
+def _compile_peak(call: Call, options: Mapping[str, OptionValue] | None) -> int:
     """The peak of a call by the compiler, in bytes."""
     target = target_of_mesh(call.partitioner.mesh)
-    program = compile_traced(trace(call.fn, call.args), call.name, target.mesh, None)
+    program = compile_traced(trace(call.fn, call.args), call.name, target.mesh, options)
     if program.out_of_memory is not None:
         return program.out_of_memory.needed
     costs = _read(program, target)

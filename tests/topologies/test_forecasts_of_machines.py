@@ -81,3 +81,22 @@ def test_the_time_of_products_of_groups_of_rows():
     (products,) = (part for part in made.time.parts if part.name == 'matrix products')
     on_each_device = 2 * rows * width**2 / 4  # the FLOPs
     assert products.seconds == pytest.approx(on_each_device / 197e12, rel=0.25)
+
+
+@needs_libtpu
+def test_changes_are_compiled_with_the_options_of_the_forecast(program, monkeypatch):
+    """What does not fit and the change that is confirmed have the same compiler options."""
+    partitioner, step, state = program
+    given, compile_lowered = [], jax.stages.Lowered.compile
+
+    def record(lowered, compiler_options=None, **settings):
+        given.append(compiler_options)
+        return compile_lowered(lowered, compiler_options=compiler_options, **settings)
+
+    monkeypatch.setattr(jax.stages.Lowered, 'compile', record)
+    options = {'xla_tpu_scoped_vmem_limit_kib': '16384'}
+    batch = {'x': jax.ShapeDtypeStruct((2**26, WIDTH), jnp.float32)}
+    there = {'topology': 'v5e:2x4', 'confirm': True, 'compiler_options': options}
+    made = forecast(partitioner, step, state, batch, 3, **there)
+    assert any(change.fits and change.peak_from == 'compiler' for change in made.changes)
+    assert len(given) > 1 and all(one == options for one in given)
