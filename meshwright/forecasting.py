@@ -53,7 +53,7 @@ from meshwright.program.program_text import read_text
 from meshwright.report.forecasts import Compilation, Forecast, MemoryForecast, Replicated
 from meshwright.report.plain_values import map_texts
 from meshwright.time import Work, estimate_step_time, estimate_work, read_work
-from meshwright.time.model_flops import count_device_flops
+from meshwright.time.kernels import count_device_flops
 from meshwright.user_lines import shorten_sources
 from partitioning.hardware import OptionValue, check_flags, parse_topology
 from partitioning.mesh import axis_rings, find_placement

@@ -15,9 +15,9 @@ from meshwright.causes.changes import (
 )
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.known_layouts import Axes, KnownLayouts
-from meshwright.causes.linked_dimensions import LinkedDimensions
 from meshwright.causes.value_graph import ValueGraph, lacks
-from meshwright.causes.values import Value
+from meshwright.jaxpr.linked_dimensions import LinkedDimensions
+from meshwright.jaxpr.values import Value
 from meshwright.user_lines import user_line
 from partitioning.rules import sharding_axes
 

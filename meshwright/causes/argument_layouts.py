@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from meshwright.causes.changes import Change, LayoutChange, RuleChange
 from meshwright.causes.known_layouts import Axes, KnownLayouts
-from meshwright.causes.linked_dimensions import LinkedDimensions
-from meshwright.causes.values import Value
+from meshwright.jaxpr.linked_dimensions import LinkedDimensions
+from meshwright.jaxpr.values import Value
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import sharding_axes
 

@@ -9,8 +9,8 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from meshwright.causes.changes import ConstraintChange, ConstraintRemoval
-from meshwright.causes.jaxpr_bodies import bodies_of
 from meshwright.user_lines import stack_of_traceback, user_line
+from partitioning.products.bodies import bodies_of
 from partitioning.rules import from_tuple
 
 _CONSTRAINTS = ('sharding_constraint', 'reshard')
@@ -77,7 +77,7 @@ class _Editor:
 
     def _inside(self, equation: Any, backward: bool, stack: tuple[str, ...]) -> Any:
         """The equation, with its own jaxprs edited."""
-        if not any(True for _ in bodies_of(equation.params)):
+        if not bodies_of(equation):
             return equation
         params = {
             name: self._edit_value(value, backward, stack)

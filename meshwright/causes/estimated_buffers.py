@@ -12,8 +12,8 @@ from meshwright.causes.cause import Cause
 from meshwright.causes.known_layouts import KnownLayouts, names_by_axes
 from meshwright.causes.making_causes import what_is
 from meshwright.causes.shard_shapes import shard_counts, shard_dimensions
-from meshwright.causes.value_walk import trace_values
-from meshwright.causes.values import Value
+from meshwright.jaxpr.naming import trace_values
+from meshwright.jaxpr.values import Value
 from meshwright.program.peak_memory import LiveArray
 from meshwright.user_lines import user_line
 from partitioning.plan.rows import PlanRow

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 from meshwright.causes.data_flow import Place
 from meshwright.causes.known_layouts import Axes, KnownLayouts
-from meshwright.causes.moved_dimensions import Dim
 from meshwright.causes.shard_shapes import likely_axes, shard_counts, shard_dimensions
 from meshwright.causes.value_matching import Matcher
-from meshwright.causes.values import Value
+from meshwright.jaxpr.values import Dim, Value
 from meshwright.program.collectives import Collective
 from meshwright.program.hlo_text import ArrayType, Instruction
 

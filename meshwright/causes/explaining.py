@@ -14,14 +14,13 @@ from meshwright.causes.cause import Cause
 from meshwright.causes.compiler_log import Rematerialization, find_rematerializations
 from meshwright.causes.evidence import find_evidence
 from meshwright.causes.known_layouts import KnownLayouts, names_by_axes
-from meshwright.causes.linked_dimensions import LinkedDimensions
 from meshwright.causes.making_causes import what_is
 from meshwright.causes.memory_causes import explain_buffer, explain_replicated
 from meshwright.causes.reasons import explain_exchange
 from meshwright.causes.value_graph import ValueGraph
 from meshwright.causes.value_matching import Matcher
-from meshwright.causes.value_walk import trace_values
-from meshwright.causes.values import TracedValues
+from meshwright.jaxpr.linked_dimensions import LinkedDimensions
+from meshwright.jaxpr.naming import TracedValues, trace_values
 from meshwright.program.collectives import Collective
 from meshwright.program.costs import ProgramCosts
 from meshwright.program.hlo_text import HloProgram, parse_hlo

@@ -7,8 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from meshwright.causes.changes import RuleChange
-from meshwright.causes.linked_dimensions import LinkedDimensions
-from meshwright.causes.moved_dimensions import Dim
+from meshwright.jaxpr.linked_dimensions import LinkedDimensions
+from meshwright.jaxpr.values import Dim
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import (
     STANDARD_MESH_AXES,

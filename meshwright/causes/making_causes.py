@@ -10,7 +10,7 @@ from meshwright.causes.cause import Cause
 from meshwright.causes.changes import Change
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.known_layouts import Axes
-from meshwright.causes.values import Value
+from meshwright.jaxpr.values import Value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,8 @@ from meshwright.causes.data_flow import Place, is_exchange
 from meshwright.causes.evidence import layout_of
 from meshwright.causes.making_causes import over, what_is
 from meshwright.causes.value_matching import Matcher
-from meshwright.causes.values import Value
 from meshwright.causes.whole_dimensions import written_otherwise
+from meshwright.jaxpr.values import Value
 from meshwright.program.hlo_text import ArrayType
 from meshwright.program.peak_memory import LiveArray
 from meshwright.user_lines import user_line

@@ -13,8 +13,8 @@ from meshwright.causes.evidence import Evidence
 from meshwright.causes.known_layouts import Axes
 from meshwright.causes.making_causes import Move
 from meshwright.causes.value_graph import lacks
-from meshwright.causes.values import Value
 from meshwright.causes.whole_dimensions import written_for, written_otherwise
+from meshwright.jaxpr.values import Value
 from meshwright.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 from partitioning.rules import sharding_axes

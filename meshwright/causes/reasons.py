@@ -7,9 +7,9 @@ from meshwright.causes.cause import Cause
 from meshwright.causes.changes import Change, LayoutChange
 from meshwright.causes.evidence import Evidence
 from meshwright.causes.making_causes import Move, over
-from meshwright.causes.moved_dimensions import Dim
 from meshwright.causes.moved_values import explain_moved_value
 from meshwright.causes.whole_dimensions import written_otherwise
+from meshwright.jaxpr.values import Dim
 from meshwright.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 

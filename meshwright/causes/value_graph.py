@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from meshwright.causes.known_layouts import Axes
-from meshwright.causes.values import MOVES, TracedValues, Value
+from meshwright.jaxpr.naming import TracedValues
+from meshwright.jaxpr.primitives import CONSTRAINTS, MOVES
+from meshwright.jaxpr.values import Value
 
-_CONSTRAINTS = ('sharding_constraint', 'reshard')
 _STEPS = 12  # how many operations away a constraint still matters
 
 
@@ -54,7 +55,7 @@ class ValueGraph:
     def constraints_after(self, value: Value) -> Iterator[Value]:
         """The constraints of the value itself, and of values of its shape or size made from it."""
         for near in self._equals(value):
-            if near.primitive in _CONSTRAINTS and near.layout is not None:
+            if near.primitive in CONSTRAINTS and near.layout is not None:
                 yield near
 
     def products_of(self, value: Value) -> Iterator[Value]:

@@ -9,15 +9,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 from meshwright.causes.data_flow import DataFlow, Place
-from meshwright.causes.jaxpr_bodies import words_of
 from meshwright.causes.shard_shapes import shard_counts, shard_dimensions
-from meshwright.causes.values import TracedValues, Value
+from meshwright.jaxpr.naming import TracedValues
+from meshwright.jaxpr.values import Value, is_backward, words_of
 from meshwright.program.hlo_text import HloProgram, Instruction
 from meshwright.user_lines import user_line
 
 # What the compiler calls the operations that keep an array per iteration of a loop.
 _STACKING = {'broadcast_in_dim', 'dynamic_update_slice', 'while', 'scan', 'squeeze'}
-_TRANSFORMED = re.compile(r'\b(transpose)\(')
 
 
 class Matcher:
@@ -70,7 +69,7 @@ class Matcher:
         if shape is None:
             shape = instruction.outputs[0].shape if instruction.outputs else ()
         primitives = _primitives(path)
-        words, backward = words_of(path), bool(_TRANSFORMED.search(path))
+        words, backward = words_of(path), is_backward(path)
         best: list[Value] = []
         best_score = 0.0
         for value in self._by_line.get(stack[0], ()):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from meshwright.causes.changes import Change, CodeChange
 from meshwright.causes.known_layouts import KnownLayouts
-from meshwright.causes.values import MOVES, Value
+from meshwright.jaxpr.primitives import MOVES
+from meshwright.jaxpr.values import Value
 from meshwright.user_lines import user_line
 
 _RESIZED = 'an operation that does not cut or join a sharded dimension'

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from meshwright.jaxpr.implied_exchanges import KINDS, exchange_axes
 from meshwright.jaxpr.memory_estimate import array_name
-from meshwright.jaxpr.steps import Axes, Block, Step
 from meshwright.jaxpr.tracing import TracedProgram
+from meshwright.jaxpr.values import Axes, Block, Step
 from meshwright.program.collectives import Collective, ring_share
 from meshwright.user_lines import user_line
 
@@ -48,7 +48,7 @@ def _describe(step: Step, axes: Axes, traced: TracedProgram, times: int) -> Iter
             wire_bytes=ring_share(kind, size) * nbytes * share,
             count=times,
             op_name=step.op_name,
-            source=user_line(step.call_stack) or step.source,
+            source=user_line(step.place.lines) or step.place.source,
             asynchronous=True,
         )
 

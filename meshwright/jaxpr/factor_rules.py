@@ -1,15 +1,17 @@
 """The table from primitives to the rules that find their factors.
 
-This is all that is known about primitives; layouts, exchanges and memory follow from it.
+This is all that is known about primitives; layouts, exchanges, memory, and the names of dimensions
+follow from it. For example, `relate_dot` describes `dot_general`, and `_broadcast` describes
+`broadcast_in_dim`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
-from meshwright.jaxpr.factors import Dimension, Factors, Table
+from meshwright.jaxpr.factors import WHOLE, Dimension, Factors, Table, unrelated
 from meshwright.jaxpr.primitives import ELEMENTWISE, REDUCTIONS, SCATTERS, names_in
 from meshwright.jaxpr.product_rules import (
     relate_convolution,
@@ -18,112 +20,109 @@ from meshwright.jaxpr.product_rules import (
     relate_ragged_dot,
     relate_scatter,
 )
-from meshwright.jaxpr.steps import Step
+from meshwright.jaxpr.values import Step
 
 Rule = Callable[[Step], Factors]
+Shape = tuple[int, ...]
 
 
 def find_factors(step: Step) -> Factors:
     """Returns the factors of a step."""
     rule = _RULES.get(step.name)
     if rule is not None:
-        return dataclasses.replace(rule(step), known=True)
-    return _elementwise(step)
+        return rule(step)
+    given, results = _shapes(step)
+    largest = _largest(step)
+    known = step.name in ELEMENTWISE or all(s in ((), largest) for s in (*given, *results))
+    return dataclasses.replace(_by_position(step, largest), known=known)
 
 
-def _shapes(step: Step) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+def _shapes(step: Step) -> tuple[list[Shape], list[Shape]]:
     return [v.shape for v in step.inputs], [v.shape for v in step.outputs]
 
 
-def _elementwise(step: Step) -> Factors:
-    """Arrays of equal shapes, where a size of 1 and scalars are repeated."""
+def _largest(step: Step) -> Shape:
     given, results = _shapes(step)
-    shape = max([*results, *given], key=lambda s: (len(s), math.prod(s)), default=())
-    table = Table()
-    dims = table.all(shape)
-
-    def match(other: tuple[int, ...]) -> tuple[Dimension, ...]:
-        if len(other) != len(shape):
-            return ((),) * len(other)
-        return tuple(f if n == m else () for f, n, m in zip(dims, other, shape, strict=True))
-
-    known = step.name in ELEMENTWISE or all(s in ((), shape) for s in (*given, *results))
-    return Factors(
-        tuple(table.sizes), tuple(map(match, given)), tuple(map(match, results)), known=known
-    )
+    return max([*results, *given], key=lambda s: (len(s), math.prod(s)), default=())
 
 
-def _pairwise(step: Step) -> Factors:
-    """Each result is as the operand of the same number."""
-    table = Table()
-    dims = tuple(tuple(table.all(v.shape)) for v in step.inputs)
-    return Factors(tuple(table.sizes), dims, dims)
+def _by_position(step: Step, divided: Shape = (), cut: Iterable[int] = ()) -> Factors:
+    """Relates dimensions of the same position and size, in arrays of the same rank.
+
+    Args:
+      step: the operation.
+      divided: the shape whose dimensions can be divided. All other dimensions are whole.
+      cut: dimensions that are related although their sizes may differ. They are whole.
+    """
+    table, found = Table(), dict[tuple[int, int, int], Dimension]()
+
+    def dims(shape: Shape) -> list[Dimension]:
+        made = []
+        for d, n in enumerate(shape):
+            key = (len(shape), d, -1 if d in cut else n)
+            if key not in found:
+                free = d not in cut and len(shape) == len(divided) and divided[d] == n
+                found[key] = table.add(n if free else WHOLE)
+            made.append(found[key])
+        return made
+
+    dims(divided)  # its factors come first
+    given, results = _shapes(step)
+    return table.relate(map(dims, given), map(dims, results))
 
 
 def _along(parameter: str) -> Rule:
     """Elementwise, but whole along the dimensions that a parameter names."""
 
     def rule(step: Step) -> Factors:
-        found = step.params[parameter]
-        return _whole(_elementwise(step), found if isinstance(found, tuple | list) else (found,))
+        found, largest = step.params[parameter], _largest(step)
+        dims = found if isinstance(found, tuple | list) else (found,)
+        return _by_position(step, largest, {d % len(largest) for d in dims})
 
     return rule
 
 
-def _whole(factors: Factors, dims: Sequence[int]) -> Factors:
-    def strip(array: tuple[Dimension, ...]) -> tuple[Dimension, ...]:
-        whole = {d % len(array) for d in dims} if array else set()
-        return tuple(() if d in whole else f for d, f in enumerate(array))
-
-    return dataclasses.replace(
-        factors,
-        inputs=tuple(map(strip, factors.inputs)),
-        outputs=tuple(map(strip, factors.outputs)),
-    )
+def _resize(step: Step) -> Factors:
+    """Slices and the like: the dimensions that change their size are whole."""
+    before, after = step.inputs[0].shape, step.outputs[0].shape
+    return _by_position(step, before, _changed(before, after))
 
 
-def _same_sizes(step: Step) -> Factors:
-    """Slices and the like: dimensions that keep their size are kept, the others are whole."""
-    given, results = _shapes(step)
+def _choose(step: Step) -> Factors:
+    """The same, where the dimension of the result has another meaning: it counts what is chosen."""
+    before, after = step.inputs[0].shape, step.outputs[0].shape
+    changed = _changed(before, after)
+    return _by_position(step, tuple(-1 if d in changed else n for d, n in enumerate(before)))
+
+
+def _changed(before: Shape, after: Shape) -> set[int]:
+    return {d for d, (n, m) in enumerate(zip(before, after, strict=True)) if n != m}
+
+
+def _pairwise(step: Step) -> Factors:
+    """Each result is as the operand of the same number."""
     table = Table()
-    dims = table.all(given[0])
-
-    def match(other: tuple[int, ...]) -> tuple[Dimension, ...]:
-        if len(other) != len(given[0]):
-            return ((),) * len(other)
-        return tuple(f if n == m else () for f, n, m in zip(dims, other, given[0], strict=True))
-
-    kept = {f for array in (*results, *given[1:2]) if array for dim in match(array) for f in dim}
-    first = tuple(f if f[0] in kept else () for f in dims)
-    return Factors(
-        tuple(table.sizes),
-        (first, *map(match, given[1:])),
-        tuple(tuple(f if set(f) <= kept else () for f in match(array)) for array in results),
-    )
+    dims = [table.all(v.shape) for v in step.inputs]
+    return table.relate(dims, dims)
 
 
 def _transpose(step: Step) -> Factors:
     table = Table()
     dims = table.all(step.inputs[0].shape)
-    result = tuple(dims[d] for d in step.params['permutation'])
-    return Factors(tuple(table.sizes), (tuple(dims),), (result,))
+    return table.relate([dims], [[dims[d] for d in step.params['permutation']]])
 
 
 def _broadcast(step: Step) -> Factors:
-    table = Table()
-    (result,) = (v.shape for v in step.outputs)
+    table, (given, *others), (result,) = Table(), *_shapes(step)
     dims = table.all(result)
-    first = tuple(
-        dims[d] if n == result[d] else ()
-        for d, n in zip(step.params['broadcast_dimensions'], step.inputs[0].shape, strict=True)
-    )
-    rest = tuple(((),) * len(v.shape) for v in step.inputs[1:])
-    return Factors(tuple(table.sizes), (first, *rest), (tuple(dims),))
+    pairs = zip(step.params['broadcast_dimensions'], given, strict=True)
+    first = [dims[d] if n == result[d] else () for d, n in pairs]
+    return table.relate([first, *unrelated(others)], [dims])
 
 
 def _reshape(step: Step) -> Factors:
     """Splits and merges dimensions: both shapes are cut where either has a border."""
-    (given, *_), (result,) = _shapes(step)
+    (given, *others), (result,) = _shapes(step)
     table = Table()
     dims: tuple[list[Dimension], list[Dimension]] = ([()] * len(given), [()] * len(result))
     i, j = len(given) - 1, len(result) - 1
@@ -139,71 +138,46 @@ def _reshape(step: Step) -> Factors:
         factor = table.add(common)
         dims[0][i], dims[1][j] = factor + dims[0][i], factor + dims[1][j]
         left[0][i], left[1][j] = a // common, b // common
-    rest = tuple(((),) * len(v.shape) for v in step.inputs[1:])
-    return Factors(tuple(table.sizes), (tuple(dims[0]), *rest), (tuple(dims[1]),))
+    return table.relate([dims[0], *unrelated(others)], [dims[1]])
 
 
 def _squeeze(step: Step) -> Factors:
-    table = Table()
-    shape = step.inputs[0].shape
+    table, shape = Table(), step.inputs[0].shape
     dropped = {d % len(shape) for d in step.params['dimensions']}
     dims = [() if d in dropped else table.add(n) for d, n in enumerate(shape)]
-    return Factors(
-        tuple(table.sizes),
-        (tuple(dims),),
-        (tuple(f for d, f in enumerate(dims) if d not in dropped),),
-    )
+    return table.relate([dims], [[f for d, f in enumerate(dims) if d not in dropped]])
 
 
 def _reduce(step: Step) -> Factors:
-    table = Table()
-    shape = step.inputs[0].shape
-    dims = tuple(table.all(shape))
+    table, shape = Table(), step.inputs[0].shape
+    dims = table.all(shape)
     axes = set(step.params.get('axes', step.params.get('dimensions', ())))
-    result = tuple(f for d, f in enumerate(dims) if d not in axes)
-    return Factors(
-        tuple(table.sizes),
-        tuple(dims if v.shape == shape else ((),) * len(v.shape) for v in step.inputs),
-        (result,) * len(step.outputs),
-        frozenset(f for d in axes for f in dims[d]),
-    )
+    result = [f for d, f in enumerate(dims) if d not in axes]
+    given = [dims if v.shape == shape else ((),) * len(v.shape) for v in step.inputs]
+    return table.relate(given, [result] * len(step.outputs), [f for d in axes for f in dims[d]])
 
 
-def _nothing(step: Step) -> Factors:
-    """An operation whose arrays are all whole, or already divided as the program says."""
-    given, results = _shapes(step)
-    return Factors(
-        (),
-        tuple(((),) * len(s) for s in given),
-        tuple(((),) * len(s) for s in results),
-    )
-
-
-def _results_only(step: Step) -> Factors:
-    table = Table()
-    given, results = _shapes(step)
-    dims = tuple(tuple(table.all(s)) for s in results)
-    return Factors(tuple(table.sizes), tuple(((),) * len(s) for s in given), dims)
+def _make(step: Step) -> Factors:
+    """An operation that makes arrays of any layout from nothing."""
+    table, (given, results) = Table(), _shapes(step)
+    return table.relate(unrelated(given), map(table.all, results))
 
 
 def _stack(step: Step) -> Factors:
     """Arrays of equal shapes along a new dimension."""
-    table = Table()
+    table, axis = Table(), step.params['axis']
     dims = table.all(step.inputs[0].shape)
-    axis = step.params['axis']
-    result = (*dims[:axis], (), *dims[axis:])
-    return Factors(tuple(table.sizes), (tuple(dims),) * len(step.inputs), (result,))
+    return table.relate([dims] * len(step.inputs), [(*dims[:axis], (), *dims[axis:])])
 
 
 def _unstack(step: Step) -> Factors:
     """The entries along a dimension, which they do not have."""
-    table = Table()
+    table, axis = Table(), step.params['axis']
     dims = table.all(step.outputs[0].shape)
-    axis = step.params['axis']
-    given = (*dims[:axis], (), *dims[axis:])
-    return Factors(tuple(table.sizes), (given,), (tuple(dims),) * len(step.outputs))
+    return table.relate([(*dims[:axis], (), *dims[axis:])], [dims] * len(step.outputs))
 
 
+# All arrays are whole, or already divided as the program says.
 _WHOLE = names_in(
     'pallas_call axis_index all_gather reduce_scatter all_to_all psum_scatter '
     'all_gather_invariant create_token custom_partitioning io_callback pure_callback '
@@ -213,8 +187,8 @@ _PAIRWISE = names_in(
     'optimization_barrier device_put pvary pcast psum pmax pmin ppermute pbroadcast psum_invariant'
 )
 _CUMULATIVE = names_in('cumsum cumprod cummax cummin cumlogsumexp')
-_SLICING = names_in(
-    'slice dynamic_slice dynamic_update_slice pad top_k reduce_window_sum reduce_window_max '
+_RESIZING = names_in(
+    'slice dynamic_slice dynamic_update_slice pad reduce_window_sum reduce_window_max '
     'reduce_window tile'
 )
 _RULES: dict[str, Rule] = {
@@ -226,8 +200,8 @@ _RULES: dict[str, Rule] = {
     'reshape': _reshape,
     'squeeze': _squeeze,
     'gather': relate_gather,
-    'iota': _results_only,
-    'rng_bit_generator': _results_only,
+    'iota': _make,
+    'rng_bit_generator': _make,
     'stack': _stack,
     'unstack': _unstack,
     'reduce': _reduce,
@@ -235,10 +209,11 @@ _RULES: dict[str, Rule] = {
     'concatenate': _along('dimension'),
     'rev': _along('dimensions'),
     'split': _along('axis'),
+    'top_k': _choose,
     **dict.fromkeys(_PAIRWISE, _pairwise),
     **dict.fromkeys(REDUCTIONS, _reduce),
     **dict.fromkeys(_CUMULATIVE, _along('axis')),
-    **dict.fromkeys(_SLICING, _same_sizes),
+    **dict.fromkeys(_RESIZING, _resize),
     **dict.fromkeys(SCATTERS, relate_scatter),
-    **dict.fromkeys(_WHOLE, _nothing),
+    **dict.fromkeys(_WHOLE, _by_position),
 }

@@ -11,14 +11,9 @@ import collections
 from collections.abc import Iterable
 
 from meshwright.jaxpr.implied_exchanges import SLICE
-from meshwright.jaxpr.primitives import (
-    ELEMENTWISE,
-    PRODUCTS,
-    REDUCTIONS,
-    SCATTERS,
-    names_in,
-)
-from meshwright.jaxpr.steps import TO_GLOBAL, TO_LOCAL, Block, Step, Value
+from meshwright.jaxpr.primitives import ELEMENTWISE, REDUCTIONS, SCATTERS, names_in
+from meshwright.jaxpr.values import TO_GLOBAL, TO_LOCAL, Block, Step, Value
+from partitioning.products.flops import PRODUCTS
 
 # The result is the operand, or has its elements in another order that its readers can follow.
 VIEWS = names_in(

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.layouts import divide
-from meshwright.jaxpr.steps import (
+from meshwright.jaxpr.values import (
     TO_GLOBAL,
     TO_LOCAL,
     Axes,
@@ -85,7 +85,7 @@ class _Exchanges:
 
     def _step(self, step: Step, out: list[Step], moved: dict) -> None:
         if step.name == 'sharding_constraint':
-            step.inputs = [self._move(step.inputs[0], step.outputs[0].dims, step, out, moved)]
+            step.inputs = [self._move(step.inputs[0], step.outputs[0].axes, step, out, moved)]
             given = step.inputs[0]
             self._same[id(step.outputs[0])] = self._same.get(id(given), given)
             out.append(step)
@@ -101,9 +101,9 @@ class _Exchanges:
         out.append(step)
         for i, array in enumerate(factors.outputs):
             final, natural = step.outputs[i], division.layout(array)
-            if not division.partial and _same(natural, final.dims):
+            if not division.partial and _same(natural, final.axes):
                 continue
-            made = _like(final, natural)
+            made = final.with_axes(natural)
             step.outputs[i] = made
             self._move_into(made, final, division.partial, step, out)
 
@@ -114,13 +114,13 @@ class _Exchanges:
         offset = len(step.inputs) - len(step.bodies[0].inputs)
         for i, tie in enumerate(t for t in ties(step) if not t.output):
             index = offset + i % max(len(step.bodies[0].inputs), 1)
-            lead = [tie.outer.dims[0]] if tie.stacked else []
-            wanted = [*lead, *tie.inner.dims]
+            lead = [tie.outer.axes[0]] if tie.stacked else []
+            wanted = [*lead, *tie.inner.axes]
             step.inputs[index] = self._move(tie.outer, wanted, step, out, moved)
         given = {id(returned): first for first, returned in carries(step)}
         for body in step.bodies:
             for i, (inner, outer) in enumerate(zip(body.outputs, step.outputs, strict=True)):
-                wanted = given[id(inner)].dims if id(inner) in given else outer.dims
+                wanted = given[id(inner)].axes if id(inner) in given else outer.axes
                 wanted = wanted[len(wanted) - len(inner.shape) :]
                 body.outputs[i] = self._move(inner, wanted, step, body.steps, {})
         out.append(step)
@@ -135,12 +135,12 @@ class _Exchanges:
     ) -> Value:
         """Returns an array in the layout that a step needs. Equal moves happen once."""
         target = tuple(axes or () for axes in wanted)
-        if _same(target, value.dims):
+        if _same(target, value.axes):
             return value
         value = self._same.get(id(value), value)
         key = id(value), target
         if key not in moved:
-            moved[key] = _like(value, target)
+            moved[key] = value.with_axes(target)
             self._move_into(value, moved[key], (), step, out)
         return moved[key]
 
@@ -148,8 +148,8 @@ class _Exchanges:
         self, source: Value, target: Value, partial: Axes, step: Step, out: list[Step]
     ) -> None:
         """Adds the steps that bring an array into the layout of another."""
-        for kind, axes, dims in plan_moves(source.dims, target.dims, partial):
-            made = _like(source, dims)
+        for kind, axes, dims in plan_moves(source.axes, target.axes, partial):
+            made = source.with_axes(dims)
             out.append(_between(kind, axes, source, made, step))
             source = made
         if out[-1].outputs == [source]:
@@ -209,12 +209,6 @@ def _same(a: Sequence[Axes | None], b: Sequence[Axes | None]) -> bool:
     return all(set(x or ()) == set(y or ()) for x, y in zip(a, b, strict=True))
 
 
-def _like(value: Value, dims: Sequence[Axes | None]) -> Value:
-    fixed = [True] * len(value.shape)
-    laid_out: list[Axes | None] = [axes or () for axes in dims]
-    return Value(value.shape, value.dtype, laid_out, fixed, value.manual, value.on_host)
-
-
 def _between(kind: str, axes: Axes, source: Value, target: Value, step: Step) -> Step:
     """A step that another one needs."""
-    return Step(kind, {'axes': axes}, [source], [target], (), 1, step.equation, step.stack)
+    return Step(kind, {'axes': axes}, [source], [target], place=step.place)

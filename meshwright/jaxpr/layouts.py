@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.factors import Dimension, Factors
 from meshwright.jaxpr.primitives import ELEMENTWISE
-from meshwright.jaxpr.steps import (
+from meshwright.jaxpr.values import (
     TO_GLOBAL,
     TO_LOCAL,
     Axes,
@@ -90,13 +90,13 @@ class _Sweeps:
         return changed
 
     def _visit(self, step: Step) -> bool:
-        before = [list(value.dims) for value in (*step.inputs, *step.outputs)]
+        before = [list(value.axes) for value in (*step.inputs, *step.outputs)]
         if self._seen.get(id(step)) == before:
             return False
         if (found := self._factors.get(id(step))) is None:
             found = self._factors[id(step)] = find_factors(step)
         changed = _spread(step, found, self._sizes)
-        self._seen[id(step)] = [list(value.dims) for value in (*step.inputs, *step.outputs)]
+        self._seen[id(step)] = [list(value.axes) for value in (*step.inputs, *step.outputs)]
         return changed
 
 
@@ -109,7 +109,7 @@ def divide(step: Step, factors: Factors, sizes: Mapping[str, int]) -> Division:
     votes: dict[str, dict[int, float]] = {}
     orders: list[list[str]] = [[] for _ in factors.sizes]
     for value, array in _arrays(step, factors):
-        for dim, axes in zip(array, value.dims, strict=True):
+        for dim, axes in zip(array, value.axes, strict=True):
             for factor, axis in _assign(dim, axes or (), factors.sizes, sizes):
                 counts = votes.setdefault(axis, {})
                 counts[factor] = counts.get(factor, 0.0) + max(value.nbytes, 1)
@@ -135,7 +135,7 @@ def _choose(axis: str, votes: Mapping[int, float], step: Step, factors: Factors)
 
 
 def _divides(axis: str, factor: int, value: Value, array: Sequence[Dimension]) -> bool:
-    pairs = zip(array, value.dims, strict=True)
+    pairs = zip(array, value.axes, strict=True)
     return any(factor in dim and axis in (axes or ()) for dim, axes in pairs)
 
 
@@ -174,15 +174,15 @@ def _spread(step: Step, factors: Factors, sizes: Mapping[str, int]) -> bool:
 
 def _refine(value: Value, d: int, wanted: Axes, sizes: Mapping[str, int]) -> bool:
     """Shards an open dimension, or shards it further, along axes that the array does not use."""
-    current = value.dims[d] or ()
-    elsewhere = {a for i, axes in enumerate(value.dims) if i != d for a in axes or ()}
+    current = value.axes[d] or ()
+    elsewhere = {a for i, axes in enumerate(value.axes) if i != d for a in axes or ()}
     elsewhere |= value.manual
     wanted = tuple(axis for axis in wanted if axis not in elsewhere)
     if value.fixed[d] or len(wanted) <= len(current) or wanted[: len(current)] != current:
         return False
     if math.prod(sizes[axis] for axis in wanted) > value.shape[d]:
         return False
-    value.dims[d] = wanted
+    value.axes[d] = wanted
     return True
 
 
@@ -192,12 +192,12 @@ def _tie(step: Step) -> bool:
     for tie in ties(step):
         outer, inner, first = tie.outer, tie.inner, int(tie.stacked)
         for d in range(len(inner.shape)):
-            changed |= _adopt(inner, d, outer.dims[d + first])
-            changed |= _adopt(outer, d + first, inner.dims[d])
+            changed |= _adopt(inner, d, outer.axes[d + first])
+            changed |= _adopt(outer, d + first, inner.axes[d])
     for given, returned in carries(step):
         for d in range(len(given.shape)):
-            changed |= _adopt(returned, d, given.dims[d])
-            changed |= _adopt(given, d, returned.dims[d])
+            changed |= _adopt(returned, d, given.axes[d])
+            changed |= _adopt(given, d, returned.axes[d])
     return changed
 
 
@@ -212,16 +212,16 @@ def _tie_border(step: Step) -> bool:
         outer, inner = inner, outer
     changed = False
     for d in range(len(inner.shape)):
-        axes = outer.dims[d] or ()
+        axes = outer.axes[d] or ()
         changed |= _adopt(inner, d, tuple(axis for axis in axes if axis not in manual))
         own = tuple(axis for axis in axes if axis in manual)
-        changed |= _adopt(outer, d, own + (inner.dims[d] or ()))
+        changed |= _adopt(outer, d, own + (inner.axes[d] or ()))
     return changed
 
 
 def _adopt(value: Value, d: int, axes: Axes | None) -> bool:
-    used = {a for i, other in enumerate(value.dims) if i != d for a in other or ()} | value.manual
-    if not axes or value.fixed[d] or value.dims[d] or used & {*axes}:
+    used = {a for i, other in enumerate(value.axes) if i != d for a in other or ()} | value.manual
+    if not axes or value.fixed[d] or value.axes[d] or used & {*axes}:
         return False
-    value.dims[d] = axes
+    value.axes[d] = axes
     return True

@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from meshwright.jaxpr.fusion import IN_PLACE, VIEWS, Fusion
 from meshwright.jaxpr.implied_exchanges import KINDS
-from meshwright.jaxpr.primitives import ELEMENTWISE, PRODUCTS
-from meshwright.jaxpr.steps import Block, Step, Value, carries, loop_counts
+from meshwright.jaxpr.primitives import ELEMENTWISE
+from meshwright.jaxpr.values import Block, Step, Value, carries, loop_counts
 from meshwright.live_buffers import buffers_at_peak, count_bytes
+from partitioning.products.flops import PRODUCTS
 
 
 @dataclasses.dataclass(eq=False, slots=True)

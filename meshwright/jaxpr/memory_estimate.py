@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from meshwright.jaxpr.live_ranges import Buffer, find_peak
 from meshwright.jaxpr.padding import kernel_ratios, padded_bytes
 from meshwright.jaxpr.passes import find_kept
-from meshwright.jaxpr.steps import Value
 from meshwright.jaxpr.tracing import TracedProgram
+from meshwright.jaxpr.values import Value
 from meshwright.program.peak_memory import LiveArray, without_numbers
 from partitioning.hardware import Chip
 
@@ -99,7 +99,7 @@ def _donations(traced: TracedProgram) -> list[Value | None]:
 
 
 def _like(value: Value) -> tuple:
-    return value.shape, str(value.dtype), tuple(axes or () for axes in value.dims)
+    return value.shape, str(value.dtype), tuple(axes or () for axes in value.axes)
 
 
 def _describe(live: list[Buffer], traced: TracedProgram) -> tuple[LiveArray, ...]:
@@ -107,7 +107,7 @@ def _describe(live: list[Buffer], traced: TracedProgram) -> tuple[LiveArray, ...
     for buffer in live:
         array = array_name(buffer.value, traced.axis_sizes)
         maker = buffer.maker
-        name, source = (maker.op_name, maker.source) if maker else ('', '')
+        name, source = (maker.op_name, maker.place.source) if maker else ('', '')
         groups[array, without_numbers(name), source].append((name, buffer.nbytes))
     arrays = [
         LiveArray(

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 
 from meshwright.jaxpr.implied_exchanges import SLICE, exchange_axes
-from meshwright.jaxpr.steps import Block, Step, Value
+from meshwright.jaxpr.values import Block, Step, Value
 
 
 def merge_exchanges(block: Block) -> None:
@@ -70,7 +70,7 @@ def _can_add(step: Step, reduced: list[Step | None], uses: _Uses) -> bool:
 
 
 def _partial_like(value: Value) -> Value:
-    return Value(value.shape, value.dtype, list(value.dims), list(value.fixed), value.manual)
+    return dataclasses.replace(value, axes=list(value.axes), fixed=list(value.fixed))
 
 
 def _scatter_where_sliced(block: Block) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.jaxpr.fusion import VIEWS
 from meshwright.jaxpr.primitives import ELEMENTWISE
-from meshwright.jaxpr.steps import Block, Step, Value, carries, item_size, ties
+from meshwright.jaxpr.values import Block, Step, Value, carries, item_size, ties
 
 _ROWS, _COLUMNS = 8, 128
 

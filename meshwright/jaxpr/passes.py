@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from meshwright.jaxpr.fusion import VIEWS, Fusion
-from meshwright.jaxpr.steps import Block, Value
+from meshwright.jaxpr.values import Block, Value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,20 +41,20 @@ def find_kept(block: Block, donated: Sequence[bool], size_of: Callable[[Value], 
             continue
         for value in fusion.roots(step.inputs):
             maker = fusion.maker(value)
-            if maker is None or maker.is_backward == step.is_backward:
+            if maker is None or maker.place.is_backward == step.place.is_backward:
                 continue
-            if step.is_backward and id(value) in data:
+            if step.place.is_backward and id(value) in data:
                 activations[id(value)] = value
-            elif maker.is_backward:
+            elif maker.place.is_backward:
                 gradients[id(value)] = value
-        if not step.is_backward:
+        if not step.place.is_backward:
             for body in step.bodies:  # of microbatches
                 state = [id(value) not in data for value in _given(step.inputs, body)]
                 found = find_kept(body, state, size_of)
                 inside = max(inside, found, key=lambda k: k.activations)
     for value in fusion.roots(block.outputs):
         maker = fusion.maker(value)
-        if maker is not None and maker.is_backward:
+        if maker is not None and maker.place.is_backward:
             gradients[id(value)] = value
     return Kept(
         gradients=sum(map(size_of, gradients.values())) or inside.gradients,

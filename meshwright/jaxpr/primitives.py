@@ -20,10 +20,20 @@ ELEMENTWISE = names_in(
 REDUCTIONS = names_in(
     'reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_xor reduce_prod argmax argmin'
 )
-PRODUCTS = names_in('dot_general ragged_dot_general conv_general_dilated')
 SCATTERS = names_in(
     'scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max '
     'scatter_max scatter_sub'
 )
 # Each result belongs to the operand of the same number, and to no other.
 PAIRWISE = names_in('optimization_barrier psum psum_invariant pmax pmin device_put copy')
+# The result is the operand with other dimensions, another dtype or another place, or a part of it.
+MOVES = names_in(
+    'convert_element_type copy copy_p slice dynamic_slice squeeze reshape transpose device_put '
+    'sharding_constraint reduce_precision stop_gradient optimization_barrier expand_dims reshard '
+    'mesh_cast pvary pbroadcast name'
+)
+# The updates of optimizers are made of these.
+ARITHMETIC = names_in(
+    'add add_any sub mul div max min select_n pow square sqrt neg integer_pow abs sign rsqrt clamp'
+)
+CONSTRAINTS = names_in('sharding_constraint reshard')

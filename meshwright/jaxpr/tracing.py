@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from meshwright.jaxpr.implied_exchanges import insert_exchanges
 from meshwright.jaxpr.layouts import propagate
 from meshwright.jaxpr.merging import merge_exchanges
-from meshwright.jaxpr.steps import Block, Step, Value
-from meshwright.jaxpr.writing_out import remove_unused, spec_dims, write_out
+from meshwright.jaxpr.values import Block, Step, Value
+from meshwright.jaxpr.writing_out import remove_unused, spec_axes, write_out
 from meshwright.program.costs import mesh_axes
 
 
@@ -111,15 +111,14 @@ def lay_out_trace(
 def _fix(values: Sequence[Value], shardings: Sequence[Any], sizes: Mapping[str, int]) -> None:
     for value, sharding in zip(values, shardings, strict=True):
         if isinstance(sharding, NamedSharding):
-            value.fix(spec_dims(sharding.spec, len(value.shape), sizes))
+            value.fix(spec_axes(sharding.spec, len(value.shape), sizes))
 
 
 def _state_results(block: Block, shardings: Sequence[Any], sizes: Mapping[str, int]) -> None:
     """Adds the layouts of results as constraints, because a result may also be used inside."""
     for i, (value, sharding) in enumerate(zip(block.outputs, shardings, strict=True)):
         if isinstance(sharding, NamedSharding):
-            rank = len(value.shape)
-            result = Value(value.shape, value.dtype, [None] * rank, [False] * rank)
+            result = Value(value.shape, value.dtype)
             _fix([result], [sharding], sizes)
             block.steps.append(Step('sharding_constraint', {}, [value], [result]))
             block.outputs[i] = result

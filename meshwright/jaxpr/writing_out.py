@@ -1,8 +1,14 @@
-"""Writes a traced function out as steps: calls in place, without results that nothing uses."""
+"""Writes a traced function out as steps: calls in place, without results that nothing uses.
+
+jit(f)(x) = jit(g)(x) + 1        becomes        tanh  x -> a
+jit(g)(x) = tanh(x)                             add   a, 1 -> b
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,30 +16,36 @@ import numpy as np
 from jax.extend import core
 
 from meshwright.jaxpr.primitives import PAIRWISE
-from meshwright.jaxpr.steps import (
+from meshwright.jaxpr.values import (
     TO_GLOBAL,
     TO_LOCAL,
     Axes,
     Block,
+    Place,
     Step,
     Value,
     loop_counts,
 )
+from partitioning.products.bodies import count_runs, open_jaxpr
 
 # The parameters that hold the body of a primitive that calls a function once.
 _CALLED = ('jaxpr', 'call_jaxpr', 'fun_jaxpr')
 _NOT_CALLS = {'scan', 'while', 'cond', 'shard_map', 'pallas_call', 'custom_partitioning'}
 
 
-def write_out(jaxpr: Any, sizes: Mapping[str, int]) -> Block:
+def write_out(
+    jaxpr: Any, sizes: Mapping[str, int] | None = None, *, with_unused: bool = False
+) -> Block:
     """Turns a ClosedJaxpr into steps. Called functions and shard_maps are written out in place.
 
     Args:
       jaxpr: the function.
-      sizes: the size of each mesh axis. Those of size 1 divide nothing, and are left out.
+      sizes: the size of each mesh axis. Axes of size 1 divide nothing, and are left out.
+      with_unused: whether to keep steps whose results nothing uses.
     """
-    block = _Writer(sizes, frozenset()).block(jaxpr)
-    remove_unused(block)
+    block = _Writer(sizes or {}, frozenset(), Place()).block(jaxpr)
+    if not with_unused:
+        remove_unused(block)
     return block
 
 
@@ -63,7 +75,7 @@ def _drop_unused_stacks(step: Step, used: set[int]) -> None:
 
 
 def _has_effects(step: Step) -> bool:
-    return step.equation is not None and bool(getattr(step.equation, 'effects', None))
+    return bool(getattr(step.place.equation, 'effects', None))
 
 
 class _Writer:
@@ -72,14 +84,14 @@ class _Writer:
     Args:
       sizes: the size of each mesh axis.
       manual: the mesh axes of the shard_maps around them.
-      stack: the names of the transformations and scopes around them.
+      around: the place of the call or loop around them.
     """
 
-    def __init__(self, sizes: Mapping[str, int], manual: frozenset[str], stack: str = ''):
-        self._sizes, self._manual, self._stack = sizes, manual, stack
+    def __init__(self, sizes: Mapping[str, int], manual: frozenset[str], around: Place):
+        self._sizes, self._manual, self._around = sizes, manual, around
 
     def block(self, jaxpr: Any) -> Block:
-        inner, consts = _open(jaxpr)
+        inner, consts = open_jaxpr(jaxpr)
         inputs = [self._new(var.aval) for var in inner.invars]
         steps: list[Step] = []
         outputs = self._write(inner, consts, inputs, steps)
@@ -89,11 +101,13 @@ class _Writer:
         self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Value], steps: list[Step]
     ) -> list[Value]:
         values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-        for var in jaxpr.constvars:
-            values[var] = self._new(var.aval)
+        for var, constant in itertools.zip_longest(jaxpr.constvars, consts):
+            values[var] = self._new(var.aval, constant=constant)
 
         def read(atom: Any) -> Value:
-            return self._new(atom.aval) if isinstance(atom, core.Literal) else values[atom]
+            if isinstance(atom, core.Literal):
+                return self._new(atom.aval, constant=atom.val)
+            return values[atom]
 
         for equation in jaxpr.eqns:
             given = [read(atom) for atom in equation.invars]
@@ -103,76 +117,82 @@ class _Writer:
 
     def _step(self, equation: Any, given: list[Value], steps: list[Step]) -> list[Value]:
         name, params = equation.primitive.name, equation.params
-        own = str(equation.source_info.name_stack)
-        stack = '/'.join(filter(None, (self._stack, own)))
-        inside = _Writer(self._sizes, self._manual, stack)
+        place = self._place_of(equation)
         if name == 'shard_map':
-            return self._shard_map(equation, given, steps, stack)
+            return self._shard_map(equation, given, steps, place)
         called = next((params[key] for key in _CALLED if key in params), None)
         if called is not None and name not in _NOT_CALLS:
-            inner, consts = _open(called)
+            inner, consts = open_jaxpr(called)
             if len(inner.invars) == len(given):
-                return inside._write(inner, consts, given, steps)
+                functions = place.functions | {str(params.get('name', ''))}
+                within = dataclasses.replace(place, functions=functions)
+                return self._at(within)._write(inner, consts, given, steps)
         outputs = [self._new(var.aval) for var in equation.outvars]
         if name == 'sharding_constraint' and hasattr(params['sharding'], 'spec'):
             rank = len(outputs[0].shape)
-            outputs[0].fix(spec_dims(params['sharding'].spec, rank, self._sizes))
+            outputs[0].fix(spec_axes(params['sharding'].spec, rank, self._sizes))
         if name in PAIRWISE:  # one step per pair
             for one, other in zip(given, outputs, strict=True):
-                steps.append(Step(name, params, [one], [other], (), 1, equation, stack))
+                steps.append(Step(name, params, [one], [other], place=place))
             return outputs
+        inside = self._at(place)
         bodies: tuple[Block, ...] = ()
         times = 1
         if name == 'scan':
-            bodies, times = (inside.block(params['jaxpr']),), params['length']
+            bodies, times = (inside.block(params['jaxpr']),), count_runs(equation)
         elif name == 'while':
             # The condition is a comparison: only the body matters.
             given = given[params['cond_nconsts'] :]
             bodies = (inside.block(params['body_jaxpr']),)
         elif name == 'cond':
             bodies = tuple(map(inside.block, params['branches']))
-        steps.append(Step(name, params, given, outputs, bodies, times, equation, stack))
+        steps.append(Step(name, params, given, outputs, bodies, times, place))
         return outputs
 
+    def _place_of(self, equation: Any) -> Place:
+        own = str(equation.source_info.name_stack)
+        path = '/'.join(filter(None, (self._around.path, own)))
+        return Place(path, self._around.functions, equation, self._around)
+
+    def _at(self, place: Place, manual: frozenset[str] = frozenset()) -> _Writer:
+        """Writes out what is inside of a call, a loop or a shard_map."""
+        return _Writer(self._sizes, self._manual | manual, place)
+
     def _shard_map(
-        self, equation: Any, given: list[Value], steps: list[Step], stack: str
+        self, equation: Any, given: list[Value], steps: list[Step], place: Place
     ) -> list[Value]:
         params = equation.params
         manual = frozenset(params['newly_manual_axes'])
-        inner, consts = _open(params['jaxpr'])
-        inside = _Writer(self._sizes, self._manual | manual, stack)
+        inner, consts = open_jaxpr(params['jaxpr'])
+        inside = self._at(place, manual)
         inputs = []
         for value, spec, var in zip(given, params['in_specs'], inner.invars, strict=True):
             whole, local = self._new(var.aval, value.shape), inside._new(var.aval)
             whole.fix(self._border(spec, len(whole.shape), params))
-            border = (), 1, equation, stack
-            steps.append(Step('sharding_constraint', {}, [value], [whole], *border))
-            steps.append(Step(TO_LOCAL, {'axes': manual}, [whole], [local], *border))
+            steps.append(Step('sharding_constraint', {}, [value], [whole], place=place))
+            steps.append(Step(TO_LOCAL, {'axes': manual}, [whole], [local], place=place))
             inputs.append(local)
         outputs = []
         results = inside._write(inner, consts, inputs, steps)
         for local, spec, var in zip(results, params['out_specs'], equation.outvars, strict=True):
             whole = self._new(var.aval)
             whole.fix(self._border(spec, len(whole.shape), params))
-            steps.append(
-                Step(TO_GLOBAL, {'axes': manual}, [local], [whole], (), 1, equation, stack)
-            )
+            steps.append(Step(TO_GLOBAL, {'axes': manual}, [local], [whole], place=place))
             outputs.append(whole)
         return outputs
 
     def _border(self, spec: Any, rank: int, params: Mapping[str, Any]) -> list[Axes | None]:
         """The layout of an array at the border of a shard_map, whose other axes stay open."""
         inside = self._manual | frozenset(params['newly_manual_axes'])
-        dims = spec_dims(spec, rank, self._sizes)
-        whole = inside >= set(params['mesh'].axis_names)
-        return dims if whole else [axes or None for axes in dims]
+        found = spec_axes(spec, rank, self._sizes)
+        is_whole = inside >= set(params['mesh'].axis_names)
+        return found if is_whole else [axes or None for axes in found]
 
-    def _new(self, aval: Any, shape: tuple[int, ...] | None = None) -> Value:
+    def _new(self, aval: Any, shape: tuple[int, ...] | None = None, constant: Any = None) -> Value:
         shape = tuple(getattr(aval, 'shape', ())) if shape is None else shape
         dtype = getattr(aval, 'dtype', np.dtype('bool'))  # tokens have none
         on_host = _is_on_host(getattr(aval, 'memory_space', None))
-        rank = len(shape)
-        return Value(shape, dtype, [None] * rank, [False] * rank, self._manual, on_host)
+        return Value(shape, dtype, self._manual, on_host, constant)
 
 
 @functools.cache
@@ -181,12 +201,7 @@ def _is_on_host(memory_space: Any) -> bool:
     return 'host' in str(memory_space).lower()
 
 
-def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr in a ClosedJaxpr and its constants; a Jaxpr has none."""
-    return (jaxpr.jaxpr, jaxpr.consts) if hasattr(jaxpr, 'jaxpr') else (jaxpr, ())
-
-
-def spec_dims(spec: Any, rank: int, sizes: Mapping[str, int]) -> list[Axes | None]:
+def spec_axes(spec: Any, rank: int, sizes: Mapping[str, int]) -> list[Axes | None]:
     """The mesh axes of each dimension in a PartitionSpec; None for those that it leaves open."""
     found: list[Axes | None] = []
     for entry in [*spec, *(None,) * (rank - len(spec))]:

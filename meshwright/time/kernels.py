@@ -3,161 +3,165 @@
 Compilers estimate neither kernels of Pallas nor those of cuDNN. Kernels of splash attention skip
 the blocks that their mask rules out. The mask of blocks is one of their arguments and almost always
 a constant, and so is the number of a layer, which decides between kinds of attention. The search
-therefore follows constants through the jaxpr.
+therefore follows constants through the steps of the function:
+
+    scan over i = [0, 1, 2, 3]           runs 4 times, because its body has the next line
+      cond i % 2 == 0                    is known in each iteration
+        splash(q, mask [[1, 0], [1, 1]]) counts twice, each time with 3 of 4 blocks
 """
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from meshwright.time.jaxpr_constants import Values, bodies_of, evaluate, value_of
+from meshwright.jaxpr.values import Block, Step, Value, loop_counts
+from meshwright.jaxpr.writing_out import write_out
+from meshwright.time.known_values import evaluate
 from meshwright.time.work import KernelWork
+from partitioning.products.bodies import count_runs
 from partitioning.products.flops import RECOMPUTED, count_jaxpr_flops
 
 # The matrix products of attention: two forward; backward five, two of which are recomputed scores.
 _FORWARD, _BACKWARD = 2, 5
 _HEADS_FIRST = 1  # jax's number of the layout (batch, heads, length, size) of cuDNN's arrays
-# Of a mask that is computed in the step, half of the blocks count: that of causal attention.
+# If the step computes a mask, half of the blocks count, as in causal attention.
 _SHARE_OF_UNKNOWN_MASKS = 0.5
+
+
+def count_device_flops(jaxpr: Any, num_devices: int) -> tuple[float, float]:
+    """Counts the FLOPs of each device: for the model, and for the program.
+
+    The first count is without recomputation. Kernels count without the blocks that their masks rule
+    out. In the backward pass they compute some products again, so the model's count twice the
+    forward pass there.
+
+    Args:
+      jaxpr: the ClosedJaxpr of a function.
+      num_devices: the number of devices, which share the FLOPs evenly.
+    """
+    kernels = sum(k.flops for k in find_kernel_work(jaxpr))
+    forward = sum(k.flops for k in find_kernel_work(jaxpr, backward=False))
+    needed = 3 * forward if kernels > forward else forward
+    model = count_jaxpr_flops(jaxpr.jaxpr, kernels=False, recomputed=False)
+    program = count_jaxpr_flops(jaxpr.jaxpr, kernels=False)
+    return model / num_devices + needed, program / num_devices + kernels
 
 
 def find_kernel_work(jaxpr: Any, *, backward: bool = True) -> tuple[KernelWork, ...]:
     """Finds the kernels of a function and what one device computes and moves in them.
 
-    Kernels in a `shard_map` have the shapes of one device; those outside count with the shapes that
-    they have. A kernel reads and writes each of its arrays once.
+    Kernels in a `shard_map` have the shapes of one device. Kernels outside count with the shapes
+    that they have. A kernel reads and writes each of its arrays once.
 
     Args:
       jaxpr: the ClosedJaxpr of a function, such as `traced.jaxpr`.
-      backward: whether to find those of the backward pass too.
+      backward: whether to find the kernels of the backward pass, too.
     """
-    search = _Search(backward)
-    inner = getattr(jaxpr, 'jaxpr', jaxpr)
-    _, kernels = search.run(jaxpr, [None] * len(inner.invars))
+    block = write_out(jaxpr)
+    _, kernels = _Search(backward).run(block, [None] * len(block.inputs))
     found: dict[str, list[KernelWork]] = collections.defaultdict(list)
     for kernel in kernels:
         found[kernel.name].append(kernel)
     return tuple(_add(same) for same in found.values())
 
 
-# What is known of the results of a jaxpr, None for the others, and its kernels.
+# What is known of the results of a block, None for the others, and its kernels.
 _Outcome = tuple[Sequence[Any], list[KernelWork]]
 
 
 class _Search:
-    """A walk through a jaxpr that finds the kernels, with or without those of a backward pass."""
+    """A walk through steps that finds the kernels, with or without those of a backward pass."""
 
     def __init__(self, backward: bool) -> None:
         self._backward = backward
-        # By the id of a jaxpr, which is kept here so that no other one gets its id.
-        self._has_kernels: dict[int, tuple[Any, bool]] = {}
-        self._equations: dict[int, tuple[Any, list[tuple[Any, list[Any]]]]] = {}
-        self._of_unknown: dict[int, tuple[Any, _Outcome]] = {}
 
-    def run(self, body: Any, given: Sequence[Any]) -> _Outcome:
-        """Walks through a jaxpr that runs once.
+    def run(self, block: Block, given: Sequence[Any]) -> _Outcome:
+        """Walks through a block that runs once.
 
         Args:
-          body: a Jaxpr or a ClosedJaxpr.
-          given: the values of its arguments, None if unknown.
+          block: the steps.
+          given: its inputs, None for those that are not known.
         """
-        if any(value is not None for value in given):
-            return self._walk(body, given)
-        # Layers run the same bodies on unknown arguments many times.
-        if id(body) not in self._of_unknown:
-            self._of_unknown[id(body)] = body, self._walk(body, given)
-        return self._of_unknown[id(body)][1]
+        known: dict[int, Any] = {id(v): x for v, x in zip(block.inputs, given, strict=True)}
 
-    def _walk(self, body: Any, given: Sequence[Any]) -> _Outcome:
-        jaxpr = getattr(body, 'jaxpr', body)
-        values: Values = dict(zip(jaxpr.constvars, getattr(body, 'consts', ()), strict=False))
-        values |= {v: x for v, x in zip(jaxpr.invars, given, strict=True) if _fits(v, x)}
+        def read(value: Value) -> Any:
+            return known.get(id(value)) if value.constant is None else value.constant
+
         kernels: list[KernelWork] = []
-        for equation, bodies in self._list_equations(jaxpr):
-            arguments = [value_of(atom, values) for atom in equation.invars]
-            results, found = self._equation(equation, bodies, arguments)
-            kernels += found
-            values |= dict(zip(equation.outvars, results, strict=False))
-        return [value_of(atom, values) for atom in jaxpr.outvars], kernels
+        for step in block.steps:
+            if self._backward or not _is_backward(step):
+                results, found = self._step(step, [read(value) for value in step.inputs])
+                kernels += found
+                known |= {id(v): x for v, x in zip(step.outputs, results, strict=False)}
+        return [read(value) for value in block.outputs], kernels
 
-    def _list_equations(self, jaxpr: Any) -> list[tuple[Any, list[Any]]]:
-        """The equations of a jaxpr that count, with their bodies."""
-        if id(jaxpr) not in self._equations:
-            kept = [e for e in jaxpr.eqns if self._backward or not _is_backward(e)]
-            self._equations[id(jaxpr)] = jaxpr, [(e, bodies_of(e.params)) for e in kept]
-        return self._equations[id(jaxpr)][1]
+    def _step(self, step: Step, arguments: list[Any]) -> _Outcome:
+        if step.name == 'cond':
+            return self.run(step.bodies[_choose_branch(step, arguments[0])], arguments[1:])
+        if step.bodies:
+            return (), self._loop(step, arguments)
+        if _is_kernel(step):
+            return (), [_work_of(step, arguments)]
+        if step.is_border:  # a shard_map gives each device a part, unless an array is not sharded
+            is_whole = step.inputs[0].shape == step.outputs[0].shape
+            return (arguments if is_whole else ()), []
+        return evaluate(step, arguments), []
 
-    def _equation(self, equation: Any, bodies: Sequence[Any], arguments: list[Any]) -> _Outcome:
-        name, params = equation.primitive.name, equation.params
-        if name == 'pallas_call':
-            flops = count_jaxpr_flops(params['jaxpr']) * _blocks(params)
-            flops *= _share_of_blocks(params, arguments)
-            return (), [_kernel(params['name'], equation, flops)]
-        if name.startswith('dot_product_attention_'):
-            return (), [_kernel(name, equation, _attention_flops(equation))]
-        if name == 'scan':
-            return (), self._scan(params, arguments)
-        if name == 'cond':
-            return self._cond(params, arguments)
-        if not bodies:
-            return evaluate(equation, arguments), []
-        results: Sequence[Any] = ()
-        kernels: list[KernelWork] = []
-        for body in bodies:
-            count = len(getattr(body, 'jaxpr', body).invars)
-            fits = count == len(arguments)
-            results, found = self.run(body, arguments if fits else [None] * count)
-            kernels += found
-        return results if len(results) == len(equation.outvars) else (), kernels
-
-    def _scan(self, params: Mapping[str, Any], arguments: Sequence[Any]) -> list[KernelWork]:
+    def _loop(self, step: Step, arguments: Sequence[Any]) -> list[KernelWork]:
         """A loop whose iterations differ only in a `cond` runs once for each iteration."""
-        body, length = params['jaxpr'], params['length']
-        constants, carried = _count_constants_and_carried(params)
+        (body,), (constants, carried) = step.bodies, loop_counts(step)
         fixed = [*arguments[:constants], *[None] * carried]
         rows = arguments[constants + carried :]
-        if not self._chooses_kernels(body):
+        if not _chooses_kernels(body):
             _, found = self.run(body, [*fixed, *[None] * len(rows)])
-            return [_add([kernel], times=length) for kernel in found]
+            return [_add([kernel], times=step.times) for kernel in found]
         return [
             kernel
-            for i in range(length)
+            for i in range(step.times)
             for kernel in self.run(body, [*fixed, *[x if x is None else x[i] for x in rows]])[1]
         ]
 
-    def _cond(self, params: Mapping[str, Any], arguments: Sequence[Any]) -> _Outcome:
-        """Of branches that no constant decides between, the one with the most FLOPs runs."""
-        branches, chosen = params['branches'], arguments[0]
-        if chosen is None:
-            chosen = int(np.argmax([count_jaxpr_flops(branch.jaxpr) for branch in branches]))
-        return self.run(branches[min(int(chosen), len(branches) - 1)], arguments[1:])
 
-    def _chooses_kernels(self, body: Any, inside: bool = False) -> bool:
-        """Whether a jaxpr has a `cond` with a kernel in it."""
-        if not inside and id(body) in self._has_kernels:
-            return self._has_kernels[id(body)][1]
-        found = False
-        for equation in getattr(body, 'jaxpr', body).eqns:
-            name = equation.primitive.name
-            if name == 'pallas_call' or name.startswith('dot_product_attention_'):
-                found |= inside
-            else:
-                within = inside or name == 'cond'
-                found |= any(self._chooses_kernels(b, within) for b in bodies_of(equation.params))
-        if not inside:
-            self._has_kernels[id(body)] = body, found
-        return found
+def _choose_branch(step: Step, chosen: Any) -> int:
+    """The branch that runs: the one with the most FLOPs, if no constant decides."""
+    if chosen is None:
+        return int(np.argmax([count_jaxpr_flops(b.jaxpr) for b in step.params['branches']]))
+    return min(int(chosen), len(step.bodies) - 1)
 
 
-def _kernel(name: Any, equation: Any, flops: float) -> KernelWork:
-    arrays = [atom.aval for atom in (*equation.invars, *equation.outvars)]
-    nbytes = sum(a.size * a.dtype.itemsize for a in arrays if hasattr(a, 'size'))
-    return KernelWork(name=str(name), flops=flops, nbytes=nbytes, count=1)
+def _chooses_kernels(block: Block, inside: bool = False) -> bool:
+    """Whether a block has a `cond` with a kernel in it."""
+    return any(
+        (inside and _is_kernel(step))
+        or any(_chooses_kernels(body, inside or step.name == 'cond') for body in step.bodies)
+        for step in block.steps
+    )
+
+
+def _is_kernel(step: Step) -> bool:
+    return step.name == 'pallas_call' or step.name.startswith('dot_product_attention_')
+
+
+def _is_backward(step: Step) -> bool:
+    """Whether the backward pass runs a step."""
+    return step.place.is_backward or RECOMPUTED in step.place.path
+
+
+def _work_of(step: Step, arguments: Sequence[Any]) -> KernelWork:
+    name = step.name
+    if name == 'pallas_call':
+        name = str(step.params['name'])
+        flops = count_jaxpr_flops(step.params['jaxpr']) * count_runs(step.place.equation)
+        flops *= _share_of_blocks(name, arguments)
+    else:
+        flops = _attention_flops(step)
+    nbytes = sum(value.nbytes for value in (*step.inputs, *step.outputs))
+    return KernelWork(name=name, flops=flops, nbytes=nbytes, count=1)
 
 
 def _add(kernels: Sequence[KernelWork], times: int = 1) -> KernelWork:
@@ -170,52 +174,28 @@ def _add(kernels: Sequence[KernelWork], times: int = 1) -> KernelWork:
     )
 
 
-def _is_backward(equation: Any) -> bool:
-    """Whether the backward pass runs an equation."""
-    stack = str(equation.source_info.name_stack)
-    return 'transpose(' in stack or RECOMPUTED in stack
-
-
-def _count_constants_and_carried(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many arguments of a `scan` all iterations share, and how many they pass on."""
-    if 'num_consts' in params:
-        return params['num_consts'], params['num_carry']
-    constants, carried, _ = params['ft_in'].unpack()  # from jax 0.12 on
-    return len(constants), len(carried)
-
-
-def _fits(variable: Any, value: Any) -> bool:
-    """Whether a value is whole inside of a body: a `shard_map` gives each device a part."""
-    return value is not None and getattr(variable.aval, 'shape', None) == np.shape(value)
-
-
-def _blocks(params: Mapping[str, Any]) -> int:
-    return math.prod(n for n in params['grid_mapping'].grid if isinstance(n, int))
-
-
-def _share_of_blocks(params: Mapping[str, Any], arguments: Sequence[Any]) -> float:
+def _share_of_blocks(name: str, arguments: Sequence[Any]) -> float:
     """The share of the blocks of a kernel's grid that its mask does not rule out.
 
     Splash attention takes the mask of its blocks as its second argument, with 0 for blocks that it
     skips.
     """
-    if not str(params['name']).startswith('splash'):
+    if not name.startswith('splash'):
         return 1.0
     if arguments[1] is None:
         return _SHARE_OF_UNKNOWN_MASKS
     return float(np.mean(np.asarray(arguments[1]) != 0))
 
 
-def _attention_flops(equation: Any) -> float:
+def _attention_flops(step: Step) -> float:
     """The FLOPs of attention by cuDNN, forward or backward."""
-    params = equation.params
-    query, key = (atom.aval.shape for atom in equation.invars[:2])
-    length = 2 if params.get('layout') == _HEADS_FIRST else 1
+    query, key = (value.shape for value in step.inputs[:2])
+    length = 2 if step.params.get('layout') == _HEADS_FIRST else 1
     batch, heads, queries, keys = query[0], query[3 - length], query[length], key[length]
     size, seen = query[3], float(keys)
-    if 'CAUSAL' in str(params.get('mask_type')):
+    if 'CAUSAL' in str(step.params.get('mask_type')):
         seen = keys / 2
-    if window := params.get('sliding_window_length') or 0:
+    if window := step.params.get('sliding_window_length') or 0:
         seen = min(seen, window)
-    products = _BACKWARD if '_bwd' in equation.primitive.name else _FORWARD
+    products = _BACKWARD if '_bwd' in step.name else _FORWARD
     return products * 2.0 * batch * heads * queries * seen * size

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from meshwright.jaxpr import TracedProgram, list_collectives
 from meshwright.jaxpr.fusion import IN_PLACE, VIEWS, Fusion
 from meshwright.jaxpr.implied_exchanges import KINDS, SLICE
-from meshwright.jaxpr.primitives import PRODUCTS
-from meshwright.jaxpr.steps import Block, Step, Value
+from meshwright.jaxpr.values import Block, Step, Value
 from meshwright.time.kernels import find_kernel_work
 from meshwright.time.work import Work
 from partitioning.hardware import Chip
-from partitioning.products.flops import ragged_flops
+from partitioning.products.flops import PRODUCTS, product_flops
 
 _PARTIAL_READS = ('slice', 'dynamic_slice', 'gather')
 
@@ -65,14 +63,9 @@ class _Count:
         return value.shard_bytes(self._sizes)
 
     def _flops(self, step: Step) -> float:
-        lhs, rhs = (value.shard_shape(self._sizes) for value in step.inputs[:2])
-        result = math.prod(step.outputs[0].shard_shape(self._sizes))
-        if step.name == 'conv_general_dilated':
-            return 2.0 * result * math.prod(rhs) / rhs[step.params['dimension_numbers'].rhs_spec[0]]
-        if step.name == 'ragged_dot_general':
-            return ragged_flops(step.params, tuple(lhs), tuple(rhs))
-        (contracted, _), _ = step.params['dimension_numbers']
-        return 2.0 * result * math.prod(lhs[d] for d in contracted)
+        arrays = *step.inputs[:2], step.outputs[0]
+        shapes = (value.shard_shape(self._sizes) for value in arrays)
+        return product_flops(step.name, step.params, *shapes)
 
     def _host_bytes(self, step: Step) -> float:
         given, result = step.inputs[0], step.outputs[0]

@@ -18,7 +18,7 @@ from meshwright.causes.advice import Advisor
 from meshwright.causes.known_layouts import KnownLayouts, names_by_axes
 from meshwright.causes.value_graph import ValueGraph
 from meshwright.causes.value_matching import Matcher
-from meshwright.causes.value_walk import trace_values
+from meshwright.jaxpr.naming import trace_values
 from meshwright.program.hlo_text import parse_hlo
 from partitioning.plan.rows import make_row
 from partitioning.rules import ResolvedDimension, resolve_axes

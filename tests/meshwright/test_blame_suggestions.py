@@ -15,8 +15,8 @@ from meshwright.causes.changes import (
     join_changes,
 )
 from meshwright.causes.known_layouts import KnownLayouts
-from meshwright.causes.value_walk import trace_values
 from meshwright.causes.whole_dimensions import written_for
+from meshwright.jaxpr.naming import trace_values
 from partitioning import PjitPartitioner, constrain
 from partitioning.mesh import MeshConfig
 

@@ -1,43 +1,30 @@
-"""Constants in jaxprs: the results of small operations whose arguments are known."""
+"""The results of small steps whose operands are constants."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-# The values of variables that are known; others are None or not there.
-Values = dict[Any, Any]
+from meshwright.jaxpr.values import Step
+
 _LARGEST = 2**20  # elements; larger results are not computed
 
 
-def value_of(atom: Any, values: Mapping[Any, Any]) -> Any:
-    """The value of a variable or a literal, or None if it is not known."""
-    return atom.val if hasattr(atom, 'val') else values.get(atom)
+def evaluate(step: Step, arguments: Sequence[Any]) -> Sequence[Any]:
+    """Returns the results of a step, or () if it is not simple or an argument is not known.
 
-
-def bodies_of(params: Mapping[str, Any]) -> list[Any]:
-    """The jaxprs in the parameters of an equation."""
-
-    def find(value: Any) -> Iterator[Any]:
-        if hasattr(value, 'eqns') or hasattr(getattr(value, 'jaxpr', None), 'eqns'):
-            yield value
-        elif isinstance(value, tuple | list):
-            for one in value:
-                yield from find(one)
-
-    return [body for value in params.values() for body in find(value)]
-
-
-def evaluate(equation: Any, arguments: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation, if it is simple and all its arguments are known."""
-    compute = _OPERATIONS.get(equation.primitive.name)
+    Args:
+      step: the step.
+      arguments: the elements of its inputs, None for those that are not known.
+    """
+    compute = _OPERATIONS.get(step.name)
     if compute is None or any(argument is None for argument in arguments):
         return ()
-    if any(getattr(v.aval, 'size', _LARGEST) >= _LARGEST for v in equation.outvars):
+    if any(value.size >= _LARGEST for value in step.outputs):
         return ()
-    return [np.asarray(compute(equation.params, *arguments))]
+    return [np.asarray(compute(step.params, *arguments))]
 
 
 def _divide(_: Any, x: Any, y: Any) -> Any:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Sequence
-from typing import Any
 
-from meshwright.causes.moved_dimensions import Dim, Dims
+from meshwright.jaxpr.values import Axes, Dim, Dims
 
-Axes = tuple[str, ...]
 _Key = tuple[str, int]
 
 
@@ -70,22 +68,6 @@ class LinkedDimensions:
         while (parent := self._parents.get(key, key)) != key:
             key = parent
         return key
-
-
-def link_operands(links: LinkedDimensions, equation: Any, operands: Sequence[Any]) -> None:
-    """Links the dimensions that an operation pairs: of products, and of operands of one shape."""
-    if equation.primitive.name == 'dot_general':
-        (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = equation.params['dimension_numbers']
-        lhs, rhs = operands[0].dims, operands[1].dims
-        for i, j in zip((*lhs_sum, *lhs_batch), (*rhs_sum, *rhs_batch), strict=True):
-            links.link(lhs[i], rhs[j])
-        return
-    if equation.primitive.name not in ('add', 'sub', 'mul', 'div', 'max', 'select_n'):
-        return
-    equal = [x for x in operands if x.shape and x.shape == operands[-1].shape]
-    for one in equal[:-1]:
-        for first, second in zip(one.dims, equal[-1].dims, strict=True):
-            links.link(first, second)
 
 
 def _key(dim: Dim) -> _Key:
