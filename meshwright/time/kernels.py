@@ -62,7 +62,7 @@ def find_kernel_work(jaxpr: Any, *, backward: bool = True) -> tuple[KernelWork, 
       jaxpr: the ClosedJaxpr of a function, such as `traced.jaxpr`.
       backward: whether to find the kernels of the backward pass, too.
     """
-    block = write_out(jaxpr)
+    block = write_out(jaxpr, with_unused=True)
     _, kernels = _Search(backward).run(block, [None] * len(block.inputs))
     found: dict[str, list[KernelWork]] = collections.defaultdict(list)
     for kernel in kernels:

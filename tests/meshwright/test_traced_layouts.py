@@ -75,7 +75,7 @@ def both():
     for name, value, sharding in zip(
         FUNCTIONS, traced.block.outputs, compiled.output_shardings, strict=True
     ):
-        ours = NamedSharding(mesh, P(*(axes or None for axes in value.dims)))
+        ours = NamedSharding(mesh, P(*(axes or None for axes in value.axes)))
         found[name] = ours, sharding, len(value.shape)
     assert not traced.unknown
     return found
