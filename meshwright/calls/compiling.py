@@ -16,8 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from meshwright.calls.compiler_warnings import read_compiler_log
 from meshwright.calls.partitioned import PartitionedLike
 from partitioning.hardware import OptionValue, check_options
-from partitioning.hardware.compiler_errors import own_compiler_errors
-from partitioning.hardware.memory_limits import OutOfMemoryError
+from partitioning.hardware.compiler_errors import OutOfMemoryError, own_compiler_errors
 from partitioning.rules import MeshLike
 
 # Receives a text when a stage begins: 'tracing train_step', 'compiling train_step for v5p:4x4x4'.

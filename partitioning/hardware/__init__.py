@@ -28,15 +28,13 @@ from partitioning.hardware.devices import (
     bounds_from_last_device as bounds_from_last_device,
     check_devices as check_devices,
     get_coords as get_coords,
+    granules_of as granules_of,
     has_coords as has_coords,
     num_slices as num_slices,
     places_of as places_of,
     slice_bounds as slice_bounds,
     slice_of as slice_of,
     stand_in_devices as stand_in_devices,
-)
-from partitioning.hardware.granules import (
-    granules_of as granules_of,
 )
 from partitioning.hardware.jax_private import (
     described_cudnn as described_cudnn,

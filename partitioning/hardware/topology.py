@@ -15,7 +15,6 @@ from typing import Any
 from partitioning.hardware.chips import CHIPS, Chip, torus_wrap
 from partitioning.hardware.cloud_names import from_cloud_name
 from partitioning.hardware.devices import JaxDevice
-from partitioning.hardware.gpu_targets import target_config
 from partitioning.rules import is_count, nearest
 
 # Without these variables, libtpu queries a metadata server, writes warnings to stderr, and refuses
@@ -29,6 +28,15 @@ _LIBTPU_ENVIRONMENT = {
 }
 # A description needs neither a GPU nor the CUDA libraries whose versions the plugin checks.
 _CUDA_ENVIRONMENT = {'JAX_SKIP_CUDA_CONSTRAINTS_CHECK': '1'}
+
+# From NVIDIA's white papers: compute capability; streaming multiprocessors, and float32 units and
+# bytes of shared memory of each; bytes of second-level cache; boost clock in GHz.
+_ARCHITECTURES = {
+    'a100': ((8, 0), 108, 64, 164 * 1024, 40 * 2**20, 1.41),
+    'h100': ((9, 0), 132, 128, 228 * 1024, 50 * 2**20, 1.98),
+    'h200': ((9, 0), 132, 128, 228 * 1024, 50 * 2**20, 1.98),
+    'b200': ((10, 0), 148, 128, 228 * 1024, 126 * 2**20, 1.965),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +182,7 @@ def _tpu_devices(
 
 
 def _cuda_devices(chip: Chip, shape: Sequence[int], num_slices: int) -> tuple[JaxDevice, ...]:
-    options = {'target_config': target_config(chip), 'topology': _by((num_slices, *shape))}
+    options = {'target_config': _target_config(chip), 'topology': _by((num_slices, *shape))}
     try:
         return _devices(_CUDA_ENVIRONMENT, '', 'cuda', options)
     except NotImplementedError:
@@ -187,6 +195,39 @@ def _cuda_devices(chip: Chip, shape: Sequence[int], num_slices: int) -> tuple[Ja
             "describing GPUs needs jax's CUDA plugin, in the version of jax: "
             "pip install 'meshwright[aot-gpu]'"
         ) from None
+
+
+def _target_config(chip: Chip) -> str:
+    """The text of XLA's GpuTargetConfigProto, which describes a GPU for the compiler."""
+    (major, minor), cores, units, shared_memory, l2_bytes, clock_ghz = _ARCHITECTURES[chip.name]
+    device = {
+        'threads_per_block_limit': 1024,
+        'threads_per_warp': 32,
+        'shared_memory_per_block': 48 * 1024,
+        'shared_memory_per_core': shared_memory,
+        'threads_per_core_limit': 2048,
+        'core_count': cores,
+        'fpus_per_core': units,
+        'block_dim_limit_x': 2**31 - 1,
+        'block_dim_limit_y': 2**16 - 1,
+        'block_dim_limit_z': 2**16 - 1,
+        'memory_bandwidth': int(chip.hbm_bandwidth),
+        'l2_cache_size': l2_bytes,
+        'clock_rate_ghz': clock_ghz,
+        'device_memory_size': chip.hbm_bytes,
+        # A block can use 1 KiB less than the whole.
+        'shared_memory_per_block_optin': shared_memory - 1024,
+        'registers_per_core_limit': 2**16,
+        'registers_per_block_limit': 2**16,
+    }
+    fields = '\n'.join(f'  {name}: {value}' for name, value in device.items())
+    return (
+        f'gpu_device_info {{\n{fields}\n'
+        f'  cuda_compute_capability {{ major: {major} minor: {minor} }}\n}}\n'
+        'platform_name: "CUDA"\n'
+        'dnn_version_info { major: 9 minor: 8 }\n'
+        f'device_description_str: "{chip.device_kind}"\n'
+    )
 
 
 def _load_cuda_plugins() -> None:

@@ -12,14 +12,12 @@ from partitioning.mesh.aliases import (
 from partitioning.mesh.config import (
     MeshConfig as MeshConfig,
 )
-from partitioning.mesh.placement import (
-    Placement as Placement,
-    find_placement as find_placement,
-)
 from partitioning.mesh.rings import (
     AxisRing as AxisRing,
+    Placement as Placement,
     axis_rings as axis_rings,
     describe_devices as describe_devices,
+    find_placement as find_placement,
     mesh_table as mesh_table,
 )
 from partitioning.mesh.validation import (

@@ -1,4 +1,4 @@
-"""The distance between neighbours along each axis of a mesh, and the network between them."""
+"""Where the devices of a mesh are, and how far apart neighbours along its axes are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.hardware import granules_of, has_coords
+from partitioning.hardware import granules_of, has_coords, places_of, slice_of
 from partitioning.mesh.order import torus_of
 from partitioning.mesh.torus import Torus, hops_to_next
 
@@ -101,6 +101,36 @@ def describe_devices(mesh: Mesh) -> str:
     devices = f'{mesh.size} {"CPU" if kind == "cpu" else kind} device{"s" * (mesh.size > 1)}'
     several = f'{len(processes)} processes of {each}'
     return f'{devices}, {several if len(processes) > 1 else "1 process"}'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the devices of a mesh are in their machine.
+
+    Attributes:
+      bounds: the chips along x, y and z of the part of a TPU slice that the mesh spans; empty for
+        machines without a torus.
+      wrap: for each of x, y and z, whether links close it to a ring.
+      places: for each device, in the row-major order of the mesh, its slice, x, y, z and core on
+        TPUs, and its NVLink domain, process and number in the process elsewhere. All count from 0.
+    """
+
+    bounds: tuple[int, ...]
+    wrap: tuple[bool, ...]
+    places: tuple[tuple[int, ...], ...]
+
+
+def find_placement(mesh: Mesh) -> Placement:
+    """Returns where the devices of a mesh are, real ones or described ones."""
+    devices = mesh.devices.ravel().tolist()
+    number = {s: i for i, s in enumerate(sorted({slice_of(d) for d in devices}))}
+    slices = np.array([number[slice_of(d)] for d in devices])
+    inside = places_of(devices)
+    places = tuple(map(tuple, np.column_stack([slices, inside]).tolist()))
+    if not has_coords(devices[0]):
+        return Placement(bounds=(), wrap=(), places=places)
+    torus = torus_of(devices[0], (inside.max(axis=0) + 1).tolist())
+    return Placement(bounds=torus.bounds[:3], wrap=torus.wrap[:3], places=places)
 
 
 def _on_torus(mesh: Mesh, wrap: Sequence[bool] | None) -> tuple[Torus | None, np.ndarray]:

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from partitioning.mesh.placement import Placement, find_placement
-from partitioning.mesh.rings import AxisRing, axis_rings
+from partitioning.mesh.rings import AxisRing, Placement, axis_rings, find_placement
 
 _GAP = 0.6  # the space between planes, slices and hosts, in devices
 _NUMBERED = 512  # the most devices whose numbers fit into a panel

@@ -1,10 +1,14 @@
 """Products of sharded arrays, and the sums over shards that their gradients need.
 
 `dense`: products of rows and weights; `sharing`: the mesh axes that both are sharded over; `sums`:
-scattered sums inside a shard_map; `rounds`: the rounds that such a sum takes on a machine.
+scattered sums inside a shard_map, in the rounds that the machine needs.
 """
 
 from partitioning.products.dense import multiply as multiply
-from partitioning.products.rounds import find_rounds as find_rounds, in_rounds as in_rounds
 from partitioning.products.sharing import scattering_by as scattering_by
-from partitioning.products.sums import scatter_sum as scatter_sum, sum_over as sum_over
+from partitioning.products.sums import (
+    find_rounds as find_rounds,
+    in_rounds as in_rounds,
+    scatter_sum as scatter_sum,
+    sum_over as sum_over,
+)

@@ -7,7 +7,7 @@ from described_machines import described, needs_cuda_plugin, needs_libtpu
 
 from partitioning import CHIPS, MeshConfig, PjitPartitioner
 from partitioning.hardware import default_options, option_values
-from partitioning.hardware.memory_limits import OutOfMemoryError
+from partitioning.hardware.compiler_errors import OutOfMemoryError
 
 
 def partitioner_for(topology):

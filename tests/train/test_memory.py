@@ -10,8 +10,11 @@ from flax import nnx
 
 from partitioning import MeshConfig, Partitioned, PjitPartitioner
 from partitioning.hardware import CHIPS
-from partitioning.hardware.compiler_errors import explain_compiler_error
-from partitioning.hardware.memory_limits import OutOfMemoryError, needed_memory
+from partitioning.hardware.compiler_errors import (
+    OutOfMemoryError,
+    explain_compiler_error,
+    needed_memory,
+)
 from train.errors import ConfigError
 from train.reporting import memory
 from train.reporting.memory import check_fits
