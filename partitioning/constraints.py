@@ -76,9 +76,9 @@ def constrain(
 ) -> jax.Array:
     """Lays out one activation by its logical axis names.
 
-    It works inside every transformation of jax. Inside `jax.vmap` the names are those of the array
-    without the batched dimension. Inside a `jax.shard_map` the Manual axes are dropped from what
-    the rules give, and the sizes are those of one shard.
+    It works inside every transformation of jax. Inside `jax.vmap` the names leave out the batched
+    dimension. Inside a `jax.shard_map` the Manual axes are dropped from what the rules give, and an
+    array is one shard.
 
     Args:
       x: an array.
@@ -86,8 +86,8 @@ def constrain(
         layout of a dimension to XLA.
       rules: logical axis rules. By default these are the rules of the context, which partitioned
         functions and `flax.linen.logical_axis_rules` set.
-      on_indivisible: the policy for a size that its mesh axes do not divide; by default that of the
-        rules. See `resolve_axes`. Under 'pad' XLA pads the array; this needs Auto axes.
+      on_indivisible: the policy for a size that its mesh axes do not divide; by default the rules
+        say it. See `resolve_axes`. Under 'pad' XLA pads the array; this needs Auto axes.
 
     Returns:
       `x` in the layout that the rules give, or `x` itself if no mesh is set or if all axes of the
@@ -119,7 +119,7 @@ def activation_spec(
     """Returns the layout that `constrain` gives to an activation, for example for `jax.shard_map`.
 
     Args:
-      shape: the shape of the activation; inside a `jax.shard_map`, that of one shard.
+      shape: the shape of the activation; inside a `jax.shard_map`, the shape of one shard.
       names: as for `constrain`.
       rules: as for `constrain`.
       on_indivisible: as for `constrain`.
@@ -307,7 +307,7 @@ def _pmap_explained(mesh: AbstractMesh) -> Iterator[None]:
         if 'does not exist' not in str(error) or len(manual_axes(mesh)) < len(mesh.axis_names):
             raise
         raise ValueError(
-            f'{error} All axes of this mesh are Manual; if it is that of jax.pmap, write '
+            f'{error} All axes of this mesh are Manual; if jax.pmap made it, write '
             'PjitPartitioner.partition instead of jax.pmap'
         ) from None
 
@@ -317,7 +317,7 @@ def _batched_axes_explained(spec: PartitionSpec) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # The spec names each axis once, so the second use is that of the batched dimension.
+        # The spec names each axis once, so the second use is the batched dimension.
         if 'spmd_axis_name' not in str(error) and 'duplicate entries' not in str(error):
             raise
         raise ValueError(f'{spec_str(spec)}: {explain_batched_axis(error)}') from None

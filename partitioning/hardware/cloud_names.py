@@ -56,7 +56,7 @@ _GPU_HOSTS = {
 def from_cloud_name(name: str) -> str | None:
     """Returns the topology of a cloud's name: 'v5p:4x4x4' for 'v5p-128', 'h100:1x8' for GPUs.
 
-    Other names, such as those of topologies, give None.
+    Other names, such as the names of topologies, give None.
 
     Raises:
       ValueError: if the cloud has such machines, but not of this size.

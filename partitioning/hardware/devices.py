@@ -33,7 +33,7 @@ def stand_in_devices(devices: Iterable[JaxDevice]) -> Iterator[None]:
     So a configuration that was written for the machine that it runs on can be laid out on another.
 
     Args:
-      devices: the devices, such as those of `describe_topology`.
+      devices: the devices, for example from `describe_topology`.
     """
     token = _stand_ins.set(tuple(devices))
     try:

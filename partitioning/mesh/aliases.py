@@ -76,7 +76,7 @@ def get_mesh(
     Args:
       model_parallel_submesh: the tile: (x, y, z, cores) on TPU, (processes, devices) elsewhere.
         Each entry divides that dimension of the machine.
-      input_devices: all devices, by default those of `backend`.
+      input_devices: all devices, by default all devices of `backend`.
       input_local_devices: the devices of one process, by default of the first process among
         `input_devices`; their extent is the tile of one host.
       tile_by_host_if_needed: whether each process holds one contiguous block of the mesh, as T5X's

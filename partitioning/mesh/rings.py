@@ -45,7 +45,7 @@ def axis_rings(
       mesh: the mesh, of real or described devices.
       wrap: for each of x, y and z, whether links close the mesh's part of a TPU slice to a ring; by
         default as slices of these TPUs do.
-      granule_size: the number of GPUs that share one NVLink network, by default those of a host.
+      granule_size: the number of GPUs that share one NVLink network, by default the GPUs of a host.
 
     Returns:
       One entry per axis, in the order of the mesh.

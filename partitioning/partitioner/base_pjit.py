@@ -33,7 +33,7 @@ class BasePjitPartitioner(BasePartitioner):
 
     @property
     def _gradient_rules(self) -> LogicalAxisRules | None:
-        """The rules that lay out gradients, if they are not those of the parameters."""
+        """The rules that lay out gradients, if they differ from the rules of the parameters."""
         return None
 
     @functools.cached_property
@@ -73,8 +73,8 @@ class BasePjitPartitioner(BasePartitioner):
           on_recompile: what happens if the function would be traced and compiled a second time.
             'error' raises a ValueError that names the argument that changed, before and after.
           compiler_options: the options with which the function is always compiled, by name, as
-            `jax.jit` takes them; `option_values(default_options(mesh.devices.flat))` for those of
-            the chip. jax refuses to call such a function inside another jitted function.
+            `jax.jit` takes them; `option_values(default_options(mesh.devices.flat))` has the
+            options of the chip. jax refuses to call such a function inside another jitted function.
 
         Raises:
           ValueError: if a setting does not fit the signature of the function.
@@ -103,7 +103,7 @@ class BasePjitPartitioner(BasePartitioner):
         Args:
           partitioned_fn: the function that `partition` returned.
           *args: its arguments, arrays or ShapeDtypeStructs.
-          compiler_options: options for this compilation, in addition to those of the function.
+          compiler_options: options for this compilation, in addition to the function's own options.
 
         Raises:
           ValueError: if the arguments do not fit, or if the compiler does not know an option.

@@ -215,7 +215,7 @@ def _array(aval: Any) -> str:
 
 
 def _difference(candidate: Any, state: Any) -> str:
-    """How the structure of a result differs from that of the state."""
+    """How the structures of a result and of the state differ."""
     after, before = (
         [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
         for tree in (candidate, state)
@@ -225,6 +225,7 @@ def _difference(candidate: Any, state: Any) -> str:
     if adds := [path for path in after if path not in before]:
         return f'The state had no {adds[0]}: create it in the init function'
     return (
-        f'The arrays are those of the state, a {type(state).__name__}, but the containers or the '
-        'static fields differ: change the state that the step receives, as state.replace(...) does'
+        f'The arrays are the same as in the state, a {type(state).__name__}, but the containers or '
+        'the static fields differ: change the state that the step receives, as state.replace(...) '
+        'does'
     )

@@ -73,7 +73,7 @@ def scattering_by(rules: LogicalAxisRules | None) -> Iterator[None]:
     scattered as the state is are never whole.
 
     Args:
-      rules: the rules for the optimizer's state, or None if they are those of the weights.
+      rules: the rules for the optimizer's state, or None if the rules of the weights apply.
     """
     token = _gradient_rules.set(rules)
     try:

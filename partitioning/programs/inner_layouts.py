@@ -1,6 +1,6 @@
 """Layouts that arrays have inside partitioned functions and cannot have at a jit boundary.
 
-These are the layouts of PaddedSpecs, and those of PartitionSpecs with UNCONSTRAINED dimensions.
+PaddedSpecs have such layouts, and so have PartitionSpecs with UNCONSTRAINED dimensions.
 """
 
 from __future__ import annotations

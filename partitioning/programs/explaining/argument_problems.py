@@ -88,7 +88,7 @@ def value_problems(name: str, index: int | None, value: Any, abstract: bool) -> 
 
 
 def static_field_problems(arguments: Sequence[Argument]) -> Iterator[str]:
-    """The static fields of an argument must be those of its entry, if it is passed by name."""
+    """An argument that is passed by name must have the static fields of its entry."""
     for argument in arguments:
         try:
             for _ in argument.pairs(static_fields=True):

@@ -33,7 +33,7 @@ def fit_problems(boundary: Boundary, arguments: Sequence[Argument]) -> Iterator[
         one, other = pair
         yield (
             f'the entries of {one.name} and {other.name} in in_axis_resources are in the wrong '
-            f'order: write that of {one.name} first'
+            f'order: write the entry of {one.name} first'
         )
     for argument in misfits:
         yield from _misfits(boundary, argument)
@@ -125,7 +125,7 @@ def pmap_hint(argument: Argument, mesh: Mesh, leaf: Any, sharding: Sharding) -> 
     if not replicated and (not planned or isinstance(argument.entry, Sharding)):
         return ''
     return (
-        f'. The first dimension of {argument.name}, {shape[0]}, seems to be that of the devices: '
+        f'. The first dimension of {argument.name}, {shape[0]}, seems to count devices: '
         'remove jax_utils.replicate and jax_utils.shard, which are for pmap; a partitioned '
         'function takes global arrays'
     )
@@ -141,7 +141,7 @@ def shard_hint(argument: Argument) -> str:
     if not shapes or any(len(shape) < 2 or shape[0] != devices for shape in shapes):
         return ''
     return (
-        f'If the first dimension of {argument.name}, {devices}, is that of the devices, remove '
+        f'If the first dimension of {argument.name}, {devices}, counts devices, remove '
         'jax_utils.shard, which is for pmap'
     )
 
