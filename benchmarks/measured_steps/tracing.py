@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
+
+from partitioning.products.bodies import bodies_of, count_devices, count_runs
+from partitioning.products.flops import product_flops
 
 # Operations that a library of the machine computes, by the beginning of the primitive's name.
 _LIBRARY = ('dot_product_attention', 'fused_attention')
@@ -56,11 +58,10 @@ def find_products(jaxpr: Any) -> list[TracedProduct]:
     counts: dict[tuple[Any, ...], int] = collections.defaultdict(int)
     for equation, times, devices in _visit(jaxpr, 1, 1):
         if equation.primitive.name == 'dot_general':
-            (contracted, _), _ = equation.params['dimension_numbers']
-            left = equation.invars[0].aval
-            flops = 2.0 * equation.outvars[0].aval.size
-            flops *= math.prod(left.shape[d] for d in contracted)
-            counts[_types((*equation.invars, *equation.outvars)), flops, devices] += times
+            arrays = *equation.invars, *equation.outvars
+            shapes = (variable.aval.shape for variable in arrays)
+            flops = product_flops('dot_general', equation.params, *shapes)
+            counts[_types(arrays), flops, devices] += times
     return [
         TracedProduct(shapes=shapes, flops=flops, count=count, devices=devices)
         for (shapes, flops, devices), count in counts.items()
@@ -103,26 +104,11 @@ def _visit(jaxpr: Any, times: int, devices: int) -> Iterator[tuple[Any, int, int
     """The equations outside of kernels, with how often they run, and on how many devices."""
     for equation in jaxpr.eqns:
         yield equation, times, devices
-        name, params = equation.primitive.name, equation.params
-        if name == 'pallas_call':
+        if equation.primitive.name == 'pallas_call':
             continue
-        inside, on = times, devices
-        if name == 'scan':
-            inside *= params['length']
-        elif name == 'shard_map':
-            on *= math.prod(params['mesh'].shape[axis] for axis in params['newly_manual_axes'])
-        for value in params.values():
-            for body in _bodies(value):
-                yield from _visit(body, inside, on)
-
-
-def _bodies(value: Any) -> list[Any]:
-    """The jaxprs in a parameter of an equation."""
-    if hasattr(value, 'eqns'):
-        return [value]
-    if hasattr(value, 'jaxpr'):
-        return [value.jaxpr]
-    return [body for x in value for body in _bodies(x)] if isinstance(value, tuple | list) else []
+        inside, on = times * count_runs(equation), devices * count_devices(equation)
+        for body in bodies_of(equation):
+            yield from _visit(body, inside, on)
 
 
 def _types(variables: Any) -> tuple[str, ...]:

@@ -99,15 +99,6 @@ class DataFlow:
         """
         return list(self._search(place, self._sources))
 
-    def operand_makers(
-        self, instruction: Instruction, computation: Computation
-    ) -> list[list[Place]]:
-        """For each operand of an instruction, what `makers` finds."""
-        return [
-            self.makers(Place(computation.instructions[name], computation))
-            for name in instruction.operands
-        ]
-
     def takers(self, place: Place) -> list[Place]:
         """The operations that compute with what a place holds, and the root of the program."""
         return [p for p in self._search(place, self._targets) if p.key != place.key]
