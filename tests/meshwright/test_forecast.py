@@ -129,6 +129,9 @@ def test_without_a_compiler(program):
     assert memory.peak == memory.analytic_peak > memory.arguments
     assert memory.buffers_from == 'jaxpr'
     assert memory.gradients >= 2 * 4 * WIDTH * HIDDEN // 64
+    text = forecast_table([made])  # whether an exchange is asynchronous is left to compilers
+    assert re.search('^sent by a device per call +by formula$', text, re.MULTILINE)
+    assert '  all' in text and 'asynchronous' not in text + render_page([made])
 
 
 def test_a_step_that_does_not_fit_has_changes_that_help(program):
