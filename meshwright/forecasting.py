@@ -140,10 +140,10 @@ def forecast(
         target = dataclasses.replace(target, back_end='none', version=version_of('none'))
     if on_program is not None and program.compiled is not None:
         on_program(read_text(program.compiled))
-    made = _assemble(call, target, program, held, explain=explain)
-    if made.fits is False and target.chip is not None and changes is not None:
-        limit = made.memory.limit or 0
-        general = list_general_changes(call, held, made.memory.gradients, target.chip, limit)
+    result = _assemble(call, target, program, held, explain=explain)
+    if result.fits is False and target.chip is not None and changes is not None:
+        limit = result.memory.limit or 0
+        general = list_general_changes(call, held, result.memory.gradients, target.chip, limit)
         compile_peak = functools.partial(_compile_peak, options=compiler_options)
         ranked = rank_changes(
             [*changes, *general],
@@ -152,9 +152,9 @@ def forecast(
             compile_peak=compile_peak if confirm else None,
             progress=progress,
         )
-        made = dataclasses.replace(made, changes=ranked)
+        result = dataclasses.replace(result, changes=ranked)
     taken = Compilation(seconds=watch.seconds, peak_rss=watch.peak_rss)
-    return dataclasses.replace(made, compilation=taken)
+    return dataclasses.replace(result, compilation=taken)
 
 
 def _move(call: Call, source: Any, target: Target) -> Call:
