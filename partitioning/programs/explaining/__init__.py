@@ -2,6 +2,6 @@
 
 Nothing here is imported before something has failed, so a program that works does not pay for it.
 `causes` looks for the cause of an exception among the arguments, with `argument_problems` and
-`layout_problems`. `trace_errors` translates errors of jax, flax and optax in a trace, and
+`misfits`. `trace_errors` translates errors of jax, flax and optax in a trace, and
 `changed_arguments` says why a function was compiled again.
 """

@@ -24,7 +24,7 @@ from partitioning.programs.explaining.argument_problems import (
     static_problems,
     value_problems,
 )
-from partitioning.programs.explaining.layout_problems import (
+from partitioning.programs.explaining.misfits import (
     device_problems,
     fit_problems,
     layout_problems,
