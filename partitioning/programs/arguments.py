@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,13 @@ def positions(indices: Sequence[int], count: int) -> set[int]:
     Arguments that the call leaves out have no position.
     """
     return {i + count if i < 0 else i for i in indices if -count <= i < count}
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticValue:
+    """A static argument in the record of a trace."""
+
+    value: Any
 
 
 class Arguments:

@@ -6,14 +6,13 @@ arguments of the first and of the latest trace, so it costs nothing at a call.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax
 
-from partitioning.programs.arguments import Arguments, positions
+from partitioning.programs.arguments import Arguments, StaticValue, positions
 
 OnRecompile = Literal['allow', 'error']
 # The sharding of each keyword array that has been put somewhere, by its path.
@@ -22,13 +21,6 @@ Layouts = dict[str, Any]
 
 class RecompilationError(ValueError):
     """A partitioned function would be compiled again, under the policy 'error'."""
-
-
-@dataclasses.dataclass(frozen=True)
-class StaticValue:
-    """A static argument in the record of a trace."""
-
-    value: Any
 
 
 class TraceLog:
