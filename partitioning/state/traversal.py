@@ -22,6 +22,7 @@ from partitioning.rules import (
 )
 from partitioning.state.boxes import (
     Entry,
+    FlatState,
     Parameter,
     Path,
     array_leaves,
@@ -204,6 +205,7 @@ def _origin(
 
 def _as_it_says(state: Any, said: Any) -> StateTree[Leaf]:
     """The leaves of a state that names its axes itself, with None where it gives no names."""
+    state = state.state if isinstance(state, FlatState) else state
     treedef: Any  # the type that jax declares lacks flatten_up_to
     flat, treedef = jax.tree_util.tree_flatten_with_path(
         said, is_leaf=lambda x: x is None or _is_names(x)
