@@ -14,7 +14,7 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]
 
     Type checkers read the names of a package in its `__init__.pyi`. The returned functions read the
     same file when a name is first used, so that `import` costs almost nothing, and each name is
-    written once. `__all__` is that of the file, or else all of its names. Subpackages are imported
+    written once. `__all__` is the file's, or else all of its names. Subpackages are imported
     as attributes, too.
 
     Usage:

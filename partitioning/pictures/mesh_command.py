@@ -79,7 +79,7 @@ def main(
     """Runs the command and returns its exit status: 2 if the flags do not describe a mesh.
 
     Args:
-      arguments: the flags, by default those of this process.
+      arguments: the flags, by default the flags of this process.
       parser: gets the flags, by default a parser of `python -m partitioning.mesh`.
       with_picture: whether to draw where each device is in the mesh, as text.
     """

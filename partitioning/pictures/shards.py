@@ -102,7 +102,7 @@ def visualize_sharding(
 
     Args:
       x: an array or a ShapeDtypeStruct, also in a linen box or an nnx variable; or a shape.
-      sharding: the sharding of the array; by default that of `x`.
+      sharding: the sharding of the array; by default the sharding of `x`.
       dims: the two dimensions to draw, downwards and to the right; by default the two with the most
         blocks. Each block of other sharded dimensions gets a separate panel.
       title: the line above; by default the shape and the sharding.

@@ -173,7 +173,7 @@ def _are_stacked(shapes: Mapping[str, Shape], dim: int) -> bool:
     if len({shape[dim] for shape in shapes.values()}) > 1:
         return False
     single = {path: (*shape[:dim], *shape[dim + 1 :]) for path, shape in shapes.items()}
-    # Every layer has vectors, such as biases, and their sizes are those of its matrices. This is
+    # Every layer has vectors, such as biases, whose sizes are sizes of its matrices too. This is
     # what distinguishes layers from, say, attention heads.
     vectors = {path: shape[0] for path, shape in single.items() if len(shape) == 1}
     others = {size for path, shape in single.items() if path not in vectors for size in shape}

@@ -175,7 +175,7 @@ def _too_large(tree: StateTree[Leaf]) -> Shapes:
 def _replicated_silently(leaf: Leaf, large: Shapes, mesh: MeshLike) -> Problem:
     """The problem of one of the `large` arrays, with what to write for all of them."""
     others = len(large) - 1
-    alike = f' So would those of {others} more arrays.' if others else ''
+    alike = f' So would the bytes of {others} more arrays.' if others else ''
     return Problem(
         'names',
         f'Missing axis names: an array of shape {shape_of(leaf.array)} has no names and follows no '

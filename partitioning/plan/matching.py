@@ -56,7 +56,7 @@ def check_mesh(plan: Plan, mesh: MeshLike) -> None:
 
 
 def match_rows(entries: Sequence[Entry], rows: Sequence[PlanRow]) -> dict[Path, PlanRow]:
-    """The row of each leaf of a state, whose paths may be longer than those of the plan.
+    """The row of each leaf of a state, whose paths may be longer than the paths of the plan.
 
     Args:
       entries: the leaves of the state.

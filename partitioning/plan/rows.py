@@ -144,9 +144,8 @@ def shard_shape(path: str, shape: Sequence[int], spec: Spec, mesh: MeshLike) -> 
     """The shape of one device's shard.
 
     Raises:
-      ValueError: if the spec does not fit the mesh or the shape or leaves a dimension
-        UNCONSTRAINED, or if a PaddedSpec pads a
-        dimension whose size is divisible.
+      ValueError: if the spec does not fit the mesh or the shape, if it leaves a dimension
+        UNCONSTRAINED, or if a PaddedSpec pads a dimension whose size is divisible.
     """
     outside = boundary_spec(spec)
     check_definite(outside, path)
@@ -175,7 +174,7 @@ def _check_padded(path: str, shape: Sequence[int], spec: PaddedSpec, mesh: MeshL
 
 @functools.cache
 def dtype_name(dtype: Any) -> str:
-    """The name of a dtype, those of random keys included."""
+    """The name of a dtype; random keys have one too."""
     return str(dtype)
 
 

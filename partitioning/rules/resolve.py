@@ -83,8 +83,8 @@ def logical_to_mesh_axes(
 ) -> Any:
     """The PartitionSpec of an array with these logical axes, or None if `names` is None.
 
-    The keyword arguments and errors are those of `resolve_axes`. Under the policy 'pad' an array
-    that needs padding gets a PaddedSpec.
+    It takes the keyword arguments of `resolve_axes`, and raises its errors. Under the policy 'pad'
+    an array that needs padding gets a PaddedSpec.
     """
     return None if names is None else to_spec(resolve_axes(names, rules, **settings))
 

@@ -27,10 +27,10 @@ def standard_logical_axis_rules(
       parameter_partitioning_dims: 2 also shards the 'embed' dimension of parameters over 'data'
         (fully sharded data parallelism).
       additional_rules: further rules. They come last, so they decide only names without a rule.
-      mesh_axes: the axes of the mesh. The batch is sharded over those of 'replica', 'data', 'fsdp'
-        and 'expert' that the mesh has. 'fsdp' also shards the 'embed' dimension of parameters,
-        'sequence' shards 'length', 'stage' shards 'stage', and 'expert' adds T5X's rules for
-        mixtures of experts.
+      mesh_axes: the axes of the mesh. The batch is sharded over 'replica', 'data', 'fsdp' and
+        'expert', as far as the mesh has them. 'fsdp' also shards the 'embed' dimension of
+        parameters, 'sequence' shards 'length', 'stage' shards 'stage', and 'expert' adds T5X's
+        rules for mixtures of experts.
 
     Raises:
       ValueError: if dims are neither 1 nor 2, or if no rule would use one of the mesh axes.

@@ -144,7 +144,7 @@ def unbox(tree: Any) -> Any:
 
 
 def rebox(boxed: Any, tree: Any) -> Any:
-    """The tree with its arrays in boxes like those of `boxed`, a tree of the same structure."""
+    """The tree with its arrays in the boxes of `boxed`, a tree of the same structure."""
     return jax.tree.map(
         lambda box, below: box.replace(value=rebox(box.value, below)) if is_box(box) else below,
         boxed,

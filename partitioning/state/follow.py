@@ -152,9 +152,9 @@ def _derived_dims(shape: tuple[int, ...], owner: Parameter, factored: str | None
 def _match_dims(
     shape: tuple[int, ...], parameter: tuple[int, ...], factored: str | None
 ) -> Dims | None:
-    """Matches the dimensions of a leaf with those of its parameter, by the shapes of both.
+    """Matches the dimensions of a leaf and of its parameter, by the shapes of both.
 
-    The result is None if the shape of the leaf cannot be derived from that of the parameter.
+    The result is None if the shape of the leaf cannot be derived from the parameter's.
     `factored` is 'v_row' or 'v_col' if the path of the leaf contains this key.
     """
     whole = tuple(range(len(parameter)))

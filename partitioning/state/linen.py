@@ -199,7 +199,7 @@ _METHODS = ('unbox', 'add_axis', 'remove_axis')
 
 @contextlib.contextmanager
 def boxes_like_ours() -> Iterator[None]:
-    """Inside this context, in this thread, flax's boxes behave like those of this module."""
+    """Inside this context, in this thread, flax's boxes behave like the boxes of this module."""
     _replace_methods()
     token = _TRACING.set(True)
     try:

@@ -2,7 +2,7 @@
 
 A state is initialized with boxes that name its arrays, and trained without them. Its static fields,
 such as the optimizer in Flax's TrainState, are made anew by each trace of an init function and are
-never equal, although jax compares them with those of the tree of shardings.
+never equal, although jax compares them with the static fields of the tree of shardings.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def match_by_path(prefix: Any, tree: Any) -> list[Any] | None:
 def with_static_fields(
     in_shardings: Any, out_shardings: Any, args: Sequence[Any]
 ) -> tuple[Any, Any] | None:
-    """Shardings for arguments whose static fields differ from those of the shardings.
+    """Shardings for arguments that have other static fields than the shardings.
 
     Args:
       in_shardings: a tuple with the shardings of each argument.

@@ -143,7 +143,7 @@ class TrainState:
           state_dict: nested dicts of arrays, as `state_dict()` returns them.
 
         Raises:
-          ValueError: if the paths or shapes of the arrays differ from those of this state.
+          ValueError: if an array has another path or shape than in this state.
         """
         return _restore(self, state_dict, ())
 

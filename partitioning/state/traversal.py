@@ -145,7 +145,7 @@ def walk(
 
 
 def says_itself(state: Any) -> bool:
-    """Whether a state names the axes of all its arrays, including those of the optimizer."""
+    """Whether a state names the axes of all its arrays, including the optimizer's."""
     return hasattr(state, 'as_logical_axes') and not getattr(
         state, 'names_follow_parameters', False
     )
@@ -154,7 +154,7 @@ def says_itself(state: Any) -> bool:
 def get_logical_axes(state: Any, overrides: PathRules = ()) -> Any:
     """The logical axes of a train state: the same tree with AxisNames in place of every array.
 
-    The arguments and errors are those of `walk`. A state with T5X's `as_logical_axes()` returns the
+    It takes and raises what `walk` does. A state with T5X's `as_logical_axes()` returns the
     result of that method.
     """
     if says_itself(state):
@@ -224,7 +224,7 @@ def _as_it_says(state: Any, said: Any) -> StateTree[Leaf]:
 def _matched_by_path(named: Sequence[tuple[Path, Any]], state: Any) -> list[Any]:
     """The array of each path, or for a subtree its arrays by path, or None if there is none.
 
-    The tree of as_logical_axes() may differ from that of the state in fields that are empty in one
+    The tree of as_logical_axes() may differ from the state in fields that are empty in one
     of them, such as the collections that T5X's states do not have.
 
     Raises:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 Names = tuple[Any, ...]
-Piece = tuple[str, ...]  # regular expressions for one key, of which one must match
+Piece = tuple[str, ...]  # regular expressions for one key; one of them must match
 Pieces = tuple[Piece, ...]
 _LONGEST = 48  # characters of the alternatives of one pattern; if there are more, it is divided
 _FEW = 4  # up to this number, alternatives are listed instead of a pattern for everything else
@@ -51,7 +51,7 @@ def make_path_rules(
         arrays that are called 'bias'.
 
     Returns:
-      (regular expression, names) pairs for `re.fullmatch`, of which the first that matches wins, in
+      (regular expression, names) pairs for `re.fullmatch`; the first that matches wins, in
       the order of the paths. General rules come last.
     """
     # PyTorch's names of parameters are single keys with dots.

@@ -70,7 +70,7 @@ class SuggestedRules(tuple):
 def suggest_rules(state: Any, mesh: MeshLike | None = None) -> SuggestedRules:
     """Suggests path rules that name all parameters of a state that have no names.
 
-    The names are those of `standard_logical_axis_rules`, so the rules serve tensor parallelism and,
+    The names are names of `standard_logical_axis_rules`, so the rules serve tensor parallelism and,
     with `fsdp_logical_axis_rules`, fully sharded data parallelism. They come from the shapes first:
     the size that most arrays share is the width of the model, 'embed'. The words of the paths
     decide between 'heads', 'mlp' and 'vocab'. Arrays with a single dimension that can be sharded

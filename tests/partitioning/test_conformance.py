@@ -286,19 +286,3 @@ def test_rules_of_the_optimizer(model, front_end):
             spec = P(*(axes if axes == 'model' else None for axes in spec))
         assert found[kind, name] == spec
     assert found.keys() == expected.keys()
-
-
-@CASES
-def test_sizes_that_do_not_divide_are_found_in_every_front_end(front_end):
-    """Four members over data 8."""
-    partitioner = partitioner_of('ensemble', front_end, num_partitions=1)
-    with pytest.raises(ValueError, match=r"members.*'members'.* 4 is not divisible by 8"):
-        partitioner.get_mesh_axes(abstract_state('ensemble', front_end))
-
-
-@CASES
-def test_a_name_without_a_rule_is_found_in_every_front_end(front_end):
-    rules = [rule for rule in RULES if rule[0] != 'layers']
-    partitioner = partitioner_of('stack', front_end, logical_axis_rules=rules)
-    with pytest.raises(ValueError, match=r"layers/.*no rule for logical axis 'layers'"):
-        partitioner.get_mesh_axes(abstract_state('stack', front_end))

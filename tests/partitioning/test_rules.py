@@ -1,11 +1,12 @@
-"""Rules map logical axis names to PartitionSpecs, as in T5X and linen, with errors and reasons."""
+"""Errors and reasons of logical axis rules.
+
+The specs are tested in tests/seeds/test_flax_rules.py and test_resolution_properties.py.
+"""
 
 import pickle
 
-import flax.linen as nn
 import jax
 import pytest
-from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 from partitioning import (
@@ -17,71 +18,7 @@ from partitioning import (
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
-UNC = P.UNCONSTRAINED
-EMBED_HEAD = [('head', 'model'), ('embed', 'model'), ('embed', 'data'), ('vocab', 'model')]
-XYZ = [('batch', 'X'), ('features', 'X'), ('heads', 'Y'), ('batch', 'Z')]
 PRIORITIES = [('foo', 'model'), ('bar', 'model'), ('baz', 'data')]
-FOO_DATA = [('foo', 'data'), ('bar', 'model')]
-
-
-@pytest.mark.parametrize(
-    'rules, names, expected',
-    [
-        (EMBED_HEAD, ('embed', 'head'), P('data', 'model')),
-        (EMBED_HEAD, ('vocab', 'embed'), P(None, 'model')),
-        (XYZ, ('batch', 'length', 'heads', 'features'), P('X', None, 'Y', None)),
-        ([('a', ('model', 'data')), ('b', 'data')], ('a', 'b'), P(('model', 'data'), None)),
-        (
-            [('a', ('model', 'replica')), ('b', 'data')],
-            ('a', 'b'),
-            P(('model', 'replica'), 'data'),
-        ),
-        (
-            [('a', ('model', 'replica')), ('b', ('data', 'model'))],
-            ('a', 'b'),
-            P(('model', 'replica'), None),
-        ),
-        (
-            [('a', ('model', 'replica')), ('b', 'model')],
-            ('a', 'b', 'c'),
-            P(('model', 'replica'), None, None),
-        ),
-        ([], ('a', 'b', 'c'), P(None, None, None)),
-        ([('a', None), ('a', 'model')], ('a', 'b'), P(None, None)),
-        (
-            [('baz', 'data'), ('bar', None), ('foo', 'model'), ('foo', 'data')],
-            ('baz', 'bar', 'foo'),
-            P('data', None, 'model'),
-        ),
-        (PRIORITIES, ('foo', 'bar', 'baz'), P('model', None, 'data')),
-        (PRIORITIES, ('bar', 'foo', 'baz'), P(None, 'model', 'data')),
-        (PRIORITIES, ('baz', 'bar', 'foo', 'unassigned'), P('data', None, 'model', None)),
-        (FOO_DATA, ('foo', UNC, UNC, None, None), P('data', UNC, UNC, None, None)),
-    ],
-)
-def test_specs_of_t5x_and_linen(rules, names, expected):
-    assert logical_to_mesh_axes(names, rules, on_unmatched='replicate') == expected
-
-
-def test_no_names_no_spec():
-    assert logical_to_mesh_axes(None, PRIORITIES) is None
-
-
-NAMES = st.lists(st.sampled_from('abcde'), unique=True, max_size=4)
-MESH_AXES = st.one_of(
-    st.none(),
-    st.sampled_from('xyz'),
-    st.lists(st.sampled_from('xyz'), unique=True, min_size=1, max_size=3).map(tuple),
-)
-RULES = st.lists(st.tuples(st.sampled_from('abcd'), MESH_AXES), max_size=8)
-
-
-@settings(max_examples=200, deadline=None)
-@given(NAMES, st.integers(0, 4), RULES)
-def test_same_as_linen(names, place_of_none, rules):
-    names = (*names[:place_of_none], None, *names[place_of_none:])
-    ours = logical_to_mesh_axes(names, rules, on_unmatched='replicate')
-    assert tuple(ours) == tuple(nn.logical_to_mesh_axes(names, rules))
 
 
 # Errors, each with its solution.
@@ -100,20 +37,6 @@ def test_unmatched_name_with_nothing_near():
     with pytest.raises(ValueError, match="'zzz'") as error:
         logical_to_mesh_axes(('zzz',), [('batch', 'data')])
     assert 'Did you mean' not in str(error.value)
-
-
-def test_name_on_two_dimensions():
-    with pytest.raises(ValueError, match=r"'foo'.*two dimensions.*\('foo', 'foo', 'baz'\)"):
-        logical_to_mesh_axes(('foo', 'foo', 'baz'), PRIORITIES)
-
-
-def test_none_may_name_two_dimensions():
-    assert logical_to_mesh_axes((None, 'foo', None), PRIORITIES) == P(None, 'model', None)
-
-
-def test_rules_must_not_be_a_generator():
-    with pytest.raises(ValueError, match='rule'):
-        logical_to_mesh_axes(('foo', 'bar'), (rule for rule in PRIORITIES))
 
 
 def test_rule_to_an_axis_that_the_mesh_lacks():

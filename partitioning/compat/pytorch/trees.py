@@ -41,7 +41,7 @@ def parameters(module: Any) -> dict[Path, Any]:
     """The parameters of a module by path, in the boxes or variables that carry their names.
 
     These are the collection 'params' of linen variables, by the path below it; the Params of an nnx
-    module or state, of which a shared one appears once; and all arrays of any other pytree.
+    module or state, a shared one once; and all arrays of any other pytree.
 
     Raises:
       ValueError: if there are no parameters.

@@ -102,7 +102,7 @@ class ManualShards:
 def enable_manual_sharding(t: Any, mesh: Mesh | None, partition_spec: SpecLike) -> ManualShards:
     """Lays out an array and returns its blocks, for functions that see one block each.
 
-    The arguments and errors are those of `mark_sharding`.
+    It takes and raises what `mark_sharding` does.
     """
     mesh = mesh_or_global(mesh)
     if isinstance(t, PaddedArray):

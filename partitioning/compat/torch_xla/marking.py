@@ -30,7 +30,7 @@ R = TypeVar('R')
 @functools.partial(jax.tree_util.register_dataclass, data_fields=['array'], meta_fields=['shape'])
 @dataclasses.dataclass(frozen=True)
 class PaddedArray:
-    """An array in equal tiles, of which the last ones end in zeros.
+    """An array in equal tiles, the last of which end in zeros.
 
     jax cannot lay out an array whose sizes are not divisible. torch_xla pads such arrays invisibly;
     this class makes the padding visible. It is a pytree, so it can be passed to jit. Its only leaf

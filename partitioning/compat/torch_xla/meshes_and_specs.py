@@ -207,7 +207,7 @@ def _check_ids(device_ids: Iterable[int] | np.ndarray, known: dict[int, JaxDevic
     if len(ids) != len(known):
         raise ValueError(
             f'{len(ids)} device ids {_listed(ids)} for {len(known)} devices: use all of them, or '
-            'pass those of a smaller mesh as devices='
+            'pass the devices of a smaller mesh as devices='
         )
     return [int(number) for number in ids]
 
