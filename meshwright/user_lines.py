@@ -38,7 +38,7 @@ def user_line(stack: Sequence[str]) -> str:
     `partitioning`. If a stack has no other lines, its innermost one is returned.
 
     Args:
-      stack: the 'file:line' of the code, and those of its callers.
+      stack: the 'file:line' of the code, and of each of its callers.
     """
     return next((line for line in stack if not _is_library(line)), stack[0] if stack else '')
 

@@ -1,5 +1,5 @@
 """The documentation: its Python blocks run, its commands and gin files are valid, and its messages
-are those of the code."""
+are in the code."""
 
 import ast
 import contextlib

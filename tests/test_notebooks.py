@@ -1,4 +1,4 @@
-"""The notebooks run, and their stored outputs are those of running them."""
+"""The notebooks run, and running them gives their stored outputs."""
 
 import tempfile
 

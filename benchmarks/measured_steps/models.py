@@ -60,7 +60,7 @@ def model_problems(row: MeasuredRow) -> Iterator[str]:
         yield 'its experts drop tokens, and those of the built-in transformer take all'
     known = _WITH_EXPERTS if m['experts'] else (*_LLAMA_LIKE, 'gemma3', 'gpt3')
     if block not in known and not str(block).startswith('maxtext'):
-        yield f'the built-in transformer has no layers like those of {block}'
+        yield f'the built-in transformer has no layers of the kind of {block}'
     if row['quantization']:
         yield f'products are quantized ({row["quantization"]}), and ours are computed in bfloat16'
     activation = m['mlp_activations'][0]

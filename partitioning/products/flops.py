@@ -38,7 +38,7 @@ def count_jaxpr_flops(
       kernels: whether to count the matrix products of Pallas kernels, with blocks that they skip.
       recomputed: whether to count what the backward pass computes again: the parts of
         `jax.checkpoint`, and others inside of `computed_again`.
-      dense: whether to count products and convolutions besides those of `jax.lax.ragged_dot`.
+      dense: whether to count products and convolutions besides `jax.lax.ragged_dot`.
     """
     counted = {'kernels': kernels, 'recomputed': recomputed, 'dense': dense}
     return math.fsum(_count_equation(equation, **counted) for equation in jaxpr.eqns)

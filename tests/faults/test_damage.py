@@ -327,7 +327,7 @@ def save(folder, step, **settings):
 
 
 def test_the_manifest_lists_every_file_with_its_checksum(folder):
-    """The checksums are those of the reference implementation of XXH3."""
+    """The checksums equal the ones of XXH3's reference implementation."""
     import xxhash
 
     written = json.loads((folder / '10/manifest.json').read_text())

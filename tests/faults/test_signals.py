@@ -83,7 +83,7 @@ def records(folder):
 
 
 def assert_ends_like(undisturbed, folder, **changes):
-    """Resumes a run, whose state and metrics are then those of the undisturbed run, bit for bit."""
+    """Resumes a run, whose state and metrics then equal the undisturbed run, bit for bit."""
     state = train(config(folder, **changes))
     for a, b in zip(jax.tree.leaves(undisturbed.state), jax.tree.leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -195,7 +195,7 @@ def make_forecast(**changes):
             ),
         ),
         warnings=(),
-        notes=('The peak and the exchanged bytes are those of the compiled program.',),
+        notes=('The peak and the exchanged bytes come from the compiled program.',),
         compilation=Compilation(seconds=31.0, peak_rss=GIB + 512 * MIB),
         arrays=ARRAYS,
         rings=tuple(axis_rings(MESH)),

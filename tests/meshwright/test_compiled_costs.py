@@ -84,7 +84,7 @@ def test_gradients_of_a_loop_over_layers(mesh):
 
 
 def test_arrays_at_the_peak(mesh):
-    """The sizes are those of jax's memory analysis."""
+    """The sizes equal jax's memory analysis."""
 
     def step(weights, x):
         def layer(x, w):
@@ -210,7 +210,7 @@ def test_other_texts_are_refused():
 
 
 def test_a_program_that_jaxlib_cannot_read_is_an_error_in_one_line():
-    """As a newer libtpu writes it. The text is that of jaxlib 0.10.2 with libtpu 0.0.52."""
+    """As a newer libtpu writes it. jaxlib 0.10.2 with libtpu 0.0.52 wrote the text."""
 
     class Compiled:
         def as_text(self):

@@ -51,7 +51,7 @@ def laid_out(mesh, up, down, x):
 
 
 def sent(collectives):
-    """The bytes that a device sends, by kind and axes, without those of scalars."""
+    """The bytes that a device sends, by kind and axes, without scalars."""
     found = collections.Counter()
     for collective in collectives:
         if collective.total_bytes > 100:

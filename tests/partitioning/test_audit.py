@@ -297,7 +297,7 @@ def without(state, name):
     ids=['one more', 'another shape', 'only a part', 'one less', 'no optimizer'],
 )
 def test_a_state_that_is_not_the_planned_one(plan, state, change, message):
-    """The bytes of a part must not pass for those of the whole."""
+    """The bytes of a part must not pass for the bytes of the whole."""
     with pytest.raises(ValueError, match=message):
         plan.audit(change(state))
 

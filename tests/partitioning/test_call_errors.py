@@ -181,7 +181,7 @@ def test_results_that_are_not_arrays(partitioner, value):
 
 @pytest.mark.parametrize('entry', ['property', 'written'])
 def test_padding_on_request(partitioner, entry):
-    """30 rows over 4 devices: the gradient is that of one device."""
+    """30 rows over 4 devices: the gradient equals the one on one device."""
     rows = np.random.default_rng(0).normal(size=(30, 4)).astype('float32')
     w = np.linspace(-1, 1, 4, dtype='float32')
     gradient = jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2))

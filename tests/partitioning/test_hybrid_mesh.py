@@ -64,7 +64,7 @@ def test_orders_of_more_slices():
 
 @pytest.mark.parametrize('sizes', [(4,), (2, 2), (1, 4, 1), (2, 1, 1, 2)])
 def test_one_slice_needs_no_dcn(sizes):
-    """The mesh equals that of create_mesh, also for devices without a slice index."""
+    """The mesh equals create_mesh's mesh, also for devices without a slice index."""
     ones = (1,) * len(sizes)
     names = [f'axis{i}' for i in range(len(sizes))]
     for devices in (tpus((2, 2, 1), 'TPU v4'), tpu_slices(1, (2, 2, 1), 'TPU v4'), cpus(2, 2)):

@@ -71,7 +71,7 @@ def test_nnx_modules_within(path):
 
 
 def test_gradients_and_steps():
-    """The losses are those of the model on one device."""
+    """The losses equal the model's losses on one device."""
 
     @nnx.jit
     def step(m, optimizer, x):

@@ -28,7 +28,7 @@ PNG = b'\x89PNG'
 
 
 def mesh_of(**sizes):
-    """Devices in another order than that of their numbers."""
+    """Devices in another order than their numbers."""
     devices = np.array(jax.devices()[:: -1 if len(sizes) > 1 else 1])
     return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes))
 

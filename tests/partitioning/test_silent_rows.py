@@ -228,7 +228,7 @@ def test_shorter_specs_leave_the_other_dimensions_whole(partitioner):
     np.testing.assert_array_equal(placed, W)
 
 
-# States of T5X with optax, like those of its OptaxWrapper.
+# States of T5X with optax, as its OptaxWrapper makes them.
 
 
 def t5x_state(tx, names):

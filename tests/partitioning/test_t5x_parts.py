@@ -131,7 +131,7 @@ def test_the_states_of_t5x(partitioner, factored, momentum):
     assert specs.params_axes is specs.flax_mutables_axes is specs._optimizer.state.step is None
     assert specs.flax_mutables == {}
     plan = partitioner.resolve(state)
-    # The arrays without names are listed, replicated: the step and those of the statistics.
+    # The arrays without names are listed, replicated: the step and the statistics.
     rows = {row.path: row for row in plan.rows}
     assert len(rows) == len(jax.tree.leaves(state)) == 1 + 2 * 5
     assert rows['_optimizer/state/param_states/logits/v_row'].spec == P(None)

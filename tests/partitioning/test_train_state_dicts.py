@@ -19,7 +19,7 @@ def changed(x):
 
 
 def trained(way):
-    """A state in which every array differs from that of a new state."""
+    """A state in which every array differs from its value in a new state."""
     return jax.tree.map(changed, unbox(made(way)))
 
 

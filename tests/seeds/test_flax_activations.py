@@ -85,7 +85,7 @@ def test_B16_rules_of_the_context():
 
 
 def test_B16_a_partitioned_function_sets_them():
-    """Inside they are those of the partitioner; before, after and in other threads they are not."""
+    """Inside they are the partitioner's; before, after and in other threads they are not."""
     rules, outside = [('a', 'data')], (('outer', 'data'),)
     partitioner, seen = partitioner_of(rules), {}
 

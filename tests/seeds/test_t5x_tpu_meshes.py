@@ -198,7 +198,7 @@ def hops(order, bounds):
     'bounds, num_partitions', [((2, 4, 1), 1), ((2, 4, 1), 2), ((2, 4, 1), 8), ((2, 2, 1), 2)]
 )
 def test_E5_one_tray_of_a_newer_kind_has_shorter_rings(kind, bounds, num_partitions):
-    """jax numbers the rings of 2 x 4 like those of 4 x 2, and those of 2 x 2 along one axis."""
+    """jax numbers the rings of 2 x 4 like the rings of 4 x 2, and 2 x 2 along one axis."""
     devices = tpus(bounds, kind)
     ours = ids(default_mesh(num_partitions, devices=devices))
     theirs = order_of_jax(devices, np.shape(ours))

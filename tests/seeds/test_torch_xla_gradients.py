@@ -31,7 +31,7 @@ def test_D14_gradients_over_auto_axes(jitted):
 
 @pytest.mark.parametrize('jitted', [False, True])
 def test_D14_gradients_over_explicit_axes(jitted):
-    """The gradient of an array has the type of the array; that of the result has the mark."""
+    """The gradient of an array has the type of the array; the result's gradient has the mark."""
     mesh = xy_mesh('explicit')
     seen = []
 

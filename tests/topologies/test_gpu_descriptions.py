@@ -158,7 +158,7 @@ def test_a_granule_size_that_does_not_consist_of_whole_hosts(size):
 
 
 def test_a_machine_is_described_after_jax_has_looked_for_devices():
-    """jax looks for plugins once, and leaves out that of CUDA on machines without cuDNN."""
+    """jax looks for plugins once, and leaves out the one for CUDA on machines without cuDNN."""
     program = (
         'import jax\n'
         'jax.devices()\n'

@@ -113,7 +113,7 @@ assert 'gin' not in sys.modules
 """
     path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     environment = os.environ | {'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu'}
-    environment.pop('XLA_FLAGS', None)  # compilers of TPUs do not know those of conftest
+    environment.pop('XLA_FLAGS', None)  # compilers for TPUs do not know conftest's flags
     done = subprocess.run([sys.executable, '-c', code], env=environment, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()[-2000:]
     assert {file.name for file in tmp_path.iterdir()} == {'search.json', 'search.png'}

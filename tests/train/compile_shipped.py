@@ -20,7 +20,7 @@ from train.running.steps import make_train_step
 
 # Each axis of a mesh has at least two devices.
 PARTITIONS = {'tensor': 8, 'data_parallel': 1, 'fsdp_any_model': 1}
-# Presets whose gradients are compiled like those of another one: tensor.gin with another optimizer
+# Presets whose gradients are compiled like another preset's: tensor.gin with another optimizer
 # state, or, for models with tied embeddings, another length of the residual stream.
 LIKE_TENSOR, UNTIED = {'zero'}, {'data_parallel', 'tensor_sequence', 'few_kv_heads'}
 SHAPE = (16, 32)  # of a batch

@@ -63,7 +63,7 @@ def assert_close(ours, expected):
 
 
 # kind, mesh, kv_heads, soft_cap, window, whether an array says that the window applies, segments.
-# With 2 kv_heads on a model axis of 4, each device takes those of its own heads.
+# With 2 kv_heads on a model axis of 4, each device takes the ones for its own heads.
 CASES = [
     ('splash', (8, 1), 8, None, None, None, False),
     ('splash', (4, 2), 2, 5.0, 100, None, True),

@@ -323,7 +323,7 @@ def test_the_flags_help_where_process_0_is_elsewhere():
 @pytest.mark.parametrize(
     ('hosts', 'first'),
     [
-        # The manual of slurm_hostlist_create, and that of libslurm's Perl interface
+        # The manuals of slurm_hostlist_create and of libslurm's Perl interface
         ('linux[1-3,6]', 'linux1'),
         ('node1,node[2-5,12]', 'node1'),
         ('login', 'login'),

@@ -19,7 +19,7 @@ def _own_process(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
     monkeypatch.setattr(sys, 'path', [*sys.path])
-    monkeypatch.delenv('XLA_FLAGS', raising=False)  # other compilers do not know those of conftest
+    monkeypatch.delenv('XLA_FLAGS', raising=False)  # other compilers do not know conftest's flags
     # jax has its devices already.
     monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)
     gin.clear_config()

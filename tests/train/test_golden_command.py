@@ -18,7 +18,7 @@ def _own_process(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
     monkeypatch.delenv('CI', raising=False)
-    monkeypatch.delenv('XLA_FLAGS', raising=False)  # other compilers do not know those of conftest
+    monkeypatch.delenv('XLA_FLAGS', raising=False)  # other compilers do not know conftest's flags
     monkeypatch.delenv('MESHWRIGHT_UPDATE_FORECASTS', raising=False)
     monkeypatch.setattr(sys, 'path', [*sys.path])
     monkeypatch.setattr(machine, 'use_virtual_devices', lambda count: None)

@@ -1,6 +1,6 @@
 """Models of Hugging Face: read under our names, computed, trained, and written back bit for bit.
 
-The models are those of reference_models/, which transformers has written with their logits.
+The models are in reference_models/, which transformers has written with their logits.
 """
 
 import dataclasses

@@ -271,7 +271,7 @@ sys.exit(run_attempts(config, lambda count, port: children, 'meshwright launch .
 @contextlib.contextmanager
 def launcher(folder, *codes, **settings):
     """Runs the launcher in a process of its own."""
-    # Its own group is that of a shell's command, which gets Ctrl-C.
+    # It has its own group, like a shell's command, which gets Ctrl-C.
     commands = [child.command for child in children(folder, *codes)]
     process = subprocess.Popen(
         [sys.executable, '-c', LAUNCHER, json.dumps(commands)],

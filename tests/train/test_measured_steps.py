@@ -45,7 +45,7 @@ def test_most_rows_are_rebuilt():
     assert len(ROWS) == 116
     assert len(REBUILT) == 78
     dense = [row for row in ROWS.values() if row.workload == 'dense']
-    assert sum(row.name in REBUILT for row in dense) == len(dense) - 5  # those of Gemma 4
+    assert sum(row.name in REBUILT for row in dense) == len(dense) - 5  # the rows of Gemma 4
 
 
 @pytest.mark.parametrize('name', HAND_COUNTS)
@@ -134,7 +134,7 @@ def test_settings_of_a_row():
         ('v6e-256-gpt3-175b-int8', 'quantized (int8)'),
         ('tpu7x-256-llama3.1-405b-8k-fp8', 'quantized (fp8_full)'),
         ('v6e-256-mixtral-8x7b', 'experts drop tokens'),
-        ('v5p-4-deepseek2-16b', 'no layers like those of deepseek'),
+        ('v5p-4-deepseek2-16b', 'no layers of the kind of deepseek'),
         ('tpu7x-64-gemma4-2b-8k-bf16', 'gemma4_small'),
     ],
 )

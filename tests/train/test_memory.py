@@ -107,7 +107,7 @@ def test_a_step_that_does_not_fit():
 
 
 def test_the_compiler_of_tpus_finds_that_a_step_does_not_fit():
-    """The text is that of libtpu 0.0.52."""
+    """libtpu 0.0.52 wrote the text."""
     text = (
         'RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory '
         'required for HLO temporaries (40.25G) exceeds available HBM (15.75G). HLO module: jit_f.'

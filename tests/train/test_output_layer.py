@@ -1,4 +1,4 @@
-"""Scores of targets from hidden states: equal to those of whole logits, on every mesh."""
+"""Scores of targets from hidden states: equal to the scores from whole logits, on every mesh."""
 
 import functools
 
@@ -28,7 +28,7 @@ ROWS, LENGTH, WIDTH = 8, 8, 16
 CHUNKS = OutputSettings(num_chunks=2)
 SEQUENCE = [('length', 'model'), *RULES]
 WHOLE = [('batch', 'data'), ('vocab', 'model'), ('embed', None), ('length', None)]
-# The order of the axes differs from that of the mesh.
+# The order of the axes differs from the order in the mesh.
 ONE_AXIS_FOR_ALL = [
     ('batch', ('model', 'data')),
     ('embed', ('data', 'model')),

@@ -148,7 +148,7 @@ def torch_names(params):
 
 
 def gpt2_params(config, params):
-    """Our parameters from those of FlaxGPT2, whose kernels are [out, in]."""
+    """Our parameters from the parameters of FlaxGPT2, whose kernels are [out, in]."""
     flat = flatten_dict(params['transformer'], sep='/')
     ours = {
         'embedding': flat['wte/embedding'],

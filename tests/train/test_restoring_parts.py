@@ -1,4 +1,4 @@
-"""Restoring with renames, other dtypes and missing arrays; the checkpoint is that of `finished`."""
+"""Restoring with renames, other dtypes and missing arrays. `finished` wrote the checkpoint."""
 
 import re
 import shutil

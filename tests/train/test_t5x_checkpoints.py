@@ -104,7 +104,7 @@ def test_a_written_checkpoint_has_the_layout_of_t5x(tmp_path):
         for folder in (written, path)
     )
     added = {'/manifest.json', '/run', '/run/step.json', '/run/commit_success.txt'}
-    assert ours == theirs | added, 'all files and folders but those of the arrays'
+    assert ours == theirs | added, 'all files and folders but the arrays'
     for file in ('state/_METADATA', 'state/array_metadatas/process_0'):
         assert json.loads((written / file).read_text()) == json.loads((path / file).read_text())
     handlers = [json.loads((f / '_CHECKPOINT_METADATA').read_text()) for f in (written, path)]

@@ -1,4 +1,4 @@
-"""Decoded tokens and their scores equal those of T5X."""
+"""Decoded tokens and their scores equal T5X's."""
 
 import functools
 import types

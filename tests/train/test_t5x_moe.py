@@ -150,7 +150,7 @@ def gradients(objective, rng):
 
 
 def test_an_encoder_decoder_on_a_mesh():
-    """The loss of data 2 x expert 4 is that of one device, with dropout and dropped tokens."""
+    """The loss of data 2 x expert 4 equals one device's, with dropout and dropped tokens."""
     factors = {'aux_loss_factor': 0.5, 'router_z_loss_factor': 0.25}
     model, rows = encoder_decoder(loss_normalizing_factor=40, **factors), pairs()
     objective = model.objective()

@@ -30,7 +30,7 @@ ORDER = ['pretrain', 'finetune', 'eval', 'infer', 'export', 'prefix_lm', 'expert
 
 
 def command(name):
-    """The arguments of `python -m train` at the top of a file, or those of a fragment."""
+    """The arguments of `python -m train` at the top of a file, or of a fragment."""
     if name in FRAGMENTS:
         files = [f'configs/t5x/{file}.gin' for file in FRAGMENTS[name].split()]
         return [*files, '--gin.TRAIN_STEPS=20', f"--gin.MODEL_DIR='runs/{name}'"]

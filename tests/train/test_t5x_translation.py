@@ -67,7 +67,7 @@ def test_a_function_summarizes_the_configuration_once(load, tmp_path):
     create(tmp_path / 'run', 7).close()
     assert calls == [(str(tmp_path / 'run'), 7)]
     [events] = (tmp_path / 'run/tensorboard').iterdir()
-    assert events.suffix == '.summary', 'another name than that of the metrics'
+    assert events.suffix == '.summary', 'another name than the metrics have'
     assert b'some text' in events.read_bytes() and b'answer' in events.read_bytes()
 
     load('train.optimizers.share_of.total = 11\n')

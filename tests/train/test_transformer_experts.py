@@ -150,7 +150,7 @@ def loss_by_reference(params, given):
 
 
 def test_the_loss_and_its_gradients_are_those_of_numpy(params):
-    """With experts over the axis of the data and their hidden layers over that of the model."""
+    """With experts over the axis 'data' and their hidden layers over the axis 'model'."""
     exact, given = in_float64(params), padded_batch()
     program = jax.value_and_grad(loss_of_run, has_aux=True)
     (loss, sums), gradients = on_a_mesh(program, 'data', params, given)

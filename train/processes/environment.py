@@ -39,7 +39,7 @@ class ProcessAddress:
       process_count: the number of processes.
       process_index: the index of this process.
       source: what says so, such as 'Slurm' or 'a TPU pod'.
-      local_device_ids: the GPUs that this process uses, if it shares those of its host with other
+      local_device_ids: the GPUs that this process uses, if it shares its host's GPUs with other
         processes; None if it uses all that it sees. `jax.distributed.initialize` needs
         cluster_detection_method='deactivate' in addition, or it takes one GPU under Slurm.
     """

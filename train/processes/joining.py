@@ -36,7 +36,7 @@ def find_address(
     process_index: int | None,
     auto_detect: bool = False,
 ) -> ProcessAddress | None:
-    """Finds the place of this process among those of a run, in flags or else in the environment.
+    """Finds the place of this process in a run, in flags or else in the environment.
 
     Args:
       coordinator_address: host:port of process 0.

@@ -8,7 +8,7 @@ They were written with torch 2.13.0 (CPU) and transformers 4.57.6, in an environ
 Each folder has what `save_pretrained` writes, and `logits.npz` with `tokens` and float32 `logits`;
 for T5 also with the `inputs` of the encoder. Weights are larger than after an initialization, so
 that every setting matters. With the path of a folder, the script loads the models in it, which this
-project has written, and compares their logits with those of the fixtures of the same names:
+project has written, and compares their logits with the fixtures of the same names:
 
   python tests/train/reference_models/make_fixtures.py CHECK FOLDER
 """
@@ -161,7 +161,7 @@ def write() -> None:
 
 
 def check(folder: Path) -> None:
-    """Compares the logits of written models with those of the fixtures."""
+    """Compares the logits of written models with the fixtures."""
     for path in sorted(folder.iterdir()):
         arrays = dict(np.load(HERE / path.name / 'logits.npz'))
         family = MODELS[path.name][0]

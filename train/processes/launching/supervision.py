@@ -265,7 +265,7 @@ def _pass(signum: int, frame: FrameType | None) -> None:
 
 
 def read_inbox(reader: int) -> list[int]:
-    """Returns the signals since the last call, except those of children."""
+    """Returns the signals since the last call, except signals about children."""
     with contextlib.suppress(BlockingIOError):
         return [signum for signum in os.read(reader, 4096) if signum in SIGNALS]
     return []
