@@ -78,7 +78,7 @@ def main(arguments: Sequence[str], prog: str) -> int:
         '--like',
         metavar='FOLDER',
         help='with --to=huggingface: take config.json, the tokenizer and the dtypes of the model '
-        'in FOLDER, from which the run has started (the run's own)',
+        'in FOLDER, from which the run has started (by default, the files of the run)',
     )
     return _run(parser.parse_args(arguments or ['--help']))
 
