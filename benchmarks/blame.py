@@ -4,7 +4,7 @@
 
 Each fault is a change of one line in the source of a program, or of one rule or layout. Every case
 compiles the program with the fault for 8 virtual CPU devices, and takes the exchanges, the buffers
-and the copies that the program without the fault does not have. `suggest_change` looks at their
+and the copies that the program without the fault does not have. `find_change` looks at their
 causes, compiles with at most 6 changes, and answers with the one that saves the most. The answer is
 right if it names the line or the rule that was changed. It is confirmed if its change removes at
 least 80% of the bytes that the fault added to exchanges and to the peak of the memory. The column
@@ -73,7 +73,7 @@ def run_case(program: str, fault: dict[str, Any] | None, known: dict[str, Any] |
             left[key] -= 1
         elif cause is not None and nbytes >= LEAST * added:
             new.append((nbytes, key, cause))
-    new.sort(key=lambda item: (-item[2].avoidable, -bool(item[2].candidates), -item[0]))
+    new.sort(key=lambda item: (-item[2].suspect, -bool(item[2].changes), -item[0]))
     result['causes'] = [[nbytes, key, show(cause)] for nbytes, key, cause in new[:6]]
     if not new:
         return {**result, 'first': False, 'right': False, 'confirmed': False}
@@ -111,9 +111,7 @@ def explain(program: str, fault: dict[str, Any] | None) -> Any:
     import jax
 
     from meshwright import read_costs
-    from meshwright.causes import explain_program
-    from meshwright.causes.confirming import CompiledFunction
-    from meshwright.causes.described_arguments import describe_arguments
+    from meshwright.causes import CompiledFunction, describe_arguments, explain_program
 
     jax.clear_caches()
     with edited_source(fault):
@@ -192,23 +190,23 @@ def sum_added(measured: Measured, known: dict[str, Any]) -> float:
 
 def show(cause: Any) -> dict[str, Any]:
     source = cause.source.replace(f'{ROOT}/', '')
-    reason = cause.reason.replace(f'{ROOT}/', '')
+    why = cause.why.replace(f'{ROOT}/', '')
     return {
         'source': source,
         'array': cause.array,
         'names': cause.logical_axes,
         'rule': cause.rule,
-        'reason': reason,
-        'avoidable': cause.avoidable,
+        'why': why,
+        'suspect': cause.suspect,
         'change': cause.change.replace(f'{ROOT}/', ''),
-        'changes': [str(c).replace(f'{ROOT}/', '') for c in cause.candidates],
+        'changes': [str(c).replace(f'{ROOT}/', '') for c in cause.changes],
     }
 
 
 def is_right(cause: Any, fault: dict[str, Any]) -> bool:
     """Whether a cause names the rule, the layout or the line of a fault."""
     if fault['kind'] == 'whole result':
-        return 'returns it' in cause.reason
+        return 'returns it' in cause.why
     if any(f'({name!r}, ' in cause.rule + cause.change for name in fault.get('rules', ())):
         return True
     if 'layout' in fault:
@@ -230,10 +228,10 @@ def judge(
     function: Any, found: Any, fault: dict[str, Any], known: dict[str, Any], added: float
 ) -> dict[str, Any]:
     """What the tool suggests, and how much of what the fault added is left with the change."""
-    from meshwright.causes import suggest_change
+    from meshwright.causes import find_change
 
     def rewrite(change: Any) -> Any:
-        """The author of the program writes what the suggestion says, if it is for the line."""
+        """The author of the program writes what the change says, if it is for the line."""
         if 'suggested' not in fault or not is_line_of(change.source, fault):
             return None
         other, _ = explain(fault['program'], {**fault, 'new': fault['suggested']})
@@ -243,16 +241,16 @@ def judge(
         after = Measured(exchanged=tried.exchanged[1], peak=tried.peak[1])
         return sum_added(after, known) / added
 
-    suggestion = suggest_change(function, found, rewrite=rewrite)
-    if suggestion is None:
+    best = find_change(function, found, rewrite=rewrite)
+    if best is None:
         return {'right': False, 'confirmed': False}
-    rest = None if suggestion.saved is None else left(suggestion.saved)
+    rest = None if best.saved is None else left(best.saved)
     return {
-        'right': is_right(suggestion.cause, fault),
+        'right': is_right(best.cause, fault),
         'confirmed': rest is not None and rest <= 1 - REMOVED,
         'left': rest,
-        'answer': show(suggestion.cause),
-        'tried': [[str(t.change).replace(f'{ROOT}/', ''), left(t)] for t in suggestion.tried],
+        'answer': show(best.cause),
+        'tried': [[str(t.change).replace(f'{ROOT}/', ''), left(t)] for t in best.tried],
     }
 
 

@@ -1,15 +1,32 @@
-"""Where an exchange of data or a buffer comes from, and what would remove it."""
+"""A cause says why an exchange or a buffer exists; a change is what to write instead.
+
+The two of a gradient that is summed over eight devices because its parameter is not sharded:
+
+    Cause(
+        source='train.py:41',
+        array='the gradient of params/mlp/up',
+        logical_axes=('embed', 'mlp'),
+        rule="('mlp', None)",
+        why="each device along 'data' has the gradient of params/mlp/up for its rows, ...",
+        change="write ('mlp', 'model') in place of ('mlp', None) in the rules",
+        suspect=True,
+        changes=(RuleChange(before=(('mlp', None),), after=(('mlp', 'model'),)),))
+
+`confirmed` is None until somebody compiles the program with a change.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from meshwright.causes.changes import Change
+from meshwright.jaxpr.values import Value
+from partitioning.rules import MeshAxes, from_tuple
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Where an exchange of data or a buffer comes from.
+    """Why an exchange of data or a buffer exists.
 
     Attributes:
       source: the 'file:line' of the user's Python code, or '' if the program does not say.
@@ -17,19 +34,196 @@ class Cause:
       logical_axes: the logical axes of the array, None for dimensions without a name; empty if they
         are not known.
       rule: the rule that decides its layout, as it is written: "('embed', 'fsdp')"; '' if none.
-      reason: one sentence that says why the exchange or the buffer is there.
-      change: the change of one line that removes it or makes it smaller; '' if none is known.
-      confirmed: whether compiling with the change showed that it does; None if nobody compiled it.
-      avoidable: whether it is not what the layout needs, such as the gathering of an activation.
-      candidates: the changes that may help, the most promising first; `change` is the first.
+      why: one sentence that says why the exchange or the buffer exists.
+      change: what to write instead, in one line; '' if no change is known.
+      confirmed: whether compiling with the change showed that it saves more than it costs; None if
+        the change was not tried.
+      suspect: whether the layout seems not to need it, as with a gathered activation. Only
+        `confirmed` says that it can be avoided.
+      changes: the changes that may remove it, the most promising first; `change` is the first.
     """
 
     source: str
     array: str
     logical_axes: tuple[str | None, ...]
     rule: str
-    reason: str
+    why: str
     change: str = ''
     confirmed: bool | None = None
-    avoidable: bool = False
-    candidates: tuple[Change, ...] = ()
+    suspect: bool = False
+    changes: tuple[Change, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleChange:
+    """Other mesh axes for logical axes.
+
+    Attributes:
+      before: the rules that are replaced; a name without a rule has no entry.
+      after: the rules in their place.
+    """
+
+    before: tuple[tuple[str, MeshAxes], ...]
+    after: tuple[tuple[str, MeshAxes], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The logical axes whose rules change."""
+        return tuple(name for name, _ in self.after)
+
+    def __str__(self) -> str:
+        new = ' and '.join(repr(rule) for rule in self.after)
+        if not self.before:
+            return f'add {new} to the rules'
+        old = ' and '.join(repr(rule) for rule in self.before)
+        return f'write {new} in place of {old} in the rules'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConstraintChange:
+    """A new constraint on the value that a line makes, or another one in place of a constraint.
+
+    Attributes:
+      source: the 'file:line' that makes the value, or of the constraint that is replaced.
+      shape: the global shape of the value.
+      names: its logical axes.
+      layout: the mesh axes of each dimension.
+      replaces: whether the line has a constraint already.
+    """
+
+    source: str
+    shape: tuple[int, ...]
+    names: tuple[str | None, ...]
+    layout: tuple[tuple[str, ...], ...]
+    replaces: bool
+
+    def __str__(self) -> str:
+        if any(self.names):
+            written = f'constrain(x, {self.names!r})'
+        else:
+            axes = ', '.join(repr(from_tuple(a)) for a in self.layout)
+            written = f'with_sharding_constraint(x, PartitionSpec({axes}))'
+        if self.replaces:
+            return f'write {written} at {self.source}'
+        return f'add {written} for the result of {self.source}'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConstraintRemoval:
+    """A line without its constraints, which then lay out no array.
+
+    Attributes:
+      source: the 'file:line' of the constraints.
+    """
+
+    source: str
+
+    def __str__(self) -> str:
+        return f'leave out the constraint at {self.source}'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutChange:
+    """Another layout of an argument or a result of the function.
+
+    Attributes:
+      path: the path of the argument that is laid out or replaced; '' for other results.
+      layout: the mesh axes of each dimension.
+      result: the number of the result, or None for an argument.
+      names: the logical axes that have this layout, if the argument needs other ones.
+      likewise: the paths of the arguments that change with it, such as in other layers.
+    """
+
+    path: str
+    layout: tuple[tuple[str, ...], ...]
+    result: int | None = None
+    names: tuple[str | None, ...] = ()
+    likewise: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        axes = ', '.join(repr(from_tuple(a)) for a in self.layout)
+        others = [f'{len(self.likewise)} like it'] if self.likewise else []
+        if self.names:
+            paths = ' and of '.join([self.path, *others])
+            return f'name the dimensions of {paths} {self.names!r}: PartitionSpec({axes})'
+        if self.result is None:
+            paths = ' and '.join([self.path, *others])
+            return f'lay out the argument {paths} as PartitionSpec({axes})'
+        return f'lay out result {self.result} of the function as PartitionSpec({axes})'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodeChange:
+    """A change of the code in words, which only its author can make.
+
+    Attributes:
+      source: the 'file:line'.
+      text: what to write.
+    """
+
+    source: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+SingleChange = RuleChange | ConstraintChange | ConstraintRemoval | LayoutChange | CodeChange
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JoinedChange:
+    """Changes of different kinds or places, which are made together.
+
+    Attributes:
+      parts: the changes, with the changes of rules first.
+    """
+
+    parts: tuple[SingleChange, ...]
+
+    def __str__(self) -> str:
+        return '; and '.join(str(part) for part in self.parts)
+
+
+Change = SingleChange | JoinedChange
+
+
+def join_changes(one: Change, other: Change) -> Change:
+    """Returns both changes as one, with all rules in a single line before the other kinds.
+
+    Raises:
+      ValueError: if both change the same rule, line or layout.
+    """
+    rules, others = list[RuleChange](), list[SingleChange]()
+    places = list[str]()
+    for change in (one, other):
+        for part in change.parts if isinstance(change, JoinedChange) else (change,):
+            if isinstance(part, RuleChange):
+                rules.append(part)
+                places += part.names
+            else:
+                others.append(part)
+                places.append(part.path if isinstance(part, LayoutChange) else part.source)
+    if len(set(places)) < len(places):
+        raise ValueError(f'"{one}" and "{other}" change the same')
+    if rules:
+        before = tuple(pair for rule in rules for pair in rule.before)
+        after = tuple(pair for rule in rules for pair in rule.after)
+        others = [RuleChange(before=before, after=after), *others]
+    return others[0] if len(others) == 1 else JoinedChange(parts=tuple(others))
+
+
+def what_is(value: Value) -> str:
+    """Returns what a value is: 'params/w', 'the gradient of params/w' or 'an activation'."""
+    if value.argument:
+        return value.argument
+    if value.gradient_of:
+        return f'the gradient of {value.gradient_of}'
+    if value.update_of:
+        return f'the update of {value.update_of}'
+    return 'an activation' if not value.backward else 'the gradient of an activation'
+
+
+def over(axes: Sequence[str]) -> str:
+    """Returns mesh axes as a message shows them: "'data' and 'model'"."""
+    return ' and '.join(repr(axis) for axis in axes) or 'all devices'

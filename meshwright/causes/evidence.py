@@ -1,4 +1,18 @@
-"""What an exchange of data moves: which value, which of its dimensions, for which line."""
+"""Evidence: what a compiled program says about one exchange of data.
+
+For a layer that gathers the sharded heads of an activation of shape (8, 64, 16, 32), the text of
+the program has
+
+    %all-gather.7 = f32[2,64,16,32] all-gather(%fusion.3), dimensions={2}, ...
+
+with a stack frame for each instruction. The evidence is then
+
+    kind 'all-gather', axes ('model',)
+    value   the activation that the fused operation makes, of shape (8, 64, 16, 32)
+    layout  (('data',), (), ('model',), ()): a device has (2, 64, 4, 32) before the exchange
+    dim     2, the heads
+    made_at 'model.py:31', used_at 'model.py:40'
+"""
 
 from __future__ import annotations
 
@@ -7,7 +21,7 @@ import re
 from collections.abc import Sequence
 
 from meshwright.causes.data_flow import Place
-from meshwright.causes.known_layouts import Axes, KnownLayouts
+from meshwright.causes.layouts import Axes, KnownLayouts
 from meshwright.causes.shard_shapes import likely_axes, shard_counts, shard_dimensions
 from meshwright.causes.value_matching import Matcher
 from meshwright.jaxpr.values import Dim, Value
@@ -23,7 +37,6 @@ class Evidence:
       kind: 'all-gather', 'all-reduce', ...
       axes: the mesh axes along which it exchanges data.
       value: the value of the traced function that it moves, or None.
-      array: the type of the array that a device gives.
       layout: the mesh axes of each dimension of the value before the exchange, as far as the sizes
         tell.
       dim: the number of the dimension of the value that it gathers, or None.
@@ -37,7 +50,6 @@ class Evidence:
     kind: str
     axes: Axes
     value: Value | None
-    array: ArrayType
     layout: tuple[Axes, ...] = ()
     dim: int | None = None
     taken_by: tuple[Value, ...] = ()
@@ -57,9 +69,9 @@ class Evidence:
 def find_evidence(
     collective: Collective, matcher: Matcher, layouts: KnownLayouts
 ) -> Evidence | None:
-    """Finds what a collective moves, or None if the program's text does not have it.
+    """Returns what a collective moves, or None if the text of the program does not contain it.
 
-    Of a collective of several arrays, the largest one counts.
+    If a collective moves several arrays, the largest one counts.
     """
     place = matcher.flow.place_of(collective.instruction)
     if place is None or not place.instruction.operands:
@@ -72,10 +84,10 @@ def find_evidence(
         return None
     array = arrays[0]
     makers = matcher.flow.makers(Place(operands[number], computation))
-    # What is summed over devices is not sharded over them, before or after.
+    # A sum over devices shards its operand and its result over other mesh axes only.
     summed = collective.kind in ('all-reduce', 'reduce-scatter')
     whole_along = collective.axes if summed else ()
-    value, maker = _held(makers, instruction, array, matcher, whole_along)
+    value, maker = _find_operand(makers, instruction, array, matcher, whole_along)
     index = number if len(operands) > 1 else None
     takers = matcher.flow.takers(place._replace(part=index))
     taken_by = [
@@ -91,9 +103,8 @@ def find_evidence(
         kind=collective.kind,
         axes=collective.axes,
         value=value,
-        array=array,
         layout=layout,
-        dim=_gathered(instruction, array, layout, collective.axes),
+        dim=_gathered_dimension(instruction, array, layout, collective.axes),
         taken_by=tuple(taken_by),
         result=next((t.part or 0 for t in takers if t.instruction.is_root and t.part != -1), None),
         made_at=(matcher.source_of(maker.instruction) if maker else '') or own_line,
@@ -102,49 +113,13 @@ def find_evidence(
     )
 
 
-def _held(
-    makers: Sequence[Place],
-    instruction: Instruction,
-    array: ArrayType,
-    matcher: Matcher,
-    whole_along: Axes,
-) -> tuple[Value | None, Place | None]:
-    """The value that an operand holds, and what makes it."""
-    weak: tuple[Value | None, Place | None] = None, None
-    for maker in makers:
-        argument = matcher.argument_of(maker)
-        if argument is not None:
-            scanned = _without_layers(argument, array, matcher)
-            if scanned is not None:
-                return scanned, maker
-            weak = weak if weak[0] else (argument, maker)
-            continue
-        for value in matcher.values_of(maker.instruction, array.shape, whole_along)[:1]:
-            if matcher.is_shard(array.shape, value.shape, whole_along):
-                return value, maker
-            weak = weak if weak[0] else (value, maker)
-    for value in matcher.values_of(instruction, array.shape, whole_along)[:1]:
-        if matcher.is_shard(array.shape, value.shape, whole_along):
-            return value, makers[0] if makers else None
-    return weak
-
-
-def _without_layers(argument: Value, array: ArrayType, matcher: Matcher) -> Value | None:
-    """An argument, or one element along its first dimension, if the array can be its shard."""
-    kept = [n for n in array.shape if n > 1]
-    if len(kept) < sum(n > 1 for n in argument.shape) and matcher.is_shard(
-        array.shape, argument.shape[1:]
-    ):
-        return dataclasses.replace(argument, shape=argument.shape[1:], dims=argument.dims[1:])
-    if matcher.is_shard(array.shape, argument.shape):
-        return argument
-    return None
-
-
 def layout_of(value: Value, array: ArrayType, layouts: KnownLayouts) -> tuple[Axes, ...]:
-    """The mesh axes of each dimension of a value of which each device holds an array."""
-    counts = shard_counts(layouts.sizes)
-    shards = shard_dimensions(array.shape, value.shape, counts)
+    """Returns the mesh axes of each dimension of a value, from the array that each device holds.
+
+    Several layouts can have the same shape. The layout by the rules is preferred, then the layout
+    of the argument that the value comes from.
+    """
+    shards = shard_dimensions(array.shape, value.shape, shard_counts(layouts.sizes))
     if shards is None:
         return ()
     wanted = layouts.wanted(value.dims, value.shape)
@@ -155,7 +130,49 @@ def layout_of(value: Value, array: ArrayType, layouts: KnownLayouts) -> tuple[Ax
     return likely_axes(shards, preferred, layouts.sizes)
 
 
-def _gathered(
+def _find_operand(
+    makers: Sequence[Place],
+    instruction: Instruction,
+    array: ArrayType,
+    matcher: Matcher,
+    whole_along: Axes,
+) -> tuple[Value | None, Place | None]:
+    """The value that an operand holds, and the instruction that makes it.
+
+    The first value wins of which the array can be a shard.
+    """
+    other: tuple[Value | None, Place | None] = None, None
+    for maker in makers:
+        argument = matcher.argument_of(maker)
+        if argument is not None:
+            scanned = _without_layers(argument, array, matcher)
+            if scanned is not None:
+                return scanned, maker
+            other = other if other[0] else (argument, maker)
+            continue
+        for value in matcher.values_of(maker.instruction, array.shape, whole_along)[:1]:
+            if matcher.is_shard(array.shape, value.shape, whole_along):
+                return value, maker
+            other = other if other[0] else (value, maker)
+    for value in matcher.values_of(instruction, array.shape, whole_along)[:1]:
+        if matcher.is_shard(array.shape, value.shape, whole_along):
+            return value, makers[0] if makers else None
+    return other
+
+
+def _without_layers(argument: Value, array: ArrayType, matcher: Matcher) -> Value | None:
+    """An argument, or its part for one layer in a loop, if the array can be a shard of it."""
+    kept = [n for n in array.shape if n > 1]
+    if len(kept) < sum(n > 1 for n in argument.shape) and matcher.is_shard(
+        array.shape, argument.shape[1:]
+    ):
+        return dataclasses.replace(argument, shape=argument.shape[1:], dims=argument.dims[1:])
+    if matcher.is_shard(array.shape, argument.shape):
+        return argument
+    return None
+
+
+def _gathered_dimension(
     instruction: Instruction, array: ArrayType, layout: Sequence[Axes], axes: Axes
 ) -> int | None:
     """The dimension of the value that an exchange gathers or divides anew."""
@@ -165,6 +182,6 @@ def _gathered(
     listed = re.search(r'dimensions=\{(\d+)', instruction.attributes)
     if listed is None or not found:
         return found[0] if found else None
-    # The dimensions of 1 are not those of the value, so the sharded ones are counted.
+    # The instruction may have more dimensions of size 1 than the value, so these do not count.
     before = sum(n > 1 for n in array.shape[: int(listed[1])])
     return min(found, key=lambda dim: abs(dim - before))

@@ -1,22 +1,23 @@
-"""The cause of every exchange, of the largest buffers and of every copy in a program."""
+"""The cause of every exchange, of the largest buffers and of every copy in a program.
+
+Nothing is compiled. `choosing.find_change` compiles with the changes of the causes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
-from meshwright.causes.advice import Advisor
-from meshwright.causes.cause import Cause
-from meshwright.causes.compiler_log import Rematerialization, find_rematerializations
+from meshwright.causes.buffers import explain_buffer, explain_replicated
+from meshwright.causes.cause import Cause, what_is
 from meshwright.causes.evidence import find_evidence
-from meshwright.causes.known_layouts import KnownLayouts, names_by_axes
-from meshwright.causes.making_causes import what_is
-from meshwright.causes.memory_causes import explain_buffer, explain_replicated
-from meshwright.causes.reasons import explain_exchange
+from meshwright.causes.exchanges import explain_exchange
+from meshwright.causes.layouts import KnownLayouts, names_by_axes
+from meshwright.causes.possible_changes import PossibleChanges
 from meshwright.causes.value_graph import ValueGraph
 from meshwright.causes.value_matching import Matcher
 from meshwright.jaxpr.linked_dimensions import LinkedDimensions
@@ -30,6 +31,12 @@ from partitioning.plan.rows import PlanRow
 from partitioning.rules import LogicalAxisRules, axis_sizes
 
 _NUM_BUFFERS = 20
+_WARNING = re.compile(
+    r'Involuntary full rematerialization\. The compiler (?:cannot|was not able to) go from '
+    r'sharding (?P<before>\{.*?\}) to (?P<after>\{.*?\}) (?:efficiently |without doing a full '
+    r'rematerialization of the tensor )?for HLO operation:? %[\w.\-]+ = (?P<array>\w+\[[\d,]*\])'
+)
+_FRAME = re.compile(r'stack_frame_id=(\d+)')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +47,7 @@ class Explanation:
       collectives: each collective with its cause, in the order of the costs.
       buffers: the largest arrays at the peak, each with its cause.
       replicated: the arguments that devices hold several times, the largest first.
-      rematerialized: the compiler's warnings of involuntary full rematerialization.
+      rematerialized: the compiler's warnings that it makes an array whole on every device.
     """
 
     collectives: tuple[tuple[Collective, Cause | None], ...]
@@ -50,16 +57,16 @@ class Explanation:
 
     @property
     def weighed(self) -> tuple[tuple[float, Cause], ...]:
-        """Every cause with its bytes per device, those of most bytes first."""
+        """Every cause with its bytes per device, the largest first."""
         found = [(c.total_bytes, cause) for c, cause in self.collectives if cause is not None]
         found += [(live.nbytes, cause) for live, cause in self.buffers if cause is not None]
         found += [(row.bytes_per_device, cause) for row, cause in self.replicated]
         return tuple(sorted(found, key=lambda pair: -pair[0]))
 
     @property
-    def avoidable(self) -> tuple[Cause, ...]:
-        """The causes of what the layout does not need, those of most bytes first."""
-        return tuple(cause for _, cause in self.weighed if cause.avoidable)
+    def suspects(self) -> tuple[Cause, ...]:
+        """The causes of what the layout seems not to need, the largest first."""
+        return tuple(cause for _, cause in self.weighed if cause.suspect)
 
 
 def explain_program(
@@ -74,7 +81,7 @@ def explain_program(
 ) -> Explanation:
     """Finds the line, the array and the rule of every exchange and of the largest buffers.
 
-    Nothing is compiled; `confirm_change` compiles.
+    Nothing is compiled; `find_change` compiles.
 
     Usage:
       traced = step.trace(state, batch)
@@ -86,7 +93,7 @@ def explain_program(
     Args:
       text: `compiled.as_text()`.
       jaxpr: the ClosedJaxpr of the same trace, or None.
-      costs: what `read_costs` or `costs_of_text` reads from the program.
+      costs: the result of `read_costs` or `costs_of_text` for the program.
       mesh: the mesh, or the size of each of its axes.
       rows: the layout of each argument, in the order of `jax.tree.leaves`; None where it is not
         known.
@@ -94,35 +101,32 @@ def explain_program(
       log: what the compiler wrote to the standard error of the process.
     """
     program = parse_hlo(text)
-    traced, advisor = advise(jaxpr, mesh=mesh, rows=rows, rules=rules)
-    layouts = advisor.layouts
+    traced, possible = list_possible_changes(jaxpr, mesh=mesh, rows=rows, rules=rules)
+    layouts = possible.layouts
     matcher = Matcher(program, traced, layouts.sizes)
-    replicated = [(row, explain_replicated(row, advisor)) for row in layouts.rows.values()]
-    collectives = tuple((c, _of_collective(c, matcher, advisor)) for c in costs.collectives)
+    collectives = tuple((c, _explain(c, matcher, possible)) for c in costs.collectives)
     exchanges = {c.instruction: cause for c, cause in collectives}
+    replicated = [(row, explain_replicated(row, possible)) for row in layouts.rows.values()]
     replicated.sort(key=lambda pair: -pair[0].bytes_per_device)
     return Explanation(
         collectives=collectives,
         buffers=tuple(
-            (live, explain_buffer(live, matcher, advisor, exchanges))
+            (live, explain_buffer(live, matcher, possible, exchanges))
             for live in costs.at_peak.arrays[:_NUM_BUFFERS]
         ),
         replicated=tuple((row, cause) for row, cause in replicated if cause is not None),
-        rematerialized=tuple(
-            (found.message, _of_warning(found, program, traced, matcher, advisor))
-            for found in find_rematerializations(log)
-        ),
+        rematerialized=tuple(_explain_warnings(log, program, traced, matcher)),
     )
 
 
-def advise(
+def list_possible_changes(
     jaxpr: Any,
     *,
     mesh: Mesh | AbstractMesh | Mapping[str, int],
     rows: Sequence[PlanRow | None] = (),
     rules: LogicalAxisRules = (),
-) -> tuple[TracedValues, Advisor]:
-    """Returns the values of a traced function, and what knows its layouts and their changes.
+) -> tuple[TracedValues, PossibleChanges]:
+    """Returns the values of a traced function, and the changes that can be written for it.
 
     Args:
       jaxpr, mesh, rows, rules: as for `explain_program`.
@@ -131,49 +135,51 @@ def advise(
     if jaxpr is not None:
         traced = trace_values(jaxpr, rows, names_by_axes(rules))
     layouts = KnownLayouts(rules, axis_sizes(mesh), rows, traced.links)
-    return traced, Advisor(layouts, ValueGraph(traced), traced.links)
+    return traced, PossibleChanges(layouts, ValueGraph(traced), traced.links)
 
 
-def _of_collective(collective: Collective, matcher: Matcher, advisor: Advisor) -> Cause | None:
-    evidence = find_evidence(collective, matcher, advisor.layouts)
-    return None if evidence is None else explain_exchange(evidence, advisor)
+def _explain(collective: Collective, matcher: Matcher, possible: PossibleChanges) -> Cause | None:
+    evidence = find_evidence(collective, matcher, possible.layouts)
+    return None if evidence is None else explain_exchange(evidence, possible)
 
 
-def _of_warning(
-    found: Rematerialization,
-    program: HloProgram,
-    traced: TracedValues,
-    matcher: Matcher,
-    advisor: Advisor,
-) -> Cause | None:
-    """The cause of a warning, whose array is the part of some value that a device has."""
-    line = program.sources.get(found.frame, '') if found.frame else ''
-    shape = tuple(int(n) for n in re.findall(r'\d+', found.array.partition('[')[2]))
-    near = [
-        v
-        for v in traced.values
-        if matcher.is_shard(shape, v.shape) and (not line or v.stack[:1] == (line,))
-    ]
-    constrained = [v for v in near if v.layout is not None]
-    if not near:
-        return None
-    value = (constrained or near)[0]
-    changes = []
-    if value.layout is not None:
-        wanted = advisor.layouts.wanted(value.dims, value.shape)
-        if any(wanted) and wanted != value.layout:
-            changes = list(advisor.replace_constraints([value], value))
-    changes += [] if changes else list(advisor.lay_out(value, value.layout or ()))
-    return Cause(
-        source=user_line(value.stack),
-        array=what_is(value),
-        logical_axes=value.names,
-        rule='',
-        reason=(
-            f'the compiler has no exchange that leads from {found.before} to {found.after}, so '
-            'every device makes the array whole and keeps its part'
-        ),
-        change=str(changes[0]) if changes else '',
-        avoidable=True,
-        candidates=tuple(changes),
-    )
+def _explain_warnings(
+    log: str, program: HloProgram, traced: TracedValues, matcher: Matcher
+) -> Iterator[tuple[str, Cause | None]]:
+    """Yields the warnings of full rematerialization in the log of a compiler, with their causes.
+
+    A warning names an array of one device and a frame of the table of stack frames in the text:
+
+        Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...}
+        efficiently for HLO operation %copy.9 = f32[4,16,32]{2,1,0} ..., stack_frame_id=16}
+    """
+    marked = (line.partition('Involuntary full') for line in log.splitlines())
+    for message in dict.fromkeys(mark + rest for _, mark, rest in marked if mark):
+        warning, frame = _WARNING.search(message), _FRAME.search(message)
+        if warning is None:
+            yield message, None
+            continue
+        shape = tuple(int(n) for n in re.findall(r'\d+', warning['array'].partition('[')[2]))
+        line = program.sources.get(int(frame[1]), '') if frame else ''
+        near = [
+            value
+            for value in traced.values
+            if matcher.is_shard(shape, value.shape) and (not line or value.stack[:1] == (line,))
+        ]
+        near.sort(key=lambda value: value.layout is None)  # constraints come first
+        yield (
+            message,
+            None
+            if not near
+            else Cause(
+                source=user_line(near[0].stack),
+                array=what_is(near[0]),
+                logical_axes=near[0].names,
+                rule='',
+                why=(
+                    f'the compiler has no exchange that leads from {warning["before"]} to '
+                    f'{warning["after"]}, so every device makes the array whole and keeps its part'
+                ),
+                suspect=True,
+            ),
+        )

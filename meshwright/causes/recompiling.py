@@ -14,8 +14,8 @@ from meshwright.calls.partitioned import (
     PartitionerWithRules,
     check_partitioned,
 )
-from meshwright.causes.confirming import CompiledFunction
-from meshwright.causes.described_arguments import describe_arguments
+from meshwright.causes.layouts import describe_arguments
+from meshwright.causes.trying import CompiledFunction
 from meshwright.program.costs import read_costs
 from partitioning.plan import Plan, PlanRow
 from partitioning.rules import LogicalAxisRules, PaddedSpec
@@ -28,8 +28,7 @@ def compile_partitioned(
 
     Usage:
       function = compile_partitioned(partitioner, step, plan.abstract_state, batch)
-      for cause in function.explain().avoidable:
-        print(confirm_change(cause, function))
+      best = find_change(function)
 
     Args:
       partitioner: the partitioner of the function.

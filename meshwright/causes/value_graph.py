@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshwright.causes.known_layouts import Axes
+from meshwright.causes.layouts import Axes
 from meshwright.jaxpr.naming import TracedValues
 from meshwright.jaxpr.primitives import CONSTRAINTS, MOVES
 from meshwright.jaxpr.values import Value

@@ -6,8 +6,8 @@ import itertools
 import math
 from collections.abc import Iterator
 
-from meshwright.causes.changes import Change, CodeChange
-from meshwright.causes.known_layouts import KnownLayouts
+from meshwright.causes.cause import Change, CodeChange
+from meshwright.causes.layouts import KnownLayouts
 from meshwright.jaxpr.primitives import MOVES
 from meshwright.jaxpr.values import Value
 from meshwright.user_lines import user_line

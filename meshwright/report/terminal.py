@@ -140,7 +140,7 @@ def _exchange(collective: Collective, cause: Cause | None) -> str:
     others = len(collective.arrays) - 1  # compilers put exchanges together
     more = f' and {others} more' if others > 0 else ''
     if cause is not None:
-        found = f'{text} of {cause.array}{more}, {source}: {cause.reason}'
+        found = f'{text} of {cause.array}{more}, {source}: {cause.why}'
         return f'{found}; {cause.change}' if cause.change else found
     operation = collective.op_name.rpartition('/')[2]
     operation = '' if operation == collective.kind else operation

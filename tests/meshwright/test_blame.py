@@ -93,11 +93,11 @@ def test_fully_sharded_parameters_are_gathered_where_they_are_used(mesh):
     assert {*gathered} == {'params/up', 'params/down'}
     assert gathered['params/up'].source.endswith(line_of(train_laid_out, "x @ params['up']"))
     assert gathered['params/up'].logical_axes == ('embed', 'mlp')
-    assert all(c.reason.startswith('expected') for c in gathered.values())
+    assert all(c.why.startswith('expected') for c in gathered.values())
     # Nothing is sharded over 'model', and the standard rules would shard 'mlp'.
     (up,) = [cause for row, cause in explanation.replicated if row.path == 'params/up']
     assert up.change == "write ('mlp', 'model') in place of ('mlp', None) in the rules"
-    assert up.avoidable
+    assert up.suspect
 
 
 def test_tensor_parallelism_sums_over_the_hidden_dimension(mesh):
@@ -105,13 +105,13 @@ def test_tensor_parallelism_sums_over_the_hidden_dimension(mesh):
     sums = [(k.axes, c) for k, c in explanation.collectives if k.axes == ('model',)]
     assert sums
     for _, cause in sums:
-        assert cause.rule == "('mlp', 'model')" and 'tensor parallelism' in cause.reason
-        assert not cause.avoidable
+        assert cause.rule == "('mlp', 'model')" and 'tensor parallelism' in cause.why
+        assert not cause.suspect
     (forward,) = [c for _, c in sums if c.array == 'an activation']
     assert forward.source.endswith(line_of(train, "hidden @ params['down']"))
     reduced = {c.array for k, c in explanation.collectives if k.axes == ('data',)}
     assert {'the gradient of params/up', 'the gradient of params/down'} & reduced
-    assert not explanation.avoidable
+    assert not explanation.suspects
 
 
 def test_a_sum_is_not_taken_for_an_array_that_is_sharded_over_its_devices(mesh):
@@ -134,7 +134,7 @@ def test_a_sum_is_not_taken_for_an_array_that_is_sharded_over_its_devices(mesh):
     sums = [c for k, c in explanation.collectives if k.axes == ('model',)]
     assert len(sums) >= 3
     assert {c.rule for c in sums} == {"('mlp', 'model')"}
-    assert not any(c.avoidable for c in sums)
+    assert not any(c.suspect for c in sums)
 
 
 def test_a_constraint_that_gathers_an_activation_is_found(mesh):
@@ -151,14 +151,14 @@ def test_a_constraint_that_gathers_an_activation_is_found(mesh):
     worst = [cause for k, cause in explanation.collectives if k.kind == 'all-gather']
     assert worst
     for cause in worst:
-        assert cause.avoidable and cause.source.endswith(line_of(gathering, 'forgets'))
+        assert cause.suspect and cause.source.endswith(line_of(gathering, 'forgets'))
         assert cause.logical_axes == ('batch', 'mlp') and "('batch', 'mlp')" in cause.change
 
 
 def test_swapped_rules_are_swapped_back(mesh):
     rules = (('batch', 'data'), ('embed', 'model'), ('mlp', 'data'))
     explanation = explain(train, mesh, rules)
-    found = {cause.change for _, cause in explanation.collectives if cause.avoidable}
+    found = {cause.change for _, cause in explanation.collectives if cause.suspect}
     assert any("('mlp', 'model')" in change for change in found)
 
 

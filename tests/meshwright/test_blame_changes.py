@@ -1,4 +1,4 @@
-"""Suggested changes are tried by compiling, and warnings of the compiler lead to lines."""
+"""Changes are tried by compiling, and warnings of the compiler lead to lines."""
 
 import functools
 import inspect
@@ -11,16 +11,15 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from meshwright import read_costs
-from meshwright.causes import compile_partitioned, explain_program
-from meshwright.causes.changes import ConstraintRemoval, RuleChange
-from meshwright.causes.compiler_log import find_rematerializations
-from meshwright.causes.confirming import (
+from meshwright.causes import (
     CompiledFunction,
-    changed_rules,
-    confirm_change,
+    compile_partitioned,
+    describe_arguments,
+    explain_program,
+    find_change,
     try_change,
 )
-from meshwright.causes.described_arguments import describe_arguments
+from meshwright.causes.cause import ConstraintRemoval
 from partitioning import PjitPartitioner, constrain
 from partitioning.mesh import MeshConfig
 
@@ -29,9 +28,9 @@ WARNING = (
     'W1123 03:00:52.706828   14814 spmd_partitioner.cc:666] [SPMD] Involuntary full '
     "rematerialization. The compiler cannot go from sharding {mesh['data'=4,'model'=2], "
     "[{'data'}, {}, {}]} to {devices=[1,1,4,2]<=[8] last_tile_dim_replicate} efficiently for HLO "
-    'operation %sharding_constraint.9 = f32[4,16,32]{2,1,0} copy(%get-tuple-element), '
+    'operation %sharding_constraint.9 = f32[16,128]{1,0} copy(%get-tuple-element), '
     "sharding={mesh['data'=4,'model'=2], [{'data'}, {}, {}]}, metadata={op_name=\"jit(step)/"
-    'transpose(jvp(Model))/sharding_constraint" stack_frame_id=16}. As the last resort, SPMD will '
+    'transpose(jvp(Model))/sharding_constraint"}. As the last resort, SPMD will '
     'replicate the tensor and then partition it to obtain the target sharding.'
 )
 
@@ -89,14 +88,14 @@ def test_a_wrong_constraint_is_replaced_and_the_gathers_are_gone(mesh):
     gathers = [(c, cause) for c, cause in explanation.collectives if c.kind == 'all-gather']
     shard = 16 * 128 * 4
     assert gathers and {c.wire_bytes for c, _ in gathers} == {3 * shard}
-    cause = confirm_change(gathers[0][1], function)
+    cause = find_change(function, [(1, gathers[0][1])]).cause
     assert cause.confirmed and "PartitionSpec('data', 'model')" in cause.change
     gathered = sum(c.total_bytes for c, _ in gathers)
-    found = try_change(function, gathers[0][1].candidates[0])
+    found = try_change(function, gathers[0][1].changes[0])
     assert found.exchanged[0] - found.exchanged[1] == gathered
     # The next line has the right constraint, so that the program does not need this one.
     line = inspect.getsourcelines(make_step)[1] + 5
-    (removal,) = {c for c in gathers[0][1].candidates if isinstance(c, ConstraintRemoval)}
+    (removal,) = {c for c in gathers[0][1].changes if isinstance(c, ConstraintRemoval)}
     assert str(removal).startswith('leave out the constraint at /')
     assert str(removal).endswith(f'test_blame_changes.py:{line}')
     found = try_change(function, removal)
@@ -116,37 +115,28 @@ def test_a_parameter_that_is_whole_gets_the_layout_of_its_uses(mesh):
     causes = {row.path: cause for row, cause in explanation.replicated}
     cause = causes['params/down']
     assert cause.change == "lay out the argument params/down as PartitionSpec('model', None)"
-    found = try_change(function, cause.candidates[0])
+    found = try_change(function, cause.changes[0])
     # Half of the parameter is left.
     assert found.peak[0] - found.peak[1] >= 256 * 128 * 4 // 2
-    assert confirm_change(cause, function).confirmed
+    assert find_change(function, [(1, cause)]).cause.confirmed
 
 
-def test_rules_are_changed_in_place():
-    rules = [('batch', 'data'), ('mlp', 'data'), ('embed', 'model'), ('embed', 'data')]
-    swap = RuleChange(
-        before=(('mlp', 'data'), ('embed', 'model')), after=(('mlp', 'model'), ('embed', 'data'))
-    )
-    assert list(changed_rules(rules, swap)) == [
-        ('batch', 'data'),
-        ('mlp', 'model'),
-        ('embed', 'data'),
-    ]
-    added = RuleChange(before=(), after=(('vocab', 'model'),))
-    assert list(changed_rules(rules, added)) == [*rules, ('vocab', 'model')]
-    assert str(added) == "add ('vocab', 'model') to the rules"
-
-
-def test_warnings_of_full_rematerialization_are_read():
-    (found,) = find_rematerializations(f'{WARNING}\nI1123 other\n{WARNING}')
-    assert (found.array, found.instruction, found.frame) == (
-        'f32[4,16,32]',
-        'sharding_constraint.9',
-        16,
-    )
-    assert found.after == '{devices=[1,1,4,2]<=[8] last_tile_dim_replicate}'
-    assert found.op_name.endswith('transpose(jvp(Model))/sharding_constraint')
-    assert not list(find_rematerializations('W1123 nothing of the kind'))
+def test_a_warning_of_full_rematerialization_leads_to_the_constraint_of_its_array(mesh):
+    """A device has (16, 128) of the hidden layer of 64 x 256, which two lines constrain."""
+    parameters = {
+        'up': ((128, 256), PartitionSpec(None, 'model')),
+        'down': ((256, 128), PartitionSpec('model', None)),
+    }
+    step = make_step(PartitionSpec('data', 'model'))
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    _, function = compile_plain(step, mesh, parameters, x)
+    log = f'{WARNING}\nI1123 other\n{WARNING}\nInvoluntary full rematerialization. Unknown.'
+    (message, cause), (_, unknown) = function.explain(log).rematerialized
+    assert message.startswith('Involuntary') and unknown is None
+    line = inspect.getsourcelines(make_step)[1] + 5
+    assert cause.source.endswith(f'test_blame_changes.py:{line}')
+    assert cause.array == 'an activation' and '<=[8] last_tile_dim_replicate' in cause.why
+    assert not function.explain('W1123 nothing of the kind').rematerialized
 
 
 def test_rules_of_a_partitioner_are_swapped_and_confirmed():
@@ -182,10 +172,10 @@ def test_rules_of_a_partitioner_are_swapped_and_confirmed():
         )
         functions.append(compile_partitioned(partitioner, partitioned, plan.abstract_state, batch))
     healthy, swapped = functions
-    cause = confirm_change(swapped.explain().avoidable[0], swapped)
-    assert cause.confirmed
+    cause = swapped.explain().suspects[0]
     assert "('embed', 'data') and ('mlp', 'model')" in cause.change
-    found = try_change(swapped, cause.candidates[0])
+    found = try_change(swapped, cause.changes[0])
+    assert found.helps
     # With the rules swapped back, it is the program that was never wrong.
     assert found.exchanged[1] == sum(c.total_bytes for c in healthy.costs.collectives)
     assert found.peak[1] == healthy.costs.memory.peak

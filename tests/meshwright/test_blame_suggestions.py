@@ -1,12 +1,12 @@
-"""Suggestions: the change that compiling confirms, of all that the causes of a program propose."""
+"""The change that saves the most, found by compiling with the changes of all causes."""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax.linen import LogicallyPartitioned
 
-from meshwright.causes import compile_partitioned, suggest_change
-from meshwright.causes.changes import (
+from meshwright.causes import compile_partitioned, find_change
+from meshwright.causes.cause import (
     CodeChange,
     ConstraintChange,
     JoinedChange,
@@ -14,7 +14,7 @@ from meshwright.causes.changes import (
     RuleChange,
     join_changes,
 )
-from meshwright.causes.known_layouts import KnownLayouts
+from meshwright.causes.layouts import KnownLayouts
 from meshwright.causes.whole_dimensions import written_for
 from meshwright.jaxpr.naming import trace_values
 from partitioning import PjitPartitioner, constrain
@@ -85,13 +85,13 @@ def healthy():
 )
 def test_rules_are_given_back_that_were_dropped_or_have_too_much(healthy, faults, most):
     """Rules that need each other are changed together; needless axes are taken away."""
-    suggestion = suggest_change(compile_under(**faults), most=most)
-    change = suggestion.saved.change
+    best = find_change(compile_under(**faults), most=most)
+    change = best.saved.change
     assert dict(change.after) == {name: RULES[name] for name in faults}
-    assert all(f"('{name}', " in suggestion.cause.change for name in faults)
-    assert suggestion.cause.confirmed and suggestion.cause.rule in map(repr, faults.items())
-    assert (suggestion.saved.exchanged[1], suggestion.saved.peak[1]) == healthy
-    assert len(suggestion.tried) <= most
+    assert all(f"('{name}', " in best.cause.change for name in faults)
+    assert best.cause.confirmed and best.cause.rule in map(repr, faults.items())
+    assert (best.saved.exchanged[1], best.saved.peak[1]) == healthy
+    assert len(best.tried) <= most
 
 
 def compile_layers(down):
@@ -127,14 +127,14 @@ def compile_layers(down):
 @pytest.mark.parametrize('down', [(None, None), ('embed', 'mlp')])
 def test_the_parameters_of_all_layers_are_laid_out_together(down):
     """One line of a program names the parameters of all its layers."""
-    suggestion = suggest_change(compile_layers(down))
-    change = suggestion.saved.change
+    best = find_change(compile_layers(down))
+    change = best.saved.change
     assert (change.path, change.likewise) == ('params/layer_0/down', ('params/layer_1/down',))
-    assert 'params/layer_0/down and' in suggestion.cause.change
+    assert 'params/layer_0/down and' in best.cause.change
     # It is the program whose names say so; whether 'embed' is sharded is a matter of bytes.
     names = tuple({('model',): 'mlp', ('data',): 'embed', (): None}[axes] for axes in change.layout)
     assert names in {('mlp', 'embed'), ('mlp', None)}
-    found = suggestion.saved.exchanged[1], suggestion.saved.peak[1]
+    found = best.saved.exchanged[1], best.saved.peak[1]
     assert found == needs(compile_layers(names))
 
 
@@ -159,14 +159,14 @@ def test_changes_are_joined_if_they_are_of_different_places():
             join_changes(one, other)
 
 
-def test_names_with_other_axes_than_usual_are_suspects():
+def test_names_with_other_axes_than_usual_are_unusual():
     rules = [*{**RULES, 'length': 'model', 'vocab': ('data', 'model'), 'own': 'model'}.items()]
     layouts = KnownLayouts(rules, AXES, ())
-    assert {*layouts.suspects()} == {'length', 'vocab'}
+    assert {*layouts.unusual_names()} == {'length', 'vocab'}
     # A batch over all axes is as intended, unless another name also uses one of them.
-    for vocab, suspects in ((None, {'batch'}), ('model', {'batch', 'mlp'})):
+    for vocab, unusual in ((None, {'batch'}), ('model', {'batch', 'mlp'})):
         both = {**RULES, 'batch': ('data', 'model'), 'mlp': None, 'vocab': vocab}
-        assert {*KnownLayouts([*both.items()], AXES, ()).suspects()} == suspects
+        assert {*KnownLayouts([*both.items()], AXES, ()).unusual_names()} == unusual
     assert [change.after for change in layouts.fewer_axes('vocab')] == [
         (('vocab', 'model'),),
         (('vocab', 'data'),),

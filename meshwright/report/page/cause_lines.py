@@ -28,7 +28,7 @@ def cause_markup(cause: Cause | None, source: str, op_name: str) -> Html:
     line, separator = cause.source or source, ' · '
     return join(
         [
-            cause.reason,
+            cause.why,
             tag('small', _code(line), separator if line and array else None, _code(array)),
             tag('small', 'rule ', _code(cause.rule)) if cause.rule else None,
             _change(cause),

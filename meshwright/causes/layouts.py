@@ -1,32 +1,95 @@
-"""What the rules and the arguments of a function say about the layout of any value."""
+"""The layout of the arguments of a function, and the layout that the rules give to any value.
+
+Under the rules
+
+    [('batch', 'data'), ('embed', None), ('mlp', 'model')]
+
+on a mesh of 4 by 2 devices, `KnownLayouts` says:
+
+    wanted((('batch', ...), ('length', ...), ('mlp', ...)), shape)  ->  (('data',), (), ('model',))
+    is_unusual('mlp')  ->  False: the standard rules also shard it over 'model'
+    is_unusual('embed')  ->  False: the standard rules leave it whole
+
+With ('mlp', 'data') instead, 'mlp' is unusual, and `to_standard('mlp')` is the change of its rule.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
+import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from meshwright.causes.changes import RuleChange
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from meshwright.causes.cause import RuleChange
 from meshwright.jaxpr.linked_dimensions import LinkedDimensions
 from meshwright.jaxpr.values import Dim
-from partitioning.plan.rows import PlanRow
+from partitioning.plan.rows import PlanRow, make_row
 from partitioning.rules import (
     STANDARD_MESH_AXES,
     AxisRules,
     LogicalAxisRules,
     ResolvedDimension,
     as_tuple,
+    boundary_spec,
+    dimension_axes,
     from_tuple,
     sharding_axes,
     standard_logical_axis_rules,
 )
 from partitioning.rules.resolve import try_resolve
+from partitioning.state import Role
 
 Axes = tuple[str, ...]
+# Words in the path of an argument that belongs to an optimizer.
+_OPTIMIZER = ('opt_state', 'optimizer', 'momentum', 'mu', 'nu', 'param_states')
+
+
+def describe_arguments(
+    traced: jax.stages.Traced, compiled: jax.stages.Compiled, known: Sequence[PlanRow] = ()
+) -> tuple[PlanRow | None, ...]:
+    """Returns the layout of each argument of a compiled function, for `explain_program`.
+
+    The function may be any `jax.jit`, with or without a partitioner.
+
+    Args:
+      traced: the trace.
+      compiled: the program.
+      known: rows of a plan, which give names and reasons to arguments of the same path and shape.
+
+    Returns:
+      A row per array, in the order of `jax.tree.leaves`; None for those without a NamedSharding.
+    """
+    # Arguments that the program does not use have None in place of a sharding.
+    tree: Any = compiled.in_tree
+    shardings = tree.flatten_up_to(compiled.input_shardings)
+    avals = traced.jaxpr.in_avals
+    names = getattr(traced.jaxpr.jaxpr.debug_info, 'arg_names', None) or ()
+    paths = [_path(name) for name in names]
+    paths += [f'argument_{n}' for n in range(len(paths), len(avals))]
+    mesh = next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
+    if mesh is None or len(shardings) != len(avals):
+        return (None,) * len(avals)
+    donated = [x.donated for x in jax.tree.leaves(compiled.args_info)]
+    rows = []
+    for path, aval, sharding, is_state in zip(paths, avals, shardings, donated, strict=True):
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+        role = _role(path, aval, is_state)
+        rows.append(_row(path, aval, spec, mesh, role, known) if sharding is not None else None)
+    return tuple(rows)
+
+
+def axes_of_row(row: PlanRow) -> tuple[Axes, ...]:
+    """Returns the mesh axes of each dimension of an argument."""
+    return tuple(sharding_axes(d.mesh_axes) for d in row.dimensions)
 
 
 def names_by_axes(rules: LogicalAxisRules) -> dict[Axes, str]:
-    """The name 'batch' for dimensions that only have the mesh axes of its rule."""
+    """Returns the name 'batch' for dimensions that only have the mesh axes of its rule."""
     found = [as_tuple(axes) for name, axes in rules if name == 'batch']
     return {axes: 'batch' for axes in found if axes}
 
@@ -58,11 +121,10 @@ class KnownLayouts:
         axes = [as_tuple(rule[1]) for rule in self.rules if rule[0] == 'batch']
         if not any(axes):
             rows = [r for r in self.rows.values() if r.role == 'other' and r.dimensions]
-            # Constraints on what is computed from a batch say more than its own layout, which may
-            # be wrong.
+            # The layout of a batch may be wrong; constraints on what is computed from it say more.
             axes = [self._links.axes_of(row.path, 1)[0] for row in rows]
             if not any(axes):
-                axes = [sharding_axes(row.dimensions[0].mesh_axes) for row in rows]
+                axes = [axes_of_row(row)[0] for row in rows]
         found = tuple(dict.fromkeys(a for one in axes for a in one if self.sizes.get(a, 1) > 1))
         return found or self.standard.get('batch', ())
 
@@ -117,15 +179,8 @@ class KnownLayouts:
 
     def axes_of(self, name: str) -> Axes:
         """The mesh axes of all rules of a name."""
-        return tuple(
-            dict.fromkeys(
-                axis
-                for rule in self.rules
-                if rule[0] == name
-                for axis in as_tuple(rule[1])
-                if self.sizes.get(axis, 1) > 1
-            )
-        )
+        axes = [a for rule in self.rules if rule[0] == name for a in as_tuple(rule[1])]
+        return tuple(dict.fromkeys(a for a in axes if self.sizes.get(a, 1) > 1))
 
     def is_unusual(self, name: str | None) -> bool:
         """Whether a name has other mesh axes than the standard rules would give it.
@@ -139,16 +194,16 @@ class KnownLayouts:
         if name == 'batch':
             others = {a for n, _ in self.rules if n != 'batch' for a in self.axes_of(n)}
             return not theirs <= mine or bool((mine - theirs) & others)
-        # The axes of the batch count, unless its rule is the one that is not as usual.
+        # The axes of the batch count, unless its own rule is the unusual one.
         rows = set(self.standard['batch'] if self.is_unusual('batch') else self.batch_axes)
         if theirs:
             return not theirs <= mine and not theirs & rows
         return bool(mine - rows)
 
-    def suspects(self) -> list[str]:
-        """The names with a rule that is not as usual, or that adds axes to those of the standard.
+    def unusual_names(self) -> list[str]:
+        """The names whose rule is unusual, or adds mesh axes to the axes of the standard rules.
 
-        More axes than usual are often intended, so such a name is tried, and not accused.
+        More axes than usual are often intended, so the change of such a name is only tried.
         """
 
         def has_more(name: str) -> bool:
@@ -197,6 +252,42 @@ class KnownLayouts:
         used = {a for axes in layout for a in axes}
         return tuple(a for a, size in self.sizes.items() if size > 1 and a not in used)
 
+    def unused_by(self, row: PlanRow | None) -> Axes:
+        """The mesh axes over which an argument is not sharded."""
+        return () if row is None else self.unused_axes(axes_of_row(row))
+
     def divides(self, axes: Sequence[str], size: int) -> bool:
         """Whether a dimension can be sharded over mesh axes."""
         return size % math.prod(self.sizes[a] for a in axes) == 0
+
+
+def _row(
+    path: str, aval: Any, spec: PartitionSpec, mesh: Any, role: Role, known: Sequence[PlanRow]
+) -> PlanRow:
+    """The row of a plan, if it has this layout, or one with its names."""
+    axes = [entry or () for entry in dimension_axes(spec, len(aval.shape))]
+    same = [r for r in known if f'/{path}'.endswith(f'/{r.path}') and r.shape == aval.shape]
+    names: Sequence[Any] = (None,) * len(axes)
+    for row in same[:1]:
+        planned = dimension_axes(boundary_spec(row.spec), len(aval.shape))
+        if [entry or () for entry in planned] == axes:
+            return row
+        names, path, role = row.logical_axes, row.path, row.role
+    dimensions = [
+        ResolvedDimension(name, from_tuple(entry), None, (), 'the layout of the argument')
+        for name, entry in zip(names, axes, strict=True)
+    ]
+    return make_row(path, aval, mesh, dimensions, role)
+
+
+def _path(name: str) -> str:
+    """The path of an argument: "state.params['w']" is state/params/w."""
+    return '/'.join(re.findall(r'[\w\-]+', name)) if name else 'argument'
+
+
+def _role(path: str, aval: Any, donated: bool) -> Role:
+    """The role of an argument without a plan: a batch is not donated, or has integers."""
+    if any(word in path.split('/') for word in _OPTIMIZER):
+        return 'optimizer'
+    is_float = jnp.issubdtype(aval.dtype, jnp.floating)
+    return 'parameters' if donated and is_float else 'other'

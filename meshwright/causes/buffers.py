@@ -1,0 +1,222 @@
+"""Why an array is in memory, and why devices hold it several times.
+
+On a mesh of 4 'data' by 2 'model' devices, the largest array at the peak is f32[8,64], made at
+model.py:30 by `tanh`. The traced function has a value of shape (32, 128) there, with the names
+('batch', 'mlp'), so the array is one of 4 by 2 shards: the cause is "an activation, made by tanh"
+with the rule ('batch', 'data'). An array of f32[8,128] would be whole along 'model'; the cause then
+says so, and its change gives 'mlp' that axis.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import AbstractMesh, Mesh
+
+from meshwright.causes.cause import Cause, Change, CodeChange, RuleChange, over, what_is
+from meshwright.causes.data_flow import Place, is_exchange
+from meshwright.causes.evidence import layout_of
+from meshwright.causes.layouts import names_by_axes
+from meshwright.causes.possible_changes import PossibleChanges
+from meshwright.causes.shard_shapes import shard_counts, shard_dimensions
+from meshwright.causes.value_matching import Matcher
+from meshwright.causes.whole_dimensions import written_otherwise
+from meshwright.jaxpr.naming import trace_values
+from meshwright.jaxpr.values import Value
+from meshwright.program.hlo_text import ArrayType
+from meshwright.program.peak_memory import LiveArray
+from meshwright.user_lines import user_line
+from partitioning.plan.rows import PlanRow
+from partitioning.rules import LogicalAxisRules, axis_sizes
+
+
+def explain_buffer(
+    live: LiveArray,
+    matcher: Matcher,
+    possible: PossibleChanges,
+    exchanges: Mapping[str, Cause | None],
+) -> Cause | None:
+    """Says why an array is in memory at the peak, or None if the program does not tell.
+
+    Args:
+      live: the array.
+      matcher: finds the value that it holds.
+      possible: the changes that can be written for the function.
+      exchanges: the causes of the collectives, by the names of their instructions. The result of a
+        collective has its cause.
+    """
+    if (exchange := exchanges.get(live.instruction)) is not None:
+        return exchange
+    place = matcher.flow.place_of(live.instruction)
+    if place is None:
+        return None
+    outputs = place.instruction.outputs
+    array = next((o for o in outputs if str(o) == live.array), outputs[0])
+    value = _value_of(place, array, matcher)
+    source = matcher.source_of(place.instruction)
+    if value is None:
+        return Cause(
+            source=source,
+            array='',
+            logical_axes=(),
+            rule='',
+            why=f'the result of {live.op_name.rpartition("/")[2] or "an operation"}',
+        )
+    return _explain_value(value, source or user_line(value.stack), array, possible)
+
+
+def _explain_value(value: Value, source: str, array: ArrayType, possible: PossibleChanges) -> Cause:
+    """The cause of an array that holds a value of the traced function."""
+    layouts = possible.layouts
+    layout = layout_of(value, array, layouts)
+    unused = layouts.unused_axes(layout) if layout else ()
+    is_stacked = bool(value.loop) and not value.backward
+    changes: list[Change] = [*written_otherwise(value, source, layouts)]
+    needs_whole = bool(changes)
+    if unused:
+        changes += [*possible.standard_rules(value), *possible.fitting_layouts(value)]
+    if value.gradient_of and not is_stacked and not value.argument:
+        changes += possible.shard_more(value.gradient_of)
+    if unused and not value.argument and not value.gradient_of:
+        changes += possible.shard_value(value, layout)
+    suspect = possible.saves(changes) or needs_whole
+    why = f'{what_is(value)}, made by {value.primitive or "the caller"}'
+    if is_stacked:
+        source, loop = user_line(value.stack), user_line(value.loop)
+        why = (
+            f'{what_is(value)}, which the loop at {loop} keeps for the backward pass in each '
+            'iteration'
+        )
+    elif value.argument:
+        why = f'{value.argument}, gathered for use' if layout else value.argument
+    elif value.gradient_of:
+        why = what_is(value)
+    if unused and (value.argument or changes):
+        why += f'; each device has all of it along {over(unused)}'
+    if is_stacked:
+        text = f'recompute it: apply jax.checkpoint to the body of the loop at {loop}'
+        changes.append(CodeChange(source=loop, text=text))
+    return Cause(
+        source=source,
+        array=what_is(value),
+        logical_axes=value.names,
+        rule=_rule_of(value, changes, possible),
+        why=why,
+        change=str(changes[0]) if changes else '',
+        suspect=suspect,
+        changes=tuple(dict.fromkeys(changes)),
+    )
+
+
+def explain_replicated(row: PlanRow, possible: PossibleChanges) -> Cause | None:
+    """Says why devices hold an argument several times, or None if they do not."""
+    layouts = possible.layouts
+    unused = layouts.unused_by(row)
+    if row.role == 'other':  # a batch is the same on all devices that compute with its rows
+        unused = tuple(a for a in unused if a in layouts.batch_axes)
+    if not unused or not row.shape:
+        return None
+    changes: list[Change] = list(possible.shard_more(row.path))
+    kept = [a for a in unused if a not in layouts.batch_axes]
+    why = f'all devices along {over(unused)} have the same copy: {row.reason}'
+    if row.role == 'other':
+        why = f'its rows are not sharded over {over(unused)}: {row.reason}'
+    name = possible.whole_name(row.path, kept or unused)
+    rule = layouts.rule_for(name) if name else ''
+    if not rule:
+        rule = next((repr(tuple(d.rule)) for d in row.dimensions if d.rule is not None), '')
+    return Cause(
+        source='',
+        array=row.path,
+        logical_axes=tuple(row.logical_axes),
+        rule=rule,
+        why=why,
+        change=str(changes[0]) if changes else '',
+        suspect=possible.saves(changes) and bool(kept or row.role == 'other'),
+        changes=tuple(dict.fromkeys(changes)),
+    )
+
+
+def explain_estimate(
+    arrays: Sequence[LiveArray],
+    jaxpr: Any,
+    *,
+    mesh: Mesh | AbstractMesh | Mapping[str, int],
+    rows: Sequence[PlanRow | None] = (),
+    rules: LogicalAxisRules = (),
+) -> tuple[tuple[LiveArray, Cause | None], ...]:
+    """Finds the causes of buffers that are known by formula, without a compiled program.
+
+    Args:
+      arrays: the buffers, from `estimate_memory`.
+      jaxpr: the ClosedJaxpr of the same function.
+      mesh, rows, rules: as for `explain_program`.
+    """
+    counts = shard_counts(axis_sizes(mesh))
+    by_line: dict[str, list[Value]] = {}
+    for value in trace_values(jaxpr, rows, names_by_axes(rules)).values:
+        for line in {*value.stack[:1], *value.loop[:1]}:
+            by_line.setdefault(line, []).append(value)
+    return tuple((a, _explain_estimate(a, by_line.get(a.source, ()), counts)) for a in arrays)
+
+
+def _explain_estimate(
+    array: LiveArray, values: Sequence[Value], counts: frozenset[int]
+) -> Cause | None:
+    """The cause of a buffer, from the values that its line makes."""
+    shape = tuple(int(n) for n in re.findall(r'\d+', array.array.partition('[')[2]))
+    fitting = [v for v in values if shard_dimensions(shape, v.shape, counts) is not None]
+    if not fitting:
+        return None
+    value = max(fitting, key=lambda v: _agreement(array, v))
+    return Cause(
+        source=user_line(value.stack) or array.source,
+        array=what_is(value),
+        logical_axes=value.names,
+        rule='',
+        why=f'{what_is(value)}, made by {array.op_name.rpartition("/")[2] or value.primitive}',
+    )
+
+
+def _agreement(array: LiveArray, value: Value) -> int:
+    """How well a value agrees with a buffer: by its operation, its pass, and its known names."""
+    operation = array.op_name.rpartition('/')[2]
+    backward = 'transpose(' in array.op_name
+    named = any(name is not None for name in value.names)
+    return 4 * (value.primitive == operation) + 2 * (value.backward == backward) + named
+
+
+def _value_of(place: Place, array: ArrayType, matcher: Matcher) -> Value | None:
+    """The value that an array holds.
+
+    The result of an exchange or a move holds the value of the operation before it. The line and the
+    operation count more than the shape if no value fits the array.
+    """
+    instruction = place.instruction
+    if not is_exchange(instruction):
+        for value in matcher.values_of(instruction, array.shape)[:1]:
+            if matcher.is_shard(array.shape, value.shape):
+                return value
+    for maker in matcher.flow.makers(place):
+        argument = matcher.argument_of(maker)
+        if argument is not None and matcher.is_shard(array.shape, argument.shape):
+            return argument
+        for value in matcher.values_of(maker.instruction, array.shape)[:1]:
+            if matcher.is_shard(array.shape, value.shape):
+                return value
+    found = matcher.values_of(instruction, array.shape)
+    return found[0] if found and found[0].primitive else None
+
+
+def _rule_of(value: Value, changes: Sequence[Change], possible: PossibleChanges) -> str:
+    """The rule that a change replaces, or the rule of the first sharded dimension of a value."""
+    for change in changes:
+        if isinstance(change, RuleChange):
+            return possible.layouts.rule_for(change.names[0])
+    wanted = possible.layouts.wanted(value.dims, value.shape)
+    for name, axes in zip(value.names, wanted, strict=True):
+        if axes:
+            return possible.layouts.rule_for(name)
+    return ''

@@ -1,0 +1,425 @@
+"""Why a program exchanges data: the line, the array and the rule, and what to write instead.
+
+A constraint forgets the batch, under the rules [('batch', 'data'), ('mlp', 'model')]:
+
+    hidden = jnp.tanh(x @ w)                      # model.py:30, (32, 128) floats
+    hidden = constrain(hidden, (None, 'mlp'))     # model.py:31
+    out = hidden @ w_out                          # model.py:32
+
+The evidence is an all-gather over 'data' of dimension 0 of the activation of line 30. It is not an
+argument and not summed, so `_EXPLANATIONS` are asked in turn. The first one that knows is
+`_constrained`: its cause has source 'model.py:31', the rule ('batch', 'data') and the change
+"write constrain(x, ('batch', 'mlp')) at model.py:31".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from meshwright.causes.cause import (
+    Cause,
+    Change,
+    ConstraintRemoval,
+    LayoutChange,
+    over,
+    what_is,
+)
+from meshwright.causes.evidence import Evidence
+from meshwright.causes.layouts import Axes, axes_of_row
+from meshwright.causes.possible_changes import PossibleChanges
+from meshwright.causes.value_graph import lacks
+from meshwright.causes.whole_dimensions import written_for, written_otherwise
+from meshwright.jaxpr.values import Dim, Value
+from meshwright.user_lines import user_line
+from partitioning.plan.rows import PlanRow
+
+_NEAR = 8  # the number of products that are looked at
+# Operations by which a program itself asks for an exchange.
+_ASKED = frozenset(
+    [
+        'psum',
+        'psum2',
+        'psum_invariant',
+        'all_gather',
+        'all_gather_invariant',
+        'psum_scatter',
+        'reduce_scatter',
+        'ppermute',
+        'all_to_all',
+        'pmax',
+        'pmin',
+        'pmean',
+        'pgather',
+    ]
+)
+# Logical axes over which tensor parallelism sums.
+_OF_TENSORS = frozenset(
+    ['mlp', 'heads', 'kv', 'joined_kv', 'vocab', 'kv_heads', 'expert_mlp', 'expert']
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """An exchange of a value that was found in the traced function.
+
+    Attributes:
+      evidence: what the exchange moves.
+      value: the value that it moves.
+      possible: the changes that can be written for the function.
+    """
+
+    evidence: Evidence
+    value: Value
+    possible: PossibleChanges
+
+    @property
+    def name(self) -> str | None:
+        """The logical axis of the dimension that is exchanged."""
+        return self.evidence.moved.name if self.evidence.moved else None
+
+    @property
+    def split(self) -> str:
+        """The layout of the value before the exchange, for people."""
+        along = f' along {self.name!r}' if self.name else ''
+        return f'{what_is(self.value)} is sharded over {over(self.evidence.axes)}{along}'
+
+    @property
+    def standard_rule(self) -> list[Change]:
+        """The change to the standard rule of the dimension, if its rule is another one."""
+        layouts = self.possible.layouts
+        if self.name and layouts.is_unusual(self.name):
+            return [layouts.to_standard(self.name)]
+        return []
+
+    def cause(
+        self,
+        why: str,
+        changes: Sequence[Change] = (),
+        *,
+        rule: str | None = None,
+        suspect: bool = True,
+        asked_for: bool = False,
+        source: str = '',
+    ) -> Cause:
+        """The cause of the exchange. Unusual rules and layouts around it come first.
+
+        Args:
+          why: why it exists.
+          changes: the changes that may remove it.
+          rule: the rule that decides it; by default the rule of the dimension that is exchanged.
+          suspect: whether the layout seems not to need it.
+          asked_for: whether the program itself asks for it.
+          source: the user's line; by default the line that needs the result.
+        """
+        possible, evidence = self.possible, self.evidence
+        around = () if asked_for else (self.value, *evidence.taken_by)
+        rule = possible.layouts.rule_for(self.name) if rule is None else rule
+        if unusual := possible.standard_rules(*around):
+            rule = possible.layouts.rule_for(unusual[0].names[0])
+            why += f'; {rule} is not as in the standard rules'
+        if misplaced := possible.fitting_layouts(*around):
+            why += f'; the layout of {misplaced[0].path} does not fit its uses'
+        distinct = tuple(dict.fromkeys([*unusual, *misplaced, *changes]))
+        return Cause(
+            source=source or evidence.used_at or evidence.made_at,
+            array=what_is(self.value),
+            logical_axes=self.value.names,
+            rule=rule,
+            why=why,
+            change=str(distinct[0]) if distinct else '',
+            suspect=suspect or bool(unusual or misplaced),
+            changes=distinct,
+        )
+
+
+def explain_exchange(evidence: Evidence, possible: PossibleChanges) -> Cause:
+    """Says why an exchange exists and what to write instead.
+
+    Args:
+      evidence: what it moves.
+      possible: the changes that can be written for the function.
+    """
+    value = evidence.value
+    if value is None:
+        return Cause(
+            source=evidence.made_at,
+            array='',
+            logical_axes=(),
+            rule='',
+            why=f'an {evidence.kind} over {over(evidence.axes)}',
+        )
+    move, operation = Move(evidence, value, possible), evidence.path.rpartition('/')[2]
+    if operation in _ASKED:
+        return move.cause(
+            f'the program asks for it with jax.lax.{operation}',
+            rule='',
+            suspect=False,
+            asked_for=True,
+            source=evidence.made_at,
+        )
+    if evidence.kind in ('all-reduce', 'reduce-scatter'):
+        return _explain_gradient(move) if value.gradient_of else _explain_sum(move)
+    if evidence.kind == 'all-gather' and value.argument:
+        return _explain_gathered_argument(move)
+    causes = (explain(move) for explain in _EXPLANATIONS)
+    return next((cause for cause in causes if cause is not None), None) or _needed_otherwise(move)
+
+
+def _explain_gradient(move: Move) -> Cause:
+    """The cause of the sum of a gradient."""
+    path, axes, possible = move.value.gradient_of, move.evidence.axes, move.possible
+    layouts = possible.layouts
+    if set(axes) <= set(layouts.batch_axes):
+        why = (
+            f'each device along {over(axes)} has the gradient of {path} for its rows, and their '
+            'sum is needed'
+        )
+    else:
+        why = (
+            f'{path} is not sharded over {over(axes)}, along which its gradient is computed in '
+            'parts'
+        )
+    row, rule = layouts.rows.get(path), ''
+    unused = [a for a in layouts.unused_by(row) if a not in layouts.batch_axes]
+    if row is not None and unused:
+        why += f'; it is whole along {over(unused)}: {row.reason}'
+        rule = layouts.rule_for(possible.whole_name(path, unused))
+    return move.cause(
+        why,
+        list(possible.shard_more(path, but=axes)),
+        rule=rule or layouts.rule_for('batch'),
+        suspect=bool(unused),
+        source=move.evidence.made_at,
+    )
+
+
+def _explain_sum(move: Move) -> Cause:
+    """The cause of a sum over a dimension whose parts are on different devices."""
+    value, evidence, possible = move.value, move.evidence, move.possible
+    layouts, axes, made_at = possible.layouts, evidence.axes, evidence.made_at
+    by_rows = set(axes) <= set(layouts.batch_axes)
+    summed = next((d for d in value.contracted if d and set(d.axes) & set(axes)), None)
+    summed = summed or next((d for d in value.contracted if d and d.name), None)
+    name = summed.name if summed else None
+    rule = layouts.rule_for(name)
+    if value.size <= 1 or (by_rows and name in ('batch', 'length', None) and len(value.shape) < 2):
+        why = f'a sum over values on different devices along {over(axes)}'
+        return move.cause(why, rule=rule, suspect=False, source=made_at)
+    what = f'{name!r}' if name else 'a dimension'
+    why = f'the sum over {what} runs over devices along {over(axes)}, which have parts of it'
+    # Devices along the axes of the batch have different rows, unless a constraint gives them all.
+    by_parameter = by_rows and name not in ('batch', 'length')
+    if constraints := possible.misplaced_constraints(value, axes) if by_parameter else []:
+        line = user_line(constraints[0].stack)
+        why += f', since the constraint at {line} gives them the same rows'
+        replaced = possible.replace_constraints(constraints, value)
+        return move.cause(why, replaced, rule=rule, source=line)
+    if name and name not in ('batch', 'length') and layouts.is_unusual(name):
+        return move.cause(why, [layouts.to_standard(name)], rule=rule, source=made_at)
+    if name in _OF_TENSORS and not by_rows:
+        why += ' (tensor parallelism)'
+        return move.cause(why, rule=rule, suspect=False, source=made_at)
+    return move.cause(why, _changes_of_sum(move, summed), rule=rule, source=made_at)
+
+
+def _changes_of_sum(move: Move, summed: Dim | None) -> list[Change]:
+    """What may remove a sum: other code, another layout, or another rule of the dimension."""
+    value, evidence, possible = move.value, move.evidence, move.possible
+    changes: list[Change] = [*written_otherwise(value, evidence.made_at, possible.layouts)]
+    changes += possible.lay_out(value, evidence.layout)
+    if summed is not None and summed.name is None:
+        changes += possible.other_layouts(summed.argument)
+    if summed is not None and summed.name and set(summed.axes) & set(evidence.axes):
+        changes += possible.other_rules(summed.name)
+    return changes
+
+
+def _explain_gathered_argument(move: Move) -> Cause:
+    """The cause for an argument if a device needs more than its shard."""
+    value, evidence, possible = move.value, move.evidence, move.possible
+    row = possible.layouts.rows.get(value.argument)
+    if evidence.result is not None and not evidence.taken_by:
+        wanted = possible.layouts.wanted(value.dims, value.shape)
+        change = LayoutChange(path=value.argument, layout=wanted, result=evidence.result)
+        return move.cause(f'{move.split}, but the function returns it whole', [change])
+    if row is not None and row.role == 'optimizer':
+        why = f'{move.split}, but the update of its parameter is computed whole'
+        return move.cause(why, list(possible.shard_more(value.argument)))
+    changes = move.standard_rule
+    changes += possible.other_layouts(value.argument) if move.name is None else []
+    if not set(evidence.axes) <= set(possible.layouts.batch_axes):
+        changes += [*possible.relax(evidence), *possible.keep_layout(evidence)]
+        changes += possible.other_rules(move.name) if move.name else []
+        why = f'{move.split}, but the operation at {evidence.used_at} needs all of it'
+        return move.cause(why, changes)
+    if row is not None and row.role == 'other':
+        changes += possible.relax(evidence)
+        return move.cause(f'{move.split}, but {evidence.used_at} needs all of it', changes)
+    return _explain_gathered_parameter(move, row, changes)
+
+
+def _explain_gathered_parameter(move: Move, row: PlanRow | None, changes: list[Change]) -> Cause:
+    """The cause for a parameter that is gathered for use, as FSDP does."""
+    path, possible, rule = move.value.argument, move.possible, None
+    layouts = possible.layouts
+    why = f'expected: {move.split}, and each device gathers it for use'
+    if unused := [a for a in layouts.unused_by(row) if a not in layouts.batch_axes]:
+        changes = [*changes, *possible.shard_more(path, but=move.evidence.axes)]
+        why += f'; it is whole along {over(unused)}'
+        rule = layouts.rule_for(possible.whole_name(path, unused))
+    return move.cause(why, changes, rule=rule, suspect=bool(changes))
+
+
+def _of_a_parameter(move: Move) -> Cause | None:
+    """The cause for the gradient or the update of a parameter."""
+    value, evidence, possible = move.value, move.evidence, move.possible
+    path = value.gradient_of or value.update_of
+    if not path:
+        return None
+    row = possible.layouts.rows.get(path)
+    changes: list[Change] = [
+        ConstraintRemoval(source=user_line(constraint.stack))
+        for constraint in possible.graph.constraints_after(value)
+        if lacks(constraint, evidence.axes)
+    ]
+    changes += possible.like_its_uses(row) if row is not None else ()
+    changes += possible.other_layouts(path)
+    changes += possible.shard_more(path)
+    if evidence.result is None:
+        return move.cause(f'{move.split}, but its array is not', changes)
+    wanted = () if row is None else axes_of_row(row)
+    if _is_within(evidence.layout, wanted):
+        changes.insert(0, LayoutChange(path=path, layout=wanted, result=evidence.result))
+    return move.cause(f'{move.split}, but the function returns it in another layout', changes)
+
+
+def _used_whole(move: Move) -> Cause | None:
+    """The cause for an operation that needs all of a dimension and can be written otherwise."""
+    evidence, possible = move.evidence, move.possible
+    for user in evidence.taken_by:
+        if otherwise := list(written_for(user, move.value, evidence.dim)):
+            line = otherwise[0].source
+            changes: list[Change] = [*otherwise, *possible.relax(evidence)]
+            why = f'{move.split}, but the operation at {line} needs all of it'
+            return move.cause(why, changes, source=line)
+    return None
+
+
+def _multiplied(move: Move) -> Cause | None:
+    """The cause for a product with a parameter that has a conflicting layout."""
+    evidence, possible = move.evidence, move.possible
+    parameter = _conflicting_parameter(evidence, move.value, possible)
+    if parameter is None:
+        return None
+    row = possible.layouts.rows[parameter.argument]
+    why = (
+        f'{move.split}, but the dimension of {row.path} that it is multiplied with is not: '
+        f'{row.reason}'
+    )
+    changes: list[Change] = [
+        *possible.like_its_uses(row),
+        *possible.leave_out(move.value, evidence.axes),
+    ]
+    return dataclasses.replace(
+        move.cause(why, changes),
+        array=row.path,
+        logical_axes=tuple(row.logical_axes),
+        source=evidence.used_at,
+    )
+
+
+def _constrained(move: Move) -> Cause | None:
+    """The cause for a constraint that asks for another layout."""
+    value, evidence, possible = move.value, move.evidence, move.possible
+    conflicting = (
+        list(_conflicts(evidence, value, possible))
+        or possible.misplaced_constraints(value, evidence.axes)
+        or possible.needless_constraints(value, evidence.axes)
+    )
+    if not conflicting:
+        return None
+    line = user_line(conflicting[0].stack)
+    changes: list[Change] = [
+        *possible.replace_constraints(conflicting, value, evidence.layout),
+        ConstraintRemoval(source=line),
+        *move.standard_rule,
+    ]
+    why = f'{move.split}, and the constraint at {line} asks for another layout'
+    return move.cause(why, changes, source=line)
+
+
+def _returned(move: Move) -> Cause | None:
+    """The cause for a value that the function only returns."""
+    value, evidence = move.value, move.evidence
+    if evidence.result is None or evidence.taken_by:
+        return None
+    wanted = move.possible.layouts.wanted(value.dims, value.shape)
+    change = LayoutChange(path='', layout=wanted, result=evidence.result)
+    return move.cause(f'{move.split}, but the function returns it in another layout', [change])
+
+
+# For a value that is gathered or divided anew and is not an argument: the first one that knows.
+_EXPLANATIONS = (_of_a_parameter, _used_whole, _multiplied, _constrained, _returned)
+
+
+def _needed_otherwise(move: Move) -> Cause:
+    """The cause where nothing is known except the line that needs the value."""
+    value, evidence, possible = move.value, move.evidence, move.possible
+    changes: list[Change] = [
+        *written_otherwise(value, evidence.used_at, possible.layouts),
+        *move.standard_rule,
+        *possible.lay_out(value, evidence.layout),
+    ]
+    why = f'{move.split}, but {evidence.used_at} needs another layout'
+    return move.cause(why, changes, source=evidence.made_at)
+
+
+def _conflicting_parameter(
+    evidence: Evidence, value: Value, possible: PossibleChanges
+) -> Value | None:
+    """The parameter in a product with a value, if the layout of their common dimension differs."""
+    for product in possible.graph.products_of(value):
+        for other in product.operands:
+            row = possible.layouts.rows.get(other.argument)
+            if (
+                row is not None
+                and row.role == 'parameters'
+                and _conflicts_with_uses(row, evidence.axes, possible)
+            ):
+                return other
+    return None
+
+
+def _is_within(layout: Sequence[Axes], wanted: Sequence[Axes]) -> bool:
+    """Whether each dimension is sharded over some or all axes that another layout has for it."""
+    if len(layout) != len(wanted):
+        return False
+    return all(set(mine) <= set(theirs) for mine, theirs in zip(layout, wanted, strict=True))
+
+
+def _conflicts_with_uses(row: PlanRow, axes: Axes, possible: PossibleChanges) -> bool:
+    """Whether constraints shard a dimension of a parameter over mesh axes, and its layout not."""
+    wanted = possible.links.axes_of(row.path, len(row.shape))
+    return any(
+        set(theirs) & set(axes) and not set(theirs) <= set(mine)
+        for theirs, mine in zip(wanted, axes_of_row(row), strict=True)
+    )
+
+
+def _conflicts(evidence: Evidence, value: Value, possible: PossibleChanges) -> Iterator[Value]:
+    """Constraints that fix another layout than the value has before the exchange."""
+    found = [*possible.graph.constraints_after(value)]
+    products = itertools.islice(possible.graph.products_of(value), _NEAR)
+    for user in (*evidence.taken_by, *products):
+        if user.shape == value.shape or (evidence.moved and evidence.moved in user.dims):
+            found += possible.graph.constraints_after(user)
+    for constraint in found:
+        same_shape = constraint.shape == value.shape
+        if lacks(constraint, evidence.axes) or (
+            same_shape and constraint.layout != evidence.layout
+        ):
+            wanted = possible.layouts.wanted(constraint.dims, constraint.shape)
+            if constraint.layout != wanted and any(wanted):
+                yield constraint
