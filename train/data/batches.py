@@ -56,7 +56,7 @@ class LocalBatches:
     def __getitem__(self, step: int) -> Row:
         check_within(step, self)
         first = int(step) * self.batch_size
-        return stack([self._rows[first + r] for r in self._row_indices])
+        return stack_rows([self._rows[first + r] for r in self._row_indices])
 
 
 class FiniteBatches:
@@ -91,7 +91,7 @@ class FiniteBatches:
         indices = [step * self.batch_size + r for r in self._row_indices]
         rows = [self._rows[i] if i < len(self._rows) else self._filler for i in indices]
         weights = np.array([i < len(self._rows) for i in indices], np.float32)
-        return {**stack(rows), 'row_weights': weights}
+        return {**stack_rows(rows), 'row_weights': weights}
 
 
 def _checked(row_indices: Sequence[int], batch_size: int) -> tuple[int, ...]:
@@ -106,7 +106,7 @@ def _checked(row_indices: Sequence[int], batch_size: int) -> tuple[int, ...]:
     return rows
 
 
-def stack(rows: Sequence[Row]) -> Row:
+def stack_rows(rows: Sequence[Row]) -> Row:
     """Stacks rows into one array [rows, ...] per name."""
     if all(row.keys() == rows[0].keys() for row in rows):
         with contextlib.suppress(ValueError):  # Shapes differ.
