@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from meshwright.jaxpr.factor_rules import find_factors
 from meshwright.jaxpr.factors import Dimension, Factors
 from meshwright.jaxpr.linked_dimensions import LinkedDimensions
-from meshwright.jaxpr.primitives import ARITHMETIC, CONSTRAINTS, MOVES
+from meshwright.jaxpr.primitives import ARITHMETIC, CONSTRAINTS, MOVES, SCATTERS
 from meshwright.jaxpr.values import Axes, Block, Dim, Step, Value, carries, ties
 from meshwright.jaxpr.writing_out import write_out
 from partitioning.plan.rows import PlanRow
@@ -135,9 +135,11 @@ class _Naming:
         is_backward = step.place.is_backward
         if step.name in _PAIRING and not is_backward:
             self._link_operands(step, factors)
+        # A scatter changes a part of its first operand, which the result therefore is.
+        known = step.inputs[:1] if step.name in SCATTERS else step.inputs
         for value, dims in zip(step.outputs, factors.outputs, strict=True):
             value.maker, value.place, value.operands = step, step.place, tuple(step.inputs)
-            value.dims = tuple(_name_of(dim, factors, step.inputs) for dim in dims)
+            value.dims = tuple(_name_of(dim, factors, known) for dim in dims)
             if value.size == 1:
                 value.dims = (None,) * len(value.shape)
             summed = sorted(factors.summed)
@@ -228,7 +230,7 @@ def _carriers(
     factor: int, factors: Factors, inputs: Sequence[Value]
 ) -> Iterator[tuple[Dim | None, bool]]:
     """The dimensions of operands that have a factor, and whether it is their major one."""
-    for value, array in zip(inputs, factors.inputs, strict=True):
+    for value, array in zip(inputs, factors.inputs, strict=False):
         for dim, own in zip(value.dims, array, strict=True):
             if factor in own:
                 yield dim, own[0] == factor
@@ -240,14 +242,16 @@ def _name_of(dimension: Dimension, factors: Factors, inputs: Sequence[Value]) ->
     Of several dimensions that are merged, the first one with a name counts. Of a dimension that is
     split, the major part keeps the name.
     """
-    found: Dim | None = None
+    merged: list[Dim] = []
     for number, factor in enumerate(dimension):
+        found: Dim | None = None
         for dim, is_major in _carriers(factor, factors, inputs):
             if is_major:
                 found = better(found, dim)
             elif number == 0:
                 return None
-    return found
+        merged += [] if found is None else [found]
+    return next((dim for dim in merged if dim.name), merged[0] if merged else None)
 
 
 def _copy(source: Value, target: Value, first: int = 0) -> None:
