@@ -73,7 +73,7 @@ def run_case(program: str, fault: dict[str, Any] | None, known: dict[str, Any] |
             left[key] -= 1
         elif cause is not None and nbytes >= LEAST * added:
             new.append((nbytes, key, cause))
-    new.sort(key=lambda item: (-item[2].suspect, -bool(item[2].changes), -item[0]))
+    new.sort(key=lambda item: (-item[2].suspect, -bool(item[2].all_changes), -item[0]))
     result['causes'] = [[nbytes, key, show(cause)] for nbytes, key, cause in new[:6]]
     if not new:
         return {**result, 'first': False, 'right': False, 'confirmed': False}
@@ -199,7 +199,7 @@ def show(cause: Any) -> dict[str, Any]:
         'why': why,
         'suspect': cause.suspect,
         'change': cause.change.replace(f'{ROOT}/', ''),
-        'changes': [str(c).replace(f'{ROOT}/', '') for c in cause.changes],
+        'changes': [str(c).replace(f'{ROOT}/', '') for c in cause.all_changes],
     }
 
 

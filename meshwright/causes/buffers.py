@@ -106,7 +106,7 @@ def _explain_value(value: Value, source: str, array: ArrayType, possible: Possib
         why=why,
         change=str(changes[0]) if changes else '',
         suspect=suspect,
-        changes=tuple(dict.fromkeys(changes)),
+        all_changes=tuple(dict.fromkeys(changes)),
     )
 
 
@@ -135,7 +135,7 @@ def explain_replicated(row: PlanRow, possible: PossibleChanges) -> Cause | None:
         why=why,
         change=str(changes[0]) if changes else '',
         suspect=possible.saves(changes) and bool(kept or row.role == 'other'),
-        changes=tuple(dict.fromkeys(changes)),
+        all_changes=tuple(dict.fromkeys(changes)),
     )
 
 

@@ -10,7 +10,7 @@ The two of a gradient that is summed over eight devices because its parameter is
         why="each device along 'data' has the gradient of params/mlp/up for its rows, ...",
         change="write ('mlp', 'model') in place of ('mlp', None) in the rules",
         suspect=True,
-        changes=(RuleChange(before=(('mlp', None),), after=(('mlp', 'model'),)),))
+        all_changes=(RuleChange(before=(('mlp', None),), after=(('mlp', 'model'),)),))
 
 `confirmed` is None until somebody compiles the program with a change.
 """
@@ -40,7 +40,7 @@ class Cause:
         the change was not tried.
       suspect: whether the layout seems not to need it, as with a gathered activation. Only
         `confirmed` says that it can be avoided.
-      changes: the changes that may remove it, the most promising first; `change` is the first.
+      all_changes: the changes that may remove it, the most promising first; `change` is the first.
     """
 
     source: str
@@ -51,7 +51,7 @@ class Cause:
     change: str = ''
     confirmed: bool | None = None
     suspect: bool = False
-    changes: tuple[Change, ...] = ()
+    all_changes: tuple[Change, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

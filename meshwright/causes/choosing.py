@@ -111,7 +111,10 @@ def find_change(
     joined = list[TriedChange]()
     if best is not None:
         change, cause = best.change, _at_change(ranked.get(best.change, cause), best.change)
-        others = _to_join(best, tried, unusual, possible)
+        others = [one for one in tried if one is not best and one.helps]
+        others.sort(key=lambda one: -_worth(one, possible))
+        # A rule may only help once another one is right.
+        others += [one for one in tried if not one.helps and one.change in unusual]
         joined += _try_joined(function, best, others, most - len(tried), rewrite)
         both = max(joined, key=lambda one: one.saved, default=best)
         if both.saved > _MORE * best.saved:
@@ -132,7 +135,7 @@ def _rank_changes(
     weights: dict[Change, float] = collections.defaultdict(float)
     causes: dict[Change, tuple[float, Cause]] = {}
     for nbytes, cause in found:
-        for number, change in enumerate(cause.changes):
+        for number, change in enumerate(cause.all_changes):
             weight = nbytes / (1 + number) * (1 if cause.suspect else _EXPECTED)
             weights[change] += weight
             if change not in causes or weight > causes[change][0]:
@@ -234,19 +237,6 @@ def _try_together(
         result = try_change(function, together)
         if result is not None:
             yield result
-
-
-def _to_join(
-    best: TriedChange,
-    tried: Sequence[TriedChange],
-    unusual: Sequence[Change],
-    possible: PossibleChanges,
-) -> list[TriedChange]:
-    """The changes worth trying together with the best one, the most promising first."""
-    others = [one for one in tried if one is not best and one.helps]
-    others.sort(key=lambda one: -_worth(one, possible))
-    # A rule may only help once another one is right.
-    return others + [one for one in tried if not one.helps and one.change in unusual]
 
 
 def _try_joined(

@@ -17,7 +17,6 @@ with a stack frame for each instruction. The evidence is then
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
 from meshwright.causes.data_flow import Place
@@ -90,12 +89,7 @@ def find_evidence(
     value, maker = _find_operand(makers, instruction, array, matcher, whole_along)
     index = number if len(operands) > 1 else None
     takers = matcher.flow.takers(place._replace(part=index))
-    taken_by = [
-        found[0]
-        for taker in takers
-        if taker.instruction.opcode not in ('tuple', 'parameter')
-        and (found := matcher.values_of(taker.instruction))
-    ]
+    taken_by = [found[0] for taker in takers if (found := matcher.values_of(taker.instruction))]
     layout = layout_of(value, array, layouts) if value else ()
     own_line = matcher.source_of(instruction)
     used_at = next((line for t in takers if (line := matcher.source_of(t.instruction))), '')
@@ -104,7 +98,7 @@ def find_evidence(
         axes=collective.axes,
         value=value,
         layout=layout,
-        dim=_gathered_dimension(instruction, array, layout, collective.axes),
+        dim=next((n for n, own in enumerate(layout) if set(own) & {*collective.axes}), None),
         taken_by=tuple(taken_by),
         result=next((t.part or 0 for t in takers if t.instruction.is_root and t.part != -1), None),
         made_at=(matcher.source_of(maker.instruction) if maker else '') or own_line,
@@ -116,18 +110,13 @@ def find_evidence(
 def layout_of(value: Value, array: ArrayType, layouts: KnownLayouts) -> tuple[Axes, ...]:
     """Returns the mesh axes of each dimension of a value, from the array that each device holds.
 
-    Several layouts can have the same shape. The layout by the rules is preferred, then the layout
-    of the argument that the value comes from.
+    Several layouts can have the same shape. The layout by the rules is preferred.
     """
     shards = shard_dimensions(array.shape, value.shape, shard_counts(layouts.sizes))
     if shards is None:
         return ()
     wanted = layouts.wanted(value.dims, value.shape)
-    preferred = [
-        (by_rules, dim.axes if dim else ())
-        for by_rules, dim in zip(wanted, value.dims, strict=True)
-    ]
-    return likely_axes(shards, preferred, layouts.sizes)
+    return likely_axes(shards, [(axes,) for axes in wanted], layouts.sizes)
 
 
 def _find_operand(
@@ -170,18 +159,3 @@ def _without_layers(argument: Value, array: ArrayType, matcher: Matcher) -> Valu
     if matcher.is_shard(array.shape, argument.shape):
         return argument
     return None
-
-
-def _gathered_dimension(
-    instruction: Instruction, array: ArrayType, layout: Sequence[Axes], axes: Axes
-) -> int | None:
-    """The dimension of the value that an exchange gathers or divides anew."""
-    found = [dim for dim, mine in enumerate(layout) if set(mine) & set(axes)]
-    if len(found) == 1 or not instruction.opcode.startswith('all-gather'):
-        return found[0] if found else None
-    listed = re.search(r'dimensions=\{(\d+)', instruction.attributes)
-    if listed is None or not found:
-        return found[0] if found else None
-    # The instruction may have more dimensions of size 1 than the value, so these do not count.
-    before = sum(n > 1 for n in array.shape[: int(listed[1])])
-    return min(found, key=lambda dim: abs(dim - before))

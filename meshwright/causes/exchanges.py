@@ -15,7 +15,6 @@ argument and not summed, so `_EXPLANATIONS` are asked in turn. The first one tha
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Sequence
 
 from meshwright.causes.cause import (
@@ -35,7 +34,6 @@ from meshwright.jaxpr.values import Dim, Value
 from meshwright.user_lines import user_line
 from partitioning.plan.rows import PlanRow
 
-_NEAR = 8  # the number of products that are looked at
 # Operations by which a program itself asks for an exchange.
 _ASKED = frozenset(
     [
@@ -85,14 +83,6 @@ class Move:
         along = f' along {self.name!r}' if self.name else ''
         return f'{what_is(self.value)} is sharded over {over(self.evidence.axes)}{along}'
 
-    @property
-    def standard_rule(self) -> list[Change]:
-        """The change to the standard rule of the dimension, if its rule is another one."""
-        layouts = self.possible.layouts
-        if self.name and layouts.is_unusual(self.name):
-            return [layouts.to_standard(self.name)]
-        return []
-
     def cause(
         self,
         why: str,
@@ -130,7 +120,7 @@ class Move:
             why=why,
             change=str(distinct[0]) if distinct else '',
             suspect=suspect or bool(unusual or misplaced),
-            changes=distinct,
+            all_changes=distinct,
         )
 
 
@@ -232,7 +222,7 @@ def _changes_of_sum(move: Move, summed: Dim | None) -> list[Change]:
     if summed is not None and summed.name is None:
         changes += possible.other_layouts(summed.argument)
     if summed is not None and summed.name and set(summed.axes) & set(evidence.axes):
-        changes += possible.other_rules(summed.name)
+        changes += possible.layouts.fewer_axes(summed.name)
     return changes
 
 
@@ -240,18 +230,10 @@ def _explain_gathered_argument(move: Move) -> Cause:
     """The cause for an argument if a device needs more than its shard."""
     value, evidence, possible = move.value, move.evidence, move.possible
     row = possible.layouts.rows.get(value.argument)
-    if evidence.result is not None and not evidence.taken_by:
-        wanted = possible.layouts.wanted(value.dims, value.shape)
-        change = LayoutChange(path=value.argument, layout=wanted, result=evidence.result)
-        return move.cause(f'{move.split}, but the function returns it whole', [change])
-    if row is not None and row.role == 'optimizer':
-        why = f'{move.split}, but the update of its parameter is computed whole'
-        return move.cause(why, list(possible.shard_more(value.argument)))
-    changes = move.standard_rule
-    changes += possible.other_layouts(value.argument) if move.name is None else []
+    changes = possible.other_layouts(value.argument) if move.name is None else []
     if not set(evidence.axes) <= set(possible.layouts.batch_axes):
-        changes += [*possible.relax(evidence), *possible.keep_layout(evidence)]
-        changes += possible.other_rules(move.name) if move.name else []
+        changes += possible.relax(evidence)
+        changes += possible.layouts.fewer_axes(move.name) if move.name else []
         why = f'{move.split}, but the operation at {evidence.used_at} needs all of it'
         return move.cause(why, changes)
     if row is not None and row.role == 'other':
@@ -284,7 +266,6 @@ def _of_a_parameter(move: Move) -> Cause | None:
         for constraint in possible.graph.constraints_after(value)
         if lacks(constraint, evidence.axes)
     ]
-    changes += possible.like_its_uses(row) if row is not None else ()
     changes += possible.other_layouts(path)
     changes += possible.shard_more(path)
     if evidence.result is None:
@@ -344,24 +325,13 @@ def _constrained(move: Move) -> Cause | None:
     changes: list[Change] = [
         *possible.replace_constraints(conflicting, value, evidence.layout),
         ConstraintRemoval(source=line),
-        *move.standard_rule,
     ]
     why = f'{move.split}, and the constraint at {line} asks for another layout'
     return move.cause(why, changes, source=line)
 
 
-def _returned(move: Move) -> Cause | None:
-    """The cause for a value that the function only returns."""
-    value, evidence = move.value, move.evidence
-    if evidence.result is None or evidence.taken_by:
-        return None
-    wanted = move.possible.layouts.wanted(value.dims, value.shape)
-    change = LayoutChange(path='', layout=wanted, result=evidence.result)
-    return move.cause(f'{move.split}, but the function returns it in another layout', [change])
-
-
 # For a value that is gathered or divided anew and is not an argument: the first one that knows.
-_EXPLANATIONS = (_of_a_parameter, _used_whole, _multiplied, _constrained, _returned)
+_EXPLANATIONS = (_of_a_parameter, _used_whole, _multiplied, _constrained)
 
 
 def _needed_otherwise(move: Move) -> Cause:
@@ -369,7 +339,6 @@ def _needed_otherwise(move: Move) -> Cause:
     value, evidence, possible = move.value, move.evidence, move.possible
     changes: list[Change] = [
         *written_otherwise(value, evidence.used_at, possible.layouts),
-        *move.standard_rule,
         *possible.lay_out(value, evidence.layout),
     ]
     why = f'{move.split}, but {evidence.used_at} needs another layout'
@@ -411,8 +380,7 @@ def _conflicts_with_uses(row: PlanRow, axes: Axes, possible: PossibleChanges) ->
 def _conflicts(evidence: Evidence, value: Value, possible: PossibleChanges) -> Iterator[Value]:
     """Constraints that fix another layout than the value has before the exchange."""
     found = [*possible.graph.constraints_after(value)]
-    products = itertools.islice(possible.graph.products_of(value), _NEAR)
-    for user in (*evidence.taken_by, *products):
+    for user in evidence.taken_by:
         if user.shape == value.shape or (evidence.moved and evidence.moved in user.dims):
             found += possible.graph.constraints_after(user)
     for constraint in found:

@@ -214,12 +214,10 @@ class KnownLayouts:
         return [name for name in names if self.is_unusual(name) or has_more(name)]
 
     def fewer_axes(self, name: str) -> list[RuleChange]:
-        """The changes that leave a name with its standard axes only, one axis less, or none."""
-        mine, standard = self.axes_of(name), set(self.standard.get(name, ()))
-        kept = [tuple(a for a in mine if a in standard)]
-        kept += [tuple(a for a in mine if a != axis) for axis in mine]
-        kept += [()]
-        return [self.change({name: axes}) for axes in dict.fromkeys(kept) if axes != mine]
+        """The changes that leave a name with one axis less, or with none."""
+        mine = self.axes_of(name)
+        kept = [tuple(a for a in mine if a != axis) for axis in mine]
+        return [self.change({name: axes}) for axes in dict.fromkeys([*kept, ()]) if axes != mine]
 
     def to_standard(self, name: str) -> RuleChange:
         """The change that gives a name its standard axes; swaps, if another name has taken them."""

@@ -54,14 +54,12 @@ class PossibleChanges:
 
     def standard_rules(self, *values: Value | None) -> list[RuleChange]:
         """Changes of the unusual rules of the names around some values to the standard ones."""
-        names: dict[str, None] = {'batch': None}
+        names: dict[str, None] = {}
         for value in values:
             if value is not None:
                 dims = (*value.dims, *value.contracted)
                 names.update(dict.fromkeys(d.name for d in dims if d is not None and d.name))
         unusual = [name for name in names if self.layouts.is_unusual(name)]
-        # A name with the wrong axes comes before one without any.
-        unusual.sort(key=lambda name: not self.layouts.axes_of(name))
         changes = [self.layouts.to_standard(name) for name in unusual]
         # Fully sharded training shards a name over axes of the batch if the standard rules do not
         # shard it.
@@ -71,12 +69,6 @@ class PossibleChanges:
             if not self.layouts.standard[name] and name not in _RARELY_SHARDED
         ]
         return list(dict.fromkeys(changes))
-
-    def other_rules(self, name: str) -> list[Change]:
-        """Other mesh axes for a name: the axes of the standard rules, fewer axes, or none."""
-        layouts = self.layouts
-        usual = [layouts.to_standard(name)] if layouts.is_unusual(name) else []
-        return [*usual, *layouts.fewer_axes(name)]
 
     # Constraints
 
@@ -90,19 +82,11 @@ class PossibleChanges:
                     continue
                 yield _constrain(near, wanted)
 
-    def shard_value(self, value: Value, layout: Sequence[Axes]) -> Iterator[Change]:
+    def shard_value(self, value: Value, layout: Sequence[Axes]) -> Iterator[ConstraintChange]:
         """Changes that shard an activation over mesh axes that its layout does not use."""
-        layouts = self.layouts
-        wanted = layouts.wanted(value.dims, value.shape)
-        unused = layouts.unused_axes(layout)
-        if {a for axes in wanted for a in axes} & {*unused}:
+        wanted = self.layouts.wanted(value.dims, value.shape)
+        if {a for axes in wanted for a in axes} & {*self.layouts.unused_axes(layout)}:
             yield from self.lay_out(value, layout)
-        for axis in unused:
-            for name, size in zip(value.names, value.shape, strict=True):
-                usual = name is not None and axis in layouts.standard.get(name, ())
-                fits = size % layouts.sizes[axis] == 0
-                if usual and fits and name and axis not in layouts.axes_of(name):
-                    yield layouts.to_standard(name)
 
     def relax(self, evidence: Evidence) -> list[Change]:
         """Constraints on what is computed from the result of an exchange, by its names."""
@@ -119,21 +103,6 @@ class PossibleChanges:
                 if any(wanted) and len(user.shape) > 1:
                     found.append(_constrain(user, wanted))
         return found
-
-    def keep_layout(self, evidence: Evidence) -> Iterator[ConstraintChange]:
-        """Constraints that keep the layout of an argument in what is computed from it.
-
-        Axes of the batch that shard a dimension of the argument are then taken from the rows, which
-        move afterwards. The rows are smaller than the argument if it is a table.
-        """
-        path = evidence.value.argument if evidence.value else ''
-        for user in evidence.taken_by:
-            layout = tuple(
-                d.axes if d is not None and d.argument == path else () for d in user.dims
-            )
-            wanted = self.layouts.wanted(user.dims, user.shape)
-            if any(layout) and layout != wanted and not user.backward and not user.local:
-                yield _constrain(_without_names(user), layout)
 
     def replace_constraints(
         self, constraints: Sequence[Value], value: Value, kept: tuple[Axes, ...] = ()
@@ -304,7 +273,6 @@ class PossibleChanges:
     def _shard_named(self, row: PlanRow, axis: str) -> Iterator[RuleChange]:
         """Rules that shard an argument over a mesh axis, the usual ones first."""
         layouts = self.layouts
-        names = [n for n in row.logical_axes if isinstance(n, str)]
         free = [
             name
             for name, size, d in zip(row.logical_axes, row.shape, row.dimensions, strict=True)
@@ -312,14 +280,8 @@ class PossibleChanges:
             if not sharding_axes(d.mesh_axes) and size % layouts.sizes[axis] == 0
         ]
         usual = [n for n in free if axis in layouts.standard.get(n, ())]
-        if axis in layouts.batch_axes and 'embed' in free:
-            usual.append('embed')
-        # A name that the standard rules put on this axis may be on another one.
-        wrong = [n for n in names if n not in usual and axis in layouts.standard.get(n, ())]
         for name in usual:
             yield layouts.change({name: (axis,)})
-        for name in wrong:
-            yield layouts.to_standard(name)
         for name in free:
             if name not in (*usual, *_RARELY_SHARDED) and not layouts.axes_of(name):
                 yield layouts.change({name: (axis,)})

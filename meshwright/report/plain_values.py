@@ -18,8 +18,8 @@ from partitioning.hardware import CHIPS, Chip
 from partitioning.untrusted_text import parse_json
 
 _Value = TypeVar('_Value')
-# Fields that only the process uses that made them: the changes that blame may try.
-_LEFT_OUT = ('candidates',)
+# Fields that only the process that made them uses: the changes of a cause that may be tried.
+_LEFT_OUT = ('all_changes',)
 
 
 def to_plain(value: Any) -> Any:

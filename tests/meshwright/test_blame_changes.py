@@ -91,11 +91,11 @@ def test_a_wrong_constraint_is_replaced_and_the_gathers_are_gone(mesh):
     cause = find_change(function, [(1, gathers[0][1])]).cause
     assert cause.confirmed and "PartitionSpec('data', 'model')" in cause.change
     gathered = sum(c.total_bytes for c, _ in gathers)
-    found = try_change(function, gathers[0][1].changes[0])
+    found = try_change(function, gathers[0][1].all_changes[0])
     assert found.exchanged[0] - found.exchanged[1] == gathered
     # The next line has the right constraint, so that the program does not need this one.
     line = inspect.getsourcelines(make_step)[1] + 5
-    (removal,) = {c for c in gathers[0][1].changes if isinstance(c, ConstraintRemoval)}
+    (removal,) = {c for c in gathers[0][1].all_changes if isinstance(c, ConstraintRemoval)}
     assert str(removal).startswith('leave out the constraint at /')
     assert str(removal).endswith(f'test_blame_changes.py:{line}')
     found = try_change(function, removal)
@@ -115,7 +115,7 @@ def test_a_parameter_that_is_whole_gets_the_layout_of_its_uses(mesh):
     causes = {row.path: cause for row, cause in explanation.replicated}
     cause = causes['params/down']
     assert cause.change == "lay out the argument params/down as PartitionSpec('model', None)"
-    found = try_change(function, cause.changes[0])
+    found = try_change(function, cause.all_changes[0])
     # Half of the parameter is left.
     assert found.peak[0] - found.peak[1] >= 256 * 128 * 4 // 2
     assert find_change(function, [(1, cause)]).cause.confirmed
@@ -174,7 +174,7 @@ def test_rules_of_a_partitioner_are_swapped_and_confirmed():
     healthy, swapped = functions
     cause = swapped.explain().suspects[0]
     assert "('embed', 'data') and ('mlp', 'model')" in cause.change
-    found = try_change(swapped, cause.changes[0])
+    found = try_change(swapped, cause.all_changes[0])
     assert found.helps
     # With the rules swapped back, it is the program that was never wrong.
     assert found.exchanged[1] == sum(c.total_bytes for c in healthy.costs.collectives)
