@@ -242,7 +242,7 @@ def _with_layout(function: CompiledFunction, change: LayoutChange) -> dict[str, 
 
 
 def _follows(row: PlanRow, changed: PlanRow) -> bool:
-    """Whether an array is laid out like another one, as those of a batch or of a parameter are."""
+    """Whether an array is laid out like another one of its batch, or like its parameter."""
     if changed.role == 'other':
         return row.role == 'other' and row.path.partition('/')[0] == changed.path.partition('/')[0]
     tail = f'/{changed.path.partition("/")[2]}'
