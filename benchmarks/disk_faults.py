@@ -28,7 +28,8 @@ from pathlib import Path
 from etils import epath
 
 from train.checkpoints.steps.finding import complete_steps
-from train.checkpoints.steps.manifest import check_contents, check_files, read_manifest
+from train.checkpoints.steps.manifest import read_manifest
+from train.checkpoints.steps.verifying import check_contents, check_files
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 600.0  # Far longer than a run takes; it only ends runs that hang.

@@ -20,8 +20,7 @@ from train.checkpoints import CheckpointConfig, Checkpoints, complete_steps
 from train.checkpoints.orbax.writer import StepWriter
 from train.checkpoints.steps.deleting import delete_step
 from train.checkpoints.steps.finding import newest_step
-from train.checkpoints.steps.hashing import complete_step
-from train.checkpoints.steps.manifest import find_files
+from train.checkpoints.steps.manifest import complete_step, find_files
 from train.errors import ConfigError
 
 FILES = (

@@ -19,7 +19,8 @@ from test_not_finite import Line, configure, read
 
 from train import train
 from train.checkpoints import CheckpointConfig, complete_steps, open_checkpoints
-from train.checkpoints.steps.manifest import check_contents, check_files, read_manifest
+from train.checkpoints.steps.manifest import read_manifest
+from train.checkpoints.steps.verifying import check_contents, check_files
 from train.errors import ConfigError
 from train.reporting.writers import JsonWriter, TensorBoardWriter
 

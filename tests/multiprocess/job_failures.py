@@ -10,8 +10,7 @@ import optax
 from partitioning import PjitPartitioner
 from train import NextToken, TrainConfig, evaluate, train
 from train.checkpoints import RestoreConfig
-from train.checkpoints.steps.hashing import write_manifest
-from train.checkpoints.steps.manifest import Manifest
+from train.checkpoints.steps.manifest import Manifest, write_manifest
 from train.data import CausalLM, Records
 from train.data.record import check_same_everywhere, data_record
 from train.errors import ConfigError

@@ -17,7 +17,7 @@ from train.checkpoints.retention import delete_surplus
 from train.checkpoints.steps import record
 from train.checkpoints.steps.deleting import delete_unfinished, make_room, remove_failed
 from train.checkpoints.steps.finding import complete_steps, newest_saved, newest_step
-from train.checkpoints.steps.hashing import complete_step
+from train.checkpoints.steps.manifest import complete_step
 from train.checkpoints.steps.record import StepRecord, read_record, unfinished_file
 from train.errors import ConfigError, describe_error
 from train.paths import absolute, is_remote

@@ -20,8 +20,8 @@ from train.checkpoints.matching import Initialize, Matched, Wanted, find_problem
 from train.checkpoints.orbax.files import read_orbax
 from train.checkpoints.preflight import Preflight, count_bytes
 from train.checkpoints.steps import manifest
-from train.checkpoints.steps.checked import open_checked
 from train.checkpoints.steps.manifest import DamagedCheckpoint
+from train.checkpoints.steps.verifying import open_checked
 from train.errors import ConfigError, first_line
 from train.processes.together import raise_on_all_processes
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from etils import epath
 
     from train.checkpoints.formats.opening import Checkpoint
-    from train.checkpoints.steps.finding import FoundStep
+    from train.checkpoints.steps.verifying import FoundStep
 
 _FORMATS = ('meshwright', 't5x', 'orbax', 'safetensors', 'huggingface')
 _DESCRIPTION = 'Looks into checkpoints of any format, compares, verifies and converts them.'

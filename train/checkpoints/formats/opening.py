@@ -16,9 +16,10 @@ from train.checkpoints.formats.t5x_files import read_arrays
 from train.checkpoints.formats.t5x_names import STEP, is_t5x
 from train.checkpoints.orbax.files import read_orbax
 from train.checkpoints.orbax.trees import read_tree
-from train.checkpoints.steps.finding import FoundStep, examine, find_steps
+from train.checkpoints.steps.finding import examine, find_steps
 from train.checkpoints.steps.manifest import DamagedCheckpoint, read_manifest
 from train.checkpoints.steps.record import TEMPORARY
+from train.checkpoints.steps.verifying import FoundStep
 from train.errors import ConfigError, first_line
 
 Format = Literal['meshwright', 't5x', 'orbax', 'safetensors', 'huggingface']

@@ -24,7 +24,7 @@ from train.checkpoints.huggingface.folders import open_parameters
 from train.checkpoints.huggingface.writer import PlannedModel, plan_model
 from train.checkpoints.orbax.trees import fill_tree, has_structure, make_tree
 from train.checkpoints.steps import record
-from train.checkpoints.steps.hashing import complete_step
+from train.checkpoints.steps.manifest import complete_step
 from train.checkpoints.steps.record import TEMPORARY
 from train.errors import ConfigError, first_line
 from train.paths import is_remote

@@ -18,9 +18,9 @@ from train.checkpoints.offline.grouping import (
     group_arrays,
     role_of,
 )
-from train.checkpoints.steps.finding import FoundStep
 from train.checkpoints.steps.manifest import DamagedCheckpoint, find_files
 from train.checkpoints.steps.record import StepRecord, read_record
+from train.checkpoints.steps.verifying import FoundStep
 from train.errors import ConfigError
 
 

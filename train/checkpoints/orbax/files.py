@@ -13,7 +13,7 @@ from etils import epath
 from partitioning.untrusted_text import parse_json
 from train.checkpoints.arrays.stored import Bounds, StoredArray, kvstore_of, open_stores
 from train.checkpoints.orbax.trees import NO_ARRAY
-from train.checkpoints.steps.checked import open_checked
+from train.checkpoints.steps.verifying import open_checked
 
 # The file with the shape, the dtype and the chunks of an array.
 _DESCRIPTIONS = {'zarr': '.zarray', 'zarr3': 'zarr.json'}

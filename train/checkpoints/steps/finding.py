@@ -5,7 +5,6 @@ A good step has a manifest, and the files that it lists. Everything else is name
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable
 from typing import Literal
@@ -15,35 +14,13 @@ from etils import epath
 from train.checkpoints.steps.manifest import (
     FILE as MANIFEST,
     DamagedCheckpoint,
-    check_contents,
-    check_files,
     is_array_file,
     read_manifest,
 )
 from train.checkpoints.steps.record import TEMPORARY, has_record, read_record
+from train.checkpoints.steps.verifying import FoundStep, Status, check_contents, check_files
 from train.errors import ConfigError
 from train.paths import is_remote
-
-Status = Literal['good', 'damaged', 'unfinished', 'without a manifest', 'not a checkpoint']
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FoundStep:
-    """A folder that may be a saved step.
-
-    Attributes:
-      path: the folder.
-      step: the step in its name.
-      status: 'good'; 'damaged', if the files are not those of its manifest; 'unfinished', if a save
-        or a deletion of this package did not come to its end; 'without a manifest', if an older
-        version of this package or another program wrote it; or 'not a checkpoint'.
-      reason: why it is not good, as a sentence that begins with the path.
-    """
-
-    path: epath.Path
-    step: int
-    status: Status
-    reason: str = ''
 
 
 def examine(folder: epath.Path, step: int, *, contents: bool = False) -> FoundStep:

@@ -1,8 +1,13 @@
 """The manifest of a saved step: every file with its size and checksum, written last.
 
-A step with a manifest was saved to its end, and anything that has changed since can be told. The
-manifest is JSON in one canonical form and has a checksum of itself, so a change of any of its bytes
-is noticed, too.
+A step with a manifest was saved completely, and `verifying` finds every later change of its files.
+The manifest is JSON in one canonical form and contains its own checksum, so a change of any of its
+bytes is noticed, too.
+
+All processes make the manifest together, in the background. Each process reads its share of the
+files back and leaves a part of the manifest in the folder of the step, which all processes share.
+Process 0 waits for the parts and writes the manifest. Collectives are not used, because the
+training thread uses them at the same time.
 """
 
 from __future__ import annotations
@@ -11,17 +16,20 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import time
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import fsspec
+import jax
 import xxhash
 from etils import epath
 
 from partitioning.untrusted_text import parse_json
 from train.errors import ConfigError, first_line
 from train.paths import is_remote
+from train.processes.activity import waiting
 
 FILE = 'manifest.json'
 PART = 'manifest.part-'  # the beginning of the names of files that processes write for process 0
@@ -30,10 +38,12 @@ STATE = 'state'  # the folder of the arrays
 PACKAGES = ('meshwright', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorstore')
 BUFFER_BYTES = 4 * 2**20
 NUM_THREADS = 4
+SECONDS_TO_WAIT = 3600.0
+SECONDS_BETWEEN_LOOKS = 0.05
 
 
 class DamagedCheckpoint(ConfigError):
-    """A saved step whose files are not those that its manifest lists."""
+    """A saved step whose files differ from its manifest."""
 
 
 class FileRecord(NamedTuple):
@@ -87,7 +97,7 @@ def package_versions() -> dict[str, str]:
     return versions
 
 
-# Reading and checking.
+# Reading.
 
 
 def read_manifest(folder: epath.Path) -> Manifest | None:
@@ -134,75 +144,6 @@ def read_manifest(folder: epath.Path) -> Manifest | None:
         raise DamagedCheckpoint(
             f'checkpoint {folder} is damaged: {FILE} is not a manifest ({first_line(error)})'
         ) from error
-
-
-def check_files(folder: epath.Path, manifest: Manifest) -> None:
-    """Checks that a folder has the files of its manifest, with their sizes. No file is read.
-
-    A file in the folder of an item that the manifest does not list is an error, too, because it
-    could be taken for a part of an array. Hidden files do not count, which systems leave behind.
-
-    Raises:
-      DamagedCheckpoint: with the first file that differs.
-    """
-    for difference in list_differences(folder, manifest):
-        raise DamagedCheckpoint(difference)
-
-
-def list_differences(folder: epath.Path, manifest: Manifest) -> Iterator[str]:
-    """Yields a message for each file that `check_files` does not accept."""
-    sizes = find_files(folder)
-    for name, record in sorted(manifest.files.items()):
-        if name not in sizes:
-            yield f'checkpoint {folder} is damaged: {name} is missing'
-        elif sizes[name] != record.size:
-            yield (
-                f'checkpoint {folder} is damaged: {name} has {sizes[name]:,} bytes instead of '
-                f'{record.size:,}'
-            )
-    for name in sorted(sizes.keys() - manifest.files.keys()):
-        if '/' in name and not name.rpartition('/')[2].startswith('.'):
-            yield f'checkpoint {folder} is damaged: {name} has been added to it'
-
-
-def check_content(
-    folder: epath.Path,
-    name: str,
-    record: FileRecord,
-    read: Callable[[epath.Path], FileRecord] | None = None,
-) -> None:
-    """Checks one file against its checksum.
-
-    Args:
-      folder: the folder of the step.
-      name: the path of the file below it.
-      record: what the manifest says.
-      read: reads the file and returns its size and checksum, by default `record_file`.
-
-    Raises:
-      DamagedCheckpoint: if the file cannot be read, or has another size or content.
-    """
-    try:
-        found = (read or record_file)(folder / name)
-    except OSError as error:
-        raise DamagedCheckpoint(
-            f'checkpoint {folder} is damaged: {name} cannot be read ({first_line(error)})'
-        ) from error
-    if found != record:
-        raise DamagedCheckpoint(
-            f'checkpoint {folder} is damaged: {name} does not have the content that was written'
-        )
-
-
-def check_contents(folder: epath.Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Checks several files against their checksums, as `check_content` does."""
-
-    def check(name: str) -> None:
-        check_content(folder, name, manifest.files[name])
-
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for _ in pool.map(check, sorted(names)):
-            pass
 
 
 def is_array_file(name: str) -> bool:
@@ -254,3 +195,103 @@ def record_file(path: epath.Path, *, durable: bool = False) -> FileRecord:
             digest.update(block)
             size += len(block)
     return FileRecord(size, digest.hexdigest())
+
+
+# Writing, by all processes together.
+
+
+def complete_step(folder: epath.Path, step: int) -> None:
+    """Writes the manifest of a step, or this process's part of it, when its files are on the disk.
+
+    Args:
+      folder: the folder of the step, which Orbax has committed.
+      step: the step.
+
+    Raises:
+      OSError: if a file cannot be read, or the manifest cannot be written.
+      TimeoutError: if the part of another process is missing after an hour.
+    """
+    count, index = jax.process_count(), jax.process_index()
+    names = sorted(find_files(folder))
+    files = _record_files(folder, names[index::count])
+    if index:
+        _write_atomically(_part(folder, index), json.dumps(files))
+        return
+    for other in range(1, count):
+        files |= _wait_for_part(_part(folder, other))
+    # On shared storage, a process can miss a file that another one has just written.
+    files |= _record_files(folder, [name for name in names if name not in files])
+    if not is_remote(folder):
+        _sync_folder(folder)
+        _sync_folder(folder.parent)
+    write_manifest(folder, Manifest(step=step, files=files, versions=package_versions()))
+    for other in range(1, count):
+        _part(folder, other).unlink(missing_ok=True)
+
+
+def _part(folder: epath.Path, process: int) -> epath.Path:
+    return folder / f'{PART}{process}.json'
+
+
+def _wait_for_part(path: epath.Path) -> dict[str, FileRecord]:
+    """Reads the part of another process as soon as it exists."""
+    give_up = time.monotonic() + SECONDS_TO_WAIT
+    with waiting():
+        while not path.exists():
+            if time.monotonic() > give_up:
+                raise TimeoutError(f'{path} is still missing after {SECONDS_TO_WAIT:,.0f} s')
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+    return {name: FileRecord(*record) for name, record in json.loads(path.read_text()).items()}
+
+
+def _record_files(folder: epath.Path, names: Iterable[str]) -> dict[str, FileRecord]:
+    """Records files of a step that has just been saved, when they are on the disk.
+
+    Args:
+      folder: the folder of the step.
+      names: the paths of the files below it.
+
+    Raises:
+      OSError: if a file cannot be read or written to the disk.
+    """
+    names = list(names)
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        records = pool.map(lambda name: record_file(folder / name, durable=True), names)
+        return dict(zip(names, records, strict=True))
+
+
+def write_manifest(folder: epath.Path, manifest: Manifest) -> None:
+    """Writes the manifest of a step, atomically. The step counts as good from then on.
+
+    Raises:
+      OSError: if it cannot be written.
+    """
+    _write_atomically(folder / FILE, manifest.to_text())
+
+
+def _write_atomically(path: epath.Path, text: str) -> None:
+    """Writes a text file atomically, and waits until it is on the disk.
+
+    Args:
+      path: the file; in a store of objects, writing an object is atomic by itself.
+      text: its content.
+    """
+    if is_remote(path):
+        path.write_text(text)
+        return
+    temporary = path.parent / f'{PART}{path.name}'
+    with temporary.open('w') as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: epath.Path) -> None:
+    """Waits until the names of the files in a local folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
