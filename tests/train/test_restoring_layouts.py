@@ -20,7 +20,7 @@ from train.checkpoints import (
     open_checkpoints,
     open_restored,
 )
-from train.checkpoints.arrays.shares import split
+from train.checkpoints.arrays.placing import split
 from train.checkpoints.steps.manifest import DamagedCheckpoint
 from train.reporting.console import RunConsole
 from train.running.run import prepare

@@ -12,7 +12,7 @@ import jax
 from rich.table import Table
 
 from partitioning.amounts import bytes_str
-from train.checkpoints.arrays.shares import by_size, find_shares
+from train.checkpoints.arrays.placing import by_size, find_shares
 from train.checkpoints.arrays.stored import Bounds, StoredArray
 from train.checkpoints.matching import Difference, Wanted
 from train.errors import ConfigError

@@ -12,8 +12,8 @@ import numpy as np
 
 from partitioning import TrainState
 from train.data import FiniteBatches, Lengths, OpenText, Task
-from train.data.rows.adapted import adapt
 from train.data.rows.lengths import check_lengths
+from train.data.rows.pair_tasks import adapt
 from train.data.rows.pairs import Pairs
 from train.decoding import predict as predict_batch
 from train.errors import ConfigError, check_counts

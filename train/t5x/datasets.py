@@ -8,9 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from train.data import CausalLM, Lengths, Mixture, PairTask, Subset, Task, TextTask, Tokenizer
-from train.data.rows.adapted import adapt, map_parts
 from train.data.rows.lengths import FEATURES
-from train.data.rows.pair_tasks import Architecture
+from train.data.rows.pair_tasks import Architecture, adapt, map_parts
 from train.data.rows.subset import parse_split
 from train.errors import ConfigError, check_counts
 from train.t5x import seqio, seqio_tasks

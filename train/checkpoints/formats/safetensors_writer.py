@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -34,6 +34,7 @@ def write_safetensors(
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
     metadata: Mapping[str, str] | None = None,
+    report: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Writes arrays into a folder, one after another; see `SafetensorsWriter`.
 
@@ -42,12 +43,14 @@ def write_safetensors(
       arrays: the arrays by name. Each is read when it is its turn.
       max_file_bytes: the size from which another file is begun.
       metadata: texts for the headers, such as {'format': 'pt'}.
+      report: receives the size of each array that has been written, in bytes.
     """
     with SafetensorsWriter(
         folder, arrays, max_file_bytes=max_file_bytes, metadata=metadata
     ) as writer:
         for name, array in arrays.items():
             writer.write(name, array.read())
+            report(array.nbytes)
 
 
 class SafetensorsWriter:

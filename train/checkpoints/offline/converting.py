@@ -17,7 +17,7 @@ from etils import epath
 from partitioning.amounts import bytes_str
 from train.checkpoints.arrays.stored import StoredArray, in_memory, with_dtype
 from train.checkpoints.formats.opening import Checkpoint, Format, other_content
-from train.checkpoints.formats.safetensors_writer import SafetensorsWriter
+from train.checkpoints.formats.safetensors_writer import write_safetensors
 from train.checkpoints.formats.t5x_names import is_t5x, sources_for_t5x, sources_in_t5x
 from train.checkpoints.huggingface.architectures import ModelConfig
 from train.checkpoints.huggingface.folders import open_parameters
@@ -275,7 +275,7 @@ def write(conversion: Conversion, report: Callable[[int], None]) -> None:
     """
     try:
         if conversion.format == 'safetensors':
-            _write_safetensors(conversion, report)
+            write_safetensors(conversion.folder, conversion.arrays, report=report)
         elif conversion.model is not None:
             conversion.model.write(conversion.folder, report)
         else:
@@ -288,13 +288,6 @@ def write(conversion: Conversion, report: Callable[[int], None]) -> None:
         if (full := os.strerror(errno.ENOSPC)) in reason:  # TensorStore names files, too.
             reason = f'{full}, and the arrays need {bytes_str(conversion.num_bytes)}'
         raise ConfigError(f'{conversion.folder} cannot be written: {reason}') from error
-
-
-def _write_safetensors(conversion: Conversion, report: Callable[[int], None]) -> None:
-    with SafetensorsWriter(conversion.folder, conversion.arrays) as writer:
-        for name, array in conversion.arrays.items():
-            writer.write(name, array.read())
-            report(array.nbytes)
 
 
 def _write_orbax(conversion: Conversion, report: Callable[[int], None]) -> None:

@@ -1,4 +1,4 @@
-"""What tasks with inputs and targets have in common."""
+"""The base class of tasks with inputs and targets, and how they are adapted to a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 from train.data.rows.pairs import EncoderDecoderRow, PrefixRow
-from train.data.rows.tasks import TextTask
+from train.data.rows.subset import Subset
+from train.data.rows.tasks import Mixture, Task, TextTask
 from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError
 
@@ -64,3 +65,40 @@ def check_padding(tokenizer: Tokenizer) -> None:
             f'{type(tokenizer).__name__} stands for text: use ByT5Tokenizer, or a SentencePiece '
             'model'
         )
+
+
+def adapt(
+    task: Task,
+    *,
+    architecture: Architecture | None = None,
+    pack: bool | None = None,
+    cut: bool | None = None,
+) -> Any:
+    """Changes how inputs and targets become rows, in every part of a mixture.
+
+    Args:
+      task: the task. Tasks without inputs and targets stay as they are.
+      architecture: the kind of model that reads the rows. None keeps it.
+      pack: whether a row may hold several examples. None keeps it.
+      cut: whether longer texts are cut to the lengths of rows. None keeps it.
+    """
+    given = {'architecture': architecture, 'pack': pack, 'cut': cut}
+
+    def change(part: Any) -> Any:
+        if not isinstance(part, PairTask):
+            return part
+        changes: dict[str, Any] = {
+            k: v for k, v in given.items() if v is not None and hasattr(part, k)
+        }
+        return dataclasses.replace(part, **changes)
+
+    return map_parts(change, task)
+
+
+def map_parts(change: Callable[[Any], Any], task: Task) -> Any:
+    """The task with every part of its mixtures changed."""
+    if isinstance(task, Mixture):
+        return dataclasses.replace(task, tasks=[map_parts(change, part) for part in task.tasks])
+    if isinstance(task, Subset):
+        return dataclasses.replace(task, task=map_parts(change, task.task))
+    return change(task)

@@ -11,7 +11,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from gzip import BadGzipFile
-from lzma import LZMAError
+from lzma import LZMADecompressor, LZMAError
 from stat import S_ISREG
 from typing import Any, BinaryIO
 
@@ -19,7 +19,6 @@ import fsspec
 from etils import epath
 from fsspec.compression import compr
 
-from train.data.text.bounded import Bounded, XzReader
 from train.errors import ConfigError, first_line, import_optional
 from train.paths import absolute, as_path, is_remote
 
@@ -27,9 +26,10 @@ from train.paths import absolute, as_path, is_remote
 COMPRESSIONS = {'.gz': 'gzip', '.zst': 'zstd', '.bz2': 'bz2', '.xz': 'xz'}
 # Enough for files of `zstd --long=28`.
 MAX_WINDOW_BYTES = 256 << 20
-# Without a limit of its own, a file may have this size when it is decompressed, or be compressed
-# to a hundredth. Text is rarely compressed to a twentieth.
+# If no limit is set, a decompressed file may have this size, or this many times the size of the
+# compressed file. Text is rarely compressed to a twentieth.
 MAX_DECOMPRESSED_BYTES, MAX_RATIO = 1 << 30, 100
+CHUNK_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,3 +213,74 @@ def read_up_to(stream: BinaryIO, size: int) -> bytes:
     while piece := stream.read(min(1 << 20, size - content.tell())):
         content.write(piece)
     return content.getvalue()
+
+
+# Streams that end in an error before they take too much memory or disk.
+
+
+class Bounded(io.RawIOBase):
+    """Reads a stream of decompressed bytes up to a limit.
+
+    Args:
+      stream: the stream.
+      limit: the greatest number of bytes.
+      message: the error if there are more.
+    """
+
+    def __init__(self, stream: BinaryIO, limit: int, message: str):
+        self._stream, self._limit, self._message, self._read = stream, limit, message, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Reads into a buffer, and returns the number of bytes.
+
+        Raises:
+          ConfigError: if the stream has more bytes than the limit.
+        """
+        data = self._stream.read(len(buffer))
+        self._read += len(data)
+        if self._read > self._limit:
+            raise ConfigError(self._message)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+class XzReader(io.RawIOBase):
+    """Decompresses an .xz file with a limit on memory, which `lzma.LZMAFile` does not have.
+
+    Args:
+      raw: the file.
+      max_window_bytes: the memory that may be taken for what has been read before.
+    """
+
+    def __init__(self, raw: BinaryIO, max_window_bytes: int):
+        # The decoder needs some memory apart from the window.
+        self._raw, self._limit = raw, max_window_bytes + (1 << 20)
+        self._decoder = LZMADecompressor(memlimit=self._limit)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Reads into a buffer, and returns the number of bytes.
+
+        Raises:
+          EOFError, LZMAError: if the file is damaged, or needs more memory.
+        """
+        while True:
+            data = b''
+            if self._decoder.eof:
+                # Another stream may follow, after zeros.
+                data = self._decoder.unused_data.lstrip(b'\0')
+                while not data:
+                    if not (read := self._raw.read(CHUNK_BYTES)):
+                        return 0
+                    data = read.lstrip(b'\0')
+                self._decoder = LZMADecompressor(memlimit=self._limit)
+            elif self._decoder.needs_input and not (data := self._raw.read(CHUNK_BYTES)):
+                raise EOFError('it ends in the middle of a stream')
+            if found := self._decoder.decompress(data, len(buffer)):
+                buffer[: len(found)] = found
+                return len(found)

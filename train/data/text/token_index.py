@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from partitioning.untrusted_text import parse_json
-from train.data.text.checksums import checksum
 from train.data.text.sources import Document, Listing, Records, Source, Tokens
-from train.data.text.stream import StreamWriter, open_stream, writing
+from train.data.text.stream import StreamWriter, checksum, open_stream, writing
 from train.data.text.tokenizers import Tokenizer
 from train.errors import ConfigError, first_line
 from train.paths import is_remote
