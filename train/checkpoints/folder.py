@@ -151,7 +151,7 @@ class Checkpoints(CheckpointReader):
           step: the step of the state. If there is a good checkpoint of it, nothing is saved.
           state: the state, whose arrays have been copied when this method returns.
           pending: the names of evaluations of this step that have been interrupted.
-          scores: the metrics and scores of the step, of which one may tell the best checkpoints.
+          scores: the metrics and scores of the step; one of them may rank checkpoints.
 
         Raises:
           ConfigError: if `best_metric` is not among the scores of its evaluator.

@@ -68,7 +68,7 @@ def match_arrays(
     Args:
       stored: the arrays of a checkpoint, or what is known about them, by name.
       wanted: the arrays of the state, by the names that the checkpoint would give them.
-      restore: the settings, of which `renames`, `strict` and `initialize_missing` count.
+      restore: the settings; `renames`, `strict` and `initialize_missing` are used.
       where: the checkpoint, for messages.
       parts: the beginnings of the names of the arrays to restore. Only these are compared.
       casts: whether floating-point dtypes may differ.
@@ -117,7 +117,7 @@ def find_sources(
 
     Args:
       wanted: the arrays of the state, by name.
-      restore: the settings, of which `renames` counts.
+      restore: the settings; only `renames` is used.
       all_used: whether it is an error if a rename does not match any array.
 
     Raises:

@@ -87,7 +87,7 @@ class Preflight:
         return text if self.is_verified else f'{text}; without a manifest, nothing can be verified'
 
     def table(self) -> Table:
-        """The arrays that differ, of which the first rows are shown."""
+        """A table of the first arrays that differ."""
         table = Table(box=None, pad_edge=False, header_style='bold')
         for column in ('array', 'checkpoint', 'run', 'difference'):
             table.add_column(column, overflow='fold')

@@ -316,7 +316,7 @@ def _put(values: np.ndarray, device: jax.Device, sharding: jax.sharding.Sharding
 
 
 def _exchange(struct: jax.ShapeDtypeStruct, buffers: Mapping[Bounds, np.ndarray]) -> jax.Array:
-    """The array whose shards are the sums of what the processes that hold them have read.
+    """Makes an array by adding what each process has read of a shard that several processes hold.
 
     Every process has zeros where another one has read the values. Their bits are added as integers,
     which changes none of them.

@@ -147,7 +147,7 @@ def in_store(
 
 
 def as_bfloat16(array: StoredArray) -> StoredArray:
-    """An array of uint16 whose bits are those of bfloat16 values."""
+    """An array of uint16 with the bits of bfloat16 values."""
     return dataclasses.replace(
         array,
         dtype=np.dtype(jnp.bfloat16),
@@ -237,7 +237,7 @@ def open_stores(
     """
     import tensorstore as ts
 
-    # The cache is for chunks of which several devices hold parts. It goes with the last array.
+    # The cache keeps chunks that several devices share. It is freed with the last array.
     limits: dict[str, Any] = {'cache_pool': {'total_bytes_limit': CACHE_BYTES}}
     if check is not None:
         # A file that has just been checked is whole and in the page cache, so it can be mapped.

@@ -52,7 +52,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """One checkpoint of any format, of which only the metadata has been read.
+    """One checkpoint of any format. Only its metadata has been read.
 
     Attributes:
       place: where it is.
@@ -115,7 +115,8 @@ def _below(item: str, tree: Any) -> Any:
 def find_place(path: epath.Path) -> Place | None:
     """Finds out which checkpoint is at a path, or returns None if there is none.
 
-    A folder with several checkpoints, such as that of a run, is not one itself; see `list_steps`.
+    A folder with several checkpoints, such as the folder of a run, is not a checkpoint itself; see
+    `list_steps`.
     """
     if not path.is_dir():
         return _find_file(path)

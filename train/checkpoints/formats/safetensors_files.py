@@ -89,7 +89,7 @@ def open_safetensors(path: Any) -> dict[str, StoredArray]:
       ConfigError: if there are no such files, or one of them is missing or malformed.
     """
     places = list_places(as_path('the path of safetensors', path))
-    return {name: stored(place) for name, place in places.items()}
+    return {name: as_stored(place) for name, place in places.items()}
 
 
 def list_places(path: epath.Path) -> dict[str, Place]:
@@ -265,7 +265,7 @@ def in_thread(function: Callable[..., np.ndarray], *arguments: Any) -> Future[np
     return _readers().submit(function, *arguments)
 
 
-def stored(place: Place) -> StoredArray:
+def as_stored(place: Place) -> StoredArray:
     """The array at a place, to be read when it is needed."""
 
     def start(index: Any) -> Any:

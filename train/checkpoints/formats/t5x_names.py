@@ -1,4 +1,4 @@
-"""T5X's names of arrays and those of this package, translated by the names alone.
+"""Translates the names of arrays between T5X and this package, from the names alone.
 
 `train.t5x.state_names` knows the state of a run, and names its arrays exactly. A checkpoint that is
 converted has only names, so Adafactor is recognized by its four statistics of each parameter.
@@ -14,7 +14,7 @@ STATISTICS = ('m', 'v', 'v_col', 'v_row')
 
 
 def is_t5x(names: Collection[str]) -> bool:
-    """Whether names of arrays are those of a T5X checkpoint."""
+    """Whether a T5X checkpoint has arrays with these names."""
     return any(name.startswith('target/') for name in names)
 
 

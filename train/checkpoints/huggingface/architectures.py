@@ -28,7 +28,7 @@ class Architecture:
       class_name: the class in transformers.
       table: the names of its arrays.
       read: the settings of our model from `config.json`.
-      write: the settings in `config.json` from those of our model.
+      write: makes the settings in `config.json` from the settings of our model.
       kind: the type of the settings of our model.
     """
 

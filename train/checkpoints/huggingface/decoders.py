@@ -89,7 +89,7 @@ def write_gemma(m: TransformerConfig) -> Settings:
 
 
 def read_gemma2(c: ConfigJson) -> Settings:
-    """Gemma 2, of whose layers every second one is global."""
+    """Gemma 2, in which every second layer is global."""
     window = c.values.get('sliding_window', 4096)
     settings = _read_gemma2(c) | read_windows(c, window, lambda i: i % 2 == 0)
     return settings | {
@@ -115,7 +115,7 @@ def write_gemma2(m: TransformerConfig) -> Settings:
 
 
 def read_gemma3(c: ConfigJson) -> Settings:
-    """The text models of Gemma 3, of whose layers every sixth one is global."""
+    """The text models of Gemma 3, in which every sixth layer is global."""
     c.require('use_bidirectional_attention', False, default=False)
     every = c.get('sliding_window_pattern', c.get('_sliding_window_pattern', 6))
     window = c.values.get('sliding_window', 4096)
@@ -328,7 +328,7 @@ def _computed(m: TransformerConfig) -> Settings:
     fields['attention_scale'] = round(m.attention_scale or m.head_dim**-0.5, 9)
     fields['local_rope_max_wavelength'] = None
     if any(local) and m.positions == 'rotary':
-        # Without wavelengths of their own, local layers have those of global layers, scaled.
+        # If local layers have no wavelengths in the settings, they use the scaled global ones.
         own = m.local_rope_max_wavelength
         fields['local_rope_max_wavelength'] = own or (m.rope_max_wavelength, m.rope_scaling)
     return fields | {'window': m.window if any(local) else None, 'global_every': local}

@@ -82,7 +82,7 @@ def open_parameters(
 
     Args:
       folder: the folder of the model.
-      wanted: our arrays by name, if they have other forms than those of the model that
+      wanted: our arrays by name, if they have other forms than in the model that
         `load_huggingface_model` returns, such as separate layers.
 
     Returns:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train.checkpoints.arrays.stored import Bounds, HasShape, StoredArray, bounds_of
-from train.checkpoints.formats.safetensors_files import Place, in_thread, read_slice, stored
+from train.checkpoints.formats.safetensors_files import Place, as_stored, in_thread, read_slice
 from train.checkpoints.huggingface.notation import (
     Sizes,
     bounds_to_read,
@@ -103,7 +103,7 @@ def as_ours(
       table: the arrays of the architecture.
       places: the arrays of the files, by name.
       wanted: our arrays by name. Their shapes tell how to divide joined dimensions. The vocabulary
-        may be larger than that of the model; its last rows are then zeros.
+        may be larger than the vocabulary of the model; its last rows are then zeros.
       where: the model, for messages.
       is_tied: whether the output layer is the embedding, so that one in the files is not read.
 
@@ -131,14 +131,14 @@ def as_ours(
             )
     for name, place in places.items():
         if name not in used and not table.ignores(name, is_tied=is_tied):
-            found[name] = stored(place)
+            found[name] = as_stored(place)
     return found
 
 
 def _open(
     pair: Pair, sources: Mapping[str, Place], shape: tuple[int, ...], where: str
 ) -> StoredArray:
-    """Opens one of our arrays, of which `sources` has one array or the arrays of its layers."""
+    """Opens one of our arrays from its source, or from the sources of its layers."""
     row, sizes = pair.row, pair.sizes(shape)
     if sizes is None:
         raise ConfigError(f'{pair.ours} is {shape}, unlike {row.our_dimensions} of a layer')

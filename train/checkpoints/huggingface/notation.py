@@ -1,6 +1,6 @@
 """How the dimensions of two arrays with the same values correspond, and how one becomes the other.
 
-Dimensions are letters. Parentheses join dimensions, of which the first changes slowest. A first
+Dimensions are letters. Parentheses join dimensions; the first of them changes slowest. A first
 entry such as `2of3` is one of equal parts that are stored one after another.
 
   ours      theirs           a matrix of PyTorch, which is stored as [outputs, inputs]

@@ -118,11 +118,11 @@ def plan_model(
       like: in place of `model`, the folder of the model from which the run has started. Its
         `config.json` and tokenizer are copied, and arrays have the names, the dtypes and the
         vocabulary that they have there.
-      dtype: the dtype of floating-point arrays, by default their own, or that in `like`.
+      dtype: the dtype of floating-point arrays, by default their own dtype, or the dtype in `like`.
 
     Raises:
-      ConfigError: if no architecture computes what our model does, or if the arrays are not those
-        of the architecture.
+      ConfigError: if no architecture computes what our model does, or if the arrays do not match
+        the architecture.
     """
     if (model is None) == (like is None):
         raise ConfigError('a Hugging Face model needs either model or like: give one of them')

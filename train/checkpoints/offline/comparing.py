@@ -108,7 +108,7 @@ def _differing_bits(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 
 
 def _differences(ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
-    """The largest absolute and relative difference of values, of which some are not equal."""
+    """The largest absolute and relative difference between values that are not all equal."""
     wide = np.complex128 if ours.dtype.kind == 'c' else np.float64
     a, b = ours.astype(wide), theirs.astype(wide)
     with np.errstate(invalid='ignore'):

@@ -1,4 +1,4 @@
-"""Checkpoints of one format, written in another, array by array."""
+"""Converts checkpoints from one format to another, array by array."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Renames = Sequence[tuple[str, str]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What is written, before anything is.
+    """A planned conversion: what will be written, and where.
 
     Attributes:
       source: the checkpoint that is read.
@@ -72,7 +72,7 @@ def plan_conversion(
     model: ModelConfig | None = None,
     like: epath.Path | None = None,
 ) -> Conversion:
-    """Finds out what a conversion writes, and whether it can. No array is read or written.
+    """Plans a conversion, and checks that it is possible. No array is read or written.
 
     Args:
       source: the checkpoint to convert.
@@ -80,7 +80,7 @@ def plan_conversion(
         the new folder of that step; a new folder for the others.
       format: the format to write.
       renames: pairs of a regular expression, which must match a whole name, and the new name, such
-        as ('params/model/(.*)', 'params/\\1'). The names are those of the new format; the first
+        as ('params/model/(.*)', 'params/\\1'). The names are in the new format; the first
         pair that matches counts. An empty new name leaves the array out.
       dtype: the dtype of floating-point parameters, by default their own.
       model: for 'huggingface', the settings of the model whose parameters the source has.
@@ -128,7 +128,7 @@ def _with_our_names(source: Checkpoint) -> Checkpoint:
 
 
 def _like_itself(source: Checkpoint, format: Format) -> epath.Path | None:
-    """A model of Hugging Face keeps its form."""
+    """The folder of a Hugging Face model that is converted to itself, which keeps its form."""
     return source.place.path if source.place.format == format == 'huggingface' else None
 
 
@@ -250,7 +250,7 @@ def _convert(name: str, array: StoredArray, dtype: np.dtype) -> StoredArray:
 
 
 def _find_lost(source: Checkpoint, format: Format) -> list[str]:
-    """What a checkpoint has next to its arrays, and the new one does not."""
+    """Lists what a checkpoint has next to its arrays and the new one does not keep."""
     lost = other_content(source.place)
     if format == 'meshwright':  # The new step has a record with the same files.
         lost = [name for name in lost if not name.startswith(f'{record.ITEM}/')]
@@ -263,7 +263,7 @@ def _find_lost(source: Checkpoint, format: Format) -> list[str]:
 
 
 def write(conversion: Conversion, report: Callable[[int], None]) -> None:
-    """Writes the result of a conversion, of which few arrays are in memory at a time.
+    """Writes the result of a conversion. Few of its arrays are in memory at a time.
 
     Args:
       conversion: what to write.

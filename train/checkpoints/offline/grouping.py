@@ -52,7 +52,7 @@ def role_of(name: str) -> Role:
 
 
 def group_arrays(arrays: Mapping[str, HasShape]) -> list[ArrayGroup]:
-    """Groups arrays: parameters first, then those of the optimizer, each in their order."""
+    """Groups arrays: parameters first, then arrays of the optimizer, each in their order."""
     groups = dict[tuple[Any, ...], list[str]]()
     parameters = {name.partition('/')[2] for name in arrays if role_of(name) == 'parameters'}
     for name, array in arrays.items():

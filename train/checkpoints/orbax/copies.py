@@ -69,7 +69,7 @@ def write_arrays(
 
 
 class _Pending:
-    """A stored array that Orbax takes for one of numpy, and cannot copy."""
+    """A stored array that Orbax handles like a NumPy array, but does not copy."""
 
     def __init__(self, array: StoredArray):
         self.array, self.shape, self.dtype, self.size = array, array.shape, array.dtype, array.size
@@ -79,7 +79,7 @@ class _Pending:
 
 
 class _Handler(ocp.type_handlers.NumpyHandler):
-    """Writes stored arrays as Orbax writes those of numpy, but reads them when it is their turn.
+    """Writes stored arrays as Orbax writes NumPy arrays, but reads each one when it is its turn.
 
     Orbax would log every error in several threads, so errors are collected.
     """

@@ -30,7 +30,7 @@ def examine(folder: epath.Path, step: int, *, contents: bool = False) -> FoundSt
       folder: its folder.
       step: the step in its name.
       contents: whether the files that do not belong to an array are compared with their checksums.
-        Those of arrays are compared when they are read.
+        The files of arrays are compared when they are read.
 
     Raises:
       ConfigError: if a newer version of this package wrote it.

@@ -1,7 +1,7 @@
 """The record of a saved step: what it is, next to its arrays, in files that people can read.
 
-Orbax writes it with the arrays, in the same save. So a folder with a record is of this package, and
-if it has no manifest, its save did not finish.
+Orbax writes it with the arrays, in the same save. So this package has written every folder with a
+record, and if such a folder has no manifest, its save did not finish.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from partitioning.untrusted_text import parse_json
 from train.checkpoints.steps.manifest import DamagedCheckpoint, package_versions
 from train.errors import first_line
 
-ITEM = 'run'  # the folder of the record in that of the step
+ITEM = 'run'  # the folder of the record, inside the folder of the step
 FILE = 'step.json'
 COMMITTED = 'commit_success.txt'  # Orbax adds it to each item.
 TEMPORARY = '.orbax-checkpoint-tmp'  # Orbax renames a folder with this ending when it is complete.
@@ -56,7 +56,7 @@ class StepRecord:
 
 
 def has_record(folder: epath.Path) -> bool:
-    """Whether the folder of a step, finished or not, is of this package."""
+    """Whether this package has written the folder of a step, finished or not."""
     return folder.exists() and _find(folder) is not None
 
 
@@ -92,8 +92,8 @@ def read_record(folder: epath.Path) -> StepRecord | None:
 def unfinished_file(folder: epath.Path) -> epath.Path:
     """The file next to the folder of a step that has its record while it is saved or deleted.
 
-    Files of a step are written and deleted in any order. This one is there before the first and
-    after the last of them, so whatever a kill leaves can be told from a foreign folder.
+    Files of a step are written and deleted in any order. This file is created before the first of
+    them and removed after the last, so a step that a kill has left incomplete is recognized.
     """
     return folder.parent / f'.{folder.name.removesuffix(TEMPORARY)}{UNFINISHED}'
 

@@ -273,7 +273,7 @@ def verify(found: FoundStep, report: Callable[[int], None]) -> Verified:
     """Reads all files of a checkpoint, and compares them with its manifest.
 
     Args:
-      found: the checkpoint, of which names and sizes have been looked at.
+      found: the checkpoint, with what its names and sizes say.
       report: receives the size of every file that has been read, in bytes.
     """
     manifest = None

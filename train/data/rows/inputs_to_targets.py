@@ -178,7 +178,7 @@ class InputsToTargets(PairTask):
         return TokenIndex(training, held_out, joint, indices[0].directory, indices)
 
     def _lengths(self, lengths: Lengths, index: Any) -> tuple[int, int]:
-        """The numbers of input and target tokens in a row; by default, those of the longest."""
+        """The numbers of input and target tokens in a row; by default, of the longest example."""
         if self.inputs is None and isinstance(lengths, int):
             lengths = {'targets': lengths}
         given = pair_lengths(lengths)

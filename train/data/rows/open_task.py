@@ -62,7 +62,7 @@ class Part:
       scores_bytes: whether the targets of the rows cover every byte of the text exactly once.
       metrics: the metrics of decoded text.
       postprocess: turns decoded text into what the metrics compare. None compares the text.
-      inputs_tokenizer: the tokenizer of the inputs, if it is not that of the targets.
+      inputs_tokenizer: the tokenizer of the inputs, if the targets have another one.
       weight: this part's share of the training rows.
     """
 

@@ -1,4 +1,4 @@
-"""A part of a task's documents, in an order of its own."""
+"""A part of a task's documents, in its own order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SLICE = re.compile(rf'(\w+)(?:\[{_BOUND}:{_BOUND}\])?')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subset(TextTask):
-    """A part of the documents of a task, in an order of its own.
+    """A part of the documents of a task, in its own order.
 
     Usage:
       Subset(task=task, training='train[:90%]', held_out='train[90%:]')

@@ -18,7 +18,7 @@ from train.errors import ConfigError
 # The numbers of the fields in a tf.train.Example.
 _FEATURES = _ENTRY = _NAME = _BYTES_LIST = _VALUE = 1
 _FEATURE = 2
-# Protocol buffers write a number, 8 bytes, a length and so many bytes, or 4 bytes.
+# Protocol buffers write a number, 8 bytes, a length N and N bytes, or 4 bytes.
 _NUMBER, _EIGHT, _BYTES, _FOUR = 0, 1, 2, 5
 
 

@@ -95,8 +95,8 @@ class SentencePieceTokenizer(FileTokenizer):
     """A SentencePiece model. Needs the package sentencepiece.
 
     Attributes:
-      extra_ids: the number of tokens that are added after those of the model, as T5 does for its
-        sentinels. Text can contain them: '<extra_id_0>' is the last token of the vocabulary,
+      extra_ids: the number of tokens that are added after the tokens of the model, as T5 does for
+        its sentinels. Text can contain them: '<extra_id_0>' is the last token of the vocabulary,
         '<extra_id_1>' the one before it, and so on.
     """
 
