@@ -16,8 +16,8 @@ from train.gin.configurables import BY_MODULE
 pytestmark = pytest.mark.core
 
 DYNAMIC = 'from __gin__ import dynamic_registration\n'
-IMPORTED = ('adafactor', 'configs as utils', 'decoding', 'gin_utils', 'models', 'network')
-IMPORTED += ('decoder_only_network', 'optimizers', 'seqio', 'train_script', 'trainer')
+IMPORTED = ('adafactor', 'checkpoint_configs as utils', 'datasets', 'decoding', 'gin_utils')
+IMPORTED += ('models', 'network', 'optimizers', 'schedules', 'seqio', 'train_script', 'trainer')
 T5X_IMPORTS = DYNAMIC + 'import optax\nimport partitioning\n'
 T5X_IMPORTS += 'from partitioning.partitioner import moe as moe_partitioning\n'
 T5X_IMPORTS += ''.join(f'from train.t5x import {name}\n' for name in IMPORTED)
@@ -50,7 +50,8 @@ ORDINARY = {
         lambda a: len(a) == 2,
     ),
     'factors': (
-        'A = @utils.create_learning_rate_scheduler()\nutils.create_learning_rate_scheduler:\n'
+        'A = @schedules.create_learning_rate_scheduler()\n'
+        'schedules.create_learning_rate_scheduler:\n'
         "  factors = 'constant'\n  base_learning_rate = 0.001\n  warmup_steps = 1000",
         lambda a: float(a(7)) == pytest.approx(0.001),
     ),
@@ -73,7 +74,7 @@ ORDINARY = {
         lambda a: a.mesh.shape['expert'] == 2,
     ),
     'scoped data': (
-        'A = @train/utils.DatasetConfig()\ntrain/utils.DatasetConfig:\n'
+        'A = @train/datasets.DatasetConfig()\ntrain/datasets.DatasetConfig:\n'
         "  mixture_or_task_name = 'c4'\n  task_feature_lengths = {'targets': 16}\n"
         "  split = 'train'\n  batch_size = 8\n  shuffle = False\n  seed = 42",
         lambda a: a.seed == 42,
@@ -96,9 +97,9 @@ ORDINARY = {
         lambda a: a.config.vocab_size == 32,
     ),
     'decoder-only network': (
-        'A = @decoder_only_network.DecoderWrapper()\ndecoder_only_network.DecoderWrapper.config = '
-        '@decoder_only_network.TransformerConfig()\n'
-        'decoder_only_network.TransformerConfig.vocab_size = 32',
+        'A = @network.DecoderWrapper()\nnetwork.DecoderWrapper.config = '
+        '@network.TransformerConfig()\n'
+        'network.TransformerConfig.vocab_size = 32',
         lambda a: a.config.num_layers == 6,
     ),
     'a method': (

@@ -124,7 +124,7 @@ import jax.numpy | A = @jax.numpy.float32.__class__.__base__
 import flax.traverse_util | flax.traverse_util.t_identity.get = 1
 import flax | flax.traverse_util.t_identity.a.b.c = 1
 from train import data | A = @data.record.write_record()
-from train.t5x import configs | A = @configs.seqio.dataclasses.sys.exit()
+from train.t5x import datasets | A = @datasets.seqio.dataclasses.sys.exit()
 from train.t5x import train_script | A = @train_script.inspect.os.system()
 
 # without imports, and inside other values
@@ -153,7 +153,7 @@ def test_a_hostile_line_is_refused_in_one_line_and_imports_nothing(refusal, line
     assert message.startswith(('run.gin', '/')) and 'run.gin:' in message
     assert len(message.splitlines()) == 1 and len(message) < 400, message
     new = set(sys.modules) - loaded
-    assert not [name for name in new if not name.startswith(tuple(BY_MODULE))], new
+    assert not [name for name in new if not name.startswith((*BY_MODULE, 'meshwright'))], new
     assert gin.config_str().strip() == ''
 
 

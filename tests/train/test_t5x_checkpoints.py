@@ -23,8 +23,12 @@ from train.optimizers import as_transformation
 from train.t5x import state_utils
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig
-from train.t5x.checkpoints import Checkpointer, T5XCheckpointConfig, T5XCheckpoints
-from train.t5x.moe_checkpoints import UpcycleCheckpointer
+from train.t5x.checkpoints import (
+    Checkpointer,
+    T5XCheckpointConfig,
+    T5XCheckpoints,
+    UpcycleCheckpointer,
+)
 from train.t5x.state_names import names_of
 
 NETWORKS = {'t5_1_1': (T5, T5Config), 'decoder_only': (DecoderOnly, DecoderOnlyConfig)}

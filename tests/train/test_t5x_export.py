@@ -12,7 +12,7 @@ from partitioning import PjitPartitioner, standard_logical_axis_rules
 from train.data import ByT5Tokenizer
 from train.errors import ConfigError
 from train.exporting import load_program
-from train.t5x import decoder_only_network, decoding, export_lib, models, network
+from train.t5x import decoding, export_lib, models, network
 from train.t5x.adafactor import Adafactor
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig
 
@@ -34,9 +34,9 @@ def encoder_decoder(decode_fn=GREEDY, **settings):
 
 def decoder_only():
     facts = t5x_reference.facts('decoder_only')
-    config = decoder_only_network.TransformerConfig(**facts['model']['config'])
+    config = network.TransformerConfig(**facts['model']['config'])
     return models.DecoderOnlyModel(
-        module=decoder_only_network.DecoderWrapper(config=config),
+        module=network.DecoderWrapper(config=config),
         vocabulary=ByT5Tokenizer(),
         optimizer_def=Adafactor(),
         decode_fn=GREEDY,

@@ -24,7 +24,7 @@ from train.models.t5 import DecoderOnly, DecoderOnlyConfig
 from train.running.training import train as train_here
 from train.t5x import seqio
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
-from train.t5x.configs import create_learning_rate_scheduler
+from train.t5x.schedules import create_learning_rate_scheduler
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ def test_names_of_t5x_do_not_make_plain_names_ambiguous(write):
     assert setting('train.running.training.train.config') is None
     gin.clear_config()
     load('t5x', flags=['CheckpointConfig.restore=None'])
-    assert setting('train.t5x.configs.CheckpointConfig.restore') is None
+    assert setting('train.t5x.checkpoint_configs.CheckpointConfig.restore') is None
 
 
 def test_the_script_is_what_its_function_is(write):
@@ -156,7 +156,7 @@ def test_settings_that_t5x_no_longer_has_are_reported(write, capsys):
     write(run=DYNAMIC + text + "  mode = 'latest'\n")('run')
     line = 'run.gin:4: utils.RestoreCheckpointConfig.use_gda is gone: '
     assert line in capsys.readouterr().out
-    assert setting('train.t5x.configs.RestoreCheckpointConfig.mode') == 'latest'
+    assert setting('train.t5x.checkpoint_configs.RestoreCheckpointConfig.mode') == 'latest'
     gin.clear_config()
     load = write(run=DYNAMIC + text + '  use_gdo = False\n')
     with pytest.raises(ConfigError, match="no parameter 'use_gdo'"):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from partitioning import PjitPartitioner
 from train.objectives import EncoderDecoder, compute_loss
-from train.t5x import models, network, scalable_network
+from train.t5x import models, network
 
 pytestmark = pytest.mark.core
 
@@ -20,8 +20,8 @@ SIZES |= {'dropout_rate': 0.0, 'num_encoder_layers': 2, 'num_decoder_layers': 2}
 
 
 def scalable(**changes):
-    config = scalable_network.T5Config(**SIZES, **changes)
-    return scalable_network.Transformer(config=config)
+    config = network.ScalableT5Config(**SIZES, **changes)
+    return network.ScalableTransformer(config=config)
 
 
 NETS = {'t5': network.Transformer(config=network.T5Config(**SIZES)), 'scanned': scalable()}

@@ -17,7 +17,7 @@ from train.errors import ConfigError
 from train.models.t5.layers import buckets
 from train.objectives import EncoderDecoder, PrefixLanguageModel, compute_loss
 from train.running.steps import make_train_step
-from train.t5x import decoder_only_network, gpu_network, models, network, scalable_network
+from train.t5x import models, network
 
 pytestmark = pytest.mark.core
 
@@ -32,8 +32,8 @@ DIVISORS = {
 def net(name, **changes):
     settings = t5x_reference.facts(name)['model']['config'] | changes
     if name == 'decoder_only':
-        config = decoder_only_network.TransformerConfig(**settings)
-        return decoder_only_network.DecoderWrapper(config=config)
+        config = network.TransformerConfig(**settings)
+        return network.DecoderWrapper(config=config)
     return network.Transformer(config=network.T5Config(**settings))
 
 
@@ -189,8 +189,8 @@ def test_scaled_attention_divides_queries():
     settings = {'vocab_size': 16, 'emb_dim': 8, 'num_heads': 2, 'head_dim': 4, 'mlp_dim': 8}
     settings |= {'num_encoder_layers': 1, 'num_decoder_layers': 1}
     plain = network.Transformer(config=network.T5Config(**settings))
-    config = gpu_network.T5Config(**settings, scale_attn_logits=True)
-    scaled = gpu_network.Transformer(config=config)
+    config = network.GpuT5Config(**settings, scale_attn_logits=True)
+    scaled = network.GpuTransformer(config=config)
     tokens = [jnp.arange(1, 7).reshape(2, 3)] * 3
 
     @jax.jit
@@ -217,10 +217,10 @@ MODEL += ' loss_normalizing_factor'
     'made, names',
     [
         (network.T5Config, f'{COMMON} float32_attention_logits'),
-        (gpu_network.T5Config, f'{COMMON} float32_attention_logits scale_attn_logits'),
-        (scalable_network.T5Config, f'{COMMON} remat_policy scan_layers param_scan_axis'),
+        (network.GpuT5Config, f'{COMMON} float32_attention_logits scale_attn_logits'),
+        (network.ScalableT5Config, f'{COMMON} remat_policy scan_layers param_scan_axis'),
         (
-            decoder_only_network.TransformerConfig,
+            network.TransformerConfig,
             COMMON.replace('num_encoder_layers num_decoder_layers', 'num_layers'),
         ),
         (
@@ -240,9 +240,9 @@ def test_settings_have_the_order_of_t5x(made, names):
 
 
 def test_the_defaults_of_t5x():
-    config = scalable_network.T5Config(32)
+    config = network.ScalableT5Config(32)
     assert (config.remat_policy, config.scan_layers, config.param_scan_axis) == ('none', True, 1)
-    config = decoder_only_network.TransformerConfig(32)
+    config = network.TransformerConfig(32)
     sizes = (config.emb_dim, config.num_heads, config.num_layers, config.head_dim, config.mlp_dim)
     assert sizes == (512, 8, 6, 64, 2048)
     assert (config.mlp_activations, config.dropout_rate) == (('relu',), 0.1)
@@ -262,7 +262,7 @@ def test_the_defaults_of_t5x():
 )
 def test_impossible_networks(settings, expected):
     if expected is None:
-        assert scalable_network.T5Config(32, **settings).dtype == jnp.dtype(float)
+        assert network.ScalableT5Config(32, **settings).dtype == jnp.dtype(float)
         return
     with pytest.raises(ConfigError, match=f'{next(iter(settings))} .*{expected}'):
-        scalable_network.T5Config(32, **settings)
+        network.ScalableT5Config(32, **settings)

@@ -22,10 +22,10 @@ from train.models.experts import ExpertsConfig
 from train.models.t5 import T5Config
 from train.optimizers import Optimizer, as_transformation
 from train.running.steps import make_train_step
-from train.t5x import adafactor, decoder_only_network, network
+from train.t5x import adafactor, network
+from train.t5x.adafactor import logical_factor_rules
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig
-from train.t5x.moe_adafactor_utils import logical_factor_rules
-from train.t5x.moe_checkpoints import UpcycleCheckpointer
+from train.t5x.checkpoints import UpcycleCheckpointer
 from train.t5x.moe_models import MoeDecoderOnlyModel, MoeEncoderDecoderModel
 from train.t5x.moe_trainer import MoeTrainer
 from train.t5x.trainer import Trainer
@@ -122,8 +122,8 @@ def encoder_decoder(experts=EXPERTS, **settings):
 
 
 def decoder_only(**settings):
-    config = decoder_only_network.TransformerConfig(**SIZES, num_layers=2, experts=EXPERTS)
-    module = decoder_only_network.DecoderWrapper(config)
+    config = network.TransformerConfig(**SIZES, num_layers=2, experts=EXPERTS)
+    module = network.DecoderWrapper(config)
     optimizer = optax.adam(0.01)
     return MoeDecoderOnlyModel(module, vocabulary=BYTES, optimizer_def=optimizer, **settings)
 
@@ -307,7 +307,7 @@ def test_an_upcycled_checkpoint_of_t5x():
 @pytest.mark.parametrize(
     'experts, settings, message',
     [
-        (None, {}, r'module has no experts: write T5Config.experts = @moe_network.ExpertsConfig\('),
+        (None, {}, r'module has no experts: write experts = @experts.ExpertsConfig\(\)'),
         (EXPERTS, {'aux_loss_factor': -1.0}, r'MoeEncoderDecoderModel.aux_loss_factor is -1.0: '),
     ],
 )

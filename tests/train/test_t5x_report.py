@@ -47,7 +47,7 @@ def test_the_report_lists_every_setting(report):
         r'train_script\.train +train\.t5x\.train_script\.train',
         r'  total_steps +7 +the step at which the run ends',
         r'  batch_size +8 +the number of rows in a batch',
-        r'train/utils\.DatasetConfig +train\.t5x\.configs\.DatasetConfig',
+        r'train/utils\.DatasetConfig +train\.t5x\.datasets\.DatasetConfig',
         r'  use_gda +False +no effect: T5X no longer has it',
         r"unheard_of\.Thing +no equivalent: 'unheard_of\.Thing' is t5x\.unheard_of\.Thing",
         r'5 settings: 3 have an equivalent, 1 have no effect, 1 have no equivalent',

@@ -7,10 +7,10 @@ from refusals import TextOnlyTokenizer
 
 from train.data import ByteTokenizer, CausalLM, InputsToTargets, Mixture, TextFiles
 from train.errors import ConfigError
-from train.t5x import configs, models, trainer
+from train.t5x import models, trainer
 from train.t5x.adafactor import Adafactor
-from train.t5x.datasets import Reader
-from train.t5x.decoder_only_network import DecoderWrapper, TransformerConfig
+from train.t5x.datasets import DatasetConfig, Reader
+from train.t5x.network import DecoderWrapper, TransformerConfig
 
 pytestmark = pytest.mark.core
 
@@ -222,10 +222,10 @@ def test_packed_training_rows_require_pack(texts):
         vocabulary=ByteTokenizer(),
         inputs_vocabulary=ByteTokenizer(),
     )
-    assert configs.DatasetConfig(pack=True, **settings).training_task(reader) == packs
-    assert configs.DatasetConfig(pack=False, **settings).evaluated_task(reader).task == packs
+    assert DatasetConfig(pack=True, **settings).training_task(reader) == packs
+    assert DatasetConfig(pack=False, **settings).evaluated_task(reader).task == packs
     with pytest.raises(ConfigError, match='write pack = True'):
-        configs.DatasetConfig(pack=False, **settings).training_task(reader)
+        DatasetConfig(pack=False, **settings).training_task(reader)
 
 
 def test_an_action_may_name_the_task_itself():

@@ -8,7 +8,8 @@ import pytest
 
 from partitioning import PjitPartitioner
 from train.data import ByteTokenizer
-from train.t5x import configs, decoder_only_network as network, gin_utils, models, optimizers
+from train.t5x import gin_utils, models, network, optimizers
+from train.t5x.checkpoint_configs import RestoreCheckpointConfig
 
 pytestmark = pytest.mark.core
 
@@ -47,11 +48,11 @@ def test_a_chain_of_optax_keeps_its_own_learning_rate():
 
 def test_a_path_may_be_a_list_of_one_path():
     for path in ('/one/path', ['/one/path'], ('/one/path',)):
-        restore = configs.RestoreCheckpointConfig(path=path).translated()
+        restore = RestoreCheckpointConfig(path=path).translated()
         assert restore.path == '/one/path'
         assert restore.setting == 'utils.RestoreCheckpointConfig.path'
     for none in (None, '', [], ['']):
-        assert configs.RestoreCheckpointConfig(path=none).translated() is None
+        assert RestoreCheckpointConfig(path=none).translated() is None
 
 
 def test_a_function_summarizes_the_configuration_once(load, tmp_path):

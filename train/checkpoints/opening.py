@@ -73,8 +73,8 @@ def find_checkpoint(
         run, step = (path.parent, t5x_name[1]) if t5x_name else (path, '<step>')
         raise ConfigError(
             f'{restore.setting} {path} is of T5X: restore it with '
-            'train.t5x.configs.RestoreCheckpointConfig(path=...).translated(). A checkpoint of '
-            f'this trainer is {run / "checkpoints" / step}'
+            'train.t5x.checkpoint_configs.RestoreCheckpointConfig(path=...).translated(). '
+            f'A checkpoint of this trainer is {run / "checkpoints" / step}'
         )
     if not path.is_dir():
         raise ConfigError(f'{restore.setting} {path} does not exist')

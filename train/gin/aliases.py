@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from train.gin.parsing import Statement
 
@@ -12,13 +12,20 @@ def _change_nothing(statements: Sequence[Statement]) -> None:
     """Leaves a configuration as it is."""
 
 
+def _names_in(module: str, names: Iterable[str]) -> list[str]:
+    """The last parts of the names that belong to a module."""
+    parts = [name.rpartition('.') for name in names]
+    return [last for home, _, last in parts if home == module]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Aliases:
     """The names of another system. The command that reads gin files decides which system that is.
 
     Attributes:
       packages: the packages of the system. Importing one of their modules imports nothing here.
-      modules: the modules of the system, each with the module here that has its names.
+      names: the modules of the system, each with the module here that has its names, and single
+        functions and classes of the system, each with its name here.
       scripts: the functions that files configure as `__main__.<function>`, each with its module
         here. `__main__` is the script that the system runs, so the name decides which one it is.
       gone: for the full name of a configurable here, the parameters that the files bind although
@@ -28,7 +35,7 @@ class Aliases:
     """
 
     packages: Sequence[str] = ()
-    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     scripts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gone: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     scopes: Sequence[str] = ()
@@ -37,6 +44,22 @@ class Aliases:
     def covers(self, module: str) -> bool:
         """Whether a module belongs to one of the packages of the system."""
         return module.split('.')[0] in self.packages
+
+    def provides(self, module: str) -> bool:
+        """Whether names of a module of the system have an equivalent here."""
+        return any(f'{name}.'.startswith(f'{module}.') for name in self.names)
+
+    def siblings(self, name: str, listed: Iterable[str]) -> tuple[str, list[str]]:
+        """Returns the module of a name that does not exist, and the names that the module has.
+
+        Args:
+          name: the name of a function or class of the system.
+          listed: our full names.
+        """
+        home, ours = (full.rpartition('.')[0] for full in (name, self.translate(name)))
+        if names := _names_in(home, self.names):
+            return home, names
+        return ours, _names_in(ours, listed)
 
     def translate(self, name: str) -> str:
         """Returns our full name of a name of the system, such as `t5x.utils.DatasetConfig`.
@@ -49,7 +72,7 @@ class Aliases:
             return f'{script}.{rest}' if script else name
         parts = name.split('.')
         for length in range(len(parts), 0, -1):
-            if ours := self.modules.get('.'.join(parts[:length])):
+            if ours := self.names.get('.'.join(parts[:length])):
                 return '.'.join([ours, *parts[length:]])
         return name
 

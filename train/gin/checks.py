@@ -102,7 +102,7 @@ def check_names(
     last = _last_statements(statements, resolver)
     _check_macros(last, unused={s.macro for s in statements if s.macro} - used)
     modules = [s.parsed.module for s in statements if is_import(s)]
-    foreign = any(aliases.translate(module) != module for module in modules)
+    foreign = any(map(aliases.provides, modules))
     _check_scopes(statements, own_code=bool(allow), known=aliases.scopes if foreign else ())
     return resolver
 

@@ -176,10 +176,8 @@ class Resolver:
     def _unknown(self, written: str, selector: str, statement: Statement) -> ConfigError:
         """The error for a name that is not on the list."""
         name = self._aliases.translate(written)
-        home, _, last = name.rpartition('.')
-        listed = configurables.listed_names()
-        names = [n.removeprefix(f'{home}.') for n in listed if n.rpartition('.')[0] == home]
-        if hint := nearest(last, names):
+        home, names = self._aliases.siblings(written, configurables.listed_names())
+        if hint := nearest(name.rpartition('.')[2], names):
             return ConfigError(f'{statement.place}: {selector!r} does not exist in {home}.{hint}')
         if self._aliases.covers(written) and not is_within(written, self._allow):
             has = f': {home} has {", ".join(sorted(names))}' if names else ''

@@ -64,6 +64,16 @@ def standard_logical_factor_rules() -> dict[str, FactorDim]:
     }
 
 
+def logical_factor_rules() -> dict[str, FactorDim]:
+    """Returns T5X's rules, with rules for mixtures of experts: each expert is factored alone."""
+    return {
+        **standard_logical_factor_rules(),
+        'expert': FactorDim.BATCH,
+        'expert_mlp': FactorDim.COLUMN,
+        'unmodeled': FactorDim.NONE,
+    }
+
+
 class HParamMap:
     """A setting that differs between parameters.
 

@@ -1,4 +1,4 @@
-"""T5X's settings of checkpoints, which `train.t5x.configs` offers as `utils`."""
+"""T5X's settings of checkpoints, which are names of its `utils`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import Any
 
 from train import checkpoints
 from train.errors import ConfigError, check_counts
-from train.t5x.checkpoints import Checkpointer, CheckpointManager, T5XCheckpointConfig, T5XRestore
-from train.t5x.moe_checkpoints import UpcycleCheckpointer
+from train.t5x.checkpoints import (
+    Checkpointer,
+    CheckpointManager,
+    T5XCheckpointConfig,
+    T5XRestore,
+    UpcycleCheckpointer,
+)
 from train.t5x.refusals import check_off, check_one_of, expect, expect_class, refusal
 
 RESTORE, SAVE = 'utils.RestoreCheckpointConfig', 'utils.SaveCheckpointConfig'

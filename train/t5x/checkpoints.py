@@ -23,7 +23,7 @@ from train.checkpoints.config import WhenBusy
 from train.checkpoints.formats.t5x_files import read_arrays
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps.finding import saved_steps, t5x_format, t5x_steps, usable_t5x_steps
-from train.errors import ConfigError, first_line
+from train.errors import ConfigError, check_counts, first_line
 from train.paths import as_path, is_remote
 from train.t5x import state_names
 from train.t5x.state_utils import transform
@@ -32,6 +32,23 @@ from train.t5x.state_utils import transform
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpointer:
     """T5X's name for reading and writing checkpoints. It has no settings."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpcycleCheckpointer(Checkpointer):
+    """Restores a dense checkpoint into a model with experts, as a `checkpointer_cls`.
+
+    Every expert starts with a copy of the dense layer. Arrays of experts have 'expert/' in their
+    names, and `assignment_map` says which array of the checkpoint they start from.
+
+    Attributes:
+      num_experts: the number of experts of each layer.
+    """
+
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        check_counts(**{'checkpoints.UpcycleCheckpointer.num_experts': self.num_experts})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

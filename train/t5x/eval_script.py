@@ -11,7 +11,8 @@ from typing import Any
 from partitioning import BasePartitioner
 from train.evaluators.held_out import HeldOut
 from train.running.evaluation import evaluate as evaluate_here
-from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
+from train.t5x.checkpoint_configs import RestoreCheckpointConfig
+from train.t5x.datasets import DatasetConfig
 from train.t5x.evaluations import decoded
 from train.t5x.gin_utils import writers_with
 from train.t5x.refusals import check_off

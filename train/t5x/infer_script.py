@@ -20,7 +20,8 @@ from train.gin.text import write_gin_text
 from train.paths import as_folder
 from train.processes.together import raise_on_all_processes
 from train.running.evaluation import evaluate
-from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
+from train.t5x.checkpoint_configs import RestoreCheckpointConfig
+from train.t5x.datasets import DatasetConfig
 from train.t5x.gin_utils import writers_with
 from train.t5x.refusals import check_off, check_one_of, expect, refusal
 from train.t5x.restored_runs import check_standard_of_checkpoints, restored_run

@@ -1,4 +1,4 @@
-"""T5X's module names: the module of this package that has the names of each of them."""
+"""What the names of T5X's modules, and of their functions and classes, stand for here."""
 
 from __future__ import annotations
 
@@ -15,21 +15,19 @@ from train.gin.aliases import Aliases
 from train.gin.parsing import Statement
 from train.gin.selectors import is_import
 
-# T5X's modules -> ours.
+# T5X's modules -> the modules here that have the same names.
 MODULES = {
     'seqio': 'train.t5x.seqio',
     't5x.adafactor': 'train.t5x.adafactor',
     't5x.checkpoints': 'train.t5x.checkpoints',
-    't5x.contrib.gpu.t5.network': 'train.t5x.gpu_network',
-    't5x.contrib.moe.adafactor_utils': 'train.t5x.moe_adafactor_utils',
-    't5x.contrib.moe.checkpoints': 'train.t5x.moe_checkpoints',
+    't5x.contrib.moe.adafactor_utils': 'train.t5x.adafactor',
+    't5x.contrib.moe.checkpoints': 'train.t5x.checkpoints',
     't5x.contrib.moe.models': 'train.t5x.moe_models',
     't5x.contrib.moe.partitioning': 'partitioning.partitioner.moe',
     't5x.contrib.moe.trainer': 'train.t5x.moe_trainer',
     't5x.decoding': 'train.t5x.decoding',
     't5x.eval': 'train.t5x.eval_script',
-    't5x.examples.decoder_only.network': 'train.t5x.decoder_only_network',
-    't5x.examples.scalable_t5.network': 'train.t5x.scalable_network',
+    't5x.examples.decoder_only.network': 'train.t5x.network',
     't5x.examples.t5.network': 'train.t5x.network',
     't5x.export_lib': 'train.t5x.export_lib',
     't5x.gin_utils': 'train.t5x.gin_utils',
@@ -41,7 +39,25 @@ MODULES = {
     't5x.state_utils': 'train.t5x.state_utils',
     't5x.train': 'train.t5x.train_script',
     't5x.trainer': 'train.t5x.trainer',
-    't5x.utils': 'train.t5x.configs',
+}
+# T5X's names whose modules have no counterpart, or other names in it -> ours.
+NAMES = {
+    't5x.contrib.gpu.t5.network.T5Config': 'train.t5x.network.GpuT5Config',
+    't5x.contrib.gpu.t5.network.Transformer': 'train.t5x.network.GpuTransformer',
+    't5x.examples.scalable_t5.network.T5Config': 'train.t5x.network.ScalableT5Config',
+    't5x.examples.scalable_t5.network.Transformer': 'train.t5x.network.ScalableTransformer',
+    't5x.utils.CheckpointConfig': 'train.t5x.checkpoint_configs.CheckpointConfig',
+    't5x.utils.DatasetConfig': 'train.t5x.datasets.DatasetConfig',
+    't5x.utils.RestoreCheckpointConfig': 'train.t5x.checkpoint_configs.RestoreCheckpointConfig',
+    't5x.utils.SaveCheckpointConfig': 'train.t5x.checkpoint_configs.SaveCheckpointConfig',
+    't5x.utils.TrainStateInitializer': 'train.t5x.run_functions.TrainStateInitializer',
+    't5x.utils.create_learning_rate_scheduler': (
+        'train.t5x.schedules.create_learning_rate_scheduler'
+    ),
+    't5x.utils.get_dataset': 'train.t5x.run_functions.get_dataset',
+    't5x.utils.get_training_eval_datasets': 'train.t5x.run_functions.get_training_eval_datasets',
+    't5x.utils.prepare_train_iter': 'train.t5x.run_functions.prepare_train_iter',
+    't5x.utils.verify_matching_vocabs': 'train.t5x.run_functions.verify_matching_vocabs',
 }
 SUBMESH = 'model_parallel_submesh'
 PARTITIONING = ('t5x.partitioning', 't5x.contrib.moe.partitioning')
@@ -63,8 +79,8 @@ PACKAGES = ('__main__', 'dummy_wikipedia_seqio', 'seqio', 't5', 't5x')
 _ARRAYS = 'all arrays are jax.Arrays'
 _LAYERS = 'this network has no scanned layers; t5x.examples.scalable_t5.network has them'
 GONE: Mapping[str, Mapping[str, str]] = {
-    'train.t5x.configs.RestoreCheckpointConfig': {'use_gda': _ARRAYS},
-    'train.t5x.configs.SaveCheckpointConfig': {'use_gda': _ARRAYS},
+    'train.t5x.checkpoint_configs.RestoreCheckpointConfig': {'use_gda': _ARRAYS},
+    'train.t5x.checkpoint_configs.SaveCheckpointConfig': {'use_gda': _ARRAYS},
     'train.t5x.train_script.train': {'use_gda': _ARRAYS, 'use_jax_array': _ARRAYS},
     'train.t5x.network.T5Config': {'scan_layers': _LAYERS, 'remat_policy': _LAYERS},
 }
@@ -107,7 +123,7 @@ def _macro_value(value: Any) -> Any:
 
 ALIASES = Aliases(
     packages=PACKAGES,
-    modules=MODULES,
+    names=MODULES | NAMES,
     scripts=SCRIPTS,
     gone=GONE,
     scopes=SCOPES,

@@ -31,10 +31,9 @@ def _set_factors(model: BaseTransformerModel, **factors: float) -> None:
         check_number(f'{key}.{name}', value, '[0, inf)')
     experts = getattr(config, 'experts', None)
     if not isinstance(experts, ExpertsConfig):
-        kind = type(config).__name__
         raise ConfigError(
-            f'{key}.module has no experts: write {kind}.experts = @moe_network.ExpertsConfig(), '
-            'which `from train.t5x import moe_network` provides'
+            f'{key}.module has no experts: write experts = @experts.ExpertsConfig() among its '
+            'settings, after `from train.models import experts`'
         )
     experts = dataclasses.replace(
         experts,

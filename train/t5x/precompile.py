@@ -9,7 +9,7 @@ import optax
 from partitioning import BasePartitioner
 from train.config import TrainConfig
 from train.planning.precompiling import precompile as precompile_here
-from train.t5x.configs import DatasetConfig
+from train.t5x.datasets import DatasetConfig
 from train.t5x.evaluations import reader_of
 from train.t5x.optimizers import with_learning_rate
 from train.t5x.refusals import check_off, expect

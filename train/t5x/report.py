@@ -145,7 +145,7 @@ def describe_imports(statements: Sequence[Statement]) -> Iterator[str]:
     """Yields a line for each module of T5X's files that has no equivalent and is not imported."""
     modules = dict.fromkeys(s.parsed.module for s in statements if is_import(s))
     for module in modules:
-        if ALIASES.covers(module) and module != '__main__' and ALIASES.translate(module) == module:
+        if ALIASES.covers(module) and module != '__main__' and not ALIASES.provides(module):
             yield f'{module}: not imported; name your own tasks instead of those that it adds'
 
 

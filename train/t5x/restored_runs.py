@@ -14,8 +14,8 @@ from train.config import TrainConfig
 from train.data import Lengths, Subset, Task, TextTask, record
 from train.errors import ConfigError
 from train.processes.together import raise_on_all_processes
-from train.t5x.configs import DatasetConfig, RestoreCheckpointConfig
-from train.t5x.datasets import has_pairs
+from train.t5x.checkpoint_configs import RestoreCheckpointConfig
+from train.t5x.datasets import DatasetConfig, has_pairs
 from train.t5x.evaluations import reader_of
 from train.t5x.models import BaseTransformerModel
 from train.t5x.refusals import expect, refusal

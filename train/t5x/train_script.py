@@ -18,7 +18,8 @@ from train.processes.together import raise_on_all_processes
 from train.reporting.console import RunConsole
 from train.running.training import train as train_here
 from train.t5x import seqio
-from train.t5x.configs import CheckpointConfig, DatasetConfig
+from train.t5x.checkpoint_configs import CheckpointConfig
+from train.t5x.datasets import DatasetConfig
 from train.t5x.evaluations import DECODED, decoded, held_out, reader_of, tasks_of
 from train.t5x.gin_utils import writers_with
 from train.t5x.models import BaseTransformerModel
