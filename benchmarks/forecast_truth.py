@@ -26,18 +26,17 @@ from collections.abc import Sequence
 
 from measured_steps.cases import list_cases
 from measured_steps.compiling import run_campaign
-from measured_steps.constants_to_fit import fit_all
-from measured_steps.fitted_files import read_fit, write_fit
-from measured_steps.fitting import Fit
-from measured_steps.records import RECORDS, read_records
+from measured_steps.fitting import Fit, fit_all
+from measured_steps.records import RECORDS, TRACED, read_records, trace_all, write_records
 from measured_steps.scoring import (
     Forecasted,
     forecast_families,
     forecast_with,
     is_left_out,
+    read_fit,
     score,
+    write_fit,
 )
-from measured_steps.traced_steps import read_traced, trace_all, write_traced
 
 from meshwright.time.constants import list_constants
 from partitioning.hardware import CHIPS
@@ -94,8 +93,8 @@ def main() -> None:
     if options.compile:
         run_campaign(options.rows.split(',') if options.rows else None, options.early)
     if options.trace:
-        write_traced(dict(trace_all()))
-    cases, reasons = list_cases(read_traced(), read_records() if RECORDS.exists() else {})
+        write_records(dict(trace_all()), TRACED)
+    cases, reasons = list_cases(read_records(TRACED), read_records() if RECORDS.exists() else {})
     dense = [case for case in cases if case.dense]
     families = forecast_families(dense, fit_all)
     if options.fit:

@@ -5,8 +5,12 @@ What the compiler says is kept in a folder outside of the repository, the store,
 committed records are made. Programs that the store has are not compiled again.
 
 The store has three files per program: NAME.json, what is known about it; NAME.hlo.txt.gz, its
-compiled text; and NAME.jaxpr.txt.gz, the traced step. Those of NAME.early are from before the
-compiler generated code: all but the estimated cycles are final there.
+compiled text; and NAME.jaxpr.txt.gz, the traced step.
+
+The files of NAME.early are from before the compiler generated code, which takes most of the time of
+a compilation and adds only the estimated cycles of the operations. The scheduled text and the
+memory are final there. Programs that differ from another one only in the number of copies of the
+model have the same cycles, so they need no more than this.
 """
 
 from __future__ import annotations
@@ -17,9 +21,12 @@ import functools
 import gzip
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
@@ -31,6 +38,12 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 STORE = Path(os.environ.get('MESHWRIGHT_TRUTH', 'build/forecast_truth'))
 _RECORD, _TEXT, _JAXPR, _EARLY = '.json', '.hlo.txt.gz', '.jaxpr.txt.gz', '.early'
 _PACKAGES = ('jax', 'jaxlib', 'libtpu', 'jax-cuda13-plugin')
+
+# Files that the compiler writes if it is asked to.
+_ALL_TEXT = '*jit_train_step*after_optimizations_after_buffer_assignment.txt'
+_MEMORY = '*jit_train_step*after_optimizations-memory-usage-report.txt'
+_BUFFERS = '*jit_train_step*after_optimizations-buffer-assignment.txt'
+_ARGUMENT = re.compile(r'^allocation \d+: size (\d+), page 0, parameter', re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +74,6 @@ def compile_program(name: str, early: bool = False, store: Path = STORE) -> None
       early: whether the compiler stops before it generates code. The process then ends.
       store: the folder of the results.
     """
-    from .early import ask_for_text
     from .rebuilding import list_programs
 
     program, errors = list_programs()[name], {}
@@ -84,8 +96,6 @@ def compile_program(name: str, early: bool = False, store: Path = STORE) -> None
 
 def _compile(program: Any, folder: Path | None, save: Callable[..., None]) -> None:
     from meshwright.program.costs import read_memory
-
-    from .early import compile_until_scheduled
 
     started = time.perf_counter()
     traced = trace_program(program)
@@ -122,8 +132,6 @@ def trace_program(program: Any) -> Traced:
     from train.running.programs import partition_train_step
     from train.running.run import prepare
 
-    from .tracing import find_products, find_traced_kernels
-
     config = program.train_config()
     with contextlib.redirect_stdout(sys.stderr):
         run = prepare(config)
@@ -146,8 +154,6 @@ def trace_program(program: Any) -> Traced:
         'program_flops': count_jaxpr_flops(jaxpr.jaxpr),
         'matmul_flops': count_jaxpr_flops(jaxpr.jaxpr, kernels=False) / program.num_devices,
         'kernel_work': [dataclasses.asdict(k) for k in find_kernel_work(jaxpr)],
-        'products': [dataclasses.asdict(p) for p in find_products(jaxpr.jaxpr)],
-        'kernels': [dataclasses.asdict(k) for k in find_traced_kernels(jaxpr.jaxpr)],
         'compiler_options': run.compiler_options,
         'versions': {package: _version(package) for package in _PACKAGES},
     }
@@ -220,6 +226,70 @@ def read_all(store: Path = STORE) -> Iterator[dict[str, Any]]:
     for name in list_programs():
         if (found := read_stored(name, store)) is not None:
             yield found
+
+
+def ask_for_text() -> Path:
+    """Asks the compiler to write what it knows, and returns the folder; call it before jax runs."""
+    folder = Path(tempfile.mkdtemp(prefix='early-'))
+    flags = f'--xla_dump_to={folder} --xla_dump_hlo_as_text'
+    os.environ['XLA_FLAGS'] = f'{os.environ.get("XLA_FLAGS", "")} {flags}'.strip()
+    return folder
+
+
+def compile_until_scheduled(
+    lowered: Any, folder: Path, finish: Callable[[str, dict[str, int]], None]
+) -> None:
+    """Compiles a program until its text is there, and ends this process.
+
+    Args:
+      lowered: the program.
+      folder: the folder of `ask_for_text`.
+      finish: is called with the text and the sizes in bytes of the memory.
+
+    Raises:
+      Exception: as the compiler does, for example if the program needs too much memory.
+    """
+
+    failed = threading.Event()
+
+    def watch() -> None:
+        while not (found := sorted(folder.glob(_ALL_TEXT))) or not _is_complete(found[0]):
+            if failed.wait(0.3):
+                return
+        status = 1
+        try:
+            report, buffers = (next(folder.glob(name)) for name in (_MEMORY, _BUFFERS))
+            finish(found[0].read_text(), _sizes(report.read_text(), buffers.read_text()))
+            status = 0
+        finally:
+            sys.stdout.flush()
+            os._exit(status)  # nothing can stop a compiler
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        lowered.compile()
+    except BaseException:
+        failed.set()
+        raise
+    threading.Event().wait(60)  # the text is there by now
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether a text is complete; its last line closes the entry computation."""
+    return path.read_text().rstrip().endswith('}')
+
+
+def _sizes(report: str, buffers: str) -> dict[str, int]:
+    """The sizes of the memory of a device, as in `MemoryUse`."""
+    _, _, space = report.partition('Memory Space: default (color=0)')
+    total = re.search(r'Total bytes: (\d+)', space)
+    assert total is not None, report[:200]
+    arguments = sum(map(int, _ARGUMENT.findall(buffers)))
+    return {
+        'peak': int(total[1]),
+        'arguments': arguments,
+        'temporaries': int(total[1]) - arguments,
+    }
 
 
 def _save(

@@ -1,24 +1,33 @@
-"""Compact records of compiled programs, which are committed next to the measurements.
+"""Compact records of compiled and of traced programs, committed next to the measurements.
 
 A record has what the compiler says and what is counted in the traced step, per device and step:
-enough to estimate the time of a step and its memory again without compiling.
+enough to estimate the time of a step and its memory again without compiling. The record of a traced
+program says what it has to do on each device, and needs no compiler.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.jaxpr import trace_function
 from meshwright.program.collectives import Collective, MeshAxes
 from meshwright.program.costs import ProgramCosts, costs_of_text
+from meshwright.time import Work, estimate_work
+from partitioning.hardware import parse_topology
 
 from .compiling import read_all, read_text
+from .program import Program
+from .rebuilding import list_programs
 
 RECORDS = Path(__file__).with_name('compiled_steps.json')
+TRACED = Path(__file__).with_name('traced_steps.json')
 # The settings of a program that a reader looks for; the others follow from the row.
 _SETTINGS = ('topology', 'num_slices', 'axes', 'dcn', 'batch_size', 'output_chunks')
 _KEPT = (
@@ -76,15 +85,44 @@ def make_record(found: Mapping[str, Any], store: Path) -> dict[str, Any]:
     }
 
 
-def read_records() -> dict[str, dict[str, Any]]:
+def read_records(path: Path = RECORDS) -> dict[str, dict[str, Any]]:
     """Returns the committed records, by the name of the program."""
-    return json.loads(RECORDS.read_text())
+    return json.loads(path.read_text())
 
 
 def write_records(records: Mapping[str, Any], path: Path = RECORDS) -> None:
     """Writes records, one program per line."""
     lines = [f'{json.dumps(name)}: {json.dumps(records[name])}' for name in sorted(records)]
     path.write_text('{\n' + ',\n'.join(lines) + '\n}\n')
+
+
+def trace_all() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Traces each program; yields its name and what it has to do."""
+    for name, program in list_programs().items():
+        yield name, record_work(trace_work(program))
+
+
+def trace_work(program: Program) -> Work:
+    """Returns the work of a program on each device, from its trace."""
+    from train.running.programs import partition_train_step
+    from train.running.run import prepare
+
+    with contextlib.redirect_stdout(sys.stderr):
+        run = prepare(program.train_config())
+    traced = trace_function(partition_train_step(run), run.plan.abstract_state, dict(run.batch))
+    return estimate_work(traced, parse_topology(program.topology)[0])
+
+
+def record_work(work: Work) -> dict[str, Any]:
+    """Returns work as JSON can have it, with the exchanges of one kind together."""
+    return {
+        'chip': work.chip,
+        'matmul_flops': work.matmul_flops,
+        'device_bytes': work.other_bytes,
+        'host_bytes': work.host_bytes,
+        'kernels': [dataclasses.asdict(kernel) for kernel in work.kernels],
+        'collectives': list(_together(work.collectives)),
+    }
 
 
 def read_collectives(record: Mapping[str, Any]) -> Iterator[Collective]:
@@ -98,7 +136,7 @@ def with_copies(collectives: Iterator[Collective], from_copies: int, copies: int
     """Yields the collectives of a program with another number of copies of the model.
 
     Args:
-      collectives: those of a program whose slices each have a whole copy.
+      collectives: the collectives of a program whose slices each have a whole copy.
       from_copies: the number of copies in that program.
       copies: the number of copies, which the slower network joins by a ring.
     """
@@ -118,23 +156,39 @@ def _cycles(costs: ProgramCosts) -> dict[str, int]:
 
 
 def _collectives(costs: ProgramCosts) -> Iterator[dict[str, Any]]:
-    """Equal collectives together, those that send the most first."""
+    """Equal collectives together; the first send the most."""
     counts: dict[tuple[Any, ...], int] = collections.defaultdict(int)
     for c in costs.collectives:
         size = (c.kind, c.network, c.axes, c.group_size, c.asynchronous, c.arrays, c.wire_bytes)
         counts[size] += c.count
     for key, count in sorted(counts.items(), key=lambda item: -item[0][-1] * item[1]):
-        kind, network, axes, group_size, asynchronous, arrays, wire_bytes = key
-        yield {
-            'kind': kind,
-            'network': network,
-            'axes': list(axes),
-            'group_size': group_size,
-            'asynchronous': asynchronous,
-            'arrays': list(arrays),
-            'wire_bytes': wire_bytes,
-            'count': count,
-        }
+        *group, arrays, wire_bytes = key
+        yield _entry(group, list(arrays), wire_bytes, count)
+
+
+def _together(collectives: tuple[Collective, ...]) -> Iterator[dict[str, Any]]:
+    """One entry for all exchanges of a kind along the same axes, of their mean size."""
+    groups: dict[tuple[Any, ...], list[Collective]] = collections.defaultdict(list)
+    for c in collectives:
+        groups[c.kind, c.network, c.axes, c.group_size, c.asynchronous].append(c)
+    for group, members in groups.items():
+        count = sum(c.count for c in members)
+        yield _entry(group, [], sum(c.total_bytes for c in members) / count, count)
+
+
+def _entry(group: Sequence[Any], arrays: list[Any], wire_bytes: float, count: int) -> Any:
+    """The entry of equal exchanges of a group: a kind, network, axes, size, and whether hidden."""
+    kind, network, axes, group_size, asynchronous = group
+    return {
+        'kind': kind,
+        'network': network,
+        'axes': list(axes),
+        'group_size': group_size,
+        'asynchronous': asynchronous,
+        'arrays': arrays,
+        'wire_bytes': wire_bytes,
+        'count': count,
+    }
 
 
 def _first_line(message: str) -> str:

@@ -5,8 +5,15 @@ import math
 
 import pytest
 
-from benchmarks.measured_steps.constants_to_fit import FREE, FREE_OF_COMPILED, USUAL
-from benchmarks.measured_steps.fitting import Case, Fit, Free, fit_constants
+from benchmarks.measured_steps.fitting import (
+    FREE,
+    FREE_OF_COMPILED,
+    USUAL,
+    Case,
+    Fit,
+    Free,
+    fit_constants,
+)
 from benchmarks.measured_steps.scoring import (
     forecast_families,
     forecast_with,

@@ -8,8 +8,8 @@ from benchmarks.measured_steps.cases import (
     software_of,
     work_of,
 )
+from benchmarks.measured_steps.records import TRACED, read_records, record_work
 from benchmarks.measured_steps.rows import load_rows
-from benchmarks.measured_steps.traced_steps import read_traced, record_work
 from meshwright import Collective
 from meshwright.time import Work
 
@@ -122,7 +122,7 @@ def test_traced_steps_have_the_work_of_their_rows():
 
     Nothing in the backward pass needs the result of that product, so it is not recomputed.
     """
-    record = read_traced()['v5e-256-maxtext-32b']
+    record = read_records(TRACED)['v5e-256-maxtext-32b']
     row = ROWS['v5e-256-maxtext-32b']
     tokens = row['global_batch'] * row['seq_len'] / 256
     flops = (8 * row.params_total - 2 * 32 * 10_240 * 32_768) * tokens

@@ -10,10 +10,10 @@ import math
 import jax
 import pytest
 
-from benchmarks.measured_steps.machines import choose_options
 from benchmarks.measured_steps.models import choose_remat
 from benchmarks.measured_steps.rebuilding import (
     NotRebuilt,
+    choose_options,
     count_parameters,
     find_stand,
     list_programs,
