@@ -48,7 +48,7 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes and choices of a Transformer. The defaults are those of Llama, with scaled embeddings.
+    """Sizes and choices of a Transformer. The defaults are Llama's, with scaled embeddings.
 
     Attributes:
       vocab_size: the number of tokens.

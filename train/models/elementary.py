@@ -45,7 +45,7 @@ def multiply(
       equation: the einsum of rows and matrix, by the letters of NAMES and P.
       x: the rows.
       params: the parameters of the layer.
-      name: the name of the matrix; that of its bias, if it has one, ends with '_bias'.
+      name: the name of the matrix; the name of its bias, if it has one, ends with '_bias'.
     """
     inputs = equation.partition('->')[0].split(',')
     known = NAMES | {'P': length_name('projection')}

@@ -63,7 +63,7 @@ class T5XCheckpoints(checkpoints.Checkpoints):
 
     Args:
       directory: the folder of the run.
-      config: when to save, and which checkpoints to keep. Only those of this trainer count.
+      config: when to save, and which checkpoints to keep. Only checkpoints of this trainer count.
       restore: the settings that name `directory`, if it belongs to another run.
     """
 

@@ -49,7 +49,7 @@ def temperature_sample(
       cache: the cache of the model.
       tokens_to_logits: the function DecodingState -> logits, cache.
       eos_id: the token that ends a sequence.
-      decode_rng: the random key; by default, that of seed 0.
+      decode_rng: the random key; by default, the key of seed 0.
       num_decodes: the number of sequences per row.
       temperature: the temperature of the softmax, one number or one per row.
       topk: only the `topk` most likely tokens are sampled. 0 allows all.
@@ -58,7 +58,7 @@ def temperature_sample(
       initial_index: the place of the first token that the model reads, int32 [batch].
       max_decode_steps: the largest number of tokens after the prompt.
       max_decode_steps_hard_limit: the largest value of `max_decode_steps`.
-      rescale_log_probs: whether scores are those of the distribution that is sampled from.
+      rescale_log_probs: whether scores belong to the distribution that is sampled from.
       state_callback_fn: changes the state before each step.
       logit_callback_fn: changes the logits before each choice.
 
@@ -155,7 +155,7 @@ def as_search(decode_fn: Callable[..., Any], **decoder_params: Any) -> Search:
 
     Args:
       decode_fn: such as `temperature_sample`.
-      decoder_params: more arguments for it, which override those of the search.
+      decoder_params: more arguments for it, which override the arguments of the search.
     """
 
     def search(

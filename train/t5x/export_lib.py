@@ -99,7 +99,7 @@ def save(
     Args:
       model: the network, its vocabularies and its decoding.
       inference_mode: 'predict' or 'score'.
-      restore_checkpoint_cfg: the checkpoint. Its `dtype` is that of the exported parameters.
+      restore_checkpoint_cfg: the checkpoint. Its `dtype` is the dtype of the exported parameters.
       exportable_module_cls: the class `export_lib.ExportableModule`.
       create_preprocessor_fn: checked and reported; the program takes tokens.
       create_inference_function_fn: checked only.

@@ -60,7 +60,7 @@ def create_preprocessor(
     split_separator: str | None = None,
     bucket_keys: Mapping[str, Sequence[int]] | None = None,
 ) -> str:
-    """Stands for the step from texts to tokens. Its features and lengths are those of `save`.
+    """Stands for the step from texts to tokens. `save` has its features and lengths.
 
     Returns:
       What takes its place.

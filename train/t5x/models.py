@@ -256,7 +256,7 @@ class DecoderOnlyModel(BaseTransformerModel):
       vocabulary: the tokenizer; tasks must have the same one.
       inputs_bidirectional_attention: whether the inputs of a row see each other in both directions.
 
-    The other attributes are those of `EncoderDecoderModel`.
+    `EncoderDecoderModel` describes the other attributes.
     """
 
     module: nn.Module

@@ -50,11 +50,12 @@ class MoeEncoderDecoderModel(EncoderDecoderModel):
     """An encoder-decoder with experts.
 
     Attributes:
-      aux_loss_factor: the coefficient of the load-balance loss. It replaces that of the network's
-        `ExpertsConfig`.
-      router_z_loss_factor: the coefficient of the router's z-loss. It does so, too.
+      aux_loss_factor: the coefficient of the load-balance loss. It replaces the
+        coefficient in the network's `ExpertsConfig`.
+      router_z_loss_factor: the coefficient of the router's z-loss. It also replaces the coefficient
+        in `ExpertsConfig`.
 
-    The other attributes are those of `models.EncoderDecoderModel`.
+    `models.EncoderDecoderModel` describes the other attributes.
     """
 
     default_decoder_params: Any = dataclasses.field(default=None, init=False, repr=False)
@@ -69,7 +70,7 @@ class MoeEncoderDecoderModel(EncoderDecoderModel):
             router_z_loss_factor=self.router_z_loss_factor,
         )
 
-    # A gin file sets the arguments of this method, and not those of `EncoderDecoderModel`.
+    # A gin file sets the arguments of this method, and not of `EncoderDecoderModel`.
     def predict_batch_with_aux(
         self,
         params: Any,
@@ -108,7 +109,7 @@ class MoeDecoderOnlyModel(DecoderOnlyModel):
             router_z_loss_factor=self.router_z_loss_factor,
         )
 
-    # A gin file sets the arguments of this method, and not those of `DecoderOnlyModel`.
+    # A gin file sets the arguments of this method, and not of `DecoderOnlyModel`.
     def predict_batch_with_aux(
         self,
         params: Any,

@@ -29,16 +29,16 @@ def is_of_experts(path: str) -> bool:
 class MoeTrainer(Trainer):
     """How parameters are updated, with the gradients of experts multiplied as T5X multiplies them.
 
-    The gradients here are those of the loss on every mesh, so nothing has to be corrected. The
-    factor is kept because it is part of T5X's training: it matters to optimizers without their own
-    scale, such as SGD, and to clipping by the global norm. 1 leaves the gradients unchanged.
+    Every mesh computes the gradients of the loss, so nothing has to be corrected. The factor is
+    kept because it is part of T5X's training: it matters to optimizers without their own scale,
+    such as SGD, and to clipping by the global norm. 1 leaves the gradients unchanged.
 
     Attributes:
       num_expert_partitions: what the gradients of experts are multiplied by.
       sharded_match_fn: whether the path of a parameter, such as
         'decoder/layers_1/mlp/expert/wi/kernel', is one of experts. None selects no parameter.
 
-    The other attributes are those of `trainer.Trainer`.
+    `trainer.Trainer` describes the other attributes.
     """
 
     num_expert_partitions: int

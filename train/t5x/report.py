@@ -169,7 +169,7 @@ def print_report(rows: Sequence[Row], notes: Sequence[str], console: Console) ->
 
 
 def _grouped(rows: Sequence[Row]) -> list[Row]:
-    """The rows, with those of the same configurable next to each other."""
+    """The rows, ordered so that rows of the same configurable are neighbours."""
     order = list(dict.fromkeys(row.configurable for row in rows))
     return sorted(rows, key=lambda row: order.index(row.configurable))
 

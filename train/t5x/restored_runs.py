@@ -93,7 +93,7 @@ def check_standard_of_checkpoints(key: str, initializer: Any, verify: Any = None
 
 
 def _lengths(dataset_cfg: DatasetConfig, task: Task, restore: RestoreConfig) -> Lengths:
-    """The numbers of tokens in a row. Rows without inputs are as long as those of the training."""
+    """The numbers of tokens in a row. Rows without inputs are as long as in the training."""
     if dataset_cfg.task_feature_lengths is not None or has_pairs(task):
         return dataset_cfg.lengths(task)
     path = record.record_of(find_checkpoint(restore)[0])

@@ -1,6 +1,6 @@
 """The parts of seqio that T5X's gin files name: tasks by name, vocabularies, the evaluator.
 
-A name is that of a task of `train.data`, or of a task or mixture of the package seqio, if it is
+A name belongs to a task of `train.data`, or to a task or mixture of the package seqio, if it is
 installed. To give a task a name, either add it in a module that the gin file imports
 (`--gin_allow=my_tasks`),
 

@@ -1,6 +1,6 @@
 """T5X's `state_utils`: functions for `utils.RestoreCheckpointConfig.state_transformation_fns`.
 
-Such a function gets the arrays of a checkpoint and those of the run, each as a tree with T5X's
+Such a function gets the arrays of a checkpoint and the arrays of the run, each as a tree with T5X's
 names, and returns a tree of arrays of the checkpoint. It can rename, drop and exchange them. They
 are not read until later, so it cannot compute with them.
 """

@@ -124,7 +124,7 @@ def train(
       train_state_initializer_cls: `utils.TrainStateInitializer`, or None.
       use_orbax: must be True.
       verify_matching_vocabs_fn: a function of a `DatasetConfig` and the model, which raises an
-        error if the vocabulary of the task is not that of the model. None checks only their sizes.
+        error if the task and the model have different vocabularies. None checks only their sizes.
       gc_period: the number of steps between collections of Python's garbage. 0 leaves them to
         Python.
 

@@ -37,7 +37,7 @@ class ExpertsConfig:
       encoder_every: in the encoder of a network, every n-th layer has experts instead of an MLP:
         the layers n - 1, 2n - 1, and so on. None means no layer.
       decoder_every: the same of its decoder.
-      mlp_dim: the width of the hidden layer of an expert. None means that of the network's MLPs.
+      mlp_dim: the width of the hidden layer of an expert. None means the width of the dense MLPs.
       dropout_rate: the dropout rate of the hidden layer of an expert. None means the network's.
 
     The losses of a network are means over its layers with experts.

@@ -95,7 +95,7 @@ def _apply_local(
       x_NM: its tokens.
       experts_NK: their experts.
       weights_NK: their weights.
-      ids_NK: the number of each choice among those of all devices.
+      ids_NK: the number of each choice among the choices of all devices.
       axes: the mesh axes over which experts are sharded.
       hidden_axes: the mesh axes over which the hidden layers are sharded.
     """
@@ -103,7 +103,7 @@ def _apply_local(
     routed, counts_DH = _sort_by_device(experts_NK, weights_NK, devices, mlps.out.shape[0])
     x_DCM = dispatch(x_NM[None], routed).reshape(devices, -1, x_NM.shape[1])
     x_DCM, counts_DH = (_exchange(x, axes) for x in (x_DCM, counts_DH))
-    # Each row's expert: those of a device are sorted, and what is behind them is free.
+    # Each row's expert: the rows of a device are sorted, and the rows behind them are free.
     places_C, ends_DH = jnp.arange(x_DCM.shape[1]), jnp.cumsum(counts_DH, axis=1)
     held_S = jnp.ravel(jnp.sum(places_C[:, None] >= ends_DH[:, None], axis=-1))
     order_S = jnp.argsort(held_S, stable=True)
@@ -135,7 +135,7 @@ def multiply_groups(rows_SI: jax.Array, kernels_HIO: jax.Array, sizes_H: jax.Arr
     of vector memory, for instance on v6e with the matrices of Mixtral.
 
     Args:
-      rows_SI: the rows, those of a group together.
+      rows_SI: the rows, ordered by their group.
       kernels_HIO: the matrices.
       sizes_H: the number of rows of each group, integers.
     """

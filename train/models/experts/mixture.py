@@ -50,7 +50,7 @@ def mix(
       x_GTM: the tokens in groups, in the dtype of the experts.
       is_token_GT: which tokens are routed, bool. The others are padding.
       logits_GTE: the float32 logits of the router.
-      training: whether the capacity is that of training.
+      training: whether the capacity of training applies.
       decode: whether single tokens are decoded: then experts take all of them.
     """
     c, tokens = config, x_GTM.shape[1]

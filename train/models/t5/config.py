@@ -125,7 +125,7 @@ class DecoderOnlyConfig:
     Attributes:
       num_layers: the number of layers.
 
-    The other attributes are those of `T5Config`.
+    `T5Config` describes the other attributes.
     """
 
     vocab_size: int

@@ -25,7 +25,7 @@ from train.output_layer import DeferredLogits
 
 
 class PrefixLayer(nn.Module):
-    """One layer. The modes are those of `Attention`."""
+    """One layer. `Attention` describes the modes."""
 
     config: T5Config
     deterministic: bool

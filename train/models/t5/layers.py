@@ -91,7 +91,7 @@ class Dense(nn.Module):
         return parameter(self, 'kernel', create, self.names, stored)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        # The kernel is multiplied as it is stored, because its names are those of its dimensions.
+        # The kernel is multiplied as it is stored, because its names describe its dimensions.
         kernel, rows = self.get_kernel(), x.shape[: x.ndim - self.num_in]
         stored_in = 1 if len(self.names) == 2 else self.num_in
         x = x.astype(self.dtype).reshape(*rows, *kernel.shape[:stored_in])
@@ -202,7 +202,7 @@ class RelativeBias(nn.Module):
         def compute() -> jax.Array:
             distances_D = jnp.arange(1 - length, length)
             one_hot_DN = jax.nn.one_hot(buckets(distances_D, self.bidirectional), NUM_BUCKETS)
-            # A product, because its gradient is faster than that of a lookup.
+            # A product, because its gradient is faster than the gradient of a lookup.
             by_distance_HD = jnp.einsum(
                 'hn,dn->hd', table, one_hot_DN, precision=jax.lax.Precision.HIGHEST
             )
