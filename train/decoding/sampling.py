@@ -148,8 +148,8 @@ def _first_state(
         cur_token=at(given_NT, start_N),
         sequences=given_NT,
         cache=cache,
-        ended=jnp.zeros(len(given_NT), bool),
-        log_prob=jnp.zeros(len(given_NT), jnp.float32),
+        ended=jnp.zeros(given_NT.shape[0], bool),
+        log_prob=jnp.zeros(given_NT.shape[0], jnp.float32),
         rng=jax.random.PRNGKey(0) if key is None else key,
     )
 
