@@ -24,7 +24,6 @@ import contextlib
 import dataclasses
 import importlib
 import importlib.machinery
-import json
 import os
 import re
 import sys
@@ -270,10 +269,10 @@ def main() -> None:
 def run_campaign(seed: int, count: int, folder: Path) -> None:
     """Runs cases until there are enough that do harm, and prints the table."""
     from benchmarks.blame_programs.faults.drawing import draw_faults
+    from benchmarks.campaigns import read_results, write_results
 
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f'seed_{seed}.json'
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = read_results(path)
     for fault in draw_faults(seed):
         done = [r for r in results.values() if 'fault' in r and not r.get('harmless')]
         if len(done) >= count:
@@ -289,7 +288,7 @@ def run_campaign(seed: int, count: int, folder: Path) -> None:
                 {k: results[key].get(k) for k in ('harmless', 'right', 'confirmed', 'error')},
                 flush=True,
             )
-        path.write_text(json.dumps(results, indent=1) + '\n')
+        write_results(path, results)
     print(table(results))
 
 

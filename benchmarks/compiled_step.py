@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from shipped_runs import ShippedRun
+
+from benchmarks.campaigns import complete, measure_in_new_process
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
@@ -227,28 +228,9 @@ def measure(row: Row) -> dict[str, Any]:
     }
 
 
-def measure_in_new_process(row: Row) -> dict[str, Any] | None:
-    """Compiles a row in a process of its own. Prints why it fails, and returns None."""
-    command = [sys.executable, __file__, f'--measure={row.name}']
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ['no message']
-        print(f'{row.name} failed: {lines[-1][:400]}', flush=True)
-        return None
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def collect(names: Sequence[str], path: Path, again: bool) -> dict[str, dict[str, Any]]:
     """Returns the figures of rows, from the file at `path` or compiled and added to it."""
-    results: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
-    for row in ROWS:
-        if row.name in names and (again or row.name not in results):
-            figures = measure_in_new_process(row)
-            if figures is not None:
-                results[row.name] = figures
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(results, indent=1) + '\n')
-    return {name: results[name] for name in names if name in results}
+    return complete(path, names, lambda name: measure_in_new_process(__file__, name), again)
 
 
 def print_table(results: Mapping[str, Mapping[str, Any]]) -> None:

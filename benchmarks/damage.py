@@ -14,7 +14,6 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import json
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.campaigns import append_line, read_lines
 from partitioning import PjitPartitioner
 from partitioning.mesh import MeshConfig
 from train import TrainConfig, train
@@ -208,25 +208,21 @@ def main() -> int:
 def run_campaign(saved: Saved, bits: int, folder: Path) -> collections.Counter[tuple[str, str]]:
     """Tries all damages that have no result yet, and counts the outcomes by kind."""
     results = folder / 'damage.jsonl'
-    done = (
-        [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    )
+    done = read_lines(results)
     known, start = {(one['file'], one['number']) for one in done}, time.monotonic()
     files = sorted(p.relative_to(saved.newest) for p in saved.newest.rglob('*') if p.is_file())
-    with results.open('a') as out:
-        for file in files:
-            content = (saved.newest / file).read_bytes()
-            # The bits depend on the file only, so a continued campaign flips the same ones.
-            rng = np.random.default_rng(list(str(file).encode()))
-            for number, (kind, damage) in enumerate(damages_of(content, bits, rng)):
-                if (str(file), number) in known:
-                    continue
-                with damaged(saved.newest / file, damage):
-                    found = outcome(saved, str(file))
-                done.append({'file': str(file), 'number': number, 'kind': kind, 'outcome': found})
-                out.write(json.dumps(done[-1]) + '\n')
-                out.flush()
-            print(f'{len(done):,} cases, {time.monotonic() - start:.0f} s: {file}', file=sys.stderr)
+    for file in files:
+        content = (saved.newest / file).read_bytes()
+        # The bits depend on the file only, so a continued campaign flips the same ones.
+        rng = np.random.default_rng(list(str(file).encode()))
+        for number, (kind, damage) in enumerate(damages_of(content, bits, rng)):
+            if (str(file), number) in known:
+                continue
+            with damaged(saved.newest / file, damage):
+                found = outcome(saved, str(file))
+            done.append({'file': str(file), 'number': number, 'kind': kind, 'outcome': found})
+            append_line(results, done[-1])
+        print(f'{len(done):,} cases, {time.monotonic() - start:.0f} s: {file}', file=sys.stderr)
     return collections.Counter((one['kind'], one['outcome']) for one in done)
 
 

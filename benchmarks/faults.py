@@ -33,6 +33,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.campaigns import append_line, read_lines
+
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, PERIOD = 100, 10
 POLL_SECONDS = 0.002
@@ -80,15 +82,10 @@ def main() -> int:
                 continue
             line = trial | run_trial(folder, trial, expected)
             done.append(line)
-            with results.open('a') as file:
-                file.write(json.dumps(line) + '\n')
+            append_line(results, line)
             print(json.dumps(line), flush=True)
     show(done)
     return 0 if all(line['ok'] for line in done) else 1
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def trials(kills: int, signals: int, seed: int) -> Iterator[dict[str, Any]]:

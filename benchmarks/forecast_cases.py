@@ -23,14 +23,14 @@ import argparse
 import json
 import os
 import resource
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hand_counts.cases import CASES
 from hand_counts.sizes import Case
+
+from benchmarks.campaigns import complete, measure_in_new_process
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
@@ -79,17 +79,11 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def measure_twice(case: Case) -> dict[str, Any] | None:
-    """Forecasts a case in two processes; prints why it fails, and returns None."""
-    found = []
-    for _ in range(2):
-        command = [sys.executable, __file__, f'--measure={case.name}']
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ['no message']
-            print(f'{case.name} failed: {lines[-1][:400]}', flush=True)
-            return None
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    first, second = found
+    """Forecasts a case in two processes; returns None if one fails."""
+    first = measure_in_new_process(__file__, case.name)
+    second = first and measure_in_new_process(__file__, case.name)
+    if first is None or second is None:
+        return None
     equal = first.pop('json') == second.pop('json')
     fastest = {k: min(first[k], second[k]) for k in ('seconds', 'cpu_seconds')}
     return first | fastest | {'two_runs_are_equal': equal}
@@ -163,16 +157,10 @@ def main() -> None:
             )
         )
         return
-    path = arguments.results
-    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for name in names:
-        if arguments.again or name not in results:
-            figures = measure_twice(known[name])
-            if figures is not None:
-                results[name] = figures
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(results, indent=1) + '\n')
-    print_results({name: results[name] for name in names if name in results})
+    results = complete(
+        arguments.results, names, lambda name: measure_twice(known[name]), arguments.again
+    )
+    print_results(results)
 
 
 if __name__ == '__main__':

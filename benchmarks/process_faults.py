@@ -36,6 +36,8 @@ os.environ['JAX_DISABLE_MOST_OPTIMIZATIONS'] = '1'  # Compiling would take most 
 
 import faulty_runs
 
+from benchmarks.campaigns import append_line, read_lines
+
 HEARTBEAT = INIT = WATCHDOG = 10.0
 STEPS = 8
 
@@ -187,16 +189,14 @@ def main() -> None:
     parser.add_argument('--random', type=int, default=0, help='how many random faults to run')
     parser.add_argument('--folder', type=Path, help='where the runs are (a temporary folder)')
     options = parser.parse_args()
-    lines = options.results.read_text().splitlines() if options.results.exists() else []
-    trials = [json.loads(line) for line in lines]
+    trials = read_lines(options.results)
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
 
         def record(trial: dict[str, Any]) -> None:
             trials.append(trial)
-            with options.results.open('a') as file:
-                file.write(json.dumps(trial) + '\n')
+            append_line(options.results, trial)
             print(json.dumps(trial), flush=True)
             shutil.rmtree(folder / 'run', ignore_errors=True)
 

@@ -19,13 +19,13 @@ import dataclasses
 import functools
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from benchmarks.campaigns import measure_in_new_process, read_results, write_results
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
@@ -227,15 +227,11 @@ def compile_all(case: Case, path: Path, results: dict[str, dict[str, Any]]) -> N
     for number, candidate in enumerate(candidates):
         if str(candidate) in own:
             continue
-        command = [sys.executable, __file__, f'--measure={case.name}:{number}']
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            lines = done.stderr.strip().splitlines() or ['no message']
-            print(f'{case.name}, {candidate} failed: {lines[-1][:400]}', flush=True)
+        stored = measure_in_new_process(__file__, f'{case.name}:{number}')
+        if stored is None:
             continue
-        stored = json.loads(done.stdout.splitlines()[-1])
         own[stored.pop('candidate')] = stored
-        path.write_text(json.dumps(results, indent=1) + '\n')
+        write_results(path, results)
         print(f'{case.name} {number + 1}/{len(candidates)}: {candidate}', flush=True)
 
 
@@ -322,7 +318,7 @@ def main() -> None:
         print(json.dumps(measure(known[name], int(number))))
         return
     path = arguments.results
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = read_results(path)
     for name in arguments.cases.split(','):
         if not arguments.no_compile:
             compile_all(known[name], path, results)
