@@ -13,7 +13,7 @@ from train.evaluators.held_out import HeldOut
 from train.running.evaluation import evaluate as evaluate_here
 from train.t5x.checkpoint_configs import RestoreCheckpointConfig
 from train.t5x.datasets import DatasetConfig
-from train.t5x.evaluations import decoded
+from train.t5x.evaluations import decoded_evaluators
 from train.t5x.gin_utils import writers_with
 from train.t5x.refusals import check_off
 from train.t5x.restored_runs import check_standard_of_checkpoints, restored_run
@@ -72,7 +72,7 @@ def evaluate(
         partitioner=partitioner,
         output_dir=output_dir,
     )
-    evaluators = {'eval': HeldOut(), **decoded(model, dataset_cfg, evaluator, every=0)}
+    evaluators = {'eval': HeldOut(), **decoded_evaluators(model, dataset_cfg, evaluator, every=0)}
     writers = writers_with(f'{KEY}.summarize_config_fn', summarize_config_fn)
     config = dataclasses.replace(config, evaluators=evaluators, writers=writers)
     scores: dict[str, float] = {}

@@ -25,7 +25,7 @@ def reader_of(model: BaseTransformerModel) -> Reader:
     )
 
 
-def held_out(
+def held_out_evaluators(
     model: BaseTransformerModel,
     config: DatasetConfig,
     training: Task,
@@ -72,7 +72,7 @@ def _held_out(task: Task, config: DatasetConfig, every: int, num_batches: int | 
     )
 
 
-def decoded(
+def decoded_evaluators(
     model: BaseTransformerModel,
     config: DatasetConfig | None,
     evaluator: Evaluator | None,

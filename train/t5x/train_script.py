@@ -20,10 +20,16 @@ from train.running.training import train as train_here
 from train.t5x import seqio
 from train.t5x.checkpoint_configs import CheckpointConfig
 from train.t5x.datasets import DatasetConfig
-from train.t5x.evaluations import DECODED, decoded, held_out, reader_of, tasks_of
+from train.t5x.evaluations import (
+    DECODED,
+    decoded_evaluators,
+    held_out_evaluators,
+    reader_of,
+    tasks_of,
+)
 from train.t5x.gin_utils import writers_with
 from train.t5x.models import BaseTransformerModel
-from train.t5x.precompile import precompile as precompile
+from train.t5x.precompile_script import precompile as precompile
 from train.t5x.refusals import check_one_of, expect, expect_class, refusal
 from train.t5x.run_functions import (
     TrainStateInitializer,
@@ -228,10 +234,10 @@ def _evaluators(settings: Mapping[str, Any], task: Task) -> dict[str, Any]:
     num_batches, config = settings['eval_steps'], settings['train_eval_dataset_cfg']
     evaluators: dict[str, Any] = {}
     if config is not None:
-        evaluators = held_out(model, config, task, every=every, num_batches=num_batches)
+        evaluators = held_out_evaluators(model, config, task, every=every, num_batches=num_batches)
     key = f'{KEY}.inference_evaluator_cls'
     evaluator = seqio.open_evaluator(key, settings['inference_evaluator_cls'])
-    decoding = decoded(model, settings['infer_eval_dataset_cfg'], evaluator, every=every)
+    decoding = decoded_evaluators(model, settings['infer_eval_dataset_cfg'], evaluator, every=every)
     return {**evaluators, **decoding}
 
 
