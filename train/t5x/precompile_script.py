@@ -8,7 +8,6 @@ import optax
 
 from partitioning import BasePartitioner
 from train.config import TrainConfig
-from train.planning.precompiling import precompile as precompile_here
 from train.t5x.datasets import DatasetConfig
 from train.t5x.evaluations import reader_of
 from train.t5x.optimizers import with_learning_rate
@@ -44,6 +43,8 @@ def precompile(
     Raises:
       ConfigError: if a setting cannot be honoured.
     """
+    from train.planning.precompiling import precompile as precompile_here  # runs do not forecast
+
     check_off(f'{KEY}.get_dataset_fn', get_dataset_fn, 'tasks of train.data make the rows')
     expect(f'{KEY}.train_dataset_cfg', train_dataset_cfg, DatasetConfig, '@utils.DatasetConfig()')
     task = train_dataset_cfg.training_task(reader_of(model))
