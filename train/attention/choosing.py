@@ -50,11 +50,11 @@ def attend(
       sight: what each query sees. Each must see at least one key.
       scale: the factor of the products of queries and keys.
       soft_cap: bounds the scaled products by soft_cap * tanh(product / soft_cap).
-      settings: how it is computed.
+      settings: how attention is computed.
 
     Returns:
-      The sums of the values, like the queries. What their gradients need has the name `ATTENDED`,
-      except with cuDNN.
+      The weighted sums of the values, with the shape of the queries. The arrays that the backward
+      pass needs have the checkpoint name `ATTENDED`, except with cuDNN.
 
     Raises:
       ConfigError: if `settings` forces a kind of attention that these arguments do not allow.
@@ -105,7 +105,7 @@ def _problems(
     scale: float,
     soft_cap: float | None,
 ) -> Iterator[str]:
-    """Yields why this kind of attention cannot compute the attention of these arguments, if so."""
+    """Yields each reason why this kind cannot compute attention for these arguments."""
     if kind not in ('splash', 'cudnn'):
         return
     if find_layout(q_BLHN.shape, k_BSKN.shape) is None:
@@ -123,7 +123,7 @@ def _problems(
 
 
 def _attend_by(kind: Kind, settings: AttentionSettings) -> Callable[..., jax.Array]:
-    """The function for one device of a kind other than 'dot'."""
+    """The function that computes attention of this kind, other than 'dot', on one device."""
     if kind == 'cudnn':
         return attend_by_cudnn
     if kind == 'splash':

@@ -43,7 +43,7 @@ def masked_scores(
 
     Returns:
       The scores, float32 [batch, kv_heads, group, length, slots]; and the derivative of their soft
-      cap, like them, or None without one.
+      cap, with the same shape, or None without a soft cap.
     """
     q_BLKGN = q_BLHN.reshape(*q_BLHN.shape[:2], k_BSKN.shape[2], -1, q_BLHN.shape[3])
     scores = jnp.einsum('BLKGN,BSKN->BKGLS', q_BLKGN, k_BSKN, preferred_element_type=jnp.float32)
@@ -69,7 +69,7 @@ def cudnn_problems(
     scale: float,
     soft_cap: float | None,
 ) -> Iterator[str]:
-    """Yields why cuDNN cannot compute the attention of these arguments, if so."""
+    """Yields each reason why cuDNN cannot compute attention for these arguments."""
     instead = "use kind 'auto', 'blockwise' or 'dot'"
     length, slots = q_BLHN.shape[1], k_BSKN.shape[1]
     if not device_kind().startswith('NVIDIA'):

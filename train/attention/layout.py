@@ -1,4 +1,4 @@
-"""The machine that attention runs on, and how it divides queries, keys and values over devices.
+"""How queries, keys and values are divided over devices, and on which platform attention runs.
 
 Suffixes of array names: B batch, L length, S slots of keys and values, H heads, K kv_heads,
 N head_dim.

@@ -1,4 +1,4 @@
-"""Attention of some queries of a row over some of its keys, as a part of a sum over all keys.
+"""Attention over some keys of a row, as partial sums that can be added over all its keys.
 
 Each part comes with the logarithm of the sum of its weights, so that parts can be added. The
 gradients of a part are computed from the logarithm of the sum over all keys.

@@ -1,4 +1,4 @@
-"""What each query of an attention sees: keys by their distance, and by their segment.
+"""Which keys each query may see: a mask by distance and by segment.
 
 Suffixes of array names: B batch, L length (queries), S slots (keys and values).
 """

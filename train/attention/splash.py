@@ -1,6 +1,6 @@
 """Splash attention: Pallas kernels for TPUs that never hold the scores of all queries and keys.
 
-The kernel for a mask is made in little time for rows of any length.
+Making the kernel for a mask is quick, however long the rows are.
 
 Suffixes of array names: B batch, L length, H heads, K kv_heads, N head_dim.
 """

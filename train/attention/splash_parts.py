@@ -1,8 +1,8 @@
 """Splash attention between a part of the queries of a row and a part of its keys.
 
 The kernels of `splash` know where queries and keys are when they are compiled. Devices that
-share a row run one program, so there the distance of the two parts is an array. The kernels read
-which blocks they compute from arrays too, so these are computed here from the distance.
+share a row run one program, so the distance between the two parts is an array. The kernels also
+read from arrays which blocks to compute. This module computes these arrays from the distance.
 
 Suffixes of array names: Q blocks of queries, S blocks of keys, W blocks that are computed.
 """

@@ -1,4 +1,4 @@
-"""`python -m train.cli` is `meshwright`. The launcher starts its processes so."""
+"""`python -m train.cli` runs `meshwright`. The launcher starts its processes with this command."""
 
 import sys
 

@@ -31,7 +31,7 @@ of them, or the folder of a Hugging Face model. No device is used.
 def main(arguments: Sequence[str], prog: str) -> int:
     """Runs `meshwright checkpoint`, and returns its exit status.
 
-    It is 1 if two checkpoints differ, or if a file is not the one that was written.
+    The status is 1 if two checkpoints differ, or if a file has changed since it was written.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser(prog, description=_DESCRIPTION, epilog=_PATHS, formatter_class=raw)
@@ -169,7 +169,7 @@ def convert(options: argparse.Namespace) -> int:
     from train.errors import ConfigError
     from train.paths import as_folder, as_path
 
-    # Orbax asks for the processes of a backend. Those of accelerators would look for devices.
+    # Orbax asks for the processes of a backend. An accelerator backend would look for devices.
     jax.config.update('jax_platforms', 'cpu')
     source = _open(options.source, options.step)
     like = None if options.like is None else as_path('--like', options.like)

@@ -189,7 +189,7 @@ def verified_table(results: Sequence[Verified], seconds: float) -> Group:
 
 
 def conversion_lines(conversion: Conversion, seconds: float) -> Group:
-    """What has been written, and what the source has and the result does not."""
+    """What has been written, and what the source has but the result lacks."""
     size = conversion.num_bytes
     lines = [
         _text(

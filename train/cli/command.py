@@ -1,4 +1,4 @@
-"""How the commands of the trainer start and fail: their flags, and errors in one line."""
+"""Runs a command of the trainer: parses its flags, and prints an error in one line."""
 
 from __future__ import annotations
 

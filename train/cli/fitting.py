@@ -98,7 +98,7 @@ def _read_config(lines: Sequence[str]) -> TrainConfig:
 def _fit_all(
     work: Workload, machines: Sequence[Machine], *, compile: bool
 ) -> tuple[list[Fit], dict[str, Fit | None]]:
-    """How a run does on each machine, and on the smallest machine of each of their chips."""
+    """Fits a run to each machine, and finds the smallest machine with each of their chips."""
     from train.planning.fits import find_smallest, fit_machine, forecast_fit
     from train.planning.output import show_progress
 

@@ -133,7 +133,7 @@ def _forecast_all(
 ) -> tuple[list[Forecast], dict[str, str]]:
     """The forecasts of the run that gin has loaded, and the programs by machine.
 
-    The run is planned on all machines before it is compiled for the first.
+    The run is planned on all machines before it is compiled for any.
     """
     from train.errors import ConfigError
     from train.gin.entry import find_config

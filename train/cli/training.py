@@ -1,4 +1,4 @@
-"""`meshwright train`, `python -m train` and `meshwright precompile`: the run of gin files."""
+"""`meshwright train`, `python -m train` and `meshwright precompile`: runs of gin files."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def score(
     """Computes metrics of predicted tokens.
 
     Args:
-      metrics: the metrics. Those with the attribute `reads_tokens` receive tokens instead of text.
+      metrics: the metrics. A metric with the attribute `reads_tokens` gets tokens, not text.
       references: the examples.
       tokens: int [length], the predicted tokens of each example.
 

@@ -1,4 +1,4 @@
-"""The interface of evaluators, what they read of a run, and when they run."""
+"""The interface of evaluators, the parts of a run that they read, and when they run."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def write_metrics(
 ) -> epath.Path:
     """Adds a line with the scores of a step to `<task>-metrics.jsonl`.
 
-    Lines of this step and of later ones are replaced: a run that was resumed has written them.
+    Lines of this step and of later steps are replaced: they are from before a run was resumed.
     """
     path = _path(folder, f'{task}-metrics.jsonl')
     lines = path.read_text().splitlines() if path.exists() else []
@@ -58,7 +58,7 @@ SETTINGS = 'settings.json'
 
 @dataclasses.dataclass(frozen=True)
 class PartFiles:
-    """The parts of a file. Only one process may use it.
+    """The parts of a file. Only one process may use them.
 
     Attributes:
       path: the whole file.
@@ -72,13 +72,13 @@ class PartFiles:
         """Creates the folder, or finds the parts in it.
 
         Args:
-          settings: what determines the parts, as JSON.
+          settings: the settings that the content of the parts depends on, as JSON.
 
         Returns:
           The number of finished parts.
 
         Raises:
-          ConfigError: if the folder has parts of other settings, or cannot be written.
+          ConfigError: if the parts in the folder have other settings, or it cannot be written.
         """
         settings, file = json.loads(json.dumps(dict(settings))), self.folder / SETTINGS
         if file.exists():

@@ -1,4 +1,4 @@
-"""Held-out examples as text: what predictions are compared with, and the lines that have both."""
+"""Held-out examples as text, to compare predictions with and to write next to them."""
 
 from __future__ import annotations
 

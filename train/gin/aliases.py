@@ -1,4 +1,4 @@
-"""Names of another system that gin files may write, such as T5X's, and what they stand for here."""
+"""Translates the names of another system, such as T5X, in gin files to the names used here."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _last_statements(
 
 
 def _check_macros(last: Mapping[tuple[str, ...], Statement], unused: set[str]) -> None:
-    """Checks that every macro in use has a value, and names all that have none at once.
+    """Checks that every macro in use has a value. One error names all that lack one.
 
     Args:
       last: the statements that no later statement overrides.

@@ -34,8 +34,8 @@ BY_MODULE = REGISTERED | _read('by module')
 
 GIN_OWN = ('macro', 'gin.macro', 'singleton', 'gin.singleton', 'gin.constant', 'constant')
 # Configurables that a gin file has named by an import. A name without a module never stands for
-# one of them, so the files of one run cannot make a name of another run ambiguous. Those of a
-# package that one run allows stay refused in the next.
+# one of them, so the files of one run cannot make a name of another run ambiguous. If one
+# run allows a package, the next run still refuses its configurables.
 _BY_IMPORT: set[str] = set()
 
 
@@ -55,7 +55,7 @@ def register_listed() -> None:
 def _register(module: str, name: str) -> None:
     """Registers a function or class, unless gin has this name or the library does not have it.
 
-    Users may have registered it under a name of their own before. Unlike
+    Users may have registered it under another name before. Unlike
     `gin.external_configurable`, this notes the module from which the written configuration of a run
     imports the name. The module where it is defined may be private.
     """
@@ -140,7 +140,7 @@ def find_allowed(name: str, allow: Sequence[str]) -> Any:
     """The function or class of an allowed package with this name.
 
     Raises:
-      LookupError: if there is none. The message continues a sentence about the name.
+      LookupError: if the name does not exist. The message continues a sentence about the name.
     """
     home, path = _split(name)
     found: Any = importlib.import_module(home)
@@ -159,7 +159,7 @@ def find_allowed(name: str, allow: Sequence[str]) -> Any:
 
 
 def foreign_origin(found: Any, allow: Sequence[str]) -> str | None:
-    """The module of an object that belongs to no allowed package and that gin does not know."""
+    """The module of an object that is outside the allowed packages and unknown to gin."""
     origin = getattr(found, '__module__', None) or type(found).__module__
     foreign = not is_within(origin, allow) and gin_internals._inverse_lookup(found) is None
     return origin if foreign else None

@@ -2,8 +2,8 @@
 
 gin files are code: they import modules and call what they name. They may only use names on a list:
 names.ini, and what modules of the user register. A name is compared with the list as text, so
-nothing is imported, and no attribute is read, that is not on the list. Names of another system are
-translated to ours before the comparison.
+no module outside the list is imported, and no attribute outside it is read. Names of another system
+are translated to ours before the comparison.
 """
 
 from __future__ import annotations

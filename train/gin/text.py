@@ -1,4 +1,4 @@
-"""The settings that gin has used in this process, if it has used any.
+"""The settings that gin has used in this process, as text; nothing if gin was not used.
 
 A run that gin has not configured does not load gin: this module imports it where it is needed.
 """

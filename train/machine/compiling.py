@@ -1,9 +1,9 @@
 """How the programs of a run are compiled: with which options, and where they are kept.
 
 jax keeps compiled programs in a folder, so that a later start need not compile them. jax's keys
-contain the program, its options, the devices, and the versions of jaxlib and the compiler, so a
-folder may be used by all of them. Who can write to the folder can run code in the processes that
-read it, which is why every user has one.
+contain the program, its options, the devices, and the versions of jaxlib and the compiler, so all
+of them can share a folder. Anyone who can write to the folder can run code in the processes
+that read it, which is why every user has a separate folder.
 """
 
 from __future__ import annotations

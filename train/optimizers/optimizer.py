@@ -1,4 +1,4 @@
-"""Optimizers: optax transformations, with what gin and the trainer's reports need beyond optax."""
+"""Optimizers: optax transformations, plus the details that gin and the trainer's reports need."""
 
 from __future__ import annotations
 

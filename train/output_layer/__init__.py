@@ -1,7 +1,7 @@
 """The output layer of token models with its loss: from hidden states to the scores of targets.
 
-`logits` is what a model hands over, and what a loss gets of it; `fused` scores targets from either,
-with gradients; `chunks` is its mathematics on one device; `placement` the mesh axes that it uses.
+`logits` has the value that a model returns and a loss reads. `fused` scores targets from logits or
+hidden states, with gradients; `chunks` does so on one device. `placement` finds the mesh axes.
 """
 
 from train.output_layer.fused import score_targets

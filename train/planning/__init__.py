@@ -1,4 +1,4 @@
-"""What a run needs and takes on machines that it does not run on, and which settings are better.
+"""Forecasts the memory and time of a run on other machines, and finds better settings.
 
 `machines` names machines and moves runs to them, and `forecasts` says what a run does there.
 `candidates` and `presets` change the settings of a run, `changes` finds changes with which a run

@@ -1,4 +1,4 @@
-"""What can change in a run, as a value, and the run with the change."""
+"""The settings that a search may change in a run, as a value, and the run with these changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forecast prints and writes, and what it shows while it is made."""
+"""Prints and writes a forecast, and shows progress while it is computed."""
 
 from __future__ import annotations
 

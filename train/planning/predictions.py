@@ -1,4 +1,4 @@
-"""What a candidate needs and takes by formulas: it is planned and traced, and not compiled."""
+"""The memory and time of a candidate by formula: it is planned and traced, but not compiled."""
 
 from __future__ import annotations
 

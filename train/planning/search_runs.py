@@ -1,4 +1,4 @@
-"""The search for the fastest settings of a run: what is asked, remembered and written."""
+"""Searches for the fastest settings of a run: reads the request, keeps and writes the results."""
 
 from __future__ import annotations
 

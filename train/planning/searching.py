@@ -1,4 +1,4 @@
-"""Which candidates are compiled, which one wins, and how much better another one could be."""
+"""Chooses which candidates to compile, which one wins, and how much better others could be."""
 
 from __future__ import annotations
 

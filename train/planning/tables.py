@@ -1,4 +1,4 @@
-"""What a search has found, and into which machines a model fits, as text."""
+"""Tables of what a search has found, and of the machines that a model fits."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Whoever calls a compiler, or waits for other processes, says so where it does:
   with calling_compiler():
     program = lowered.compile()
 
-The hub then knows a process that keeps the others waiting from one that waits for it.
+The hub can then tell a process that keeps the others waiting from the processes that wait.
 """
 
 from __future__ import annotations

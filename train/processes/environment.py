@@ -1,7 +1,7 @@
 """What the environment says about the processes of a run, on clusters of every kind.
 
-Only variables are read: no package of a cluster, no server, and no name is looked up. Where
-variables do not say enough, the message names those that are missing.
+Only variables are read: no package of a cluster, no server, and no name is looked up. If
+variables are missing, the message names them.
 
 jax's own detection is not used. It connects in the same call, while the channel of `channel.py` is
 opened before jax connects. For the environments of `test_cluster_environment.py`, its answer is the

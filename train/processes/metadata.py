@@ -1,4 +1,4 @@
-"""What the server of metadata says about a Cloud TPU VM, whose environment has no variables."""
+"""Reads from the metadata server what the environment of a Cloud TPU VM does not say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process of several prints: its lines begin with its index, and C++ writes to a file.
+"""Output of one process among several: lines begin with its index, and C++ writes to a file.
 
 Libraries of other languages write to the file descriptors 1 and 2 themselves: the connections of
 collectives, for example, and long traces of the runtime when another process has died. They would

@@ -2,8 +2,8 @@
 
 A process can wait forever: for another process that is alive but stuck, for storage that does not
 answer, or for one of its own locks. Schedulers do not notice, and the machines stay occupied. The
-watchdog is a thread that looks at what the run does. It cannot act while code that is not Python's
-holds the interpreter's lock; compilers, collectives and file systems release it.
+watchdog is a thread that looks at what the run does. It cannot act while native code holds the
+interpreter's lock; compilers, collectives and file systems release the lock.
 """
 
 from __future__ import annotations

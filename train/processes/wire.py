@@ -1,4 +1,4 @@
-"""Messages between the processes of a run, one line of JSON each, and how long they are awaited."""
+"""Messages between the processes of a run, one line of JSON each, and how long to wait for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast a run is: the time to its first step, the speed of its steps, and traces of some."""
+"""Measures a run: the time to its first step, the speed of its steps, and traces of some steps."""
 
 from __future__ import annotations
 

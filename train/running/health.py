@@ -1,8 +1,8 @@
-"""Whether a state is still made of numbers, and what a run does if it is not.
+"""Checks that a state is still finite, and decides what a run does if it is not.
 
-The step itself looks, on the devices: its metric `NOT_FINITE` says which parts of a step are NaN or
-infinite. The host reads it only when it waits for the devices anyway, which is before it writes,
-evaluates or saves anything.
+The step itself checks this on the devices: its metric `NOT_FINITE` says which parts of a step are
+NaN or infinite. The host reads it only when it waits for the devices anyway, which is before it
+writes, evaluates or saves anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from train.config import NotFinitePolicy
 from train.processes.activity import wait_for_devices
 
-# The metric of a step that says what is not finite: bit i of the int32 stands for PARTS[i].
+# The metric that says which parts of a step are not finite: bit i of the int32 is for PARTS[i].
 NOT_FINITE = 'not_finite'
 PARTS = ('the loss', 'the gradients', 'the parameters', 'the variables', 'the optimizer state')
 
@@ -32,7 +32,7 @@ def describe_not_finite(
       loss: the loss.
       gradient_norm: the norm of the gradients.
       parameter_norm: the norm of the new parameters.
-      state: the new TrainState, of which the optimizer state and the variables are read.
+      state: the new TrainState. Its optimizer state and its variables are read.
     """
     parts = (
         loss,
@@ -58,7 +58,7 @@ class NotFinite(NamedTuple):
 
     Attributes:
       step: the step.
-      parts: what is not finite, such as 'the loss'.
+      parts: the parts that are not finite, such as 'the loss'.
     """
 
     step: int
@@ -87,7 +87,7 @@ class Health:
     """The steps that the host has not looked at, and what a run does if one is not finite.
 
     Args:
-      policy: what it does; see `TrainConfig.not_finite`.
+      policy: what a run does then; see `TrainConfig.not_finite`.
       max_skips: the number of steps in a row that may be skipped.
       max_roll_backs: how often a run may go back to the same checkpoint.
       first_step: the step that the run starts from.
@@ -110,7 +110,7 @@ class Health:
     def look(self) -> Found:
         """Waits for the steps since the last call, and returns what is not finite in them.
 
-        All processes find the same, because the metrics of a step are.
+        All processes find the same, because they see the same metrics of a step.
         """
         steps, self._steps = self._steps, []
         skipped = list[NotFinite]()

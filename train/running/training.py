@@ -61,12 +61,12 @@ def train(config: TrainConfig, *, expect_plan: str | os.PathLike[str] | None = N
       The state after the last step.
 
     Raises:
-      ConfigError, ValueError: if a setting cannot be honoured, or if the layout differs from that
-        of `expect_plan`. Nothing has been compiled or written then.
+      ConfigError, ValueError: if a setting cannot be honoured, or if the layout differs from
+        `expect_plan`. In both cases, nothing has been compiled or written.
       FloatingPointError: if a step is not finite and `config.not_finite` stops the run then. The
         newest checkpoint is kept.
-      Interrupted: if SIGTERM, SIGINT or SIGHUP ends the run with work left, in a run of several
-        processes to any of them. It is a KeyboardInterrupt that says what was saved: the current
+      Interrupted: if SIGTERM, SIGINT or SIGHUP, sent to any process of the run, ends it early.
+        The error is a KeyboardInterrupt that says what was saved: the current
         step, or nothing if no step was finished. The same call resumes the run. Outside the main
         thread, signals are not handled.
     """

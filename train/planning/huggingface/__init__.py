@@ -1,1 +1,1 @@
-"""Models of Hugging Face, read from their `config.json` as one of our models, without weights."""
+"""Reads the `config.json` of a Hugging Face model as one of our models, without weights."""
