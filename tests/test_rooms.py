@@ -105,6 +105,8 @@ ROOMS = sorted({room(module) for module in FILES if '.' in module})
 
 @pytest.mark.parametrize('package', FLOORS)
 def test_every_room_has_a_floor_and_every_listed_room_exists(package):
+    folders = {path.parent for path in (ROOT / package).rglob('*.py')}
+    assert all((folder / '__init__.py').exists() for folder in folders)
     listed = [name for floor in FLOORS[package] for name in floor]
     assert sorted(listed) == sorted(name for owner, name in ROOMS if owner == package)
     assert len(FLOORS[package]) <= 10

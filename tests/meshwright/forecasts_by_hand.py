@@ -65,14 +65,14 @@ GATHER = Cause(
     array='params/layers/mlp/up',
     logical_axes=('layers', 'embed', 'mlp'),
     rule="('embed', 'fsdp')",
-    reason='Each layer gathers its weights before it uses them.',
+    why='Each layer gathers its weights before it uses them.',
 )
 TABLE = Cause(
     source='train/models/embedding.py:41',
     array='params/embedding',
     logical_axes=('vocab', 'embed'),
     rule="('vocab', 'tensor')",
-    reason='The whole table is gathered before the lookup.',
+    why='The whole table is gathered before the lookup.',
     change="constrain(embedding, ('vocab', 'embed'))",
     confirmed=True,
 )

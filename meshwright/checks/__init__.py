@@ -1,0 +1,1 @@
+"""Golden forecasts: files that say what a program needs and moves, and that tests compare."""
