@@ -174,7 +174,7 @@ def measure(name: str, gib: float, folder: Path) -> dict[str, float]:
 
 
 def abstract_state(gib: float, mesh_shape: tuple[int, int], replicated: bool = False) -> Any:
-    """A state like that of Adam: parameters of 32 MiB and of a few KiB, with two moments each."""
+    """A state like Adam's: parameters of 32 MiB and of a few KiB, with two moments each."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -331,7 +331,7 @@ def _memory(field: str) -> int:
 
 
 def show(gib: float, results: list[dict[str, Any]]) -> None:
-    """Prints the medians of the rounds, next to those of plain files."""
+    """Prints the medians of the rounds, next to plain files."""
     raw = {kind: statistics.median(r['raw'][kind] for r in results) for kind in ('write', 'read')}
     speeds = ', '.join(f'{kind} {gib / seconds:.2f} GiB/s' for kind, seconds in raw.items())
     print(f'{gib:g} GiB, median of {len(results)} rounds; plain files: {speeds}')

@@ -50,7 +50,7 @@ class Row(ShippedRun):
 
     Attributes:
       mark: the figures that the row must not exceed.
-      peer: those of MaxText.
+      peer: MaxText's figures.
     """
 
     mark: Figures = Figures()
@@ -234,7 +234,7 @@ def collect(names: Sequence[str], path: Path, again: bool) -> dict[str, dict[str
 
 
 def print_table(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Prints the figures of each row next to those of MaxText, and the marks that it misses."""
+    """Prints the figures of each row next to MaxText's, and the marks that it misses."""
     print(f'{"peak GB / compute ms / wire GB":<25}{"ours":>24}{"mark":>24}{"MaxText":>24}')
     for row in ROWS:
         if (found := results.get(row.name)) is None:

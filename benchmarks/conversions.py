@@ -2,7 +2,7 @@
 
   python benchmarks/conversions.py --data DIR --gib 1
 
-DIR is that of benchmarks/t5x_parity.py. Every checkpoint of T5X in it is converted to safetensors,
+DIR is the DIR of t5x_parity.py. Every checkpoint of T5X in it is converted to safetensors,
 to a step of this package and to plain Orbax, and from each of them back to T5X. Then a checkpoint
 of Orbax, half of which is one array, goes through all formats, each conversion in its own process.
 Its peak memory must be below the largest array plus 2 GiB. The command fails if a bit differs or

@@ -8,7 +8,7 @@ jitted three times. Every copy is a function of its own, because jax would share
 copies of the same function, and a program that is called more often is faster. The copies are
 called in random order. The column `ratio` divides the median time of the partitioned copies by the
 median of the jitted ones, and `noise` divides the slowest jitted copy by the fastest. The arrays
-are tiny, so the time is that of the call alone.
+are tiny, so the time is spent in the call alone.
 """
 
 from __future__ import annotations

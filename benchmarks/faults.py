@@ -4,7 +4,7 @@
 
 Each trial starts `python -m train` in a folder of its own, sends SIGKILL, SIGTERM, SIGINT or SIGHUP
 at a moment, runs the command that resumes, and compares parameters, optimizer state and metrics
-with those of a run without a signal, bit by bit. Moments are a time after the start of the process,
+with a run without a signal, bit by bit. Moments are a time after the start of the process,
 or a time after something has begun: tokenizing, compiling, a step, an evaluation or a save. Runs
 use a cache of tokens and compiled programs, unless the signal is to come while these are made.
 

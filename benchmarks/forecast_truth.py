@@ -45,7 +45,7 @@ _ORIGINS = {'jaxpr': 'traced steps', 'compiler': 'compiled steps'}
 _FRAMEWORKS = 'one factor per framework, and its rows before were 37% slower with as many tokens'
 _LARGEST = (
     'the same work per chip was measured 9% faster on twice the chips: exchanges along the tensor '
-    'axis of 16 are hardly hidden in these rows, and mostly along those of 4 and 8'
+    'axis of 16 are hardly hidden in these rows, and mostly hidden along axes of 4 and 8'
 )
 _SLICES = 'delays grow faster than by doublings: 10% on 16 slices, 21% on 32; 7% and 11% for 32B'
 _NARROW = 'products of width 4,096 are less efficient than wider ones, which FLOPs do not show'

@@ -4,7 +4,7 @@ Run: python benchmarks/hostile_input.py [NAME ...]
 
 Each file is written to a temporary folder and read in a process of its own, with the settings that
 users have by default. `becomes` is the size that the file has when it is decompressed, or claims
-to have. `peak` is the memory above that of the process when all modules are imported. The last
+to have. `peak` is the memory in addition to the process with all modules imported. The last
 line says whether each file is refused, with less than 512 MiB.
 """
 

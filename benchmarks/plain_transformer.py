@@ -20,7 +20,7 @@ import optax
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of the model. `dtype` is that of the computation; parameters are float32."""
+    """The sizes of the model. The computation has `dtype`; parameters are float32."""
 
     vocab_size: int
     num_layers: int
@@ -36,7 +36,7 @@ class Sizes:
 
 
 def init_params(sizes: Sizes, key: jax.Array) -> dict[str, Any]:
-    """Makes float32 parameters; those of the layers are stacked."""
+    """Makes float32 parameters; the parameters of the layers are stacked."""
     layers, d, h, n, f = (
         *(sizes.num_layers, sizes.embed_dim, sizes.num_heads),
         *(sizes.head_dim, sizes.mlp_dim),

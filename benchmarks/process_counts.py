@@ -4,12 +4,12 @@
 
 All runs have 8 devices and the same mesh. It prints three comparisons:
 
-- the losses of each number of processes with those of one process: at most 1e-6 apart, and equal
-  bit by bit among several processes;
+- the losses of each number of processes with one process: at most 1e-6 apart, and equal bit by bit
+  among several processes;
 - the losses of a run that stops halfway and continues with another number of processes, for all
-  pairs, with those of a run that does not stop;
+  pairs, with a run that does not stop;
 - the losses and the data of a run in which one of 4 processes is killed, and which continues with 2
-  processes and 4 devices on another mesh, with those of a run that does not stop.
+  processes and 4 devices on another mesh, with a run that does not stop.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ codes, and whether the messages name the process with the fault.
 
 The faults at random are drawn by a seed. One of 2 or 4 processes is killed, stopped, sent a signal,
 or raises an error, at a moment of its start, of a compilation, a step, a save or an evaluation. The
-run is then resumed without a fault. Its state and its metrics must equal those of a run that had no
+run is then resumed without a fault. Its state and its metrics must equal a run that had no
 fault, bit by bit.
 
 Each trial is a line of JSON in the file of results. The command can be stopped and started again:

@@ -9,7 +9,7 @@ compiler, the limits from `partitioning.CHIPS`, and shares are a bound, not a fo
   kernels, so with attention as a kernel the share can exceed 100%, most of all for long rows; the
   products include the masked blocks that such a kernel may skip.
 - memory: the peak of the memory / what the chip has.
-- wire: the time in which all links of a chip send the bytes / that of the products.
+- wire: the time in which all links of a chip send the bytes / the time of the products.
 
 Usage:
   python benchmarks/roofline.py [--rows=1b,8b_fsdp] [--results=FILE] [--again]

@@ -33,5 +33,5 @@ class ShippedRun:
 
     @property
     def all_bindings(self) -> list[str]:
-        """The gin bindings, with those of the machine and the batch."""
+        """The gin bindings, with bindings of the machine and the batch."""
         return [f"TOPOLOGY = '{self.topology}'", f'BATCH_SIZE = {self.batch}', *self.bindings]

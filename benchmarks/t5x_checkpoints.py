@@ -2,7 +2,7 @@
 
   python benchmarks/t5x_checkpoints.py --data DIR
 
-DIR is that of benchmarks/t5x_parity.py. Arrays of both formats are compared with each other and
+DIR is the DIR of t5x_parity.py. Arrays of both formats are compared with each other and
 with the sums that T5X computed. Each checkpoint is then restored onto meshes of 8 CPU devices with
 the state of Adafactor, written in T5X's format, and read again. The command fails if a value
 differs; sums may differ by rounding.
@@ -48,7 +48,7 @@ def read_all(path: Path) -> dict[str, np.ndarray]:
 
 
 def compare_formats(folder: Path) -> Iterator[Row]:
-    """Compares the two formats, bit by bit, and their sums with those of T5X."""
+    """Compares the two formats, bit by bit, and their sums with T5X's."""
     facts = json.loads((folder / 'model.json').read_text())
     run = facts['train'][facts['checkpoint_step10_run']]
     after = {f'target/{k}': v[2:] for k, v in run['params_after'].items()}

@@ -5,8 +5,8 @@
 DIR has a folder for each model, with `model.json`, `data.npz` and checkpoints; and folders
 `<model>_variants` with the same checkpoints stored otherwise. The checkpoints of both formats are
 read, and all batches of `data.npz` are computed: logits, encoder outputs, scores, losses with every
-divisor, and gradients. Rows are made from the raw examples. A difference is absolute, except that
-of losses and scores, which is relative. The command fails if one is above its limit.
+divisor, and gradients. Rows are made from the raw examples. Differences are absolute, and
+relative for losses and scores. The command fails if one is above its limit.
 """
 
 from __future__ import annotations

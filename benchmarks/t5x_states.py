@@ -5,7 +5,7 @@
 The states have 5,000 parameters in 500 layers and are abstract. They hold their names as T5X's do:
 in `params_axes`, from which `as_logical_axes()` makes the names of the optimizer's arrays. The
 table shows medians of alternating calls. The last line compares the construction of a partitioner
-with that of its mesh by `jax.make_mesh`.
+with the construction of its mesh by `jax.make_mesh`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Optimizer:
 class T5xState(flax.struct.PyTreeNode):
     """A train state with T5X's fields.
 
-    `names_of_statistics` makes the names of `param_states`, given those of the parameters.
+    `names_of_statistics` makes the names of `param_states`, given the names of the parameters.
     """
 
     _optimizer: Optimizer

@@ -96,10 +96,10 @@ def forecast(
       topology: a machine, such as 'v5p:4x4x4', 'v5p-128' or 'h100:2x8', to which the function is
         moved; by default, the machine of the partitioner's mesh. The mesh has the same axes there.
       num_slices: the number of slices of `topology`.
-      axes: the sizes of the mesh axes on `topology`, such as {'data': -1, 'model': 8}, if they are
-        not those of the partitioner's mesh.
+      axes: the sizes of the mesh axes on `topology`, such as {'data': -1, 'model': 8}, if they
+        differ from the partitioner's mesh.
       compile: whether to compile. Without, all figures are by formula, and come within seconds.
-      compiler_options: options of the compiler in addition to those of the function.
+      compiler_options: options of the compiler in addition to the function's own.
       on_cpu: whether to compile for virtual CPU devices in place of the machine. This happens in
         any case if the compiler of the machine is not installed.
       changes: changes to try if the function does not fit, in addition to a smaller batch and

@@ -108,8 +108,8 @@ class TrainConfig:
       log_every: the number of steps between records of training metrics.
       profile_steps: the first and the last step of a trace for TensorBoard or Perfetto, which is
         written to `<model_dir>/profile`. By default, nothing is traced.
-      compiler_options: the options with which the steps of the run are compiled. 'auto' takes those
-        of `partitioning.hardware.DEFAULT_OPTIONS` for the chips of the mesh. A dict adds to them,
+      compiler_options: the options with which the steps of the run are compiled. 'auto' takes
+        `partitioning.hardware.DEFAULT_OPTIONS` for the chips of the mesh. A dict adds to them,
         replaces them, and with the value None removes them; the empty dict removes all. The plan of
         the run records them.
       compilation_cache: the folder in which compiled programs are kept, so that the next start need

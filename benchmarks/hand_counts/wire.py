@@ -31,8 +31,8 @@ def count_data_parallel(case: Case) -> Wire:
 def count_fsdp(case: Case) -> Wire:
     """Every device has a shard of all parameters; the rounds of the gradients are in `case.rounds`.
 
-    Weights are gathered in bfloat16, those of layers for the forward pass and again for the
-    backward pass, that of the output once. Each device looks its columns of the embedding up for
+    Weights are gathered in bfloat16: the layers' for the forward pass and again for the backward
+    pass, the output's once. Each device looks its columns of the embedding up for
     all tokens, which are gathered (int32); its rows of the result come by an all-to-all, and so do
     their gradients. Gradients are summed and scattered, round by round; the output in its chunks.
     On the last round, arrays with heads of 64 are summed whole: they do not fill a row of a tile.
@@ -47,7 +47,7 @@ def count_fsdp(case: Case) -> Wire:
     to_scatter = feed_forward + BFLOAT * case.chunks * m.embed + attention * (m.head >= 128)
     whole = attention * (m.head < 128)
     small = FLOAT * (m.norms + 6)  # what is summed whole: gradients of norms, and the loss
-    norms = FLOAT * (m.norms + 2 * m.layers * m.embed)  # forward, and those of layers again
+    norms = FLOAT * (m.norms + 2 * m.layers * m.embed)  # forward, and the layers' norms again
     if case.sums_to_gather:
         small += norms
     else:
@@ -123,8 +123,8 @@ def count_tensor(case: Case) -> Wire:
 def count_dcn(case: Case) -> Wire:
     """Two slices, each with a shard of all parameters on each device, sum their shards' gradients.
 
-    The gradients of matrices are bfloat16, and those of the scales of norms float32 and whole. That
-    of the last norm and the loss fill whole tiles of 1,024 numbers, and another one a row of 128.
+    The gradients of matrices are bfloat16. The gradients of norms are float32 and whole. The last
+    norm's gradient and the loss fill whole tiles of 1,024 numbers, and another one a row of 128.
     """
     m = case.sizes
     shard = BFLOAT * (m.parameters - m.norms) / case.shards

@@ -190,7 +190,7 @@ def _move(name: str, usual: float, by: float) -> float:
 
 TPUS = tuple(chip.name for chip in CHIPS.values() if chip.platform == 'tpu')
 GPUS = tuple(chip.name for chip in CHIPS.values() if chip.platform == 'gpu')
-# Matrix units of 256 x 256 are filled by fewer products than those of 128 x 128.
+# Matrix units of 256 x 256 are filled by fewer products than units of 128 x 128.
 WIDE = ('v6e', 'tpu7x')
 NARROW = tuple(name for name in TPUS if name not in WIDE)
 

@@ -37,7 +37,7 @@ _POLICIES: dict[str, Remat] = {
     'minimal_flash': Remat(save=('dots', 'attended')),
     'dots_saveable': Remat(save=('dots',)),
 }
-# Sizes of MaxText's splash attention -> those of `SplashBlocks`.
+# Sizes of MaxText's splash attention -> sizes of `SplashBlocks`.
 _BLOCKS = {
     'sa_block_q': 'queries',
     'sa_block_kv': 'keys',

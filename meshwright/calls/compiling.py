@@ -92,7 +92,7 @@ def compile_traced(
       program: what `trace` returned.
       name: the name of the function, for messages.
       mesh: the mesh.
-      options: compiler options in addition to those of the function.
+      options: compiler options in addition to the function's own.
 
     Raises:
       ValueError: if the compiler does not know an option, or cannot read its value.

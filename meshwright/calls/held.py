@@ -104,7 +104,7 @@ def _arrays_of(
 def _row(
     path: str, x: Any, sharding: Sharding | None, known: PlanRow | None, mesh: MeshLike
 ) -> PlanRow:
-    """The row of an array: that of the plan if it is laid out as planned."""
+    """The row of an array: the plan's row if it is laid out as planned."""
     shape = shape_of(x)
     spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
     axes = [() if a is None else a for a in dimension_axes(spec, len(shape))]
@@ -126,7 +126,7 @@ def _row(
 
 
 def _sharding(entry: Any, x: Any) -> Sharding | None:
-    """The sharding of an array: that of its argument, or else its own."""
+    """The sharding of an array: its argument's, or else its own."""
     found = entry if isinstance(entry, Sharding) else getattr(x, 'sharding', None)
     return found if isinstance(found, Sharding) else None
 

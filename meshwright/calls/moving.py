@@ -32,7 +32,7 @@ def move_function(
     """Partitions a partitioned function again, by a partitioner on another mesh.
 
     Its layouts are moved by their specs. If it is compiled with the default options of its devices,
-    it is compiled with those of the new devices.
+    it is compiled with the default options of the new devices.
 
     Args:
       moved: the partitioner on the other mesh.

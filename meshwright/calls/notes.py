@@ -11,8 +11,8 @@ from meshwright.program.costs import MemoryUse
 # What virtual CPU devices get right of the program of another machine, and what not.
 _STAND_IN = (
     'compiled for virtual CPU devices: the bytes of arguments and the FLOPs are exact',
-    'compiled for virtual CPU devices: temporaries and the peak were seen 12 to 43% above those of '
-    'TPUs; kernels that the model chooses by device are those of CPUs',
+    'compiled for virtual CPU devices: temporaries and the peak were seen 12 to 43% higher than on '
+    'TPUs; kernels that the model chooses by device are kernels for CPUs',
     'compiled for virtual CPU devices: exchanges of bfloat16 have twice their bytes, '
     'reduce-scatters appear as all-reduces, and there is no estimate of time',
 )

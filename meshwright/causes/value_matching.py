@@ -132,7 +132,7 @@ class Matcher:
 def _agreement(stack: Sequence[str], other: Sequence[str]) -> float:
     """The share of two call stacks that agrees, from the innermost line on.
 
-    One of them may end early: that of a compiled operation also has the lines from which the
+    One of them may end early: the stack of a compiled operation also has the lines from which the
     functions around it are called.
     """
     pairs = list(zip(stack, other, strict=False))

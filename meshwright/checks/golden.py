@@ -38,7 +38,7 @@ def assert_forecast_unchanged(
     on_missing: OnMissing | None = None,
     **settings: Any,
 ) -> None:
-    """Asserts that the forecasts of a function are those of its golden files.
+    """Asserts that the forecasts of a function equal its golden files.
 
     Usage:
       def test_the_step_on_a_pod():
@@ -77,7 +77,7 @@ def check_golden(
     update: bool | None = None,
     on_missing: OnMissing | None = None,
 ) -> tuple[Path, ...]:
-    """Checks that forecasts are those of their golden files.
+    """Checks that forecasts equal their golden files.
 
     It compares the layout of every argument, the exchanges by kind and mesh axes, and the peak
     memory. Files of another version of the compiler are compared, too, and the message names both.

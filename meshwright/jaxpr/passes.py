@@ -27,7 +27,7 @@ def find_kept(block: Block, donated: Sequence[bool], size_of: Callable[[Value], 
     """Finds what the passes of a function keep for each other.
 
     Args:
-      block: the steps. jax marks those of a backward pass.
+      block: the steps. jax marks the steps of a backward pass.
       donated: for each input, whether it belongs to the state that the function replaces.
       size_of: the size of an array on a device in bytes.
     """

@@ -56,8 +56,8 @@ def trace_function(
       partitioned: a partitioned function, or any function of `jax.jit`.
       *abstract_args: its arguments, or their ShapeDtypeStructs. Where the function has no shardings
         for them, theirs count.
-      mesh: the mesh, by default that of the shardings. It may be abstract.
-      slices: the number of slices along axes that span several, by default those of the mesh.
+      mesh: the mesh, by default the mesh of the shardings. It may be abstract.
+      slices: the number of slices along axes that span several, by default the mesh's.
 
     Raises:
       ValueError: if neither the function nor its arguments name a mesh.

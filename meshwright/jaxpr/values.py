@@ -308,7 +308,7 @@ def is_backward(path: str) -> bool:
 
 
 def words_of(path: str) -> frozenset[str]:
-    """The words of the path of an operation, without those of transformations."""
+    """The words of the path of an operation, without the words of transformations."""
     text = path
     for bracket in '()/:':
         text = text.replace(bracket, ' ')

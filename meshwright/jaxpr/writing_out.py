@@ -197,7 +197,7 @@ class _Writer:
 
 @functools.cache
 def _is_on_host(memory_space: Any) -> bool:
-    """Whether a memory space of jax is that of the host. Their names take long to make."""
+    """Whether a memory space of jax is the host's. Their names take long to make."""
     return 'host' in str(memory_space).lower()
 
 

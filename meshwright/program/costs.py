@@ -115,7 +115,7 @@ def costs_of_text(
       chip: the name of the chip in `partitioning.hardware.CHIPS`.
 
     Raises:
-      ValueError: if the text is not that of a compiled program.
+      ValueError: if the text is not a compiled program.
     """
     program = parse_hlo(text)
     visits = visit_program(program)

@@ -63,11 +63,11 @@ class Instruction(NamedTuple):
     Attributes:
       name: its name, unique in the program.
       opcode: for example 'fusion' or 'all-gather-start'.
-      outputs: the arrays of its result; those of nested tuples one after another.
+      outputs: the arrays of its result; arrays in nested tuples follow one another.
       operands: the names of the instructions whose results it takes.
       literal: the value of a constant or the number of a parameter, and '' for others.
       attributes: everything after the operands, as text.
-      is_root: whether its result is that of the computation.
+      is_root: whether its result is the result of the computation.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The instruction whose result is that of the computation."""
+        """The instruction whose result is the result of the computation."""
         return next(i for i in self.instructions.values() if i.is_root)
 
 
@@ -154,7 +154,7 @@ def parse_hlo(text: str) -> HloProgram:
     """Parses `compiled.as_text()`.
 
     Raises:
-      ValueError: if the text is not that of a program.
+      ValueError: if the text is not a program.
     """
     header = text.partition('\n')[0]
     computations: dict[str, Computation] = {}

@@ -27,7 +27,7 @@ _OPAQUE = {'convolution', 'dot', 'custom-call', 'call', 'conditional', 'all-gath
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveArray:
-    """Equal arrays that are in memory at the peak, such as those of all layers.
+    """Equal arrays that are in memory at the peak, such as one array of every layer.
 
     Attributes:
       array: the type, such as 'bf16[16,2,2048]'.
@@ -163,7 +163,7 @@ class _Schedule:
             self._reuse(time)
 
     def peak(self) -> list[_Buffer]:
-        """The buffers at the peak, with those of the loop or call that runs then."""
+        """The buffers at the peak, also the ones in the loop or call that runs then."""
         return buffers_at_peak(self._made, self._inner_peak)
 
     def _place(self, instruction: Instruction) -> list[_Buffer]:

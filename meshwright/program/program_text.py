@@ -14,7 +14,7 @@ def read_text(compiled: jax.stages.Compiled) -> str:
       compiled: the result of `jitted.lower(...).compile()`.
 
     Raises:
-      ValueError: if the compiler, such as that of libtpu, is newer than jaxlib and has used an
+      ValueError: if the compiler, such as libtpu, is newer than jaxlib and has used an
         instruction in a form that jaxlib does not know.
     """
     try:

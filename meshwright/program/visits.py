@@ -27,7 +27,7 @@ class Visit(NamedTuple):
 def visit_program(program: HloProgram) -> list[Visit]:
     """Returns the instructions of a program in the order in which they run first.
 
-    The bodies of loops and calls are entered, those of fusions are not: a fusion is one operation.
+    The bodies of loops and calls are entered. A fusion is one operation, and is not entered.
     Of the branches of a conditional, the one with the most estimated cycles is entered. A loop
     whose length the text does not tell counts once.
     """
@@ -74,7 +74,7 @@ def _total_cycles(program: HloProgram, name: str) -> int:
 def _trip_count(program: HloProgram, loop: Instruction, condition: str) -> int:
     """The number of iterations of a loop.
 
-    The text of CPU and GPU programs has it. In that of TPUs, it is the constant with which the
+    The text of CPU and GPU programs has it. In programs for TPUs, it is the constant with which the
     condition compares the counter, which starts at 0.
     """
     if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):

@@ -67,7 +67,7 @@ def _read_file() -> dict[str, dict[str, dict[str, Any]]]:
 
 @functools.cache
 def constants_of(chip: Chip) -> ChipConstants:
-    """The constants of a chip, fitted on its measured steps or on those of similar chips."""
+    """The constants of a chip, fitted on measured steps of this chip or of similar chips."""
     entry = _read_file()[chip.name]
     return ChipConstants(**{name: figure['value'] for name, figure in entry.items()})
 
@@ -77,7 +77,7 @@ def list_constants(chip: Chip, constants: ChipConstants | None = None) -> tuple[
 
     Args:
       chip: the chip.
-      constants: other values than those of `constants_of`, whose source is the caller.
+      constants: values that replace the ones of `constants_of`, with the caller as their source.
     """
     entry = _read_file()[chip.name]
     own = dataclasses.asdict(constants_of(chip))

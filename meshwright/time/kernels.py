@@ -1,7 +1,7 @@
 """The work of hand-written kernels, from the jaxpr of a function.
 
-Compilers estimate neither kernels of Pallas nor those of cuDNN. Kernels of splash attention skip
-the blocks that their mask rules out. The mask of blocks is one of their arguments and almost always
+Compilers do not estimate the kernels of Pallas and cuDNN. Kernels of splash attention skip the
+blocks that their mask rules out. The mask of blocks is one of their arguments and almost always
 a constant, and so is the number of a layer, which decides between kinds of attention. The search
 therefore follows constants through the steps of the function:
 
@@ -75,7 +75,7 @@ _Outcome = tuple[Sequence[Any], list[KernelWork]]
 
 
 class _Search:
-    """A walk through steps that finds the kernels, with or without those of a backward pass."""
+    """A walk through steps that finds the kernels, with or without the backward pass's."""
 
     def __init__(self, backward: bool) -> None:
         self._backward = backward

@@ -29,7 +29,7 @@ class TimePart:
     Attributes:
       name: what takes the time, for example 'matrix products' or 'all-gather over fsdp (ICI)'.
       seconds: how long it takes by itself.
-      exposed: how much of that nothing else hides. The exposed times add up to that of the step.
+      exposed: the part that is not overlapped. The exposed times add up to the time of the step.
     """
 
     name: str

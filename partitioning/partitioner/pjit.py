@@ -77,8 +77,8 @@ class PjitPartitioner(BasePjitPartitioner):
         an axis for slices, a rule for 'batch' that has 'data' gets that axis too.
       optimizer_axis_rules: the rules for the optimizer's state, if they differ, as
         `fsdp_logical_axis_rules` makes them for ZeRO.
-      on_unmatched: the policy for names without a rule, in both sets of rules. The default is that
-        of the rules themselves (`AxisRules`), or an error; see `resolve_axes`.
+      on_unmatched: the policy for names without a rule, in both sets of rules. The default is the
+        policy of the rules (`AxisRules`), or an error; see `resolve_axes`.
       on_indivisible: the policy for sizes that are not divisible, with the same default.
       params_axes_names_override: (regular expression, names) pairs that name parameters by their
         paths, such as 'decoder/mlp/kernel'; see `override_params_axes_names`.

@@ -62,8 +62,8 @@ class TransformerConfig:
       dtype: the dtype of the computation, 'float32' or 'bfloat16'. Norms, softmax and the loss are
         always computed in float32.
       param_dtype: the dtype of the parameters, 'float32' or 'bfloat16'.
-      gradient_dtype: the dtype in which devices sum the gradients of the matrices, by default that
-        of the computation. 'float32' sends twice the bytes of 'bfloat16'.
+      gradient_dtype: the dtype in which devices sum the gradients of the matrices, by default the
+        dtype of the computation. 'float32' sends twice the bytes of 'bfloat16'.
       remat: what the backward pass recomputes: 'none', 'dots' (everything except matmul results),
         'full' (everything), or a `Remat`, which lists what is kept. Of a list of these, layer n
         takes entry n modulo the length; a scan then traces one layer per entry.

@@ -277,8 +277,8 @@ def _read_tpus(environ: Environment) -> _Found | None:
 def _read_kubernetes(environ: Environment) -> _Found | None:
     """Reads an indexed job or a JobSet. Only the index is Kubernetes' own; manifests set the rest.
 
-    JOB_INDEX and PROCESSES_IN_JOB are the names of XPK; JOBSET_NAME and REPLICATED_JOB_NAME those
-    of Google's recipes. The variables of TPUs say more, and come first.
+    JOB_INDEX and PROCESSES_IN_JOB are the names of XPK; Google's recipes have JOBSET_NAME
+    and REPLICATED_JOB_NAME. The variables of TPUs say more, and come first.
     """
     pod = _read_number(environ, 'JOB_COMPLETION_INDEX')
     if pod is None or environ.get(_INDEX):

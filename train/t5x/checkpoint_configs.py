@@ -91,8 +91,8 @@ class RestoreCheckpointConfig:
       strict: whether an array of the checkpoint that the run does not use is an error, unless
         `fallback_to_scratch` is set.
       fallback_to_scratch: whether arrays that are not restored are initialized as in a new run.
-      dtype: the dtype of restored parameters: 'float32', 'bfloat16' or 'float16'; None keeps that
-        of the run.
+      dtype: the dtype of restored parameters: 'float32', 'bfloat16' or 'float16'; None keeps the
+        run's dtype.
       restore_dataset: has no effect; rows always continue at the step of the checkpoint.
       checkpointer_cls: None, `checkpoints.Checkpointer` or
         `contrib.moe.checkpoints.UpcycleCheckpointer`.

@@ -213,14 +213,14 @@ def _check_vocabularies(
     model: BaseTransformerModel, features: Mapping[str, Any] | None, task: str | None
 ) -> None:
     if features is not None and task is not None:
-        why = 'the features are those of output_features; leave one of them out'
+        why = 'output_features already gives the features; leave one of them out'
         raise refusal(f'{KEY}.mixture_or_task_name', task, why)
     if task is not None:
         model.check_vocabulary(get_mixture_or_task(task))
     wanted = {'inputs': model.input_vocabulary, 'targets': model.output_vocabulary}
     for name, feature in (features or {}).items():
         if name in wanted and feature.vocabulary.identity != wanted[name].identity:
-            why = f'the vocabulary of {name} is not that of the model'
+            why = f'the vocabulary of {name} is not the model's'
             raise refusal(f'{KEY}.output_features', sorted(features or {}), why)
 
 

@@ -33,7 +33,7 @@ _REPLICATED = (
 
 
 def show_arrays(forecast: Forecast, name: str) -> Html | None:
-    """Returns the table of the arguments' arrays; `name` is that of the table."""
+    """Returns the table of the arguments' arrays; the table gets the name `name`."""
     if not forecast.arrays:
         return None
     held = bytes_str(sum(row.bytes_per_device for row in forecast.arrays))

@@ -185,8 +185,8 @@ def _row_of(name: str, rows: Mapping[str, list[PlanRow]]) -> PlanRow:
     found = rows.get(name, [])
     if not found:
         raise ValueError(f'{name} does not belong to a parameter in the plan.{nearest(name, rows)}')
-    # If both `0/kernel` and `0/sub/kernel` exist, the gradient `kernel` is of the first: that of
-    # the second would be `sub/kernel`.
+    # If both `0/kernel` and `0/sub/kernel` exist, the gradient `kernel` belongs to the first: the
+    # second's gradient would be `sub/kernel`.
     roots = [row.path.removesuffix(name) for row in found]
     if not all(root.startswith(roots[0]) for root in roots):
         listed = ', '.join(row.path for row in found[:6])

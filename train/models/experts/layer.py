@@ -58,8 +58,8 @@ class ExpertMlp(nn.Module):
           x_BLM: the tokens, [batch, length, embed].
           is_token_BL: which tokens are routed, bool [batch, length]. The others are padding, and
             their output is 0. By default, all are routed.
-          deterministic: whether there is no jitter and no dropout, and the capacity is that of
-            evaluations.
+          deterministic: whether there is no jitter and no dropout, and the capacity is the one
+            for evaluations.
           decode: whether single tokens are decoded: then each row is a group without a capacity.
 
         Returns:
