@@ -220,7 +220,7 @@ def _check_vocabularies(
     wanted = {'inputs': model.input_vocabulary, 'targets': model.output_vocabulary}
     for name, feature in (features or {}).items():
         if name in wanted and feature.vocabulary.identity != wanted[name].identity:
-            why = f'the vocabulary of {name} is not the model's'
+            why = f"the vocabulary of {name} is not the model's"
             raise refusal(f'{KEY}.output_features', sorted(features or {}), why)
 
 
