@@ -1,4 +1,4 @@
-"""The forecast of a partitioned function on a machine, which need not be here."""
+"""Forecasts what a partitioned function needs on a machine that need not be available."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from meshwright.user_lines import shorten_sources
 from partitioning.hardware import OptionValue, check_flags, parse_topology
 from partitioning.mesh import axis_rings, find_placement
 
-_LARGEST = 20  # the buffers of a forecast
+_LARGEST = 20  # how many buffers a forecast lists
 
 Exchanges = tuple[tuple[Collective, Cause | None], ...]
 Buffers = tuple[tuple[LiveArray, Cause | None], ...]
@@ -98,13 +98,13 @@ def forecast(
       num_slices: the number of slices of `topology`.
       axes: the sizes of the mesh axes on `topology`, such as {'data': -1, 'model': 8}, if they
         differ from the partitioner's mesh.
-      compile: whether to compile. Without, all figures are by formula, and come within seconds.
+      compile: whether to compile. If not, all figures are computed by formula, within seconds.
       compiler_options: options of the compiler in addition to the function's own.
       on_cpu: whether to compile for virtual CPU devices in place of the machine. This happens in
         any case if the compiler of the machine is not installed.
       changes: changes to try if the function does not fit, in addition to a smaller batch and
         more devices. None tries nothing.
-      confirm: whether to compile those that fit by formula, until the compiler confirms one.
+      confirm: whether to compile the changes that fit by formula, until the compiler confirms one.
       explain: whether to find the causes of exchanges and buffers.
       on_program: receives the text of the compiled program, if there is one.
       progress: receives a text when a stage begins.
@@ -112,7 +112,7 @@ def forecast(
     Raises:
       ValueError: if the machine is not known, if the mesh or the layouts do not fit it, if an
         argument does not fit the function, if the compiler of the machine does not accept a flag of
-        the environment, or if it is so new that jaxlib cannot read its program.
+        the environment, or if that compiler is too new for jaxlib to read its program.
     """
     say = progress or (lambda text: None)
     watch = Stopwatch()
@@ -124,7 +124,7 @@ def forecast(
         say(f'describing {topology}')
         if compile and not on_cpu:
             check_flags(parse_topology(topology)[0].platform)
-        source = partitioner.mesh_source  # it may be too large for the devices that are here
+        source = partitioner.mesh_source  # may need more devices than there are
         target = target_of_topology(
             topology, source, num_slices=num_slices, axes=axes, on_cpu=on_cpu
         )
@@ -166,7 +166,7 @@ def _move(call: Call, source: Any, target: Target) -> Call:
 
 
 def _compile_peak(call: Call, options: Mapping[str, OptionValue] | None) -> int:
-    """The peak of a call by the compiler, in bytes."""
+    """The peak memory of a call according to the compiler, in bytes."""
     target = target_of_mesh(call.partitioner.mesh)
     program = compile_traced(trace(call.fn, call.args), call.name, target.mesh, options)
     if program.out_of_memory is not None:
@@ -179,7 +179,7 @@ def _compile_peak(call: Call, options: Mapping[str, OptionValue] | None) -> int:
 def _assemble(
     call: Call, target: Target, program: Program, held: Sequence[HeldArray], *, explain: bool
 ) -> Forecast:
-    """The forecast of a program, without changes and without what it took."""
+    """The forecast of a program, without suggested changes and compilation figures."""
     costs = _read(program, target)
     mesh, jaxpr = target.mesh, program.traced.jaxpr
     model_flops, program_flops = count_device_flops(jaxpr, mesh.size)
@@ -221,7 +221,7 @@ def _assemble(
 
 
 def _read(program: Program, target: Target) -> ProgramCosts | None:
-    """What the compiled program says."""
+    """The costs of the compiled program, or None if there is no program."""
     if program.compiled is None:
         return None
     axes = mesh_axes(target.mesh)
@@ -263,7 +263,7 @@ def _explain(
 def _list_unexplained(
     costs: ProgramCosts | None, estimate: MemoryEstimate
 ) -> tuple[Exchanges, Buffers]:
-    """The same without causes."""
+    """The exchanges and the largest buffers, without causes."""
     if costs is None:
         return (), tuple((array, None) for array in estimate.buffers[:_LARGEST])
     ordered = sorted(costs.collectives, key=lambda c: (-c.total_bytes, c.kind, c.instruction))
@@ -302,7 +302,7 @@ def _memory(
 
 
 def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]:
-    """The arrays that devices along some axes hold in full, the largest first."""
+    """The arrays that are replicated along some mesh axes, the largest first."""
     why = why_replicated([array.row for array in held], mesh)
     found = [
         Replicated(
@@ -320,9 +320,9 @@ def _replicated(held: Sequence[HeldArray], mesh: Mesh) -> tuple[Replicated, ...]
 def _find_work(
     program: Program, target: Target, costs: ProgramCosts | None, laid_out: TracedProgram
 ) -> Work | None:
-    """What a device has to do, by the compiler, or by formula if nothing was to be compiled.
+    """The work of a device, from the compiled program, or by formula if nothing was compiled.
 
-    It is None where nothing is known about the chip, or where its compiler made no program.
+    None if the chip is not known, if CPU devices stand in for it, or if its compiler failed.
     """
     if target.chip is None or target.is_stand_in or program.out_of_memory is not None:
         return None

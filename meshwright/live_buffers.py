@@ -1,4 +1,4 @@
-"""The buffers that are in memory when a sequence of operations needs the most."""
+"""Finds the buffers that are in memory at the peak of a sequence of operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Buffer = TypeVar('_Buffer', bound=LiveBuffer)
 def buffers_at_peak(
     made: Sequence[Sequence[_Buffer]], inside: Callable[[int], Sequence[_Buffer]]
 ) -> list[_Buffer]:
-    """Finds the buffers, of any size but 0, that are live when their sizes add up to the most.
+    """Returns the buffers that are live when memory use is highest, without empty ones.
 
     Args:
       made: for each operation, in the order in which they run, the buffers that it makes.

@@ -1,4 +1,4 @@
-"""What each device holds of the arguments of a function, from their layouts alone."""
+"""Computes which part of a function's arguments each device holds, from their layouts alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from partitioning.state import key_names, shape_of
 ArgumentRole = Literal['parameters', 'optimizer', 'batch', 'other']
 ROLES: tuple[ArgumentRole, ...] = get_args(ArgumentRole)
 
-# What programs call these parts of a state and these arguments.
+# The usual names of these parts of a state and of these arguments.
 _PARAMETERS = {'params', 'parameters', 'param', 'target', 'weights', 'variables'}
 _OPTIMIZER = {'opt_state', 'param_states', 'optimizer', 'optimizer_state', 'opt'}
 _BATCH = {'batch', 'inputs', 'examples', 'data', 'minibatch', 'tokens', 'microbatch'}
@@ -44,7 +44,7 @@ class HeldArray:
       row: its layout, with reasons. The path of an array outside of a state begins with the name of
         its argument.
       role: what it is for.
-      nbytes: what a device holds of it in its own memory, in bytes.
+      nbytes: the bytes of it in the memory of one device.
     """
 
     row: PlanRow
@@ -74,7 +74,7 @@ def find_held(
 
 
 def bytes_by_role(held: Sequence[HeldArray]) -> dict[ArgumentRole, int]:
-    """What a device holds for each role, in bytes."""
+    """The bytes of each role in the memory of one device."""
     return {role: sum(a.nbytes for a in held if a.role == role) for role in ROLES}
 
 
@@ -126,7 +126,7 @@ def _row(
 
 
 def _sharding(entry: Any, x: Any) -> Sharding | None:
-    """The sharding of an array: its argument's, or else its own."""
+    """The sharding that the function gives to an argument, or else the array's sharding."""
     found = entry if isinstance(entry, Sharding) else getattr(x, 'sharding', None)
     return found if isinstance(found, Sharding) else None
 
@@ -139,7 +139,7 @@ def _plan_of(value: Any, partitioner: PartitionerLike) -> Plan | None:
     """The plan of an argument that is a state, or None."""
     try:
         plan = partitioner.resolve(value)
-    except Exception:  # whatever a partitioner says about something that is not a state of its own
+    except Exception:  # a partitioner may raise anything if a value is not its state
         return None
     return plan if any(row.role == 'parameters' for row in plan.rows) else None
 
@@ -184,7 +184,7 @@ def _data_axes(partitioner: PartitionerLike) -> tuple[str, ...]:
 
 
 def why_replicated(plan_rows: Sequence[PlanRow], mesh: MeshLike) -> Mapping[str, str]:
-    """Why the arrays of rows are replicated, by their paths."""
+    """The reason why each replicated array is replicated, by path."""
     if not plan_rows:
         return {}
     costs = audit_rows(plan_rows, mesh).replicated

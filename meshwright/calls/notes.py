@@ -1,4 +1,4 @@
-"""What is exact in a forecast, and what is not."""
+"""Notes that say which figures of a forecast are exact."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from meshwright.calls.compiling import Program
 from meshwright.calls.target import Target
 from meshwright.program.costs import MemoryUse
 
-# What virtual CPU devices get right of the program of another machine, and what not.
+# Which figures of a program for virtual CPU devices also hold for the machine of the forecast.
 _STAND_IN = (
     'compiled for virtual CPU devices: the bytes of arguments and the FLOPs are exact',
     'compiled for virtual CPU devices: temporaries and the peak were seen 12 to 43% higher than on '
@@ -26,8 +26,8 @@ def find_notes(
     Args:
       program: the function, traced and compiled.
       target: the machine.
-      memory: the memory by the compiler.
-      argument_bytes: the arguments by their layouts, in bytes.
+      memory: the memory that the compiler reports, or None.
+      argument_bytes: the size of the arguments, computed from their layouts.
     """
     if target.chip is None:
         yield (
@@ -38,8 +38,8 @@ def find_notes(
         yield from _STAND_IN
     if program.out_of_memory is not None:
         yield (
-            'the compiler stops where the memory does not suffice: there is no program, so the '
-            'buffers are by formula, and exchanges and time are not known'
+            'the compiler made no program, because the memory does not suffice: the buffers are '
+            'by formula, and exchanges and time are not known'
         )
     if memory is not None and (difference := memory.arguments - argument_bytes):
         more = difference > 0

@@ -1,6 +1,6 @@
 """The cause of every exchange, of the largest buffers and of every copy in a program.
 
-Nothing is compiled. `choosing.find_change` compiles with the changes of the causes.
+Nothing is compiled. `choosing.find_change` compiles with the changes that the causes suggest.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Explanation:
       collectives: each collective with its cause, in the order of the costs.
       buffers: the largest arrays at the peak, each with its cause.
       replicated: the arguments that devices hold several times, the largest first.
-      rematerialized: the compiler's warnings that it makes an array whole on every device.
+      rematerialized: the compiler's warnings about arrays that it makes whole on every device, each
+        with its cause.
     """
 
     collectives: tuple[tuple[Collective, Cause | None], ...]
@@ -65,7 +66,7 @@ class Explanation:
 
     @property
     def suspects(self) -> tuple[Cause, ...]:
-        """The causes of what the layout seems not to need, the largest first."""
+        """The causes of exchanges and buffers that the layout seems not to need, largest first."""
         return tuple(cause for _, cause in self.weighed if cause.suspect)
 
 
@@ -81,7 +82,7 @@ def explain_program(
 ) -> Explanation:
     """Finds the line, the array and the rule of every exchange and of the largest buffers.
 
-    Nothing is compiled; `find_change` compiles.
+    Nothing is compiled; `find_change` compiles to compare changes.
 
     Usage:
       traced = step.trace(state, batch)
@@ -148,7 +149,7 @@ def _explain_warnings(
 ) -> Iterator[tuple[str, Cause | None]]:
     """Yields the warnings of full rematerialization in the log of a compiler, with their causes.
 
-    A warning names an array of one device and a frame of the table of stack frames in the text:
+    A warning has the shape of a shard, and the number of a stack frame in the text of the program:
 
         Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...}
         efficiently for HLO operation %copy.9 = f32[4,16,32]{2,1,0} ..., stack_frame_id=16}

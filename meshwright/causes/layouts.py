@@ -10,7 +10,8 @@ on a mesh of 4 by 2 devices, `KnownLayouts` says:
     is_unusual('mlp')  ->  False: the standard rules also shard it over 'model'
     is_unusual('embed')  ->  False: the standard rules leave it whole
 
-With ('mlp', 'data') instead, 'mlp' is unusual, and `to_standard('mlp')` is the change of its rule.
+With ('mlp', 'data') instead, 'mlp' is unusual, and `to_standard('mlp')` is the change that gives
+'mlp' its standard axes.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def describe_arguments(
       known: rows of a plan, which give names and reasons to arguments of the same path and shape.
 
     Returns:
-      A row per array, in the order of `jax.tree.leaves`; None for those without a NamedSharding.
+      A row per array, in the order of `jax.tree.leaves`; None for an array that the program does
+      not use. All are None if no array has a NamedSharding.
     """
     # Arguments that the program does not use have None in place of a sharding.
     tree: Any = compiled.in_tree
@@ -89,13 +91,13 @@ def axes_of_row(row: PlanRow) -> tuple[Axes, ...]:
 
 
 def names_by_axes(rules: LogicalAxisRules) -> dict[Axes, str]:
-    """Returns the name 'batch' for dimensions that only have the mesh axes of its rule."""
+    """Maps the mesh axes of each 'batch' rule to 'batch', to name dimensions by their axes."""
     found = [as_tuple(axes) for name, axes in rules if name == 'batch']
     return {axes: 'batch' for axes in found if axes}
 
 
 class KnownLayouts:
-    """The rules, the mesh, and the layout of the arguments.
+    """Answers questions about layouts from the rules, the mesh and the layout of the arguments.
 
     Args:
       rules: the logical axis rules.
@@ -121,7 +123,7 @@ class KnownLayouts:
         axes = [as_tuple(rule[1]) for rule in self.rules if rule[0] == 'batch']
         if not any(axes):
             rows = [r for r in self.rows.values() if r.role == 'other' and r.dimensions]
-            # The layout of a batch may be wrong; constraints on what is computed from it say more.
+            # The batch may be laid out wrongly, so constraints on values made from it come first.
             axes = [self._links.axes_of(row.path, 1)[0] for row in rows]
             if not any(axes):
                 axes = [axes_of_row(row)[0] for row in rows]
@@ -144,14 +146,14 @@ class KnownLayouts:
     def resolve(
         self, names: Sequence[str | None], shape: Sequence[int]
     ) -> tuple[ResolvedDimension, ...]:
-        """The layout that the rules give to an array of these names."""
+        """The layout that the rules give to an array whose dimensions have these names."""
         rules = AxisRules(self.rules, 'replicate', 'drop_axis')
         kept = [n if names.index(n) == i else None for i, n in enumerate(names)]
         resolved, _ = try_resolve(kept, rules, mesh=self.sizes, shape=shape)
         return resolved
 
     def wanted(self, dims: Sequence[Dim | None], shape: Sequence[int]) -> tuple[Axes, ...]:
-        """The mesh axes of each dimension of a value that the rules give to its names.
+        """The mesh axes that the rules give to each dimension of a value, by its name.
 
         A dimension without a name keeps the mesh axes that it has in an argument, if they are free.
         """
@@ -170,7 +172,7 @@ class KnownLayouts:
         return tuple(found)
 
     def rule_for(self, name: str | None) -> str:
-        """The rule that decides a name, as it is written, or ''."""
+        """The rule that decides a name, as text; '' for None."""
         if name is None:
             return ''
         rules = [tuple(rule) for rule in self.rules if rule[0] == name]
@@ -185,8 +187,8 @@ class KnownLayouts:
     def is_unusual(self, name: str | None) -> bool:
         """Whether a name has other mesh axes than the standard rules would give it.
 
-        Names that the standard rules leave whole may be on axes of the batch, as in fully sharded
-        data parallelism.
+        Dimensions that the standard rules leave whole may be sharded over the axes of the batch, as
+        in fully sharded data parallelism.
         """
         if name is None or name not in self.standard or not self.has_rule(name):
             return False
@@ -194,7 +196,8 @@ class KnownLayouts:
         if name == 'batch':
             others = {a for n, _ in self.rules if n != 'batch' for a in self.axes_of(n)}
             return not theirs <= mine or bool((mine - theirs) & others)
-        # The axes of the batch count, unless its own rule is the unusual one.
+        # A name may be on the axes of the batch. If the rule of 'batch' is unusual, its standard
+        # axes count instead.
         rows = set(self.standard['batch'] if self.is_unusual('batch') else self.batch_axes)
         if theirs:
             return not theirs <= mine and not theirs & rows
@@ -214,13 +217,13 @@ class KnownLayouts:
         return [name for name in names if self.is_unusual(name) or has_more(name)]
 
     def fewer_axes(self, name: str) -> list[RuleChange]:
-        """The changes that leave a name with one axis less, or with none."""
+        """The changes that take one mesh axis, or all of them, away from a name."""
         mine = self.axes_of(name)
         kept = [tuple(a for a in mine if a != axis) for axis in mine]
         return [self.change({name: axes}) for axes in dict.fromkeys([*kept, ()]) if axes != mine]
 
     def to_standard(self, name: str) -> RuleChange:
-        """The change that gives a name its standard axes; swaps, if another name has taken them."""
+        """The change that gives a name its standard axes. If another name has them, both swap."""
         wanted, mine = self.standard[name], self.axes_of(name)
         for other, theirs in self.standard.items() if name != 'batch' else ():
             if other in (name, 'batch') or not mine or not self.is_unusual(other):
@@ -255,14 +258,14 @@ class KnownLayouts:
         return () if row is None else self.unused_axes(axes_of_row(row))
 
     def divides(self, axes: Sequence[str], size: int) -> bool:
-        """Whether a dimension can be sharded over mesh axes."""
+        """Whether mesh axes divide the size of a dimension."""
         return size % math.prod(self.sizes[a] for a in axes) == 0
 
 
 def _row(
     path: str, aval: Any, spec: PartitionSpec, mesh: Any, role: Role, known: Sequence[PlanRow]
 ) -> PlanRow:
-    """The row of a plan, if it has this layout, or one with its names."""
+    """The row of a known plan if it has this layout; otherwise a new row with its names."""
     axes = [entry or () for entry in dimension_axes(spec, len(aval.shape))]
     same = [r for r in known if f'/{path}'.endswith(f'/{r.path}') and r.shape == aval.shape]
     names: Sequence[Any] = (None,) * len(axes)
@@ -284,7 +287,7 @@ def _path(name: str) -> str:
 
 
 def _role(path: str, aval: Any, donated: bool) -> Role:
-    """The role of an argument without a plan: a batch is not donated, or has integers."""
+    """The role of an argument without a plan: donated arrays of floats are parameters."""
     if any(word in path.split('/') for word in _OPTIMIZER):
         return 'optimizer'
     is_float = jnp.issubdtype(aval.dtype, jnp.floating)

@@ -1,4 +1,4 @@
-"""Whether an array can be a shard of another one, and along which mesh axes, by their shapes."""
+"""Tells from shapes whether an array can be a shard of another, and over which mesh axes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 Axes = tuple[str, ...]
-_MAX_RANK = 6  # orders of more dimensions are not tried
+_MAX_RANK = 6  # arrays with more dimensions are not compared, because all orders are tried
 
 
 def shard_counts(sizes: Mapping[str, int]) -> frozenset[int]:
@@ -20,8 +20,8 @@ def shard_dimensions(
 ) -> dict[int, int] | None:
     """For each dimension of a whole array, the number of its shards, if the shapes fit.
 
-    Dimensions of size 1 do not count, and the shard may have its dimensions in another order. Those
-    of a shard with two dimensions may be several ones of the whole array.
+    Dimensions of size 1 do not count, and the shard may have its dimensions in another order. A
+    dimension of a shard with two dimensions may be several dimensions of the whole array, merged.
 
     Args:
       shape: the shape of the shard.
@@ -57,7 +57,7 @@ def _exact_dimensions(
     if math.prod(whole) % held or math.prod(whole) // held not in counts:
         return None
     padded = parts + [1] * (len(kept) - len(parts))
-    # The order as it is comes first; a dimension of 1 in the shard can be any.
+    # The given order is tried first. A dimension of size 1 in the shard matches any dimension.
     for order in itertools.permutations(padded):
         pairs = list(zip(order, kept, strict=True))
         if all(whole[j] % n == 0 and whole[j] // n in counts for n, j in pairs):
@@ -89,6 +89,6 @@ def likely_axes(
 
 
 def _choices(sizes: Mapping[str, int]) -> list[Axes]:
-    """All sets of axes of more than one device, the small ones first."""
+    """All sets of mesh axes that have more than one device, the smallest sets first."""
     axes = [axis for axis, n in sizes.items() if n > 1]
     return [c for r in range(len(axes) + 1) for c in itertools.combinations(axes, r)]

@@ -1,7 +1,7 @@
 """Compiles a function again with a change, to see what the change saves.
 
 Rules are changed by tracing the function again. The other changes edit the traced function, as if
-its code said so:
+they were written in its code:
 
     before                                      with ConstraintChange(source='model.py:40', ...)
     a = dot_general b c      # model.py:40      t = dot_general b c
@@ -39,7 +39,7 @@ from partitioning.plan.rows import PlanRow
 from partitioning.products.bodies import bodies_of
 from partitioning.rules import AxisRules, LogicalAxisRules, MeshAxes, from_tuple
 
-# What a change must save at least of the exchanged bytes and the peak memory together.
+# A change helps if it saves more than this share of the exchanged bytes plus the peak memory.
 _LEAST = 1e-3
 
 Retrace = Callable[[LogicalAxisRules], jax.stages.Traced]
@@ -210,7 +210,7 @@ def _layouts_of(compiled: jax.stages.Compiled) -> dict[str, Any]:
 
 
 def _with_layout(function: CompiledFunction, change: LayoutChange) -> dict[str, Any] | None:
-    """The layouts of a function, where an argument and what follows it have another one.
+    """Gives an argument, and the arrays that follow it, another layout.
 
     The optimizer state of a parameter follows it, and so do the results that replace them; the
     arrays of a batch follow each other.
@@ -258,7 +258,7 @@ def _peak(costs: ProgramCosts) -> int:
 
 
 def _with_constraint(jaxpr: Any, change: ConstraintChange | ConstraintRemoval, mesh: Any) -> Any:
-    """A ClosedJaxpr with a change of the constraints of a line.
+    """A copy of a ClosedJaxpr in which the constraints of one line are changed.
 
     Raises:
       ValueError: if no operation of the function matches the change.
@@ -283,7 +283,7 @@ class _Editor:
         self.count = 0  # how many constraints were added or replaced
 
     def edit(self, jaxpr: Any, *, backward: bool, caller: tuple[str, ...]) -> Any:
-        """The jaxpr with the change; `caller` is the stack of lines without a traceback."""
+        """Returns the jaxpr with the change; `caller` is the stack for equations that have none."""
         equations: list[Any] = []
         for equation in jaxpr.eqns:
             is_backward = backward or 'transpose(' in str(equation.source_info.name_stack)
@@ -319,14 +319,14 @@ class _Editor:
         return self.edit(value, backward=backward, caller=stack)
 
     def _replace(self, equation: Any) -> Any:
-        """The constraint of the change, or one that leaves all open, in place of another one."""
+        """Replaces a constraint by the new one. A removal leaves all dimensions open."""
         if equation.primitive.name not in CONSTRAINTS or not self._is_for(equation.outvars[0]):
             return equation
         self.count += 1
         return self._constraint(equation, equation.invars[0], equation.outvars[0])
 
     def _constrain_results(self, equation: Any) -> Iterator[Any]:
-        """An equation of the forward pass, whose results are constrained."""
+        """Yields an equation of the forward pass, and then constraints on its results."""
         outvars, added = list(equation.outvars), []
         for number, variable in enumerate(outvars):
             if self._is_for(variable):
@@ -337,7 +337,7 @@ class _Editor:
         yield from added
 
     def _constrain_operands(self, equation: Any) -> Iterator[Any]:
-        """An equation of the backward pass, whose operands are constrained."""
+        """Yields constraints on the operands of an equation of the backward pass, and then it."""
         invars = list(equation.invars)
         for number, variable in enumerate(invars):
             is_literal = hasattr(variable, 'val')
@@ -352,7 +352,7 @@ class _Editor:
         return isinstance(self._change, ConstraintRemoval) or shape == self._change.shape
 
     def _constraint(self, equation: Any, operand: Any, result: Any) -> Any:
-        """A constraint at the line of an equation; a variable that is None is a new one."""
+        """A constraint at the line of an equation; None for a variable makes a new one."""
         aval = (result if operand is None else operand).aval
         if isinstance(self._change, ConstraintRemoval):
             spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * len(aval.shape))

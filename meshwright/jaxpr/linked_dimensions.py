@@ -13,9 +13,10 @@ _Key = tuple[str, int]
 class LinkedDimensions:
     """Groups of dimensions of arguments, and the mesh axes that constraints give to them.
 
-    A product sums over a dimension of each of its operands. If one is a hidden layer that a
-    constraint shards over 'model', the matching dimension of the parameter should be, too. This
-    tells the layout of parameters without logical axes.
+    A product sums over a dimension of each of its operands. If a
+    constraint shards such a dimension of an activation over 'model', the matching dimension of the
+    parameter should be sharded over 'model', too. This gives parameters without logical axes a
+    layout.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class LinkedDimensions:
         return tuple(found)
 
     def names_of(self, argument: str, rank: int) -> tuple[str | None, ...]:
-        """The logical axis that most linked dimensions of other arguments have, or None."""
+        """For each dimension, the logical axis of most dimensions linked to it, or None."""
         found: list[str | None] = []
         for number in range(rank):
             key = argument, number

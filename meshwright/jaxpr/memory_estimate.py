@@ -20,10 +20,10 @@ _SHORT_NAMES = {'float': 'f', 'bfloat': 'bf', 'int': 's', 'uint': 'u', 'bool': '
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """The memory of a device by formula, in bytes.
+    """The memory that a device needs, estimated by formula, in bytes.
 
     Attributes:
-      peak: the most that is in use at any time, with the arguments.
+      peak: the most memory that is in use at any time, arguments included.
       arguments: all arguments.
       argument_bytes: each array of the arguments, in the order of their leaves.
       gradients: what the backward pass hands to the steps after it.
@@ -88,7 +88,7 @@ def _tiled_sizes(traced: TracedProgram) -> Callable[[Value], int]:
 
 
 def _donations(traced: TracedProgram) -> list[Value | None]:
-    """For each result, the donated argument whose place it takes: the first that is like it."""
+    """For each result, the first donated argument of its type and layout, whose memory it takes."""
     free: dict[tuple, list[Value]] = collections.defaultdict(list)
     for value, donated in zip(traced.block.inputs, traced.donated, strict=True):
         if donated:

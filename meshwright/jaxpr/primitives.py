@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def names_in(names: str) -> frozenset[str]:
-    """The primitives with these names, separated by spaces."""
+    """Splits a string of primitive names, which are separated by spaces, into a set."""
     return frozenset(names.split())
 
 
@@ -24,9 +24,9 @@ SCATTERS = names_in(
     'scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max '
     'scatter_max scatter_sub'
 )
-# Each result belongs to the operand of the same number, and to no other.
+# The result with number n depends only on the operand with number n.
 PAIRWISE = names_in('optimization_barrier psum psum_invariant pmax pmin device_put copy')
-# The result is the operand with other dimensions, another dtype or another place, or a part of it.
+# The result has the elements of the operand, or some of them: reshaped, cast, moved or sliced.
 MOVES = names_in(
     'convert_element_type copy copy_p slice dynamic_slice squeeze reshape transpose device_put '
     'sharding_constraint reduce_precision stop_gradient optimization_barrier expand_dims reshard '

@@ -5,9 +5,9 @@ For `y = jnp.tanh(x @ w)` with x ('batch', 'embed') and w ('embed', 'mlp'), the 
     dot_general  x, w -> p     p: float32[32, 256], dims ('batch', 'mlp'), made in line 12
     tanh         p -> y        y: float32[32, 256], dims ('batch', 'mlp'), made in line 12
 
-Calls are written out in place. Loops and branches have bodies: blocks of steps of their own, whose
-values are tied to values around them. Several readers add what they know to the same values:
-`naming` the names of dimensions and what a value is, `layouts` the mesh axes.
+Calls are written out in place. Loops and branches have bodies, which are blocks of steps.
+A `Tie` connects a value inside a body with the same value outside. Other modules annotate the
+values: `naming` adds the names of dimensions and the role of a value, `layouts` the mesh axes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Dim(NamedTuple):
       name: its logical axis, or None if it has none.
       axes: the mesh axes that shard it in the argument or the constraint that it comes from.
       argument: the path of that argument, or ''.
-      number: the number of the dimension there.
+      number: the number of the dimension in that argument.
     """
 
     name: str | None
@@ -66,7 +66,7 @@ class Place:
 
     @functools.cached_property
     def lines(self) -> tuple[str, ...]:
-        """The 'file:line' of the code and of its callers, the innermost first, without jax's."""
+        """The 'file:line' of the code and of its callers, innermost first, without lines of jax."""
         info = None if self.equation is None else self.equation.source_info
         lines = stack_of_traceback(None if info is None else info.traceback)
         return lines or (self.around.lines if self.around is not None else ())
@@ -102,16 +102,16 @@ class Value:
       constant: its elements, if the program states them.
       axes: the mesh axes of each dimension; None while nothing shards it.
       fixed: the dimensions that keep their mesh axes, because the program says so.
-      maker: the step that makes it, or None for an argument. A value that a body is given, or that
-        a loop returns, has the maker of the value that it is a copy of.
+      maker: the step that makes it, or None for an argument. Inputs of a body
+        and results of a loop have the maker of the value that they copy.
       place: where it is made.
       operands: the values that it is made from.
-      copied_from: the values that it is inside or outside of a body: the carry of a loop is what
-        the loop is given and what an iteration results in.
+      copied_from: the same value on the other side of the border of a body. The carry of a loop is
+        copied from an input of the loop and from a result of an iteration.
       dims: what is known of each dimension, or None.
       contracted: the dimensions that its maker sums over.
       layout: the mesh axes of each dimension, if a constraint states them.
-      argument: the path of the argument that it is, cast, sliced or moved; '' for others.
+      argument: the path of the argument that it is, possibly cast, sliced or moved; '' for others.
       gradient_of: the path of the parameter that it is a gradient of; '' for others.
       update_of: the path of the array of the state that it updates; '' for others.
     """
@@ -162,13 +162,13 @@ class Value:
         return math.ceil(math.prod(self.shard_shape(sizes)) * item_size(self.dtype))
 
     def fix(self, axes: Sequence[Axes | None]) -> None:
-        """Keeps the mesh axes of all dimensions but those that are None."""
+        """Fixes the mesh axes of dimensions; None leaves a dimension as it is."""
         for d, one in enumerate(axes):
             if one is not None:
                 self.axes[d], self.fixed[d] = one, True
 
     def with_axes(self, axes: Sequence[Axes | None]) -> Value:
-        """The same array with other mesh axes, which it keeps."""
+        """A copy of the array with other mesh axes, all of them fixed."""
         fixed = [True] * len(self.shape)
         return dataclasses.replace(self, axes=[one or () for one in axes], fixed=fixed)
 
@@ -199,7 +199,7 @@ class Value:
 
     @property
     def loop(self) -> tuple[str, ...]:
-        """For what a loop stacks, the 'file:line' of the loop and of its callers."""
+        """The 'file:line' of the loop that stacks this value, and of its callers; or ()."""
         return self.maker.place.lines if self.maker and self.maker.name == 'scan' else ()
 
     @property
@@ -216,8 +216,8 @@ class Step:
       name: the name of the primitive.
       params: its parameters.
       inputs, outputs: its arrays.
-      bodies: what it executes itself: the body of a loop, the branches of a `cond`.
-      times: how often it executes them.
+      bodies: the blocks that it runs: the body of a loop, or the branches of a `cond`.
+      times: how often it runs them.
       place: where it is in the program.
     """
 
@@ -281,7 +281,7 @@ def ties(step: Step) -> Iterator[Tie]:
 
 
 def carries(step: Step) -> Iterator[tuple[Value, Value]]:
-    """What a loop passes from one iteration to the next: what it is given, and what it returns."""
+    """Yields what an iteration of a loop is given, with what it returns to the next iteration."""
     consts, carry = loop_counts(step)
     for body in step.bodies if carry else ():
         yield from zip(body.inputs[consts:][:carry], body.outputs[:carry], strict=True)

@@ -1,4 +1,4 @@
-"""Writes a traced function out as steps: calls in place, without results that nothing uses.
+"""Turns a traced function into steps, with calls inlined and unused results removed.
 
 jit(f)(x) = jit(g)(x) + 1        becomes        tanh  x -> a
 jit(g)(x) = tanh(x)                             add   a, 1 -> b
@@ -50,7 +50,7 @@ def write_out(
 
 
 def remove_unused(block: Block) -> None:
-    """Removes the steps whose results nothing uses, as compilers do, also from the bodies."""
+    """Removes steps whose results nothing uses, as compilers do, from a block and its bodies."""
     used = set(map(id, block.outputs))
     kept = []
     for step in reversed(block.steps):
@@ -182,7 +182,7 @@ class _Writer:
         return outputs
 
     def _border(self, spec: Any, rank: int, params: Mapping[str, Any]) -> list[Axes | None]:
-        """The layout of an array at the border of a shard_map, whose other axes stay open."""
+        """The layout of an array at the border of a shard_map; other axes stay open."""
         inside = self._manual | frozenset(params['newly_manual_axes'])
         found = spec_axes(spec, rank, self._sizes)
         is_whole = inside >= set(params['mesh'].axis_names)
@@ -190,14 +190,14 @@ class _Writer:
 
     def _new(self, aval: Any, shape: tuple[int, ...] | None = None, constant: Any = None) -> Value:
         shape = tuple(getattr(aval, 'shape', ())) if shape is None else shape
-        dtype = getattr(aval, 'dtype', np.dtype('bool'))  # tokens have none
+        dtype = getattr(aval, 'dtype', np.dtype('bool'))  # tokens have no dtype
         on_host = _is_on_host(getattr(aval, 'memory_space', None))
         return Value(shape, dtype, self._manual, on_host, constant)
 
 
 @functools.cache
 def _is_on_host(memory_space: Any) -> bool:
-    """Whether a memory space of jax is the host's. Their names take long to make."""
+    """Whether a memory space of jax is the host's. Cached, because making the name is slow."""
     return 'host' in str(memory_space).lower()
 
 

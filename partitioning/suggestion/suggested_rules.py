@@ -1,4 +1,4 @@
-"""A first set of path rules for a state without names."""
+"""Suggests path rules for a state whose arrays have no axis names."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from partitioning.suggestion.rule_matches import (
     needs_rule,
 )
 
-_WHOLE = 0.01  # the part of all bytes that small arrays may be and still be replicated
+_WHOLE = 0.01  # small arrays are replicated if they are at most this share of all bytes
 _COLUMNS = 100
-_PAIRS = ('table', 'logits', 'attention')  # what should have two dimensions to shard
+_PAIRS = ('table', 'logits', 'attention')  # uses whose arrays should have two dimensions to shard
 
 
 class SuggestedRules(tuple):
@@ -35,7 +35,7 @@ class SuggestedRules(tuple):
 
     Args:
       rules: (regular expression, names) pairs.
-      matches: what each rule takes of the state, as `explain_rules` returns it.
+      matches: the arrays that each rule takes, as `explain_rules` returns them.
       notes: what a reader should know about the choices.
     """
 
@@ -126,7 +126,7 @@ def _small(
     stacked: Mapping[str, int],
     vectors: Collection[str],
 ) -> dict[str, Named]:
-    """Other names for small arrays, which replicate them, if all of them together are little."""
+    """Names that replicate the small arrays, if these are a small share of all bytes."""
     small = {path for path in shapes if sizes[path] <= SMALL}
     small_vectors = small.intersection(vectors)
     for group in (small_vectors | {p for p in small if named[p].how != 'pair'}, small_vectors):
