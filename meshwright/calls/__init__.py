@@ -1,1 +1,1 @@
-"""What a forecast is made of: the machine, the function on it, its arguments, and the compiler."""
+"""Prepares a forecast: describes a machine, moves a function to it, and compiles the function."""

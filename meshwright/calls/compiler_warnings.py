@@ -1,4 +1,4 @@
-"""What a compiler writes to the standard error of the process, as warnings."""
+"""Turns what a compiler writes to the standard error of the process into warnings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles a function for a forecast: its program, or how much memory it lacks."""
+"""Compiles a function for a forecast, or finds how much memory it lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A partitioned function and its arguments on another mesh."""
+"""Moves a partitioned function and its arguments to another mesh."""
 
 from __future__ import annotations
 

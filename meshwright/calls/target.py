@@ -1,4 +1,4 @@
-"""The machine of a forecast: its mesh, its name, and the compiler that stands for it."""
+"""The machine of a forecast: its mesh, its name, and the compiler that is used for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which line of Python, which array and which rule an exchange or a buffer comes from.
+"""Finds the line of Python, the array and the rule that cause an exchange or a buffer.
 
 A *cause* says why an exchange or a buffer exists. A *change* is what to write instead. *Evidence*
 is what was read from the compiled program and the trace. `explaining` finds the causes, and

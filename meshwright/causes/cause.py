@@ -1,6 +1,6 @@
 """A cause says why an exchange or a buffer exists; a change is what to write instead.
 
-The two of a gradient that is summed over eight devices because its parameter is not sharded:
+A gradient that is summed over eight devices, because its parameter is not sharded, has this cause:
 
     Cause(
         source='train.py:41',

@@ -1,8 +1,8 @@
-"""Finds the change that saves the most of what a program need not exchange or hold, by compiling.
+"""Compiles a program with suggested changes, and finds the change that saves the most bytes.
 
 The rules of 'mlp' and 'vocab' were dropped, and 6 compilations are allowed:
 
-    the causes name four changes; the ones that most bytes lead to come first
+    the causes name four changes; changes that concern the most bytes come first
     add ('vocab', 'model')              saves 40 MB
     add ('mlp', 'model')                saves 25 MB
     ...

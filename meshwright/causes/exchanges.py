@@ -6,9 +6,10 @@ A constraint forgets the batch, under the rules [('batch', 'data'), ('mlp', 'mod
     hidden = constrain(hidden, (None, 'mlp'))     # model.py:31
     out = hidden @ w_out                          # model.py:32
 
-The evidence is an all-gather over 'data' of dimension 0 of the activation of line 30. It is not an
-argument and not summed, so `_EXPLANATIONS` are asked in turn. The first one that knows is
-`_constrained`: its cause has source 'model.py:31', the rule ('batch', 'data') and the change
+The evidence is an all-gather over 'data' of dimension 0 of the activation of line 30. The
+activation is neither an argument nor summed, so the functions in `_EXPLANATIONS` are tried in turn.
+The first one that applies is `_constrained`. Its cause has the source 'model.py:31', the rule
+('batch', 'data') and the change
 "write constrain(x, ('batch', 'mlp')) at model.py:31".
 """
 

@@ -1,13 +1,13 @@
 """The changes that one can write for a function: other rules, constraints and layouts.
 
-They are written from names and from uses, not from figures: whether one helps is found by trying
-it. For a parameter 'params/down' with the names ('mlp', 'embed') under [('mlp', None), ('embed',
+They follow from names and uses, not from costs: only compiling with a change shows whether it
+helps. For a parameter 'params/down' with the names ('mlp', 'embed') under [('mlp', None), ('embed',
 'data')] on axes 'data' and 'model':
 
     shard_more('params/down')  ->  write ('mlp', 'model') in place of ('mlp', None) in the rules
 
-Without names, its uses say the same: a product sums over its first dimension and a dimension of the
-hidden layer, which a constraint shards over 'model':
+Without names, the uses of the parameter lead to the same layout: a product sums over its first
+dimension and a dimension of the hidden layer, which a constraint shards over 'model':
 
     shard_more('params/down')  ->  lay out the argument params/down as PartitionSpec('model', None)
 """

@@ -1,4 +1,4 @@
-"""A partitioned function with all that is needed to explain it, and to compile it with a change."""
+"""Compiles a partitioned function so that it can be explained, and compiled with a change."""
 
 from __future__ import annotations
 

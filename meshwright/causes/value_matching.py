@@ -1,4 +1,4 @@
-"""Which value of a traced function an instruction of its compiled program holds."""
+"""Finds the value of a traced function that an instruction of its compiled program holds."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Golden forecasts: files that say what a program needs and moves, and that tests compare."""
+"""Golden forecasts: files with the memory and exchanges of a program, which tests compare."""

@@ -1,4 +1,4 @@
-"""Golden forecasts: files that say what a program needs and moves, which tests compare."""
+"""Compares forecasts with golden files, and writes the files that are missing or updated."""
 
 from __future__ import annotations
 

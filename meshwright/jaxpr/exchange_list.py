@@ -1,4 +1,4 @@
-"""The exchanges of data of a traced function, in the terms of compiled programs."""
+"""Lists the exchanges of a traced function, in the form that compiled programs list theirs."""
 
 from __future__ import annotations
 

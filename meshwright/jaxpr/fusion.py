@@ -1,8 +1,8 @@
 """Which arrays of a traced function are in memory, and which exist only inside of fused loops.
 
-Compilers fuse operations that compute each element from few others with those that use them. What
-remains in memory are the results of products, kernels, loops, lookups and exchanges, what they
-read, and what is too expensive to compute twice.
+Compilers fuse an operation that computes each element from a few others with the operations that
+use its result. These arrays remain in memory: the results of products, kernels, loops, lookups and
+exchanges, the operands of these, and arrays that are too expensive to compute twice.
 """
 
 from __future__ import annotations

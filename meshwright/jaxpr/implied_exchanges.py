@@ -1,4 +1,4 @@
-"""The exchanges of data that the layouts of a traced function imply, as steps of it."""
+"""Adds the exchanges that the layouts of a traced function imply to the steps of the function."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The layout of every array of a traced function, from those that the program states.
+"""Finds the layout of every array of a traced function, from the layouts that the program states.
 
 As in XLA, layouts spread from where they are stated to the arrays next to them, in both
 directions, until nothing changes: first through operations that keep the elements of an array, then
-through all. A dimension that no layout reaches is whole on every device.
+through all operations. A dimension that no layout reaches is whole on every device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which arrays of a traced function are in memory when it needs the most."""
+"""Finds the arrays of a traced function that are in memory when it needs the most memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchanges that XLA merges: sums of sums, and sums of which each device keeps a part."""
+"""Merges exchanges as XLA does: sums of sums, and sums that each device keeps only a part of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the values of a traced function are: the names of their dimensions, and whose gradients.
+"""Names the dimensions of the values of a traced function, and finds gradients and updates.
 
 Names travel from the arguments along the factors of each step, so that an activation has logical
 axes, too. With x ('batch', 'embed'), w ('embed', 'mlp') and v ('mlp', 'embed'),
@@ -7,7 +7,7 @@ axes, too. With x ('batch', 'embed'), w ('embed', 'mlp') and v ('mlp', 'embed'),
     y = (h @ v).reshape(4, 8, -1)   has the names ('batch', None, 'embed')
 
 and the product of the backward pass that has the call stack of `x @ w` and the sizes of w is the
-gradient of w. What updates w is computed from that gradient and w, element by element.
+gradient of w. The update of w is computed from that gradient and w, element by element.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the forward pass of a traced function keeps for its backward pass, and the gradients."""
+"""Computes the size of a traced function's gradients, and of the activations that they need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arrays that are in memory when a program needs the most, estimated from its schedule."""
+"""The arrays that are in memory when a program needs the most memory, from its schedule."""
 
 from __future__ import annotations
 

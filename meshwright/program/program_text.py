@@ -1,4 +1,4 @@
-"""The text of a compiled program."""
+"""Reads the text of a compiled program, or says why jaxlib cannot read it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """How long a step takes: what a device has to do, and how fast its chip and its links are.
 
 `work` says what a device has to do, which `compiled_work` reads from a compiled program and
-`traced_work` estimates from a jaxpr; `kernels` knows the kernels in one. `links` knows how devices
-are connected, `exchanges` how long one exchange takes, `constants` has the constants of the chips,
-and `step_model` adds it up.
+`traced_work` estimates from a jaxpr. `kernels` counts the work of hand-written kernels. `links`
+knows how devices are connected, `exchanges` how long one exchange takes, `constants` has the
+constants of the chips, and `step_model` adds it up.
 """
 
 from meshwright.time.compiled_work import (

@@ -1,4 +1,4 @@
-"""The time of a step: its computation, and what that does not hide of everything else."""
+"""The time of a step: its computation, and everything else that does not overlap with it."""
 
 from __future__ import annotations
 

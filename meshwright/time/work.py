@@ -1,4 +1,4 @@
-"""What a device has to do in one call of a function, whoever found it out."""
+"""The work of a device in one call of a function, from a compiled program or by formula."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 The figures of TPUs are from the Cloud TPU documentation (whose ICI bandwidth is over all links and
 both directions of a chip), from papers where it has none (links of v2, v3 and v4), and from the
-compiler (the memory that a program can use). The clocks are those at which whole matrix units of
-128 x 128 multiply-adds per cycle, from v6e on 256 x 256, make up the peak rate; the papers have the
-same for v2, v3 and v4. The figures of GPUs are from NVIDIA's data sheets.
+compiler (the memory that a program can use). A clock is computed: at it, a whole number of matrix
+units gives the peak rate. A unit does 128 x 128 multiply-adds per cycle, from v6e on 256 x 256. The
+papers state the same clocks for v2, v3 and v4. The figures of GPUs are from NVIDIA's data sheets.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Names under which clouds rent machines, such as 'v5p-128', as names of topologies.
 
-TPUs by the tables of the Cloud TPU documentation (docs.cloud.google.com/tpu/docs/v2 to tpu7x). It
-counts the TensorCores of v2 to v5p and of 7x, two per chip, and the chips of v5e and v6e.
-GPUs by the tables of Compute Engine's accelerator-optimized machines. Tools for clusters also write
-'v5p-4x4x4' and 'h100-80gb-8'.
+The names of TPUs follow the tables of the Cloud TPU documentation
+(docs.cloud.google.com/tpu/docs/v2 to tpu7x). It counts the TensorCores of v2 to v5p and of 7x, two
+per chip, and the chips of v5e and v6e. The names of GPUs follow the tables of Compute Engine's
+accelerator-optimized machines. Tools for clusters also write 'v5p-4x4x4' and 'h100-80gb-8'.
 """
 
 from __future__ import annotations

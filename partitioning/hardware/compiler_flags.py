@@ -1,4 +1,4 @@
-"""Flags of compilers in the environment, tried in a process of their own."""
+"""Checks the compiler flags in the environment, in a separate process."""
 
 from __future__ import annotations
 

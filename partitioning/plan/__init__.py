@@ -1,10 +1,10 @@
 """Plans: a state laid out on a mesh, array by array, with reasons.
 
-`plan` is the type and `rows` its rows, which `building` makes of the leaves of a state: `by_rules`
-from logical axis rules, `by_layout` from one of the `layouts`, which are words and
-`partition_rules`, and `matching` from another plan. `audit` says what devices hold and whether
-arrays stay in place, `findings` what is suspicious. `plan_file` is the file format and `difference`
-compares two plans; `tables` prints them.
+`plan` has the type of a plan, and `rows` the type of its rows. `building` makes the rows from the
+leaves of a state. `by_rules` lays a state out by logical axis rules, `by_layout` by a word
+(`layouts`) or by `partition_rules`, and `matching` by another plan. `audit` says what devices hold
+and whether arrays stay in place, `findings` what is suspicious. `plan_file` is the file format and
+`difference` compares two plans; `tables` prints them.
 """
 
 from partitioning.plan.audit import (

@@ -1,4 +1,4 @@
-"""Path rules for states without names: a first set of them, and what path rules take of a state.
+"""Suggests path rules for states without names, and shows which arrays path rules take.
 
 `suggested_rules` writes the rules: `path_words` reads the paths, `dimension_names` chooses a name
 for each dimension, and `path_patterns` the regular expressions. `rule_matches` is the dry run.

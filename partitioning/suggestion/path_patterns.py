@@ -1,7 +1,7 @@
 """Few readable regular expressions for many paths: from the names of each array to path rules.
 
-A pattern describes the end of the paths that it takes, as in '.*/(q_proj|k_proj)/kernel', with as
-few keys as tell its arrays from all others. So one rule takes the arrays of all layers.
+A pattern describes the end of the paths that it takes, as in '.*/(q_proj|k_proj)/kernel', with just
+enough keys to tell its arrays from all others. So one rule takes the arrays of all layers.
 """
 
 from __future__ import annotations

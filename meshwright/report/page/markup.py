@@ -1,4 +1,4 @@
-"""Markup that is made of text which others wrote, every piece of it escaped."""
+"""Builds markup from text that others wrote, and escapes every piece of this text."""
 
 from __future__ import annotations
 

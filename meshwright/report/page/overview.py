@@ -1,4 +1,4 @@
-"""The answers of forecasts: next to each other in a table, and of one in large figures."""
+"""The main figures of forecasts: of several in a table, or of one in large type."""
 
 from __future__ import annotations
 
