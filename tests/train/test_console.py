@@ -68,7 +68,7 @@ def test_names_and_samples_cannot_control_the_terminal(terminal):
         console.show(table)
         console.sample('def ', text)
         console.scores(7, 'eval', text)
-        with console.measuring(text):
+        with console.phase(text):
             pass
         with console.counting(text, total=2) as count:
             count(2)

@@ -8,10 +8,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from train.gin.parsing import Statement
 
 
-def _change_nothing(statements: Sequence[Statement]) -> None:
-    """Leaves a configuration as it is."""
-
-
 def _names_in(module: str, names: Iterable[str]) -> list[str]:
     """The last parts of the names that belong to a module."""
     parts = [name.rpartition('.') for name in names]
@@ -39,7 +35,7 @@ class Aliases:
     scripts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gone: Mapping[str, Mapping[str, str]] = dataclasses.field(default_factory=dict)
     scopes: Sequence[str] = ()
-    adjust: Callable[[Sequence[Statement]], None] = _change_nothing
+    adjust: Callable[[Sequence[Statement]], None] | None = None
 
     def covers(self, module: str) -> bool:
         """Whether a module belongs to one of the packages of the system."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gin import config as gin_internals, config_parser
@@ -17,10 +17,13 @@ from train.gin.parsing import Statement
 from train.gin.selectors import Resolver, is_import, refusal
 
 
-def check_imports(
-    statements: Iterable[Statement], allow: Sequence[str] = (), aliases: Aliases = NO_ALIASES
+def import_modules(
+    statements: Sequence[Statement], allow: Sequence[str] = (), aliases: Aliases = NO_ALIASES
 ) -> None:
-    """Refuses imports of modules without listed names. This check itself imports nothing.
+    """Imports the modules that statements name, which registers their configurables.
+
+    If one of them has no listed names, nothing is imported. The modules of another system are not
+    imported unless the user allows them.
 
     Args:
       statements: the statements of all files and flags.
@@ -28,7 +31,8 @@ def check_imports(
       aliases: names of another system that the files may use.
 
     Raises:
-      ConfigError: if an import is refused. The message names the flag that allows it.
+      ConfigError: if an import is refused, with the flag that allows it, or if a module cannot be
+        imported.
     """
     listed = listed_names()
     for statement in filter(is_import, statements):
@@ -36,18 +40,6 @@ def check_imports(
         known = aliases.covers(module) or any(is_within(name, [module]) for name in listed)
         if not known and not is_within(module, allow):
             raise refusal(statement, f'import of {module!r}', module)
-
-
-def import_modules(
-    statements: Iterable[Statement], allow: Sequence[str] = (), aliases: Aliases = NO_ALIASES
-) -> None:
-    """Imports the modules that checked statements name, which registers their configurables.
-
-    The modules of another system are not imported unless the user allows them.
-
-    Raises:
-      ConfigError: if a module cannot be imported.
-    """
     for statement in filter(is_import, statements):
         module = statement.parsed.module
         if aliases.covers(module) and not is_within(module, allow):
@@ -64,9 +56,7 @@ def check_names(
     """Checks that every name exists and that gin files may use it.
 
     Args:
-      statements: the statements of all files and flags.
-      allow: additional packages that the user allows.
-      aliases: names of another system that the files may use.
+      statements, allow, aliases: as in `import_modules`.
 
     Returns:
       The configurables that the names stand for.
@@ -99,8 +89,7 @@ def check_names(
         for reference in statement.parsed_references:
             if not reference.is_macro:
                 resolver.resolve(reference.selector, statement)
-    last = _last_statements(statements, resolver)
-    _check_macros(last, unused={s.macro for s in statements if s.macro} - used)
+    _check_macros(statements, resolver, unused={s.macro for s in statements if s.macro} - used)
     modules = [s.parsed.module for s in statements if is_import(s)]
     foreign = any(map(aliases.provides, modules))
     _check_scopes(statements, own_code=bool(allow), known=aliases.scopes if foreign else ())
@@ -112,10 +101,15 @@ def is_gone(configurable: Any, parameter: str, aliases: Aliases) -> str | None:
     return aliases.gone.get(configurable.selector, {}).get(parameter)
 
 
-def _last_statements(
-    statements: Sequence[Statement], resolver: Resolver
-) -> dict[tuple[str, ...], Statement]:
-    """The statements that no later statement overrides: (macro,), or (scope, name, parameter)."""
+def _check_macros(statements: Sequence[Statement], resolver: Resolver, unused: set[str]) -> None:
+    """Checks that every macro in use has a value. One error names all that lack one.
+
+    Args:
+      statements: the statements of all files and flags.
+      resolver: finds their configurables.
+      unused: macros that no value contains. One of them may be a misspelling.
+    """
+    # What no later statement overrides, by (macro,) or by (scope, name, parameter).
     last: dict[tuple[str, ...], Statement] = {}
     for statement in statements:
         if statement.macro:
@@ -125,16 +119,6 @@ def _last_statements(
             configurable = resolver.resolve(parsed.selector, statement)
             name = configurable.selector if configurable else parsed.selector
             last[parsed.scope, name, parsed.arg_name] = statement
-    return last
-
-
-def _check_macros(last: Mapping[tuple[str, ...], Statement], unused: set[str]) -> None:
-    """Checks that every macro in use has a value. One error names all that lack one.
-
-    Args:
-      last: the statements that no later statement overrides.
-      unused: macros that no value contains. One of them may be a misspelling.
-    """
     missing: dict[str, Statement] = {}
     for statement in last.values():
         for reference in statement.references:

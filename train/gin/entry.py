@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import gin
@@ -15,7 +13,8 @@ from gin import config as gin_internals
 
 from train.errors import ConfigError
 from train.gin.aliases import NO_ALIASES, Aliases
-from train.gin.load import load_config
+from train.gin.load import configure
+from train.gin.parsing import parse
 
 ENTRY_POINTS = (
     'train.running.training.train',
@@ -84,10 +83,7 @@ def find_model(text: str, aliases: Aliases = NO_ALIASES) -> Any:
     Raises:
       ConfigError: if the file is invalid.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / 'config.gin'
-        file.write_text(text)
-        load_config([str(file)], aliases=aliases)
+    configure(parse(text, 'config.gin'), aliases=aliases)
     settings = gin.get_bindings('train.config.TrainConfig', resolve_references=False)
     # gin calls what a reference names when it copies the reference.
     objective = copy.deepcopy(settings.get('objective'))

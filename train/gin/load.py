@@ -12,7 +12,7 @@ from gin import config as gin_internals
 from train.errors import ConfigError, first_line
 from train.gin import checks, parsing, places
 from train.gin.aliases import NO_ALIASES, Aliases
-from train.gin.configurables import register_listed
+from train.gin.configurables import is_within, register_listed
 from train.gin.selectors import Resolver, is_import
 
 
@@ -44,19 +44,27 @@ def load_config(
     """
     if not files:
         raise ConfigError('no gin file: add --gin_file=configs/runs/quickstart.gin')
-    statements = read_statements(files, bindings, search_paths)
+    configure(read_statements(files, bindings, search_paths), allow, aliases)
+
+
+def configure(
+    statements: Sequence[parsing.Statement],
+    allow: Sequence[str] = (),
+    aliases: Aliases = NO_ALIASES,
+) -> None:
+    """Checks statements, and configures gin with them; see `load_config`."""
     register_listed()
-    checks.check_imports(statements, allow, aliases)
     checks.import_modules(statements, allow, aliases)
     resolver = checks.check_names(statements, allow, aliases)
     places.remember(statements)
     places.allow_packages(allow)
     for statement in statements:
         try:
-            _bind(statement, resolver, allow, aliases)
+            _bind(statement, resolver)
         except Exception as error:  # the checks above missed it, so the message is gin's own
             raise ConfigError(f'{statement.place}: gin: {first_line(error)}') from error
-    aliases.adjust(statements)
+    if aliases.adjust is not None:
+        aliases.adjust(statements)
     try:
         gin.finalize()
     except Exception as error:
@@ -74,21 +82,18 @@ def read_statements(
     Raises:
       ConfigError: if a file is not found or cannot be parsed.
     """
-    sources = parsing.Sources([*search_paths, str(find_config_root())])
-    for file in files:
-        sources.read(file)
-    return [*sources.statements, *parsing.read_bindings(bindings)]
+    folders = [*search_paths, str(find_config_root())]
+    of_files = (statement for file in files for statement in parsing.read_file(file, folders))
+    return [*of_files, *parsing.read_bindings(bindings)]
 
 
-def _bind(
-    statement: parsing.Statement, resolver: Resolver, allow: Sequence[str], aliases: Aliases
-) -> None:
+def _bind(statement: parsing.Statement, resolver: Resolver) -> None:
     """Gives gin the value that a statement sets."""
-    parsed = statement.parsed
+    parsed, aliases = statement.parsed, resolver.aliases
     if statement.is_dynamic:
         gin_internals._IMPORTS.add(parsed)
     elif is_import(statement):
-        if not aliases.covers(parsed.module) or parsed.module.split('.')[0] in allow:
+        if not aliases.covers(parsed.module) or is_within(parsed.module, resolver.allow):
             gin_internals._IMPORTS.add(parsed)
     elif statement.macro:
         value = _resolved(parsed.value, statement, resolver)

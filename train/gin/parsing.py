@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,47 +97,44 @@ class Statement:
         return module == '__gin__.dynamic_registration' and self.parsed.is_from
 
 
-@dataclasses.dataclass
-class Sources:
-    """The gin files of a command, each of which is read once.
+def read_file(
+    file: str,
+    search_paths: Sequence[str],
+    place: str = '--gin_file',
+    includers: tuple[epath.Path, ...] = (),
+) -> Iterator[Statement]:
+    """Yields the statements of a gin file and of the files that it includes, in gin's order.
 
-    Attributes:
+    Args:
+      file: the file.
       search_paths: the folders in which files and their includes are searched.
-      statements: every statement of the files and of the files that they include, in gin's order.
+      place: what names the file, for messages.
+      includers: the paths of the files that include it.
+
+    Raises:
+      ConfigError: if a file is not found, is not text, has a syntax error, or includes itself.
     """
-
-    search_paths: Sequence[str]
-    statements: list[Statement] = dataclasses.field(default_factory=list)
-
-    def read(self, file: str, place: str = '--gin_file', includers: tuple[Any, ...] = ()) -> None:
-        """Reads a gin file and the files that it includes.
-
-        Args:
-          file: the file.
-          place: what names it, for messages.
-          includers: the paths of the files that include it.
-
-        Raises:
-          ConfigError: if a file is not found, is not text, has a syntax error, or includes itself.
-        """
-        path = find_file(file, self.search_paths)
-        if path is None:
-            folders = dict.fromkeys(str(Path(p).resolve()) for p in ('.', *self.search_paths))
-            raise ConfigError(
-                f'{place}: no such gin file: {file}. Searched {", ".join(folders)}; add another '
-                'directory with --gin_search_paths'
-            )
-        if path in includers:
-            raise ConfigError(f'{place}: {file} includes itself')
-        try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f'{place}: cannot read {path} as text: {error}') from error
-        for statement in _parse(io.StringIO(text), str(path)):
-            if isinstance(statement.parsed, config_parser.IncludeStatement):
-                self.read(statement.parsed.filename, statement.place, (*includers, path))
-            else:
-                self.statements.append(statement)
+    folders = [as_path('--gin_search_paths', path) for path in search_paths]
+    places = [as_path('--gin_file', file), *(folder / file for folder in folders)]
+    path = next((p for p in places if p.is_file()), None)
+    if path is None:
+        searched = dict.fromkeys(str(Path(p).resolve()) for p in ('.', *search_paths))
+        raise ConfigError(
+            f'{place}: no such gin file: {file}. Searched {", ".join(searched)}; add another '
+            'directory with --gin_search_paths'
+        )
+    if path in includers:
+        raise ConfigError(f'{place}: {file} includes itself')
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f'{place}: cannot read {path} as text: {error}') from error
+    for statement in parse(text, str(path)):
+        if isinstance(statement.parsed, config_parser.IncludeStatement):
+            included = statement.parsed.filename
+            yield from read_file(included, search_paths, statement.place, (*includers, path))
+        else:
+            yield statement
 
 
 def read_bindings(bindings: Sequence[str]) -> list[Statement]:
@@ -151,7 +148,7 @@ def read_bindings(bindings: Sequence[str]) -> list[Statement]:
         flag = f'--gin.{binding}'
         name, _, value = binding.partition('=')
         try:
-            statements += _parse(io.StringIO(binding), flag)
+            statements += parse(binding, flag)
         except ConfigError as error:
             quoted = f'--gin.{name.strip()}="\'{value.strip()}\'"'
             raise ConfigError(
@@ -159,13 +156,6 @@ def read_bindings(bindings: Sequence[str]) -> list[Statement]:
                 f"own quotes inside the shell's quotes: {quoted}"
             ) from error
     return statements
-
-
-def find_file(file: str, search_paths: Sequence[str]) -> epath.Path | None:
-    """The path of the file: as given, or in the first search path that contains it."""
-    folders = [as_path('--gin_search_paths', path) for path in search_paths]
-    places = [as_path('--gin_file', file), *(folder / file for folder in folders)]
-    return next((p for p in places if p.is_file()), None)
 
 
 class _Collector(config_parser.ParserDelegate):
@@ -185,12 +175,13 @@ class _Collector(config_parser.ParserDelegate):
         return reference
 
 
-def _parse(text: io.StringIO, file: str) -> list[Statement]:
+def parse(text: str, file: str) -> list[Statement]:
+    """The statements of a text, with the name of the file or of the flag that contains it."""
     collector = _Collector()
     statements = []
     try:
         # The constructor reads the first token, so it can already raise a SyntaxError.
-        parser = config_parser.ConfigParser(text, collector)
+        parser = config_parser.ConfigParser(io.StringIO(text), collector)
         for parsed in parser:
             flag = file.startswith('--')
             place = file if flag else f'{file}:{parsed.location.line_num}'

@@ -57,7 +57,7 @@ class Resolver:
         allow: Sequence[str] = (),
         aliases: Aliases = NO_ALIASES,
     ) -> None:
-        self._allow, self._aliases = allow, aliases
+        self.allow, self.aliases = allow, aliases
         self._dynamic = {s.file for s in statements if s.is_dynamic}
         self._imports: dict[str, dict[str, str]] = {}  # file -> name in the file -> module
         self._named: dict[str, Any] = {}  # full name as imported -> configurable
@@ -132,7 +132,7 @@ class Resolver:
         head, _, rest = selector.partition('.')
         names = [f'{module}.{rest}' for module in self._everywhere().get(head, ())]
         listed = configurables.listed_names()
-        for name in sorted(names, key=lambda name: self._aliases.translate(name) not in listed):
+        for name in sorted(names, key=lambda name: self.aliases.translate(name) not in listed):
             return self._look_up(name, selector, statement)
         known = configurables.known_names() | self._everywhere().keys()
         raise ConfigError(
@@ -149,37 +149,33 @@ class Resolver:
 
     def _look_up(self, written: str, selector: str, statement: Statement) -> Any:
         """The configurable with a full name, in which modules of another system may occur."""
-        name = self._aliases.translate(written)
+        name = self.aliases.translate(written)
         if name in _RENAMED:
             raise ConfigError(
                 f'{statement.place}: {selector!r} differs here: write {_RENAMED[name]}'
             )
         if name in configurables.listed_names():
             found = configurables.register(name)
-        elif is_within(name, self._allow):
-            found = self._allowed(name, statement)
+        elif is_within(name, self.allow):
+            try:
+                allowed = configurables.find_allowed(name, self.allow)
+            except LookupError as error:
+                raise ConfigError(f'{statement.place}: {name!r} {error}') from error
+            if origin := configurables.foreign_origin(allowed, self.allow):
+                raise refusal(statement, f'{name!r}, which belongs to {origin!r},', origin)
+            found = configurables.register(name)
         else:
             raise self._unknown(written, selector, statement)
         self._named[written] = found
         return found
 
-    def _allowed(self, name: str, statement: Statement) -> Any:
-        """The configurable of an allowed package with this name."""
-        try:
-            found = configurables.find_allowed(name, self._allow)
-        except LookupError as error:
-            raise ConfigError(f'{statement.place}: {name!r} {error}') from error
-        if origin := configurables.foreign_origin(found, self._allow):
-            raise refusal(statement, f'{name!r}, which belongs to {origin!r},', origin)
-        return configurables.register(name)
-
     def _unknown(self, written: str, selector: str, statement: Statement) -> ConfigError:
         """The error for a name that is not on the list."""
-        name = self._aliases.translate(written)
-        home, names = self._aliases.siblings(written, configurables.listed_names())
+        name = self.aliases.translate(written)
+        home, names = self.aliases.siblings(written, configurables.listed_names())
         if hint := nearest(name.rpartition('.')[2], names):
             return ConfigError(f'{statement.place}: {selector!r} does not exist in {home}.{hint}')
-        if self._aliases.covers(written) and not is_within(written, self._allow):
+        if self.aliases.covers(written) and not is_within(written, self.allow):
             has = f': {home} has {", ".join(sorted(names))}' if names else ''
             return ConfigError(
                 f'{statement.place}: {selector!r} is {written}, which has no equivalent here{has}'

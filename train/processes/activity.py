@@ -124,17 +124,17 @@ def begin_activity(activity: Activity) -> None:
 
 def waiting() -> contextlib.AbstractContextManager[None]:
     """Says that the body waits for other processes, or for the devices of all of them."""
-    return current_activity().marking(_WAITS)
+    return _current[0].marking(_WAITS)
 
 
 def calling_compiler() -> contextlib.AbstractContextManager[None]:
     """Says that the body compiles a program, or calls one that may have to be compiled first."""
-    return current_activity().marking(_COMPILES)
+    return _current[0].marking(_COMPILES)
 
 
 def awaiting_threads() -> contextlib.AbstractContextManager[None]:
     """Says that the body waits for other threads: the run waits or compiles if one of them does."""
-    return current_activity().marking(_AWAITS_THREADS)
+    return _current[0].marking(_AWAITS_THREADS)
 
 
 def wait_for_devices(arrays: Any) -> Any:

@@ -11,6 +11,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -97,8 +98,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-@contextlib.contextmanager
-def raise_on_all_processes(title: str = 'a part of the run') -> Iterator[None]:
+def raise_on_all_processes(title: str = 'a part of the run') -> AbstractContextManager[None]:
     """Raises an error on every process if the body fails on any of them.
 
     Without it, the other processes would wait for the one that failed. All processes must enter the
@@ -112,9 +112,12 @@ def raise_on_all_processes(title: str = 'a part of the run') -> Iterator[None]:
       ConfigError: on the other processes, with the first process that failed and its message. It is
         of the same type if that error is a ConfigError.
     """
-    if jax.process_count() == 1:
-        yield
-        return
+    alone = jax.process_count() == 1
+    return contextlib.nullcontext() if alone else _raising_everywhere(title)
+
+
+@contextlib.contextmanager
+def _raising_everywhere(title: str) -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield

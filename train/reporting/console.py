@@ -15,6 +15,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TaskProgressColumn,
     TextColumn,
@@ -44,9 +45,12 @@ class SafeConsole(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        for text, style, control in super().render(renderable, options):
-            shown = text if control or text.isprintable() else printable(text)
-            yield Segment(shown, style, control)
+        return [
+            Segment(printable(text), style)
+            if not (control or text.isprintable() or text == '\n')
+            else Segment(text, style, control)
+            for text, style, control in super().render(renderable, options)
+        ]
 
     def on_broken_pipe(self) -> None:
         """Prints nothing from now on, so that the run can save its state."""
@@ -63,6 +67,7 @@ class RunConsole:
       console: where to print, by default standard output.
 
     Attributes:
+      is_terminal: whether the output goes to a terminal.
       seconds: the duration of each phase, by its title.
       activity: what the run does at the moment, for its watchdog.
     """
@@ -70,16 +75,12 @@ class RunConsole:
     def __init__(self, console: Console | None = None):
         quiet = jax.process_index() != 0
         self._console = console or SafeConsole(quiet=quiet)
-        if not self._console.is_terminal:
+        self.is_terminal = self._console.is_terminal
+        if not self.is_terminal:
             self._console.width = 160  # In a file or a pipe, the rows of a table may be long.
         self._progress: Progress | None = None
         self.seconds: dict[str, float] = {}
         self.activity = Activity()
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether the output goes to a terminal."""
-        return self._console.is_terminal
 
     def say(self, message: str, style: str | None = None) -> None:
         """Prints one line without interpreting its markup. Only a terminal wraps it."""
@@ -98,30 +99,20 @@ class RunConsole:
             self.say(f'-- {title}')
 
     @contextlib.contextmanager
-    def phase(self, title: str) -> Iterator[None]:
-        """Runs a phase of a run: it fails on all processes together, and its time is measured.
-
-        A terminal shows a spinner. All processes must enter the phase together, and its body must
-        not wait for other processes.
+    def phase(self, title: str, *, together: bool = True) -> Iterator[None]:
+        """Runs a phase of a run and measures its time. A terminal shows a spinner.
 
         Args:
           title: what the phase does, such as 'compiling the train step'.
-        """
-        with self.measuring(title), raise_on_all_processes(title):
-            yield
-
-    @contextlib.contextmanager
-    def measuring(self, title: str) -> Iterator[None]:
-        """Measures the time of a part of a run, in which processes may wait for each other.
-
-        Args:
-          title: what the part does.
+          together: whether the phase fails on all processes if it fails on one. All of them must
+            then enter it together, and its body must not wait for other processes.
         """
         started = time.perf_counter()
         busy: Any = contextlib.nullcontext()
         if self.is_terminal and self._progress is None:
             busy = self._console.status(Text(f'{title} ...'), spinner='dots')
-        with busy, self.activity.doing(title):
+        failing = raise_on_all_processes(title) if together else contextlib.nullcontext()
+        with busy, self.activity.doing(title), failing:
             yield
         self.seconds[title] = time.perf_counter() - started
         if self.seconds[title] > WORTH_A_LINE:
@@ -135,20 +126,11 @@ class RunConsole:
           The function to call with the progress: (name of the source, bytes done, bytes in total).
         """
         started, names = time.perf_counter(), dict[str, TaskID]()
-        progress = Progress(
-            TextColumn('tokenizing {task.description}', markup=False),
-            BarColumn(bar_width=None),
-            TaskProgressColumn(),
-            TimeRemainingColumn(),
-            TextColumn('left'),
-            console=self._console,
-            transient=True,
-            disable=not self.is_terminal,
-        )
+        progress = self._make_bar(TaskProgressColumn())
 
         def report(name: str, done: int, total: int) -> None:
             if name not in names:
-                names[name] = progress.add_task(name, total=total)
+                names[name] = progress.add_task(f'tokenizing {name}', total=total)
             progress.update(names[name], completed=done, total=total)
             self.activity.progress()
 
@@ -191,16 +173,7 @@ class RunConsole:
         Yields:
           The function to call with the number so far.
         """
-        progress = Progress(
-            TextColumn('{task.description}', markup=False),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn('left'),
-            console=self._console,
-            transient=True,
-            disable=not self.is_terminal,
-        )
+        progress = self._make_bar(MofNCompleteColumn())
         counted = progress.add_task(title, total=total)
         before, self._progress = self._progress, self._progress or progress
 
@@ -213,6 +186,19 @@ class RunConsole:
                 yield show
         finally:
             self._progress = before
+
+    def _make_bar(self, column: ProgressColumn) -> Progress:
+        """A progress bar with its title, a column that says how much is done, and the time left."""
+        return Progress(
+            TextColumn('{task.description}', markup=False),
+            BarColumn(bar_width=None),
+            column,
+            TimeRemainingColumn(),
+            TextColumn('left'),
+            console=self._console,
+            transient=True,
+            disable=not self.is_terminal,
+        )
 
     def step(self, step: int, total_steps: int, figures: str) -> None:
         """Prints the figures of a step, or shows them in the progress bar."""

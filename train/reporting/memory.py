@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -39,7 +40,8 @@ def check_fits(
     """
     mesh, state = partitioner.mesh, plan.bytes_per_device
     if limit is None and not isinstance(mesh, AbstractMesh):
-        limit = min(filter(None, map(device_memory, mesh.local_devices)), default=None)
+        kinds = {device.device_kind: device for device in mesh.local_devices}
+        limit = min(filter(None, map(device_memory, kinds.values())), default=None)
     needed = max(state, 0 if compiled is None else needed_memory(compiled, mesh))
     if limit is not None and needed > limit:
         _refuse(plan, partitioner, needed, limit)
@@ -94,10 +96,9 @@ def device_memory(device: jax.Device) -> int | None:
 def _host_memory() -> int | None:
     """Returns the memory of this host that is available, in bytes, or None if it is unknown."""
     amounts = []
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path('/proc/meminfo').read_text().splitlines()
-        line = next(line for line in lines if line.startswith('MemAvailable:'))
-        amounts.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError):
+        found = re.findall(r'^MemAvailable:\s+(\d+)', Path('/proc/meminfo').read_text(), re.M)
+        amounts += [1024 * int(kilobytes) for kilobytes in found]
     for limit in ('memory.max', 'memory/memory.limit_in_bytes'):  # of a container
         with contextlib.suppress(OSError, ValueError):  # 'max' means that there is no limit
             amounts.append(int((Path('/sys/fs/cgroup') / limit).read_text()))

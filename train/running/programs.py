@@ -44,12 +44,20 @@ class Programs(NamedTuple):
 class Compilation:
     """A context in which the programs of a run are compiled while its body does something else.
 
+    Usage:
+      with Compilation(run, start) as compilation:
+        ...  # something else
+      train_step, init, flops = compilation.programs
+
     The programs are traced first, in this thread. Then only the compiler works in other threads.
     At the end of the context, errors of the compiler come before errors of the body, as if the
     compiler had run first.
 
     Attributes:
       programs: the compiled programs, after the end of the context.
+
+    Raises:
+      ConfigError: if the state or the train step needs more memory than a device has.
     """
 
     programs: Programs
@@ -99,29 +107,11 @@ class Compilation:
         check_fits(plan, partitioner, step)
         with awaiting_threads():
             init = None if self._init is None else self._init.result()
-        self.programs = Programs(step, init, _count_flops(run))
-
-
-def compile_programs(run: Run, start: Start) -> Compilation:
-    """Begins to compile the programs of a run, whose results are there at the end of the context.
-
-    Usage:
-      with compile_programs(run, start) as compilation:
-        ...  # something else
-      train_step, init, flops = compilation.programs
-
-    Raises:
-      ConfigError: if the state or the train step needs more memory than a device has.
-    """
-    return Compilation(run, start)
-
-
-def _count_flops(run: Run) -> float | None:
-    """The FLOPs of the model in one step, or None if the peak of the devices is not known."""
-    if peak_flops(run.config.partitioner.mesh.devices.flat) is None:
-        return None
-    state, forward = run.plan.abstract_state, make_eval_step(run.config.objective)
-    return 3 * count_flops(forward, state.params, state.flax_mutables, dict(run.batch))
+        flops = None
+        if peak_flops(partitioner.mesh.devices.flat) is not None:
+            state, forward = plan.abstract_state, make_eval_step(run.config.objective)
+            flops = 3 * count_flops(forward, state.params, state.flax_mutables, dict(run.batch))
+        self.programs = Programs(step, init, flops)
 
 
 def partition_train_step(run: PlannedRun) -> PartitionedCallable:

@@ -48,22 +48,19 @@ class PlannedRun:
       batch: the ShapeDtypeStructs of a training batch, each [batch, ...].
       tx: the optimizer.
       plan: the layout of the state.
+      key: the key of the initial parameters and of the random numbers of the steps.
     """
 
     config: TrainConfig
     batch: Mapping[str, jax.ShapeDtypeStruct]
     tx: optax.GradientTransformation
     plan: Plan
+    key: jax.Array
 
     @property
     def compiler_options(self) -> dict[str, OptionValue]:
         """The options with which its programs are compiled, as `partition` takes them."""
         return option_values(self.plan.compiler_options)
-
-    @property
-    def key(self) -> jax.Array:
-        """The key of the initial parameters and of the random numbers of the steps."""
-        return make_key(self.config)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,7 +126,14 @@ def prepare(config: TrainConfig, console: RunConsole | None = None) -> Run:
         use_compilation_cache(config.compilation_cache, directory, console.say)
         evaluators = choose_evaluators(config)
         data, evaluated = open_tasks(config, evaluators, progress)
-        config = with_seed(config, directory, console)
+        if config.seed is None:
+            # A run that resumes has the seed that its record contains.
+            seed = record.recorded_setting(directory, 'random_seed')
+            how = f'of the earlier run in {directory}'
+            if seed is None:
+                seed, how = agree_on(int(time.time()) % 2**31), 'chosen by the time'
+            console.say(f'seed {seed}, {how}')
+            config = dataclasses.replace(config, seed=seed)
         rows = data.training(data_seed(config))
     with console.phase('planning the layout'):
         planned = plan_run(config, rows[0])
@@ -177,11 +181,12 @@ def plan_run(config: TrainConfig, row: Row) -> PlannedRun:
         made.append(as_transformation(config.optimizer, variables, overrides))
         return TrainState.create(variables, made[-1])
 
+    key = jax.random.key(config.seed or 0, impl=config.prng_impl)
     plan = dataclasses.replace(
-        partitioner.plan(init, make_key(config)),
+        partitioner.plan(init, key),
         compiler_options=choose_options(config.compiler_options, partitioner.mesh),
     )
-    return PlannedRun(config=config, batch=batch, tx=made[-1], plan=plan)
+    return PlannedRun(config=config, batch=batch, tx=made[-1], plan=plan, key=key)
 
 
 def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:
@@ -196,36 +201,15 @@ def initialize_some(run: Run, paths: Collection[str]) -> dict[str, jax.Array]:
         leaves = jax.tree_util.tree_leaves_with_path(state)
         return {path: x for p, x in leaves if (path := path_str(p)) in paths}
 
-    key = run.key
     run.console.say(f'initializing {len(paths):,} arrays that are not restored')
     shardings = select(run.plan.shardings)
     with calling_compiler():
-        return jax.jit(lambda k: select(run.plan.init(k)), out_shardings=shardings)(key)
-
-
-def with_seed(config: TrainConfig, directory: epath.Path, console: RunConsole) -> TrainConfig:
-    """Returns the configuration with a seed, chosen by the time if it has none.
-
-    A run that resumes has the seed that its record contains.
-    """
-    if config.seed is not None:
-        return config
-    seed = record.recorded_setting(directory, 'random_seed')
-    how = f'of the earlier run in {directory}'
-    if seed is None:
-        seed, how = agree_on(int(time.time()) % 2**31), 'chosen by the time'
-    console.say(f'seed {seed}, {how}')
-    return dataclasses.replace(config, seed=seed)
+        return jax.jit(lambda k: select(run.plan.init(k)), out_shardings=shardings)(run.key)
 
 
 def data_seed(config: TrainConfig) -> int:
     """Returns the seed of the order of the training rows."""
     return (config.seed or 0) if config.data_seed is None else config.data_seed
-
-
-def make_key(config: TrainConfig) -> jax.Array:
-    """Returns the key of a run's random numbers."""
-    return jax.random.key(config.seed or 0, impl=config.prng_impl)
 
 
 def report_run(run: Run) -> None:
@@ -260,11 +244,12 @@ def open_tasks(
       ConfigError: if a task cannot be opened, if the vocabulary of the model is too small, or if
         tasks have different tokenizers.
     """
-    tasks = {
-        name: _task_of(evaluator, config.task)
-        for name, evaluator in evaluators.items()
-        if hasattr(evaluator, 'task')
-    }
+    tasks: dict[str, Task] = {}
+    for name, evaluator in evaluators.items():
+        if hasattr(evaluator, 'task'):
+            task = config.task if evaluator.task is None else evaluator.task
+            changes = hasattr(evaluator, 'change_task')  # it needs the task in another form
+            tasks[name] = evaluator.change_task(task) if changes else task
     for task in (config.task, *tasks.values()):
         check_vocabulary(config.objective, task.num_tokens)
     data = config.task.open(config.sequence_length, progress)
@@ -282,12 +267,6 @@ def open_tasks(
                 f'uses {str(ours)[:28]}: use the same for both'
             )
     return data, opened
-
-
-def _task_of(evaluator: Any, task: Task) -> Task:
-    """The task that an evaluator reads, in the form that it needs."""
-    own = task if evaluator.task is None else evaluator.task
-    return evaluator.change_task(own) if hasattr(evaluator, 'change_task') else own
 
 
 def check_vocabulary(

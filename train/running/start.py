@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from partitioning import TrainState
-from train.checkpoints import Checkpoints, DamagedCheckpoint, RestoreConfig
+from train.checkpoints import Checkpoints, DamagedCheckpoint
 from train.checkpoints.opening import find_checkpoint, open_restored
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.steps.finding import t5x_steps
@@ -62,8 +62,13 @@ def find_start(run: Run, saved: Checkpoints) -> Start:
             folder, restored = find_checkpoint(config.restore, run.console.say)
             source = open_restored(config.restore, folder)
             step = source.first_step(restored)
-            if config.total_steps and not config.relative_steps:
-                _check_steps_left(config.restore, step, config.total_steps)
+            if step >= config.total_steps > 0 and not config.relative_steps:
+                raise ConfigError(
+                    f'total_steps is {config.total_steps}, but the checkpoint of '
+                    f'{config.restore.setting} {config.restore.path} is already at step {step}, '
+                    f'which counts towards total_steps: use {step + config.total_steps} to train '
+                    f'for {config.total_steps} more steps'
+                )
             record.check_restored_tokenizer(folder, {'': run.data}, config.restore.setting)
     check_same_step(restored or 0)
     # Before anything is compiled or written.
@@ -103,17 +108,6 @@ def _start_from(
     return Start(step, source, restored, about.pending, scores)
 
 
-def _check_steps_left(restore: RestoreConfig, restored_step: int, total_steps: int) -> None:
-    """Checks that a run that starts from another run's checkpoint has steps left to train."""
-    if restored_step >= total_steps:
-        raise ConfigError(
-            f'total_steps is {total_steps}, but the checkpoint of {restore.setting} '
-            f'{restore.path} is already at step {restored_step}, which counts '
-            f'towards total_steps: use {restored_step + total_steps} to train for {total_steps} '
-            'more steps'
-        )
-
-
 def restore_state(run: Run, saved: Checkpoints, start: Start) -> tuple[TrainState | None, Start]:
     """Restores the state from which a run starts. A damaged checkpoint is skipped with a warning.
 
@@ -133,7 +127,7 @@ def restore_state(run: Run, saved: Checkpoints, start: Start) -> tuple[TrainStat
     initialize = functools.partial(initialize_some, run)
     while start.restored is not None:
         try:
-            with run.console.measuring('restoring the state'):
+            with run.console.phase('restoring the state', together=False):
                 state = start.source.restore(start.restored, run.plan.abstract_state, initialize)
             return state, start
         except DamagedCheckpoint as error:

@@ -34,7 +34,7 @@ from train.running.loop import (
     report_results,
     report_skips,
 )
-from train.running.programs import compile_programs
+from train.running.programs import Compilation
 from train.running.run import prepare, report_run
 from train.running.start import (
     find_start,
@@ -96,7 +96,7 @@ def _train(
     report_run(run)
 
     # ---- steps: compiled once, before anything is written, while the rest is opened and read
-    with compile_programs(run, start) as compilation:
+    with Compilation(run, start) as compilation:
         restored, start = restore_state(prepared, saved, start)
         run = prepared.from_step(start.step)
         feed = open_feed(run, start.step)

@@ -42,7 +42,6 @@ def _report(options: argparse.Namespace) -> None:
         raise ConfigError('no gin file: add FILE.gin')
     statements = read_statements(files, options.gin_bindings, folders)
     register_listed()
-    checks.check_imports(statements, allow, ALIASES)
     checks.import_modules(statements, allow, ALIASES)
     notes = list(describe_imports(statements))
     rows = report_rows(statements, allow)
