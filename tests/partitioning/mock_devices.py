@@ -62,6 +62,15 @@ def tpu_slices(num_slices: int, bounds: Sequence[int], kind: str, cores: int = 1
     ]
 
 
+def two_slices_of_v4() -> list[SliceDevice]:
+    """torch_xla's test machine: two slices of 2 x 2, whose ids do not follow the coordinates."""
+    places = [
+        *((0, 1, 0), (1, 0, 0), (0, 0, 0), (1, 1, 0)),
+        *((0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0)),
+    ]
+    return [SliceDevice(i, i // 4, place, slice_index=i // 4) for i, place in enumerate(places)]
+
+
 def v3_4x4() -> list[MockDevice]:
     """T5X's test machine: 16 chips of two cores, four hosts."""
     return tpus((4, 4, 1), 'TPU v3', cores=2)

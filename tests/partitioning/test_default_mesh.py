@@ -3,13 +3,12 @@
 import math
 import random
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from mock_devices import cpus, gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
+from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus
 
-from partitioning import PjitPartitioner, default_mesh, get_cpu_mesh, get_gpu_mesh
+from partitioning import default_mesh, get_cpu_mesh
 from partitioning.mesh import MeshConfig
 
 pytestmark = pytest.mark.core
@@ -78,6 +77,7 @@ def test_replicas_are_slices(kind, bounds, cores, slices):
     for replica in range(slices):
         assert {d.slice_index for d in mesh.devices[replica].flat} == {replica}
         assert ids(mesh)[replica] == (np.array(ids(mesh)[0]) + replica * each).tolist()
+    assert ids(mesh)[0] == ids(default_mesh(4, devices=tpus(bounds, kind, cores)))
 
 
 def test_two_slices_without_ici_and_dcn_shapes():
@@ -103,51 +103,6 @@ def test_slices_of_unequal_size():
 
 
 # CPU and GPU.
-
-
-@pytest.mark.parametrize('num_partitions, data', [(1, 8), (2, 4), (4, 2), (8, 1)])
-def test_cpu_honours_num_partitions(num_partitions, data):
-    assert len(jax.devices()) == 8
-    for mesh in (
-        PjitPartitioner(num_partitions=num_partitions).mesh,
-        default_mesh(num_partitions),
-        default_mesh(num_partitions, backend='cpu'),
-        get_cpu_mesh(num_partitions),
-    ):
-        assert dict(mesh.shape) == {'data': data, 'model': num_partitions}
-        assert sorted(np.ravel(ids(mesh)).tolist()) == sorted(d.id for d in jax.devices())
-
-
-def test_the_default_cpu_mesh_has_one_row_per_process():
-    assert dict(get_cpu_mesh().shape) == {'data': 1, 'model': 8}
-
-
-def test_cpu_processes():
-    assert ids(default_mesh(2, devices=cpus(4, 2)[::-1])) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-@pytest.mark.parametrize(
-    'local, processes, num_partitions, shape',
-    [
-        (8, 1, 1, (8, 1)),
-        (8, 1, 2, (4, 2)),
-        (8, 1, 8, (1, 8)),
-        (8, 2, 1, (16, 1)),
-        (8, 2, 4, (4, 4)),
-        (8, 2, 8, (2, 8)),
-        (8, 2, 16, (1, 16)),
-        (4, 4, 8, (2, 8)),
-    ],
-)
-def test_gpu_meshes(monkeypatch, local, processes, num_partitions, shape):
-    devices = gpus(local, processes)
-    monkeypatch.setattr(jax, 'devices', lambda *_: devices)
-    monkeypatch.setattr(jax, 'device_count', lambda *_: len(devices))
-    monkeypatch.setattr(jax, 'local_device_count', lambda *_: local)
-    monkeypatch.setattr(jax, 'process_count', lambda *_: processes)
-    for mesh in (get_gpu_mesh(num_partitions), default_mesh(num_partitions)):
-        assert mesh.axis_names == ('data', 'model')
-        assert ids(mesh) == np.arange(len(devices)).reshape(shape).tolist()
 
 
 @pytest.mark.parametrize(
@@ -190,12 +145,6 @@ def test_racks_decide_the_order():
 # Errors.
 
 
-@pytest.mark.parametrize('num_partitions', [3, 5, 64])
-def test_partitions_that_do_not_divide_tpus(num_partitions):
-    with pytest.raises(ValueError, match=f'num_partitions={num_partitions}.* 32 devices'):
-        default_mesh(num_partitions, devices=v3_4x4())
-
-
 @pytest.mark.parametrize('make', [default_mesh, get_cpu_mesh])
 @pytest.mark.parametrize('num_partitions', [0, -1, True, 2.0, '2'])
 def test_partitions_that_are_not_positive_integers(make, num_partitions):
@@ -211,20 +160,6 @@ def test_cpu_partitions_that_do_not_divide(make, num_partitions):
     ) as error:
         make(num_partitions)
     assert str(error.value).endswith('use one of 1, 2, 4, 8')
-
-
-@pytest.mark.parametrize(
-    'local, processes, num_partitions',
-    [(8, 2, 3), (8, 2, 12), (8, 2, 32), (6, 2, 5), (6, 2, 8)],
-)
-def test_gpu_partitions_that_do_not_fit(local, processes, num_partitions):
-    with pytest.raises(ValueError, match=f'num_partitions={num_partitions}'):
-        default_mesh(num_partitions, devices=gpus(local, processes))
-
-
-def test_more_partitions_than_devices():
-    with pytest.raises(ValueError, match=r'32 .* 16 devices of the machine: it is larger'):
-        default_mesh(32, devices=tpus((4, 4, 1), 'TPU v5 lite'))
 
 
 @pytest.mark.parametrize('num_partitions, hint', [(8, True), (16, True), (32, False)])

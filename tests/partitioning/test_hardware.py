@@ -4,27 +4,15 @@ import types
 
 import jax
 import pytest
-from mock_devices import MockDevice, cpus, gpus, tpu_slices, tpus
+from mock_devices import cpus, gpus, tpu_slices, tpus
 
-from partitioning import CHIPS, bounds_from_last_device, get_coords
+from partitioning import CHIPS
 from partitioning.hardware import chip_of, has_coords, num_slices, torus_wrap
 
 pytestmark = [pytest.mark.core, pytest.mark.smoke]
 
 
 # Coordinates.
-
-
-def test_coordinates_of_tpus():
-    assert get_coords(MockDevice(0, 0, (1, 0, 1), core_on_chip=1)) == (1, 0, 1, 1)
-    assert bounds_from_last_device(MockDevice(0, 0, (3, 3, 3), core_on_chip=1)) == (4, 4, 4, 2)
-
-
-def test_coordinates_without_torus(monkeypatch):
-    monkeypatch.setattr(jax, 'local_device_count', lambda: 8)
-    assert get_coords(MockDevice(9, 1)) == (1, 1)
-    monkeypatch.setattr(jax, 'local_device_count', lambda: 4)
-    assert bounds_from_last_device(MockDevice(3, 0)) == (1, 4)
 
 
 def test_only_tpus_have_coordinates():

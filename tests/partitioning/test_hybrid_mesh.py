@@ -6,20 +6,11 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from mock_devices import SliceDevice, cpus, gpus, ids, sorted_ids, tpu_slices, tpus
+from mock_devices import cpus, gpus, ids, sorted_ids, tpu_slices, tpus, two_slices_of_v4
 
 from partitioning import create_hybrid_mesh, create_mesh
 
 pytestmark = pytest.mark.core
-
-
-def two_slices_of_v4():
-    """torch_xla's test devices, whose ids do not follow the coordinates."""
-    coords = [
-        *((0, 1, 0), (1, 0, 0), (0, 0, 0), (1, 1, 0)),
-        *((0, 0, 0), (1, 1, 0), (0, 1, 0), (1, 0, 0)),
-    ]
-    return [SliceDevice(i, i // 4, place, slice_index=i // 4) for i, place in enumerate(coords)]
 
 
 def hybrid(ici, dcn, devices, **options):
@@ -49,17 +40,6 @@ def test_orders_of_two_slices(ici, dcn, expected):
         over = tuple(-1 if i == axis else n for i, n in enumerate(dcn))
         assert ids(hybrid(ici, over, devices)) == expected
         assert ids(hybrid(rest, over, devices)) == expected
-
-
-def test_orders_of_more_slices():
-    assert ids(hybrid((2, 2), (2, 2), tpu_slices(4, (2, 2, 1), 'TPU v4'))) == [
-        *([0, 1, 4, 5], [2, 3, 6, 7]),
-        *([8, 9, 12, 13], [10, 11, 14, 15]),
-    ]
-    assert ids(hybrid((1, 2, 4), (2, 1, 1), tpu_slices(2, (2, 2, 2), 'TPU v4'))) == [
-        [[0, 2, 1, 3], [4, 6, 5, 7]],
-        [[8, 10, 9, 11], [12, 14, 13, 15]],
-    ]
 
 
 @pytest.mark.parametrize('sizes', [(4,), (2, 2), (1, 4, 1), (2, 1, 1, 2)])

@@ -4,25 +4,14 @@ import math
 
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec as P
-from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
+from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus
 
-from partitioning import MeshConfig, PjitPartitioner
+from partitioning import PjitPartitioner
 from partitioning.mesh import create_hybrid_mesh, default_mesh, default_moe_mesh
 
 pytestmark = pytest.mark.core
 
 # Shapes within slices and over them.
-
-
-def test_the_shapes_of_the_default_mesh_of_two_slices():
-    mesh = default_mesh(
-        None,
-        ici_mesh_shape=(1, 2, 4),
-        dcn_mesh_shape=(2, 1, 1),
-        devices=tpu_slices(2, (2, 2, 2), 'TPU v4'),
-    )
-    assert ids(mesh) == [[[0, 2, 1, 3], [4, 6, 5, 7]], [[8, 10, 9, 11], [12, 14, 13, 15]]]
 
 
 @pytest.mark.parametrize(
@@ -46,31 +35,6 @@ def test_hybrid_meshes(kind, bounds, ici):
 
 
 @pytest.mark.parametrize(
-    'ici, dcn',
-    [
-        ((1, 2, 8), (2, 1, 1)),  # 32 devices of 16
-        ((1, 8, 2), (1, 1, 1)),  # 16 devices, but of one slice
-        ((1, 2, 2), (4, 1, 1)),  # four slices of two
-        ((2, 4), (2, 1)),
-        ((1, 2, 4), (2, 1)),
-    ],
-)
-def test_hybrid_shapes_that_do_not_fit(ici, dcn):
-    devices = tpu_slices(2, (2, 2, 2), 'TPU v4')
-    with pytest.raises(ValueError, match='ici_mesh_shape') as error:
-        default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=dcn, devices=devices)
-    assert str(ici) in str(error.value) and str(dcn) in str(error.value)
-
-
-def test_one_slice_with_shapes_on_this_machine():
-    partitioner = PjitPartitioner(ici_mesh_shape=(1, 4, 2), dcn_mesh_shape=(1, 1, 1))
-    assert dict(partitioner.mesh.shape) == {'replica': 1, 'data': 4, 'model': 2}
-    assert partitioner.data_partition_spec == P(('replica', 'data'))
-    assert ('batch', ('replica', 'data')) in partitioner.logical_axis_rules
-    assert ('batch', 'data') not in partitioner.logical_axis_rules
-
-
-@pytest.mark.parametrize(
     'names, ici, dcn, shape',
     [
         (('all',), (8,), (2,), (16,)),
@@ -89,12 +53,6 @@ def test_shapes_of_any_number_of_axes(names, ici, dcn, shape):
     assert mesh.axis_names == names
     assert mesh.devices.shape == (shape or (2, 2, 2, 1, 2))
     assert sorted_ids(mesh) == list(range(16))
-
-
-@pytest.mark.parametrize('ici, shape', [((1, -1, 2), (1, 4, 2)), ((-1, 1, 8), (1, 1, 8))])
-def test_whatever_remains(ici, shape):
-    mesh = default_mesh(None, ici_mesh_shape=ici, dcn_mesh_shape=(1, 1, 1))
-    assert mesh.devices.shape == shape
 
 
 @pytest.mark.parametrize(
@@ -164,47 +122,6 @@ def test_other_names(names, slices, message):
 # Settings that contradict each other or do not decide the mesh.
 
 
-@pytest.mark.parametrize('make', [MeshConfig.from_t5x, PjitPartitioner])
-@pytest.mark.parametrize(
-    'settings, message',
-    [
-        ({'ici_mesh_shape': (1, 16, 2)}, 'dcn_mesh_shape'),
-        ({'num_partitions': 2, 'dcn_mesh_shape': (1, 1, 1)}, 'ici_mesh_shape'),
-        (
-            {'num_partitions': 4, 'model_parallel_submesh': (1, 1, 1, 2)},
-            'num_partitions.*model_parallel_submesh',
-        ),
-        (
-            {'num_partitions': 4, 'ici_mesh_shape': (1, 16, 2), 'dcn_mesh_shape': (1, 1, 1)},
-            'num_partitions',
-        ),
-        (
-            {
-                'model_parallel_submesh': (1, 1, 1, 2),
-                'ici_mesh_shape': (1, 16, 2),
-                'dcn_mesh_shape': (1, 1, 1),
-            },
-            'model_parallel_submesh.*ici_mesh_shape',
-        ),
-        ({'num_partitions': None}, 'num_partitions'),
-    ],
-)
-def test_contradicting_settings(make, settings, message):
-    with pytest.raises(ValueError, match=message):
-        make(**{'num_partitions': None} | settings)
-
-
-def test_no_setting_at_all():
-    with pytest.raises(ValueError, match='At least one of'):
-        PjitPartitioner()
-
-
-@pytest.mark.parametrize('submesh', [(1, 2), (1, 1, 1, 1, 2), (2,), ()])
-def test_submesh_of_other_than_four(submesh):
-    with pytest.raises(ValueError, match='4-tuple'):
-        PjitPartitioner(model_parallel_submesh=submesh)
-
-
 def test_num_partitions_that_agrees_with_the_shapes():
     """T5X's configurations set num_partitions in addition to the shapes."""
     partitioner = PjitPartitioner(
@@ -217,29 +134,6 @@ def test_num_partitions_that_agrees_with_the_shapes():
 def test_submesh_off_the_torus(platform, devices):
     with pytest.raises(ValueError, match=rf'\(2, 1, 1, 2\).*on {platform} set num_partitions=4'):
         default_mesh(None, (2, 1, 1, 2), devices=devices)
-
-
-@pytest.mark.parametrize('slices', [1, 2])
-def test_granule_size_on_tpus(slices):
-    with pytest.raises(ValueError, match=r'granule_size=4 .*GPUs and CPUs only'):
-        default_mesh(2, devices=tpu_slices(slices, (2, 2, 2), 'TPU v4'), granule_size=4)
-
-
-@pytest.mark.parametrize('devices, message', [([], 'empty'), (v3_4x4() * 2, '32 of the 32')])
-def test_devices_that_make_no_mesh(devices, message):
-    with pytest.raises(ValueError, match=message):
-        default_mesh(2, devices=devices)
-
-
-def test_axis_types_of_shapes():
-    mesh = default_mesh(
-        None,
-        ici_mesh_shape=(4, 2),
-        dcn_mesh_shape=(1, 1),
-        mesh_axis_names=('data', 'model'),
-        axis_types=(AxisType.Explicit, AxisType.Auto),
-    )
-    assert mesh.axis_types == (AxisType.Explicit, AxisType.Auto)
 
 
 # Types of numbers and names.
@@ -264,11 +158,6 @@ def test_an_empty_tuple_of_names_does_not_mean_the_default_names():
 def test_the_message_names_the_setting_that_was_given():
     with pytest.raises(ValueError, match=r'^ici_mesh_shape \(1, 8, 2\) with dcn.* is 8; .*fits'):
         default_mesh(None, ici_mesh_shape=(1, 8, 2), dcn_mesh_shape=(1, 1, 1))
-
-
-def test_a_submesh_of_floats():
-    with pytest.raises(ValueError, match=r'4-tuple .* of integers.* not \(2.0, 2, 1, 2\)'):
-        default_mesh(None, (2.0, 2, 1, 2), devices=v3_4x4())
 
 
 def test_process_is_granule_counts_processes_even_if_no_axis_spans_them():
@@ -300,14 +189,3 @@ def test_shapes_as_numpy_arrays():
 def test_a_granule_larger_than_the_domains_that_gpus_know():
     with pytest.raises(ValueError, match=r'granule_size=32 .* NVLink domains of \[16\] GPUs'):
         default_mesh(2, devices=gpus(4, 4, domains=2), granule_size=32)
-
-
-@pytest.mark.parametrize('granules', ['no', 2])
-def test_process_is_granule_or_not(granules):
-    with pytest.raises(ValueError, match=f'process_is_granule={granules!r}'):
-        create_hybrid_mesh((2, 4), (1, 1), ('a', 'b'), process_is_granule=granules)
-
-
-def test_granules_that_no_axis_spans():
-    with pytest.raises(ValueError, match='number of granules is 2'):
-        create_hybrid_mesh((2, 4), (1, 1), ('a', 'b'), granule_size=4)

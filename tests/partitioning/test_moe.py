@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
+from mock_devices import gpus, ids, tpu_slices, tpus, v3_4x4
 
 from partitioning import MeshConfig, MoePjitPartitioner, PjitPartitioner
-from partitioning.mesh import default_mesh, default_moe_mesh
+from partitioning.mesh import default_moe_mesh
 
 pytestmark = pytest.mark.core
 
@@ -21,28 +21,6 @@ def v3_2x2():
 
 
 # The mesh.
-
-
-@pytest.mark.parametrize(
-    'experts, num_partitions, submesh, shape',
-    [
-        (16, 1, None, (1, 8, 1)),
-        (8, 1, None, (1, 8, 1)),
-        (4, 1, None, (2, 4, 1)),
-        (1, 1, None, (8, 1, 1)),
-        (8, 4, None, (1, 2, 4)),
-        (1, 4, None, (2, 1, 4)),
-        (12, 2, None, (1, 4, 2)),
-        (8, None, (1, 1, 1, 2), (1, 4, 2)),
-        (2, None, (2, 1, 1, 2), (1, 2, 4)),
-    ],
-)
-def test_moe_meshes_of_t5x(experts, num_partitions, submesh, shape):
-    mesh = default_moe_mesh(experts, num_partitions, submesh, devices=v3_2x2())
-    assert dict(mesh.shape) == dict(zip(AXES, shape, strict=True))
-    assert sorted_ids(mesh) == list(range(8))
-    without = default_mesh(num_partitions, submesh, devices=v3_2x2())
-    assert np.ravel(ids(mesh)).tolist() == np.ravel(ids(without)).tolist()
 
 
 def test_experts_divide_the_data_axis():
@@ -100,6 +78,8 @@ def test_partitions_of_a_moe_mesh_that_do_not_fit():
         default_moe_mesh(2, devices=v3_2x2())
     with pytest.raises(ValueError, match='num_partitions=2 and model_parallel_submesh'):
         default_moe_mesh(2, 2, (1, 1, 1, 2), devices=v3_2x2())
+    with pytest.raises(ValueError, match='At least one of'):
+        MoePjitPartitioner(2)
 
 
 # The partitioner.
@@ -141,30 +121,6 @@ def test_a_config_of_experts_with_a_submesh():
     assert dict(config.build().shape) == {'data': 2, 'expert': 2, 'model': 2}
 
 
-@pytest.mark.parametrize(
-    'names, shape, spec',
-    [
-        (('expert', 'embed', 'expert_mlp'), (4, 6, 8), P('expert', None, 'model')),
-        (('expert', 'expert_mlp', 'embed'), (4, 8, 6), P('expert', 'model', None)),
-        (('embed', 'mlp'), (6, 8), P(None, 'model')),
-        (('batch', 'length', 'embed'), (8, 3, 6), P(('data', 'expert'), None, None)),
-    ],
-)
-def test_mesh_axes_of_experts(names, shape, spec):
-    partitioner = MoePjitPartitioner(2, 2)
-    kernel = nn.Partitioned(jax.ShapeDtypeStruct(shape, np.float32), names)
-    assert partitioner.get_mesh_axes({'kernel': kernel}) == {'kernel': spec}
-
-
-def test_experts_that_the_axis_does_not_divide():
-    partitioner = MoePjitPartitioner(2, 2)
-    kernel = nn.Partitioned(
-        jax.ShapeDtypeStruct((3, 6, 8), np.float32), ('expert', 'embed', 'expert_mlp')
-    )
-    with pytest.raises(ValueError, match=r"kernel.*'expert'.*\(3, 6, 8\).* 3 .* by 2,"):
-        partitioner.get_mesh_axes({'kernel': kernel})
-
-
 def test_custom_rules():
     rules = [('batch', 'data'), ('expert', ('expert', 'model'))]
     partitioner = MoePjitPartitioner(2, 2, logical_axis_rules=rules)
@@ -185,10 +141,3 @@ def test_a_layer_of_experts():
     result = layer(kernel, rows)
     np.testing.assert_allclose(result, rows @ kernel, rtol=1e-5)
     assert result.sharding == NamedSharding(partitioner.mesh, P('expert'))
-
-
-def test_numbers_that_do_not_fit_the_partitioner():
-    with pytest.raises(ValueError, match=r'num_expert_partitions=3 .* 4 devices'):
-        MoePjitPartitioner(3, 2).mesh  # noqa: B018
-    with pytest.raises(ValueError, match='At least one of'):
-        MoePjitPartitioner(2)

@@ -5,7 +5,7 @@ import dataclasses
 import flax.linen as nn
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from mock_devices import gpus, ids, tpu_slices, tpus
 
 from partitioning import (
@@ -112,20 +112,6 @@ def test_axes_without_default_rules_have_no_rules():
 
 
 @pytest.mark.parametrize(
-    'settings, message',
-    [
-        ({'num_partitions': 0}, 'num_partitions=0 must be'),
-        ({'num_partitions': '8'}, "num_partitions='8' must be"),
-        ({'mesh': 'x'}, r"mesh='x' must be .*jax.sharding.Mesh"),
-        ({'num_partitions': 2, 'logical_axis_rules': 5}, '5 must be a list'),
-    ],
-)
-def test_settings_are_checked_before_any_device_is_looked_for(settings, message):
-    with pytest.raises(ValueError, match=message):
-        PjitPartitioner(**settings)
-
-
-@pytest.mark.parametrize(
     'names, sizes, spec',
     [
         (('data', 'fsdp', 'sequence', 'model'), (2, 2, 1, 2), P(('data', 'fsdp'))),
@@ -143,23 +129,6 @@ def test_default_rules_follow_the_axes(names, sizes, spec):
         rules = tuple(standard_logical_axis_rules(mesh_axes=names))
         assert partitioner.logical_axis_rules == rules
         assert partitioner.data_partition_spec == spec
-
-
-def test_layouts_on_six_axes():
-    names = ('data', 'fsdp', 'sequence', 'expert', 'stage', 'model')
-    partitioner = PjitPartitioner(mesh=create_mesh((1, 2, 1, 2, 1, 2), names))
-    state = {
-        'dense': nn.Partitioned(np.zeros((4, 8)), ('embed', 'mlp')),
-        'expert': nn.Partitioned(np.zeros((2, 4, 8)), ('expert', 'embed', 'expert_mlp')),
-        'layers': nn.Partitioned(np.zeros((3, 4, 8)), ('stage', 'embed', 'mlp')),
-    }
-    assert partitioner.get_mesh_axes(state) == {
-        'dense': P('fsdp', 'model'),
-        'expert': P('expert', 'fsdp', 'model'),
-        'layers': P('stage', 'fsdp', 'model'),
-    }
-    assert partitioner.data_partition_spec == P(('data', 'fsdp', 'expert'))
-    assert partitioner.data_mesh_size == 4
 
 
 @pytest.mark.parametrize('axis, hint', [('foo', ''), ('modle', "Did you mean 'model'?")])
@@ -195,27 +164,6 @@ def test_names_without_data():
 
 
 # Types and granules.
-
-
-@pytest.mark.parametrize(
-    'axis_types, expected',
-    [
-        (AxisType.Explicit, (AxisType.Explicit, AxisType.Explicit)),
-        ('explicit', (AxisType.Explicit, AxisType.Explicit)),
-        ((AxisType.Explicit, AxisType.Auto), (AxisType.Explicit, AxisType.Auto)),
-    ],
-)
-def test_functions_on_meshes_of_other_types(axis_types, expected):
-    config = MeshConfig(axes={'data': -1, 'model': 2}, axis_types=axis_types)
-    partitioner = PjitPartitioner(mesh=config)
-    assert partitioner.mesh.axis_types == expected
-    rows = partitioner.data_partition_spec
-    double = partitioner.partition(lambda x: 2 * x, rows, rows)
-    result = double(np.arange(16.0).reshape(8, 2))
-    np.testing.assert_array_equal(result, 2 * np.arange(16.0).reshape(8, 2))
-    assert result.sharding.is_equivalent_to(NamedSharding(partitioner.mesh, rows), 2)
-    total = partitioner.partition(lambda x: (x * x).sum(axis=0), rows, None)
-    np.testing.assert_allclose(total(np.arange(8.0).reshape(8, 1)), [140.0])
 
 
 def test_granule_size():

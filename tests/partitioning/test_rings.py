@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from hop_counter import hops_of_axis
 from jax.sharding import Mesh
 from mock_devices import cpus, gpus, tpu_slices, tpus, v3_4x4
 
@@ -13,16 +14,7 @@ pytestmark = pytest.mark.core
 
 def counted(mesh, axis, bounds, wrap):
     """(mean, worst) hops of the steps along an axis that stay within a slice."""
-    grid = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.devices.shape[axis], -1)
-    hops = []
-    for ring in grid.T.tolist():
-        for a, b in zip(ring, ring[1:] + ring[:1], strict=True):
-            if getattr(a, 'slice_index', 0) != getattr(b, 'slice_index', 0):
-                continue
-            links = 0
-            for i, j, n, closes in zip(a.coords, b.coords, bounds, wrap, strict=True):
-                links += min((i - j) % n, (j - i) % n) if closes else abs(i - j)
-            hops.append(links)
+    hops = hops_of_axis(mesh.devices, axis, bounds, wrap)
     return (sum(hops) / len(hops), max(hops)) if hops else (None, None)
 
 

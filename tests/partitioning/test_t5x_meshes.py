@@ -1,116 +1,21 @@
-"""T5X's device orders on one and on several slices of TPU v2, v3 and v4."""
+"""T5X's tiles, and meshes of parts of a slice. The orders of T5X are tested in tests/seeds."""
 
 import dataclasses
 
 import numpy as np
 import pytest
-from mock_devices import gpus, ids, tpu_slices, tpus, v3_4x4
+from mock_devices import gpus, ids, sorted_ids, tpu_slices, tpus, v3_4x4
 
-from partitioning import default_mesh, get_mesh
+from partitioning import create_mesh, default_mesh, get_mesh
 
 pytestmark = pytest.mark.core
-
-V3_ORDER_1 = [
-    *(0, 1, 8, 9, 2, 3, 10, 11),
-    *(16, 17, 24, 25, 18, 19, 26, 27),
-    *(4, 5, 12, 13, 6, 7, 14, 15),
-    *(20, 21, 28, 29, 22, 23, 30, 31),
-]
-V3_ORDER_4 = [
-    *([0, 1, 2, 3], [8, 9, 10, 11], [16, 17, 18, 19], [24, 25, 26, 27]),
-    *([4, 5, 6, 7], [12, 13, 14, 15], [20, 21, 22, 23], [28, 29, 30, 31]),
-]
-V3_Z_MAJOR_Y = [
-    *([0, 1, 8, 9, 16, 17, 24, 25], [2, 3, 10, 11, 18, 19, 26, 27]),
-    *([4, 5, 12, 13, 20, 21, 28, 29], [6, 7, 14, 15, 22, 23, 30, 31]),
-]
-V4_ORDERS = [
-    ((2, 2, 2), 1, [[0], [2], [1], [3], [4], [6], [5], [7]]),
-    ((2, 2, 2), 2, [[0, 2], [1, 3], [4, 6], [5, 7]]),
-    ((2, 2, 2), 4, [[0, 2, 1, 3], [4, 6, 5, 7]]),
-    ((2, 2, 1), 2, [[0, 2], [1, 3]]),
-    ((2, 2, 1), 4, [[0, 2, 1, 3]]),
-]
-
-
-def in_rows(order, width):
-    return np.reshape(order, (-1, width)).tolist()
-
-
-V3_ORDERS = [
-    (1, in_rows(V3_ORDER_1, 1)),
-    (2, in_rows(V3_ORDER_1, 2)),
-    (4, V3_ORDER_4),
-]
-V3_SUBMESHES = [
-    ((1, 1, 1, 2), in_rows(V3_ORDER_1, 2)),
-    ((2, 1, 1, 2), V3_ORDER_4),
-    ((4, 1, 1, 2), in_rows(range(32), 8)),
-    ((1, 4, 1, 2), V3_Z_MAJOR_Y),
-]
-
-
-@pytest.mark.parametrize('num_partitions, expected', V3_ORDERS)
-def test_v3_default_orders(num_partitions, expected):
-    mesh = default_mesh(num_partitions, devices=v3_4x4())
-    assert mesh.axis_names == ('data', 'model')
-    assert ids(mesh) == expected
-
-
-@pytest.mark.parametrize('submesh, expected', V3_SUBMESHES)
-def test_v3_submesh_orders(submesh, expected):
-    assert ids(get_mesh(submesh, v3_4x4())) == expected
-    assert ids(default_mesh(None, submesh, devices=v3_4x4())) == expected
-
-
-def test_v3_each_process_holds_a_block():
-    mesh = default_mesh(4, devices=v3_4x4())
-    assert mesh.devices.shape == (8, 4) and mesh.size == 32
-    for process in range(4):
-        rows = [row for row in mesh.devices.tolist() if row[0].process_index == process]
-        assert len(rows) == 2
-        assert {d.process_index for row in rows for d in row} == {process}
-        if process == 0:
-            assert [[d.id for d in row] for row in rows] == [[0, 1, 2, 3], [8, 9, 10, 11]]
 
 
 def test_order_without_host_tiling():
     """Chips are in order of whole columns, with y inside x, so no host holds a block."""
     mesh = get_mesh((1, 1, 1, 1), v3_4x4(), tile_by_host_if_needed=False)
     expected = [c + 2 * (x + 4 * y) for x in range(4) for y in range(4) for c in range(2)]
-    assert ids(mesh) == in_rows(expected, 1)
-
-
-@pytest.mark.parametrize('bounds, num_partitions, expected', V4_ORDERS)
-def test_v4_default_orders(bounds, num_partitions, expected):
-    assert ids(default_mesh(num_partitions, devices=tpus(bounds, 'TPU v4'))) == expected
-
-
-@pytest.mark.parametrize(
-    'kind, bounds, cores, num_partitions, tile',
-    [
-        ('TPU v2', (4, 4, 1), 2, 8, (2, 2, 1, 2)),
-        ('TPU v3', (4, 4, 1), 2, 16, (4, 2, 1, 2)),
-        ('TPU v4', (4, 4, 4), 1, 4, (4, 1, 1, 1)),
-        ('TPU v4', (4, 4, 4), 1, 8, (4, 2, 1, 1)),
-        ('TPU v4', (4, 4, 4), 1, 16, (4, 4, 1, 1)),
-        ('TPU v4', (2, 2, 8), 1, 8, (1, 1, 8, 1)),
-        ('TPU v4', (2, 2, 4), 1, 16, (2, 2, 4, 1)),
-        ('TPU v4', (2, 2, 16), 1, 16, (1, 1, 16, 1)),
-        ('TPU v4', (8, 4, 4), 1, 16, (8, 2, 1, 1)),
-    ],
-)
-@pytest.mark.parametrize('slices', [1, 2])
-def test_default_tiles(kind, bounds, cores, num_partitions, tile, slices):
-    """A model replica covers exactly one aligned box of the size in T5X's table."""
-    devices = tpu_slices(slices, bounds, kind, cores) if slices > 1 else tpus(bounds, kind, cores)
-    mesh = default_mesh(num_partitions, devices=devices)
-    for row in mesh.devices.reshape(-1, num_partitions):
-        places = np.array([(*d.coords, d.core_on_chip) for d in row])
-        low, high = places.min(axis=0), places.max(axis=0)
-        assert tuple((high - low + 1).tolist()) == tile
-        assert not (low % tile).any()
-        assert len(np.unique(places, axis=0)) == num_partitions
+    assert np.ravel(ids(mesh)).tolist() == expected
 
 
 def test_the_order_of_the_device_list_does_not_matter():
@@ -135,37 +40,6 @@ def test_devices_that_do_not_fill_their_box():
 
 
 # Several slices, each in T5X's order.
-
-
-def after_each_other(order, slices):
-    """The order of each slice, whose ids follow the ids of the slice before it."""
-    one = np.array(order)
-    return [(one + s * one.size).tolist() for s in range(slices)]
-
-
-@pytest.mark.parametrize('slices', [2, 4])
-@pytest.mark.parametrize('num_partitions, expected', V3_ORDERS)
-def test_v3_orders_in_each_slice(slices, num_partitions, expected):
-    devices = tpu_slices(slices, (4, 4, 1), 'TPU v3', cores=2)
-    mesh = default_mesh(num_partitions, devices=devices)
-    assert mesh.axis_names == ('replica', 'data', 'model')
-    assert ids(mesh) == after_each_other(expected, slices)
-
-
-@pytest.mark.parametrize('slices', [2, 4])
-@pytest.mark.parametrize('bounds, num_partitions, expected', V4_ORDERS)
-def test_v4_orders_in_each_slice(slices, bounds, num_partitions, expected):
-    devices = tpu_slices(slices, bounds, 'TPU v4')
-    mesh = default_mesh(num_partitions, devices=devices[::-1])
-    assert ids(mesh) == after_each_other(expected, slices)
-
-
-@pytest.mark.parametrize('submesh, expected', V3_SUBMESHES)
-def test_submesh_in_each_slice(submesh, expected):
-    devices = tpu_slices(2, (4, 4, 1), 'TPU v3', cores=2)
-    mesh = default_mesh(None, submesh, devices=devices)
-    assert mesh.axis_names == ('replica', 'data', 'model')
-    assert ids(mesh) == after_each_other(expected, 2)
 
 
 @pytest.mark.parametrize('submesh', [(3, 1, 1, 2), (8, 1, 1, 2), (4, 1, 1, 1)])
@@ -210,3 +84,73 @@ def test_hosts_elsewhere(tile, first):
     mesh = get_mesh(tile, gpus(8, 2), tile_by_host_if_needed=False)
     assert ids(mesh)[0] == first
     assert mesh.devices.shape == (4, 4)
+
+
+def places_in_order(mesh):
+    """The coordinates of each device of a mesh, relative to the lowest ones."""
+    places = np.array([d.coords for d in mesh.devices.flat])
+    return (places - places.min(axis=0)).tolist()
+
+
+@pytest.mark.parametrize('num_partitions', [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    'kind, bounds, cores, low, high',
+    [
+        ('TPU v3', (8, 4, 1), 2, (4, 0, 0), (8, 4, 1)),
+        ('TPU v4', (4, 4, 4), 1, (2, 2, 2), (4, 4, 4)),
+        ('TPU v5 lite', (4, 4, 1), 1, (2, 0, 0), (4, 4, 1)),
+        ('TPU v6 lite', (8, 8, 1), 1, (4, 2, 0), (8, 4, 1)),
+        ('TPU v5 lite', (8, 8, 1), 1, (4, 2, 0), (8, 6, 1)),
+        ('TPU v5', (4, 4, 4), 1, (0, 0, 2), (2, 2, 4)),
+        ('TPU v5', (4, 4, 4), 1, (1, 0, 1), (3, 4, 2)),
+        ('TPU7x', (4, 4, 4), 2, (0, 2, 0), (4, 4, 2)),
+    ],
+)
+def test_box_within_a_slice(kind, bounds, cores, low, high, num_partitions):
+    """The box has the order of a separate slice of its size, with each device once."""
+    box = [
+        d
+        for d in tpus(bounds, kind, cores)
+        if all(a <= c < b for a, c, b in zip(low, d.coords, high, strict=True))
+    ]
+    shape = (len(box) // num_partitions, num_partitions)
+    mesh = default_mesh(num_partitions, devices=box)
+    assert mesh.devices.shape == shape
+    assert sorted_ids(mesh) == sorted(d.id for d in box)
+    alone = tpus(tuple(b - a for a, b in zip(low, high, strict=True)), kind, cores)
+    expected = default_mesh(num_partitions, devices=alone)
+    assert places_in_order(mesh) == places_in_order(expected)
+
+
+@pytest.mark.parametrize(
+    'kind, bounds, cores', [('TPU v3', (4, 4, 1), 2), ('TPU v5 lite', (4, 4, 1), 1)]
+)
+@pytest.mark.parametrize('missing', [(3, 3, 0), (0, 0, 0), (1, 2, 0)])
+def test_slice_with_a_chip_missing(kind, bounds, cores, missing):
+    devices = [d for d in tpus(bounds, kind, cores) if d.coords != missing]
+    for num_partitions in (1, 3, 5, 15):
+        mesh = default_mesh(num_partitions, devices=devices)
+        assert mesh.shape['model'] == num_partitions
+        assert sorted_ids(mesh) == [d.id for d in devices]
+    path = np.array([d.coords for d in default_mesh(1, devices=devices).devices.flat])
+    steps = np.abs(np.diff(path, axis=0)).sum(axis=1)
+    assert steps.max() <= 2 and (steps == 2).sum() <= 1  # one step can cross the gap
+
+
+@pytest.mark.parametrize('bounds, missing', [((4, 4, 1), 3), ((4, 4, 1), 0), ((2, 4, 1), 1)])
+def test_column_missing_from_a_slice_of_two_cores(bounds, missing):
+    """An odd number of columns has no trays of 2 x 2 chips, for which jax's ring is made."""
+    devices = [d for d in tpus(bounds, 'TPU v3', 2) if d.coords[0] != missing]
+    mesh = create_mesh((-1, 8), ('data', 'model'), devices=devices)
+    assert sorted_ids(mesh) == [d.id for d in devices]
+    for ring in mesh.devices:
+        path = np.array([d.coords for d in ring])
+        assert np.abs(np.diff(path, axis=0)).sum(axis=1).max() == 1
+
+
+def test_plane_missing_from_a_slice():
+    """The seven remaining rows of eight are not a box, because there is a gap between them."""
+    devices = [d for d in tpus((8, 8, 1), 'TPU v6 lite') if d.coords[1] != 3]
+    mesh = default_mesh(8, devices=devices)
+    assert dict(mesh.shape) == {'data': 7, 'model': 8}
+    assert sorted_ids(mesh) == [d.id for d in devices]

@@ -29,7 +29,10 @@ def test_E6_cpus_honour_num_partitions(num_partitions, shape):
     assert mesh.devices.shape == shape
     assert ids(mesh) == in_rows(range(8), shape[1])
     if num_partitions is not None:
-        assert ids(default_mesh(num_partitions)) == ids(mesh)
+        partitioner = PjitPartitioner(num_partitions=num_partitions)
+        backend = default_mesh(num_partitions, backend='cpu')
+        for other in (partitioner.mesh, default_mesh(num_partitions), backend):
+            assert other == mesh
 
 
 def test_E6_the_model_axis_of_cpus_stays_in_a_process():
@@ -54,6 +57,7 @@ def test_E7_meshes_of_gpus(monkeypatch, local, processes, num_partitions, shape)
     assert mesh.axis_names == ('data', 'model')
     assert ids(mesh) == in_rows(range(len(devices)), shape[1])
     assert mesh.devices.shape == shape
+    assert ids(default_mesh(num_partitions)) == ids(mesh)
 
 
 @pytest.mark.parametrize(
@@ -71,19 +75,27 @@ def partitioner(logical_axis_rules=None, **settings):
     return PjitPartitioner(mesh=mesh, logical_axis_rules=logical_axis_rules)
 
 
+SHAPES = {'ici_mesh_shape': (1, 4, 2), 'dcn_mesh_shape': (1, 1, 1)}
+
+
+@pytest.mark.parametrize('make', [MeshConfig.from_t5x, PjitPartitioner])
 @pytest.mark.parametrize(
     'settings, said',
     [
-        ({}, 'num_partitions'),
+        ({}, 'At least one of num_partitions'),
         ({'num_partitions': 4, 'model_parallel_submesh': (2, 1, 1, 2)}, 'model_parallel_submesh'),
-        ({'model_parallel_submesh': (2, 1, 1)}, r'\(2, 1, 1\)'),
+        ({'num_partitions': 4, **SHAPES}, 'num_partitions'),
+        ({'model_parallel_submesh': (1, 1, 1, 2), **SHAPES}, 'model_parallel_submesh.*ici_mesh'),
+        ({'model_parallel_submesh': (2, 1, 1)}, r'4-tuple.*\(2, 1, 1\)'),
+        ({'model_parallel_submesh': ()}, '4-tuple'),
+        ({'model_parallel_submesh': (2.0, 2, 1, 2)}, r'4-tuple .* of integers.* not \(2.0, 2, 1'),
         ({'ici_mesh_shape': (1, 4, 2)}, 'dcn_mesh_shape'),
         ({'dcn_mesh_shape': (1, 4, 2)}, 'ici_mesh_shape'),
     ],
 )
-def test_E8_settings_that_do_not_determine_a_mesh_are_errors(settings, said):
+def test_E8_settings_that_do_not_determine_a_mesh_are_errors(make, settings, said):
     with pytest.raises(ValueError, match=said):
-        PjitPartitioner(**settings)
+        make(**settings)
 
 
 def test_E8_meshes_of_slices_also_shard_the_batch_over_replicas():
@@ -111,6 +123,10 @@ V3_2X2 = [0, 1, 4, 5, 2, 3, 6, 7]
         (4, 1, None, (2, 4, 1), V3_2X2),
         (8, 4, None, (1, 2, 4), list(range(8))),
         (8, None, (1, 1, 1, 2), (1, 4, 2), V3_2X2),
+        (1, 1, None, (8, 1, 1), V3_2X2),
+        (1, 4, None, (2, 1, 4), list(range(8))),
+        (12, 2, None, (1, 4, 2), V3_2X2),
+        (2, None, (2, 1, 1, 2), (1, 2, 4), list(range(8))),
     ],
 )
 def test_E16_meshes_of_experts(monkeypatch, experts, num_partitions, submesh, shape, order):

@@ -73,6 +73,7 @@ def test_E3_default_orders_of_v3(num_partitions, expected):
     'submesh, expected',
     [
         ((1, 1, 1, 2), in_rows(V3_1, 2)),
+        ((2, 1, 1, 2), V3_4),
         ((4, 1, 1, 2), in_rows(range(32), 8)),
         (
             (1, 4, 1, 2),
@@ -87,6 +88,7 @@ def test_E3_default_orders_of_v3(num_partitions, expected):
 )
 def test_E3_submeshes_of_v3(submesh, expected):
     assert ids(get_mesh(submesh, v3_4x4())) == expected
+    assert ids(default_mesh(None, submesh, devices=v3_4x4())) == expected
 
 
 def test_E3_sizes_that_do_not_fit_v3_are_errors():
@@ -122,6 +124,25 @@ def test_E5_orders_of_v4(bounds, num_partitions, expected):
     assert ids(default_mesh(num_partitions, devices=tpus(bounds, 'TPU v4'))) == expected
 
 
+@pytest.mark.parametrize(
+    'submesh, expected',
+    [
+        # In the order of tiles that span a plane of hosts, z varies slowest.
+        ((4, 1, 1, 1), np.arange(64).reshape(16, 4).tolist()),
+        (
+            (1, 4, 1, 1),
+            [[x + 4 * y + 16 * z for y in range(4)] for z in range(4) for x in range(4)],
+        ),
+        (
+            (4, 1, 4, 1),
+            [[x + 4 * y + 16 * z for z in range(4) for x in range(4)] for y in range(4)],
+        ),
+    ],
+)
+def test_E5_submeshes_of_v4(submesh, expected):
+    assert ids(default_mesh(None, submesh, devices=tpus((4, 4, 4), 'TPU v4'))) == expected
+
+
 # (kind, chips, devices per chip, num_partitions, tile)
 TILES = [
     *(
@@ -154,6 +175,7 @@ def test_E5_a_model_replica_is_one_tile_of_the_table(kind, bounds, cores, num_pa
         places = np.array([(*d.coords, d.core_on_chip) for d in row])
         low, high = places.min(axis=0), places.max(axis=0)
         assert tuple((high - low + 1).tolist()) == tile
+        assert not (low % tile).any()
         assert len(np.unique(places, axis=0)) == num_partitions
     assert sorted(np.ravel(ids(mesh)).tolist()) == list(range(mesh.size))
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from described_machines import assert_each_device_once, described, needs_cuda_plugin
 
-from partitioning import CHIPS, PjitPartitioner, axis_rings, create_mesh, default_mesh
-from partitioning.mesh import MeshConfig
+from partitioning import CHIPS, axis_rings, default_mesh
 
 pytestmark = needs_cuda_plugin
 
@@ -84,51 +83,7 @@ def test_model_groups_span_as_few_granules_as_possible_and_report_their_networks
         assert (ring.mean_hops, ring.worst_hops) == (None, None)
 
 
-@pytest.mark.parametrize(
-    'name, partitions, shape',
-    [
-        *[('h100:1x8', n, (8 // n, n)) for n in (1, 2, 8)],
-        *[('h100:2x8', n, (16 // n, n)) for n in (1, 4, 8, 16)],
-        ('h200:2x4', 8, (1, 8)),
-    ],
-)
-def test_the_partitioner_on_gpus(name, partitions, shape):
-    config = MeshConfig.from_t5x(partitions, devices=described(name).devices)
-    partitioner = PjitPartitioner(mesh=config)
-    assert partitioner.mesh.devices.shape == shape
-    assert np.ravel(gpu_ids(partitioner.mesh)).tolist() == list(range(partitioner.mesh.size))
-    assert dict(partitioner.logical_axis_rules)['batch'] == 'data'
-
-
-@pytest.mark.parametrize('partitions', [3, 12, 32])
-def test_partitions_that_do_not_divide(partitions):
-    with pytest.raises(ValueError, match=f'num_partitions={partitions} does not divide the 16 d'):
-        default_mesh(partitions, devices=described('h100:2x8').devices)
-
-
-def test_a_submesh_needs_tpus():
-    with pytest.raises(ValueError, match=r'tile of a TPU torus.*num_partitions=4'):
-        default_mesh(None, (2, 2, 1, 1), devices=described('h100:2x8').devices)
-
-
 # Racks of 72 GPUs on one NVLink network, in hosts of 4.
-
-
-@pytest.mark.parametrize('name, domains', [('b200:36x4', 1), ('b200:18x4', 2)])
-@pytest.mark.parametrize('partitions', [1, 2, 4, 8, 9, 12, 24, 36, 72])
-def test_model_groups_stay_inside_a_rack(name, domains, partitions):
-    devices = described(name, domains).devices
-    mesh = default_mesh(partitions, devices=devices, granule_size=72)
-    assert_each_device_once(mesh, devices)
-    racks = [{d.id // 72 for d in group} for group in mesh.devices]
-    assert all(len(rack) == 1 for rack in racks)
-    model = axis_rings(mesh, granule_size=72)[1]
-    assert model.network == ('NVLink' if partitions > 1 else '-')
-
-
-def test_without_granule_size_model_groups_span_hosts():
-    mesh = default_mesh(8, devices=described('b200:36x4').devices)
-    assert axis_rings(mesh)[1].network == 'NVLink + network'
 
 
 def test_described_racks_do_not_need_granule_size():
@@ -139,22 +94,6 @@ def test_described_racks_do_not_need_granule_size():
         assert axis_rings(mesh)[1].network == 'NVLink'
     across = default_mesh(144, devices=devices)
     assert axis_rings(across)[1].network == 'NVLink + network'
-
-
-def test_an_axis_over_racks_uses_the_network():
-    devices = described('b200:36x4').devices
-    mesh = create_mesh((2, 18, 4), ('replica', 'data', 'model'), devices=devices, granule_size=72)
-    assert np.vectorize(lambda d: d.id)(mesh.devices).tolist() == (
-        np.arange(144).reshape(2, 18, 4).tolist()
-    )
-    networks = [ring.network for ring in axis_rings(mesh, granule_size=72)]
-    assert networks == ['network', 'NVLink', 'NVLink']
-
-
-@pytest.mark.parametrize('size', [7, 6, 100, 145])
-def test_a_granule_size_that_does_not_consist_of_whole_hosts(size):
-    with pytest.raises(ValueError, match=f'granule_size={size}.*144 devices'):
-        default_mesh(4, devices=described('b200:36x4').devices, granule_size=size)
 
 
 def test_a_machine_is_described_after_jax_has_looked_for_devices():

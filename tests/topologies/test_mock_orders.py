@@ -5,53 +5,19 @@ import math
 
 import numpy as np
 import pytest
-from described_machines import assert_each_device_once, ids
+from described_machines import assert_each_device_once
 from hop_counter import fewest_weighted, hops_of_axis, mean_hops, weighted
 from hypothesis import given, settings, strategies as st
 from jax.sharding import Mesh
-from jax_orders import JAX_HYBRID_ORDERS, JAX_ORDERS
-from mock_devices import tpu_slices, tpus
+from mock_devices import tpus
 
-from partitioning import axis_rings, create_hybrid_mesh, create_mesh
+from partitioning import axis_rings, create_mesh
 
 pytestmark = pytest.mark.core
-
-KINDS = {
-    'v3': ('TPU v3', 2),
-    'v4': ('TPU v4', 1),
-    'v5e': ('TPU v5 lite', 1),
-    'v5p': ('TPU v5', 1),
-}
-
-
-def machine(name):
-    chip, arrangement = name.split(':')
-    bounds = [int(n) for n in arrangement.split('x')]
-    kind, cores = KINDS[chip]
-    return (*bounds, 1)[:3], kind, cores
 
 
 def names(shape):
     return tuple('abcd'[: len(shape)])
-
-
-# Known orders.
-
-
-@pytest.mark.parametrize('name, shape, expected', JAX_ORDERS, ids=str)
-def test_known_orders_of_jax(name, shape, expected):
-    assert ids(create_mesh(shape, names(shape), devices=tpus(*machine(name)))) == expected
-
-
-@pytest.mark.parametrize('name, slices, ici, dcn, expected', JAX_HYBRID_ORDERS, ids=str)
-def test_known_orders_of_jax_over_slices(name, slices, ici, dcn, expected):
-    bounds, kind, _ = machine(name)
-    devices = tpu_slices(slices, bounds, kind)
-    assert ids(create_hybrid_mesh(ici, dcn, names(ici), devices=devices)) == expected
-    # If only the first axis spans slices, create_mesh finds the same order from the total sizes.
-    sizes = [i * d for i, d in zip(ici, dcn, strict=True)]
-    if dcn[1:] == (1,) * len(dcn[1:]):
-        assert ids(create_mesh(sizes, names(sizes), devices=devices)) == expected
 
 
 # Random machines and shapes.

@@ -1,7 +1,12 @@
-"""Device orders of described TPUs: few hops along every axis, and the orders of jax and T5X."""
+"""Device orders of described TPUs: few hops along every axis, and meshes of any size."""
 
+import dataclasses
 import functools
+import math
 
+import gin
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from described_machines import (
@@ -14,11 +19,11 @@ from described_machines import (
 )
 from hop_counter import fewest_weighted, hops_of_axis, mean_hops, networks, weighted
 from jax.experimental import mesh_utils
-from jax_orders import JAX_HYBRID_ORDERS, JAX_ORDERS
+from jax.sharding import PartitionSpec as P
 
 from partitioning import (
+    PjitPartitioner,
     axis_rings,
-    create_hybrid_mesh,
     create_mesh,
     default_mesh,
 )
@@ -98,23 +103,6 @@ def test_jax_refuses_some_of_the_shapes_and_orders_others():
     assert 15 <= refused <= len(SHAPES) - 15
 
 
-@pytest.mark.parametrize(
-    'name, shape, expected',
-    [
-        ('v5p:4x4x4', (4, 4, 4), [1.0, 1.0, 1.0]),
-        ('v5p:4x4x4', (8, 2, 4), [1.25, 1.0, 1.0]),
-        ('v5p:4x4x4', (2, 8, 4), [2.0, 1.0, 1.0]),
-        ('v5e:16x16', (8, 8, 4), [2.0, 2.0, 1.0]),
-        ('v5e:16x16', (4, 16, 4), [4.0, 2.0, 1.0]),
-    ],
-)
-def test_the_hops_of_three_axes(name, shape, expected):
-    assert all(
-        ours <= most + 1e-9
-        for ours, most in zip(hops(name, create(name, shape).devices), expected, strict=True)
-    )
-
-
 # Parts of a slice.
 
 
@@ -184,6 +172,8 @@ def test_rings_of_every_default_mesh(machine):
     for partitions in PARTITIONS:
         if machine.devices // machine.slices % partitions == 0:
             mesh = default_mesh(partitions, devices=devices)
+            assert_each_device_once(mesh, devices)
+            assert mesh.shape['model'] == partitions
             assert_rings_are_as_counted(mesh, machine)
             named = {ring.axis: ring.network for ring in axis_rings(mesh)}
             assert named['model'] == ('ICI' if partitions > 1 else '-')
@@ -203,108 +193,6 @@ def test_the_argument_wrap_changes_the_counted_hops():
     for wrap in ((False, False, False), (False, False, True)):
         expected = mean_hops(mesh.devices, (4, 4, 4), wrap)
         assert [r.mean_hops for r in axis_rings(mesh, wrap=wrap)] == pytest.approx(expected)
-
-
-# Known orders of jax.
-
-
-@pytest.mark.parametrize('name, shape, expected', JAX_ORDERS, ids=str)
-def test_known_orders_of_jax(name, shape, expected):
-    mesh = create_mesh(shape, tuple('abc'[: len(shape)]), devices=described(name).devices)
-    assert ids(mesh) == expected
-
-
-@pytest.mark.parametrize('name, slices, ici, dcn, expected', JAX_HYBRID_ORDERS, ids=str)
-def test_known_orders_of_jax_over_slices(name, slices, ici, dcn, expected):
-    devices = described(name, slices).devices
-    number = {d.id: i for i, d in enumerate(sorted(devices, key=lambda d: d.id))}
-    mesh = create_hybrid_mesh(ici, dcn, tuple('abc'[: len(ici)]), devices=devices)
-    assert np.vectorize(lambda d: number[d.id])(mesh.devices).tolist() == expected
-
-
-def test_the_first_row_of_v3_4x4_equals_that_of_jax():
-    assert ids(create('v3:4x4', (4, 8)))[0] == [0, 1, 2, 3, 10, 11, 8, 9]
-
-
-# T5X's orders.
-
-V3_ORDER_1 = [
-    *([0, 1, 8, 9, 2, 3, 10, 11], [16, 17, 24, 25, 18, 19, 26, 27]),
-    *([4, 5, 12, 13, 6, 7, 14, 15], [20, 21, 28, 29, 22, 23, 30, 31]),
-]
-V3_ORDER_4 = [
-    *([0, 1, 2, 3], [8, 9, 10, 11], [16, 17, 18, 19], [24, 25, 26, 27]),
-    *([4, 5, 6, 7], [12, 13, 14, 15], [20, 21, 22, 23], [28, 29, 30, 31]),
-]
-V3_Z_MAJOR = [
-    *([0, 1, 8, 9, 16, 17, 24, 25], [2, 3, 10, 11, 18, 19, 26, 27]),
-    *([4, 5, 12, 13, 20, 21, 28, 29], [6, 7, 14, 15, 22, 23, 30, 31]),
-]
-T5X_ORDERS = [
-    ('v3:4x4', 1, np.reshape(V3_ORDER_1, (32, 1)).tolist()),
-    ('v3:4x4', 2, np.reshape(V3_ORDER_1, (16, 2)).tolist()),
-    ('v3:4x4', 4, V3_ORDER_4),
-    ('v4:2x2x2', 1, [[0], [2], [1], [3], [4], [6], [5], [7]]),
-    ('v4:2x2x2', 2, [[0, 2], [1, 3], [4, 6], [5, 7]]),
-    ('v4:2x2x2', 4, [[0, 2, 1, 3], [4, 6, 5, 7]]),
-    ('v4:2x2x1', 2, [[0, 2], [1, 3]]),
-    ('v4:2x2x1', 4, [[0, 2, 1, 3]]),
-]
-T5X_SUBMESHES = [
-    ('v3:4x4', (1, 1, 1, 2), np.reshape(V3_ORDER_1, (16, 2)).tolist()),
-    ('v3:4x4', (2, 1, 1, 2), V3_ORDER_4),
-    ('v3:4x4', (4, 1, 1, 2), np.arange(32).reshape(4, 8).tolist()),
-    ('v3:4x4', (1, 4, 1, 2), V3_Z_MAJOR),
-    ('v4:2x2x2', (1, 2, 1, 1), [[0, 2], [1, 3], [4, 6], [5, 7]]),
-    ('v4:2x2x2', (2, 2, 1, 1), [[0, 2, 1, 3], [4, 6, 5, 7]]),
-    # In the order of tiles that span a plane of hosts, z varies slowest.
-    ('v4:4x4x4', (4, 1, 1, 1), np.arange(64).reshape(16, 4).tolist()),
-    (
-        *('v4:4x4x4', (1, 4, 1, 1)),
-        [[x + 4 * y + 16 * z for y in range(4)] for z in range(4) for x in range(4)],
-    ),
-    (
-        *('v4:4x4x4', (4, 1, 4, 1)),
-        [[x + 4 * y + 16 * z for z in range(4) for x in range(4)] for y in range(4)],
-    ),
-]
-
-
-@pytest.mark.parametrize('name, partitions, expected', T5X_ORDERS, ids=str)
-def test_default_orders_of_t5x(name, partitions, expected):
-    devices = described(name).devices
-    assert ids(default_mesh(partitions, devices=devices)) == expected
-
-
-@pytest.mark.parametrize('name, submesh, expected', T5X_SUBMESHES, ids=str)
-def test_submesh_orders_of_t5x(name, submesh, expected):
-    devices = described(name).devices
-    config = MeshConfig.from_t5x(model_parallel_submesh=submesh, devices=devices)
-    assert ids(config.build()) == expected
-
-
-def test_each_process_of_v3_holds_a_block():
-    mesh = default_mesh(4, devices=described('v3:4x4').devices)
-    for process in range(4):
-        rows = [i for i, row in enumerate(mesh.devices) if row[0].process_index == process]
-        assert len(rows) == 2 and rows[1] == rows[0] + 1
-        assert {d.process_index for d in mesh.devices[rows].flat} == {process}
-    assert ids(mesh)[:2] == [[0, 1, 2, 3], [8, 9, 10, 11]]  # the rows of process 0
-
-
-@pytest.mark.parametrize('submesh', [(3, 1, 1, 1), (4, 1, 1, 1), (8, 1, 1, 2), (1, 1, 2, 2)])
-def test_submeshes_that_do_not_tile_v3(submesh):
-    config = MeshConfig.from_t5x(
-        model_parallel_submesh=submesh, devices=described('v3:4x4').devices
-    )
-    with pytest.raises(ValueError, match='model_parallel_submesh') as error:
-        config.build()
-    assert '(4, 4, 1, 2)' in str(error.value)
-
-
-def test_partitions_that_do_not_divide_v3():
-    with pytest.raises(ValueError, match=r'num_partitions=3 does not divide the 32 devices'):
-        default_mesh(3, devices=described('v3:4x4').devices)
 
 
 @pytest.mark.parametrize(
@@ -327,3 +215,54 @@ def test_small_machines_have_no_more_hops_than_with_the_fixed_order_of_jax(name,
     jax_means = mean_hops(theirs, topology.bounds, topology.wrap)
     assert all(a <= b for a, b in zip(means, jax_means, strict=True))
     assert means == expected
+
+
+# Meshes that T5X refuses or gets wrong.
+
+
+def test_a_model_axis_over_slices_works_as_the_error_message_suggests():
+    devices = described('v5e:4x4', 2).devices
+    mesh = default_mesh(32, ici_mesh_shape=(1, 1, 16), dcn_mesh_shape=(1, 1, 2), devices=devices)
+    assert mesh.devices.shape == (1, 1, 32)
+    assert [d.slice_index for d in mesh.devices[0, 0]] == [0] * 16 + [1] * 16
+
+
+def test_a_mesh_of_4096_chips():
+    devices = described('v5p:16x16x16').devices
+    mesh = default_mesh(64, devices=devices)
+    assert mesh.devices.shape == (64, 64)
+    assert mesh.size == math.prod((16, 16, 16))
+    assert_each_device_once(mesh, devices)
+
+
+# A MeshConfig can name the machine.
+
+
+def test_a_config_with_a_topology_needs_no_devices():
+    config = MeshConfig(axes={'data': -1, 'model': 4}, dcn={'data': 2}, topology='v5e:4x4')
+    two = dataclasses.replace(config, num_slices=2).build()
+    assert dict(two.shape) == {'data': 8, 'model': 4}
+    assert [{d.slice_index for d in part.flat} for part in np.split(two.devices, 2)] == [{0}, {1}]
+    with pytest.raises(ValueError, match=r"dcn {'data': 2, 'model': 1}.* slices is 1"):
+        config.build()
+    t5x = MeshConfig.from_t5x(4, topology='v3:4x4')
+    assert t5x.build() == t5x.build()
+    assert ids(t5x.build()) == ids(default_mesh(4, devices=described('v3:4x4').devices))
+
+
+def test_a_config_from_gin_compiles_a_program_for_described_devices():
+    gin.external_configurable(MeshConfig, 'DescribedMesh')
+    gin.parse_config("""
+        DescribedMesh.axes = {'data': -1, 'model': 2}
+        DescribedMesh.slice_axis = 'replica'
+        DescribedMesh.topology = 'v5e:2x2'
+        DescribedMesh.num_slices = 2
+    """)
+    partitioner = PjitPartitioner(mesh=gin.get_configurable('DescribedMesh')())
+    assert dict(partitioner.mesh.shape) == {'replica': 2, 'data': 2, 'model': 2}
+    assert partitioner.data_partition_spec == P(('replica', 'data'))
+    rows, kernel = P(('replica', 'data')), P(None, 'model')
+    multiply = partitioner.partition(jnp.dot, (rows, kernel), P(('replica', 'data'), 'model'))
+    x, w = jax.ShapeDtypeStruct((16, 8), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    compiled = partitioner.compile(multiply, x, w)
+    assert compiled.memory_analysis().argument_size_in_bytes >= 4 * (4 * 8 + 8 * 2)
