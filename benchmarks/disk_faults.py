@@ -27,9 +27,8 @@ from pathlib import Path
 
 from etils import epath
 
-from train.checkpoints.steps.finding import complete_steps
-from train.checkpoints.steps.manifest import read_manifest
-from train.checkpoints.steps.verifying import check_contents, check_files
+from train.checkpoints.steps.finding import complete_steps, examine
+from train.checkpoints.steps.verifying import verify
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_SECONDS = 600.0  # Far longer than a run takes; it only ends runs that hang.
@@ -233,21 +232,18 @@ def run_case(case: Case, folder: Path) -> str:
         ended = time.monotonic()
         messages = [(at, text) for at, text in run.lines if TROUBLE.search(text)]
         first = f'{messages[0][0] - started:.1f}' if messages else '-'
-        good = verify(epath.Path(checkpoints))
+        good = check_steps(epath.Path(checkpoints))
         exit_code = 'hangs' if code is None else f'{code}{"" if code == case.expected else "!"}'
         row = f'{case.name:<24}{first:>9}{ended - started:>9.1f}{exit_code:>7}{len(messages):>7}'
         return '\n'.join([f'{row}  {good}', *(f'    {text}' for _, text in messages[:4])])
 
 
-def verify(checkpoints: epath.Path) -> str:
+def check_steps(checkpoints: epath.Path) -> str:
     """Checks every file of the good steps."""
     steps = complete_steps(checkpoints)
     for step in steps:
-        folder = checkpoints / str(step)
-        manifest = read_manifest(folder)
-        assert manifest is not None
-        check_files(folder, manifest)
-        check_contents(folder, manifest, manifest.files)
+        verified = verify(examine(checkpoints / str(step), step))
+        assert verified.status == 'good', verified.reasons
     return f'{len(steps)} steps verify' if steps else 'no steps'
 
 

@@ -19,8 +19,8 @@ from test_not_finite import Line, configure, read
 
 from train import train
 from train.checkpoints import CheckpointConfig, complete_steps, open_checkpoints
-from train.checkpoints.steps.manifest import read_manifest
-from train.checkpoints.steps.verifying import check_contents, check_files
+from train.checkpoints.steps.finding import examine
+from train.checkpoints.steps.verifying import verify
 from train.errors import ConfigError
 from train.reporting.writers import JsonWriter, TensorBoardWriter
 
@@ -72,9 +72,8 @@ def assert_good(model_dir, steps):
     assert complete_steps(model_dir / 'checkpoints') == steps
     for step in steps:
         folder = epath.Path(model_dir) / 'checkpoints' / str(step)
-        manifest = read_manifest(folder)
-        check_files(folder, manifest)
-        check_contents(folder, manifest, manifest.files)
+        verified = verify(examine(folder, step))
+        assert verified.status == 'good', verified.reasons
 
 
 def test_a_save_that_fails_ends_the_run_and_the_same_command_resumes(tmp_path, limit_files):

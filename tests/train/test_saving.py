@@ -95,19 +95,21 @@ def test_a_synchronous_save_has_ended_when_it_returns(folder):
 
 
 @pytest.mark.parametrize(
-    'settings, expected',
+    'settings, scores, expected',
     [
-        ({'keep': None}, []),
-        ({'keep': 2}, [10, 20, 30]),
-        ({'keep': 1, 'keep_period': 20}, [10, 30]),
-        ({'keep': 1, 'keep_best': 1, 'scores': {10: 3.0, 20: 1.0, 30: 2.0}}, [10, 30, 40]),
-        ({'keep': 1, 'keep_best': 2, 'scores': {10: 1.0, 30: 1.0, 40: 2.0}}, [20, 40]),
-        ({'keep': 1, 'keep_best': 1, 'mode': 'max', 'scores': {10: 3.0, 20: 1.0}}, [20, 30, 40]),
-        ({'keep': 1, 'keep_best': 1, 'scores': {}}, [10, 20, 30, 40]),
+        ({'keep': None}, {}, []),
+        ({'keep': 2}, {}, [10, 20, 30]),
+        ({'keep': 1, 'keep_period': 20}, {}, [10, 30]),
+        ({'keep': 1, 'keep_best': 1}, {10: 3.0, 20: 1.0, 30: 2.0}, [10, 30, 40]),
+        ({'keep': 1, 'keep_best': 2}, {10: 1.0, 30: 1.0, 40: 2.0}, [20, 40]),
+        ({'keep': 1, 'keep_best': 1, 'best_mode': 'max'}, {10: 3.0, 20: 1.0}, [20, 30, 40]),
+        ({'keep': 1, 'keep_best': 1}, {}, [10, 20, 30, 40]),
     ],
 )
-def test_which_steps_are_not_kept(settings, expected):
-    assert find_surplus([10, 20, 30, 40, 50], **settings) == expected
+def test_which_steps_are_not_kept(settings, scores, expected):
+    metric = 'loss' if 'keep_best' in settings else None
+    config = CheckpointConfig(**settings, best_metric=metric)
+    assert find_surplus([10, 20, 30, 40, 50], config, scores) == expected
 
 
 def test_the_best_checkpoints_of_a_run_are_kept(run, tmp_path):

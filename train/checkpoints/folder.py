@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 from etils import epath
 
+from train.checkpoints.arrays.stored import is_floating
 from train.checkpoints.config import CheckpointConfig, RestoreConfig
 from train.checkpoints.reading import CheckpointReader
 from train.checkpoints.retention import delete_surplus
@@ -276,9 +276,8 @@ class Checkpoints(CheckpointReader):
 
     def _saved_dtype(self, name: str, array: Any) -> Any:
         """The dtype in which an array is saved, or None if it is its own."""
-        if not name.startswith(self.parameters) or not jnp.issubdtype(array.dtype, jnp.floating):
-            return None
-        return self._config.dtype
+        is_parameter = name.startswith(self.parameters) and is_floating(array)
+        return self._config.dtype if is_parameter else None
 
     def _finish(self, step: int) -> None:
         """Completes a save: waits for Orbax, writes the manifest, and deletes what is too old."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Generic, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
 
 from partitioning.rules import nearest
-from train.checkpoints.arrays.stored import HasShape
-from train.checkpoints.config import RestoreConfig
+from train.checkpoints.arrays.stored import HasShape, is_floating
+from train.checkpoints.config import Renames, RestoreConfig
 from train.errors import ConfigError
 
 Kind = Literal['missing', 'extra', 'shape', 'dtype']
@@ -77,7 +77,7 @@ def match_arrays(
     Raises:
       ConfigError: if a rename does not match any array, or names one that does not exist.
     """
-    sources = find_sources(wanted, restore)
+    sources = find_sources(wanted, restore.renames, restore.renames_setting)
     used = {source for source in sources.values() if source is not None}
     differences, found = list[Difference](), dict[str, Array]()
     for name in wanted:
@@ -91,7 +91,7 @@ def match_arrays(
             if ours.shape != theirs.shape:
                 differences.append(Difference(name, 'shape', text, _show(ours), False))
             elif ours.dtype != theirs.dtype:
-                is_allowed = casts and _is_float(ours) and _is_float(theirs)
+                is_allowed = casts and is_floating(ours) and is_floating(theirs)
                 differences.append(Difference(name, 'dtype', text, _show(ours), is_allowed))
         elif source not in (None, name):
             raise ConfigError(
@@ -111,31 +111,31 @@ def match_arrays(
 
 
 def find_sources(
-    wanted: Wanted, restore: RestoreConfig, *, all_used: bool = True
+    names: Iterable[str], renames: Renames, setting: str | None
 ) -> dict[str, str | None]:
-    """The name in the checkpoint of each array, or None if it is not restored.
+    """The other name of each array, or None if the array is left out.
 
     Args:
-      wanted: the arrays of the state, by name.
-      restore: the settings; only `renames` is used.
-      all_used: whether it is an error if a rename does not match any array.
+      names: the names of the arrays.
+      renames: pairs of a regular expression and the other name; see `RestoreConfig`.
+      setting: the setting with the pairs. With None, a pattern need not match any array.
 
     Raises:
-      ConfigError: if a rename does not match any array.
+      ConfigError: if a pattern does not match any array.
     """
-    unused, sources = dict(enumerate(restore.renames)), dict[str, str | None]()
-    for name in wanted:
+    unused, sources = dict(enumerate(renames)), dict[str, str | None]()
+    for name in names:
         sources[name] = name
-        for i, (pattern, replacement) in enumerate(restore.renames):
+        for i, (pattern, replacement) in enumerate(renames):
             if match := re.fullmatch(pattern, name):
                 sources[name] = None if replacement is None else match.expand(replacement)
                 unused.pop(i, None)
                 break
-    if unused and all_used:
+    if unused and setting is not None:
         pattern = next(iter(unused.values()))[0]
         raise ConfigError(
-            f'{restore.renames_setting}: the pattern {pattern!r} matches no array of this run: '
-            f'remove it, or write a pattern for whole names, such as {next(iter(wanted), "")!r}'
+            f'{setting}: the pattern {pattern!r} matches no array: remove it, or write a pattern '
+            f'for whole names, such as {next(iter(sources), "")!r}'
         )
     return sources
 
@@ -172,10 +172,6 @@ def find_problem(
     if not names['shape'] | names['dtype'] and names['missing'] >= names['extra']:
         differ += f', or set {restore.initialize_setting} = True'
     return f'checkpoint {where} belongs to another model or optimizer: {differ}'
-
-
-def _is_float(array: HasShape) -> bool:
-    return bool(jnp.issubdtype(array.dtype, jnp.floating))
 
 
 def _show(array: HasShape) -> str:

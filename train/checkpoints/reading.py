@@ -13,7 +13,7 @@ from etils import epath
 
 from partitioning.state import path_str
 from train.checkpoints.arrays.placing import UnreadableArrayError, read_all
-from train.checkpoints.arrays.stored import StoredArray
+from train.checkpoints.arrays.stored import StoredArray, is_floating
 from train.checkpoints.config import RestoreConfig
 from train.checkpoints.formats.opening import find_place, open_checkpoint
 from train.checkpoints.matching import Initialize, Matched, Wanted, find_problem, match_arrays
@@ -270,7 +270,7 @@ def with_dtype(tree: Any, dtype: Any) -> Any:
     """The ShapeDtypeStructs of a tree, with another dtype for floating-point arrays."""
 
     def convert(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if not is_floating(x):
             return x
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
@@ -280,7 +280,7 @@ def with_dtype(tree: Any, dtype: Any) -> Any:
 def _check_dtype(restore: RestoreConfig, params: Any) -> None:
     """Checks that the parameters to train have the dtype that is asked for."""
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.dtype(restore.dtype):
+        if is_floating(x) and x.dtype != jnp.dtype(restore.dtype):
             raise ConfigError(
                 f'{restore.dtype_setting} is {restore.dtype!r}, but this run trains '
                 f'{path_str(path)} in {x.dtype}: write {restore.dtype_setting} = '

@@ -49,7 +49,8 @@ def apply_assignment_map(
     if is_resuming:
         return _unflatten(stored)
     restore = RestoreConfig(path='T5X', renames=tuple((a, b) for a, b in assignment_map))
-    sources = find_sources(_flatten(optimizer_state), restore, all_used=require_all_rules_match)
+    setting = restore.renames_setting if require_all_rules_match else None
+    sources = find_sources(_flatten(optimizer_state), restore.renames, setting)
     used = {source for name, source in sources.items() if source != name}
     dropped = {name for name, source in sources.items() if source is None}
     renamed = {name: array for name, array in stored.items() if name not in used | dropped}

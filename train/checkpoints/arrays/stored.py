@@ -31,6 +31,11 @@ class HasShape(Protocol):
     def dtype(self) -> np.dtype: ...
 
 
+def is_floating(array: HasShape) -> bool:
+    """Whether the values of an array are floating-point numbers, bfloat16 among them."""
+    return bool(jnp.issubdtype(array.dtype, jnp.floating))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredArray:
     """An array that is read when it is needed, the whole array or a slice of it.

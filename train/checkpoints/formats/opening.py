@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
+import jax
 from etils import epath
 
-from partitioning.untrusted_text import parse_json
 from train.checkpoints.arrays.stored import StoredArray
 from train.checkpoints.formats.safetensors_files import has_safetensors, open_safetensors
 from train.checkpoints.formats.t5x_files import read_arrays
@@ -87,9 +87,10 @@ def open_checkpoint(place: Place) -> Checkpoint:
             items = {item: read_orbax(place.path / item) for item in place.items}
             trees = {item: read_tree(place.path / item) for item in place.items}
             if len(items) == 1:
-                return Checkpoint(place=place, arrays=_only(items), tree=_only(trees))
+                [arrays], [tree] = items.values(), trees.values()
+                return Checkpoint(place=place, arrays=arrays, tree=tree)
             named = {f'{k}/{n}': x for k, arrays in items.items() for n, x in arrays.items()}
-            tree = {item: _below(item, tree) for item, tree in trees.items()}
+            tree = {k: jax.tree.map(lambda n, k=k: f'{k}/{n}', t) for k, t in trees.items()}
             return Checkpoint(place=place, arrays=named, tree=tree)
         read = read_arrays if place.format == 't5x' else open_safetensors
         return Checkpoint(place=place, arrays=read(place.path))
@@ -97,19 +98,6 @@ def open_checkpoint(place: Place) -> Checkpoint:
         raise
     except Exception as error:  # json and TensorStore raise many types.
         raise ConfigError(f'checkpoint {place.path} is damaged ({first_line(error)})') from error
-
-
-def _only(items: Mapping[str, Any]) -> Any:
-    return next(iter(items.values()))
-
-
-def _below(item: str, tree: Any) -> Any:
-    """The tree with the name of an item before all names."""
-    if isinstance(tree, dict):
-        return {key: _below(item, value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_below(item, value) for value in tree]
-    return None if tree is None else f'{item}/{tree}'
 
 
 def find_place(path: epath.Path) -> Place | None:
@@ -152,9 +140,7 @@ def _find_file(path: epath.Path) -> Place | None:
 def _format_of_state(path: epath.Path) -> Format:
     """Who saved the item 'state', judging by the names of its arrays."""
     try:
-        metadata = parse_json((path / 'state/_METADATA').read_text())
-        keys = [entry['key_metadata'] for entry in metadata['tree_metadata'].values()]
-        names = ['/'.join(str(key['key']) for key in parts) for parts in keys]
+        names = jax.tree.leaves(read_tree(path / 'state'))
     except (ValueError, KeyError, TypeError, OSError):
         names = []
     if is_t5x(names):

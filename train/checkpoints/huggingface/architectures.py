@@ -26,47 +26,35 @@ class Architecture:
 
     Attributes:
       class_name: the class in transformers.
-      table: the names of its arrays.
       read: the settings of our model from `config.json`.
       write: makes the settings in `config.json` from the settings of our model.
+      table: the names of its arrays.
       kind: the type of the settings of our model.
     """
 
     class_name: str
-    table: Table
     read: Callable[[ConfigJson], dict[str, Any]]
     write: Callable[[Any], dict[str, Any]]
+    table: Table = tables.LLAMA
     kind: type[TransformerConfig] | type[T5Config] = TransformerConfig
 
 
 ARCHITECTURES = {
-    'llama': Architecture(
-        'LlamaForCausalLM', tables.LLAMA, decoders.read_llama, decoders.write_llama
-    ),
-    'mistral': Architecture(
-        'MistralForCausalLM', tables.LLAMA, decoders.read_mistral, decoders.write_mistral
-    ),
-    'qwen2': Architecture(
-        'Qwen2ForCausalLM', tables.LLAMA, decoders.read_qwen2, decoders.write_qwen2
-    ),
-    'qwen3': Architecture(
-        'Qwen3ForCausalLM', tables.LLAMA, decoders.read_qwen3, decoders.write_qwen3
-    ),
-    'gemma': Architecture(
-        'GemmaForCausalLM', tables.LLAMA, decoders.read_gemma, decoders.write_gemma
-    ),
+    'llama': Architecture('LlamaForCausalLM', decoders.read_llama, decoders.write_llama),
+    'mistral': Architecture('MistralForCausalLM', decoders.read_mistral, decoders.write_mistral),
+    'qwen2': Architecture('Qwen2ForCausalLM', decoders.read_qwen2, decoders.write_qwen2),
+    'qwen3': Architecture('Qwen3ForCausalLM', decoders.read_qwen3, decoders.write_qwen3),
+    'gemma': Architecture('GemmaForCausalLM', decoders.read_gemma, decoders.write_gemma),
     'gemma2': Architecture(
-        'Gemma2ForCausalLM', tables.GEMMA_2, decoders.read_gemma2, decoders.write_gemma2
+        'Gemma2ForCausalLM', decoders.read_gemma2, decoders.write_gemma2, tables.GEMMA_2
     ),
     'gemma3_text': Architecture(
-        'Gemma3ForCausalLM', tables.GEMMA_2, decoders.read_gemma3, decoders.write_gemma3
+        'Gemma3ForCausalLM', decoders.read_gemma3, decoders.write_gemma3, tables.GEMMA_2
     ),
-    'gpt2': Architecture('GPT2LMHeadModel', tables.GPT2, decoders.read_gpt2, decoders.write_gpt2),
-    't5': Architecture(
-        'T5ForConditionalGeneration', tables.T5, t5.read_t5, t5.write_t5, kind=T5Config
-    ),
+    'gpt2': Architecture('GPT2LMHeadModel', decoders.read_gpt2, decoders.write_gpt2, tables.GPT2),
+    't5': Architecture('T5ForConditionalGeneration', t5.read_t5, t5.write_t5, tables.T5, T5Config),
     'mt5': Architecture(
-        'MT5ForConditionalGeneration', tables.T5, t5.read_mt5, t5.write_t5, kind=T5Config
+        'MT5ForConditionalGeneration', t5.read_mt5, t5.write_t5, tables.T5, T5Config
     ),
 }
 
@@ -132,16 +120,17 @@ def describe_model(model: ModelConfig) -> tuple[str, dict[str, Any]]:
       ConfigError: if there is none.
     """
     closest: tuple[str, list[str]] = ('', [])
+    computed = _computed(model)
     for name, architecture in ARCHITECTURES.items():
         if not isinstance(model, architecture.kind):
             continue
         settings = architecture.write(model)
         written = ConfigJson({'model_type': name, **settings}, f'the config.json of {name}')
         try:
-            same = model_config(written)
+            same = _computed(model_config(written))
         except ConfigError:
             continue
-        lacking = _differing(model, same)
+        lacking = [name for name, value in computed.items() if same[name] != value]
         if not lacking:
             return name, settings
         if not closest[0] or len(lacking) < len(closest[1]):
@@ -153,8 +142,6 @@ def describe_model(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     )
 
 
-def _differing(a: ModelConfig, b: ModelConfig) -> list[str]:
-    if isinstance(a, T5Config) and isinstance(b, T5Config):
-        return t5.differing(a, b)
-    assert isinstance(a, TransformerConfig) and isinstance(b, TransformerConfig)
-    return decoders.differing(a, b)
+def _computed(model: ModelConfig) -> dict[str, Any]:
+    """What a model computes: settings that mean the same are equal."""
+    return t5.computed(model) if isinstance(model, T5Config) else decoders.computed(model)

@@ -314,13 +314,7 @@ _RUNNING = {'dropout_rate', 'dtype', 'param_dtype', 'gradient_dtype', 'remat', '
 _RUNNING |= {'scan_unroll', 'pipeline', 'attention'}
 
 
-def differing(a: TransformerConfig, b: TransformerConfig) -> list[str]:
-    """Returns the names of the settings in which two models differ in what they compute."""
-    first, second = _computed(a), _computed(b)
-    return [name for name in first if first[name] != second[name]]
-
-
-def _computed(m: TransformerConfig) -> Settings:
+def computed(m: TransformerConfig) -> Settings:
     """What a model computes: settings that mean the same are equal."""
     fields = {f.name: getattr(m, f.name) for f in dataclasses.fields(m) if f.name not in _RUNNING}
     local = [m.is_local(i) for i in range(m.num_layers)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -248,31 +248,8 @@ def find_targets(
     return targets
 
 
-def write_targets(
-    targets: Mapping[str, Target],
-    ours: Mapping[str, StoredArray],
-    write: Callable[[str, np.ndarray], None],
-    report: Callable[[int], None],
-) -> None:
-    """Makes the arrays of a model, reading each of ours once.
-
-    Args:
-      targets: the arrays to make.
-      ours: our arrays by name.
-      write: receives the name and the values of each array that is made.
-      report: receives the size of each of our arrays after it has been used, in bytes.
-    """
-    groups = dict[tuple[str, ...], list[str]]()
-    for name, target in targets.items():
-        groups.setdefault(tuple(pair.ours for pair, _ in target.parts), []).append(name)
-    for sources, names in groups.items():
-        values = {source: ours[source].read() for source in sources}
-        for name in names:
-            write(name, _make(targets[name], values))
-        report(sum(array.nbytes for array in values.values()))
-
-
-def _make(target: Target, values: Mapping[str, np.ndarray]) -> np.ndarray:
+def make_target(target: Target, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Makes an array of a model from the values of ours, by name."""
     out = np.empty(target.shape, target.dtype)
     for pair, layer in target.parts:
         row, array = pair.row, values[pair.ours]

@@ -94,34 +94,20 @@ class Region:
 
 
 def find_region(group: Group, sizes: Sizes, wanted: Mapping[str, tuple[int, int]]) -> Region:
-    """Finds the smallest slice of a joined dimension that can be read at once.
-
-    Leading dimensions of which one index is wanted only move it. The first other one is cut, and
-    the following ones are read whole.
+    """Finds the slice of a joined dimension to read: the first part is cut, the others are whole.
 
     Args:
       group: the joined dimension.
       sizes: the sizes of all dimensions.
       wanted: the first index and the end along each of them.
     """
-    first = group.part * math.prod(sizes[letter] for letter in group.letters)
-    shape, index = list[int](), list[slice]()
-    below = math.prod(sizes[letter] for letter in group.letters)
-    letters = list(group.letters)
-    while letters:
-        letter = letters.pop(0)
-        below //= max(sizes[letter], 1)
-        low, high = wanted[letter]
-        first += low * below
-        shape.append(high - low)
-        index.append(slice(None))
-        if high - low != 1:
-            break
-    length = math.prod(shape) * below
-    for letter in letters:
-        shape.append(sizes[letter])
-        index.append(slice(*wanted[letter]))
-    return Region((first, first + length), tuple(shape), tuple(index))
+    letter, *others = group.letters
+    low, high = wanted[letter]
+    below = math.prod(sizes[other] for other in others)
+    start = group.part * sizes[letter] * below
+    shape = (high - low, *(sizes[other] for other in others))
+    index = (slice(None), *(slice(*wanted[other]) for other in others))
+    return Region((start + low * below, start + high * below), shape, index)
 
 
 def bounds_to_read(

@@ -77,7 +77,7 @@ def write_t5(m: T5Config) -> dict[str, Any]:
 _RUNNING = ('dropout_rate', 'dtype', 'remat_policy', 'float32_attention_logits', 'param_scan_axis')
 
 
-def differing(a: T5Config, b: T5Config) -> list[str]:
-    """Returns the names of the settings in which two models differ in what they compute."""
+def computed(m: T5Config) -> dict[str, Any]:
+    """What a model computes, as settings."""
     names = [name for name in T5Config.__dataclass_fields__ if name not in _RUNNING]
-    return [name for name in names if getattr(a, name) != getattr(b, name)]
+    return {name: getattr(m, name) for name in names}

@@ -11,6 +11,8 @@ import dataclasses
 import re
 from typing import NamedTuple
 
+from train.checkpoints.huggingface.notation import letters_of
+
 
 class Row(NamedTuple):
     """One kind of array.
@@ -60,96 +62,93 @@ class Table:
         return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
-def _rows(*lines: tuple[str, str, str, str]) -> tuple[Row, ...]:
-    return tuple(Row(*line) for line in lines)
+def _rows(ours: str, theirs: str, *lines: tuple[str, ...]) -> tuple[Row, ...]:
+    """Rows whose names begin with `ours` and `theirs`.
+
+    A line may end with the dimensions of a bias. Its row is then about the weight and the bias.
+    """
+    rows = list[Row]()
+    for our_name, our_dimensions, their_name, their_dimensions, *bias in lines:
+        weight = f'{their_name}.weight' if bias else their_name
+        rows.append(Row(ours + our_name, our_dimensions, theirs + weight, their_dimensions))
+        for dimensions in bias:
+            letters = ' '.join(letters_of(dimensions))
+            rows.append(
+                Row(f'{ours}{our_name}_bias', letters, f'{theirs}{their_name}.bias', dimensions)
+            )
+    return tuple(rows)
 
 
-_ATTENTION = _rows(
-    ('{layer}/attention/query', 'D H N', 'model.layers.{i}.self_attn.q_proj.weight', '(H N) D'),
-    ('{layer}/attention/key', 'D K N', 'model.layers.{i}.self_attn.k_proj.weight', '(K N) D'),
-    ('{layer}/attention/value', 'D K N', 'model.layers.{i}.self_attn.v_proj.weight', '(K N) D'),
-    ('{layer}/attention/out', 'H N D', 'model.layers.{i}.self_attn.o_proj.weight', 'D (H N)'),
-    ('{layer}/attention/query_bias', 'H N', 'model.layers.{i}.self_attn.q_proj.bias', '(H N)'),
-    ('{layer}/attention/key_bias', 'K N', 'model.layers.{i}.self_attn.k_proj.bias', '(K N)'),
-    ('{layer}/attention/value_bias', 'K N', 'model.layers.{i}.self_attn.v_proj.bias', '(K N)'),
-    ('{layer}/attention/out_bias', 'D', 'model.layers.{i}.self_attn.o_proj.bias', 'D'),
-    ('{layer}/attention/query_norm/scale', 'N', 'model.layers.{i}.self_attn.q_norm.weight', 'N'),
-    ('{layer}/attention/key_norm/scale', 'N', 'model.layers.{i}.self_attn.k_norm.weight', 'N'),
-)
-_MLP = _rows(
-    ('{layer}/mlp/gate', 'D F', 'model.layers.{i}.mlp.gate_proj.weight', 'F D'),
-    ('{layer}/mlp/up', 'D F', 'model.layers.{i}.mlp.up_proj.weight', 'F D'),
-    ('{layer}/mlp/down', 'F D', 'model.layers.{i}.mlp.down_proj.weight', 'D F'),
-    ('{layer}/mlp/gate_bias', 'F', 'model.layers.{i}.mlp.gate_proj.bias', 'F'),
-    ('{layer}/mlp/up_bias', 'F', 'model.layers.{i}.mlp.up_proj.bias', 'F'),
-    ('{layer}/mlp/down_bias', 'D', 'model.layers.{i}.mlp.down_proj.bias', 'D'),
-)
-_AROUND = _rows(
-    ('embedding', 'V D', 'model.embed_tokens.weight', 'V D'),
-    ('output', 'D V', 'lm_head.weight', 'V D'),
-    ('final_norm/scale', 'D', 'model.norm.weight', 'D'),
-    ('{layer}/attention_norm/scale', 'D', 'model.layers.{i}.input_layernorm.weight', 'D'),
+_BLOCKS = (
+    *_rows(
+        '{layer}/attention/',
+        'model.layers.{i}.self_attn.',
+        ('query', 'D H N', 'q_proj', '(H N) D', '(H N)'),
+        ('key', 'D K N', 'k_proj', '(K N) D', '(K N)'),
+        ('value', 'D K N', 'v_proj', '(K N) D', '(K N)'),
+        ('out', 'H N D', 'o_proj', 'D (H N)', 'D'),
+        ('query_norm/scale', 'N', 'q_norm.weight', 'N'),
+        ('key_norm/scale', 'N', 'k_norm.weight', 'N'),
+    ),
+    *_rows(
+        '{layer}/mlp/',
+        'model.layers.{i}.mlp.',
+        ('gate', 'D F', 'gate_proj', 'F D', 'F'),
+        ('up', 'D F', 'up_proj', 'F D', 'F'),
+        ('down', 'F D', 'down_proj', 'D F', 'D'),
+    ),
+    *_rows(
+        '',
+        '',
+        ('embedding', 'V D', 'model.embed_tokens.weight', 'V D'),
+        ('output', 'D V', 'lm_head.weight', 'V D'),
+        ('final_norm/scale', 'D', 'model.norm.weight', 'D'),
+        ('{layer}/attention_norm/scale', 'D', 'model.layers.{i}.input_layernorm.weight', 'D'),
+    ),
 )
 _NORMS = _rows(
-    ('{layer}/mlp_norm/scale', 'D', 'model.layers.{i}.post_attention_layernorm.weight', 'D'),
+    '{layer}/',
+    'model.layers.{i}.',
+    ('mlp_norm/scale', 'D', 'post_attention_layernorm.weight', 'D'),
 )
 _POST_NORMS = _rows(
-    (
-        '{layer}/attention_post_norm/scale',
-        'D',
-        'model.layers.{i}.post_attention_layernorm.weight',
-        'D',
-    ),
-    ('{layer}/mlp_norm/scale', 'D', 'model.layers.{i}.pre_feedforward_layernorm.weight', 'D'),
-    ('{layer}/mlp_post_norm/scale', 'D', 'model.layers.{i}.post_feedforward_layernorm.weight', 'D'),
+    '{layer}/',
+    'model.layers.{i}.',
+    ('attention_post_norm/scale', 'D', 'post_attention_layernorm.weight', 'D'),
+    ('mlp_norm/scale', 'D', 'pre_feedforward_layernorm.weight', 'D'),
+    ('mlp_post_norm/scale', 'D', 'post_feedforward_layernorm.weight', 'D'),
 )
 # Frequencies of rotary positions, which old files contain.
 _BUFFERS = (r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq',)
-
-LLAMA = Table(
-    rows=_AROUND + _ATTENTION + _MLP + _NORMS, layer='layer_{i}', stacked='layers', ignored=_BUFFERS
-)
-GEMMA_2 = Table(
-    rows=_AROUND + _ATTENTION + _MLP + _POST_NORMS,
-    layer='layer_{i}',
-    stacked='layers',
-    ignored=_BUFFERS,
-)
+LLAMA = Table(rows=_BLOCKS + _NORMS, layer='layer_{i}', stacked='layers', ignored=_BUFFERS)
+GEMMA_2 = dataclasses.replace(LLAMA, rows=_BLOCKS + _POST_NORMS)
 
 # The matrices of GPT-2 are [inputs, outputs].
 GPT2 = Table(
-    rows=_rows(
-        ('embedding', 'V D', 'transformer.wte.weight', 'V D'),
-        ('position_embedding', 'P D', 'transformer.wpe.weight', 'P D'),
-        ('output', 'D V', 'lm_head.weight', 'V D'),
-        ('final_norm/scale', 'D', 'transformer.ln_f.weight', 'D'),
-        ('final_norm/bias', 'D', 'transformer.ln_f.bias', 'D'),
-        ('{layer}/attention_norm/scale', 'D', 'transformer.h.{i}.ln_1.weight', 'D'),
-        ('{layer}/attention_norm/bias', 'D', 'transformer.h.{i}.ln_1.bias', 'D'),
-        (
-            '{layer}/attention/query',
-            'D H N',
-            'transformer.h.{i}.attn.c_attn.weight',
-            'D (1of3 H N)',
+    rows=(
+        *_rows(
+            '',
+            'transformer.',
+            ('embedding', 'V D', 'wte.weight', 'V D'),
+            ('position_embedding', 'P D', 'wpe.weight', 'P D'),
+            ('final_norm/scale', 'D', 'ln_f.weight', 'D'),
+            ('final_norm/bias', 'D', 'ln_f.bias', 'D'),
         ),
-        ('{layer}/attention/key', 'D H N', 'transformer.h.{i}.attn.c_attn.weight', 'D (2of3 H N)'),
-        (
-            '{layer}/attention/value',
-            'D H N',
-            'transformer.h.{i}.attn.c_attn.weight',
-            'D (3of3 H N)',
+        *_rows('', '', ('output', 'D V', 'lm_head.weight', 'V D')),
+        *_rows(
+            '{layer}/',
+            'transformer.h.{i}.',
+            ('attention_norm/scale', 'D', 'ln_1.weight', 'D'),
+            ('attention_norm/bias', 'D', 'ln_1.bias', 'D'),
+            ('attention/query', 'D H N', 'attn.c_attn', 'D (1of3 H N)', '(1of3 H N)'),
+            ('attention/key', 'D H N', 'attn.c_attn', 'D (2of3 H N)', '(2of3 H N)'),
+            ('attention/value', 'D H N', 'attn.c_attn', 'D (3of3 H N)', '(3of3 H N)'),
+            ('attention/out', 'H N D', 'attn.c_proj', '(H N) D', 'D'),
+            ('mlp_norm/scale', 'D', 'ln_2.weight', 'D'),
+            ('mlp_norm/bias', 'D', 'ln_2.bias', 'D'),
+            ('mlp/up', 'D F', 'mlp.c_fc', 'D F', 'F'),
+            ('mlp/down', 'F D', 'mlp.c_proj', 'F D', 'D'),
         ),
-        ('{layer}/attention/query_bias', 'H N', 'transformer.h.{i}.attn.c_attn.bias', '(1of3 H N)'),
-        ('{layer}/attention/key_bias', 'H N', 'transformer.h.{i}.attn.c_attn.bias', '(2of3 H N)'),
-        ('{layer}/attention/value_bias', 'H N', 'transformer.h.{i}.attn.c_attn.bias', '(3of3 H N)'),
-        ('{layer}/attention/out', 'H N D', 'transformer.h.{i}.attn.c_proj.weight', '(H N) D'),
-        ('{layer}/attention/out_bias', 'D', 'transformer.h.{i}.attn.c_proj.bias', 'D'),
-        ('{layer}/mlp_norm/scale', 'D', 'transformer.h.{i}.ln_2.weight', 'D'),
-        ('{layer}/mlp_norm/bias', 'D', 'transformer.h.{i}.ln_2.bias', 'D'),
-        ('{layer}/mlp/up', 'D F', 'transformer.h.{i}.mlp.c_fc.weight', 'D F'),
-        ('{layer}/mlp/up_bias', 'F', 'transformer.h.{i}.mlp.c_fc.bias', 'F'),
-        ('{layer}/mlp/down', 'F D', 'transformer.h.{i}.mlp.c_proj.weight', 'F D'),
-        ('{layer}/mlp/down_bias', 'D', 'transformer.h.{i}.mlp.c_proj.bias', 'D'),
     ),
     layer='layer_{i}',
     stacked='layers',
@@ -158,65 +157,64 @@ GPT2 = Table(
 )
 
 
-def _t5_attention(ours: str, theirs: str) -> tuple[Row, ...]:
-    return _rows(
-        (f'{ours}/query/kernel', 'E J', f'{theirs}.q.weight', 'J E'),
-        (f'{ours}/key/kernel', 'E J', f'{theirs}.k.weight', 'J E'),
-        (f'{ours}/value/kernel', 'E J', f'{theirs}.v.weight', 'J E'),
-        (f'{ours}/out/kernel', 'J E', f'{theirs}.o.weight', 'E J'),
+def _t5_attention(ours: str, theirs: str, norm: str) -> tuple[Row, ...]:
+    """The rows of an attention layer. `theirs` is the sublayer with it, `norm` the norm before."""
+    sublayer, _ = theirs.rsplit('.', 1)
+    return (
+        *_rows(
+            f'{ours}/',
+            f'{theirs}.',
+            ('query/kernel', 'E J', 'q.weight', 'J E'),
+            ('key/kernel', 'E J', 'k.weight', 'J E'),
+            ('value/kernel', 'E J', 'v.weight', 'J E'),
+            ('out/kernel', 'J E', 'o.weight', 'E J'),
+        ),
+        Row(norm, 'E', f'{sublayer}.layer_norm.weight', 'E'),
     )
 
 
 def _t5_mlp(ours: str, theirs: str) -> tuple[Row, ...]:
     return _rows(
-        (f'{ours}/pre_mlp_layer_norm/scale', 'E', f'{theirs}.layer_norm.weight', 'E'),
-        (f'{ours}/mlp/wi/kernel', 'E M', f'{theirs}.DenseReluDense.wi.weight', 'M E'),
-        (f'{ours}/mlp/wi_0/kernel', 'E M', f'{theirs}.DenseReluDense.wi_0.weight', 'M E'),
-        (f'{ours}/mlp/wi_1/kernel', 'E M', f'{theirs}.DenseReluDense.wi_1.weight', 'M E'),
-        (f'{ours}/mlp/wo/kernel', 'M E', f'{theirs}.DenseReluDense.wo.weight', 'E M'),
+        f'{ours}/',
+        f'{theirs}.',
+        ('pre_mlp_layer_norm/scale', 'E', 'layer_norm.weight', 'E'),
+        ('mlp/wi/kernel', 'E M', 'DenseReluDense.wi.weight', 'M E'),
+        ('mlp/wi_0/kernel', 'E M', 'DenseReluDense.wi_0.weight', 'M E'),
+        ('mlp/wi_1/kernel', 'E M', 'DenseReluDense.wi_1.weight', 'M E'),
+        ('mlp/wo/kernel', 'M E', 'DenseReluDense.wo.weight', 'E M'),
     )
 
 
-_ENCODER, _DECODER = (
-    ('encoder/{layer}', 'encoder.block.{i}'),
-    ('decoder/{layer}', 'decoder.block.{i}'),
-)
 _BIAS = 'block.0.layer.0.SelfAttention.relative_attention_bias.weight'
 T5 = Table(
     rows=(
         *_rows(
+            '',
+            '',
             ('token_embedder/embedding', 'V E', 'shared.weight', 'V E'),
             ('encoder/relpos_bias/rel_embedding', 'H B', f'encoder.{_BIAS}', 'B H'),
             ('decoder/relpos_bias/rel_embedding', 'H B', f'decoder.{_BIAS}', 'B H'),
             ('encoder/encoder_norm/scale', 'E', 'encoder.final_layer_norm.weight', 'E'),
             ('decoder/decoder_norm/scale', 'E', 'decoder.final_layer_norm.weight', 'E'),
             ('decoder/logits_dense/kernel', 'E V', 'lm_head.weight', 'V E'),
-            (
-                f'{_ENCODER[0]}/pre_attention_layer_norm/scale',
-                'E',
-                f'{_ENCODER[1]}.layer.0.layer_norm.weight',
-                'E',
-            ),
-            (
-                f'{_DECODER[0]}/pre_self_attention_layer_norm/scale',
-                'E',
-                f'{_DECODER[1]}.layer.0.layer_norm.weight',
-                'E',
-            ),
-            (
-                f'{_DECODER[0]}/pre_cross_attention_layer_norm/scale',
-                'E',
-                f'{_DECODER[1]}.layer.1.layer_norm.weight',
-                'E',
-            ),
         ),
-        *_t5_attention(f'{_ENCODER[0]}/attention', f'{_ENCODER[1]}.layer.0.SelfAttention'),
-        *_t5_mlp(_ENCODER[0], f'{_ENCODER[1]}.layer.1'),
-        *_t5_attention(f'{_DECODER[0]}/self_attention', f'{_DECODER[1]}.layer.0.SelfAttention'),
         *_t5_attention(
-            f'{_DECODER[0]}/encoder_decoder_attention', f'{_DECODER[1]}.layer.1.EncDecAttention'
+            'encoder/{layer}/attention',
+            'encoder.block.{i}.layer.0.SelfAttention',
+            'encoder/{layer}/pre_attention_layer_norm/scale',
         ),
-        *_t5_mlp(_DECODER[0], f'{_DECODER[1]}.layer.2'),
+        *_t5_mlp('encoder/{layer}', 'encoder.block.{i}.layer.1'),
+        *_t5_attention(
+            'decoder/{layer}/self_attention',
+            'decoder.block.{i}.layer.0.SelfAttention',
+            'decoder/{layer}/pre_self_attention_layer_norm/scale',
+        ),
+        *_t5_attention(
+            'decoder/{layer}/encoder_decoder_attention',
+            'decoder.block.{i}.layer.1.EncDecAttention',
+            'decoder/{layer}/pre_cross_attention_layer_norm/scale',
+        ),
+        *_t5_mlp('decoder/{layer}', 'decoder.block.{i}.layer.2'),
     ),
     layer='layers_{i}',
     stacked=None,

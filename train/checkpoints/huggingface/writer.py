@@ -5,27 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
-from train.checkpoints.arrays.stored import StoredArray
+from train.checkpoints.arrays.stored import StoredArray, is_floating
 from train.checkpoints.formats.safetensors_files import Place, list_places
 from train.checkpoints.formats.safetensors_writer import MAX_FILE_BYTES, SafetensorsWriter
 from train.checkpoints.huggingface.architectures import (
     ARCHITECTURES,
-    Architecture,
     ModelConfig,
     describe_model,
     find_architecture,
     is_tied,
     model_config,
 )
-from train.checkpoints.huggingface.config_json import FILE, read_config
-from train.checkpoints.huggingface.mapping import PARAMS, Target, find_targets, write_targets
+from train.checkpoints.huggingface.config_json import FILE, ConfigJson, read_config
+from train.checkpoints.huggingface.mapping import PARAMS, Target, find_targets, make_target
 from train.errors import ConfigError
 
 # Files next to the weights that belong to the tokenizer, or to the generation of text.
@@ -41,22 +39,6 @@ COPIED = (
     'chat_template.jinja',
     'generation_config.json',
 )
-
-
-class _Form(NamedTuple):
-    """What a model of Hugging Face looks like.
-
-    Attributes:
-      architecture: its architecture.
-      settings: its `config.json`.
-      is_tied: whether its output layer is its embedding.
-      places: the arrays of the model that decides names and dtypes, or none.
-    """
-
-    architecture: Architecture
-    settings: dict[str, Any]
-    is_tied: bool
-    places: Mapping[str, Place]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,12 +74,16 @@ class PlannedModel:
             max_file_bytes=self.max_file_bytes,
             metadata={'format': 'pt'},
         )
+        groups = dict[tuple[str, ...], list[str]]()
+        for name, target in self.targets.items():
+            groups.setdefault(tuple(pair.ours for pair, _ in target.parts), []).append(name)
         with writer:
-
-            def write(name: str, values: np.ndarray) -> None:
-                writer.write(name, values.astype(self.structs[name].dtype))
-
-            write_targets(self.targets, self.arrays, write, report)
+            for sources, names in groups.items():
+                values = {source: self.arrays[source].read() for source in sources}
+                for name in names:
+                    made = make_target(self.targets[name], values)
+                    writer.write(name, made.astype(self.structs[name].dtype))
+                report(sum(array.nbytes for array in values.values()))
             (folder / FILE).write_text(json.dumps(self.settings, indent=2) + '\n')
             for file in self.files:
                 file.copy(folder / file.name, overwrite=True)
@@ -126,16 +112,29 @@ def plan_model(
     """
     if (model is None) == (like is None):
         raise ConfigError('a Hugging Face model needs either model or like: give one of them')
-    form = _form_of(model) if like is None else _form_like(like)
-    params = {name: array for name, array in arrays.items() if name.startswith(PARAMS)}
-    targets = find_targets(form.architecture.table, params, form.settings['vocab_size'])
+    places: Mapping[str, Place] = {}
     if like is not None:
-        targets = _named_like(like, form, targets)
-    structs = {name: _struct(name, target, form, dtype) for name, target in targets.items()}
+        config = read_config(like)
+        architecture, settings = find_architecture(config), dict(config.values)
+        places = list_places(like)
+    else:
+        assert model is not None
+        name, described = describe_model(model)
+        architecture = ARCHITECTURES[name]
+        settings = {'architectures': [architecture.class_name], 'model_type': name} | described
+    params = {name: array for name, array in arrays.items() if name.startswith(PARAMS)}
+    targets = find_targets(architecture.table, params, settings['vocab_size'])
+    if like is not None:
+        targets = _named_like(like, config, places, targets)
+    structs = dict[str, jax.ShapeDtypeStruct]()
+    for name, target in targets.items():
+        chosen = places[name].dtype if name in places else target.dtype
+        if dtype is not None and is_floating(target):
+            chosen = np.dtype(dtype)
+        structs[name] = jax.ShapeDtypeStruct(target.shape, chosen)
     dtypes = {struct.dtype for struct in structs.values()}
-    settings = form.settings
     if len(dtypes) == 1:
-        settings = {**settings, 'torch_dtype': str(next(iter(dtypes)))}
+        settings['torch_dtype'] = str(next(iter(dtypes)))
         settings.pop('dtype', None)  # the newer name of the same setting
     files = [] if like is None else [like / name for name in COPIED if (like / name).exists()]
     return PlannedModel(
@@ -143,27 +142,14 @@ def plan_model(
     )
 
 
-def _form_of(model: ModelConfig | None) -> _Form:
-    """The form of the architecture that computes what our model does."""
-    assert model is not None
-    name, settings = describe_model(model)
-    architecture = ARCHITECTURES[name]
-    known = {'architectures': [architecture.class_name], 'model_type': name}
-    return _Form(architecture, known | settings, is_tied(model), {})
-
-
-def _form_like(source: epath.Path) -> _Form:
-    """The form of the model in a folder."""
-    config = read_config(source)
-    tied = is_tied(model_config(config))
-    return _Form(find_architecture(config), dict(config.values), tied, list_places(source))
-
-
 def _named_like(
-    source: epath.Path, form: _Form, targets: Mapping[str, Target]
+    source: epath.Path,
+    config: ConfigJson,
+    places: Mapping[str, Place],
+    targets: Mapping[str, Target],
 ) -> dict[str, Target]:
     """The arrays by their names in another model, which may leave out the prefix of the table."""
-    table, places = form.architecture.table, form.places
+    table, tied = find_architecture(config).table, is_tied(model_config(config))
     if not any(name.startswith(table.prefix) for name in places):
         targets = {name.removeprefix(table.prefix): target for name, target in targets.items()}
     differing = {
@@ -172,7 +158,7 @@ def _named_like(
         if name not in places or places[name].shape != target.shape
     }
     for name in places.keys() - targets.keys():
-        if not table.ignores(name, is_tied=form.is_tied):
+        if not table.ignores(name, is_tied=tied):
             differing[name] = f'{places[name].shape} there, absent here'
     if differing:
         first = min(differing)
@@ -182,10 +168,3 @@ def _named_like(
             'run has started'
         )
     return dict(targets)
-
-
-def _struct(name: str, target: Target, form: _Form, dtype: str | None) -> jax.ShapeDtypeStruct:
-    chosen = form.places[name].dtype if name in form.places else target.dtype
-    if dtype is not None and jnp.issubdtype(target.dtype, jnp.floating):
-        chosen = jnp.dtype(dtype)
-    return jax.ShapeDtypeStruct(target.shape, chosen)

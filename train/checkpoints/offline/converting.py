@@ -10,26 +10,25 @@ import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 
 from partitioning.amounts import bytes_str
-from train.checkpoints.arrays.stored import StoredArray, in_memory, with_dtype
+from train.checkpoints.arrays.stored import StoredArray, in_memory, is_floating, with_dtype
+from train.checkpoints.config import Renames
 from train.checkpoints.formats.opening import Checkpoint, Format, other_content
 from train.checkpoints.formats.safetensors_writer import write_safetensors
 from train.checkpoints.formats.t5x_names import is_t5x, sources_for_t5x, sources_in_t5x
 from train.checkpoints.huggingface.architectures import ModelConfig
 from train.checkpoints.huggingface.folders import open_parameters
 from train.checkpoints.huggingface.writer import PlannedModel, plan_model
+from train.checkpoints.matching import find_sources
 from train.checkpoints.orbax.trees import fill_tree, has_structure, make_tree
 from train.checkpoints.steps import record
 from train.checkpoints.steps.manifest import complete_step
 from train.checkpoints.steps.record import TEMPORARY
 from train.errors import ConfigError, first_line
 from train.paths import is_remote
-
-Renames = Sequence[tuple[str, str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,20 +89,34 @@ def plan_conversion(
     Raises:
       ConfigError: if the result exists, or the format cannot have the arrays.
     """
-    source, like = _with_our_names(source), like or _like_itself(source, format)
+    if source.place.format == 'huggingface':
+        named = {'step': in_memory(np.int32(0)), **open_parameters(source.place.path)}
+        source = dataclasses.replace(source, arrays=named)
+        if format == 'huggingface':  # A model that is converted to itself keeps its form.
+            like = like or source.place.path
     folder, step = _find_destination(to, format, source)
-    if folder.exists() and not (folder.is_dir() and _is_empty_folder(folder)):
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise ConfigError(f'{folder} exists already: write to another place, or move it away')
-    sources, left_out = _rename(_sources(source.arrays, format), renames)
+    sources, lost = _rename(_sources(source.arrays, format), renames)
     arrays: Mapping[str, StoredArray] = {n: source.arrays[old] for n, old in sources.items()}
     _check_names(arrays, format, source.place.path)
-    if dtype is not None:
-        arrays = {name: _convert(name, x, jnp.dtype(dtype)) for name, x in arrays.items()}
+    if dtype is not None:  # States of optimizers keep their dtypes.
+        arrays = {
+            name: with_dtype(x, np.dtype(dtype), name)
+            if not name.startswith(('opt_state/', 'state/')) and is_floating(x)
+            else x
+            for name, x in arrays.items()
+        }
     planned = None
     if format == 'huggingface':
-        planned = _plan_model(source, arrays, model, like, dtype)
+        if model is None and like is None:
+            raise ConfigError(
+                f'{source.place.path} does not say which model it has: give the folder of the '
+                'model from which the run has started, with --like=FOLDER'
+            )
+        planned = plan_model(arrays, model=None if like else model, like=like, dtype=dtype)
         if others := arrays.keys() - planned.arrays.keys():
-            left_out.append(f'{len(others):,} arrays besides parameters, such as {min(others)}')
+            lost.append(f'{len(others):,} arrays besides parameters, such as {min(others)}')
         arrays = planned.arrays
     keeps_names = sources == {name: name for name in source.arrays}
     tree = source.tree if keeps_names and source.tree is not None else make_tree(arrays)
@@ -114,38 +127,9 @@ def plan_conversion(
         step=step,
         arrays=arrays,
         tree=tree,
-        lost=[*left_out, *_find_lost(source, format)],
+        lost=[*lost, *_find_lost(source, format)],
         model=planned,
     )
-
-
-def _with_our_names(source: Checkpoint) -> Checkpoint:
-    """The checkpoint, with our names if it is a model of Hugging Face."""
-    if source.place.format != 'huggingface':
-        return source
-    arrays = {'step': in_memory(np.int32(0)), **open_parameters(source.place.path)}
-    return dataclasses.replace(source, arrays=arrays)
-
-
-def _like_itself(source: Checkpoint, format: Format) -> epath.Path | None:
-    """The folder of a Hugging Face model that is converted to itself, which keeps its form."""
-    return source.place.path if source.place.format == format == 'huggingface' else None
-
-
-def _plan_model(
-    source: Checkpoint,
-    arrays: Mapping[str, StoredArray],
-    model: ModelConfig | None,
-    like: epath.Path | None,
-    dtype: str | None,
-) -> PlannedModel:
-    """Finds out how parameters become a model of Hugging Face."""
-    if model is None and like is None:
-        raise ConfigError(
-            f'{source.place.path} does not say which model it has: give the folder of the model '
-            'from which the run has started, with --like=FOLDER'
-        )
-    return plan_model(arrays, model=None if like else model, like=like, dtype=dtype)
 
 
 def with_names_of(first: Checkpoint, second: Checkpoint) -> Mapping[str, StoredArray]:
@@ -178,10 +162,6 @@ def _find_destination(to: epath.Path, format: Format, source: Checkpoint) -> tup
     return to, int(named[1])
 
 
-def _is_empty_folder(folder: epath.Path) -> bool:
-    return next(iter(folder.iterdir()), None) is None
-
-
 def _sources(names: Collection[str], format: Format) -> dict[str, str]:
     """The name in the source of each array, by its name in the new format."""
     if format in ('meshwright', 'huggingface') and is_t5x(names):
@@ -193,27 +173,16 @@ def _sources(names: Collection[str], format: Format) -> dict[str, str]:
 
 def _rename(sources: Mapping[str, str], renames: Renames) -> tuple[dict[str, str], list[str]]:
     """Renames arrays, and says which are left out."""
-    renamed, left_out, unused = dict[str, str](), list[str](), dict(enumerate(renames))
-    for name, source in sources.items():
-        new = name
-        for i, (pattern, replacement) in enumerate(renames):
-            if match := re.fullmatch(pattern, name):
-                new = match.expand(replacement)
-                unused.pop(i, None)
-                break
+    renamed, left_out = dict[str, str](), list[str]()
+    for name, new in find_sources(sources, renames, '--renames').items():
         if not new:
             left_out.append(name)
         elif new in renamed:
             raise ConfigError(
-                f'--renames gives two arrays the name {new!r}: {renamed[new]} and {source}'
+                f'--renames gives two arrays the name {new!r}: {renamed[new]} and {sources[name]}'
             )
         else:
-            renamed[new] = source
-    for pattern, _ in unused.values():
-        raise ConfigError(
-            f'--renames: the pattern {pattern!r} matches no array: remove it, or write a pattern '
-            f'for whole names, such as {next(iter(sources), "")!r}'
-        )
+            renamed[new] = sources[name]
     if not renamed:
         raise ConfigError('--renames leaves out all arrays: keep one')
     if not left_out:
@@ -239,14 +208,6 @@ def _check_names(arrays: Mapping[str, StoredArray], format: Format, where: epath
             make_tree(arrays)
         except ValueError as error:
             raise ConfigError(f'Orbax saves trees, but {error}: use --renames') from error
-
-
-def _convert(name: str, array: StoredArray, dtype: np.dtype) -> StoredArray:
-    """Converts a parameter of a floating-point dtype. States of optimizers keep theirs."""
-    is_parameter = not name.startswith(('opt_state/', 'state/'))
-    if is_parameter and jnp.issubdtype(array.dtype, jnp.floating):
-        return with_dtype(array, dtype, name)
-    return array
 
 
 def _find_lost(source: Checkpoint, format: Format) -> list[str]:
@@ -281,13 +242,15 @@ def write(conversion: Conversion, report: Callable[[int], None]) -> None:
         else:
             _write_orbax(conversion, report)
     except BaseException as error:
-        _remove_unfinished(conversion.folder)
+        folder = conversion.folder
+        if not is_remote(folder):  # Orbax would have renamed it at the end. Nobody else writes it.
+            shutil.rmtree(folder.parent / f'{folder.name}{TEMPORARY}', ignore_errors=True)
         if isinstance(error, ConfigError) or not isinstance(error, Exception):
             raise
         reason = first_line(error)
         if (full := os.strerror(errno.ENOSPC)) in reason:  # TensorStore names files, too.
             reason = f'{full}, and the arrays need {bytes_str(conversion.num_bytes)}'
-        raise ConfigError(f'{conversion.folder} cannot be written: {reason}') from error
+        raise ConfigError(f'{folder} cannot be written: {reason}') from error
 
 
 def _write_orbax(conversion: Conversion, report: Callable[[int], None]) -> None:
@@ -306,10 +269,3 @@ def _write_orbax(conversion: Conversion, report: Callable[[int], None]) -> None:
         texts = {record.ITEM: dataclasses.replace(known, previous=None).files()}
     write_arrays(folder, tree, report, texts)
     complete_step(folder, step)
-
-
-def _remove_unfinished(folder: epath.Path) -> None:
-    """Removes the folder that Orbax would have renamed at the end. Nobody else writes it."""
-    unfinished = folder.parent / f'{folder.name}{TEMPORARY}'
-    if not is_remote(folder):
-        shutil.rmtree(unfinished, ignore_errors=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from partitioning.state import Role
-from train.checkpoints.arrays.stored import HasShape
+from train.checkpoints.arrays.stored import StoredArray
 
 _OPTIMIZER = ('opt_state/', 'state/param_states/')
 _OTHER = ('step', 'state/step', 'flax_mutables/')
@@ -51,7 +50,7 @@ def role_of(name: str) -> Role:
     return 'other' if name.startswith(_OTHER) else 'parameters'
 
 
-def group_arrays(arrays: Mapping[str, HasShape]) -> list[ArrayGroup]:
+def group_arrays(arrays: Mapping[str, StoredArray]) -> list[ArrayGroup]:
     """Groups arrays: parameters first, then arrays of the optimizer, each in their order."""
     groups = dict[tuple[Any, ...], list[str]]()
     parameters = {name.partition('/')[2] for name in arrays if role_of(name) == 'parameters'}
@@ -67,29 +66,12 @@ def group_arrays(arrays: Mapping[str, HasShape]) -> list[ArrayGroup]:
             count=len(names),
             shape=shape,
             dtype=dtype,
-            nbytes=sum(bytes_of(arrays[name]) for name in names),
+            nbytes=sum(arrays[name].nbytes for name in names),
             role=role,
         )
         for (pattern, shape, dtype, role), names in groups.items()
     ]
     return sorted(found, key=lambda group: ROLES.index(group.role))
-
-
-def describe_array(name: str, array: HasShape) -> ArrayGroup:
-    """A group of one array."""
-    return ArrayGroup(
-        name=name,
-        count=1,
-        shape=tuple(array.shape),
-        dtype=str(array.dtype),
-        nbytes=bytes_of(array),
-        role=role_of(name),
-    )
-
-
-def bytes_of(array: HasShape) -> int:
-    """The size of an array in memory, in bytes."""
-    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def _replace_parameter(name: str, parameters: Collection[str]) -> str:
@@ -105,19 +87,15 @@ def _replace_parameter(name: str, parameters: Collection[str]) -> str:
 def _with_ranges(names: Sequence[str]) -> str:
     """The name that stands for names which differ only in numbers."""
     columns = zip(*(re.split(r'(\d+)', name) for name in names), strict=True)
-    return ''.join(_range(sorted({*column}, key=_number)) for column in columns)
+    return ''.join(_range({*column}) for column in columns)
 
 
-def _number(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
-
-
-def _range(texts: Sequence[str]) -> str:
+def _range(texts: Collection[str]) -> str:
     """One text as it is, and several numbers as a range."""
     if len(texts) == 1:
-        return texts[0]
-    numbers = [int(text) for text in texts]
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f'[{texts[0]}-{texts[-1]}]'
-    shown = texts if len(texts) <= 4 else [*texts[:3], '...', texts[-1]]
+        return next(iter(texts))
+    shown = sorted(texts, key=int)
+    if int(shown[-1]) - int(shown[0]) == len(shown) - 1:
+        return f'[{shown[0]}-{shown[-1]}]'
+    shown = shown if len(shown) <= 4 else [*shown[:3], '...', shown[-1]]
     return f'[{",".join(shown)}]'

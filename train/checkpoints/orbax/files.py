@@ -13,6 +13,7 @@ from etils import epath
 from partitioning.untrusted_text import parse_json
 from train.checkpoints.arrays.stored import Bounds, StoredArray, kvstore_of, open_stores
 from train.checkpoints.orbax.trees import NO_ARRAY
+from train.checkpoints.steps.manifest import is_array_file
 from train.checkpoints.steps.verifying import open_checked
 
 # The file with the shape, the dtype and the chunks of an array.
@@ -58,7 +59,7 @@ def read_orbax(folder: epath.Path) -> dict[str, StoredArray]:
         return open_stores(specs)
     if in_database:
         # Any of its files can contain parts of any array. It has checksums of its own metadata.
-        files = checked.array_files()
+        files = [file for file in checked.manifest.files if is_array_file(file)]
         return open_stores(specs, lambda name, store, bounds: checked.check(files))
     paths = {name: f'{folder.name}/{part}' for name, part in folders.items()}
     checked.check_together(f'{path}/{_DESCRIPTIONS[driver]}' for path in paths.values())

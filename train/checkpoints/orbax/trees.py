@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 from etils import epath
 
 from partitioning.untrusted_text import parse_json
@@ -37,7 +38,7 @@ def read_tree(folder: epath.Path) -> Any:
     return _with_lists(root)
 
 
-def make_tree(names: Collection[str]) -> Any:
+def make_tree(names: Iterable[str]) -> Any:
     """The tree of dicts that gives arrays these names."""
     root: dict[Any, Any] = {}
     for name in names:
@@ -47,18 +48,12 @@ def make_tree(names: Collection[str]) -> Any:
 
 def fill_tree(tree: Any, arrays: Mapping[str, Any]) -> Any:
     """The tree with the arrays in place of their names."""
-    if isinstance(tree, dict):
-        return {key: fill_tree(value, arrays) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [fill_tree(value, arrays) for value in tree]
-    return None if tree is None else arrays[tree]
+    return jax.tree.map(arrays.__getitem__, tree)
 
 
 def has_structure(tree: Any) -> bool:
     """Whether a tree has lists or empty parts, which names of arrays alone do not tell."""
-    if isinstance(tree, dict):
-        return any(value is None or has_structure(value) for value in tree.values())
-    return isinstance(tree, list)
+    return tree is not None and tree != make_tree(jax.tree.leaves(tree))
 
 
 def _put(root: dict[Any, Any], keys: list[_Key], leaf: str | None) -> None:

@@ -14,7 +14,7 @@ from etils import epath
 
 from train.checkpoints.steps import manifest, record
 from train.checkpoints.steps.finding import examine, find_steps, is_copy
-from train.checkpoints.steps.manifest import DamagedCheckpoint, read_manifest
+from train.checkpoints.steps.manifest import if_intact, read_manifest
 from train.checkpoints.steps.record import TEMPORARY, unfinished_file
 from train.paths import is_remote
 
@@ -67,8 +67,9 @@ def delete_step(path: epath.Path) -> None:
     Raises:
       OSError: if it cannot be deleted.
     """
-    names = {p.name for p in path.iterdir() if p.name.startswith(manifest.PART)}
-    names |= {*WRITTEN, *_listed(path)}
+    listed = if_intact(read_manifest, path)
+    names = {name.partition('/')[0] for name in listed.files} if listed else set()
+    names |= {p.name for p in path.iterdir() if p.name.startswith(manifest.PART)} | {*WRITTEN}
     with contextlib.suppress(OSError):  # A full disk must not prevent a deletion.
         about = path / record.ITEM / record.FILE
         unfinished_file(path).write_text(about.read_text() if about.exists() else '')
@@ -82,15 +83,6 @@ def delete_step(path: epath.Path) -> None:
     if not is_remote(path) and not any(path.iterdir()):
         path.rmdir()
     unfinished_file(path).unlink(missing_ok=True)
-
-
-def _listed(path: epath.Path) -> set[str]:
-    """The files and folders of a step in its manifest."""
-    try:
-        listed = read_manifest(path)
-    except DamagedCheckpoint:
-        return set()
-    return {name.partition('/')[0] for name in listed.files} if listed else set()
 
 
 def delete_unfinished(directory: epath.Path, prefix: str, below: int) -> None:
@@ -121,12 +113,9 @@ def delete_unfinished(directory: epath.Path, prefix: str, below: int) -> None:
 
 
 def remove_failed(path: epath.Path) -> None:
-    """Removes what a failed save has written, to free its space.
+    """Removes what a failed save has written for the folder of a step, to free its space.
 
     Writes that have not ended yet would create the folder again, so it tries for two seconds.
-
-    Args:
-      path: the folder of the step.
     """
     temporary, give_up = _temporary_of(path), time.monotonic() + SECONDS_TO_REMOVE
     while temporary.exists() and time.monotonic() < give_up:

@@ -14,11 +14,12 @@ from etils import epath
 from train.checkpoints.steps.manifest import (
     FILE as MANIFEST,
     DamagedCheckpoint,
-    is_array_file,
+    damaged,
+    if_intact,
     read_manifest,
 )
 from train.checkpoints.steps.record import TEMPORARY, has_record, read_record
-from train.checkpoints.steps.verifying import FoundStep, Status, check_contents, check_files
+from train.checkpoints.steps.verifying import CheckedFiles, FoundStep, Status, list_differences
 from train.errors import ConfigError
 from train.paths import is_remote
 
@@ -46,10 +47,10 @@ def examine(folder: epath.Path, step: int, *, contents: bool = False) -> FoundSt
                 raise DamagedCheckpoint(
                     f'checkpoint {folder} is a copy of step {manifest.step} under another name'
                 )
-            check_files(folder, manifest)
+            for difference in list_differences(folder, manifest):
+                raise damaged(folder, difference)
             if contents:
-                names = (name for name in manifest.files if not is_array_file(name))
-                check_contents(folder, manifest, names)
+                CheckedFiles(folder, manifest).check_description()
             return found('good')
     except DamagedCheckpoint as error:
         return found('damaged', str(error))
@@ -98,13 +99,8 @@ def is_copy(folder: epath.Path, step: int) -> bool:
       folder: the folder of a damaged or unfinished step.
       step: the step in its name.
     """
-    for read in (read_manifest, read_record):
-        try:
-            if found := read(folder):
-                return found.step != step
-        except DamagedCheckpoint:
-            continue
-    return False
+    found = if_intact(read_manifest, folder) or if_intact(read_record, folder)
+    return found is not None and found.step != step
 
 
 def newest_saved(directory: epath.Path, prefix: str = '') -> int | None:
@@ -170,7 +166,9 @@ def newest_step(
             )
         kept = '' if found.status == 'unfinished' else 'it is kept, and '
         say(f'{found.reason}: {kept}an older one is looked for')
-        if found.status == 'damaged' or (found.status == 'unfinished' and not _is_first(path)):
+        record = if_intact(read_record, path) if found.status == 'unfinished' else None
+        had_none_before = record is not None and record.previous is None
+        if found.status == 'damaged' or (found.status == 'unfinished' and not had_none_before):
             lost = lost or found.reason
     if lost:
         raise ConfigError(
@@ -180,21 +178,11 @@ def newest_step(
     return None
 
 
-def _is_first(folder: epath.Path) -> bool:
-    """Whether there was no good step yet when this one was saved."""
-    try:
-        record = read_record(folder)
-    except DamagedCheckpoint:
-        return False
-    return record is not None and record.previous is None
-
-
 def _describe_other(path: epath.Path) -> str:
     if path.name.endswith(TEMPORARY) and has_record(path):
         return f'{path} is of a save that did not finish'
-    if path.name.isdecimal():
-        return f'{path} is not a checkpoint, because a step has no leading zeros: it is kept'
-    return f'{path} is not a checkpoint: it is kept'
+    why = ', because a step has no leading zeros' if path.name.isdecimal() else ''
+    return f'{path} is not a checkpoint{why}: it is kept'
 
 
 # Checkpoints of T5X.

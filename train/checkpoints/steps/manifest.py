@@ -17,9 +17,9 @@ import importlib.metadata
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import fsspec
 import jax
@@ -40,10 +40,16 @@ BUFFER_BYTES = 4 * 2**20
 NUM_THREADS = 4
 SECONDS_TO_WAIT = 3600.0
 SECONDS_BETWEEN_LOOKS = 0.05
+Description = TypeVar('Description')
 
 
 class DamagedCheckpoint(ConfigError):
     """A saved step whose files differ from its manifest."""
+
+
+def damaged(folder: epath.Path, what: str) -> DamagedCheckpoint:
+    """The error for a step, with what is wrong with it."""
+    return DamagedCheckpoint(f'checkpoint {folder} is damaged: {what}')
 
 
 class FileRecord(NamedTuple):
@@ -74,16 +80,14 @@ class Manifest:
 
     def to_text(self) -> str:
         """The JSON text. Two equal manifests have the same text."""
-        data = dataclasses.asdict(self) | {'format': FORMAT}
-        return _to_text(data | {'checksum': _checksum_of(data)})
+        return _with_checksum(dataclasses.asdict(self) | {'format': FORMAT})
 
 
-def _to_text(data: Mapping[str, Any]) -> str:
-    return json.dumps(data, indent=1, sort_keys=True) + '\n'
-
-
-def _checksum_of(data: Mapping[str, Any]) -> str:
-    return xxhash.xxh3_128_hexdigest(_to_text(data).encode())
+def _with_checksum(data: Mapping[str, Any]) -> str:
+    """JSON in one canonical form, with its own checksum."""
+    text = json.dumps(data, indent=1, sort_keys=True) + '\n'
+    checksum = xxhash.xxh3_128_hexdigest(text.encode())
+    return json.dumps({**data, 'checksum': checksum}, indent=1, sort_keys=True) + '\n'
 
 
 def package_versions() -> dict[str, str]:
@@ -115,35 +119,33 @@ def read_manifest(folder: epath.Path) -> Manifest | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
-        raise DamagedCheckpoint(
-            f'checkpoint {folder} is damaged: {FILE} cannot be read ({first_line(error)})'
-        ) from error
+        raise damaged(folder, f'{FILE} cannot be read ({first_line(error)})') from error
     try:
         data = parse_json(text)
-        checksum = data.pop('checksum')
-        intact = checksum == _checksum_of(data) and text == _to_text(data | {'checksum': checksum})
-        intact = intact and isinstance(data['format'], int)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        intact = False
-    if not intact:
-        raise DamagedCheckpoint(
-            f'checkpoint {folder} is damaged: {FILE} does not have the content that was written'
-        )
-    if data['format'] != FORMAT:
-        raise ConfigError(
-            f'{folder / FILE} has the format {data["format"]}, but this version of meshwright '
-            f'reads the format {FORMAT}: use a newer version'
-        )
-    try:
-        files = {
-            name: FileRecord(int(size), checksum)
-            for name, (size, checksum) in data['files'].items()
-        }
-        return Manifest(step=data['step'], files=files, versions=data['versions'])
+        del data['checksum']
+        if text != _with_checksum(data):
+            raise ValueError
+        if (format := data.pop('format')) == FORMAT:
+            listed = data.pop('files').items()
+            files = {name: FileRecord(int(size), checksum) for name, (size, checksum) in listed}
+            return Manifest(**data, files=files)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DamagedCheckpoint(
-            f'checkpoint {folder} is damaged: {FILE} is not a manifest ({first_line(error)})'
-        ) from error
+        what = f'{FILE} does not have the content that was written'
+        raise damaged(folder, what) from error
+    raise ConfigError(
+        f'{folder / FILE} has the format {format}, but this version of meshwright reads the format '
+        f'{FORMAT}: use a newer version'
+    )
+
+
+def if_intact(
+    read: Callable[[epath.Path], Description | None], folder: epath.Path
+) -> Description | None:
+    """What `read_manifest` or `read_record` finds, or None also if it is damaged."""
+    try:
+        return read(folder)
+    except DamagedCheckpoint:
+        return None
 
 
 def is_array_file(name: str) -> bool:
@@ -181,12 +183,7 @@ def _is_of_manifest(name: str) -> bool:
 
 
 def record_file(path: epath.Path, *, durable: bool = False) -> FileRecord:
-    """Reads a file, and returns its size and checksum.
-
-    Args:
-      path: the file.
-      durable: whether to wait until a local file is on the disk.
-    """
+    """Returns the size and checksum of a file. `durable` waits until a local one is on the disk."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open('rb') as file:
         if durable and not is_remote(path):
@@ -245,15 +242,7 @@ def _wait_for_part(path: epath.Path) -> dict[str, FileRecord]:
 
 
 def _record_files(folder: epath.Path, names: Iterable[str]) -> dict[str, FileRecord]:
-    """Records files of a step that has just been saved, when they are on the disk.
-
-    Args:
-      folder: the folder of the step.
-      names: the paths of the files below it.
-
-    Raises:
-      OSError: if a file cannot be read or written to the disk.
-    """
+    """Records files of a step that has just been saved, when they are on the disk."""
     names = list(names)
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         records = pool.map(lambda name: record_file(folder / name, durable=True), names)
@@ -270,13 +259,8 @@ def write_manifest(folder: epath.Path, manifest: Manifest) -> None:
 
 
 def _write_atomically(path: epath.Path, text: str) -> None:
-    """Writes a text file atomically, and waits until it is on the disk.
-
-    Args:
-      path: the file; in a store of objects, writing an object is atomic by itself.
-      text: its content.
-    """
-    if is_remote(path):
+    """Writes a text file atomically, and waits until it is on the disk."""
+    if is_remote(path):  # Writing an object is atomic by itself.
         path.write_text(text)
         return
     temporary = path.parent / f'{PART}{path.name}'

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from etils import epath
 
 from partitioning.untrusted_text import parse_json
-from train.checkpoints.steps.manifest import DamagedCheckpoint, package_versions
+from train.checkpoints.steps.manifest import damaged, package_versions
 from train.errors import first_line
 
 ITEM = 'run'  # the folder of the record, inside the folder of the step
@@ -45,13 +45,8 @@ class StepRecord:
 
     def files(self) -> dict[str, str]:
         """The content of each file, by its name."""
-        data = {
-            'step': self.step,
-            'previous': self.previous,
-            'pending': list(self.pending),
-            'scores': dict(self.scores),
-            'versions': dict(self.versions),
-        }
+        data = dataclasses.asdict(self)
+        del data['texts']
         return {FILE: json.dumps(data, indent=1) + '\n', **self.texts}
 
 
@@ -75,18 +70,11 @@ def read_record(folder: epath.Path) -> StepRecord | None:
     others = path.parent.iterdir() if path.name == FILE else ()
     try:
         data = parse_json(path.read_text())
-        return StepRecord(
-            step=data['step'],
-            previous=data['previous'],
-            pending=tuple(data['pending']),
-            scores=data['scores'],
-            versions=data['versions'],
-            texts={p.name: p.read_text() for p in others if p.name not in (FILE, COMMITTED)},
-        )
+        data['pending'] = tuple(data['pending'])
+        texts = {p.name: p.read_text() for p in others if p.name not in (FILE, COMMITTED)}
+        return StepRecord(**data, texts=texts)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpoint(
-            f'checkpoint {folder} is damaged: {ITEM}/{FILE} cannot be read ({first_line(error)})'
-        ) from error
+        raise damaged(folder, f'{ITEM}/{FILE} cannot be read ({first_line(error)})') from error
 
 
 def unfinished_file(folder: epath.Path) -> epath.Path:

@@ -18,7 +18,9 @@ from train.checkpoints.steps.manifest import (
     DamagedCheckpoint,
     FileRecord,
     Manifest,
+    damaged,
     find_files,
+    if_intact,
     is_array_file,
     read_manifest,
     record_file,
@@ -51,40 +53,28 @@ class FoundStep:
     reason: str = ''
 
 
-def check_files(folder: epath.Path, manifest: Manifest) -> None:
-    """Checks that a folder has the files of its manifest, with their sizes. No file is read.
-
-    An unlisted file in the folder of an item is an error, too, because it could be taken for a part
-    of an array. Hidden files are ignored, because operating systems create them.
-
-    Raises:
-      DamagedCheckpoint: with the first file that differs.
-    """
-    for difference in list_differences(folder, manifest):
-        raise DamagedCheckpoint(difference)
-
-
 def list_differences(folder: epath.Path, manifest: Manifest) -> Iterator[str]:
-    """Yields a message for each file that `check_files` does not accept."""
+    """Yields what differs between a folder and the files of its manifest. No file is read.
+
+    An unlisted file in the folder of an item counts, too, because it could be taken for a part of
+    an array. Hidden files are ignored, because operating systems create them.
+    """
     sizes = find_files(folder)
     for name, record in sorted(manifest.files.items()):
         if name not in sizes:
-            yield f'checkpoint {folder} is damaged: {name} is missing'
+            yield f'{name} is missing'
         elif sizes[name] != record.size:
-            yield (
-                f'checkpoint {folder} is damaged: {name} has {sizes[name]:,} bytes instead of '
-                f'{record.size:,}'
-            )
+            yield f'{name} has {sizes[name]:,} bytes instead of {record.size:,}'
     for name in sorted(sizes.keys() - manifest.files.keys()):
         if '/' in name and not name.rpartition('/')[2].startswith('.'):
-            yield f'checkpoint {folder} is damaged: {name} has been added to it'
+            yield f'{name} has been added to it'
 
 
 def check_content(
     folder: epath.Path,
     name: str,
     record: FileRecord,
-    read: Callable[[epath.Path], FileRecord] | None = None,
+    read: Callable[[epath.Path], FileRecord] = record_file,
 ) -> None:
     """Checks one file against its checksum.
 
@@ -92,32 +82,17 @@ def check_content(
       folder: the folder of the step.
       name: the path of the file below it.
       record: what the manifest says.
-      read: reads the file and returns its size and checksum, by default `record_file`.
+      read: reads the file and returns its size and checksum.
 
     Raises:
       DamagedCheckpoint: if the file cannot be read, or has another size or content.
     """
     try:
-        found = (read or record_file)(folder / name)
+        found = read(folder / name)
     except OSError as error:
-        raise DamagedCheckpoint(
-            f'checkpoint {folder} is damaged: {name} cannot be read ({first_line(error)})'
-        ) from error
+        raise damaged(folder, f'{name} cannot be read ({first_line(error)})') from error
     if found != record:
-        raise DamagedCheckpoint(
-            f'checkpoint {folder} is damaged: {name} does not have the content that was written'
-        )
-
-
-def check_contents(folder: epath.Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Checks several files against their checksums, as `check_content` does."""
-
-    def check(name: str) -> None:
-        check_content(folder, name, manifest.files[name])
-
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        for _ in pool.map(check, sorted(names)):
-            pass
+        raise damaged(folder, f'{name} does not have the content that was written')
 
 
 # While a step is read.
@@ -132,7 +107,7 @@ class CheckedFiles:
     """
 
     def __init__(self, folder: epath.Path, manifest: Manifest):
-        self._folder, self._manifest = folder, manifest
+        self.folder, self.manifest = folder, manifest
         self._checks = dict[str, Future[None]]()
 
     def check(self, names: Iterable[str]) -> None:
@@ -150,13 +125,13 @@ class CheckedFiles:
         """
         checks = []
         for name in names:
-            if (record := self._manifest.files.get(name)) is None:
+            if (record := self.manifest.files.get(name)) is None:
                 continue
             ours = Future[None]()
             check = self._checks.setdefault(name, ours)
             if check is ours:
                 try:
-                    check_content(self._folder, name, record)
+                    check_content(self.folder, name, record)
                     ours.set_result(None)
                 except BaseException as error:
                     ours.set_exception(error)
@@ -182,32 +157,32 @@ class CheckedFiles:
         Raises:
           DamagedCheckpoint: if the file does not have the content that was written.
         """
-        record = self._manifest.files.get(name)
-        if record is None or record.size != out.nbytes or is_remote(self._folder):
+        record = self.manifest.files.get(name)
+        if record is None or record.size != out.nbytes or is_remote(self.folder):
             return False
-        check_content(self._folder, name, record, lambda path: _read(os.fspath(path), out))
+        check_content(self.folder, name, record, lambda path: _read(os.fspath(path), out))
         return True
 
     def check_together(self, names: Iterable[str]) -> None:
         """Checks many small files in several threads."""
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            for _ in pool.map(self.check, ([name] for name in names)):
-                pass
+            list(pool.map(self.check, ([name] for name in names)))
 
     def check_description(self) -> None:
         """Checks every file that does not belong to an array."""
-        self.check_together(n for n in self._manifest.files if not is_array_file(n))
-
-    def array_files(self) -> list[str]:
-        """The files of all arrays."""
-        return [name for name in self._manifest.files if is_array_file(name)]
+        self.check_together(n for n in self.manifest.files if not is_array_file(n))
 
 
 def _read(path: str, out: np.ndarray) -> FileRecord:
     """Reads a file into a contiguous array, and returns what a manifest would say about it."""
     values = memoryview(out.reshape(-1).view(np.uint8).data)
     aligned = out.ctypes.data % PAGE_BYTES == 0 and len(values) % PAGE_BYTES == 0
-    file, digest, size = _open(path, past_the_cache=aligned), xxhash.xxh3_128(), 0
+    file = None
+    if aligned and hasattr(os, 'O_DIRECT'):
+        with contextlib.suppress(OSError):  # Some file systems cannot read past the page cache.
+            file = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    file = os.open(path, os.O_RDONLY) if file is None else file
+    digest, size = xxhash.xxh3_128(), 0
     try:
         while size < len(values):
             count = os.readv(file, [values[size : size + BLOCK_BYTES]])
@@ -218,14 +193,6 @@ def _read(path: str, out: np.ndarray) -> FileRecord:
         return FileRecord(os.fstat(file).st_size, digest.hexdigest())
     finally:
         os.close(file)
-
-
-def _open(path: str, past_the_cache: bool) -> int:
-    """Opens a file to read, past the page cache where the file system can do that."""
-    if past_the_cache and hasattr(os, 'O_DIRECT'):
-        with contextlib.suppress(OSError):
-            return os.open(path, os.O_RDONLY | os.O_DIRECT)
-    return os.open(path, os.O_RDONLY)
 
 
 def open_checked(folder: epath.Path) -> CheckedFiles | None:
@@ -262,28 +229,29 @@ class Verified:
 
 def size_to_read(found: FoundStep) -> int:
     """The size of the files that `verify` reads, in bytes."""
-    try:
-        manifest = read_manifest(found.path)
-    except DamagedCheckpoint:
-        return 0
+    manifest = if_intact(read_manifest, found.path)
     return sum(record.size for record in manifest.files.values()) if manifest else 0
 
 
-def verify(found: FoundStep, report: Callable[[int], None]) -> Verified:
+def verify(found: FoundStep, report: Callable[[int], None] = lambda size: None) -> Verified:
     """Reads all files of a checkpoint, and compares them with its manifest.
 
     Args:
       found: the checkpoint, with what its names and sizes say.
       report: receives the size of every file that has been read, in bytes.
     """
-    manifest = None
-    with contextlib.suppress(DamagedCheckpoint):  # `found` says why.
-        manifest = read_manifest(found.path)
+    manifest = if_intact(read_manifest, found.path)
     if manifest is None:
-        return Verified(found=found, status=found.status, reasons=_advise(found))
+        reasons = [found.reason] if found.status == 'damaged' else []
+        if found.status == 'without a manifest':
+            reasons = [
+                'it cannot be verified, because it has no checksums: `meshwright checkpoint '
+                f'convert {found.path} RUN --to=meshwright` writes a copy that has them'
+            ]
+        return Verified(found=found, status=found.status, reasons=reasons)
     sizes = find_files(found.path)
     reasons = [] if found.step == manifest.step else [found.reason]
-    reasons += list_differences(found.path, manifest)
+    reasons += [str(damaged(found.path, what)) for what in list_differences(found.path, manifest)]
     present = {n: r for n, r in manifest.files.items() if sizes.get(n) == r.size}
 
     def check(name: str) -> str | None:
@@ -313,15 +281,3 @@ def all_good(results: Sequence[Verified]) -> bool:
     """
     statuses = {result.status for result in results}
     return 'good' in statuses and not statuses & {'damaged', 'without a manifest'}
-
-
-def _advise(found: FoundStep) -> list[str]:
-    """Why a checkpoint without a manifest is not verified, and what to do."""
-    if found.status == 'damaged':
-        return [found.reason]
-    if found.status != 'without a manifest':
-        return []
-    return [
-        'it cannot be verified, because it has no checksums: `meshwright checkpoint convert '
-        f'{found.path} RUN --to=meshwright` writes a copy that has them'
-    ]
