@@ -31,6 +31,14 @@ def complete(
     return {name: results[name] for name in names if name in results}
 
 
+def parse_names(text: str | None, known: Iterable[str], what: str) -> list[str]:
+    """Returns the names in a text, separated by commas; None has all that are known."""
+    names = list(known) if text is None else text.split(',')
+    if unknown := [name for name in names if name not in known]:
+        raise SystemExit(f'no {what} {unknown[0]!r}: the {what}s are {", ".join(known)}')
+    return names
+
+
 def read_results(path: Path) -> dict[str, Any]:
     """Reads results by name; there are none without a file."""
     return json.loads(path.read_text()) if path.exists() else {}

@@ -26,9 +26,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from shipped_runs import ShippedRun
+from shipped_runs import RUNS, ShippedRun
 
-from benchmarks.campaigns import complete, measure_in_new_process
+from benchmarks.campaigns import complete, measure_in_new_process, parse_names
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
@@ -44,138 +44,34 @@ class Figures:
     wire: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row(ShippedRun):
-    """One train step.
-
-    Attributes:
-      mark: the figures that the row must not exceed.
-      peer: MaxText's figures.
-    """
-
-    mark: Figures = Figures()
-    peer: Figures = Figures()
-
-
-# The compiler's own default: products with gathered weights are computed in pieces.
-_WINDOWED = (
-    "TrainConfig.compiler_options = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': None}",
-)
-_DOT = (
-    'TransformerConfig.attention = @AttentionSettings()',
-    "AttentionSettings.kind = 'dot'",
-)
-_OFFLOAD = (
-    'TransformerConfig.remat = @Remat()',
-    "Remat.offload = ['residual']",
-    'NextToken.output = @OutputSettings()',  # without the inputs of layers, logits make the peak
-    'OutputSettings.num_chunks = 16',
-)
-_LONG = ('SEQUENCE_LENGTH = 131_072', 'CONTEXT_PARTITIONS = 16')
-_SMALL: dict[str, Any] = {'model': '1b', 'topology': 'v5e:4x4', 'batch': 32}
-_MEDIUM: dict[str, Any] = {'model': '8b', 'topology': 'v5p:4x4x4', 'batch': 128}
-_LARGE: dict[str, Any] = {'model': '70b', 'preset': 'fsdp_tensor'}
-
-ROWS = (
-    Row(
-        name='1b_dot_windowed',
-        **_SMALL,
-        bindings=(*_DOT, *_WINDOWED),
-        peer=Figures(peak=3.19, compute=940, wire=12.9),
-    ),
-    Row(
-        name='1b_windowed',
-        **_SMALL,
-        bindings=_WINDOWED,
-        peer=Figures(peak=2.03, compute=651, wire=10.9),
-    ),
-    Row(
-        name='1b',
-        **_SMALL,
-        mark=Figures(peak=2.0, compute=245, wire=7.7),
-        peer=Figures(peak=2.06, compute=267, wire=7.7),
-    ),
-    Row(
-        name='1b_128k_words_windowed',
-        **_SMALL,
-        bindings=('VOCAB_SIZE = 131_072', *_WINDOWED),
-        mark=Figures(peak=2.5, wire=12.2),
-        peer=Figures(peak=4.29, compute=716, wire=12.1),  # 2.50 / 943 / 32.1 in 8 tiles
-    ),
-    Row(
-        name='1b_128k_words',
-        **_SMALL,
-        bindings=('VOCAB_SIZE = 131_072',),
-        mark=Figures(peak=2.5, compute=330, wire=12.2),
-    ),
-    Row(
-        name='8b_fsdp',
-        **_MEDIUM,
-        mark=Figures(peak=4.3, compute=640, wire=44),
-        peer=Figures(peak=5.45, compute=658, wire=58.1),
-    ),
-    Row(
-        name='8b_fsdp_offload',
-        **_MEDIUM,
-        bindings=_OFFLOAD,
-        mark=Figures(peak=3.2, compute=640),
-    ),
-    Row(
-        name='8b_fsdp_dots',
-        **_MEDIUM,
-        bindings=("TransformerConfig.remat = 'dots'",),
-    ),
-    Row(
-        name='8b_fsdp8_tensor8',
-        **_MEDIUM,
-        preset='fsdp_tensor',
-        bindings=('NUM_PARTITIONS = 8',),
-        mark=Figures(peak=4.6, compute=700, wire=86),
-        peer=Figures(peak=5.33, compute=711, wire=88.6),
-    ),
-    Row(
-        name='8b_fsdp16_tensor4',
-        **_MEDIUM,
-        preset='fsdp_tensor',
-        bindings=('NUM_PARTITIONS = 4',),
-        mark=Figures(peak=4.3, compute=660, wire=44),
-        peer=Figures(peak=5.57, compute=672, wire=46.4),
-    ),
-    Row(
-        name='8b_128k_tokens',
-        model='8b',
-        preset='context',
-        topology='v5p:4x4x4',
-        batch=4,
-        bindings=_LONG,
-    ),
-    Row(
-        name='8b_two_slices',
-        model='8b',
-        topology='v5e:16x16',
-        batch=512,
-        bindings=('NUM_SLICES = 2',),
-    ),
-    Row(
-        name='70b_v5p',
-        **_LARGE,
-        topology='v5p:8x8x8',
-        batch=512,
-        mark=Figures(peak=12, compute=1.35 * 2400),
-    ),
-    Row(
-        name='70b_pipeline_v5p',
-        model='70b',
-        preset='pipeline',
-        topology='v5p:8x8x8',
-        batch=512,
-        bindings=('STAGES = 8', 'MICROBATCHES = 32', 'NUM_PARTITIONS = 8'),
-    ),
-    Row(name='70b_v6e', **_LARGE, topology='v6e:16x16', batch=256, mark=Figures(peak=10)),
-)
+# The figures that a row must not exceed, and MaxText's figures.
+MARKS = {
+    '1b': Figures(peak=2.0, compute=245, wire=7.7),
+    '1b_128k_words_windowed': Figures(peak=2.5, wire=12.2),
+    '1b_128k_words': Figures(peak=2.5, compute=330, wire=12.2),
+    '8b_fsdp': Figures(peak=4.3, compute=640, wire=44),
+    '8b_fsdp_offload': Figures(peak=3.2, compute=640),
+    '8b_fsdp8_tensor8': Figures(peak=4.6, compute=700, wire=86),
+    '8b_fsdp16_tensor4': Figures(peak=4.3, compute=660, wire=44),
+    '70b_v5p': Figures(peak=12, compute=1.35 * 2400),
+    '70b_v6e': Figures(peak=10),
+}
+PEERS = {
+    '1b_dot_windowed': Figures(peak=3.19, compute=940, wire=12.9),
+    '1b_windowed': Figures(peak=2.03, compute=651, wire=10.9),
+    '1b': Figures(peak=2.06, compute=267, wire=7.7),
+    # 2.50 / 943 / 32.1 in 8 tiles
+    '1b_128k_words_windowed': Figures(peak=4.29, compute=716, wire=12.1),
+    '8b_fsdp': Figures(peak=5.45, compute=658, wire=58.1),
+    '8b_fsdp8_tensor8': Figures(peak=5.33, compute=711, wire=88.6),
+    '8b_fsdp16_tensor4': Figures(peak=5.57, compute=672, wire=46.4),
+}
+# The runs of forecast_cases.py that nothing is compared with here.
+_ONLY_FORECAST = ('125m', '125m_data_parallel', '125m_tensor', '8b_data_parallel', '8b_h100')
+ROWS = {name: run for name, run in RUNS.items() if name not in _ONLY_FORECAST}
 
 
-def measure(row: Row) -> dict[str, Any]:
+def measure(row: ShippedRun) -> dict[str, Any]:
     """Compiles a row, and returns its figures, with those that are estimated without a compiler."""
     from meshwright.jaxpr import estimate_memory, lay_out_trace, list_collectives
     from partitioning.hardware import CHIPS
@@ -237,15 +133,18 @@ def print_table(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Prints the figures of each row next to MaxText's, and the marks that it misses."""
     print(f'{"peak GB / compute ms / wire GB":<25}{"ours":>24}{"mark":>24}{"MaxText":>24}')
     for row in ROWS:
-        if (found := results.get(row.name)) is None:
+        if (found := results.get(row)) is None:
             continue
-        marks = dataclasses.asdict(row.mark)
+        marks, peer = (dataclasses.asdict(of.get(row, Figures())) for of in (MARKS, PEERS))
         ours = {name: found[name] for name in marks}
-        print(f'{row.name:<25}{_show(ours, marks):>24}{_show(marks):>24}', end='')
-        print(f'{_show(dataclasses.asdict(row.peer)):>24}')
+        print(f'{row:<25}{_show(ours, marks):>24}{_show(marks):>24}{_show(peer):>24}')
         print(
             f'  arguments {found["arguments"]:.2f} GB, temporaries {found["temporaries"]:.2f} GB; '
-            + ', '.join(f'{key} {size:.2f} GB' for key, size in _largest(found['wire_by_axes']))
+            + ', '.join(
+                f'{key} {size:.2f} GB'
+                for key, size in found['wire_by_axes'].items()
+                if size >= 0.005
+            )
         )
         if 'estimated_peak' in found:
             print(
@@ -265,17 +164,9 @@ def _show(figures: Mapping[str, float | None], marks: Mapping[str, float | None]
     return ' / '.join(parts)
 
 
-def _largest(wire: Mapping[str, float]) -> list[tuple[str, float]]:
-    return [item for item in wire.items() if item[1] >= 0.005]
-
-
 def parse_rows(text: str | None) -> list[str]:
     """Returns the names of rows, by default all of them."""
-    known = [row.name for row in ROWS]
-    names = known if text is None else text.split(',')
-    if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f'no row {unknown[0]!r}: the rows are {", ".join(known)}')
-    return names
+    return parse_names(text, ROWS, 'row')
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -293,10 +184,9 @@ def main() -> None:
     parser.add_argument('--measure', help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        (row,) = [row for row in ROWS if row.name == arguments.measure]
-        print(json.dumps(measure(row)))
+        print(json.dumps(measure(ROWS[arguments.measure])))
     elif arguments.list:
-        for row in ROWS:
+        for row in ROWS.values():
             print(f'{row.name:<25}{" ".join(row.files)}  {"; ".join(row.all_bindings)}')
     else:
         names = parse_rows(arguments.rows)

@@ -30,7 +30,7 @@ from typing import Any
 from hand_counts.cases import CASES
 from hand_counts.sizes import Case
 
-from benchmarks.campaigns import complete, measure_in_new_process
+from benchmarks.campaigns import complete, measure_in_new_process, parse_names
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
@@ -147,15 +147,11 @@ def main() -> None:
     if arguments.measure:
         print(json.dumps(measure(known[arguments.measure])))
         return
-    names = list(known) if arguments.cases is None else arguments.cases.split(',')
-    if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f'no case {unknown[0]!r}: the cases are {", ".join(known)}')
+    names = parse_names(arguments.cases, known, 'case')
     if arguments.list:
-        print(
-            '\n'.join(
-                f'{known[n].name:<20}{known[n].topology:<12}batch {known[n].batch}' for n in names
-            )
-        )
+        for name in names:
+            case = known[name]
+            print(f'{name:<20}{case.topology:<12}batch {case.batch}')
         return
     results = complete(
         arguments.results, names, lambda name: measure_twice(known[name]), arguments.again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,3 +36,55 @@ class ShippedRun:
     def all_bindings(self) -> list[str]:
         """The gin bindings, with bindings of the machine and the batch."""
         return [f"TOPOLOGY = '{self.topology}'", f'BATCH_SIZE = {self.batch}', *self.bindings]
+
+
+# The compiler's own default: products with gathered weights are computed in pieces.
+_WINDOWED = (
+    "TrainConfig.compiler_options = {'xla_jf_spmd_threshold_for_windowed_einsum_mib': None}",
+)
+_DOT = (
+    'TransformerConfig.attention = @AttentionSettings()',
+    "AttentionSettings.kind = 'dot'",
+)
+_OFFLOAD = (
+    'TransformerConfig.remat = @Remat()',
+    "Remat.offload = ['residual']",
+    'NextToken.output = @OutputSettings()',  # without the inputs of layers, logits make the peak
+    'OutputSettings.num_chunks = 16',
+)
+_WORDS = 'VOCAB_SIZE = 131_072'
+_LONG = ('SEQUENCE_LENGTH = 131_072', 'CONTEXT_PARTITIONS = 16')
+_PIPELINE = ('STAGES = 8', 'MICROBATCHES = 32', 'NUM_PARTITIONS = 8')
+_125M: dict[str, Any] = {'model': '125m', 'topology': 'v5e:2x2'}
+_1B: dict[str, Any] = {'model': '1b', 'topology': 'v5e:4x4', 'batch': 32}
+_8B: dict[str, Any] = {'model': '8b', 'topology': 'v5p:4x4x4', 'batch': 128}
+_8B_BOTH = _8B | {'preset': 'fsdp_tensor'}
+_70B: dict[str, Any] = {'model': '70b', 'topology': 'v5p:8x8x8', 'batch': 512}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    '125m': {**_125M, 'batch': 32},
+    '125m_data_parallel': {**_125M, 'batch': 32, 'preset': 'data_parallel'},
+    '125m_tensor': {**_125M, 'batch': 8, 'preset': 'tensor', 'bindings': ('NUM_PARTITIONS = 4',)},
+    '1b_dot_windowed': {**_1B, 'bindings': (*_DOT, *_WINDOWED)},
+    '1b_windowed': {**_1B, 'bindings': _WINDOWED},
+    '1b': _1B,
+    '1b_128k_words_windowed': {**_1B, 'bindings': (_WORDS, *_WINDOWED)},
+    '1b_128k_words': {**_1B, 'bindings': (_WORDS,)},
+    '8b_fsdp': _8B,
+    '8b_fsdp_offload': {**_8B, 'bindings': _OFFLOAD},
+    '8b_fsdp_dots': {**_8B, 'bindings': ("TransformerConfig.remat = 'dots'",)},
+    '8b_fsdp8_tensor8': {**_8B_BOTH, 'bindings': ('NUM_PARTITIONS = 8',)},
+    '8b_fsdp16_tensor4': {**_8B_BOTH, 'bindings': ('NUM_PARTITIONS = 4',)},
+    '8b_data_parallel': {**_8B, 'preset': 'data_parallel'},
+    '8b_128k_tokens': {**_8B, 'batch': 4, 'preset': 'context', 'bindings': _LONG},
+    '8b_two_slices': {
+        'model': '8b',
+        'topology': 'v5e:16x16',
+        'batch': 512,
+        'bindings': ('NUM_SLICES = 2',),
+    },
+    '8b_h100': {'model': '8b', 'topology': 'h100:1x8', 'batch': 64},
+    '70b_v5p': {**_70B, 'preset': 'fsdp_tensor'},
+    '70b_pipeline_v5p': {**_70B, 'preset': 'pipeline', 'bindings': _PIPELINE},
+    '70b_v6e': {**_70B, 'preset': 'fsdp_tensor', 'topology': 'v6e:16x16', 'batch': 256},
+}
+RUNS = {name: ShippedRun(name=name, **settings) for name, settings in _SETTINGS.items()}

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from shipped_runs import RUNS
+
 from hand_counts.sizes import Case
 from hand_counts.wire import (
     count_data_parallel,
@@ -11,137 +15,25 @@ from hand_counts.wire import (
     count_tensor,
 )
 
+_TENSOR: dict[str, Any] = {'wire': count_fsdp_tensor, 'tensor': 8, 'chunks': 16_384}
+
+
+def _case(name: str, shards: int, norm_shards: int, row_shards: int, **counts: Any) -> Case:
+    shared = {'shards': shards, 'norm_shards': norm_shards, 'row_shards': row_shards}
+    return Case(**vars(RUNS[name]), **shared, **counts)
+
+
+# The name of a run, and the numbers of devices that share matrices, scales of norms, and rows.
 CASES = (
-    Case(
-        name='125m',
-        model='125m',
-        topology='v5e:2x2',
-        batch=32,
-        shards=4,
-        norm_shards=4,
-        row_shards=4,
-        wire=count_fsdp,
-        rounds=(4,),
-        chunks=32_768,
-    ),
-    Case(
-        name='125m_data_parallel',
-        model='125m',
-        preset='data_parallel',
-        topology='v5e:2x2',
-        batch=32,
-        shards=1,
-        norm_shards=1,
-        row_shards=4,
-        wire=count_data_parallel,
-    ),
-    Case(
-        name='125m_tensor',
-        model='125m',
-        preset='tensor',
-        topology='v5e:2x2',
-        batch=8,
-        shards=4,
-        norm_shards=1,
-        row_shards=1,
-        wire=count_tensor,
-        tensor=4,
-        bindings=('NUM_PARTITIONS = 4',),
-    ),
-    Case(
-        name='1b',
-        model='1b',
-        topology='v5e:4x4',
-        batch=32,
-        shards=16,
-        norm_shards=16,
-        row_shards=16,
-        wire=count_fsdp,
-        rounds=(4, 4),
-        sums_to_gather=False,
-        chunks=32_768,
-    ),
-    Case(
-        name='8b_fsdp',
-        model='8b',
-        topology='v5p:4x4x4',
-        batch=128,
-        shards=64,
-        norm_shards=64,
-        row_shards=64,
-        wire=count_fsdp,
-        rounds=(16, 4),
-        chunks=8 * 16_128,
-    ),
-    Case(
-        name='8b_fsdp8_tensor8',
-        model='8b',
-        preset='fsdp_tensor',
-        topology='v5p-128',
-        batch=128,
-        shards=64,
-        norm_shards=8,
-        row_shards=8,
-        wire=count_fsdp_tensor,
-        tensor=8,
-        chunks=16_384,
-        bindings=('NUM_PARTITIONS = 8',),
-    ),
-    Case(
-        name='70b_v5p',
-        model='70b',
-        preset='fsdp_tensor',
-        topology='v5p:8x8x8',
-        batch=512,
-        shards=512,
-        norm_shards=64,
-        row_shards=64,
-        wire=count_fsdp_tensor,
-        tensor=8,
-        chunks=16_384,
-    ),
-    Case(
-        name='70b_v6e',
-        model='70b',
-        preset='fsdp_tensor',
-        topology='v6e:16x16',
-        batch=256,
-        shards=256,
-        norm_shards=32,
-        row_shards=32,
-        wire=count_fsdp_tensor,
-        tensor=8,
-        chunks=16_384,
-    ),
-    Case(
-        name='8b_two_slices',
-        model='8b',
-        topology='v5e:16x16',
-        batch=512,
-        shards=256,
-        norm_shards=256,
-        row_shards=512,
-        wire=count_dcn,
-        bindings=('NUM_SLICES = 2',),
-    ),
-    Case(
-        name='8b_h100',
-        model='8b',
-        topology='h100:1x8',
-        batch=64,
-        shards=8,
-        norm_shards=8,
-        row_shards=8,
-    ),
-    Case(
-        name='8b_data_parallel',
-        model='8b',
-        preset='data_parallel',
-        topology='v5p:4x4x4',
-        batch=128,
-        shards=1,
-        norm_shards=1,
-        row_shards=64,
-        fits=False,
-    ),
+    _case('125m', 4, 4, 4, wire=count_fsdp, rounds=(4,), chunks=32_768),
+    _case('125m_data_parallel', 1, 1, 4, wire=count_data_parallel),
+    _case('125m_tensor', 4, 1, 1, wire=count_tensor, tensor=4),
+    _case('1b', 16, 16, 16, wire=count_fsdp, rounds=(4, 4), chunks=32_768, sums_to_gather=False),
+    _case('8b_fsdp', 64, 64, 64, wire=count_fsdp, rounds=(16, 4), chunks=8 * 16_128),
+    _case('8b_fsdp8_tensor8', 64, 8, 8, **_TENSOR),
+    _case('70b_v5p', 512, 64, 64, **_TENSOR),
+    _case('70b_v6e', 256, 32, 32, **_TENSOR),
+    _case('8b_two_slices', 256, 256, 512, wire=count_dcn),
+    _case('8b_h100', 8, 8, 8),
+    _case('8b_data_parallel', 1, 1, 64, fits=False),
 )

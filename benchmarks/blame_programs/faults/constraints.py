@@ -6,15 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.blame_programs.faults.fault import (
-    ATTENTION,
-    EMBEDDING,
     FILES,
-    LAYERS,
     ROOT,
     Constraint,
     Fault,
     constraints_of,
     edit,
+    find_line,
 )
 
 _ROWS = ("'batch'", "'data'", "'dp'")
@@ -99,11 +97,12 @@ def _other_arrays(program: str) -> Iterator[Fault]:
 
 
 def _own_other_arrays() -> Iterator[Fault]:
-    for file, old, new in (
-        (ATTENTION, "(q_BLHN, ('batch', 'length', 'heads', 'kv'))", "'kv', 'heads'"),
-        (ATTENTION, "(attended_BLHN, ('batch', 'length', 'heads', 'kv'))", "'kv', 'heads'"),
-        (LAYERS, "(hidden_BLF, ('batch', 'length', 'mlp'))", "'embed'"),
+    for old, new in (
+        ("(q_BLHN, ('batch', 'length', 'heads', 'kv'))", "'kv', 'heads'"),
+        ("(attended_BLHN, ('batch', 'length', 'heads', 'kv'))", "'kv', 'heads'"),
+        ("(hidden_BLF, ('batch', 'length', 'mlp'))", "'embed'"),
     ):
+        file, _ = find_line('our_transformer', old)
         before = "'mlp'" if 'mlp' in old else "'heads', 'kv'"
         text = old.replace(before, new)
         kind = 'constraint of another array'
@@ -112,12 +111,15 @@ def _own_other_arrays() -> Iterator[Fault]:
 
 def _own_missing_or_wrong() -> Iterator[Fault]:
     """Constraints of the trainer's own model that are missing or wrong."""
-    for file, old, missing, wrong in _OWN:
+    texts = [line.strip() for line in _OWN.splitlines()]
+    for old, missing, wrong in zip(texts[::3], texts[1::3], texts[2::3], strict=True):
+        file, line = find_line('our_transformer', old)
         for kind, new in (('missing constraint', missing), ('wrong constraint', wrong)):
+            new = '' if new == '-' else new
+            place = f'{Path(file).name} {old[:50]} -> {new[:50]}'
             # The number of lines stays, so that lines keep their numbers.
-            new = new if new or not old.endswith('\n') else '\n'
-            place = f'{Path(file).name} {old.strip()[:50]} -> {new.strip()[:50]}'
-            yield edit('our_transformer', file, kind, place, old, new)
+            text = line.replace(old, new) if new else '\n'
+            yield edit('our_transformer', file, kind, place, line, text)
 
 
 def other_program_faults(program: str) -> Iterator[Fault]:
@@ -138,67 +140,36 @@ def other_program_faults(program: str) -> Iterator[Fault]:
             yield found.relaid(program, 'constraint of nothing', ['None'] * len(found.entries))
 
 
-# A file, the text of a constraint, the text without it, and the text with a wrong one.
-_OWN = (
-    (
-        LAYERS,
-        "constrain(hidden_BLF, ('batch', 'length', 'mlp'))",
-        'hidden_BLF',
-        'constrain(hidden_BLF, (None, None, None))',
-    ),
-    (
-        LAYERS,
-        '        branch_BLD = named(lay_out_residual(branch_BLD), out)\n',
-        '        branch_BLD = named(branch_BLD, out)\n',
-        '        branch_BLD = named(constrain(branch_BLD, (None, None, None)), out)\n',
-    ),
-    (
-        LAYERS,
-        '        return lay_out_residual(x_BLD + branch_BLD)\n',
-        '        return x_BLD + branch_BLD\n',
-        '        return constrain(x_BLD + branch_BLD, (None, None, None))\n',
-    ),
-    (
-        LAYERS,
-        "    x_BLD = named(lay_out_residual(x_BLD), 'residual')\n",
-        "    x_BLD = named(x_BLD, 'residual')\n",
-        "    x_BLD = named(constrain(x_BLD, (None, None, None)), 'residual')\n",
-    ),
-    (
-        LAYERS,
-        "    normed_BLD = constrain(normed_BLD, ('batch', length_name('projection'), 'embed'))\n",
-        '',
-        '    normed_BLD = constrain(normed_BLD, (None, None, None))\n',
-    ),
-    (
-        ATTENTION,
-        "    q_BLHN = named(constrain(q_BLHN, ('batch', 'length', 'heads', 'kv')), 'query')\n",
-        "    q_BLHN = named(q_BLHN, 'query')\n",
-        "    q_BLHN = named(constrain(q_BLHN, (None, None, None, None)), 'query')\n",
-    ),
-    (
-        ATTENTION,
-        "    v_BSKN = named(constrain(v_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv')), "
-        "'value')\n",
-        "    v_BSKN = named(v_BSKN, 'value')\n",
-        "    v_BSKN = named(constrain(v_BSKN, ('batch', 'length', None, 'kv')), 'value')\n",
-    ),
-    (
-        ATTENTION,
-        "    attended_BLHN = constrain(attended_BLHN, ('batch', 'length', 'heads', 'kv'))\n",
-        '',
-        "    attended_BLHN = constrain(attended_BLHN, (None, 'length', 'heads', 'kv'))\n",
-    ),
-    (
-        EMBEDDING,
-        "    return constrain(rows_BLD, ('batch', 'length', 'embed'))\n",
-        '    return rows_BLD\n',
-        '    return constrain(rows_BLD, (None, None, None))\n',
-    ),
-    (
-        EMBEDDING,
-        '    rows_BLD = constrain(rows_BLD, (batch, length, columns))\n',
-        '    rows_BLD = rows_BLD + 0\n',
-        '    rows_BLD = constrain(rows_BLD, (None, None, None))\n',
-    ),
-)
+# A constraint; the text without it, where '-' is a blank line; and the text with a wrong one.
+_OWN = """\
+constrain(hidden_BLF, ('batch', 'length', 'mlp'))
+  hidden_BLF
+  constrain(hidden_BLF, (None, None, None))
+branch_BLD = named(lay_out_residual(branch_BLD), out)
+  branch_BLD = named(branch_BLD, out)
+  branch_BLD = named(constrain(branch_BLD, (None, None, None)), out)
+return lay_out_residual(x_BLD + branch_BLD)
+  return x_BLD + branch_BLD
+  return constrain(x_BLD + branch_BLD, (None, None, None))
+x_BLD = named(lay_out_residual(x_BLD), 'residual')
+  x_BLD = named(x_BLD, 'residual')
+  x_BLD = named(constrain(x_BLD, (None, None, None)), 'residual')
+normed_BLD = constrain(normed_BLD, ('batch', length_name('projection'), 'embed'))
+  -
+  normed_BLD = constrain(normed_BLD, (None, None, None))
+q_BLHN = named(constrain(q_BLHN, ('batch', 'length', 'heads', 'kv')), 'query')
+  q_BLHN = named(q_BLHN, 'query')
+  q_BLHN = named(constrain(q_BLHN, (None, None, None, None)), 'query')
+v_BSKN = named(constrain(v_BSKN, ('batch', 'length', c.kv_heads_axis, 'kv')), 'value')
+  v_BSKN = named(v_BSKN, 'value')
+  v_BSKN = named(constrain(v_BSKN, ('batch', 'length', None, 'kv')), 'value')
+attended_BLHN = constrain(attended_BLHN, ('batch', 'length', 'heads', 'kv'))
+  -
+  attended_BLHN = constrain(attended_BLHN, (None, 'length', 'heads', 'kv'))
+return constrain(rows_BLD, ('batch', 'length', 'embed'))
+  return rows_BLD
+  return constrain(rows_BLD, (None, None, None))
+rows_BLD = constrain(rows_BLD, (batch, length, columns))
+  rows_BLD = rows_BLD + 0
+  rows_BLD = constrain(rows_BLD, (None, None, None))
+"""

@@ -15,10 +15,11 @@ FILES = {
         *('vision_trainer', 'translation_trainer', 'experts_trainer'),
     )
 }
-ATTENTION = 'train/models/attention.py'
-EMBEDDING = 'train/models/embedding.py'
-LAYERS = 'train/models/layers.py'
-STEPS = 'train/running/steps.py'
+# The files of our_transformer that faults change.
+_OWN_FILES = (
+    *(f'train/models/{name}.py' for name in ('attention', 'embedding', 'layers')),
+    'train/running/steps.py',
+)
 
 Fault = dict[str, Any]
 
@@ -55,12 +56,13 @@ def edit(
     return fault | {'suggested': old} if suggested else fault
 
 
-def rewritten(
-    program: str, file: str, kind: str, line: str, part: str, texts: Mapping[str, str]
-) -> Iterator[Fault]:
-    """Yields faults that write a part of a line in another way, by what each fault is called."""
-    for place, text in texts.items():
-        yield edit(program, file, kind, place, line, line.replace(part, text, 1), suggested=True)
+def find_line(program: str, text: str) -> tuple[str, str]:
+    """Returns the file of a program that has a text, and the whole line if it is one."""
+    for file in (FILES[program],) if program in FILES else _OWN_FILES:
+        for line in (ROOT / file).read_text().splitlines(keepends=True):
+            if text in line:
+                return file, line if line.strip() == text else text
+    raise ValueError(f'no line of {program} has {text!r}')
 
 
 class Constraint(NamedTuple):
