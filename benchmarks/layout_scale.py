@@ -18,9 +18,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
+import itertools
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +30,7 @@ jax.config.update('jax_platforms', 'cpu')
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from benchmarks.timing import growth, seconds
 from partitioning import LocalChunker
 from partitioning.layout import data_layout
 
@@ -82,7 +82,8 @@ def peer(mesh: Mesh, batch: int) -> Any:
     return sharding.devices_indices_map((batch,))
 
 
-OURS = {
+ALL = {
+    'jax': peer,
     'chunker': chunker,
     'all layouts': all_layouts,
     'all chunks': all_chunks,
@@ -90,51 +91,43 @@ OURS = {
 }
 
 
-def compare(processes: int) -> tuple[list[float], float]:
-    """Returns the median seconds of our functions and of the peer, on uncached meshes."""
+def measure_all(processes: int) -> list[float]:
+    """Returns the median seconds of jax and of our functions, on uncached meshes."""
     devices = np.empty(processes * DEVICES_PER_PROCESS, object)
     for i in range(devices.size):
         devices[i] = SyntheticDevice(i, i // DEVICES_PER_PROCESS)
     grid = devices.reshape(-1, MODEL)
     batch = ROWS_PER_SHARD * len(grid)
-    turns = iter(range(ROUNDS * (len(OURS) + 1)))
+    turns = itertools.count()
 
-    def seconds(work: Callable[[Mesh, int], Any]) -> float:
+    def measure(work: Callable[[Mesh, int], Any]) -> float:
         turn = next(turns)
-        mesh = Mesh(
-            grid, (f'data{turn}', f'model{turn}')
-        )  # New axis names, so no cache contains this mesh.
+        # New axis names, so no cache contains this mesh.
+        mesh = Mesh(grid, (f'data{turn}', f'model{turn}'))
         gc.collect()
-        start = time.perf_counter()
-        work(mesh, batch)
-        return time.perf_counter() - start
+        return seconds(lambda: work(mesh, batch))
 
-    rounds = [[seconds(work) for work in (*OURS.values(), peer)] for _ in range(ROUNDS)]
-    *ours, theirs = (statistics.median(times) for times in zip(*rounds, strict=True))
-    return ours, theirs
+    rounds = [[measure(work) for work in ALL.values()] for _ in range(ROUNDS)]
+    return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def main() -> None:
     """Prints the seconds, the microseconds per process, and the exponent of the growth."""
-    compare(PROCESSES[0])  # The first call also imports modules, so it is not measured.
-    results = {processes: compare(processes) for processes in PROCESSES}
-    header = ''.join(f'  {name:>14}' for name in OURS)
+    measure_all(PROCESSES[0])  # The first call also imports modules, so it is not measured.
+    results = {processes: measure_all(processes) for processes in PROCESSES}
+    _, *names = ALL
+    header = ''.join(f'  {name:>14}' for name in names)
     print('measured: seconds, and in parentheses the ratio to jax')
     print(f'processes  {"jax":>7}{header}')
-    for processes, (ours, theirs) in results.items():
+    for processes, (theirs, *ours) in results.items():
         cells = ''.join(f'  {f"{t:.4f} ({t / theirs:.1f})":>14}' for t in ours)
         print(f'{processes:9,}  {theirs:7.4f}{cells}')
     print('measured: microseconds per process')
-    for processes, (ours, theirs) in results.items():
+    for processes, (theirs, *ours) in results.items():
         cells = ''.join(f'  {1e6 * t / processes:14.1f}' for t in ours)
         print(f'{processes:9,}  {1e6 * theirs / processes:7.1f}{cells}')
-    (few, (first, first_peer)), *_, (many, (last, last_peer)) = results.items()
-    growth = math.log(many / few)
-    exponents = {
-        name: math.log(b / a) / growth for name, a, b in zip(OURS, first, last, strict=True)
-    }
-    exponents['jax'] = math.log(last_peer / first_peer) / growth
-    listed = ', '.join(f'{name} {exponent:.2f}' for name, exponent in exponents.items())
+    few, many, exponents = growth(results)
+    listed = ', '.join(f'{n} {e:.2f}' for n, e in zip(ALL, exponents, strict=True))
     print(f'exponent of the growth of time from {few:,} to {many:,} processes: {listed}')
 
 

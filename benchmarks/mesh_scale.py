@@ -11,10 +11,7 @@ if it is installed. jax is called with allow_split_physical_axes=True, which the
 from __future__ import annotations
 
 import dataclasses
-import math
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,6 +21,7 @@ jax.config.update('jax_platforms', 'cpu')
 from jax.experimental import mesh_utils
 from jax.sharding import Mesh
 
+from benchmarks.timing import compare, growth, seconds
 from partitioning import default_mesh, describe_topology
 
 ROUNDS = 5
@@ -78,20 +76,10 @@ def peer(devices: Sequence[Any]) -> Mesh:
     return Mesh(grid, ('data', 'model'))
 
 
-def seconds(make: Callable[[Sequence[Any]], Mesh], devices: Sequence[Any]) -> float:
-    """The time of one call."""
-    start = time.perf_counter()
-    make(devices)
-    return time.perf_counter() - start
-
-
-def compare(name: str, devices: Sequence[Any]) -> tuple[float, float]:
+def report(name: str, devices: Sequence[Any]) -> tuple[float, float]:
     """Prints the medians of ours and of jax, and their ratio; returns the medians, in seconds."""
-    first = seconds(ours, devices)  # before any ring is cached
-    pairs = [(seconds(ours, devices), seconds(peer, devices)) for _ in range(ROUNDS)]
-    mine = statistics.median(a for a, _ in pairs)
-    other = statistics.median(b for _, b in pairs)
-    ratio = statistics.median(a / b for a, b in pairs)
+    first = seconds(lambda: ours(devices))  # before any ring is cached
+    mine, other, ratio = compare(lambda: ours(devices), lambda: peer(devices), ROUNDS)
     print(
         f'{name:35}  {len(devices):7,}  {first:8.3f} s  {mine:6.3f} s  {other:6.3f} s  {ratio:5.2f}'
     )
@@ -102,20 +90,17 @@ def main() -> None:
     """Prints the table and the exponent of the growth."""
     print(f'{"machine":35}  devices  first call      ours       jax  ratio')
     try:
-        start = time.perf_counter()
-        described = describe_topology('v5p:32x32x32').devices
-        description = time.perf_counter() - start
-        compare('v5p:32x32x32, described', described)
+        description = seconds(lambda: describe_topology('v5p:32x32x32').devices)
+        report('v5p:32x32x32, described', describe_topology('v5p:32x32x32').devices)
         print(f'  (making the description took {description:.3f} s)')
     except RuntimeError as error:
         print(f'v5p:32x32x32, described: skipped ({error})')
     times = {
-        side**3: compare(f'{side} x {side} x {side}, synthetic', synthetic_slices(side))
+        side**3: report(f'{side} x {side} x {side}, synthetic', synthetic_slices(side))
         for side in (16, 32, 64)
     }
-    compare('8 slices of 32 x 32 x 32, synthetic', synthetic_slices(32, slices=8))
-    (few, first), *_, (many, last) = times.items()
-    exponents = [math.log(b / a) / math.log(many / few) for a, b in zip(first, last, strict=True)]
+    report('8 slices of 32 x 32 x 32, synthetic', synthetic_slices(32, slices=8))
+    few, many, exponents = growth(times)
     print(
         f'exponent of the growth of time from {few:,} to {many:,} devices: ours '
         f'{exponents[0]:.2f}, jax {exponents[1]:.2f}'

@@ -12,9 +12,6 @@ walks over the state.
 from __future__ import annotations
 
 import gc
-import statistics
-import time
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -25,6 +22,7 @@ jax.config.update('jax_num_cpu_devices', 8)
 import flax.linen as nn
 import optax
 
+from benchmarks.timing import compare
 from partitioning import PjitPartitioner, standard_logical_axis_rules, unbox
 
 LAYERS, ROUNDS = 500, 15
@@ -61,13 +59,6 @@ def abstract_parameters() -> dict[str, Any]:
     return {'decoder': layers}
 
 
-def milliseconds(function: Callable[[], Any]) -> float:
-    """The time of one call."""
-    start = time.perf_counter()
-    function()
-    return (time.perf_counter() - start) * 1e3
-
-
 def main() -> None:
     """Prints the table."""
     partitioner = PjitPartitioner(num_partitions=2, logical_axis_rules=RULES)
@@ -88,12 +79,10 @@ def main() -> None:
         flatten = jax.tree_util.tree_flatten_with_path
         with mock.patch.object(jax.tree_util, 'tree_flatten_with_path', side_effect=flatten) as m:
             count = len(jax.tree.leaves(ours(), is_leaf=lambda x: x is None))
-        pairs = [(milliseconds(ours), milliseconds(linen)) for _ in range(ROUNDS)]
-        mine, other = (statistics.median(times) for times in zip(*pairs, strict=True))
-        ratio = statistics.median(a / b for a, b in pairs)
+        mine, other, ratio = compare(ours, linen, ROUNDS)
         print(
-            f'{name:10}  {count:6,}  {m.call_count:5}  {mine:10.1f} ms  {other:5.1f} ms  '
-            f'{ratio:5.2f}'
+            f'{name:10}  {count:6,}  {m.call_count:5}  {mine * 1e3:10.1f} ms  '
+            f'{other * 1e3:5.1f} ms  {ratio:5.2f}'
         )
 
 

@@ -10,7 +10,6 @@ differs; sums may differ by rounding.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
@@ -25,7 +24,7 @@ os.environ.setdefault('XLA_FLAGS', '--xla_force_host_platform_device_count=8')
 import jax
 import numpy as np
 from etils import epath
-from t5x_parity import Reference
+from t5x_models import Reference, list_models, read_data_flag
 
 from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules
 from partitioning.mesh import MeshConfig
@@ -135,11 +134,9 @@ def _difference_of_sums(array: np.ndarray, expected: list[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
-    parser.add_argument('--data', type=Path, required=True, help='the folder of the references')
-    data, failed = parser.parse_args().data, False
+    data, failed = read_data_flag(__doc__), False
     print(f'{"model":16}{"figure":12}{"checkpoint":32}{"arrays":>8}{"worst":>10}')
-    for folder in sorted(path.parent for path in data.glob('*/model.json')):
+    for folder in list_models(data):
         variants = data / f'{folder.name}_variants'
         rows = [*compare_formats(folder), *compare_variants(folder, variants)]
         for figure, name, count, worst in (*rows, *compare_states(folder)):

@@ -9,23 +9,17 @@ equal, and scores differ by at most 1e-4.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
+from t5x_models import Reference, list_models, parameters, read_data_flag
 
-from train.checkpoints.formats.t5x_files import read_arrays
 from train.decoding import predict
-from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
-from train.objectives import EncoderDecoder, PrefixLanguageModel
 from train.t5x.decoding import as_search, beam_search, temperature_sample
 
 LIMIT = 1e-4
@@ -42,36 +36,23 @@ class Comparison(NamedTuple):
 
 def compare_model(folder: Path) -> Iterator[Comparison]:
     """Decodes with each checkpoint of a model in each recorded way."""
-    facts = json.loads((folder / 'model.json').read_text())
-    objective = objective_of(facts['model'])
-    with np.load(folder / 'data.npz') as file:
-        arrays = dict(file)
+    reference = Reference.read(folder)
+    facts, arrays = reference.facts, reference.arrays
+    prefix = facts['model'].get('inputs_bidirectional_attention')
+    settings = {'bidirectional_prefix': prefix} if reference.is_decoder_only else {}
+    objective = reference.objective(**settings)
     kinds = sorted({tuple(k.split('/')[1:3]) for k in arrays if re.match('decode/step', k)})
     for step, kind in kinds:
-        number = step.removeprefix('step')
-        stored = read_arrays(folder / f'orbax/checkpoint_{number}')
-        target = {k: x for k, x in stored.items() if k.startswith('target/')}
-        params = traverse_util.unflatten_dict(
-            {tuple(k.split('/')[1:]): jnp.asarray(x.read()) for k, x in target.items()}
-        )
-        found = jax.jit(predictor(objective, kind, facts['decoding'].get(f'{step}/eos2')))(
-            params, batch_of(arrays, kind)
-        )
+        params = parameters(folder / f'orbax/checkpoint_{step.removeprefix("step")}')
+        batch = reference.batch('padded')
+        if kind == 'greedy_prompted':
+            batch['decoder_input_tokens'] = arrays['decode/prompt_decoder_input_tokens']
+        run = predictor(objective, kind, facts['decoding'].get(f'{step}/eos2'))
+        found = jax.jit(run)(params, batch)
         tokens, scores = (arrays.get(f'decode/{step}/{kind}/{n}') for n in ('tokens', 'scores'))
         wrong = int(np.any(np.asarray(found.tokens) != tokens, axis=(1, 2)).sum())
         difference = 0.0 if scores is None else float(np.abs(found.scores - scores).max())
         yield Comparison(f'{step} {kind}', wrong, len(found.tokens), difference)
-
-
-def objective_of(model: dict[str, Any]) -> Any:
-    """The objective with the network of a model.json."""
-    sizes, network = model['config'], model['network']
-    if 'decoder_only' in network:
-        prefix = bool(model['inputs_bidirectional_attention'])
-        net = DecoderOnly(DecoderOnlyConfig(**sizes))
-        return PrefixLanguageModel(model=net, bidirectional_prefix=prefix)
-    scalable = {'scalable': True} if 'scalable' in network else {}
-    return EncoderDecoder(model=T5(T5Config(**sizes, **scalable)))
 
 
 def predictor(objective: Any, kind: str, eos2: int | None) -> Any:
@@ -102,22 +83,10 @@ def predictor(objective: Any, kind: str, eos2: int | None) -> Any:
     )
 
 
-def batch_of(arrays: dict[str, np.ndarray], kind: str) -> dict[str, jax.Array]:
-    """The batch that T5X decoded."""
-    start = 'padded/in/'
-    batch = {k.removeprefix(start): jnp.asarray(x) for k, x in arrays.items() if start in k}
-    if kind == 'greedy_prompted':
-        batch['decoder_input_tokens'] = jnp.asarray(arrays['decode/prompt_decoder_input_tokens'])
-    return batch
-
-
 def main() -> int:
     """Prints a line for each kind, and returns 1 if one differs."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--data', type=Path, required=True)
-    folders = sorted(path.parent for path in parser.parse_args().data.glob('*/model.json'))
     bad = 0
-    for folder in folders:
+    for folder in list_models(read_data_flag(__doc__)):
         for one in compare_model(folder):
             ok = not one.wrong and one.difference <= LIMIT
             bad += not ok

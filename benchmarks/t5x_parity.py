@@ -11,9 +11,6 @@ relative for losses and scores. The command fails if one is above its limit.
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import importlib
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,12 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import t5x_training
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import flatten_dict
+from t5x_models import Reference, list_models, parameters, read_data_flag
 
-from train.checkpoints.formats.t5x_files import read_arrays
 from train.data import InputsToTargets, TokenIds
-from train.objectives import EncoderDecoder, PrefixLanguageModel, TokenLoss, compute_loss
-from train.t5x.modules import MODULES
+from train.objectives import compute_loss
 
 # The greatest difference allowed, by the beginning of the name of a figure.
 LIMITS = {
@@ -63,65 +59,11 @@ class Difference(NamedTuple):
     where: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """A model of T5X with its inputs and results."""
-
-    folder: Path
-    facts: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-
-    @staticmethod
-    def read(folder: Path) -> Reference:
-        """Reads the folder of a model."""
-        with np.load(folder / 'data.npz') as file:
-            arrays = dict(file)
-        return Reference(folder, json.loads((folder / 'model.json').read_text()), arrays)
-
-    @property
-    def batches(self) -> list[str]:
-        """The names of the batches."""
-        return sorted({name.split('/')[0] for name in self.arrays if name.count('/in/')})
-
-    def batch(self, name: str) -> dict[str, jax.Array]:
-        """The inputs of the model."""
-        start = f'{name}/in/'
-        found = {k: v for k, v in self.arrays.items() if k.startswith(start)}
-        return {k.removeprefix(start): jnp.asarray(v) for k, v in found.items()}
-
-    def objective(self, model: nn.Module | None = None, **settings: Any) -> TokenLoss:
-        """The objective with a model, by default the reference model."""
-        model = self.network() if model is None else model
-        if not self.is_decoder_only:
-            return EncoderDecoder(model=model, **settings)
-        settings.setdefault('bidirectional_prefix', True)
-        return PrefixLanguageModel(model=model, **settings)
-
-    @property
-    def is_decoder_only(self) -> bool:
-        return 'decoder_only' in self.facts['model']['network']
-
-    def network(self, **changes: Any) -> nn.Module:
-        """The network, with changed settings."""
-        module = importlib.import_module(MODULES[self.facts['model']['network']])
-        settings = self.facts['model']['config'] | changes
-        if self.is_decoder_only:
-            return module.DecoderWrapper(config=module.TransformerConfig(**settings))
-        return module.Transformer(config=module.T5Config(**settings))
-
-
 class Given(nn.Module):
     """Returns logits that were computed before, given as a parameter."""
 
     def __call__(self, **inputs: jax.Array) -> Any:
         return self.get_variable('params', 'logits')
-
-
-def parameters(checkpoint: Path) -> dict[str, Any]:
-    """The parameters of a checkpoint, in float32."""
-    found = {k: v for k, v in read_arrays(checkpoint).items() if k.startswith('target/')}
-    flat = {tuple(k.split('/')[1:]): jnp.asarray(v.read(), jnp.float32) for k, v in found.items()}
-    return unflatten_dict(flat)
 
 
 def compare_initial(reference: Reference) -> Iterator[Difference]:
@@ -295,12 +237,10 @@ def _difference(found: Any, expected: Any) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or '').splitlines()[0])
-    parser.add_argument('--data', type=Path, required=True, help='the folder of the references')
-    data = parser.parse_args().data
+    data = read_data_flag(__doc__)
     print(f'{"model":16}{"figure":34}{"worst":>10}{"limit":>10}  compared, worst at')
     failed = False
-    for folder in sorted(path.parent for path in data.glob('*/model.json')):
+    for folder in list_models(data):
         found: dict[str, list[Difference]] = {}
         for difference in compare_model(folder, data / f'{folder.name}_variants'):
             found.setdefault(difference.figure, []).append(difference)

@@ -10,9 +10,8 @@ with the construction of its mesh by `jax.make_mesh`.
 
 from __future__ import annotations
 
+import functools
 import gc
-import statistics
-import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +26,7 @@ from flax.core import freeze
 from flax.linen.partitioning import AxisMetadata, get_axis_names
 from jax.sharding import AxisType, PartitionSpec
 
+from benchmarks.timing import compare
 from partitioning import PjitPartitioner, TrainState, standard_logical_axis_rules
 
 LAYERS, ROUNDS = 500, 9
@@ -148,16 +148,6 @@ def make_states() -> dict[str, tuple[T5xState, TrainState]]:
     return states
 
 
-def alternate(ours: Callable[[], Any], peer: Callable[[], Any], number: int = 1) -> list[float]:
-    """The median seconds of both, and the median of their ratios."""
-    ours(), peer()
-    times = [
-        (timeit.timeit(ours, number=number) / number, timeit.timeit(peer, number=number) / number)
-        for _ in range(ROUNDS)
-    ]
-    return [statistics.median(t) for t in zip(*((a, b, a / b) for a, b in times), strict=True)]
-
-
 def main() -> None:
     """Prints the table."""
     partitioner = PjitPartitioner(
@@ -166,10 +156,8 @@ def main() -> None:
     print(f'{"get_mesh_axes":14} {"T5X state":>12} {"TrainState":>12}  ratio')
     for name, (of_t5x, own) in make_states().items():
         gc.collect()
-        mine, other, ratio = alternate(
-            lambda state=of_t5x: partitioner.get_mesh_axes(state),
-            lambda state=own: partitioner.get_mesh_axes(state),
-        )
+        works = (functools.partial(partitioner.get_mesh_axes, state) for state in (of_t5x, own))
+        mine, other, ratio = compare(*works, ROUNDS)
         print(f'{name:14} {mine * 1e3:9.1f} ms {other * 1e3:9.1f} ms  {ratio:5.2f}')
 
     def make_mesh() -> Any:
@@ -179,7 +167,7 @@ def main() -> None:
         rules = standard_logical_axis_rules()
         return PjitPartitioner(num_partitions=2, logical_axis_rules=rules)
 
-    mine, other, ratio = alternate(make_partitioner, make_mesh, number=500)
+    mine, other, ratio = compare(make_partitioner, make_mesh, ROUNDS, number=500)
     print(f'construction: {mine * 1e6:.1f} us, jax.make_mesh {other * 1e6:.1f} us: {ratio:.2f}')
 
 

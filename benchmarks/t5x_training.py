@@ -9,22 +9,18 @@ squares of the parameters and of the optimizer's state, are printed. Rates are c
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
+from t5x_models import Reference, list_models, parameters, read_data_flag
 
-from partitioning import TrainState, unbox
+from partitioning import TrainState
 from partitioning.state import path_str
-from train.checkpoints.formats.t5x_files import read_arrays
-from train.models.t5 import T5, DecoderOnly, DecoderOnlyConfig, T5Config
-from train.objectives import EncoderDecoder, PrefixLanguageModel
 from train.optimizers import as_transformation
 from train.running.steps import make_train_step
 from train.t5x.adafactor import Adafactor, standard_logical_factor_rules
@@ -46,24 +42,11 @@ class Difference(NamedTuple):
 
 def compare_model(folder: Path) -> Iterator[tuple[str, Difference]]:
     """Trains a model with each of its runs' settings, and compares the results with T5X's."""
-    facts = json.loads((folder / 'model.json').read_text())
-    sizes = facts['model']['config']
-    made: Any = EncoderDecoder
-    if 'decoder_only' in facts['model']['network']:
-        net, made = DecoderOnly(DecoderOnlyConfig(**sizes)), PrefixLanguageModel
-    else:
-        net = T5(T5Config(**sizes))
-    with np.load(folder / 'data.npz') as file:
-        start = 'padded/in/'
-        batch = {k.removeprefix(start): jnp.asarray(v) for k, v in file.items() if start in k}
-    objective = made(model=net, z_loss=Z_LOSS)
+    reference = Reference.read(folder)
+    batch, objective = reference.batch('padded'), reference.objective(z_loss=Z_LOSS)
     boxed = jax.eval_shape(lambda: objective.init(jax.random.key(0), batch))
-    stored = read_arrays(folder / 'legacy/checkpoint_0')
-    params = jax.tree_util.tree_map_with_path(
-        lambda path, _: jnp.asarray(stored[f'target/{path_str(path)}'].read()),
-        unbox(boxed['params']),
-    )
-    for name, run in facts['train'].items():
+    params = parameters(folder / 'legacy/checkpoint_0')
+    for name, run in reference.facts['train'].items():
         assert (
             run['z_loss'] == Z_LOSS and run['loss_normalizing_factor'] == 'NUM_REAL_TARGET_TOKENS'
         )
@@ -127,16 +110,13 @@ def _schedule(case: dict[str, Any]) -> optax.Schedule:
 
 def main() -> int:
     """Prints the differences; the exit status is 1 if one is too large."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('--data', type=Path, required=True, help='the folder of the models')
-    data = parser.parse_args().data
-    failed = False
-    for facts in sorted(data.glob('*/model.json')):
-        for run, difference in compare_model(facts.parent):
+    data, failed = read_data_flag(__doc__), False
+    for folder in list_models(data):
+        for run, difference in compare_model(folder):
             wrong = [k for k, limit in LIMITS.items() if getattr(difference, k) > limit]
             failed |= bool(wrong)
             figures = ', '.join(f'{k} {v:.1e}' for k, v in difference._asdict().items())
-            print(f'{facts.parent.name} {run}: {figures}{" FAILED" if wrong else ""}')
+            print(f'{folder.name} {run}: {figures}{" FAILED" if wrong else ""}')
     count, differing = compare_rates(data / 'learning_rates.json')
     print(f'learning rates: {differing} of {count} differ')
     return int(failed or differing > 0)
