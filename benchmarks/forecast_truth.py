@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument('--rows', help='the programs to compile, separated by commas (all)')
     options = parser.parse_args()
     if options.compile:
-        run_campaign(options.rows.split(',') if options.rows else None, options.early)
+        run_campaign(options.rows, options.early)
     if options.trace:
         write_records(dict(trace_all()), TRACED)
     cases, reasons = list_cases(read_records(TRACED), read_records() if RECORDS.exists() else {})

@@ -137,6 +137,7 @@ def measure(case: Case, number: int) -> dict[str, Any]:
     """Compiles a candidate, and returns what the compiler says about it."""
     import jax
 
+    from benchmarks.measured_steps.records import cycles_by_kind
     from meshwright import read_costs
     from meshwright.time import read_work
     from train.errors import first_line
@@ -160,14 +161,6 @@ def measure(case: Case, number: int) -> dict[str, Any]:
         'seconds': time.monotonic() - started,
         'versions': {name: metadata.version(name) for name in ('jax', 'libtpu')},
     }
-
-
-def cycles_by_kind(operations: Sequence[Any]) -> dict[str, int]:
-    """Returns the estimated cycles of each kind of operation."""
-    cycles = collections.Counter[str]()
-    for operation in operations:
-        cycles[operation.kind] += operation.cycles
-    return dict(cycles.most_common())
 
 
 def shorten(work: Any) -> Any:

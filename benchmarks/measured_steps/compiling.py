@@ -33,6 +33,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.campaigns import parse_names
+
 os.environ['JAX_PLATFORMS'] = 'cpu'
 
 STORE = Path(os.environ.get('MESHWRIGHT_TRUTH', 'build/forecast_truth'))
@@ -63,7 +65,7 @@ class Traced:
     mesh: Any
 
 
-def compile_program(name: str, early: bool = False, store: Path = STORE) -> None:
+def compile_program(name: str, early: bool = False) -> None:
     """Compiles one program in this process, and stores what the compiler says.
 
     If the program needs more memory than a device has, it is compiled with as many chunks of the
@@ -72,13 +74,12 @@ def compile_program(name: str, early: bool = False, store: Path = STORE) -> None
     Args:
       name: the name of the program.
       early: whether the compiler stops before it generates code. The process then ends.
-      store: the folder of the results.
     """
     from .rebuilding import list_programs
 
     program, errors = list_programs()[name], {}
     folder = ask_for_text() if early else None
-    save = functools.partial(_save, store, name + _EARLY * early)
+    save = functools.partial(_save, name + _EARLY * early)
     for key, chunks in (('error_with_whole_logits', program.output_chunks), ('error', None)):
         tried = dataclasses.replace(program, output_chunks=chunks)
         try:
@@ -160,72 +161,61 @@ def trace_program(program: Any) -> Traced:
     return Traced(found, lowered, jaxpr, mesh)
 
 
-def compile_programs(
-    names: Iterable[str], early: bool = False, again: bool = False, store: Path = STORE
-) -> None:
+def compile_programs(names: Iterable[str], early: bool) -> None:
     """Compiles programs that the store does not have, each in a process of its own."""
     for name in names:
-        if not again and (store / f'{name}{_EARLY * early}{_RECORD}').exists():
+        if (STORE / f'{name}{_EARLY * early}{_RECORD}').exists():
             continue
         started = time.perf_counter()
         print(name, end=' ', flush=True)
         command = [sys.executable, '-m', 'measured_steps.compiling', name, *(['early'] * early)]
         path = [str(Path(__file__).parents[1]), os.environ.get('PYTHONPATH', '')]
-        environment = os.environ | {
-            'MESHWRIGHT_TRUTH': str(store),
-            'PYTHONPATH': os.pathsep.join(part for part in path if part),
-        }
+        environment = os.environ | {'PYTHONPATH': os.pathsep.join(filter(None, path))}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         print(f'{time.perf_counter() - started:.0f} s', flush=True)
         if done.returncode:
             lines = done.stderr.strip().splitlines() or ['no message']
             print(f'  failed: {lines[-1][:300]}', flush=True)
-            store.mkdir(parents=True, exist_ok=True)
-            (store / f'{name}.failed.txt').write_text(done.stderr[-20_000:])
+            STORE.mkdir(parents=True, exist_ok=True)
+            (STORE / f'{name}.failed.txt').write_text(done.stderr[-20_000:])
 
 
-def run_campaign(names: Iterable[str] | None = None, early: bool = False) -> None:
+def run_campaign(names: str | None, early: bool) -> None:
     """Compiles programs, by default all, and writes the committed records.
 
     Records of programs that the store does not have stay as they are.
+
+    Args:
+      names: the names of programs, separated by commas.
+      early: whether they are compiled only until their memory is known.
     """
     from .rebuilding import list_programs
     from .records import make_records, read_records, write_records
 
     known = list_programs()
-    chosen = list(known if names is None else names)
-    if unknown := [name for name in chosen if name not in known]:
-        raise SystemExit(f'no program {unknown[0]!r}: the programs are {", ".join(known)}')
-    compile_programs(chosen, early)
+    compile_programs(parse_names(names, known, 'program'), early)
     kept = {name: record for name, record in read_records().items() if name in known}
-    write_records(kept | make_records(STORE))
+    write_records(kept | make_records())
 
 
-def read_stored(name: str, store: Path = STORE) -> dict[str, Any] | None:
-    """Returns what the store knows about a program, or None.
+def read_all() -> Iterator[dict[str, Any]]:
+    """Yields what the store knows about each program.
 
     The entry 'stored_as' is the name for `read_text`. If it ends with '.early', the text has no
     estimated cycles.
     """
-    for stored_as in (name, name + _EARLY):
-        path = store / f'{stored_as}{_RECORD}'
-        if path.exists():
-            return json.loads(path.read_text()) | {'name': name, 'stored_as': stored_as}
-    return None
-
-
-def read_text(stored_as: str, store: Path = STORE) -> str:
-    """Returns the text of a compiled program of the store."""
-    return gzip.decompress((store / f'{stored_as}{_TEXT}').read_bytes()).decode()
-
-
-def read_all(store: Path = STORE) -> Iterator[dict[str, Any]]:
-    """Yields what the store knows about each program."""
     from .rebuilding import list_programs
 
     for name in list_programs():
-        if (found := read_stored(name, store)) is not None:
-            yield found
+        stored = [s for s in (name, name + _EARLY) if (STORE / f'{s}{_RECORD}').exists()]
+        for stored_as in stored[:1]:
+            found = json.loads((STORE / f'{stored_as}{_RECORD}').read_text())
+            yield found | {'name': name, 'stored_as': stored_as}
+
+
+def read_text(stored_as: str) -> str:
+    """Returns the text of a compiled program of the store."""
+    return gzip.decompress((STORE / f'{stored_as}{_TEXT}').read_bytes()).decode()
 
 
 def ask_for_text() -> Path:
@@ -253,7 +243,11 @@ def compile_until_scheduled(
     failed = threading.Event()
 
     def watch() -> None:
-        while not (found := sorted(folder.glob(_ALL_TEXT))) or not _is_complete(found[0]):
+        # A text is complete when its last line closes the entry computation.
+        while not (
+            (found := sorted(folder.glob(_ALL_TEXT)))
+            and found[0].read_text().rstrip().endswith('}')
+        ):
             if failed.wait(0.3):
                 return
         status = 1
@@ -274,11 +268,6 @@ def compile_until_scheduled(
     threading.Event().wait(60)  # the text is there by now
 
 
-def _is_complete(path: Path) -> bool:
-    """Whether a text is complete; its last line closes the entry computation."""
-    return path.read_text().rstrip().endswith('}')
-
-
 def _sizes(report: str, buffers: str) -> dict[str, int]:
     """The sizes of the memory of a device, as in `MemoryUse`."""
     _, _, space = report.partition('Memory Space: default (color=0)')
@@ -293,15 +282,15 @@ def _sizes(report: str, buffers: str) -> dict[str, int]:
 
 
 def _save(
-    store: Path, name: str, errors: dict[str, str], traced: Traced, text: str, found: dict[str, Any]
+    name: str, errors: dict[str, str], traced: Traced, text: str, found: dict[str, Any]
 ) -> None:
-    store.mkdir(parents=True, exist_ok=True)
+    STORE.mkdir(parents=True, exist_ok=True)
     for ending, content in ((_TEXT, text), (_JAXPR, str(traced.jaxpr))):
         if content:
-            (store / f'{name}{ending}').write_bytes(gzip.compress(content.encode(), mtime=0))
+            (STORE / f'{name}{ending}').write_bytes(gzip.compress(content.encode(), mtime=0))
     # Last, because its presence says that the program is there.
     whole = traced.found | found | errors
-    (store / f'{name}{_RECORD}').write_text(json.dumps(whole, indent=1) + '\n')
+    (STORE / f'{name}{_RECORD}').write_text(json.dumps(whole, indent=1) + '\n')
 
 
 def _is_out_of_memory(message: str) -> bool:

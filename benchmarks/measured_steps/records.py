@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,17 +49,16 @@ _KEPT = (
 )
 
 
-def make_records(store: Path) -> dict[str, dict[str, Any]]:
-    """Returns the compact record of each program of a store, by name."""
-    return {found['name']: make_record(found, store) for found in read_all(store)}
+def make_records() -> dict[str, dict[str, Any]]:
+    """Returns the compact record of each program of the store, by name."""
+    return {found['name']: make_record(found) for found in read_all()}
 
 
-def make_record(found: Mapping[str, Any], store: Path) -> dict[str, Any]:
+def make_record(found: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the compact record of a program.
 
     Args:
       found: what the store has about the program.
-      store: the store, which also has its text.
 
     Returns:
       The record. Without code for the devices there are no estimates, and exchanges that overlap
@@ -70,14 +69,14 @@ def make_record(found: Mapping[str, Any], store: Path) -> dict[str, Any]:
     record |= {name: found[name] for name in _KEPT if name in found}
     for name in ('error', 'error_with_whole_logits'):
         if name in found:
-            record[name] = _first_line(found[name])
+            record[name] = found[name].strip().splitlines()[0][:300]
     record['has_estimates'] = found['stored_as'] == found['name'] and 'memory' in found
     if not record['has_estimates']:
         return record
     mesh = MeshAxes(sizes=found['mesh'], slices=found['slices'])
-    costs = costs_of_text(read_text(found['stored_as'], store), mesh=mesh, chip=found['chip'])
+    costs = costs_of_text(read_text(found['stored_as']), mesh=mesh, chip=found['chip'])
     return record | {
-        'cycles': _cycles(costs),
+        'cycles': cycles_by_kind(costs.operations),
         'device_bytes': costs.device_bytes,
         'host_bytes': costs.host_bytes,
         'kernels': found['kernel_work'],
@@ -147,12 +146,12 @@ def with_copies(collectives: Iterator[Collective], from_copies: int, copies: int
         yield one
 
 
-def _cycles(costs: ProgramCosts) -> dict[str, int]:
-    """The estimated cycles by kind of operation."""
-    cycles: dict[str, int] = collections.defaultdict(int)
-    for operation in costs.operations:
+def cycles_by_kind(operations: Iterable[Any]) -> dict[str, int]:
+    """Returns the estimated cycles of each kind of operation; the first have the most."""
+    cycles = collections.Counter[str]()
+    for operation in operations:
         cycles[operation.kind] += operation.cycles
-    return dict(cycles)
+    return dict(cycles.most_common())
 
 
 def _collectives(costs: ProgramCosts) -> Iterator[dict[str, Any]]:
@@ -189,7 +188,3 @@ def _entry(group: Sequence[Any], arrays: list[Any], wire_bytes: float, count: in
         'wire_bytes': wire_bytes,
         'count': count,
     }
-
-
-def _first_line(message: str) -> str:
-    return message.strip().splitlines()[0][:300]
