@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet
 from array_record.python import array_record_module
+from tensorboardX.record_writer import masked_crc32c
 
 from partitioning import Plan
 from partitioning.amounts import bytes_str
 from train import data
 from train.checkpoints.formats.safetensors_files import open_safetensors
-from train.data.text.tf_records import masked_crc
 
 LIMIT = 512 << 20
 GIB, MIB = 1 << 30, 1 << 20
@@ -111,7 +111,7 @@ def write_tf_record(path: Path, length: int) -> None:
     """Writes the beginning of a record of this length, in a compressed file."""
     header = struct.pack('<Q', length)
     with gzip.open(path, 'wb', compresslevel=1) as file:
-        file.write(header + struct.pack('<I', masked_crc(header)))
+        file.write(header + struct.pack('<I', masked_crc32c(header)))
         for _ in range(min(length, 2 * GIB) // MIB):
             file.write(ZEROS)
 

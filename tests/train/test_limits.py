@@ -13,11 +13,12 @@ import pytest
 import zstandard
 from array_record.python.array_record_module import ArrayRecordWriter
 from refusals import file_refusal, refusal
+from tensorboardX.record_writer import masked_crc32c
 
 from train.data import ArrayRecords, JsonLines, ParquetFiles, Records, TextFiles, TfRecords
-from train.data.text import record_sizes
+from train.data.text import record_files
 from train.data.text.files import File, decompressed_limit
-from train.data.text.tf_records import masked_crc, parse_example
+from train.data.text.tf_records import parse_example
 
 pytestmark = pytest.mark.core
 
@@ -119,7 +120,7 @@ def test_a_damaged_xz_file(tmp_path, damage):
 
 @pytest.fixture
 def small_groups(monkeypatch):
-    monkeypatch.setattr(record_sizes, 'GROUP_BYTES', 10_000)
+    monkeypatch.setattr(record_files, 'GROUP_BYTES', 10_000)
 
 
 def test_a_row_group_of_parquet(tmp_path, small_groups):
@@ -147,9 +148,9 @@ def test_a_dictionary_of_parquet_may_be_copied_into_each_row(tmp_path, small_gro
     monkeypatch.setattr(pyarrow.parquet.ParquetFile, 'iter_batches', iter_batches)
     assert contents(source) == [text.encode() for text in texts]
     assert sizes == [1]  # The dictionary has 7,008 bytes, with the lengths of its entries.
-    monkeypatch.setattr(record_sizes, 'GROUP_BYTES', 7_008 * 50)
+    monkeypatch.setattr(record_files, 'GROUP_BYTES', 7_008 * 50)
     assert len(contents(source)) == 100 and sizes == [1, 50]
-    monkeypatch.setattr(record_sizes, 'GROUP_BYTES', 7_007)
+    monkeypatch.setattr(record_files, 'GROUP_BYTES', 7_007)
     assert 'a dictionary of 7,008 bytes' in refusal(tmp_path / 'c', source)
 
 
@@ -173,7 +174,7 @@ def test_array_records_are_read_in_groups_of_a_bounded_size(tmp_path, small_grou
     assert contents(source) == records
     path = tmp_path / 'b'
     file = File('b', path, path.stat().st_size, 0)
-    ranges = list(record_sizes.record_ranges(file, 8_000_000))
+    ranges = list(record_files.record_ranges(file, 8_000_000))
     assert len(ranges) > 2 and ranges[0][0] == 0
     assert all(end == start for (_, end), (start, _) in itertools.pairwise(ranges))
 
@@ -192,7 +193,7 @@ def test_a_group_of_array_records(tmp_path, small_groups):
 @pytest.mark.parametrize('length', [1_001, 2**31, 2**62, 2**64 - 1])
 def test_the_length_of_a_tf_record(tmp_path, length):
     header = struct.pack('<Q', length)
-    content = header + struct.pack('<I', masked_crc(header)) + bytes(100)
+    content = header + struct.pack('<I', masked_crc32c(header)) + bytes(100)
     message = file_refusal(tmp_path, TfRecords, 'b', content, max_document_bytes=1_000)
     assert f'record 0 has {length:,} bytes' in message
     assert 'TfRecords.max_document_bytes' in message

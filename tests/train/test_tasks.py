@@ -209,7 +209,7 @@ def test_parts_must_have_arrays_of_the_same_length():
     tasks = [spans([b'text']), spans([b'text'], noise_density=0.5)]
     lengths = [task.open(24).training(0)[0]['decoder_target_tokens'].shape[0] for task in tasks]
     assert lengths[0] != lengths[1]
-    with pytest.raises(ConfigError, match='same arrays, but they differ in') as error:
+    with pytest.raises(ConfigError, match='same arrays') as error:
         Mixture(tasks=tasks, weights=[1, 1]).open(24).training(0)
     message = str(error.value)
     assert 'decoder_target_tokens' in message

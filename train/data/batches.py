@@ -46,9 +46,14 @@ class LocalBatches:
     """
 
     def __init__(self, rows: Any, batch_size: int, row_indices: Sequence[int]):
-        self._rows = rows
-        self.batch_size = batch_size
-        self._row_indices = _checked(row_indices, batch_size)
+        check_counts(batch_size=batch_size)
+        self._rows, self.batch_size = rows, batch_size
+        self._row_indices = indices = tuple(map(int, row_indices))
+        if not indices or not 0 <= min(indices) <= max(indices) < batch_size:
+            raise ConfigError(
+                f'row_indices must lie between 0 and {batch_size - 1}, the rows of a batch of '
+                f'{batch_size}: use partitioner.get_data_layout({batch_size}).row_indices'
+            )
 
     def __len__(self) -> int:
         return np.iinfo(np.int64).max // self.batch_size
@@ -59,7 +64,7 @@ class LocalBatches:
         return stack_rows([self._rows[first + r] for r in self._row_indices])
 
 
-class FiniteBatches:
+class FiniteBatches(LocalBatches):
     """The rows of a finite set that one process reads. Rows of zeros fill up the last batch.
 
     Batches have an additional array, 'row_weights', float32 [rows]: 0 for these rows of zeros, and
@@ -67,18 +72,14 @@ class FiniteBatches:
 
     Args:
       rows: the finite set, with random access.
-      batch_size: number of rows in a global batch.
-      row_indices: the rows of a global batch that this process reads.
+      batch_size, row_indices: as for `LocalBatches`.
 
     Raises:
-      ConfigError: if there are no rows, `batch_size` is not a count, or `row_indices` are not rows
-        of the batch.
+      ConfigError: if there are no rows, or as for `LocalBatches`.
     """
 
     def __init__(self, rows: Sequence[Row], batch_size: int, row_indices: Sequence[int]):
-        self._rows = rows
-        self.batch_size = batch_size
-        self._row_indices = _checked(row_indices, batch_size)
+        super().__init__(rows, batch_size, row_indices)
         if not len(rows):
             raise ConfigError('there are 0 rows: a batch needs at least one')
         self._filler = {name: np.zeros_like(value) for name, value in rows[0].items()}
@@ -92,18 +93,6 @@ class FiniteBatches:
         rows = [self._rows[i] if i < len(self._rows) else self._filler for i in indices]
         weights = np.array([i < len(self._rows) for i in indices], np.float32)
         return {**stack_rows(rows), 'row_weights': weights}
-
-
-def _checked(row_indices: Sequence[int], batch_size: int) -> tuple[int, ...]:
-    """The row indices as a tuple of ints, each within the batch."""
-    check_counts(batch_size=batch_size)
-    rows = tuple(map(int, row_indices))
-    if not rows or not 0 <= min(rows) <= max(rows) < batch_size:
-        raise ConfigError(
-            f'row_indices must lie between 0 and {batch_size - 1}, the rows of a batch of '
-            f'{batch_size}: use partitioner.get_data_layout({batch_size}).row_indices'
-        )
-    return rows
 
 
 def stack_rows(rows: Sequence[Row]) -> Row:

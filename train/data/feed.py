@@ -12,7 +12,7 @@ from typing import Any
 import grain
 
 from partitioning import BasePartitioner
-from train.data.batches import Batch, FiniteBatches, LocalBatches
+from train.data.batches import Batch, LocalBatches
 from train.errors import check_counts
 from train.processes.channel import tick
 
@@ -59,7 +59,7 @@ class Feed:
 
     def __init__(
         self,
-        local_batches: LocalBatches | FiniteBatches,
+        local_batches: LocalBatches,
         partitioner: BasePartitioner,
         *,
         first_step: int = 0,

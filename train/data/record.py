@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etils import epath
@@ -48,11 +48,15 @@ def recorded_setting(directory: epath.Path, name: str) -> Any:
     Raises:
       ConfigError: if the record cannot be read.
     """
-    path = directory / FILE
+    return _read(directory / FILE, lambda before: before['settings'].get(name))
+
+
+def _read(path: epath.Path, find: Callable[[Any], Any]) -> Any:
+    """What a function finds in the record of an earlier run, or None if there is no record."""
     if not path.exists():
         return None
     try:
-        return parse_json(path.read_text())['settings'].get(name)
+        return find(parse_json(path.read_text()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f'{path} cannot be read ({error}): delete it to resume') from error
 
@@ -98,15 +102,11 @@ def check_same_as_before(directory: epath.Path, record: dict[str, Any], step: in
         record of the run cannot be read.
     """
     path = directory / FILE
-    if not path.exists():
+    before = _read(path, lambda r: (_identity(r), _summary(r), {**r['settings']}))
+    if before is None:
         return []
-    try:
-        before = parse_json(path.read_text())
-        same = _identity(before) == _identity(json.loads(json.dumps(record)))
-        then, settings = _summary(before), {**before['settings']}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f'{path} cannot be read ({error}): delete it to resume') from error
-    if not same:
+    identity, then, settings = before
+    if identity != _identity(json.loads(json.dumps(record))):
         raise ConfigError(
             f'the data has changed since this run began: it was {then}, and is now '
             f'{_summary(record)}. Use the original data or another MODEL_DIR, or delete {path} to '
@@ -141,10 +141,7 @@ def check_restored_tokenizer(
     path = record_of(checkpoints)
     if not path.exists():
         return
-    try:
-        before = parse_json(path.read_text())['tokenizer']
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f'{path} cannot be read ({error}): delete it to resume') from error
+    before = _read(path, lambda record: record['tokenizer'])
     for name, task in tasks.items():
         if (now := task.tokenizer_identity) != before:
             raise ConfigError(
@@ -170,11 +167,9 @@ def _summary(record: dict[str, Any]) -> str:
     parts = [
         f'{part["source"]} with {part["documents"]:,} training and {part["held_out_documents"]:,} '
         f'held-out documents, {part["bytes"]:,} bytes (hash {part["content_hash"][:8]}, '
-        f'weight {part["weight"]:.3g}, {_settings(part["rows"])})'
+        f'weight {part["weight"]:.3g}, '
+        + ' '.join(str(v) if k == 'task' else f'{k}={v}' for k, v in part['rows'].items())
+        + ')'
         for part in record['parts']
     ]
     return f'{", ".join(parts)}, tokenizer {str(record["tokenizer"])[:28]}'
-
-
-def _settings(rows: dict[str, Any]) -> str:
-    return ' '.join(str(value) if k == 'task' else f'{k}={value}' for k, value in rows.items())

@@ -16,7 +16,7 @@ from partitioning import TrainState
 from train.data import EvaluationSet, FiniteBatches, Lengths, Task, baselines
 from train.data.batches import abstract_batch
 from train.data.rows.lengths import check_lengths
-from train.data.rows.open_task import describe_features, features
+from train.data.rows.open_task import check_same_arrays
 from train.errors import ConfigError, check_counts
 from train.evaluators.evaluator import (
     EvaluatedRun,
@@ -75,7 +75,13 @@ class HeldOut:
                 rows = held_out.rows[: self.num_batches * size]
                 held_out = dataclasses.replace(held_out, rows=rows, num_bytes=None)
             if self.sequence_length is None:
-                _check_same_arrays(name, held_out, run)
+                check_same_arrays(
+                    f'the rows of the evaluator {name!r}',
+                    held_out.rows[0],
+                    'the training rows',
+                    run.rows[0],
+                    'use the same kind of task and packing for both',
+                )
             batch = abstract_batch(held_out.rows[0], size, run.config.partitioner)
             sharding = next(iter(batch.values())).sharding
             batch['row_weights'] = jax.ShapeDtypeStruct((size,), np.float32, sharding=sharding)
@@ -129,21 +135,6 @@ class PreparedHeldOut:
         console.scores(step, self.name, line)
         if score is not None and step >= self.owner.config.total_steps:
             console.show(score_chart({'this model': score, **self._baselines}))
-
-
-def _check_same_arrays(name: str, held_out: EvaluationSet, run: EvaluatedRun) -> None:
-    """Checks that held-out rows have the arrays of training rows.
-
-    Raises:
-      ConfigError: if arrays differ.
-    """
-    ours, theirs = features(run.rows[0]), features(held_out.rows[0])
-    if ours != theirs:
-        raise ConfigError(
-            f'the rows of the evaluator {name!r} have {describe_features(theirs)}, but the '
-            f'training rows have {describe_features(ours)}: use the same kind of task and packing '
-            'for both'
-        )
 
 
 def _check_fillers(

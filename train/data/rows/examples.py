@@ -13,13 +13,7 @@ import jax
 import numpy as np
 
 from train.data.rows.lengths import Lengths, target_length
-from train.data.rows.open_task import (
-    EvaluationSet,
-    OpenTask,
-    check_seed,
-    describe_features,
-    features,
-)
+from train.data.rows.open_task import EvaluationSet, OpenTask, check_same_arrays, check_seed
 from train.data.rows.order import shuffle
 from train.data.rows.packing import Row, blank_tokens, check_within
 from train.data.rows.tasks import Task, no_progress
@@ -136,17 +130,24 @@ class OpenExamples(OpenTask):
         if limit is not None:
             check_counts(limit=limit)
             count = min(count, limit)
-        ours, theirs = features(self.training_rows[0]), features(self.held_out[0])
-        if ours != theirs:
-            raise ConfigError(
-                f'the held-out examples have {describe_features(theirs)}, but the training '
-                f'examples have {describe_features(ours)}: both need the same arrays'
-            )
+        check_same_arrays(
+            'the held-out examples',
+            self.held_out[0],
+            'the training examples',
+            self.training_rows[0],
+            'both need the same arrays',
+        )
         return EvaluationSet(grain.MapDataset.source(self.held_out)[:count], count)
 
     @functools.cached_property
     def _content_hash(self) -> str:
-        return _content_hash(self.training_rows)
+        """Hashes the arrays of examples. The contents of other objects are not read."""
+        digest = hashlib.blake2b(digest_size=16)
+        if isinstance(self.training_rows, _Columns):
+            for name, values in sorted(self.training_rows.columns.items()):
+                digest.update(f'{name} {values.dtype} {values.shape}'.encode())
+                digest.update(np.ascontiguousarray(values).tobytes())
+        return digest.hexdigest()
 
     def record(self) -> list[dict[str, Any]]:
         row_bytes = sum(value.nbytes for value in self.training_rows[0].values())
@@ -191,16 +192,6 @@ def _as_rows(setting: str, examples: Any) -> Any:
     if not len(rows):
         raise ConfigError(f'empty corpus: Examples.{setting} has 0 examples')
     return rows
-
-
-def _content_hash(rows: Any) -> str:
-    """Hashes the arrays of examples. The contents of other objects are not read."""
-    digest = hashlib.blake2b(digest_size=16)
-    if isinstance(rows, _Columns):
-        for name, values in sorted(rows.columns.items()):
-            digest.update(f'{name} {values.dtype} {values.shape}'.encode())
-            digest.update(np.ascontiguousarray(values).tobytes())
-    return digest.hexdigest()
 
 
 _TRAINING, _HELD_OUT = 0, 1

@@ -132,8 +132,6 @@ class InputsToTargets(PairTask):
                 (training, other),
             )
         lengths, has_inputs = self._lengths(length, index), self.inputs is not None
-        if not self.cut:
-            _check_uncut(self._longest(index), lengths)
         make_row = self.make_row_of(*lengths, has_inputs)
         ends = [
             tokenizer.separator if feature in self.add_end else None
@@ -181,27 +179,20 @@ class InputsToTargets(PairTask):
         """The numbers of input and target tokens in a row; by default, of the longest example."""
         if self.inputs is None and isinstance(lengths, int):
             lengths = {'targets': lengths}
-        given = pair_lengths(lengths)
-        longest = self._longest(index)
-        inputs, targets = (n or max(most, 1) for n, most in zip(given, longest, strict=True))
-        return (0 if self.inputs is None else inputs), targets
-
-    def _longest(self, index: Any) -> list[int]:
-        """The numbers of tokens of the longest inputs and of the longest targets."""
-        return [
-            max(int(part.lengths[i].max(initial=0)) for part in (index.training, index.held_out))
-            + (feature in self.add_end and getattr(self, feature) is not None)
-            for i, feature in enumerate(FEATURES)
-        ]
-
-
-def _check_uncut(longest: Sequence[int], lengths: Sequence[int]) -> None:
-    for feature, most, length in zip(FEATURES, longest, lengths, strict=True):
-        if most > length:
-            raise ConfigError(
-                f'the longest {feature} have {most} tokens, but rows have {length}: use {most} or '
-                'more, or set InputsToTargets.cut to cut them'
-            )
+        found = []
+        for i, (feature, given) in enumerate(zip(FEATURES, pair_lengths(lengths), strict=True)):
+            has_feature = getattr(self, feature) is not None
+            parts = (index.training, index.held_out)
+            longest = max(int(part.lengths[i].max(initial=0)) for part in parts)
+            longest += has_feature and feature in self.add_end
+            length = (given or max(longest, 1)) if has_feature or feature == 'targets' else 0
+            if longest > length and not self.cut:
+                raise ConfigError(
+                    f'the longest {feature} have {longest} tokens, but rows have {length}: use '
+                    f'{longest} or more, or set InputsToTargets.cut to cut them'
+                )
+            found.append(length)
+        return found[0], found[1]
 
 
 def _pair_rows(pairs: Any, endings: tuple[Ending, Ending], make_row: MakeRow) -> Rows:

@@ -181,7 +181,16 @@ class OpenText(OpenTask):
     def training(self, seed: int) -> grain.MapDataset:
         check_seed(seed)
         for part, rows in zip(self.parts, self.training_rows, strict=True):
-            _check_trainable(part, len(rows))
+            if not len(rows):
+                raise ConfigError(
+                    f'empty corpus: {part.name} has no document to train on, because all '
+                    f'{part.index.held_out.num_documents} are held out: lower holdout_percent'
+                )
+            if len(rows) > MAX_ROWS:
+                raise ConfigError(
+                    f'{part.name} has {len(rows)} rows, but grain can shuffle at most {MAX_ROWS}: '
+                    'use longer rows'
+                )
         _check_features([rows.in_order() for rows in self.training_rows])
         if len(self.parts) == 1:
             return self.training_rows[0].shuffled(seed)
@@ -232,39 +241,23 @@ def check_seed(seed: int) -> None:
         raise ConfigError(f'seed is {seed}: it must be below {1 << 32}, the limit of grain')
 
 
-def _check_trainable(part: Part, num_rows: int) -> None:
-    if not num_rows:
+def check_same_arrays(first: str, first_row: Row, second: str, second_row: Row, hint: str) -> None:
+    """Checks that two kinds of rows have the same arrays.
+
+    Raises:
+      ConfigError: if they differ; `first` and `second` say which rows they are.
+    """
+    ours, theirs = features(first_row), features(second_row)
+    if ours != theirs:
         raise ConfigError(
-            f'empty corpus: {part.name} has no document to train on, because all '
-            f'{part.index.held_out.num_documents} are held out: lower holdout_percent'
-        )
-    if num_rows > MAX_ROWS:
-        raise ConfigError(
-            f'{part.name} has {num_rows} rows, but grain can shuffle at most {MAX_ROWS}: use '
-            'longer rows'
+            f'{first} have {describe_features(ours)}, but {second} have '
+            f'{describe_features(theirs)}: {hint}'
         )
 
 
 def _check_features(datasets: Sequence[Any]) -> None:
     """Checks that the rows of all parts have the same arrays."""
-    expected = features(datasets[0][0])
+    hint = 'the tasks of a mixture must make rows with the same arrays'
     for dataset in datasets[1:]:
-        found = features(dataset[0])
-        if found != expected:
-            differing = sorted(
-                name
-                for name in expected.keys() | found.keys()
-                if expected.get(name) != found.get(name)
-            )
-            shapes = ', '.join(
-                f'{name} {_describe(expected.get(name))} and {_describe(found.get(name))}'
-                for name in differing
-            )
-            raise ConfigError(
-                'the tasks of a mixture must make rows with the same arrays, but they differ in '
-                f'{shapes}'
-            )
-
-
-def _describe(feature: tuple[tuple[int, ...], np.dtype] | None) -> str:
-    return 'absent' if feature is None else f'{feature[0]} {feature[1]}'
+        first, other = 'the rows of the first task', 'the rows of another one'
+        check_same_arrays(first, datasets[0][0], other, dataset[0], hint)

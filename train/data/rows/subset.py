@@ -14,7 +14,7 @@ from train.data.rows.open_task import EvaluationSet, OpenText, Part
 from train.data.rows.order import mix
 from train.data.rows.packing import Row
 from train.data.rows.tasks import TextTask, no_progress
-from train.data.text.token_index import Progress
+from train.data.text.token_index import Progress, TokenIndex
 from train.errors import ConfigError, check_counts
 
 # The names of splits -> the parts of a token index.
@@ -68,24 +68,16 @@ class Subset(TextTask):
         return self.task.blank_row(length)
 
     def open(self, length: Lengths = None, progress: Progress = no_progress) -> OpenSubset:
-        opened = self.task.open(length, progress)
-        parts = [self._part(part) for part in opened.parts]
+        opened, parts = self.task.open(length, progress), list[Part]()
+        names = ('training', 'held_out', 'shuffle', 'seed')
+        default = {name: Subset.__dataclass_fields__[name].default for name in names}
+        changed = {n: value for n in names if (value := getattr(self, n)) != default[n]}
+        for part in opened.parts:
+            training, held_out = (_select(n, part.index) for n in (self.training, self.held_out))
+            index = dataclasses.replace(part.index, training=training, held_out=held_out)
+            settings = {**part.settings, **changed}
+            parts.append(dataclasses.replace(part, index=index, settings=settings))
         return OpenSubset(opened.tokenizer, parts, self)
-
-    def _part(self, part: Part) -> Part:
-        index = part.index
-        chosen = {
-            name: _select(split, {'training': index.training, 'held_out': index.held_out})
-            for name, split in (('training', self.training), ('held_out', self.held_out))
-        }
-        fields = ('training', 'held_out', 'shuffle', 'seed')
-        settings = {
-            name: getattr(self, name)
-            for name in fields
-            if getattr(self, name) != Subset.__dataclass_fields__[name].default
-        }
-        index = dataclasses.replace(index, **chosen)
-        return dataclasses.replace(part, index=index, settings={**part.settings, **settings})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,22 +99,8 @@ class OpenSubset(OpenText):
         if not self.subset.shuffle_held_out:
             return found
         order = np.random.default_rng(self.subset.seed or 0).permutation(len(found.rows))
-        rows = grain.MapDataset.source(_Reordered(found.rows, order.tolist()))
+        rows = grain.MapDataset.source(order.tolist()).map(found.rows.__getitem__)
         return dataclasses.replace(found, rows=rows)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reordered:
-    """Rows in another order."""
-
-    rows: Any
-    order: list[int]
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.rows[self.order[index]]
 
 
 def parse_split(split: str) -> tuple[str, str | None, str | None]:
@@ -140,10 +118,10 @@ def parse_split(split: str) -> tuple[str, str | None, str | None]:
     return found[1], found[2], found[3]
 
 
-def _select(split: str, parts: dict[str, Any]) -> Any:
+def _select(split: str, index: TokenIndex) -> Any:
     """The documents of a split, a `Stream` or `Pairs`."""
     name, first, last = parse_split(split)
-    documents = parts[SPLITS[name]]
+    documents = getattr(index, SPLITS[name])
     count = documents.num_documents
     begin, end, _ = slice(_place(first, count), _place(last, count)).indices(count)
     if (begin, end) == (0, count):

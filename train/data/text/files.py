@@ -9,7 +9,7 @@ import io
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from gzip import BadGzipFile
 from lzma import LZMADecompressor, LZMAError
 from stat import S_ISREG
@@ -157,13 +157,14 @@ def open_file(
             raw: Any = stack.enter_context(file.path.open('rb'))
             stream = raw
             if compression == 'zstd':
-                zstd = _import_zstd(file)
+                module = 'compression.zstd' if sys.version_info >= (3, 14) else 'backports.zstd'
+                zstd = import_optional(module, 'data', f'{file.path}')
                 damage += (zstd.ZstdError,)
                 bits = min(max(max_window_bytes.bit_length() - 1, 10), 31)
                 options = {zstd.DecompressionParameter.window_log_max: bits}
                 stream = stack.enter_context(zstd.ZstdFile(raw, options=options))
             elif compression == 'xz':
-                stream = io.BufferedReader(XzReader(raw, max_window_bytes), buffer_size=1 << 16)
+                stream = io.BufferedReader(_decompress_xz(raw, max_window_bytes), 1 << 16)
             elif compression:
                 stream = stack.enter_context(compr[compression](raw, mode='rb'))
             elif is_remote(file.path):
@@ -172,7 +173,7 @@ def open_file(
                 raise EOFError('it is empty')
             if compression:
                 limit = decompressed_limit(file, max_bytes)
-                stream = io.BufferedReader(Bounded(stream, limit, too_large(file, limit)), 1 << 16)
+                stream = io.BufferedReader(_bounded(stream, limit, too_large(file, limit)), 1 << 16)
             yield stream, raw
     except damage as error:
         if 'memory' in str(error).lower():
@@ -199,11 +200,6 @@ def too_large(file: File, limit: int) -> str:
     )
 
 
-def _import_zstd(file: File) -> Any:
-    module = 'compression.zstd' if sys.version_info >= (3, 14) else 'backports.zstd'
-    return import_optional(module, 'data', f'{file.path}')
-
-
 def read_up_to(stream: BinaryIO, size: int) -> bytes:
     """Reads the rest of a stream, or its first `size` bytes if there are more.
 
@@ -218,69 +214,60 @@ def read_up_to(stream: BinaryIO, size: int) -> bytes:
 # Streams that end in an error before they take too much memory or disk.
 
 
-class Bounded(io.RawIOBase):
-    """Reads a stream of decompressed bytes up to a limit.
+class _Stream(io.RawIOBase):
+    """A stream of what a function returns, which is called with the number of bytes to read."""
 
-    Args:
-      stream: the stream.
-      limit: the greatest number of bytes.
-      message: the error if there are more.
-    """
-
-    def __init__(self, stream: BinaryIO, limit: int, message: str):
-        self._stream, self._limit, self._message, self._read = stream, limit, message, 0
+    def __init__(self, read_some: Callable[[int], bytes]):
+        self._read_some = read_some
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Reads into a buffer, and returns the number of bytes.
-
-        Raises:
-          ConfigError: if the stream has more bytes than the limit.
-        """
-        data = self._stream.read(len(buffer))
-        self._read += len(data)
-        if self._read > self._limit:
-            raise ConfigError(self._message)
+        data = self._read_some(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
 
-class XzReader(io.RawIOBase):
+def _bounded(stream: BinaryIO, limit: int, message: str) -> _Stream:
+    """A stream that raises a ConfigError with a message if it has more bytes than the limit."""
+    total = 0
+
+    def read_some(size: int) -> bytes:
+        nonlocal total
+        data = stream.read(size)
+        total += len(data)
+        if total > limit:
+            raise ConfigError(message)
+        return data
+
+    return _Stream(read_some)
+
+
+def _decompress_xz(raw: BinaryIO, max_window_bytes: int) -> _Stream:
     """Decompresses an .xz file with a limit on memory, which `lzma.LZMAFile` does not have.
 
-    Args:
-      raw: the file.
-      max_window_bytes: the memory that may be taken for what has been read before.
+    Reading raises an EOFError or LZMAError if the file is damaged, or needs more memory for what
+    has been read before.
     """
+    limit = max_window_bytes + (1 << 20)  # The decoder needs some memory apart from the window.
+    decoder = LZMADecompressor(memlimit=limit)
 
-    def __init__(self, raw: BinaryIO, max_window_bytes: int):
-        # The decoder needs some memory apart from the window.
-        self._raw, self._limit = raw, max_window_bytes + (1 << 20)
-        self._decoder = LZMADecompressor(memlimit=self._limit)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Reads into a buffer, and returns the number of bytes.
-
-        Raises:
-          EOFError, LZMAError: if the file is damaged, or needs more memory.
-        """
+    def read_some(size: int) -> bytes:
+        nonlocal decoder
         while True:
             data = b''
-            if self._decoder.eof:
+            if decoder.eof:
                 # Another stream may follow, after zeros.
-                data = self._decoder.unused_data.lstrip(b'\0')
+                data = decoder.unused_data.lstrip(b'\0')
                 while not data:
-                    if not (read := self._raw.read(CHUNK_BYTES)):
-                        return 0
+                    if not (read := raw.read(CHUNK_BYTES)):
+                        return b''
                     data = read.lstrip(b'\0')
-                self._decoder = LZMADecompressor(memlimit=self._limit)
-            elif self._decoder.needs_input and not (data := self._raw.read(CHUNK_BYTES)):
+                decoder = LZMADecompressor(memlimit=limit)
+            elif decoder.needs_input and not (data := raw.read(CHUNK_BYTES)):
                 raise EOFError('it ends in the middle of a stream')
-            if found := self._decoder.decompress(data, len(buffer)):
-                buffer[: len(found)] = found
-                return len(found)
+            if found := decoder.decompress(data, size):
+                return found
+
+    return _Stream(read_some)

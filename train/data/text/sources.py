@@ -210,6 +210,17 @@ class FileSource(Source):
         """Opens a file, decompressed within the limits of the source; see `open_file`."""
         return open_file(file, self.max_decompressed_bytes, self.max_window_bytes)
 
+    def lines(self, file: File) -> Iterator[tuple[int, bytes, int]]:
+        """Yields (number, line, bytes read) for the lines of a file that are not empty.
+
+        A line with more than `max_document_bytes` is cut after one byte more.
+        """
+        with self.open(file) as (stream, raw):
+            lines = iter(lambda: stream.readline(self.max_document_bytes + 1), b'')
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield number, line, raw.tell()
+
     @abc.abstractmethod
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
         """Yields (number, content, bytes read) for each document of a file.
@@ -246,14 +257,10 @@ class JsonLines(FileSource):
         return dataclasses.replace(self, field=str(field))
 
     def contents(self, file: File) -> Iterator[tuple[int | None, bytes, int]]:
-        with self.open(file) as (stream, raw):
-            lines = iter(lambda: stream.readline(self.max_document_bytes + 1), b'')
-            for number, line in enumerate(lines, 1):
-                if len(line) > self.max_document_bytes:
-                    yield number, line, raw.tell()  # It is refused for its size.
-                elif line.strip():
-                    content = text_of_json(line, self.field, f'{file.path}:{number}')
-                    yield number, content, raw.tell()
+        for number, line, read in self.lines(file):
+            if len(line) <= self.max_document_bytes:  # Otherwise, it is refused for its size.
+                line = text_of_json(line, self.field, f'{file.path}:{number}')
+            yield number, line, read
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from train.data.text.files import File
 from train.data.text.sources import FileSource, missing_field
@@ -57,11 +57,13 @@ class TfRecords(FileSource):
 
     def _records(self, stream: BinaryIO, file: File) -> Iterator[bytes]:
         """Yields the records: a length, its checksum, the bytes, and their checksum."""
+        from tensorboardX.record_writer import masked_crc32c  # Importing it takes seconds.
+
         number = 0
         while header := stream.read(12):
             if len(header) == 12:
                 length, checksum = struct.unpack('<QI', header)
-                if masked_crc(header[:8]) != checksum:
+                if masked_crc32c(header[:8]) != checksum:
                     raise ConfigError(f'{file.path} is not a TFRecord file, or it is damaged')
                 if length > self.max_document_bytes:
                     raise ConfigError(
@@ -97,14 +99,14 @@ def _fields(message: bytes, wanted: int) -> list[bytes]:
     """The values of one field of a message, as bytes."""
     found, place = [], 0
     while place < len(message):
-        tag, place = _varint(message, place)
+        tag, place = read_varint(message, place)
         kind = tag & 7
         if kind == _NUMBER:
-            _, place = _varint(message, place)
+            _, place = read_varint(message, place)
             continue
         sizes = {_EIGHT: 8, _FOUR: 4}
         if kind == _BYTES:
-            size, place = _varint(message, place)
+            size, place = read_varint(message, place)
         elif kind in sizes:
             size = sizes[kind]
         else:
@@ -117,7 +119,7 @@ def _fields(message: bytes, wanted: int) -> list[bytes]:
     return found
 
 
-def _varint(message: bytes, place: int) -> tuple[int, int]:
+def read_varint(message: bytes, place: int) -> tuple[int, int]:
     """Reads a number of at most 64 bits, 7 per byte, and returns the place after it, too."""
     number = 0
     for shift in range(0, 64, 7):
@@ -127,25 +129,3 @@ def _varint(message: bytes, place: int) -> tuple[int, int]:
         if byte < 0x80:
             return number, place
     raise ValueError('a number has more than 64 bits')
-
-
-def _crc_table() -> list[int]:
-    """The CRC of each byte, with Castagnoli's polynomial in reversed order."""
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-        table.append(byte)
-    return table
-
-
-_TABLE: Any = _crc_table()
-
-
-def masked_crc(data: bytes) -> int:
-    """The masked CRC-32C that TFRecord files store."""
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = _TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

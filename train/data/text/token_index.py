@@ -97,8 +97,12 @@ def open_index(
             if not directory.exists():
                 _build(source, listing, tokenizer, directory, settings, progress)
     index = _open(directory, settings, keep)
-    if isinstance(source, Records):
-        _check_count(index, listing.size)
+    held = index.training.num_documents + index.held_out.num_documents
+    if isinstance(source, Records) and held != listing.size:
+        raise ConfigError(
+            f'token index {index.directory} has {held} documents, but there are now '
+            f'{listing.size} records: give the new version another cache_key'
+        )
     return index
 
 
@@ -130,7 +134,8 @@ def _write(
     source: Source, listing: Listing, tokenizer: Tokenizer, directory: Path, progress: Progress
 ) -> dict[str, Any]:
     """Writes the streams of an index, and describes them as JSON data."""
-    content, name, done = hashlib.blake2b(digest_size=16), _name(source), 0
+    content, done = hashlib.blake2b(digest_size=16), 0
+    name = f'{type(source).__name__} {getattr(source, "pattern", "")}'.rstrip()
     with contextlib.ExitStack() as stack:
         writers = {
             part: stack.enter_context(contextlib.closing(StreamWriter(directory / part, tokenizer)))
@@ -218,18 +223,3 @@ def _locked(cache: Path, key: str) -> Iterator[None]:
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _check_count(index: TokenIndex, records: int) -> None:
-    held = index.training.num_documents + index.held_out.num_documents
-    if held != records:
-        raise ConfigError(
-            f'token index {index.directory} has {held} documents, but there are now {records} '
-            'records: give the new version another cache_key'
-        )
-
-
-def _name(source: Source) -> str:
-    pattern = getattr(source, 'pattern', None)
-    kind = type(source).__name__
-    return kind if pattern is None else f'{kind} {pattern}'
